@@ -1,0 +1,273 @@
+"""The connector contract: two halves, one file, any engine.
+
+The scheduler half lives where blocks are allocated: it holds the pool view,
+answers what could be loaded, and plans transfers. The worker half lives where
+the KV bytes are: it runs the plan. Both have a default for every method, so a
+connector overrides what it needs, and a later release may add methods.
+
+- CONN-1 Binding is opt-in and a no-op by default. It **must** be the first event
+  after construction; a connector that holds children **must** forward it to each.
+- CONN-2 ``match_prefix`` **must not** promise what ``on_blocks_allocated`` cannot
+  load: what is promised is protected, or checked again when the blocks come.
+- CONN-3 Every job of a plan **must** be reported exactly once, succeeded or failed.
+- CONN-4 Every block touched **must** be freed once: on success, failure, abort,
+  preemption, reset and shutdown alike.
+- CONN-5 Jobs are named by ``job_id``, never by request id: a request id may come
+  again while jobs of its first life are in flight.
+- CONN-6 A source block **must** be held (or belong to a scheduled request) until
+  its store is reported, so that it is not overwritten while it is read.
+
+The engine, for its part: calls the scheduler half from one thread; runs loads
+of a request before computing what follows them; never hands a block of an
+unfinished load to anyone else; and treats a failed load as not computed.
+
+Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` (0.33.0), and
+vLLM PRs #39654 (bind) and #41011 (engine facts for the scheduler half).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from kvview.events import OffloadingEvent
+from kvview.geometry import CacheGeometry
+from kvview.pool import GPUBlockPoolView
+from kvview.transfer import CanonicalKVCaches, LoadStoreSpec, TransferResult
+
+BlockIds = tuple[Sequence[int], ...]
+"""Block ids per KV-cache group, in block order; the null block where KV is skipped."""
+
+
+class FinishReason(Enum):
+    """Why a request ended."""
+
+    FINISHED = auto()
+    ABORTED = auto()
+
+
+@dataclass(frozen=True)
+class ConnectorConfig:
+    """What a connector is built from.
+
+    Args:
+        geometry: Block sizes and KV-cache groups of the engine.
+        options: The user's settings for this connector, unchecked.
+    """
+
+    geometry: CacheGeometry
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """Read-only facts of a started engine, beside the view.
+
+    Args:
+        num_gpu_blocks: Blocks of the pool, the null block included.
+        page_bytes: Per KV-cache group, bytes of one block over all its layers.
+        max_blocks_per_step: Upper bound of blocks that one step may allocate.
+    """
+
+    num_gpu_blocks: int
+    page_bytes: tuple[int, ...]
+    max_blocks_per_step: int
+
+
+@dataclass(frozen=True)
+class RequestInfo:
+    """A request, as far as a connector needs to know it.
+
+    Args:
+        request_id: Unique among unfinished requests only (CONN-5).
+        num_tokens: Tokens known now: the prompt and what was generated.
+        block_hashes: One hash for each full ``hash_block_size`` tokens, each
+            covering the whole prefix; grows as tokens come. Without group index.
+    """
+
+    request_id: str
+    num_tokens: int
+    block_hashes: Sequence[bytes]
+
+
+@dataclass(frozen=True)
+class RequestStep:
+    """What one step does for one request.
+
+    Args:
+        request: The request as of this step.
+        block_ids: Its whole block table, per group.
+        num_computed_tokens: Tokens whose KV exists before the step.
+        num_scheduled_tokens: Tokens computed in the step.
+    """
+
+    request: RequestInfo
+    block_ids: BlockIds
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """One scheduler step, after allocation and before compute.
+
+    Args:
+        scheduled: The requests computed in this step.
+        preempted: Ids of the requests preempted since the last step.
+    """
+
+    scheduled: Sequence[RequestStep] = ()
+    preempted: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class TransferJob:
+    """One transfer for the worker half.
+
+    Args:
+        job_id: Unique in the life of the connector (CONN-5).
+        src: Where the bytes are.
+        dst: Where they go.
+        request_id: The request that waits for it; None for stores. A failed
+            job with a request makes the engine compute its blocks anew.
+    """
+
+    job_id: int
+    src: LoadStoreSpec
+    dst: LoadStoreSpec
+    request_id: str | None = None
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What the worker half starts in one step; must survive pickling.
+
+    Args:
+        loads: Started before the step's compute.
+        stores: Started before the step's compute too; they read blocks that
+            earlier steps computed.
+    """
+
+    loads: Sequence[TransferJob] = ()
+    stores: Sequence[TransferJob] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.loads or self.stores)
+
+
+class SchedulerConnector:
+    """The half beside the scheduler. Every method has a default that does nothing."""
+
+    def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
+        """Receive the pool: the first event after construction (CONN-1).
+
+        Args:
+            view: Valid until the engine closes it (POOL-10).
+        """
+
+    def on_engine_ready(self, facts: EngineFacts) -> None:
+        """Receive the facts of the started engine, right after the bind."""
+
+    def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
+        """How much more of the prefix could be loaded than the GPU holds.
+
+        Args:
+            request: The request to be scheduled.
+            num_computed_tokens: Tokens that the GPU prefix cache already hits.
+
+        Returns:
+            Tokens beyond ``num_computed_tokens``; the sum is a multiple of
+            ``scheduler_block_size`` and leaves at least one token to compute.
+            None to be asked again in a later step.
+        """
+        return 0
+
+    def on_blocks_allocated(
+        self, request: RequestInfo, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        """Blocks were allocated for a request that is about to start.
+
+        Args:
+            request: The request.
+            block_ids: Its whole block table, per group.
+            num_external_tokens: Tokens to load now, at most what ``match_prefix``
+                promised; 0 when nothing is to be loaded. They follow the tokens
+                that the GPU hit.
+        """
+
+    def plan_step(self, step: StepInfo) -> StepPlan:
+        """Say what the worker half does in this step; called once a step."""
+        return StepPlan()
+
+    def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
+        """Hear how jobs ended, in order of completion (CONN-3)."""
+
+    def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
+        """A request is about to lose its blocks; it comes back later."""
+
+    def on_request_finished(
+        self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
+    ) -> None:
+        """A request is about to give its blocks back; touch what must stay."""
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Events since the last call (EVENT-1 to EVENT-5)."""
+        return ()
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must keep stepping although nothing is scheduled."""
+        return False
+
+    def reset_cache(self) -> bool:
+        """Forget what was offloaded. False when it cannot be done now."""
+        return True
+
+    def shutdown(self) -> None:
+        """Release everything held; callable twice."""
+
+
+class WorkerConnector:
+    """The half beside the KV bytes. Every method has a default that does nothing."""
+
+    def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
+        """Receive the KV-cache tensors, once, before the first plan."""
+
+    def start_plan(self, plan: StepPlan) -> None:
+        """Start the jobs of one step; must not wait for them."""
+
+    def get_finished(self) -> list[TransferResult]:
+        """Jobs that ended since the last call; never blocks."""
+        return []
+
+    def wait(self, job_ids: Sequence[int]) -> None:
+        """Block until these jobs ended; their results still come by ``get_finished``."""
+
+    def shutdown(self) -> None:
+        """Release memory; callable twice."""
+
+
+class Connector:
+    """What a target names: a class that builds the two halves.
+
+    In one process or in two: each side builds its own instance from an equal
+    configuration and asks it for its half.
+
+    Args:
+        config: Geometry and the user's options.
+
+    Raises:
+        ConfigError: An option is unknown or has an impossible value.
+    """
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        self.config = config
+
+    def make_scheduler(self) -> SchedulerConnector:
+        """Build the half beside the scheduler."""
+        return SchedulerConnector()
+
+    def make_worker(self) -> WorkerConnector:
+        """Build the half beside the KV bytes."""
+        return WorkerConnector()

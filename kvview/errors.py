@@ -1,0 +1,56 @@
+"""Every error kvview raises: one small tree of nominal exceptions.
+
+Each class also inherits the builtin that a caller would expect, so code that
+knows nothing of kvview still catches the right thing. A message says what was
+wrong, where, and what to do; whatever raised has changed nothing.
+"""
+
+from __future__ import annotations
+
+
+class KVViewError(Exception):
+    """Base of every error raised by kvview."""
+
+
+class UnknownBlockError(KVViewError, LookupError):
+    """A block id names no block of this pool (POOL-4)."""
+
+
+class BlockNotHeldError(KVViewError, ValueError):
+    """A free would drop a reference that the caller does not hold (POOL-4)."""
+
+
+class ViewClosedError(KVViewError, RuntimeError):
+    """The view was closed: the engine is gone or the pool was rebound (POOL-10)."""
+
+
+class NoFreeBlocksError(KVViewError, ValueError):
+    """More blocks were asked for than the pool has free."""
+
+
+class BlockInUseError(KVViewError, RuntimeError):
+    """An operation needs idle blocks, and some are referenced or in flight."""
+
+
+class GeometryError(KVViewError, ValueError):
+    """Block sizes that do not fit each other, or a size that is not positive."""
+
+
+class ConfigError(KVViewError, ValueError):
+    """A configuration value, target or file that cannot be used."""
+
+
+class TraceError(KVViewError, ValueError):
+    """A trace row that cannot be read; names the file, the line and the field."""
+
+
+class KeyNotLoadableError(KVViewError, LookupError):
+    """A load was prepared for a key that is not stored, or not ready yet (OFF-2)."""
+
+
+class EventOrderError(KVViewError, ValueError):
+    """An offloading event stream breaks EVENT-1: a removal without a store."""
+
+
+class TransferSpecError(KVViewError, ValueError):
+    """A transfer names pages that do not exist or do not pair up (XFER-1)."""

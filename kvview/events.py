@@ -1,0 +1,162 @@
+"""The event contract: what a tier says it holds, for routers and indexers.
+
+- EVENT-1 A removal **must** follow a store of the same key in the same medium.
+- EVENT-2 Folding all events **must** give exactly the keys that ``lookup``
+  answers HIT for: advertised means loadable.
+- EVENT-3 Per medium, events **must** come in the order in which it happened.
+- EVENT-4 A failed store **must** advertise nothing.
+- EVENT-5 A reset **must** remove everything that was advertised.
+
+An offloading event carries no block size: one event may name keys of groups
+whose blocks differ in size. Who needs the size joins it from the GPU events of
+the same blocks with :class:`BlockSizeIndex`, instead of guessing.
+
+Source: vLLM PR #36644 (the block size leaves the event), issue #43468 (a router
+that drops every event without one), ``vllm/distributed/kv_events.py``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvview.errors import EventOrderError
+from kvview.keys import OffloadKey, make_offload_key
+
+MEDIUM_GPU = "GPU"
+MEDIUM_CPU = "CPU"
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadingEvent:
+    """Keys that appeared in, or vanished from, one offloading medium.
+
+    Args:
+        keys: The keys, in the order in which it happened.
+        medium: Name of the tier, ``"CPU"`` for example.
+        removed: True when the keys can no longer be loaded, False when now they can.
+    """
+
+    keys: Sequence[OffloadKey]
+    medium: str
+    removed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """GPU blocks of one group became reusable through the prefix cache.
+
+    Args:
+        block_hashes: Hashes without the group, in prefix order.
+        parent_block_hash: Hash of the block before the first, None at the start.
+        block_size: Tokens in each of the blocks.
+        group_idx: KV-cache group of the blocks.
+        medium: Where the blocks lie.
+    """
+
+    block_hashes: Sequence[bytes]
+    parent_block_hash: bytes | None
+    block_size: int
+    group_idx: int
+    medium: str = MEDIUM_GPU
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """GPU blocks of one group were evicted from the prefix cache."""
+
+    block_hashes: Sequence[bytes]
+    group_idx: int
+    medium: str = MEDIUM_GPU
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """The GPU prefix cache was reset."""
+
+    medium: str = MEDIUM_GPU
+
+
+GPUEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+def fold_events(events: Iterable[OffloadingEvent]) -> dict[str, set[OffloadKey]]:
+    """Replay a stream from its beginning into what each medium advertises.
+
+    Args:
+        events: All events since the tier was empty, in order.
+
+    Returns:
+        ``{medium: loadable keys}`` (EVENT-2); a medium stays once it was seen.
+
+    Raises:
+        EventOrderError: A key is removed that was not stored (EVENT-1).
+    """
+    held: dict[str, set[OffloadKey]] = {}
+    for number, event in enumerate(events):
+        keys = held.setdefault(event.medium, set())
+        if not event.removed:
+            keys.update(event.keys)
+            continue
+        for key in event.keys:
+            if key not in keys:
+                raise EventOrderError(
+                    f"EVENT-1: event {number} removes key {key.hex()} from medium "
+                    f"{event.medium!r}, which does not hold it"
+                )
+            keys.remove(key)
+    return held
+
+
+class BlockSizeIndex:
+    """Finds the block size of an offloaded key from the GPU events of its block.
+
+    1. A size stays known while the GPU or any offloading medium holds the key,
+       so a removal on one side in the same batch loses nothing (vLLM #57159).
+    2. A key that nobody holds is forgotten: memory follows what is cached.
+
+    Feed every GPU event and every offloading event, each stream in order.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[OffloadKey, int] = {}
+        self._offloaded: Counter[OffloadKey] = Counter()
+        self._on_gpu: Counter[OffloadKey] = Counter()
+
+    def block_size(self, key: OffloadKey) -> int | None:
+        """Tokens in the block that ``key`` names, or None when never seen."""
+        return self._sizes.get(key)
+
+    def apply_gpu_event(self, event: GPUEvent) -> None:
+        """Learn from one event of the GPU prefix cache."""
+        if isinstance(event, AllBlocksCleared):
+            gone, self._on_gpu = self._on_gpu, Counter()
+            self._forget(gone)
+            return
+        keys = [make_offload_key(h, event.group_idx) for h in event.block_hashes]
+        if isinstance(event, BlockStored):
+            self._sizes.update(dict.fromkeys(keys, event.block_size))
+            self._on_gpu.update(keys)
+        else:
+            self._release(self._on_gpu, keys)
+
+    def apply_offloading_event(self, event: OffloadingEvent) -> None:
+        """Learn from one event of an offloading tier."""
+        if event.removed:
+            self._release(self._offloaded, event.keys)
+        else:
+            self._offloaded.update(event.keys)
+
+    def _release(self, holders: Counter[OffloadKey], keys: Iterable[OffloadKey]) -> None:
+        for key in keys:
+            if holders[key] > 1:
+                holders[key] -= 1
+            else:
+                del holders[key]
+        self._forget(keys)
+
+    def _forget(self, keys: Iterable[OffloadKey]) -> None:
+        for key in keys:
+            if key not in self._on_gpu and key not in self._offloaded:
+                self._sizes.pop(key, None)

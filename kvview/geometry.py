@@ -1,0 +1,220 @@
+"""The geometry contract: block sizes, KV-cache groups, and what a prefix needs.
+
+A hybrid model has several KV-cache groups (full attention, sliding window,
+chunked local attention, Mamba), each with its own block size over one pool.
+
+- GEO-1 ``scheduler_block_size`` **must** be given once, at the top, and threaded
+  down; nobody recomputes a least common multiple.
+- GEO-2 It **must** be a multiple of ``hash_block_size`` and of every group's
+  block size, and every group's block size of ``hash_block_size``; otherwise
+  :class:`~kvview.GeometryError` (a ``ValueError``) names the numbers.
+- GEO-3 A prefix of L tokens is a hit for a group when every block of
+  ``required_blocks(L)`` is cached: those that the next token's attention reads.
+- GEO-4 A hit of several groups **must** be the longest prefix, a multiple of
+  ``scheduler_block_size``, that is a hit for each of them.
+
+Source: vLLM PR #44165; ``vllm/v1/core/single_type_kv_cache_manager.py`` (0.33.0),
+``get_num_skipped_tokens`` of each manager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+
+from kvview.errors import GeometryError
+
+IsCached = Callable[[int], bool]
+"""Whether block number i of a request (0-based, in its group's blocks) is cached."""
+
+
+def _require_positive(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise GeometryError(f"{name} must be a positive int (tokens), got {value!r}")
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers that share a block size and read the same part of a prefix.
+
+    Args:
+        block_size: Tokens in one block of this group.
+    """
+
+    block_size: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _require_positive(field.name, getattr(self, field.name))
+
+    def num_skipped_tokens(self, num_tokens: int) -> int:
+        """Leading tokens that the token at position ``num_tokens`` never reads."""
+        return 0
+
+    def required_blocks(self, num_tokens: int) -> range:
+        """Blocks that must hold KV for a prefix of ``num_tokens`` (GEO-3).
+
+        Args:
+            num_tokens: Prefix length in tokens, a multiple of ``block_size``.
+
+        Returns:
+            Block numbers of the request in this group, ascending. What lies
+            before the range is the null block in the request's block table.
+        """
+        first = self.num_skipped_tokens(num_tokens) // self.block_size
+        return range(first, num_tokens // self.block_size)
+
+    def longest_prefix(self, max_tokens: int, is_cached: IsCached, alignment: int) -> int:
+        """The longest cached prefix of this group alone, in tokens.
+
+        Args:
+            max_tokens: Upper limit in tokens.
+            is_cached: Asked about block numbers of this group.
+            alignment: The result is a multiple of this many tokens.
+        """
+        num_tokens = max_tokens - max_tokens % alignment
+        known = num_tokens // self.block_size  # blocks [known, end) are cached
+        while num_tokens > 0:
+            required = self.required_blocks(num_tokens)
+            block = min(known, required.stop) - 1
+            while block >= required.start and is_cached(block):
+                block -= 1
+            if block < required.start:
+                return num_tokens
+            # Every prefix that still needs the missing block is out.
+            known = block + 1
+            while num_tokens > 0 and block in self.required_blocks(num_tokens):
+                num_tokens -= alignment
+        return 0
+
+
+@dataclass(frozen=True)
+class FullAttention(CacheGroup):
+    """Tokens attend to everything before them."""
+
+    def longest_prefix(self, max_tokens: int, is_cached: IsCached, alignment: int) -> int:
+        # Cached prefixes are downward closed here: from the left, stop at a miss.
+        num_blocks = max_tokens // self.block_size
+        hit = 0
+        while hit < num_blocks and is_cached(hit):
+            hit += 1
+        num_tokens = hit * self.block_size
+        return num_tokens - num_tokens % alignment
+
+
+@dataclass(frozen=True)
+class SlidingWindow(CacheGroup):
+    """Tokens attend to themselves and the ``sliding_window - 1`` tokens before.
+
+    Args:
+        sliding_window: Window in tokens.
+    """
+
+    sliding_window: int
+
+    def num_skipped_tokens(self, num_tokens: int) -> int:
+        return max(0, num_tokens - self.sliding_window + 1)
+
+
+@dataclass(frozen=True)
+class ChunkedLocalAttention(CacheGroup):
+    """Tokens attend inside their own chunk only.
+
+    Args:
+        attention_chunk_size: Chunk in tokens.
+    """
+
+    attention_chunk_size: int
+
+    def num_skipped_tokens(self, num_tokens: int) -> int:
+        return num_tokens - num_tokens % self.attention_chunk_size
+
+
+@dataclass(frozen=True)
+class Mamba(CacheGroup):
+    """A state-space group: the state after the last block is all that is read."""
+
+    def num_skipped_tokens(self, num_tokens: int) -> int:
+        return max(0, num_tokens - 1)
+
+
+@dataclass(frozen=True)
+class CacheGeometry:
+    """Block sizes of one engine: given once, checked once, read everywhere.
+
+    Args:
+        scheduler_block_size: Tokens; every prefix hit is a multiple of it.
+        hash_block_size: Tokens covered by one entry of a request's block hashes.
+        groups: The KV-cache groups; a group's index is its position.
+
+    Raises:
+        GeometryError: A size is not positive or does not divide (GEO-2).
+    """
+
+    scheduler_block_size: int
+    hash_block_size: int
+    groups: tuple[CacheGroup, ...]
+
+    def __post_init__(self) -> None:
+        _require_positive("scheduler_block_size", self.scheduler_block_size)
+        _require_positive("hash_block_size", self.hash_block_size)
+        object.__setattr__(self, "groups", tuple(self.groups))
+        if not self.groups:
+            raise GeometryError("groups is empty: a cache needs at least one KV-cache group")
+        for index, group in enumerate(self.groups):
+            _require_divides(
+                f"the block size of group {index}",
+                group.block_size,
+                "hash_block_size",
+                self.hash_block_size,
+            )
+            _require_divides(
+                "scheduler_block_size",
+                self.scheduler_block_size,
+                f"the block size of group {index}",
+                group.block_size,
+            )
+
+    @classmethod
+    def single(cls, block_size: int) -> CacheGeometry:
+        """One full-attention group with one block size for everything, in tokens."""
+        return cls(block_size, block_size, (FullAttention(block_size),))
+
+    def longest_prefix(self, max_tokens: int, is_cached: Callable[[int, int], bool]) -> int:
+        """The longest prefix that is a hit for every group (GEO-4), in tokens.
+
+        Args:
+            max_tokens: Upper limit in tokens.
+            is_cached: ``is_cached(group_idx, block_number)``; asked lazily.
+
+        Returns:
+            Tokens, a multiple of ``scheduler_block_size``.
+        """
+        num_tokens = max_tokens
+        while True:
+            before = num_tokens
+            for index, group in enumerate(self.groups):
+                # The greatest common hit is never stepped over: each group only
+                # moves to its own longest hit at or below the candidate.
+                num_tokens = group.longest_prefix(
+                    num_tokens, partial(is_cached, index), self.scheduler_block_size
+                )
+            if num_tokens == before or num_tokens == 0:
+                return num_tokens
+
+    def block_hash_index(self, group_idx: int, block: int) -> int:
+        """Where a request's block hashes hold the hash of a group's block.
+
+        A hash covers the whole prefix, so a block is named by the hash at its
+        end: entry ``(block + 1) * block_size / hash_block_size - 1``.
+        """
+        return (block + 1) * self.groups[group_idx].block_size // self.hash_block_size - 1
+
+
+def _require_divides(what: str, value: int, divisor_name: str, divisor: int) -> None:
+    if value % divisor:
+        raise GeometryError(
+            f"{what} ({value}) must be a multiple of {divisor_name} ({divisor}); "
+            f"{value} % {divisor} == {value % divisor}"
+        )

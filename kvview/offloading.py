@@ -1,0 +1,164 @@
+"""The offloading contract: which blocks a tier holds, and what may happen to them.
+
+The manager lives on the scheduler's side. It moves no bytes: it names pages of
+its medium, protects them while they are read or written, and evicts.
+
+- OFF-1 A key under load or store **must not** be evicted.
+- OFF-2 ``prepare_load`` of a key that is not stored and ready **must** raise
+  :class:`~kvview.KeyNotLoadableError` and protect nothing.
+- OFF-3 ``prepare_store`` **must** be atomic: it makes room for all its new keys
+  or returns None, and never evicts a key of its own input.
+- OFF-4 A failed store **must** leave no trace: not the key, not a page, no event.
+- OFF-5 Stored plus pending keys **must not** exceed the capacity.
+- OFF-6 ``lookup`` **must** say HIT exactly while a load may be prepared:
+  HIT_PENDING from ``prepare_store`` to ``complete_store``, MISS otherwise.
+- OFF-7 An unknown policy **must** be a ``ValueError`` that lists the known ones.
+- OFF-8 ``reset`` **must** forget every key. Transfers in flight go on: until each
+  is completed, its page is not reused and its key not stored again, so a late
+  completion can never be taken for one of a newer job.
+
+Source: vLLM PR #36644; ``vllm/v1/kv_offload/base.py`` (0.33.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Protocol, runtime_checkable
+
+from kvview.events import OffloadingEvent
+from kvview.keys import OffloadKey
+from kvview.transfer import LoadStoreSpec
+
+
+class LookupResult(Enum):
+    """The answer of :meth:`OffloadingManager.lookup`."""
+
+    MISS = auto()
+    """Not held."""
+    HIT = auto()
+    """Held and loadable now."""
+    HIT_PENDING = auto()
+    """A store is under way; ask again."""
+    RETRY = auto()
+    """Unknown for now (a slow tier is being asked); ask again."""
+
+
+@dataclass(frozen=True)
+class ReqContext:
+    """The request on whose behalf a call is made.
+
+    Args:
+        req_id: Id of the request; empty when there is none.
+        kv_transfer_params: What the client sent along, or None.
+    """
+
+    req_id: str = ""
+    kv_transfer_params: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class PrepareStoreOutput:
+    """What to copy, where to, and what had to go for it.
+
+    Args:
+        keys_to_store: New keys, in the order given; those already held or below
+            the store threshold are left out.
+        store_spec: A page for each of ``keys_to_store``, same order.
+        evicted_keys: Keys evicted to make room, first evicted first.
+    """
+
+    keys_to_store: Sequence[OffloadKey]
+    store_spec: LoadStoreSpec
+    evicted_keys: Sequence[OffloadKey]
+
+
+@runtime_checkable
+class OffloadingManager(Protocol):
+    """Tracks what one tier holds: look up, prepare, complete."""
+
+    def lookup(self, key: OffloadKey, ctx: ReqContext, /) -> LookupResult:
+        """Whether a key is held and loadable now (OFF-6); changes no order."""
+        ...
+
+    def prepare_load(self, keys: Collection[OffloadKey], ctx: ReqContext, /) -> LoadStoreSpec:
+        """Protect keys from eviction until ``complete_load``, and name their pages.
+
+        Args:
+            keys: Keys that ``lookup`` says HIT for.
+
+        Returns:
+            One page a key, in the order given.
+
+        Raises:
+            KeyNotLoadableError: A key is not held or not ready; nothing was protected.
+        """
+        ...
+
+    def complete_load(self, keys: Collection[OffloadKey], ctx: ReqContext, /) -> None:
+        """End what one ``prepare_load`` of these keys began, whatever became of it."""
+        ...
+
+    def touch(self, keys: Collection[OffloadKey], ctx: ReqContext, /) -> None:
+        """Say that a request used these keys; the first one becomes the most recent.
+
+        Prefix order in, so that a chain is evicted from its tail: the head
+        serves more requests. Keys not held are ignored.
+        """
+        ...
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], ctx: ReqContext, /
+    ) -> PrepareStoreOutput | None:
+        """Make room for new keys and protect them until ``complete_store`` (OFF-3).
+
+        Returns:
+            What to store and where, or None when there is no room that may be
+            made; then nothing has changed.
+        """
+        ...
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], ctx: ReqContext, /, success: bool = True
+    ) -> None:
+        """End the stores of these keys: loadable from now, or gone (OFF-4)."""
+        ...
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Events since the last call, in order; empty when events are off."""
+        ...
+
+    def reset(self) -> None:
+        """Forget every key (OFF-8, EVENT-5)."""
+        ...
+
+    def shutdown(self) -> None:
+        """Release what the manager holds; callable twice."""
+        ...
+
+
+@runtime_checkable
+class SupportsRequestHooks(Protocol):
+    """The manager wants to hear of requests, whatever they do with the tier."""
+
+    def on_new_request(self, ctx: ReqContext, /) -> None:
+        """A request was seen for the first time."""
+        ...
+
+    def on_request_finished(self, ctx: ReqContext, /) -> None:
+        """A request ended; completions of its transfers may still come."""
+        ...
+
+
+@runtime_checkable
+class SupportsStepHooks(Protocol):
+    """The manager gathers work over a scheduler step."""
+
+    def on_schedule_end(self) -> None:
+        """The last call of a step: flush what was gathered."""
+        ...
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must keep stepping although nothing is scheduled."""
+        ...

@@ -1,0 +1,189 @@
+"""The transfer contract: pages of KV bytes moved between the GPU and a medium.
+
+- XFER-1 Bytes **must** be exact; a spec that names a page that does not exist,
+  or whose sides do not pair up, raises :class:`~kvview.TransferSpecError`.
+- XFER-2 Nothing outside the named pages **must** be written.
+- XFER-3 Stores and loads that touch the same page **must** run in the order in
+  which they were submitted.
+- XFER-4 A failed job **must** say so in its result, and never report success.
+- XFER-5 ``transfer_async`` **must** return before the bytes are moved when the
+  medium allows it, and each accepted job is reported exactly once.
+
+Pages: a KV cache is a list of tensors, each ``(num_blocks, page_size_bytes)`` of
+int8; a group refers to one or more of them, and moving one block of a group
+moves one page of each tensor referred to. An offloaded block may hold k GPU
+blocks of its group: ``block_indices`` tells where inside it the first one lies.
+
+Source: vLLM PR #38453; ``vllm/v1/kv_offload/base.py`` (0.33.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Generic, Protocol, TypeVar, runtime_checkable
+
+from kvview.errors import TransferSpecError
+from kvview.events import MEDIUM_CPU, MEDIUM_GPU
+
+TensorT = TypeVar("TensorT")
+
+
+@runtime_checkable
+class LoadStoreSpec(Protocol):
+    """Names pages of one medium; what else it carries is the medium's affair."""
+
+    medium: ClassVar[str]
+
+
+@dataclass(frozen=True)
+class GPULoadStoreSpec:
+    """GPU blocks to read or write, group after group.
+
+    1. ``sum(group_sizes) == len(block_ids)``, and one block index a group.
+    2. The blocks of one group are consecutive blocks of one request.
+
+    Args:
+        block_ids: GPU block ids, those of group 0 first.
+        group_sizes: Blocks of each KV-cache group; 0 for a group not moved.
+        block_indices: Number of each group's first block in its request, in
+            blocks of that group. Modulo k it is how many GPU blocks of the first
+            offloaded block are skipped.
+
+    Raises:
+        TransferSpecError: The lengths do not agree.
+    """
+
+    medium: ClassVar[str] = MEDIUM_GPU
+
+    block_ids: Sequence[int]
+    group_sizes: Sequence[int]
+    block_indices: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if any(size < 0 for size in self.group_sizes):
+            raise TransferSpecError(f"group_sizes has a negative size: {list(self.group_sizes)}")
+        if sum(self.group_sizes) != len(self.block_ids):
+            raise TransferSpecError(
+                f"sum(group_sizes) must be len(block_ids): {list(self.group_sizes)} sums to "
+                f"{sum(self.group_sizes)}, block_ids has {len(self.block_ids)}"
+            )
+        if len(self.block_indices) != len(self.group_sizes):
+            raise TransferSpecError(
+                f"one block index a group: {len(self.block_indices)} block_indices for "
+                f"{len(self.group_sizes)} group_sizes"
+            )
+        if any(index < 0 for index in self.block_indices):
+            raise TransferSpecError(f"block_indices has a negative: {list(self.block_indices)}")
+
+
+@dataclass(frozen=True)
+class CPULoadStoreSpec:
+    """Host blocks to read or write, in the order of the GPU side they pair with.
+
+    Args:
+        block_ids: Host block ids, each of k GPU blocks; those of group 0 first.
+    """
+
+    medium: ClassVar[str] = MEDIUM_CPU
+
+    block_ids: Sequence[int]
+
+
+TransferSpec = tuple[LoadStoreSpec, LoadStoreSpec]
+"""``(source, destination)``; the media give the direction."""
+
+
+@dataclass(frozen=True)
+class CanonicalKVCacheTensor(Generic[TensorT]):
+    """One KV-cache tensor, seen as pages.
+
+    Args:
+        tensor: Shape ``(num_blocks, page_size_bytes)``, int8, rows contiguous.
+        page_size_bytes: Bytes of one row, padding included.
+    """
+
+    tensor: TensorT
+    page_size_bytes: int
+
+
+@dataclass(frozen=True)
+class CanonicalKVCacheRef:
+    """That a group keeps KV in a tensor.
+
+    Args:
+        tensor_idx: Index into :attr:`CanonicalKVCaches.tensors`.
+        page_size_bytes: Bytes of the page that the group uses, without padding.
+    """
+
+    tensor_idx: int
+    page_size_bytes: int
+
+
+@dataclass(frozen=True)
+class CanonicalKVCaches(Generic[TensorT]):
+    """All KV-cache tensors of one worker, and which group uses which.
+
+    Args:
+        tensors: Unique tensors; groups may share one (same pages, other blocks).
+        group_data_refs: Per KV-cache group, its references.
+    """
+
+    tensors: Sequence[CanonicalKVCacheTensor[TensorT]]
+    group_data_refs: Sequence[Sequence[CanonicalKVCacheRef]]
+
+
+@dataclass(frozen=True)
+class TransferResult:
+    """The end of one job.
+
+    Args:
+        job_id: As given to ``transfer_async``.
+        success: Whether every byte was moved.
+        transfer_size: Bytes moved, None when unknown or failed.
+        transfer_time: Seconds that the copy took, None when unknown or failed.
+        error: What went wrong, None on success.
+    """
+
+    job_id: int
+    success: bool
+    transfer_size: int | None = None
+    transfer_time: float | None = None
+    error: str | None = None
+
+
+@runtime_checkable
+class TransferWorker(Protocol):
+    """Moves pages between the GPU and one medium, job by job, without blocking."""
+
+    def transfer_async(self, job_id: int, spec: TransferSpec, /) -> bool:
+        """Start one job.
+
+        Args:
+            job_id: Any int that is not in flight.
+            spec: ``(source, destination)``, one of them a :class:`GPULoadStoreSpec`.
+
+        Returns:
+            True when accepted: the job is reported once by ``get_finished``.
+            False when the worker cannot take it now; it is not reported.
+
+        Raises:
+            TransferSpecError: The spec names pages that do not exist or do not
+                pair up, or the job id is in flight; nothing was started.
+        """
+        ...
+
+    def get_finished(self) -> list[TransferResult]:
+        """Jobs that ended since the last call, in order of completion; never blocks."""
+        ...
+
+    def wait(self, job_ids: Collection[int], /) -> None:
+        """Block until each named job has ended; unknown ids are ignored.
+
+        The results are still reported by the next ``get_finished``.
+        """
+        ...
+
+    def shutdown(self) -> None:
+        """Finish or drop what is in flight and release memory; callable twice."""
+        ...
