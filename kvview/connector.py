@@ -185,20 +185,28 @@ class SchedulerConnector:
         return 0
 
     def on_blocks_allocated(
-        self, request: RequestInfo, block_ids: BlockIds, num_external_tokens: int
+        self,
+        request: RequestInfo,
+        block_ids: BlockIds,
+        num_computed_tokens: int,
+        num_external_tokens: int,
     ) -> None:
         """Blocks were allocated for a request that is about to start.
 
         Args:
             request: The request.
             block_ids: Its whole block table, per group.
-            num_external_tokens: Tokens to load now, at most what ``match_prefix``
-                promised; 0 when nothing is to be loaded. They follow the tokens
-                that the GPU hit.
+            num_computed_tokens: Tokens that the GPU prefix cache hit.
+            num_external_tokens: Tokens to load, right behind those: at most what
+                ``match_prefix`` promised, 0 when nothing is to be loaded.
         """
 
     def plan_step(self, step: StepInfo) -> StepPlan:
-        """Say what the worker half does in this step; called once a step."""
+        """Say what the worker half does in this step; called once a step.
+
+        1. Every request whose blocks were allocated with external tokens since
+           the last plan must have all its loads in this one.
+        """
         return StepPlan()
 
     def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:

@@ -28,10 +28,6 @@ class NoFreeBlocksError(KVViewError, ValueError):
     """More blocks were asked for than the pool has free."""
 
 
-class BlockInUseError(KVViewError, RuntimeError):
-    """An operation needs idle blocks, and some are referenced or in flight."""
-
-
 class GeometryError(KVViewError, ValueError):
     """Block sizes that do not fit each other, or a size that is not positive."""
 
@@ -50,6 +46,10 @@ class KeyNotLoadableError(KVViewError, LookupError):
 
 class EventOrderError(KVViewError, ValueError):
     """An offloading event stream breaks EVENT-1: a removal without a store."""
+
+
+class ConnectorError(KVViewError, RuntimeError):
+    """A connector broke its contract with the engine (CONN-1 to CONN-6)."""
 
 
 class TransferSpecError(KVViewError, ValueError):

@@ -1,0 +1,100 @@
+"""From outside text to checked objects: connector targets and options.
+
+Not imported by ``import kvview``: pydantic alone would take longer than all of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from kvview.connector import Connector
+from kvview.errors import ConfigError
+
+OptionsT = TypeVar("OptionsT", bound=BaseModel)
+
+
+def parse_options(model: type[OptionsT], options: Mapping[str, Any]) -> OptionsT:
+    """Check a connector's options against its pydantic model.
+
+    Args:
+        model: The options; ``extra="forbid"`` makes a typo an error.
+        options: What the user gave.
+
+    Raises:
+        ConfigError: One line: every option that is wrong, and the known ones.
+    """
+    try:
+        return model.model_validate(dict(options))
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(map(str, item['loc'])) or 'options'}: {item['msg']} (got {item['input']!r})"
+            for item in error.errors(include_url=False)
+        )
+        known = ", ".join(model.model_fields)
+        raise ConfigError(f"bad connector options: {problems}. Known options: {known}") from None
+
+
+def load_connector(target: str) -> type[Connector]:
+    """Import the connector class that a target names.
+
+    Args:
+        target: ``path/to/file.py:Class`` or ``package.module:Class``.
+
+    Raises:
+        ConfigError: The target does not import, or names no ``Connector``.
+    """
+    location, colon, name = target.rpartition(":")
+    if not colon or not location or not name:
+        raise ConfigError(
+            f"target {target!r}: expected 'path/to/file.py:Class' or 'package.module:Class'"
+        )
+    module = _import(target, location)
+    found = getattr(module, name, None)
+    if not (isinstance(found, type) and issubclass(found, Connector)):
+        connectors = sorted(
+            key
+            for key, value in vars(module).items()
+            if isinstance(value, type) and issubclass(value, Connector) and value is not Connector
+        )
+        what = "no such name" if found is None else "not a subclass of kvview.Connector"
+        raise ConfigError(
+            f"target {target!r}: {name!r} is {what}; connectors there: "
+            f"{', '.join(connectors) or 'none'}"
+        )
+    return found
+
+
+def _import(target: str, location: str) -> ModuleType:
+    try:
+        if not location.endswith(".py"):
+            return importlib.import_module(location)
+        path = Path(location)
+        if not path.is_file():
+            raise ConfigError(f"target {target!r}: there is no file {location!r}")
+        # Registered under a name of its own, so that dataclasses and pickle find it.
+        name = f"kvview_target_{path.stem}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None, "a .py file always has a loader"
+        assert spec.loader is not None, "a .py file always has a loader"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"target {target!r} does not import: {type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,256 @@
+"""The block tables of requests, over one or several KV-cache groups.
+
+``KVCacheManager`` (one per engine) asks a coordinator, which asks one
+single-type manager a group. What differs between full attention, sliding
+window, chunked local attention and Mamba is which blocks a prefix needs, and
+that is the geometry's knowledge (:mod:`kvview.geometry`): one manager class
+serves all four. ``scheduler_block_size`` comes with the geometry, from the top.
+
+Source: vLLM PR #44165; ``vllm/v1/core/kv_cache_coordinator.py`` and
+``single_type_kv_cache_manager.py`` (0.33.0).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from kvview import CacheGeometry, GeometryError, make_offload_key
+from kvview_reference.pool import NULL_BLOCK_ID, BlockPool
+
+
+class SingleTypeKVCacheManager:
+    """The block tables of all requests in one KV-cache group.
+
+    Args:
+        pool: The pool that all groups share.
+        geometry: Block sizes of the engine.
+        group_idx: Which group this is.
+    """
+
+    def __init__(self, pool: BlockPool, geometry: CacheGeometry, group_idx: int) -> None:
+        self.pool = pool
+        self.geometry = geometry
+        self.group_idx = group_idx
+        self.group = geometry.groups[group_idx]
+        self.block_size = self.group.block_size
+        self._tables: dict[str, list[int]] = {}
+        self._num_cached: dict[str, int] = {}  # leading blocks already looked at for caching
+        self._num_dropped: dict[str, int] = {}  # leading blocks already given back
+
+    def find_cached_block(self, block_hashes: Sequence[bytes], block: int) -> int | None:
+        """The pool block that holds block number ``block`` of a prefix, or None."""
+        index = self.geometry.block_hash_index(self.group_idx, block)
+        if index >= len(block_hashes):
+            return None
+        return self.pool.find_cached_block(make_offload_key(block_hashes[index], self.group_idx))
+
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[bytes], max_tokens: int
+    ) -> tuple[list[int], int]:
+        """The longest hit of this group alone: its blocks, and its length in tokens.
+
+        Blocks that the next token will not read are the null block.
+        """
+        num_tokens = self.group.longest_prefix(
+            max_tokens,
+            lambda block: self.find_cached_block(block_hashes, block) is not None,
+            self.geometry.scheduler_block_size,
+        )
+        return self.hit_blocks(block_hashes, num_tokens), num_tokens
+
+    def hit_blocks(self, block_hashes: Sequence[bytes], num_tokens: int) -> list[int]:
+        """The block table of a hit of ``num_tokens``."""
+        required = self.group.required_blocks(num_tokens)
+        blocks = [NULL_BLOCK_ID] * required.start
+        for number in required:
+            block_id = self.find_cached_block(block_hashes, number)
+            assert block_id is not None, "a hit names only cached blocks"
+            blocks.append(block_id)
+        return blocks
+
+    def blocks(self, request_id: str) -> list[int]:
+        """The request's block table; empty when it has none."""
+        return self._tables.get(request_id, [])
+
+    def num_new_blocks(self, request_id: str, num_tokens: int, num_skipped_blocks: int) -> int:
+        """Blocks to take from the pool so that ``num_tokens`` have a place."""
+        have = max(len(self.blocks(request_id)), num_skipped_blocks)
+        return max(0, -(-num_tokens // self.block_size) - have)
+
+    def start(self, request_id: str, hit_blocks: Sequence[int], num_computed_tokens: int) -> None:
+        """Open a table: the hit's blocks that are still read, one reference each.
+
+        Args:
+            request_id: A request without a table.
+            hit_blocks: Of the GPU prefix cache, from block 0.
+            num_computed_tokens: Tokens that will be there when compute starts,
+                loaded ones included: decides what is skipped.
+        """
+        first = self.group.num_skipped_tokens(num_computed_tokens) // self.block_size
+        table = [NULL_BLOCK_ID] * first + list(hit_blocks[first:])
+        self.pool.touch_blocks(table)
+        self._tables[request_id] = table
+        self._num_cached[request_id] = len(hit_blocks)
+        self._num_dropped[request_id] = first
+
+    def extend(self, request_id: str, num_tokens: int) -> None:
+        """Take blocks until ``num_tokens`` have a place; the caller knows they are free."""
+        table = self._tables[request_id]
+        table += self.pool.allocate_blocks(-(-num_tokens // self.block_size) - len(table))
+
+    def cache_blocks(
+        self, request_id: str, block_hashes: Sequence[bytes], num_computed_tokens: int
+    ) -> None:
+        """Register the request's blocks that are full by now."""
+        first = self._num_cached[request_id]
+        last = num_computed_tokens // self.block_size
+        if first >= last:
+            return
+        hash_index = self.geometry.block_hash_index
+        parent = block_hashes[hash_index(self.group_idx, first - 1)] if first else None
+        self.pool.cache_blocks(
+            self._tables[request_id][first:last],
+            [block_hashes[hash_index(self.group_idx, block)] for block in range(first, last)],
+            group_idx=self.group_idx,
+            block_size=self.block_size,
+            parent_hash=parent,
+        )
+        self._num_cached[request_id] = last
+
+    def drop_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
+        """Give back the blocks that no later token reads."""
+        first = self._num_dropped[request_id]
+        last = self.group.num_skipped_tokens(num_computed_tokens) // self.block_size
+        if first >= last:
+            return
+        table = self._tables[request_id]
+        last = min(last, len(table))
+        self.pool.free_blocks(table[first:last][::-1])
+        table[first:last] = [NULL_BLOCK_ID] * (last - first)
+        self._num_dropped[request_id] = last
+
+    def free(self, request_id: str) -> None:
+        """Give all blocks back, the last first: the head of a prefix serves more requests."""
+        table = self._tables.pop(request_id, None)
+        if table is not None:
+            del self._num_cached[request_id], self._num_dropped[request_id]
+            self.pool.free_blocks(table[::-1])
+
+
+class KVCacheCoordinator(ABC):
+    """Keeps the groups of one engine in step.
+
+    Args:
+        pool: The pool that all groups share.
+        geometry: Block sizes of the engine.
+    """
+
+    def __init__(self, pool: BlockPool, geometry: CacheGeometry) -> None:
+        self.pool = pool
+        self.geometry = geometry
+        self.managers = tuple(
+            SingleTypeKVCacheManager(pool, geometry, index) for index in range(len(geometry.groups))
+        )
+
+    @abstractmethod
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[bytes], max_tokens: int
+    ) -> tuple[tuple[list[int], ...], int]:
+        """The longest prefix that is a hit for every group (GEO-4).
+
+        Args:
+            block_hashes: Of the request, one each ``hash_block_size`` tokens.
+            max_tokens: Upper limit in tokens.
+
+        Returns:
+            Block ids a group, from block 0 (null where not needed), and tokens.
+        """
+
+    def allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        hit_blocks: tuple[Sequence[int], ...],
+        num_computed_tokens: int,
+    ) -> bool:
+        """Give a request room for ``num_tokens`` in every group, or change nothing.
+
+        Args:
+            request_id: The request; without a table it gets one.
+            num_tokens: Tokens that need a place afterwards.
+            hit_blocks: For a new request, its hit a group.
+            num_computed_tokens: For a new request, tokens hit and to be loaded.
+
+        Returns:
+            False when the pool has not enough free blocks.
+        """
+        is_new = not any(manager.blocks(request_id) for manager in self.managers)
+        needed = 0
+        pinned: set[int] = set()
+        for manager, hit in zip(self.managers, hit_blocks, strict=True):
+            first = 0
+            if is_new:
+                first = manager.group.num_skipped_tokens(num_computed_tokens) // manager.block_size
+                pinned.update(b for b in hit[first:] if b and self.pool.ref_cnt(b) == 0)
+            needed += manager.num_new_blocks(request_id, num_tokens, max(first, len(hit)))
+        if needed + len(pinned) > self.pool.num_free_blocks():
+            return False
+        if is_new:
+            # Every hit is held before the first allocation can evict one of them.
+            for manager, hit in zip(self.managers, hit_blocks, strict=True):
+                manager.start(request_id, hit, num_computed_tokens)
+        for manager in self.managers:
+            manager.extend(request_id, num_tokens)
+        return True
+
+
+class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
+    """Prefix caching is off: nothing is ever a hit."""
+
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[bytes], max_tokens: int
+    ) -> tuple[tuple[list[int], ...], int]:
+        return tuple([] for _ in self.managers), 0
+
+
+class UnitaryKVCacheCoordinator(KVCacheCoordinator):
+    """One KV-cache group: its own longest hit is the hit."""
+
+    def __init__(self, pool: BlockPool, geometry: CacheGeometry) -> None:
+        if len(geometry.groups) != 1:
+            raise GeometryError(
+                f"a unitary coordinator takes 1 KV-cache group, got {len(geometry.groups)}"
+            )
+        super().__init__(pool, geometry)
+
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[bytes], max_tokens: int
+    ) -> tuple[tuple[list[int], ...], int]:
+        blocks, num_tokens = self.managers[0].find_longest_cache_hit(block_hashes, max_tokens)
+        return (blocks,), num_tokens
+
+
+class HybridKVCacheCoordinator(KVCacheCoordinator):
+    """Several groups: the longest hit that all of them share."""
+
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[bytes], max_tokens: int
+    ) -> tuple[tuple[list[int], ...], int]:
+        managers = self.managers
+        num_tokens = self.geometry.longest_prefix(
+            max_tokens,
+            lambda group, block: managers[group].find_cached_block(block_hashes, block) is not None,
+        )
+        return tuple(m.hit_blocks(block_hashes, num_tokens) for m in managers), num_tokens
+
+
+def make_coordinator(
+    pool: BlockPool, geometry: CacheGeometry, enable_caching: bool
+) -> KVCacheCoordinator:
+    """The coordinator that fits: no prefix cache, one group, or several."""
+    if not enable_caching:
+        return KVCacheCoordinatorNoPrefixCache(pool, geometry)
+    if len(geometry.groups) == 1:
+        return UnitaryKVCacheCoordinator(pool, geometry)
+    return HybridKVCacheCoordinator(pool, geometry)
