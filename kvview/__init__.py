@@ -30,7 +30,9 @@ from kvview.errors import (
     TraceError,
     TransferSpecError,
     UnknownBlockError,
+    UnsupportedEngineError,
     ViewClosedError,
+    ViewNotBoundError,
 )
 from kvview.events import (
     MEDIUM_CPU,
@@ -152,7 +154,9 @@ __all__ = [
     "TransferSpecError",
     "TransferWorker",
     "UnknownBlockError",
+    "UnsupportedEngineError",
     "ViewClosedError",
+    "ViewNotBoundError",
     "WorkerConnector",
     "fold_events",
     "get_offload_block_hash",

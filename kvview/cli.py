@@ -17,5 +17,6 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("click", "rich"):
             raise
-        sys.exit(f"kvview: {_NEEDS}")
+        print(f"kvview: {_NEEDS}", file=sys.stderr)
+        sys.exit(2)
     cli()

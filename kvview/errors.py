@@ -52,5 +52,13 @@ class ConnectorError(KVViewError, RuntimeError):
     """A connector broke its contract with the engine (CONN-1 to CONN-6)."""
 
 
+class UnsupportedEngineError(KVViewError, RuntimeError):
+    """An engine's surface has a shape that no tested release has; nothing was bound."""
+
+
+class ViewNotBoundError(KVViewError, RuntimeError):
+    """A connector needs the pool view and the engine never bound one."""
+
+
 class TransferSpecError(KVViewError, ValueError):
     """A transfer names pages that do not exist or do not pair up (XFER-1)."""

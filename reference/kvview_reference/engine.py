@@ -118,11 +118,11 @@ class Engine:
             raise ConfigError(f"max_running must be at least 1, got {max_running}")
         self.geometry = geometry
         self.stats = EngineStats()
-        self.kv_cache = KVCacheManager(geometry, num_gpu_blocks, enable_events=enable_events)
         num_groups = len(geometry.groups)
         self.kv_bytes = KVBytes(
             num_gpu_blocks, page_bytes, num_groups=num_groups, num_layers=num_layers, device=device
         )
+        self.kv_cache = KVCacheManager(geometry, num_gpu_blocks, enable_events=enable_events)
         self.max_running = max_running
         self.max_tokens_per_step = max_tokens_per_step or 32 * geometry.scheduler_block_size
         self.decode_tokens = decode_tokens or geometry.scheduler_block_size
@@ -136,6 +136,9 @@ class Engine:
         self._idle_steps = 0
 
         connector = connector or Connector(ConnectorConfig(geometry))
+        # The worker half first: it refuses a host tier that does not fit in memory.
+        self.worker_connector = connector.make_worker()
+        self.worker_connector.register_kv_caches(self.kv_bytes.caches)
         self.view = self.kv_cache.pool.view(type(connector).__name__)
         self.scheduler_connector = connector.make_scheduler()
         self.scheduler_connector.bind_gpu_block_pool_view(self.view)
@@ -149,8 +152,6 @@ class Engine:
                 ),
             )
         )
-        self.worker_connector = connector.make_worker()
-        self.worker_connector.register_kv_caches(self.kv_bytes.caches)
 
     # --- requests in, events out ---
 

@@ -19,8 +19,10 @@ from kvview import (
     OffloadKey,
     get_offload_group_idx,
 )
+from kvview_reference.transfer_pages import check_host_bytes
 
 WORD_BYTES = 8
+_POOL_BYTES_PER_BLOCK = 100  # what the block pool keeps beside each block
 _POISON = -0x21524112  # even: every expected word is odd
 _MIX = 0x1E3779B97F4A7C15  # odd, so that multiplying by it loses nothing mod 2**64
 
@@ -36,7 +38,8 @@ class KVBytes:
         device: Where the pages are.
 
     Raises:
-        ConfigError: ``page_bytes`` is not a positive multiple of 8.
+        ConfigError: A size is not positive, ``page_bytes`` no multiple of 8, or
+            the blocks do not fit in memory.
     """
 
     def __init__(
@@ -52,6 +55,13 @@ class KVBytes:
             raise ConfigError(
                 f"a page must be a positive multiple of {WORD_BYTES} bytes, got {page_bytes}"
             )
+        if type(num_blocks) is not int or num_blocks < 1:
+            raise ConfigError(f"num_blocks must be a positive int, got {num_blocks!r}")
+        check_host_bytes(
+            num_blocks * (page_bytes * num_layers + _POOL_BYTES_PER_BLOCK),
+            None,
+            f"{num_blocks} GPU blocks of {page_bytes * num_layers} bytes",
+        )
         self.page_bytes = page_bytes
         self.block_bytes = page_bytes * num_layers
         num_words = page_bytes // WORD_BYTES
