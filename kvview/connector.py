@@ -98,7 +98,7 @@ class RequestStep:
 
     Args:
         request: The request as of this step.
-        block_ids: Its whole block table, per group.
+        block_ids: Its whole block table, per group; to be read during the call only.
         num_computed_tokens: Tokens whose KV exists before the step.
         num_scheduled_tokens: Tokens computed in the step.
     """

@@ -24,6 +24,18 @@ class ViewClosedError(KVViewError, RuntimeError):
     """The view was closed: the engine is gone or the pool was rebound (POOL-10)."""
 
 
+class StaleBlockError(KVViewError, RuntimeError):
+    """A block no longer holds the KV that the caller saw in it."""
+
+
+class PinBudgetExceeded(KVViewError, RuntimeError):
+    """A hold would take more of the pool than this owner may have."""
+
+
+class WrongThreadError(KVViewError, RuntimeError):
+    """A guard was called from another thread than the scheduler's (GUARD-4)."""
+
+
 class NoFreeBlocksError(KVViewError, ValueError):
     """More blocks were asked for than the pool has free."""
 

@@ -116,13 +116,15 @@ class BlockSizeIndex:
        so a removal on one side in the same batch loses nothing (vLLM #57159).
     2. A key that nobody holds is forgotten: memory follows what is cached.
 
-    Feed every GPU event and every offloading event, each stream in order.
+    Feed every GPU event and every offloading event, each stream in order; of what
+    came in one batch the offloading events first, because a size comes with the
+    GPU's store and may go with the GPU's removal.
     """
 
     def __init__(self) -> None:
         self._sizes: dict[OffloadKey, int] = {}
-        self._offloaded: Counter[OffloadKey] = Counter()
-        self._on_gpu: Counter[OffloadKey] = Counter()
+        self._on_gpu: Counter[OffloadKey] = Counter()  # blocks that hold the key
+        self._offloaded: dict[str, set[OffloadKey]] = {}  # by medium, as fold_events has it
 
     def block_size(self, key: OffloadKey) -> int | None:
         """Tokens in the block that ``key`` names, or None when never seen."""
@@ -138,25 +140,24 @@ class BlockSizeIndex:
         if isinstance(event, BlockStored):
             self._sizes.update(dict.fromkeys(keys, event.block_size))
             self._on_gpu.update(keys)
-        else:
-            self._release(self._on_gpu, keys)
+            return
+        for key in keys:
+            if self._on_gpu[key] > 1:
+                self._on_gpu[key] -= 1
+            else:
+                del self._on_gpu[key]
+        self._forget(keys)
 
     def apply_offloading_event(self, event: OffloadingEvent) -> None:
         """Learn from one event of an offloading tier."""
+        held = self._offloaded.setdefault(event.medium, set())
         if event.removed:
-            self._release(self._offloaded, event.keys)
+            held.difference_update(event.keys)
+            self._forget(event.keys)
         else:
-            self._offloaded.update(event.keys)
-
-    def _release(self, holders: Counter[OffloadKey], keys: Iterable[OffloadKey]) -> None:
-        for key in keys:
-            if holders[key] > 1:
-                holders[key] -= 1
-            else:
-                del holders[key]
-        self._forget(keys)
+            held.update(event.keys)
 
     def _forget(self, keys: Iterable[OffloadKey]) -> None:
         for key in keys:
-            if key not in self._on_gpu and key not in self._offloaded:
+            if key not in self._on_gpu and not any(key in h for h in self._offloaded.values()):
                 self._sizes.pop(key, None)

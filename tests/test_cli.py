@@ -84,8 +84,8 @@ def test_generated_workload(tmp_path: Path, options: tuple[str, ...]) -> None:
 def test_slice_of_a_real_trace(tmp_path: Path, name: str) -> None:
     if not (DATA / name).exists():
         pytest.skip(f"no {name} in ../shared/data")
-    report = replay(tmp_path, DATA / name, "--requests", "400", "--gpu-blocks", "8000")
-    assert report["requests"] == 400
+    report = replay(tmp_path, DATA / name, "--requests", "100", "--gpu-blocks", "8000")
+    assert report["requests"] == 100
     assert report["gpu_hit_blocks"] > 0
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from kvview import (
     CacheGeometry,
+    CacheGroup,
     ConfigError,
     Connector,
     ConnectorConfig,
@@ -24,11 +25,13 @@ from kvview import (
     EngineFacts,
     FinishReason,
     GPULoadStoreSpec,
+    GuardedView,
     LoadStoreSpec,
     OffloadingEvent,
     OffloadKey,
     RequestStep,
     StepInfo,
+    StepPlan,
     TransferResult,
     make_offload_key,
 )
@@ -134,12 +137,14 @@ class Engine:
         self._blocks_of_job: dict[int, tuple[bool, int]] = {}  # is a load, blocks moved
         self._preempted: list[str] = []
         self._idle_steps = 0
+        self._lone_preemptions = 0  # of a request that runs alone, since anything else happened
 
         connector = connector or Connector(ConnectorConfig(geometry))
         # The worker half first: it refuses a host tier that does not fit in memory.
         self.worker_connector = connector.make_worker()
         self.worker_connector.register_kv_caches(self.kv_bytes.caches)
-        self.view = self.kv_cache.pool.view(type(connector).__name__)
+        owner = type(connector).__name__
+        self.view = GuardedView(self.kv_cache.pool.view(owner), owner=owner)
         self.scheduler_connector = connector.make_scheduler()
         self.scheduler_connector.bind_gpu_block_pool_view(self.view)
         self.scheduler_connector.on_engine_ready(
@@ -162,15 +167,7 @@ class Engine:
             ConfigError: It can never fit in the pool; nothing was queued.
         """
         num_tokens = request.num_prompt_tokens + request.num_output_tokens
-        # What is skipped is given back only after compute: a step more must fit.
-        needed = sum(
-            len(group.required_blocks(num_tokens - num_tokens % group.block_size))
-            + 1
-            + min(num_tokens, self.max_tokens_per_step) // group.block_size
-            if group.num_skipped_tokens(num_tokens)
-            else -(-num_tokens // group.block_size)
-            for group in self.geometry.groups
-        )
+        needed = sum(self._most_blocks(group, num_tokens) for group in self.geometry.groups)
         available = self.kv_cache.pool.num_blocks - 1
         if needed > available:
             raise ConfigError(
@@ -188,14 +185,19 @@ class Engine:
             load.request.status = Status.ABORTED
             self._tell_finished(load.request, FinishReason.ABORTED)
             return True
-        for queue in (self.running, self.waiting):
-            for request in queue:
-                if request.request_id == request_id:
-                    queue.remove(request)
-                    request.status = Status.ABORTED
-                    self._tell_finished(request, FinishReason.ABORTED)
-                    self.kv_cache.free(request_id)
-                    return True
+        for request in (*self.running, *self.waiting):
+            if request.request_id != request_id:
+                continue
+            if request.status is Status.RUNNING:
+                self.running.remove(request)
+                self._end_running(request, Status.ABORTED)
+            else:
+                # It has no blocks; those under its id, if any, are of its first
+                # life, which still loads.
+                self.waiting.remove(request)
+                request.status = Status.ABORTED
+                self._tell_finished(request, FinishReason.ABORTED)
+            return True
         return False
 
     def num_unfinished_requests(self) -> int:
@@ -247,7 +249,7 @@ class Engine:
         steps = [
             RequestStep(
                 request.info(),
-                self.kv_cache.block_ids(request.request_id),
+                self.kv_cache.block_tables(request.request_id),
                 request.num_computed_tokens,
                 num_tokens,
             )
@@ -255,6 +257,25 @@ class Engine:
         ]
         preempted, self._preempted = self._preempted, []
         plan = self.scheduler_connector.plan_step(StepInfo(steps, preempted))
+        self._note_jobs(plan)
+        if plan:
+            self.worker_connector.start_plan(plan)
+        self._compute(scheduled)
+        if scheduled or plan:
+            self._idle_steps = 0
+        else:
+            self._idle_steps += 1
+            if self._blocks_of_job:
+                self.worker_connector.wait(list(self._blocks_of_job))  # nothing else to do
+        if max(self._idle_steps, self._lone_preemptions) > _MAX_IDLE_STEPS:
+            raise ConnectorError(self._why_stuck())
+
+    def _note_jobs(self, plan: StepPlan) -> None:
+        for job in (*plan.loads, *plan.stores):
+            if job.job_id in self._blocks_of_job:
+                raise ConnectorError(f"job id {job.job_id} is in flight and was planned again")
+            is_load = job in plan.loads
+            self._blocks_of_job[job.job_id] = is_load, _num_gpu_blocks(job.dst if is_load else job.src)
         for job in plan.loads:
             load = self._loads.get(job.request_id or "")
             if load is None:
@@ -264,31 +285,31 @@ class Engine:
                 )
             load.jobs.add(job.job_id)
             self._load_of_job[job.job_id] = load
-            self._blocks_of_job[job.job_id] = (True, _num_gpu_blocks(job.dst))
-        for job in plan.stores:
-            self._blocks_of_job[job.job_id] = (False, _num_gpu_blocks(job.src))
         for load in self._loads.values():
             if not load.jobs:
                 raise ConnectorError(
                     f"the connector promised {load.num_external_tokens} tokens to request "
                     f"{load.request.request_id!r} and planned no load for it"
                 )
-        if plan:
-            self.worker_connector.start_plan(plan)
-        self._compute(scheduled)
-        if scheduled or plan:
-            self._idle_steps = 0
-        elif self._blocks_of_job:
-            self.worker_connector.wait(list(self._blocks_of_job))  # nothing else to do
-        else:
-            self._idle_steps += 1
-            if self._idle_steps > _MAX_IDLE_STEPS:
-                raise ConnectorError(
-                    f"{len(self.waiting)} requests wait, nothing runs and nothing is in flight "
-                    f"for {_MAX_IDLE_STEPS} steps: the connector holds "
-                    f"{len(self.view.held_blocks())} of {self.kv_cache.pool.num_blocks - 1} "
-                    f"blocks, or never answers match_prefix"
-                )
+
+    def _why_stuck(self) -> str:
+        holds = (
+            f"the connector holds {len(self.view.held_blocks())} of "
+            f"{self.kv_cache.pool.num_blocks - 1} blocks"
+        )
+        if self._lone_preemptions > _MAX_IDLE_STEPS:
+            return f"a request that runs alone was preempted {_MAX_IDLE_STEPS} times: {holds}"
+        if self._blocks_of_job:
+            return (
+                f"jobs {sorted(self._blocks_of_job)[:10]} were never reported, in "
+                f"{_MAX_IDLE_STEPS} steps that did nothing but wait for them"
+            )
+        if self.waiting:
+            return (
+                f"{len(self.waiting)} requests wait, nothing runs and nothing is in flight for "
+                f"{_MAX_IDLE_STEPS} steps: {holds}, or never answers match_prefix"
+            )
+        return f"has_pending_work was true for {_MAX_IDLE_STEPS} steps in which nothing was planned"
 
     def _schedule_running(self) -> dict[Request, int]:
         scheduled: dict[Request, int] = {}
@@ -302,6 +323,7 @@ class Engine:
                 victim = self.running[-1]
                 self._preempt(victim)
                 if victim is request:
+                    self._lone_preemptions += not self.running
                     return scheduled
             scheduled[request] = num_tokens
             budget -= num_tokens
@@ -338,8 +360,6 @@ class Engine:
             self.scheduler_connector.on_blocks_allocated(
                 request.info(), block_ids, num_hit, num_external
             )
-            if not request.was_started:
-                self.stats.gpu_hit_blocks += self._num_blocks(num_hit)
             if num_external:
                 self.kv_bytes.poison(self._blocks_to_load(block_ids, num_hit, num_ready))
                 request.status = Status.LOADING
@@ -356,6 +376,10 @@ class Engine:
     def _start(self, request: Request, num_hit_tokens: int, num_computed_tokens: int) -> None:
         request.num_computed_tokens = num_computed_tokens
         request.status = Status.RUNNING
+        if not request.was_started:
+            self.stats.gpu_hit_blocks += num_hit_tokens // self.geometry.hash_block_size
+            num_external = num_computed_tokens - num_hit_tokens
+            self.stats.cpu_hit_blocks += num_external // self.geometry.hash_block_size
         request.was_started = True
         self.running.append(request)
         if self.verify_hits:
@@ -386,11 +410,11 @@ class Engine:
             start = request.num_computed_tokens
             end = start + num_tokens
             if end >= request.num_tokens and not request.is_finished:
-                # The first pass over the prompt yields one token, a decode step several.
-                wanted = 1 if start < request.num_prompt_tokens else num_tokens
+                # The token behind the last computed one is known now: one after a
+                # prompt, several after a decode step of several.
                 left = request.num_output_tokens - request.num_generated_tokens
-                request.generate(min(wanted, left))
-            request.num_computed_tokens = min(end, request.num_tokens)
+                request.generate(min(end + 1 - request.num_tokens, left))
+            request.num_computed_tokens = end
             for ids, group_keys in self._full_blocks(request, start, request.num_computed_tokens):
                 block_ids += ids
                 keys += group_keys
@@ -401,11 +425,7 @@ class Engine:
                 request.request_id, request.block_hashes, request.num_computed_tokens
             )
             if request.is_finished and request.num_computed_tokens >= request.num_prompt_tokens:
-                self.running.remove(request)
-                request.status = Status.FINISHED
-                self.stats.finished += 1
-                self._tell_finished(request, FinishReason.FINISHED)
-                self.kv_cache.free(request.request_id)
+                self._end_running(request, Status.FINISHED)
 
     def _tell_finished(self, request: Request, reason: FinishReason) -> None:
         self.stats.aborted += reason is FinishReason.ABORTED
@@ -449,8 +469,6 @@ class Engine:
             self.waiting.appendleft(request)
             return
         num_ready = load.num_gpu_tokens + load.num_external_tokens
-        if not request.was_started:
-            self.stats.cpu_hit_blocks += self._num_blocks(load.num_external_tokens)
         self._verify(request, load.num_gpu_tokens, num_ready)
         self.kv_cache.cache_blocks(request.request_id, request.block_hashes, num_ready)
         self._start(request, load.num_gpu_tokens, num_ready)
@@ -467,8 +485,16 @@ class Engine:
 
     # --- blocks and bytes ---
 
-    def _num_blocks(self, num_tokens: int) -> int:
-        return num_tokens // self.geometry.hash_block_size
+    def _most_blocks(self, group: CacheGroup, num_tokens: int) -> int:
+        """Upper bound of the blocks that a request of ``num_tokens`` has at once."""
+        # What is skipped is given back after compute: beside what the next token
+        # reads, a whole step must fit. A chunk is longest just before it ends.
+        skipped = group.num_skipped_tokens(num_tokens)
+        last_of_chunk = max(0, skipped - 1)
+        reads = max(num_tokens - skipped, last_of_chunk - group.num_skipped_tokens(last_of_chunk))
+        step = max(self.max_tokens_per_step, self.decode_tokens)
+        at_once = -(-(reads + step) // group.block_size) + 1  # neither end is aligned
+        return min(at_once, -(-num_tokens // group.block_size))
 
     def _blocks_to_load(
         self, block_ids: tuple[list[int], ...], num_hit: int, num_ready: int

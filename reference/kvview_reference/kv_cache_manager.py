@@ -68,6 +68,10 @@ class KVCacheManager:
         hits = hit_blocks or ((),) * len(self.geometry.groups)
         return self.coordinator.allocate(request_id, num_tokens, hits, num_computed_tokens)
 
+    def block_tables(self, request_id: str) -> tuple[list[int], ...]:
+        """The request's block tables themselves, one a group: to read, until the next step."""
+        return tuple(manager.blocks(request_id) for manager in self.coordinator.managers)
+
     def block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """A copy of the request's block tables, one a group."""
         return tuple(list(m.blocks(request_id)) for m in self.coordinator.managers)
