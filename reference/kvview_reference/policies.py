@@ -1,0 +1,299 @@
+"""Replacement policies: which stored key goes when room is needed.
+
+A policy orders keys; pages, pins and events are the manager's. Calls come in
+batches, as requests bring their keys, so that the work is done at C speed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence, Set
+from heapq import heappop, heappush
+from itertools import islice
+from math import floor
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from kvview import ConfigError, OffloadKey
+
+Keys = Sequence[OffloadKey]
+"""Keys of one request, in prefix order."""
+
+
+class InFlight(NamedTuple):
+    """Held keys that transfers use now, and that must stay therefore."""
+
+    loading: Set[OffloadKey]
+    storing: Set[OffloadKey]
+
+
+@runtime_checkable
+class CachePolicy(Protocol):
+    """Orders the keys of one tier for eviction.
+
+    1. A key is held from ``admit`` until it is a victim or is removed.
+    2. A key in flight **must not** become a victim. ``release`` tells when it may
+       be one again, so that a policy need not look at it before.
+    3. The first key of a batch is the most recent: batches are in prefix order,
+       and a chain is evicted from its tail.
+    """
+
+    def admit(self, keys: Keys, num_victims: int, in_flight: InFlight, /) -> list[OffloadKey]:
+        """Choose and forget victims, then take new keys.
+
+        Args:
+            keys: Not held until now, without duplicates; none may be a victim.
+            num_victims: How many must go; so many are held and not in flight.
+            in_flight: Keys that must stay.
+
+        Returns:
+            The victims, first evicted first.
+        """
+        ...
+
+    def touch(self, keys: Keys, in_flight: InFlight, /) -> None:
+        """Count one use of each held key; while it is stored, still its first use."""
+        ...
+
+    def release(self, keys: Iterable[OffloadKey], /) -> None:
+        """Hear that keys are in flight no more; their recency stays as it was."""
+        ...
+
+    def remove(self, keys: Iterable[OffloadKey], /) -> None:
+        """Forget held keys whose store failed, as if they had never come."""
+        ...
+
+
+class RecencyOrder:
+    """Keys by last use; taking out the oldest costs constant amortised time.
+
+    A key in flight that is met on the way out is set aside, so however many are
+    in flight, they are not walked over again. What is set aside is older than
+    what is left in ``order``; once released it comes back in its old place.
+    """
+
+    def __init__(self) -> None:
+        self.order: OrderedDict[OffloadKey, None] = OrderedDict()
+        self.aside: dict[OffloadKey, int] = {}  # the numbers grow with recency
+        self._waiting: set[OffloadKey] = set()  # of those aside: not released yet
+        self._released: list[tuple[int, OffloadKey]] = []  # of those aside: a heap
+        self._next_number = 0
+
+    def __len__(self) -> int:
+        return len(self.order) + len(self.aside)
+
+    def recall(self, keys: Iterable[OffloadKey]) -> None:
+        """Put back those of ``keys`` that are set aside; the caller moves them on."""
+        if self.aside:
+            for key in self.aside.keys() & set(keys):
+                del self.aside[key]
+                self._waiting.discard(key)
+                self.order[key] = None
+
+    def remove(self, keys: Iterable[OffloadKey], /) -> None:
+        """Take out those of ``keys`` that are here."""
+        self.recall(keys)
+        for key in keys:
+            self.order.pop(key, None)
+
+    def pop_oldest(self, limit: int, in_flight: InFlight) -> list[OffloadKey]:
+        """Take out up to ``limit`` keys that are not in flight, oldest first."""
+        loading, storing = in_flight
+        popped: list[OffloadKey] = []
+        while self._released and len(popped) < limit:
+            number, key = heappop(self._released)
+            if self.aside.get(key) != number:
+                continue  # used since
+            if key in loading or key in storing:
+                self._waiting.add(key)
+            else:
+                del self.aside[key]
+                popped.append(key)
+        order = self.order
+        while order and len(popped) < limit:
+            oldest = list(islice(order, limit - len(popped)))
+            for key in oldest:
+                del order[key]
+            if not (loading.isdisjoint(oldest) and storing.isdisjoint(oldest)):
+                oldest = self._set_aside(oldest, in_flight)
+            popped += oldest
+        return popped
+
+    def _set_aside(self, keys: list[OffloadKey], in_flight: InFlight) -> list[OffloadKey]:
+        """Set aside keys that are in flight; returns the others."""
+        in_use = [key for key in keys if key in in_flight.loading or key in in_flight.storing]
+        self._waiting.update(in_use)
+        for key in in_use:
+            self._next_number += 1
+            self.aside[key] = self._next_number
+        return [key for key in keys if key not in self.aside]
+
+    def release(self, keys: Iterable[OffloadKey], /) -> None:
+        """Let keys that were set aside in flight be popped again."""
+        if self._waiting:
+            for key in self._waiting.intersection(keys):
+                self._waiting.remove(key)
+                heappush(self._released, (self.aside[key], key))
+
+
+class LRUPolicy(RecencyOrder):
+    """Evicts the key whose last use is longest ago."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+
+    def admit(self, keys: Keys, num_victims: int, in_flight: InFlight, /) -> list[OffloadKey]:
+        victims = self.pop_oldest(num_victims, in_flight) if num_victims else []
+        order = self.order
+        for key in reversed(keys):
+            order[key] = None
+        return victims
+
+    def touch(self, keys: Keys, in_flight: InFlight, /) -> None:
+        self.recall(keys)
+        order, move_to_end = self.order, self.order.move_to_end
+        for key in reversed(keys):
+            if key in order:
+                move_to_end(key)
+
+
+class ARCPolicy:
+    """Adaptive replacement: keys used once against keys used again.
+
+    1. T1 holds keys used once, T2 keys used again; B1 and B2 remember keys
+       evicted from each (ghosts). The names are the paper's.
+    2. A new key found in B1 raises the target size of T1, one found in B2 lowers
+       it; both enter T2. Any other new key enters T1, and T2 when it is touched
+       once its store is complete.
+    3. ``|T1| + |B1| <= capacity`` and all four together ``<= 2 * capacity``.
+    4. A batch is learnt from as a whole before room is made; with one key a call
+       it is the published algorithm, step for step.
+    5. A failed store leaves neither key nor ghost; the target stays as learnt.
+
+    Args:
+        capacity: Keys that the tier can hold.
+
+    Source: N. Megiddo, D. S. Modha, "ARC: A Self-Tuning, Low Overhead
+    Replacement Cache", FAST '03, figure 4.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._target = 0.0  # p of the paper: the size that T1 should have
+        self._t1, self._t2 = RecencyOrder(), RecencyOrder()
+        self._b1: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._b2: OrderedDict[OffloadKey, None] = OrderedDict()
+
+    def admit(self, keys: Keys, num_victims: int, in_flight: InFlight, /) -> list[OffloadKey]:
+        b1, b2 = self._b1, self._b2
+        again: list[OffloadKey] = []
+        found_in_b2 = not b2.keys().isdisjoint(keys)
+        if found_in_b2 or not b1.keys().isdisjoint(keys):
+            again = [key for key in reversed(keys) if key in b1 or key in b2]
+            self._learn(again)
+        victims: list[OffloadKey] = []
+        if num_victims:
+            num_once = len(keys) - len(again)
+            victims = self._evict(num_victims, num_once, found_in_b2, in_flight)
+        t1, t2 = self._t1.order, self._t2.order
+        if again:
+            for key in again:
+                t2[key] = None
+            keys = [key for key in keys if key not in t2]
+        for key in reversed(keys):
+            t1[key] = None
+        self._bound_ghosts()
+        return victims
+
+    def touch(self, keys: Keys, in_flight: InFlight, /) -> None:
+        self._t1.recall(keys)
+        self._t2.recall(keys)
+        t1, t2, storing = self._t1.order, self._t2.order, in_flight.storing
+        t1_move_to_end, t2_move_to_end = t1.move_to_end, t2.move_to_end
+        for key in reversed(keys):
+            if key in t1:
+                if key in storing:
+                    t1_move_to_end(key)
+                else:
+                    del t1[key]
+                    t2[key] = None
+            elif key in t2:
+                t2_move_to_end(key)
+
+    def release(self, keys: Iterable[OffloadKey], /) -> None:
+        self._t1.release(keys)
+        self._t2.release(keys)
+
+    def remove(self, keys: Iterable[OffloadKey], /) -> None:
+        self._t1.remove(keys)
+        self._t2.remove(keys)
+
+    def _learn(self, ghosts: Iterable[OffloadKey]) -> None:
+        b1, b2 = self._b1, self._b2
+        for key in ghosts:
+            if key in b1:
+                self._target = min(self._target + max(1.0, len(b2) / len(b1)), self._capacity)
+                del b1[key]
+            else:
+                self._target = max(self._target - max(1.0, len(b1) / len(b2)), 0.0)
+                del b2[key]
+
+    def _evict(
+        self, num_victims: int, num_once: int, found_in_b2: bool, in_flight: InFlight
+    ) -> list[OffloadKey]:
+        t1, t2, b1, b2 = self._t1, self._t2, self._b1, self._b2
+        surplus = len(t1) - floor(self._target) + (num_once - 1 if num_once else 0)
+        if found_in_b2 and len(t1) == self._target:
+            surplus += 1
+        victims = t1.pop_oldest(min(num_victims, surplus), in_flight)
+        missing = num_victims - len(victims)
+        from_t2 = t2.pop_oldest(missing, in_flight) if missing else []
+        if len(from_t2) < missing:
+            victims += t1.pop_oldest(missing - len(from_t2), in_flight)
+        for key in victims:
+            b1[key] = None
+        for key in from_t2:
+            b2[key] = None
+        return victims + from_t2
+
+    def _bound_ghosts(self) -> None:
+        once = len(self._t1) + len(self._b1)
+        for _ in range(once - self._capacity):
+            self._b1.popitem(False)
+        both = min(once, self._capacity) + len(self._t2) + len(self._b2)
+        for _ in range(both - 2 * self._capacity):
+            self._b2.popitem(False)
+
+
+PolicyFactory = Callable[[int], CachePolicy]
+"""Makes an empty policy for a tier of so many keys."""
+
+_FACTORIES: dict[str, PolicyFactory] = {"lru": LRUPolicy, "arc": ARCPolicy}
+
+
+def register_policy(name: str, factory: PolicyFactory, *, replace: bool = False) -> None:
+    """Make a policy known by name, for every manager built afterwards.
+
+    Args:
+        name: What to give a manager as ``cache_policy``.
+        factory: Called with the capacity in keys, again after each reset.
+        replace: Whether a known name may be given a new meaning.
+
+    Raises:
+        ConfigError: The name is known and ``replace`` is False.
+    """
+    if name in _FACTORIES and not replace:
+        raise ConfigError(f"cache policy {name!r} is registered already; pass replace=True")
+    _FACTORIES[name] = factory
+
+
+def policy_factory(name: str) -> PolicyFactory:
+    """The factory registered under a name (OFF-7).
+
+    Raises:
+        ConfigError: The name is not known; lists those that are.
+    """
+    try:
+        return _FACTORIES[name]
+    except (KeyError, TypeError):
+        known = ", ".join(sorted(_FACTORIES))
+        raise ConfigError(f"unknown cache policy {name!r}; known: {known}") from None
