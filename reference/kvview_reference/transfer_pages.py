@@ -1,0 +1,283 @@
+"""Where the pages of a transfer lie: KV-cache tensors on one side, host rows on the other.
+
+The host tier is one array. A host block holds k rows, one for each GPU block of
+its chunk, and a row holds the pages of that block, tensor after tensor, without
+the padding that the KV-cache tensors may have:
+
+    host block b, k = 2, a group that refers to tensors 0 and 3
+
+    row 2b      | page of tensor 0 | page of tensor 3 |  unused  |
+    row 2b + 1  | page of tensor 0 | page of tensor 3 |  unused  |
+
+1. Groups with tensors of their own cost no host memory for the tensors of others:
+   a row is as long as the longest group needs.
+2. So a host block belongs to one group at a time: what a group stored there, only
+   the same group can load. Offload keys hold the group index for the same reason.
+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvview import CanonicalKVCacheRef, CanonicalKVCacheTensor, ConfigError, TransferResult
+
+Ids = npt.NDArray[np.int64]
+
+COALESCED_BYTES = 1 << 20
+"""Consecutive pages are copied as one up to this size: more would leave the
+threads that share a job without work to share."""
+
+
+HOST_ALIGNMENT = 4096
+"""Bytes; the size of a memory page."""
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Where one KV-cache group keeps its pages; arrays have an entry a tensor.
+
+    Args:
+        tensors: The tensors that the group refers to, each once.
+        addresses: Where each tensor starts, in bytes.
+        strides: Bytes from one block of a tensor to the next.
+        columns: Offset of each tensor's page in a host row, in bytes.
+        widths: Bytes moved a page.
+        num_blocks: Blocks that every one of the tensors has; of all tensors, if it
+            refers to none.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    addresses: Ids
+    strides: Ids
+    columns: Ids
+    widths: Ids
+    num_blocks: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that one GPU block of this group takes in a host row."""
+        return int(self.widths.sum())
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Job:
+    """One accepted transfer, as rows; nothing in it refers to the caller's spec.
+
+    Args:
+        job_id: As given by the caller.
+        to_host: True for a store.
+        moves: Per group that moves: the group, its GPU blocks, its host rows.
+        host: The host tier, shape ``(rows, row_bytes)``, uint8.
+        num_bytes: Bytes to move.
+    """
+
+    job_id: int
+    to_host: bool
+    moves: Sequence[tuple[Group, Ids, Ids]]
+    host: npt.NDArray[np.uint8]
+    num_bytes: int
+
+    def copies(self) -> tuple[Ids, Ids, Ids]:
+        """What to copy.
+
+        Returns:
+            Destination addresses, source addresses and sizes in bytes. They are
+            valid while the job and its tensors live.
+
+        Raises:
+            RuntimeError: A tensor was freed or moved since the worker was made.
+        """
+        parts: tuple[list[Ids], list[Ids], list[Ids]] = ([], [], [])
+        host_address, row_bytes = self.host.ctypes.data, self.host.strides[0]
+        for group, gpu_blocks, host_rows in self.moves:
+            if [tensor.data_ptr() for tensor in group.tensors] != group.addresses.tolist():
+                raise RuntimeError("a KV-cache tensor was freed or moved after the worker was made")
+            gpu = gpu_blocks[:, None] * group.strides
+            gpu += group.addresses
+            host = (host_rows * row_bytes)[:, None] + (group.columns + host_address)
+            sizes = np.empty_like(gpu)
+            sizes[:] = group.widths
+            for part, array in zip(parts, (gpu, host, sizes), strict=True):
+                part.append(array.ravel())
+        gpu, host, sizes = map(_join, parts)
+        if all(len(group.widths) == 1 for group, _, _ in self.moves):
+            gpu, host, sizes = _coalesce(gpu, host, sizes, [len(part) for part in parts[0]])
+        return (host, gpu, sizes) if self.to_host else (gpu, host, sizes)
+
+
+def _join(parts: Sequence[Ids]) -> Ids:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def _coalesce(gpu: Ids, host: Ids, sizes: Ids, lengths: Sequence[int]) -> tuple[Ids, Ids, Ids]:
+    """Join copies that follow each other on both sides.
+
+    Args:
+        gpu: Addresses, and likewise ``host``.
+        host: Addresses.
+        sizes: In bytes.
+        lengths: Copies of each group, in order. No copy joins two groups: what lies
+            side by side by chance may still be two allocations of a GPU.
+    """
+    if len(sizes) < 2:
+        return gpu, host, sizes
+    breaks = np.ones(len(sizes), dtype=bool)
+    breaks[1:] = (np.diff(gpu) != sizes[:-1]) | (np.diff(host) != sizes[:-1])
+    if breaks.all():
+        return gpu, host, sizes
+    breaks[:: max(1, COALESCED_BYTES // int(sizes.max()))] = True
+    breaks[np.cumsum(lengths[:-1], dtype=np.int64)] = True
+    starts = np.flatnonzero(breaks)
+    return gpu[starts], host[starts], np.add.reduceat(sizes, starts)
+
+
+def failed(job: Job, error: Exception) -> TransferResult:
+    """The result of a job that could not move all its bytes (XFER-4)."""
+    return TransferResult(job.job_id, False, error=f"{type(error).__name__}: {error}")
+
+
+def check_tensors(caches: Sequence[CanonicalKVCacheTensor[torch.Tensor]]) -> torch.device:
+    """Check types, shapes, strides and devices of all KV-cache tensors.
+
+    Returns:
+        The device that they share.
+
+    Raises:
+        ConfigError: Names the tensor, and what it should be.
+    """
+    if not caches:
+        raise ConfigError("tensors is empty: a worker needs at least one KV-cache tensor")
+    device = caches[0].tensor.device
+    for index, cache in enumerate(caches):
+        tensor, page = cache.tensor, cache.page_size_bytes
+        shape = tuple(tensor.shape)
+        if tensor.dtype != torch.int8 or len(shape) != 2 or 0 in shape or shape[1] != page:
+            raise ConfigError(
+                f"tensor {index} must be int8 of shape (num_blocks, {page}), got "
+                f"{tensor.dtype} of shape {shape}"
+            )
+        if tensor.stride(1) != 1 or (shape[0] > 1 and tensor.stride(0) < page):
+            raise ConfigError(
+                f"tensor {index} must have contiguous rows that do not overlap, got strides "
+                f"{tensor.stride()} for rows of {page} bytes"
+            )
+        if tensor.device != device or device.type not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"tensor {index} is on {tensor.device}, tensor 0 on {device}: all must be on "
+                "one CUDA or CPU device"
+            )
+    return device
+
+
+def make_group(
+    index: int,
+    refs: Sequence[CanonicalKVCacheRef],
+    caches: Sequence[CanonicalKVCacheTensor[torch.Tensor]],
+) -> Group:
+    """Lay out one KV-cache group.
+
+    Args:
+        index: Of the group, for messages.
+        refs: The tensors that it uses; one named twice counts once.
+        caches: All tensors, already checked.
+
+    Raises:
+        ConfigError: A reference names no tensor, or more bytes than its page has.
+    """
+    widths: dict[int, int] = {}
+    for ref in refs:
+        if not 0 <= ref.tensor_idx < len(caches):
+            raise ConfigError(
+                f"group {index} refers to tensor {ref.tensor_idx}; there are {len(caches)}"
+            )
+        page = caches[ref.tensor_idx].page_size_bytes
+        if not 0 < ref.page_size_bytes <= page:
+            raise ConfigError(
+                f"group {index} uses {ref.page_size_bytes} bytes of a page of tensor "
+                f"{ref.tensor_idx}, which has {page}"
+            )
+        # Pages start at the start of a row: of two references the wider holds both.
+        widths[ref.tensor_idx] = max(ref.page_size_bytes, widths.get(ref.tensor_idx, 0))
+    # A group without layers on this worker (pipeline parallelism) moves nothing.
+    tensors = tuple(caches[number].tensor for number in widths)
+    sizes = np.array(list(widths.values()), np.int64)
+    return Group(
+        tensors=tensors,
+        addresses=np.array([tensor.data_ptr() for tensor in tensors], np.int64),
+        strides=np.array([tensor.stride(0) for tensor in tensors], np.int64),
+        columns=np.cumsum(sizes) - sizes,
+        widths=sizes,
+        num_blocks=min(tensor.shape[0] for tensor in tensors or [c.tensor for c in caches]),
+    )
+
+
+def check_host_bytes(asked: int, limit: int | None, what: str) -> None:
+    """Refuse a host tier that does not fit.
+
+    Args:
+        asked: Bytes of the tier.
+        limit: The user's own bound in bytes, or None.
+        what: The tier in words, for the message.
+
+    Raises:
+        ConfigError: Names what was asked for and what there is.
+    """
+    if limit is not None and asked > limit:
+        raise ConfigError(f"{what} are {asked} bytes, more than max_host_bytes ({limit})")
+    available = available_host_bytes()
+    if available is not None and asked > available:
+        raise ConfigError(
+            f"{what} are {asked} bytes, and {available} bytes of host memory are available"
+        )
+
+
+def allocate_host(num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
+    """Zeroed memory for the host tier.
+
+    Returns:
+        Shape ``(num_rows, row_bytes)``, uint8. It starts on a memory page: copies
+        between addresses 16 bytes off a cache line, where a large array would start
+        by itself, are a fifth slower, and pinning works in whole pages.
+    """
+    size = num_rows * row_bytes
+    # From calloc: the system commits memory as it is first written.
+    memory = np.zeros(size + HOST_ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % HOST_ALIGNMENT
+    return memory[start : start + size].reshape(num_rows, row_bytes)
+
+
+def available_host_bytes() -> int | None:
+    """Bytes that this process may still allocate; None where the system does not say.
+
+    Linux: what the kernel deems available without swapping, and the room under
+    the limit of the control group (v2, then v1) that a container sees as its root.
+    """
+    rooms = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                rooms.append(int(line.split()[1]) * 1024)
+    except OSError:
+        return None
+    root = Path("/sys/fs/cgroup")
+    for limit, used, stat in (
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    ):
+        try:
+            # The group is charged for cached files, which the kernel drops at need.
+            cached = dict(line.split() for line in (root / stat).read_text().splitlines())
+            room = int((root / limit).read_text()) - int((root / used).read_text())
+            rooms.append(room + int(cached.get("inactive_file", 0)))
+        except (OSError, ValueError):  # no such group, or its limit is "max"
+            continue
+    return max(0, min(rooms)) if rooms else None
