@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
-from remotezip import PartialBuffer, RemoteFetcher, RemoteZip, RemoteZipError  # type: ignore[import-untyped]
+# Without a code: it is untyped, and outside the vLLM lane it is not installed.
+from remotezip import PartialBuffer, RemoteFetcher, RemoteZip, RemoteZipError  # type: ignore
 
 RELEASES = (
     *("0.11.0", "0.11.1", "0.11.2", "0.12.0", "0.13.0", "0.14.0", "0.14.1"),
@@ -88,7 +89,8 @@ def _wheel_url(release: str) -> str:
                 *("--dry-run", "--no-deps", "--ignore-installed", "--only-binary=:all:"),
                 *("--quiet", "--report=-", f"--target={target}", "--python-version=3.12"),
                 *(f"--platform={platform}_x86_64" for platform in _PLATFORMS),
-                "--use-feature=fast-deps",  # else old releases are downloaded whole for their metadata
+                # Else pip downloads the wheel to read its metadata; before 23.3 it does anyway.
+                "--use-feature=fast-deps",
             ],
             capture_output=True,
             text=True,
@@ -138,9 +140,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    parser = argparse.ArgumentParser(description="Fetch vLLM's Python sources and print where they are.")
+    parser = argparse.ArgumentParser(
+        description="Fetch vLLM's Python sources and print where they are."
+    )
     parser.add_argument("releases", nargs="*", metavar="RELEASE", help="such as 0.33.0")
-    parser.add_argument("--all-minors", action="store_true", help="the latest patch of each minor release")
+    parser.add_argument(
+        "--all-minors", action="store_true", help="the latest patch of each minor release"
+    )
     arguments = parser.parse_args(argv)
     releases = [*arguments.releases, *(LATEST_OF_MINORS if arguments.all_minors else ())]
     if not releases:
