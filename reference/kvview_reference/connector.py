@@ -32,6 +32,7 @@ from kvview import (
     LookupResult,
     OffloadingEvent,
     OffloadKey,
+    PinBudgetExceeded,
     ReqContext,
     RequestInfo,
     SchedulerConnector,
@@ -112,6 +113,8 @@ class LazyOffloadScheduler(SchedulerConnector):
             enable_events=options.enable_events,
             store_threshold=options.store_threshold,
         )
+        self._cpu_blocks = options.cpu_blocks
+        self._num_may_store = options.cpu_blocks  # until a step has something to compute or load
         self._lookahead = options.lookahead_blocks or 0
         self._view: GPUBlockPoolView | None = None
         self._job_ids = count()
@@ -173,6 +176,10 @@ class LazyOffloadScheduler(SchedulerConnector):
 
     def plan_step(self, step: StepInfo) -> StepPlan:
         loads, self._planned_loads = self._planned_loads, []
+        if loads or step.scheduled:
+            # In idle steps, never more than the tier holds: a larger GPU pool would
+            # go round through it for ever, and so would a store that fails.
+            self._num_may_store = self._cpu_blocks
         store = self._plan_store()
         return StepPlan(loads, [store] if store else [])
 
@@ -180,7 +187,7 @@ class LazyOffloadScheduler(SchedulerConnector):
         view = self._view
         if view is None:
             return None  # never bound: nothing can be seen, so nothing is offloaded
-        limit = self._lookahead
+        limit = min(self._lookahead, self._num_may_store)
         if isinstance(view, SupportsFreeCount):
             limit = min(limit, view.num_free_blocks() // 2)  # never starve the engine
         lookup, ctx = self._manager.lookup, ReqContext()
@@ -193,8 +200,13 @@ class LazyOffloadScheduler(SchedulerConnector):
         if output is None or not output.keys_to_store:
             return None
         keys = output.keys_to_store
+        self._num_may_store -= len(keys)
         block_ids = [victims[key] for key in keys]
-        view.touch_blocks(block_ids)
+        try:
+            view.touch_blocks(block_ids)
+        except PinBudgetExceeded:
+            self._manager.complete_store(keys, ctx, success=False)
+            return None
         job_id = next(self._job_ids)
         self._stores[job_id] = _Store(keys, block_ids)
         return TransferJob(job_id, *self._by_group(keys, block_ids, output.store_spec))
@@ -266,6 +278,7 @@ class LazyOffloadWorker(WorkerConnector):
     def __init__(self, options: LazyOffloadOptions) -> None:
         self._options = options
         self._worker: CPUGPUTransferWorker | None = None
+        self._refused: list[TransferResult] = []
 
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[torch.Tensor]) -> None:
         self._worker = CPUGPUTransferWorker(kv_caches, self._options.cpu_blocks)
@@ -273,10 +286,13 @@ class LazyOffloadWorker(WorkerConnector):
     def start_plan(self, plan: StepPlan) -> None:
         assert self._worker is not None, "register_kv_caches comes first"
         for job in (*plan.loads, *plan.stores):
-            self._worker.transfer_async(job.job_id, (job.src, job.dst))
+            if not self._worker.transfer_async(job.job_id, (job.src, job.dst)):
+                # The worker will not report it: CONN-3 is for us to keep.
+                self._refused.append(TransferResult(job.job_id, False, error="refused"))
 
     def get_finished(self) -> list[TransferResult]:
-        return self._worker.get_finished() if self._worker else []
+        refused, self._refused = self._refused, []
+        return refused + (self._worker.get_finished() if self._worker else [])
 
     def wait(self, job_ids: Sequence[int]) -> None:
         if self._worker:

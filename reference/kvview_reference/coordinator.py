@@ -91,7 +91,7 @@ class SingleTypeKVCacheManager:
         table = [NULL_BLOCK_ID] * first + list(hit_blocks[first:])
         self.pool.touch_blocks(table)
         self._tables[request_id] = table
-        self._num_cached[request_id] = len(hit_blocks)
+        self._num_cached[request_id] = len(table)  # hits are cached, nulls never will be
         self._num_dropped[request_id] = first
 
     def extend(self, request_id: str, num_tokens: int) -> None:
@@ -105,7 +105,7 @@ class SingleTypeKVCacheManager:
         """Register the request's blocks that are full by now."""
         first = self._num_cached[request_id]
         last = num_computed_tokens // self.block_size
-        if first >= last:
+        if first >= last or not self.pool.enable_caching:
             return
         hash_index = self.geometry.block_hash_index
         parent = block_hashes[hash_index(self.group_idx, first - 1)] if first else None

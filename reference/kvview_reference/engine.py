@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvview import (
+    BlockIds,
     CacheGeometry,
     CacheGroup,
     ConfigError,
@@ -183,21 +184,19 @@ class Engine:
         if load is not None and load.request.status is Status.LOADING:
             # The load still writes: its blocks are given back when it has ended.
             load.request.status = Status.ABORTED
-            self._tell_finished(load.request, FinishReason.ABORTED)
+            self._tell_ended(load.request, self.kv_cache.block_ids(request_id))
             return True
-        for request in (*self.running, *self.waiting):
-            if request.request_id != request_id:
-                continue
-            if request.status is Status.RUNNING:
-                self.running.remove(request)
+        for request in self.running:
+            if request.request_id == request_id:
                 self._end_running(request, Status.ABORTED)
-            else:
-                # It has no blocks; those under its id, if any, are of its first
-                # life, which still loads.
+                return True
+        for request in self.waiting:
+            if request.request_id == request_id:
                 self.waiting.remove(request)
                 request.status = Status.ABORTED
-                self._tell_finished(request, FinishReason.ABORTED)
-            return True
+                # It has no blocks: those under its id are of a first life that still loads.
+                self._tell_ended(request, ((),) * len(self.geometry.groups))
+                return True
         return False
 
     def num_unfinished_requests(self) -> int:
@@ -271,11 +270,12 @@ class Engine:
             raise ConnectorError(self._why_stuck())
 
     def _note_jobs(self, plan: StepPlan) -> None:
-        for job in (*plan.loads, *plan.stores):
-            if job.job_id in self._blocks_of_job:
-                raise ConnectorError(f"job id {job.job_id} is in flight and was planned again")
-            is_load = job in plan.loads
-            self._blocks_of_job[job.job_id] = is_load, _num_gpu_blocks(job.dst if is_load else job.src)
+        for is_load, jobs in ((True, plan.loads), (False, plan.stores)):
+            for job in jobs:
+                if job.job_id in self._blocks_of_job:
+                    raise ConnectorError(f"job id {job.job_id} is in flight and was planned again")
+                num_blocks = _num_gpu_blocks(job.dst if is_load else job.src)
+                self._blocks_of_job[job.job_id] = is_load, num_blocks
         for job in plan.loads:
             load = self._loads.get(job.request_id or "")
             if load is None:
@@ -427,9 +427,18 @@ class Engine:
             if request.is_finished and request.num_computed_tokens >= request.num_prompt_tokens:
                 self._end_running(request, Status.FINISHED)
 
-    def _tell_finished(self, request: Request, reason: FinishReason) -> None:
-        self.stats.aborted += reason is FinishReason.ABORTED
-        block_ids = self.kv_cache.block_ids(request.request_id)
+    def _end_running(self, request: Request, status: Status) -> None:
+        self.running.remove(request)
+        request.status = status
+        self._lone_preemptions = 0
+        self._tell_ended(request, self.kv_cache.block_ids(request.request_id))
+        self.kv_cache.free(request.request_id)
+
+    def _tell_ended(self, request: Request, block_ids: BlockIds) -> None:
+        is_finished = request.status is Status.FINISHED
+        self.stats.finished += is_finished
+        self.stats.aborted += not is_finished
+        reason = FinishReason.FINISHED if is_finished else FinishReason.ABORTED
         self.scheduler_connector.on_request_finished(request.info(), block_ids, reason)
 
     # --- transfers ---
@@ -450,6 +459,7 @@ class Engine:
                 load.jobs.remove(result.job_id)
                 load.failed |= not result.success
         if results:
+            self._idle_steps = self._lone_preemptions = 0
             self.scheduler_connector.on_transfers_finished(results)
         for load in [load for load in self._loads.values() if not load.jobs]:
             self._end_load(load)

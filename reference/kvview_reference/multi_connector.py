@@ -11,7 +11,7 @@ Source: ``vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py`` (0.3
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -23,6 +23,7 @@ from kvview import (
     CanonicalKVCaches,
     Connector,
     ConnectorConfig,
+    ConnectorError,
     EngineFacts,
     FinishReason,
     GPUBlockPoolView,
@@ -85,9 +86,14 @@ class MultiConnector(Connector):
 
 @dataclass(frozen=True)
 class MultiPlan(StepPlan):
-    """A plan with, for each job, the index of the child that runs it."""
+    """The plans of the children, and the plan that the engine sees of them.
 
-    child_of_job: dict[int, int] | None = None
+    Args:
+        children: Per child its own plan, whatever its class, and for each job id
+            in it the one that the engine knows.
+    """
+
+    children: Sequence[tuple[StepPlan, Mapping[int, int]]] = ()
 
 
 class MultiScheduler(SchedulerConnector):
@@ -132,18 +138,19 @@ class MultiScheduler(SchedulerConnector):
             child.on_blocks_allocated(request, block_ids, num_computed_tokens, external)
 
     def plan_step(self, step: StepInfo) -> StepPlan:
-        child_of_job: dict[int, int] = {}
+        plans: list[tuple[StepPlan, Mapping[int, int]]] = []
         loads: list[TransferJob] = []
         stores: list[TransferJob] = []
         for index, child in enumerate(self._children):
             plan = child.plan_step(step)
+            job_ids: dict[int, int] = {}
             for jobs, all_jobs in ((plan.loads, loads), (plan.stores, stores)):
                 for job in jobs:
-                    job_id = next(self._job_ids)
-                    child_of_job[job_id] = index
+                    job_id = job_ids[job.job_id] = next(self._job_ids)
                     self._jobs[job_id] = index, job.job_id
                     all_jobs.append(replace(job, job_id=job_id))
-        return MultiPlan(loads, stores, child_of_job)
+            plans.append((plan, job_ids))
+        return MultiPlan(loads, stores, plans)
 
     def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
         per_child: defaultdict[int, list[TransferResult]] = defaultdict(list)
@@ -207,6 +214,7 @@ class MultiWorker(WorkerConnector):
 
     def __init__(self, children: Sequence[WorkerConnector]) -> None:
         self._children = list(children)
+        self._job_ids: list[dict[int, int]] = [{} for _ in children]  # own job id -> the engine's
 
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
         for child in self._children:
@@ -214,21 +222,30 @@ class MultiWorker(WorkerConnector):
 
     def start_plan(self, plan: StepPlan) -> None:
         assert isinstance(plan, MultiPlan), "a MultiWorker runs the plans of a MultiScheduler"
-        owner = plan.child_of_job or {}
-        for index, child in enumerate(self._children):
-            own = StepPlan(
-                [job for job in plan.loads if owner[job.job_id] == index],
-                [job for job in plan.stores if owner[job.job_id] == index],
-            )
-            if own:
-                child.start_plan(own)
+        for child, job_ids, (own_plan, new_job_ids) in zip(
+            self._children, self._job_ids, plan.children, strict=True
+        ):
+            job_ids.update(new_job_ids)
+            if own_plan:
+                child.start_plan(own_plan)
 
     def get_finished(self) -> list[TransferResult]:
-        return [result for child in self._children for result in child.get_finished()]
+        results = []
+        for child, job_ids in zip(self._children, self._job_ids, strict=True):
+            for result in child.get_finished():
+                job_id = job_ids.pop(result.job_id, None)
+                if job_id is None:
+                    raise ConnectorError(
+                        f"{type(child).__name__} reported its job {result.job_id}, "
+                        f"which is not in flight"
+                    )
+                results.append(replace(result, job_id=job_id))
+        return results
 
     def wait(self, job_ids: Sequence[int]) -> None:
-        for child in self._children:
-            child.wait(job_ids)
+        wanted = set(job_ids)
+        for child, known in zip(self._children, self._job_ids, strict=True):
+            child.wait([own for own, job_id in known.items() if job_id in wanted])
 
     def shutdown(self) -> None:
         for child in self._children:
