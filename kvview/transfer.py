@@ -1,18 +1,21 @@
 """The transfer contract: pages of KV bytes moved between the GPU and a medium.
 
 - XFER-1 Bytes **must** be exact; a spec that names a page that does not exist,
-  or whose sides do not pair up, raises :class:`~kvview.TransferSpecError`.
+  names a destination page twice, or whose sides do not pair up, raises
+  :class:`~kvview.TransferSpecError`. A source page may be named twice.
 - XFER-2 Nothing outside the named pages **must** be written.
 - XFER-3 Stores and loads that touch the same page **must** run in the order in
   which they were submitted.
 - XFER-4 A failed job **must** say so in its result, and never report success.
-- XFER-5 ``transfer_async`` **must** return before the bytes are moved when the
-  medium allows it, and each accepted job is reported exactly once.
+- XFER-5 ``transfer_async`` **must not** wait for earlier jobs, and returns before
+  the bytes are moved unless they are few enough to be moved on the spot; each
+  accepted job is reported exactly once.
 
 Pages: a KV cache is a list of tensors, each ``(num_blocks, page_size_bytes)`` of
 int8; a group refers to one or more of them, and moving one block of a group
 moves one page of each tensor referred to. An offloaded block may hold k GPU
 blocks of its group: ``block_indices`` tells where inside it the first one lies.
+An offloaded block belongs to the group that stored it: no other group loads it.
 
 Source: vLLM PR #38453; ``vllm/v1/kv_offload/base.py`` (0.33.0).
 """
@@ -160,12 +163,13 @@ class TransferWorker(Protocol):
         """Start one job.
 
         Args:
-            job_id: Any int that is not in flight.
+            job_id: Any int that is not in flight: a job is, until it is reported.
             spec: ``(source, destination)``, one of them a :class:`GPULoadStoreSpec`.
 
         Returns:
             True when accepted: the job is reported once by ``get_finished``.
-            False when the worker cannot take it now; it is not reported.
+            False when the worker cannot take it, after ``shutdown`` for example;
+            it is not reported.
 
         Raises:
             TransferSpecError: The spec names pages that do not exist or do not
@@ -174,7 +178,7 @@ class TransferWorker(Protocol):
         ...
 
     def get_finished(self) -> list[TransferResult]:
-        """Jobs that ended since the last call, in order of completion; never blocks."""
+        """Jobs that ended since the last call, as their ends were seen; never blocks."""
         ...
 
     def wait(self, job_ids: Collection[int], /) -> None:

@@ -244,9 +244,8 @@ def allocate_host(num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
     """Zeroed memory for the host tier.
 
     Returns:
-        Shape ``(num_rows, row_bytes)``, uint8. It starts on a memory page: copies
-        between addresses 16 bytes off a cache line, where a large array would start
-        by itself, are a fifth slower, and pinning works in whole pages.
+        Shape ``(num_rows, row_bytes)``, uint8, starting on a memory page: pinning
+        works in whole pages, and those of this array are then its own at the start.
     """
     size = num_rows * row_bytes
     # From calloc: the system commits memory as it is first written.
