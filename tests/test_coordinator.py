@@ -123,7 +123,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.announced: Counter[Key] = Counter()
         self.serial = 0
 
-    @initialize(geometry=geometries(), num_blocks=st.integers(4, 40))
+    @initialize(geometry=geometries(), num_blocks=st.integers(4, 30))
     def build(self, geometry: CacheGeometry, num_blocks: int) -> None:
         self.geometry = geometry
         self.num_blocks = num_blocks
@@ -497,6 +497,22 @@ def test_a_hit_of_the_same_allocation_is_not_evicted_by_it() -> None:
     (table,) = manager.block_ids("b")
     assert table[:3] == hits[0]
     assert len(set(table)) == 4
+
+
+def test_a_hit_of_one_group_is_not_evicted_by_the_allocation_of_another() -> None:
+    geometry = CacheGeometry(4, 4, (FullAttention(4), FullAttention(4)))
+    manager = KVCacheManager(geometry, 5)
+    run_prompt(manager, "a", (1,) * 8)  # two blocks a group fill the pool
+    tokens = (1,) * 4 + (2,) * 4
+    hits, num_hit = manager.find_computed_blocks(make_hashes(tokens, 4), 8)
+    others = set(range(1, 5)) - {hits[1][0]}
+    manager.pool.touch_blocks([1, 2, 3, 4])
+    manager.pool.free_blocks([hits[1][0], *others])  # the next victim is the second group's hit
+    assert num_hit == 4
+    assert manager.allocate_slots("b", 8, hit_blocks=hits, num_computed_tokens=4)
+    tables = manager.block_ids("b")
+    assert [table[:1] for table in tables] == list(hits)
+    assert len({*tables[0], *tables[1]}) == 4
 
 
 def test_a_window_behind_an_external_hit_has_nulls_and_says_its_parent() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvview import (
@@ -20,19 +21,14 @@ from kvview import (
     ConfigError,
     Connector,
     ConnectorConfig,
-    ConnectorError,
     CPULoadStoreSpec,
-    EngineFacts,
     FullAttention,
-    GPUBlockPoolView,
     GPULoadStoreSpec,
     GuardedView,
     Mamba,
     OffloadingEvent,
     OffloadKey,
-    RequestInfo,
     RequestStep,
-    SchedulerConnector,
     SlidingWindow,
     StepInfo,
     StepPlan,
@@ -43,7 +39,7 @@ from kvview import (
     fold_events,
     make_offload_key,
 )
-from kvview_reference.connector import LazyOffloadConnector
+from kvview_reference.connector import LazyOffloadConnector, LazyOffloadScheduler
 from kvview_reference.engine import Engine
 from kvview_reference.multi_connector import MultiConnector
 from kvview_reference.request import Request, Status, chain_hashes
@@ -61,6 +57,9 @@ GEOMETRIES = {
         (FullAttention(4), SlidingWindow(6, 9), ChunkedLocalAttention(4, 10), Mamba(12)),
     ),
 }
+
+
+ENDED = {Status.FINISHED, Status.ABORTED}
 
 
 # --- connectors whose transfers go as a script says ---
@@ -192,17 +191,15 @@ def drain(engine: Engine, max_steps: int = 5000) -> None:
 
 
 def check_blocks(engine: Engine) -> None:
-    """Free and referenced blocks are all blocks, and a request never lags behind itself."""
+    """Free and referenced blocks are all blocks; no token is computed before it is known."""
     pool = engine.kv_cache.pool
-    in_use = sum(pool.ref_cnt(block) > 0 for block in range(1, pool.num_blocks))
-    assert pool.num_free_blocks() + in_use == pool.num_blocks - 1
+    assert in_use(engine) == sum(pool.ref_cnt(block) > 0 for block in range(1, pool.num_blocks))
     for request in engine.running:
-        if request.num_computed_tokens >= request.num_prompt_tokens:
-            assert request.num_computed_tokens <= request.num_tokens - 1
+        assert request.num_computed_tokens <= max(request.num_prompt_tokens, request.num_tokens - 1)
 
 
-def free_blocks(engine: Engine) -> int:
-    """How many usable blocks are not free."""
+def in_use(engine: Engine) -> int:
+    """Blocks that are not free."""
     return engine.kv_cache.pool.num_blocks - 1 - engine.kv_cache.pool.num_free_blocks()
 
 
@@ -218,7 +215,9 @@ def run(engine: Engine, *requests: Request) -> None:
 
 def end(engine: Engine) -> None:
     """Nothing is held, nothing was wrong."""
-    assert free_blocks(engine) == 0
+    if isinstance(engine.scheduler_connector, LazyOffloadScheduler):
+        assert engine.scheduler_connector._manager.num_protected_blocks() == 0
+    assert in_use(engine) == 0
     assert engine.stats.mismatches == 0
     assert engine.shutdown() == {}
     assert engine.shutdown() == {}
@@ -241,6 +240,7 @@ CONNECTORS: dict[str, Callable[[CacheGeometry], Connector | None]] = {
     "default": lambda geometry: Connector(ConnectorConfig(geometry)),
     "lazy": lazy,
     "late": lambda geometry: lazy(geometry, Script(delay=3)),
+    "second time": lambda geometry: lazy(geometry, store_threshold=2),
     "multi": lambda geometry: multi(geometry, Script(), Script(delay=2)),
 }
 
@@ -307,7 +307,7 @@ def test_requests_of_no_or_one_output_token(num_output: int) -> None:
         ({"num_gpu_blocks": 1}, "num_blocks must be an int of at least 2"),
     ],
 )
-def test_impossible_sizes(options: dict[str, int], message: str) -> None:
+def test_impossible_sizes(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(None, **options)
 
@@ -329,6 +329,7 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
     st.integers(1, 20),
     st.integers(1, 9),
 )
+@example([(0, 1, 1), (2, 1, 30)], 41, 31, 0, 1, 1)  # a chunk is longest before the prompt ends
 def test_a_request_that_was_accepted_finishes(
     mix: list[tuple[int, int, int]], blocks: int, num: int, out: int, budget: int, decode: int
 ) -> None:
@@ -366,7 +367,9 @@ def test_abort_while_waiting() -> None:
     engine.step()
     assert engine.abort("b")
     assert second.status is Status.ABORTED
+    assert not engine.abort("nobody")
     drain(engine)
+    assert not engine.abort("a")
     assert (engine.stats.finished, engine.stats.aborted) == (1, 1)
     end(engine)
 
@@ -384,14 +387,6 @@ def test_abort_while_running_and_after_a_preemption() -> None:
     drain(engine)
     assert engine.stats.aborted == 2
     end(engine)
-
-
-def test_abort_of_an_unknown_request() -> None:
-    engine = build(lazy(FULL))
-    run(engine, prompt("a", 0, 20))
-    assert not engine.abort("a")
-    assert not engine.abort("nobody")
-    assert engine.stats.aborted == 0
 
 
 def test_abort_while_loading_keeps_the_blocks_until_the_load_has_ended() -> None:
@@ -459,11 +454,8 @@ def test_a_failed_load_counts_its_gpu_hit_once() -> None:
     engine = build_small(lazy(FULL, script))
     to_loading(engine)
     drain(engine)
-    (tail,) = [
-        engine.kv_cache.pool.find_cached_block(
-            make_offload_key(prompt("", 0, 20).block_hashes[4], 0)
-        )
-    ]  # noqa: E501
+    fifth = make_offload_key(prompt("", 0, 20).block_hashes[4], 0)
+    tail = engine.kv_cache.pool.find_cached_block(fifth)
     assert tail is not None
     engine.kv_cache.pool.evict_blocks([tail])  # of eight blocks the first four are left
     before = engine.stats.gpu_hit_blocks
@@ -543,6 +535,7 @@ def test_pool9_reset_is_refused_while_blocks_are_in_use() -> None:
     drain(engine)
     request = to_loading(engine)
     assert not engine.reset_cache()  # a load is in flight
+    assert engine.scheduler_connector.match_prefix(request.info(), 0) == 32  # nothing changed
     drain(engine)
     assert request.status is Status.FINISHED
     assert engine.reset_cache()
@@ -552,54 +545,49 @@ def test_pool9_reset_is_refused_while_blocks_are_in_use() -> None:
     end(engine)
 
 
-def test_pool9_reset_is_refused_while_a_store_is_in_flight() -> None:
+def test_pool9_a_store_in_flight_keeps_the_engine_stepping_and_refuses_a_reset() -> None:
     engine = build_small(lazy(FULL, Script(delay=10)))
     run(engine, prompt("a", 0, 40))
     engine.add_request(prompt("b", 1, 40))
     while engine.has_unfinished_requests() or not engine.view.held_blocks():
         engine.step()
+    assert engine.has_work()
     assert not engine.reset_cache()
     drain(engine)
+    assert not engine.view.held_blocks()
     assert engine.reset_cache()
     end(engine)
 
 
-def test_pending_work_keeps_the_engine_stepping() -> None:
-    engine = build_small(lazy(FULL, Script(delay=6)))
-    run(engine, prompt("a", 0, 40))
-    engine.add_request(prompt("b", 1, 40))
-    while engine.has_unfinished_requests():
-        engine.step()
-    assert engine.view.held_blocks()
-    assert engine.has_work()
-    drain(engine)
-    assert not engine.view.held_blocks()
-    end(engine)
-
-
-# --- connectors that do nothing, or less than they could ---
-
-
-def test_conn1_bind_is_opt_in() -> None:
-    """A connector that overrides nothing runs; it holds and loads nothing."""
-    half, worker = SchedulerConnector(), WorkerConnector()
-    engine = build(None)
-    half.bind_gpu_block_pool_view(engine.view)
-    assert half.match_prefix(prompt("a", 0, 20).info(), 0) == 0
-    assert half.plan_step(StepInfo()) == StepPlan()
-    assert not StepPlan()
-    assert list(half.take_events()) == []
-    assert worker.get_finished() == []
-    assert half.reset_cache()
-    assert not half.has_pending_work()
-    run(engine, prompt("a", 0, 20))
-    end(engine)
+# --- the lazy connector and its view ---
 
 
 def test_a_lazy_connector_that_was_never_bound_offloads_nothing() -> None:
     half = lazy(FULL).make_scheduler()
     assert not half.plan_step(StepInfo([RequestStep(prompt("a", 0, 8).info(), ([],), 0, 8)]))
     half.shutdown()
+
+
+def test_a_store_names_its_blocks_group_after_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = GEOMETRIES["mixed"]
+    engine = build(lazy(geometry), geometry)
+    start = engine.worker_connector.start_plan
+    mixed = 0
+
+    def check(plan: StepPlan) -> None:
+        nonlocal mixed
+        for job in plan.stores:
+            assert isinstance(job.src, GPULoadStoreSpec)
+            hashes = [engine.kv_cache.pool.block_hashes(block)[0] for block in job.src.block_ids]
+            groups = [int.from_bytes(key[-4:], "big") for key in hashes]
+            assert groups == sorted(groups)
+            assert list(job.src.group_sizes) == [groups.count(index) for index in range(4)]
+            mixed += len(set(groups)) > 1
+        start(plan)
+
+    monkeypatch.setattr(engine.worker_connector, "start_plan", check)
+    run(engine, *[prompt(str(i), i, 50, geometry=geometry) for i in range(8)])
+    assert mixed
 
 
 def test_a_pin_budget_is_not_an_error_for_the_lazy_connector() -> None:
@@ -612,18 +600,6 @@ def test_a_pin_budget_is_not_an_error_for_the_lazy_connector() -> None:
     end(engine)
 
 
-def test_facts_of_the_engine() -> None:
-    seen: list[EngineFacts] = []
-
-    class Half(SchedulerConnector):
-        def on_engine_ready(self, facts: EngineFacts) -> None:
-            seen.append(facts)
-
-    build(custom(Half), num_gpu_blocks=33, page_bytes=64, num_layers=3)
-    (facts,) = seen
-    assert (facts.num_gpu_blocks, facts.page_bytes) == (33, (192,))
-
-
 def test_pool10_the_view_is_closed_at_shutdown_and_tells_what_was_held() -> None:
     engine = build(None)
     engine.view.touch_blocks([3, 3, 4])
@@ -632,116 +608,62 @@ def test_pool10_the_view_is_closed_at_shutdown_and_tells_what_was_held() -> None
         engine.view.touch_blocks([3])
 
 
-# --- broken connectors ---
+# --- everything at once ---
 
 
-def custom(
-    scheduler: Callable[[], SchedulerConnector],
-    worker: Callable[[], WorkerConnector] = WorkerConnector,
-) -> Connector:
-    """A connector of the two halves given."""
-    connector = Connector(ConnectorConfig(FULL))
-    connector.make_scheduler = scheduler  # type: ignore[method-assign]
-    connector.make_worker = worker  # type: ignore[method-assign]
-    return connector
+moves = st.one_of(
+    st.tuples(st.just("add"), st.integers(0, 5), st.integers(1, 60)),
+    st.tuples(st.just("abort"), st.integers(0, 5), st.just(0)),
+    st.tuples(st.just("step"), st.integers(1, 6), st.just(0)),
+    st.tuples(st.just("reset"), st.just(0), st.just(0)),
+)
 
 
-class Promises(SchedulerConnector):
-    def __init__(self, num_tokens: int | None) -> None:
-        self.num_tokens = num_tokens
-
-    def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
-        return self.num_tokens
-
-
-class Holds(SchedulerConnector):
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-
-    def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
-        view.touch_blocks(range(1, self.num_blocks + 1))
-
-
-class Plans(SchedulerConnector):
-    """Plans these jobs in the first step, and is never done."""
-
-    def __init__(
-        self, loads: Sequence[TransferJob] = (), stores: Sequence[TransferJob] = ()
-    ) -> None:
-        self.plan = StepPlan(loads, stores)
-
-    def plan_step(self, step: StepInfo) -> StepPlan:
-        plan, self.plan = self.plan, StepPlan()
-        return plan
-
-    def has_pending_work(self) -> bool:
-        return True
-
-
-class Reports(WorkerConnector):
-    """Reports every job so many times, and these from the start."""
-
-    def __init__(self, times: int = 1, unknown: Sequence[int] = ()) -> None:
-        self.times = times
-        self.results = [TransferResult(job_id, True) for job_id in unknown]
-
-    def start_plan(self, plan: StepPlan) -> None:
-        for job in (*plan.loads, *plan.stores):
-            self.results += [TransferResult(job.job_id, True)] * self.times
-
-    def get_finished(self) -> list[TransferResult]:
-        results, self.results = self.results, []
-        return results
-
-
-GPU, CPU = GPULoadStoreSpec([1], [1], [0]), CPULoadStoreSpec([0])
-STORE = TransferJob(7, GPU, CPU)
-BAD_PROMISE = r"match_prefix promised {} tokens beyond 0 to request 'a' of 33 tokens: .* of 4 and"
-UNKNOWN = "job 7 was reported and is not in flight"
-BROKEN: dict[str, tuple[Any, Any, str]] = {  # the halves' factories, and what is said
-    "less than nothing": (lambda: Promises(-4), Reports, BAD_PROMISE.format(-4)),
-    "half a block": (lambda: Promises(3), Reports, BAD_PROMISE.format(3)),
-    "more than the prompt": (lambda: Promises(400), Reports, BAD_PROMISE.format(400)),
-    "all of the prompt": (lambda: Promises(36), Reports, BAD_PROMISE.format(36)),
-    "no load": (lambda: Promises(16), Reports, "promised 16 tokens to request 'a' and planned no"),
-    "no answer": (lambda: Promises(None), Reports, "1 requests wait.* never answers match_prefix"),
-    "holds all": (lambda: Holds(59), Reports, "1 requests wait.* holds 59 of 59 blocks"),
-    "unknown job": (SchedulerConnector, lambda: Reports(1, [7]), UNKNOWN),
-    "reported twice": (lambda: Plans([], [STORE]), lambda: Reports(2), UNKNOWN),
-    "never reported": (lambda: Plans([], [STORE]), lambda: Reports(0), r"jobs \[7\] were never r"),
-    "id in flight": (lambda: Plans([], [STORE] * 2), Reports, "job id 7 is in flight"),
-    "never done": (Plans, Reports, "has_pending_work was true for 1000 steps"),
-    "load for nobody": (
-        lambda: Plans([TransferJob(7, CPU, GPU, "nobody")]),
-        Reports,
-        "load job 7 names request 'nobody', which waits for no load",
-    ),
-    "load without request": (
-        lambda: Plans([TransferJob(7, CPU, GPU)]), Reports, "load job 7 names request None"
-    ),
-    "store from the host": (
-        lambda: Plans([], [TransferJob(7, CPU, GPU)]),
-        Reports,
-        "a store begins at a GPULoadStoreSpec, got CPULoadStoreSpec",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_connector_is_named_and_hangs_nothing(name: str) -> None:
-    scheduler, worker, message = BROKEN[name]
-    engine = build(custom(scheduler, worker), max_tokens_per_step=8)
-    with pytest.raises(ConnectorError, match=message) as caught:
-        run(engine, prompt("a", 0, 33))
-    assert "\n" not in str(caught.value)
-
-
-def test_conn4_a_request_that_is_preempted_for_ever_is_not_a_hang() -> None:
-    """Three blocks are left: a prefix too short to be a hit is computed again and again."""
-    geometry = CacheGeometry(16, 4, (FullAttention(4),))
-    engine = build(custom(lambda: Holds(56)), geometry, max_tokens_per_step=8)
-    with pytest.raises(ConnectorError, match=r"preempted 1000 times: .* holds 56 of 59 blocks"):
-        run(engine, prompt("a", 0, 33))
+@settings(max_examples=120, deadline=None)
+@given(
+    st.sampled_from(sorted(GEOMETRIES)),
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)), min_size=1, max_size=2),
+    st.lists(moves, max_size=60),
+    st.integers(0, 99),
+)
+def test_any_mix_of_requests_aborts_resets_and_failures_drains(
+    name: str, workers: list[tuple[int, int]], scenario: list[tuple[str, int, int]], seed: int
+) -> None:
+    """Ids come again at once, loads and stores are late or fail, the host tier is small."""
+    geometry, random = GEOMETRIES[name], Random(seed)
+    scripts = [
+        Script(delay, lambda is_load, often=often: random.randrange(4) < often)  # type: ignore[misc]
+        for delay, often in workers
+    ]
+    connector = multi(geometry, *scripts, cpu_blocks=12)
+    if len(scripts) == 1:
+        connector = connector.children[0]  # type: ignore[assignment]
+    size = 20 * len(geometry.groups)
+    engine = build(connector, geometry, size, max_tokens_per_step=24, max_running=4)
+    alive: dict[str, Request] = {}
+    events: list[OffloadingEvent] = []
+    for move, number, num_tokens in scenario:
+        request_id = f"r{number}"
+        if move == "add" and (request_id not in alive or alive[request_id].status in ENDED):
+            alive[request_id] = prompt(request_id, number % 3, num_tokens, 7, geometry)
+            engine.add_request(alive[request_id])
+        elif move == "abort":
+            is_alive = request_id in alive and alive[request_id].status not in ENDED
+            assert engine.abort(request_id) == is_alive
+        elif move == "step":
+            for _ in range(number):
+                engine.step()
+                check_blocks(engine)
+        elif move == "reset":
+            was_idle = in_use(engine) == 0
+            assert engine.reset_cache() == was_idle
+        events += engine.take_offloading_events()
+    drain(engine)
+    events += engine.take_offloading_events()
+    assert {request.status for request in alive.values()} <= ENDED
+    assert engine.stats.finished + engine.stats.aborted == engine.stats.requests
+    assert all(len(keys) <= 12 * len(scripts) for keys in fold_events(events).values())
+    end(engine)
 
 
 # --- the negative control: wrong bytes are seen ---
@@ -756,6 +678,17 @@ def test_wrong_bytes_are_seen(name: str, script: Script) -> None:
         run(engine, *[prompt(f"{wave}.{i}", i, 50, geometry=geometry) for i in range(8)])
     assert engine.stats.loaded_blocks > 0
     assert engine.stats.mismatches > 0
+
+
+def test_a_load_that_moves_nothing_is_seen_even_where_the_right_bytes_lie() -> None:
+    engine, request = build_small(lazy(FULL, Script(lies=True))), prompt("a", 0, 5)
+    run(engine, request)
+    engine.step()  # idle: the connector offloads
+    drain(engine)
+    assert engine.kv_cache.reset_prefix_cache()  # the host keeps what it has
+    engine.kv_bytes.write(range(1, 20), [make_offload_key(request.block_hashes[0], 0)] * 19)
+    run(engine, prompt("b", 0, 5))
+    assert engine.stats.loaded_blocks == engine.stats.mismatches == 1
 
 
 def test_a_stale_block_on_the_gpu_is_seen() -> None:

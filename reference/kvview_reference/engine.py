@@ -11,7 +11,7 @@ Source: the order of calls follows ``vllm/v1/core/sched/scheduler.py`` (0.33.0).
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -211,6 +211,20 @@ class Engine:
         """Whether ``step`` has anything to do, the connector's pending work included."""
         return self.has_unfinished_requests() or self.scheduler_connector.has_pending_work()
 
+    def held_blocks(self) -> dict[int, int]:
+        """References of the requests, ``{block_id: count}``, without the connector's."""
+        held: Counter[int] = Counter()
+        for request_id in (*self._loads, *(request.request_id for request in self.running)):
+            for table in self.kv_cache.block_tables(request_id):
+                held.update(table)
+        del held[NULL_BLOCK_ID]
+        return dict(held)
+
+    def loading_request(self, request_id: str) -> Request | None:
+        """The request that waits for loads under this id, an aborted one too."""
+        load = self._loads.get(request_id)
+        return load.request if load else None
+
     def take_offloading_events(self) -> list[OffloadingEvent]:
         """The connector's events since the last call."""
         return list(self.scheduler_connector.take_events())
@@ -273,14 +287,16 @@ class Engine:
         for is_load, jobs in ((True, plan.loads), (False, plan.stores)):
             for job in jobs:
                 if job.job_id in self._blocks_of_job:
-                    raise ConnectorError(f"job id {job.job_id} is in flight and was planned again")
+                    raise ConnectorError(
+                        f"CONN-5: job id {job.job_id} is in flight and was planned again"
+                    )
                 num_blocks = _num_gpu_blocks(job.dst if is_load else job.src)
                 self._blocks_of_job[job.job_id] = is_load, num_blocks
         for job in plan.loads:
             load = self._loads.get(job.request_id or "")
             if load is None:
                 raise ConnectorError(
-                    f"load job {job.job_id} names request {job.request_id!r}, "
+                    f"CONN-2: load job {job.job_id} names request {job.request_id!r}, "
                     f"which waits for no load"
                 )
             load.jobs.add(job.job_id)
@@ -288,7 +304,7 @@ class Engine:
         for load in self._loads.values():
             if not load.jobs:
                 raise ConnectorError(
-                    f"the connector promised {load.num_external_tokens} tokens to request "
+                    f"CONN-2: the connector promised {load.num_external_tokens} tokens to request "
                     f"{load.request.request_id!r} and planned no load for it"
                 )
 
@@ -446,7 +462,9 @@ class Engine:
     def _hear_of_transfers(self, results: Sequence[TransferResult]) -> None:
         for result in results:
             if result.job_id not in self._blocks_of_job:
-                raise ConnectorError(f"job {result.job_id} was reported and is not in flight")
+                raise ConnectorError(
+                    f"CONN-3: job {result.job_id} was reported and is not in flight"
+                )
             is_load, num_blocks = self._blocks_of_job.pop(result.job_id)
             if not result.success:
                 self.stats.failed_transfers += 1
@@ -488,7 +506,7 @@ class Engine:
         aligned = end % self.geometry.scheduler_block_size == 0
         if num_external < 0 or end >= request.num_tokens or (num_external and not aligned):
             raise ConnectorError(
-                f"match_prefix promised {num_external} tokens beyond {num_hit} to request "
+                f"CONN-2: match_prefix promised {num_external} tokens beyond {num_hit} to request "
                 f"{request.request_id!r} of {request.num_tokens} tokens: the sum must be a "
                 f"multiple of {self.geometry.scheduler_block_size} and leave a token to compute"
             )
