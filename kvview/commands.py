@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
@@ -29,6 +30,7 @@ from kvview.errors import ConfigError, KVViewError
 if TYPE_CHECKING:
     from kvview_reference.replay import ReplayReport
     from kvview_reference.traces import Trace, TraceRequest
+    from kvview_vllm.doctor import Diagnosis
 
 DEFAULT_CONNECTOR = "kvview_reference.connector:LazyOffloadConnector"
 _SYNTHETIC_BLOCK_SIZE = 512
@@ -154,6 +156,34 @@ def replay(
         _show(result, title, len(malformed))
         _write_json(json_file, {**asdict(result), "malformed_rows": len(malformed)})
     sys.exit(0 if result.is_clean else 1)
+
+
+@cli.command()
+@click.option(
+    "--json", "json_file", metavar="FILE", help="Write the report there ('-' for stdout)."
+)
+def doctor(json_file: str | None) -> None:
+    """Say which vLLM is installed, and whether kvview fits it."""
+    with _one_line_errors():
+        _check_writable(json_file)
+        from kvview_vllm.doctor import diagnose
+
+        found = diagnose()
+        if json_file != "-":
+            _show_diagnosis(found)
+        _write_json(json_file, {**asdict(found), "is_healthy": found.is_healthy})
+    sys.exit(0 if found.is_healthy else 1)
+
+
+def _show_diagnosis(found: Diagnosis) -> None:
+    version = f"vLLM {found.version}" if found.version else "no vLLM"
+    table = Table("seam", "fits", "what was found", title=f"{version} (tested: {found.tested})")
+    for seam in found.seams:
+        table.add_row(seam.seam, "yes" if seam.fits else "[red]no[/red]", escape(seam.detail))
+    if found.capabilities:
+        flags = ", ".join(name for name, has in found.capabilities.items() if has)
+        table.add_row("capabilities", "", escape(flags or "none of the table"))
+    Console().print(table)
 
 
 def _take(rows: Iterable[TraceRequest], limit: int | None) -> Iterator[TraceRequest]:

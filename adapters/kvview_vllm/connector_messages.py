@@ -1,0 +1,150 @@
+"""What the two halves of ``KVViewConnector`` send each other through vLLM.
+
+Scheduler to worker: one :class:`KVViewMetadata` a step. Worker to scheduler: job
+reports, in the worker metadata where the release has it (0.18 and later), else in
+the connector stats, the one other field of ``KVConnectorOutput`` that every
+release passes through whole and aggregates over workers.
+
+- MSG-1 A report **must** be sent again until it was acknowledged: 0.11.0 drops the
+  output of a step that computes nothing.
+- MSG-2 Reports **must** be read once: by owner, job and worker rank.
+
+Source: ``KVConnectorOutput``, vllm/v1/outputs.py; ``KVConnectorWorkerMetadata``
+(0.18.0), ``KVConnectorStats`` (0.11.0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvview import StepPlan, TransferResult
+
+if TYPE_CHECKING:
+
+    class KVConnectorMetadata:  # noqa: D101 - stands in for vLLM's, which mypy does not see
+        pass
+
+    class KVConnectorWorkerMetadata:  # noqa: D101
+        pass
+
+    @dataclass
+    class KVConnectorStats:  # noqa: D101
+        data: dict[str, Any]
+
+    HAS_WORKER_METADATA: bool
+else:
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+    HAS_WORKER_METADATA = hasattr(base, "KVConnectorWorkerMetadata")
+    KVConnectorWorkerMetadata = getattr(base, "KVConnectorWorkerMetadata", object)
+
+_REPORTS = "reports"
+
+
+@dataclass
+class KVViewMetadata(KVConnectorMetadata):
+    """One step, for the worker half.
+
+    Args:
+        owner: Names the scheduler half; children of one ``MultiConnector`` differ.
+        plan: What to start.
+        wait_for_loads: Whether the step computes on what is loaded.
+        acknowledged: Jobs whose reports have arrived (MSG-1).
+    """
+
+    owner: str
+    plan: StepPlan
+    wait_for_loads: bool
+    acknowledged: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class JobReport:
+    """How a job ended on one worker.
+
+    Args:
+        owner: As in the metadata that brought the job.
+        rank: The worker.
+        result: The end of the job there.
+    """
+
+    owner: str
+    rank: int
+    result: TransferResult
+
+
+@dataclass
+class KVViewWorkerMetadata(KVConnectorWorkerMetadata):
+    """Reports of one step, of one worker or of several."""
+
+    reports: list[JobReport]
+
+    def aggregate(self, other: KVViewWorkerMetadata) -> KVViewWorkerMetadata:
+        """Join the reports of two workers."""
+        return KVViewWorkerMetadata([*self.reports, *other.reports])
+
+
+@dataclass
+class KVViewStats(KVConnectorStats):
+    """The same in the shape of connector stats; emptied before a logger sees it."""
+
+    def reset(self) -> None:
+        """Forget the reports."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVViewStats:
+        """Join the reports of two workers."""
+        return KVViewStats({_REPORTS: [*self.data[_REPORTS], *other.data[_REPORTS]]})
+
+    def reduce(self) -> dict[str, int | float]:
+        """Nothing is left to log."""
+        return {}
+
+    def is_empty(self) -> bool:
+        """Whether there is no report."""
+        return not self.data.get(_REPORTS)
+
+
+def take_reports(connector_output: Any, owner: str) -> list[JobReport]:
+    """Take the reports for one owner out of a ``KVConnectorOutput``.
+
+    Args:
+        connector_output: As given to ``update_connector_output``. Stats are
+            emptied, so that they reach no logger: those would look for a
+            registered connector of this name under ``MultiConnector``.
+        owner: Whose reports to take.
+    """
+    metadata = getattr(connector_output, "kv_connector_worker_meta", None)
+    if isinstance(metadata, KVViewWorkerMetadata):
+        return [report for report in metadata.reports if report.owner == owner]
+    found: list[JobReport] = []
+    stats = getattr(connector_output, "kv_connector_stats", None)
+    for data, key in _stats_with_reports(stats):
+        found += [report for report in data[key] if report.owner == owner]
+        data[key] = [report for report in data[key] if report.owner != owner]
+        if not data[key]:
+            del data[key]
+    if stats is not None:
+        for name in [name for name, child in stats.data.items() if _is_emptied(child)]:
+            del stats.data[name]
+    return found
+
+
+def _stats_with_reports(stats: Any) -> list[tuple[dict[str, Any], str]]:
+    """Where the reports are: in the stats themselves, or one level down (MultiConnector)."""
+    if isinstance(stats, KVViewStats):
+        return [(stats.data, _REPORTS)] if _REPORTS in stats.data else []
+    children = getattr(stats, "data", None) or {}
+    return [place for child in children.values() for place in _stats_with_reports(child)]
+
+
+def _is_emptied(child: Any) -> bool:
+    return isinstance(child, KVViewStats) and child.is_empty()
+
+
+def stats_of(reports: list[JobReport]) -> KVViewStats:
+    """Wrap reports as connector stats."""
+    return KVViewStats({_REPORTS: list(reports)})

@@ -1,0 +1,335 @@
+"""The scheduler's side of ``KVViewConnector``: vLLM's calls in the contract's words.
+
+- SCHED-1 Block tables **must** name only blocks that the request still has: what a
+  window has left behind, and what another request took after a preemption, is the
+  null block.
+- SCHED-2 A load that failed **must not** be tried again for the same request: its
+  prefix is computed.
+- SCHED-3 What a connector promised **must** be in the plan of the step in which its
+  blocks were allocated; a broken promise ends in :class:`~kvview.ConnectorError`,
+  not in a request that waits for ever.
+
+Source: the order of calls in vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+from kvview import (
+    BlockIds,
+    CacheGeometry,
+    ConnectorError,
+    EngineFacts,
+    FinishReason,
+    GPUBlockPoolView,
+    OffloadingEvent,
+    RequestInfo,
+    RequestStep,
+    SchedulerConnector,
+    StepInfo,
+    SupportsIsFree,
+    TransferResult,
+)
+from kvview_vllm.connector_messages import JobReport, KVViewMetadata
+
+_NULL_BLOCK_ID = 0  # the first block that every release takes from its pool
+
+
+@dataclass
+class _Tracked:
+    """A request that vLLM asked about and has not finished."""
+
+    request: Any
+    table: list[list[int]] = field(default_factory=list)
+    asked_at: int | None = None  # tokens hit on the GPU, until its blocks are allocated
+    load_failed: bool = False
+
+
+@dataclass
+class _Job:
+    request_id: str | None
+    ranks: set[int] = field(default_factory=set)
+    failed: TransferResult | None = None
+
+
+class SchedulerSide:
+    """The scheduler half, driven by vLLM's scheduler.
+
+    Args:
+        half: The connector's scheduler half.
+        geometry: Of the engine.
+        num_workers: Workers that report each job.
+        asynchronous: Whether requests wait for their loads between steps, or the
+            step that loads also computes.
+        preempted_status: ``RequestStatus.PREEMPTED``, for releases whose output
+            does not name the preempted requests.
+    """
+
+    def __init__(
+        self,
+        half: SchedulerConnector,
+        geometry: CacheGeometry,
+        num_workers: int,
+        *,
+        asynchronous: bool,
+        preempted_status: Any,
+    ) -> None:
+        self.half = half
+        self.geometry = geometry
+        self.asynchronous = asynchronous
+        self._num_workers = num_workers
+        self._preempted_status = preempted_status
+        self.owner = uuid.uuid4().hex
+        self._view: GPUBlockPoolView | None = None
+        self._tracked: dict[str, _Tracked] = {}
+        self._unseen: dict[str, int] = {}  # allocated with blocks that we were not shown
+        self._lost: set[str] = set()  # preempted and asked about again in one step
+        self._promised: dict[str, int] = {}  # allocated since the last plan, tokens to load
+        self._jobs: dict[int, _Job] = {}
+        self._acknowledged: list[int] = []
+
+    def bind(self, view: GPUBlockPoolView) -> None:
+        """Hand the view on (CONN-1)."""
+        self._view = view
+        self.half.bind_gpu_block_pool_view(view)
+
+    def on_engine_ready(self, facts: EngineFacts) -> None:
+        """Hand the facts on."""
+        self.half.on_engine_ready(facts)
+
+    # --- a request begins ---
+
+    def match(self, request: Any, num_computed_tokens: int) -> int | None:
+        """How many more tokens could be loaded; None to be asked again."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.request is not request:
+            tracked = self._tracked[request.request_id] = _Tracked(request)
+        elif tracked.table:
+            self._lost.add(request.request_id)
+        tracked.asked_at = num_computed_tokens
+        if (
+            tracked.load_failed
+            or not request.block_hashes
+            # Prompt log probabilities and pooling need every token computed.
+            or getattr(request, "skip_reading_prefix_cache", False)
+        ):
+            return 0
+        num_tokens = self.half.match_prefix(_info(request), num_computed_tokens)
+        if num_tokens:
+            self._check_promise(request, num_computed_tokens, num_tokens)
+        return num_tokens
+
+    def on_allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Blocks were allocated; called a second time when an asynchronous load ended."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.asked_at is None:
+            return  # the second call: nothing to load any more
+        num_computed_tokens, tracked.asked_at = tracked.asked_at, None
+        block_ids = blocks.get_block_ids()
+        if not any(block_ids):
+            # Up to 0.25 a MultiConnector shows a child that does not load no blocks.
+            self._unseen[request.request_id] = num_computed_tokens
+            return
+        self.half.on_blocks_allocated(
+            _info(request), block_ids, num_computed_tokens, num_external_tokens
+        )
+        if num_external_tokens:
+            self._promised[request.request_id] = num_external_tokens
+
+    def _check_promise(self, request: Any, num_computed_tokens: int, num_tokens: int) -> None:
+        end = num_computed_tokens + num_tokens
+        alignment = self.geometry.scheduler_block_size
+        if num_tokens < 0 or end % alignment or end >= request.num_tokens:
+            raise ConnectorError(
+                f"match_prefix promised {num_tokens} tokens beyond {num_computed_tokens} to "
+                f"request {request.request_id!r} of {request.num_tokens} tokens: the sum must be "
+                f"a multiple of {alignment} and leave a token to compute"
+            )
+
+    # --- a step ---
+
+    def plan(self, output: Any) -> KVViewMetadata:
+        """Plan the step that a ``SchedulerOutput`` describes."""
+        preempted = self._hear_of_preemptions(output)
+        self._follow_tables(output)
+        for request_id in [name for name in self._unseen if name in output.num_scheduled_tokens]:
+            tracked = self._tracked[request_id]
+            num_computed_tokens = self._unseen.pop(request_id)
+            table = tuple(tracked.table)
+            self.half.on_blocks_allocated(_info(tracked.request), table, num_computed_tokens, 0)
+        step = StepInfo(_Scheduled(self, output), preempted)
+        plan = self.half.plan_step(step)
+        for job in plan.stores:
+            self._jobs[job.job_id] = _Job(None)
+        for job in plan.loads:
+            self._jobs[job.job_id] = _Job(job.request_id)
+            self._promised.pop(job.request_id or "", None)
+        if self._promised:
+            request_id, num_tokens = next(iter(self._promised.items()))
+            raise ConnectorError(
+                f"the connector promised {num_tokens} tokens to request {request_id!r} and "
+                f"planned no load for it"
+            )
+        acknowledged, self._acknowledged = tuple(self._acknowledged), []
+        return KVViewMetadata(self.owner, plan, not self.asynchronous, acknowledged)
+
+    def _hear_of_preemptions(self, output: Any) -> Sequence[str]:
+        named: Iterable[str] | None = getattr(output, "preempted_req_ids", None)
+        if named is None:  # 0.11 and 0.12 do not name them
+            named = [
+                request_id
+                for request_id, tracked in self._tracked.items()
+                if tracked.table and tracked.request.status is self._preempted_status
+            ]
+        preempted = list(dict.fromkeys([*named, *self._lost]))
+        self._lost.clear()
+        for request_id in preempted:
+            tracked = self._tracked.get(request_id)
+            if tracked is None or not tracked.table:
+                continue
+            # vLLM freed the blocks in this very step: some may be another's already (SCHED-1).
+            table = tuple([self._if_free(block) for block in group] for group in tracked.table)
+            tracked.table = []
+            self.half.on_request_preempted(_info(tracked.request), table)
+        return preempted
+
+    def _if_free(self, block_id: int) -> int:
+        view = self._view
+        is_free = isinstance(view, SupportsIsFree) and view.is_free(block_id)
+        return block_id if is_free else _NULL_BLOCK_ID
+
+    def _follow_tables(self, output: Any) -> None:
+        for new in output.scheduled_new_reqs:
+            tracked = self._tracked.get(new.req_id)
+            if tracked is not None:
+                tracked.table = [list(group) for group in new.block_ids]
+        cached = output.scheduled_cached_reqs
+        for index, added in enumerate(cached.new_block_ids):
+            if added is None:
+                continue
+            request_id = cached.req_ids[index]
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            if _is_resumed(cached, index, request_id) or not tracked.table:
+                tracked.table = [list(group) for group in added]
+            else:
+                for group, more in zip(tracked.table, added, strict=True):
+                    group += more
+
+    def request_steps(self, output: Any) -> list[RequestStep]:
+        """What the step does for each request."""
+        cached = output.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        return [
+            RequestStep(
+                _info(tracked.request),
+                self._live_table(tracked, computed[request_id]),
+                computed[request_id],
+                num_tokens,
+            )
+            for request_id, num_tokens in output.num_scheduled_tokens.items()
+            if (tracked := self._tracked.get(request_id)) is not None
+        ]
+
+    def _live_table(self, tracked: _Tracked, num_computed_tokens: int) -> BlockIds:
+        table = []
+        for group, block_ids in zip(self.geometry.groups, tracked.table, strict=True):
+            # vLLM replaces these by the null block and tells nobody (SCHED-1).
+            skipped = group.num_skipped_tokens(num_computed_tokens) // group.block_size
+            skipped = min(skipped, len(block_ids))
+            table.append([_NULL_BLOCK_ID] * skipped + block_ids[skipped:])
+        return tuple(table)
+
+    # --- jobs end ---
+
+    def hear(self, reports: Iterable[JobReport]) -> None:
+        """Take reports of the workers in; a job ends with its last worker."""
+        results: list[TransferResult] = []
+        for report in reports:
+            result = report.result
+            job = self._jobs.get(result.job_id)
+            if job is None or report.rank in job.ranks:
+                continue  # sent again before the acknowledgement arrived
+            job.ranks.add(report.rank)
+            if not result.success:
+                job.failed = result
+            if len(job.ranks) < self._num_workers:
+                continue
+            del self._jobs[result.job_id]
+            self._acknowledged.append(result.job_id)
+            results.append(job.failed or result)
+            if job.failed and (tracked := self._tracked.get(job.request_id or "")):
+                tracked.load_failed = True
+        if results:
+            self.half.on_transfers_finished(results)
+
+    # --- a request ends, the engine rests ---
+
+    def on_finished(self, request: Any, block_ids: BlockIds, reason: FinishReason) -> None:
+        """A request is about to give its blocks back."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is not None and tracked.request is request:
+            del self._tracked[request.request_id]
+            self._unseen.pop(request.request_id, None)
+            self._lost.discard(request.request_id)
+        self.half.on_request_finished(_info(request), block_ids, reason)
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must keep stepping."""
+        return bool(self._jobs) or self.half.has_pending_work()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """The connector's events since the last call."""
+        return self.half.take_events()
+
+    def reset_cache(self) -> bool:
+        """Forget what was offloaded."""
+        return self.half.reset_cache()
+
+    def shutdown(self) -> None:
+        """Release everything held."""
+        self.half.shutdown()
+
+
+class _Scheduled(Sequence[RequestStep]):
+    """The requests of a step, built when a connector first looks: most never do."""
+
+    def __init__(self, side: SchedulerSide, output: Any) -> None:
+        self._side = side
+        self._output = output
+        self._built: list[RequestStep] | None = None
+
+    def _steps(self) -> list[RequestStep]:
+        if self._built is None:
+            self._built = self._side.request_steps(self._output)
+        return self._built
+
+    @overload
+    def __getitem__(self, index: int) -> RequestStep: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[RequestStep]: ...
+    def __getitem__(self, index: int | slice) -> RequestStep | Sequence[RequestStep]:
+        return self._steps()[index]
+
+    def __len__(self) -> int:
+        return len(self._steps())
+
+    def __iter__(self) -> Iterator[RequestStep]:
+        return iter(self._steps())
+
+
+def _info(request: Any) -> RequestInfo:
+    return RequestInfo(request.request_id, request.num_tokens, request.block_hashes)
+
+
+def _is_resumed(cached: Any, index: int, request_id: str) -> bool:
+    resumed = getattr(cached, "resumed_req_ids", None)
+    if resumed is None:  # a list of flags in 0.11.0
+        return bool(cached.resumed_from_preemption[index])
+    return request_id in resumed

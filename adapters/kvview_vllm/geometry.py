@@ -1,0 +1,168 @@
+"""The geometry of a real vLLM engine, read from its configuration.
+
+- VGEO-1 Block sizes **must** be those that vLLM resolved; where a release has a
+  function for it, that function is asked (0.20.1 and later).
+- VGEO-2 A group whose needs a :class:`~kvview.CacheGeometry` cannot say is refused
+  with :class:`~kvview.UnsupportedEngineError`, never approximated.
+
+Source: ``resolve_kv_cache_block_sizes``, vllm/v1/core/kv_cache_utils.py, and the
+specs of vllm/v1/kv_cache_interface.py, 0.11.0 to 0.33.0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from kvview import (
+    CacheGeometry,
+    CacheGroup,
+    ChunkedLocalAttention,
+    EngineFacts,
+    FullAttention,
+    GeometryError,
+    Mamba,
+    SlidingWindow,
+    UnsupportedEngineError,
+)
+
+# By exact type: a subclass may skip other tokens than its base (RSWASpec does).
+_FULL = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec", "TQFullAttentionSpec")
+_WINDOW = ("SlidingWindowSpec", "SlidingWindowMLASpec")
+_CHUNKED = ("ChunkedLocalAttentionSpec",)
+_MAMBA = ("MambaSpec",)
+_UNIFORM = "UniformTypeKVCacheSpecs"
+_KNOWN = (*_FULL, *_WINDOW, *_CHUNKED, *_MAMBA, _UNIFORM)
+
+
+def read_geometry(vllm_config: Any, kv_cache_config: Any | None) -> CacheGeometry:
+    """Block sizes and groups of the engine.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        kv_cache_config: Its ``KVCacheConfig``; None in 0.11.0, which has one
+            full-attention group whenever a connector is used.
+
+    Raises:
+        UnsupportedEngineError: A group or a setting that cannot be said.
+        GeometryError: Sizes that do not fit each other (GEO-2).
+    """
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            raise UnsupportedEngineError(
+                f"{name}={getattr(parallel, name)}: a block's tokens lie on several workers, "
+                f"which a CacheGeometry cannot say; tested with 1 only"
+            )
+    block_size = vllm_config.cache_config.block_size
+    if kv_cache_config is None:
+        return CacheGeometry.single(block_size)
+    groups = tuple(
+        _group(index, group.kv_cache_spec)
+        for index, group in enumerate(kv_cache_config.kv_cache_groups)
+    )
+    scheduler_block_size, hash_block_size = _block_sizes(vllm_config, kv_cache_config, groups)
+    if any(group.block_size != hash_block_size for group in groups):
+        _check_hash_of_larger_blocks(hash_block_size, groups)
+    return CacheGeometry(scheduler_block_size, hash_block_size, groups)
+
+
+def read_facts(
+    vllm_config: Any, kv_cache_config: Any | None, geometry: CacheGeometry, num_gpu_blocks: int
+) -> EngineFacts:
+    """Facts of the started engine.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        kv_cache_config: Its ``KVCacheConfig``; without one (0.11.0) the page sizes
+            are computed from the model's configuration.
+        geometry: As read by :func:`read_geometry`.
+        num_gpu_blocks: Blocks of the pool, the null block included.
+    """
+    scheduler = vllm_config.scheduler_config
+    if kv_cache_config is None:
+        page_bytes: tuple[int, ...] = (_page_bytes_of_model(vllm_config),)
+    else:
+        page_bytes = tuple(
+            # Uniform specs sum up their layers themselves, in one "layer".
+            group.kv_cache_spec.page_size_bytes
+            * (1 if type(group.kv_cache_spec).__name__ == _UNIFORM else len(group.layer_names))
+            for group in kv_cache_config.kv_cache_groups
+        )
+    return EngineFacts(
+        num_gpu_blocks=num_gpu_blocks,
+        page_bytes=page_bytes,
+        max_blocks_per_step=sum(
+            scheduler.max_num_batched_tokens // group.block_size + scheduler.max_num_seqs
+            for group in geometry.groups
+        ),
+    )
+
+
+def _group(index: int, spec: Any) -> CacheGroup:
+    name = type(spec).__name__
+    if name == _UNIFORM:
+        groups = {_group(index, inner) for inner in spec.kv_cache_specs.values()}
+        if len(groups) == 1:
+            return groups.pop()
+    elif name in _FULL:
+        return FullAttention(spec.block_size)
+    elif name in _WINDOW:
+        # 0.30 keeps some blocks longer for speculative decoding: a wider window.
+        window = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
+        return SlidingWindow(spec.block_size, window)
+    elif name in _CHUNKED:
+        return ChunkedLocalAttention(spec.block_size, spec.attention_chunk_size)
+    elif name in _MAMBA and _has_cached_states(spec):
+        return Mamba(spec.block_size)
+    raise UnsupportedEngineError(
+        f"KV-cache group {index} has a {spec!r}, whose prefix needs a CacheGeometry cannot say; "
+        f"known: {', '.join(_KNOWN)} (Mamba with cached states and without speculative blocks)"
+    )
+
+
+def _has_cached_states(spec: Any) -> bool:
+    cached = getattr(spec, "mamba_cache_mode", "none") != "none"
+    return cached and not getattr(spec, "num_speculative_blocks", 0)
+
+
+def _block_sizes(
+    vllm_config: Any, kv_cache_config: Any, groups: Sequence[CacheGroup]
+) -> tuple[int, int]:
+    utils: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
+    resolve = getattr(utils, "resolve_kv_cache_block_sizes", None)
+    if resolve is not None:
+        scheduler_block_size, hash_block_size = resolve(kv_cache_config, vllm_config)
+        return scheduler_block_size, hash_block_size
+    # Up to 0.20.0 requests are hashed by the configured block size, and the hybrid
+    # coordinator alone knows the multiple that hits are aligned to.
+    hash_block_size = vllm_config.cache_config.block_size
+    return math.lcm(*(group.block_size for group in groups)), hash_block_size
+
+
+def _check_hash_of_larger_blocks(hash_block_size: int, groups: Sequence[CacheGroup]) -> None:
+    """A block is named by the hash at its end; some releases join all its hashes."""
+    utils: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
+    convert = getattr(utils, "BlockHashListWithBlockSize", None)
+    if convert is None or convert([b"a", b"b"], 1, 2)[0] != b"b":
+        raise GeometryError(
+            f"block sizes {[group.block_size for group in groups]} over hash_block_size "
+            f"{hash_block_size}: this vLLM names a larger block by all its hashes joined, not by "
+            f"the last; use one block size for all groups or a newer vLLM"
+        )
+
+
+def _page_bytes_of_model(vllm_config: Any) -> int:
+    model, parallel, cache = (
+        vllm_config.model_config,
+        vllm_config.parallel_config,
+        vllm_config.cache_config,
+    )
+    torch: Any = importlib.import_module("torch")
+    dtype = model.dtype if cache.cache_dtype == "auto" else torch.int8  # fp8 is one byte too
+    tokens = cache.block_size * model.get_num_layers(parallel)
+    heads = model.get_num_kv_heads(parallel) * (1 if model.use_mla else 2)
+    size: int = tokens * heads * model.get_head_size() * dtype.itemsize
+    return size

@@ -1,0 +1,116 @@
+"""The KV-cache tensors of a vLLM worker, seen as pages (XFER).
+
+- PAGE-1 A page **must** be one run of bytes: a layer whose block is not dense in
+  memory is refused with :class:`~kvview.UnsupportedEngineError`.
+- PAGE-2 Layers of several groups that share memory **must** share a tensor.
+
+Shapes a layer: blocks first (CPU and FlashAttention of late releases), keys and
+values first ``(2, blocks, ...)`` (up to 0.22), kernel blocks smaller than the
+manager's ``(k * blocks, ...)``, and lists of state tensors (Mamba).
+
+Source: ``register_kv_caches`` callers in vllm/v1/worker/gpu_model_runner.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvview import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    UnsupportedEngineError,
+)
+
+
+def canonical_kv_caches(
+    kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], kv_cache_config: Any | None
+) -> CanonicalKVCaches[torch.Tensor]:
+    """See the tensors of all layers as pages, group by group.
+
+    Args:
+        kv_caches: Layer name to tensor, as vLLM registers them.
+        kv_cache_config: vLLM's ``KVCacheConfig``; None in 0.11.0: one group.
+
+    Raises:
+        UnsupportedEngineError: A layout with no pages in it (PAGE-1).
+    """
+    if kv_cache_config is None:
+        groups = [list(kv_caches)]
+        num_blocks = _num_blocks_of_single_group(kv_caches)
+    else:
+        groups = [group.layer_names for group in kv_cache_config.kv_cache_groups]
+        num_blocks = kv_cache_config.num_blocks
+    tensors: list[CanonicalKVCacheTensor[torch.Tensor]] = []
+    index_of: dict[tuple[int, int], int] = {}  # address and page size -> index in tensors
+    refs: list[list[CanonicalKVCacheRef]] = []
+    for layers in groups:
+        group_refs: dict[int, CanonicalKVCacheRef] = {}
+        for layer in layers:
+            if layer not in kv_caches:  # another pipeline stage has it
+                continue
+            for pages in _pages(layer, kv_caches[layer], num_blocks):
+                page_bytes = pages.shape[1]
+                index = index_of.setdefault((pages.data_ptr(), page_bytes), len(tensors))
+                if index == len(tensors):
+                    tensors.append(CanonicalKVCacheTensor(pages, page_bytes))
+                group_refs[index] = CanonicalKVCacheRef(index, page_bytes)
+        refs.append(list(group_refs.values()))
+    return CanonicalKVCaches(tensors, refs)
+
+
+def _pages(
+    layer: str, kv_cache: torch.Tensor | Sequence[torch.Tensor], num_blocks: int
+) -> Iterator[torch.Tensor]:
+    states = [kv_cache] if isinstance(kv_cache, torch.Tensor) else kv_cache
+    for state in states:
+        for part in _blocks_first(layer, state, num_blocks):
+            sizes, strides = part.shape[1:], part.stride()[1:]
+            if not _is_dense(sizes, strides):
+                raise UnsupportedEngineError(
+                    f"layer {layer!r}: a block of shape {tuple(sizes)} with strides {strides} is "
+                    f"not one run of memory; nothing was registered"
+                )
+            item = part.element_size()
+            page_bytes = part[0].numel() * item
+            yield torch.empty(0, dtype=torch.int8, device=part.device).set_(
+                part.untyped_storage(),
+                part.storage_offset() * item,
+                (num_blocks, page_bytes),
+                (part.stride(0) * item, 1),
+            )
+
+
+def _blocks_first(layer: str, state: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
+    shape = state.shape
+    if shape[0] != 2 and shape[0] % num_blocks == 0:
+        parts = [state]
+    elif len(shape) > 1 and shape[0] == 2 and shape[1] % num_blocks == 0:
+        parts = [state[0], state[1]]  # up to 0.22: keys, then values
+    else:
+        raise UnsupportedEngineError(
+            f"layer {layer!r}: shape {tuple(shape)} has no dimension of {num_blocks} blocks in "
+            f"front, nor behind a dimension of 2 for keys and values; nothing was registered"
+        )
+    # Kernel blocks may be a fraction of the manager's: k of them make a page.
+    return [part.view(num_blocks, -1, *part.shape[1:]) for part in parts]
+
+
+def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _num_blocks_of_single_group(kv_caches: Mapping[str, Any]) -> int:
+    # 0.11.0 gives the worker no KVCacheConfig; keys and values come first there.
+    shape = next(iter(kv_caches.values())).shape
+    return int(shape[1] if shape[0] == 2 else shape[0])

@@ -1,0 +1,376 @@
+"""The view over a real vLLM ``BlockPool``, the same for every release.
+
+How the laws of :mod:`kvview.pool` are kept over a pool that checks nothing:
+
+1. Ids are checked before the engine is called, and blocks are looked up in the
+   list taken at bind; a ``KVCacheBlock`` never leaves this module and nothing
+   of it is ever written (POOL-3, POOL-4).
+2. The view counts its own references, so that it never drops the engine's.
+3. The null block is never passed on: older releases count references on it.
+4. A block that one call frees several times reaches the engine so that its last
+   reference goes alone: older releases would queue it twice (vLLM #42571).
+5. A block that leaves the free queue loses its links, so a walk reads some blocks
+   ahead and checks each again when it yields it (:class:`_Walk`).
+
+Source: ``vllm/v1/core/block_pool.py`` and ``FreeKVCacheBlockQueue`` in
+``vllm/v1/core/kv_cache_utils.py``; :mod:`kvview_vllm.capabilities` says what
+differs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvview import (
+    BlockNotHeldError,
+    GPUBlockPoolView,
+    OffloadKey,
+    UnknownBlockError,
+    ViewClosedError,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
+from kvview_vllm.capabilities import probe_pool
+
+NULL_BLOCK_ID = 0
+_FIRST_CHUNK = 16
+_LARGEST_CHUNK = 1024
+
+
+def view(block_pool: Any, *, owner: str = "connector") -> VLLMBlockPoolView:
+    """A view over a real ``vllm.v1.core.block_pool.BlockPool``.
+
+    Args:
+        block_pool: The scheduler's pool, of any tested release.
+        owner: Named in errors and reports.
+
+    Raises:
+        UnsupportedEngineError: The pool has a shape that no tested release has.
+        VLLMNotInstalledError: No vLLM can be imported.
+    """
+    return VLLMBlockPoolView(block_pool, probe_pool(block_pool), owner)
+
+
+class VLLMBlockPoolView:
+    """The view of one owner over a real pool, with a ledger of its holds.
+
+    1. Keeps every law of :mod:`kvview.pool` and every optional query.
+    2. Views of several owners may be open at once; each counts its own.
+    3. Use it on the scheduler's thread only.
+
+    Args:
+        block_pool: The pool, as :func:`probe_pool` recognised it.
+        capabilities: What :func:`probe_pool` returned for it.
+        owner: Named in errors and reports.
+    """
+
+    def __init__(self, block_pool: Any, capabilities: frozenset[str], owner: str) -> None:
+        self.owner = owner
+        self.capabilities = capabilities
+        self._pool: Any = block_pool
+        self._blocks: list[Any] = block_pool.blocks
+        self._holds = [0] * len(self._blocks)  # references of this view, by block id
+        self._walks: list[_Walk] = []
+        self._touch = block_pool.touch
+        if "touch_nested" in capabilities:
+            # Up to 0.13 touch takes one list per KV-cache group.
+            self._touch = lambda blocks: block_pool.touch((blocks,))
+        self._free = block_pool.free_blocks
+
+    # --- references ---
+
+    def touch_blocks(self, block_ids: Sequence[int], /) -> None:
+        """Take one reference on each block named, once per occurrence."""
+        # One loop that checks, counts and looks up: faster than passes in C for
+        # small batches and as fast for large ones (benchmarks/view.py).
+        holds, blocks = self._holds, self._blocks
+        found: list[Any] = []
+        try:
+            for block_id in block_ids:
+                if type(block_id) is int and block_id > 0:
+                    holds[block_id] += 1
+                    found.append(blocks[block_id])
+                elif type(block_id) is not int or block_id:
+                    raise IndexError
+        except IndexError:
+            for block in found:
+                holds[block.block_id] -= 1
+            self._open_pool()
+            self._check_block_ids(block_ids)
+            raise
+        if not found:
+            self._open_pool()
+            return
+        for walk in self._walks:
+            walk.before_touch(found)
+        self._touch(found)
+
+    def free_blocks(self, block_ids: Sequence[int], /) -> None:
+        """Give back one reference on each block named, once per occurrence."""
+        holds, blocks = self._holds, self._blocks
+        found: list[Any] = []
+        may_repeat = False
+        try:
+            for block_id in block_ids:
+                if type(block_id) is int and block_id > 0:
+                    count = holds[block_id]
+                    if count == 1:
+                        holds[block_id] = 0
+                    elif count:
+                        holds[block_id] = count - 1
+                        may_repeat = True
+                    else:
+                        raise IndexError
+                    found.append(blocks[block_id])
+                elif type(block_id) is not int or block_id:
+                    raise IndexError
+        except IndexError:
+            for block in found:
+                holds[block.block_id] += 1
+            self._open_pool()
+            self._check_block_ids(block_ids)
+            self._check_held(block_ids)
+            raise
+        if not found:
+            self._open_pool()
+            return
+        for walk in self._walks:
+            walk.gone.update(block_ids)
+        if may_repeat:
+            # Up to 0.23 the engine queues a block once per occurrence when its last
+            # reference goes with others of its own in one call (vLLM #42571).
+            surplus, found = _split_repeated(found)
+            if surplus:
+                self._free(surplus)
+        self._free(found)
+
+    def _open_pool(self) -> Any:
+        if self._pool is None:
+            raise ViewClosedError(
+                f"POOL-10: the view of {self.owner!r} was closed; ask the engine for a new one"
+            )
+        return self._pool
+
+    def _check_block_ids(self, block_ids: Iterable[object]) -> None:
+        for block_id in block_ids:
+            # A negative id would silently name a block from the end.
+            if type(block_id) is not int or not 0 <= block_id < len(self._blocks):
+                raise UnknownBlockError(
+                    f"POOL-4: {block_id!r} ({type(block_id).__name__}) is no block of this pool; "
+                    f"block ids are ints from 0 to {len(self._blocks) - 1}"
+                )
+
+    def _check_held(self, block_ids: Sequence[int]) -> None:
+        for block_id, freed in Counter(block_ids).items():
+            held = self._holds[block_id]
+            if block_id != NULL_BLOCK_ID and freed > held:
+                raise BlockNotHeldError(
+                    f"POOL-4: block {block_id} is freed {freed}x in this call and held {held}x "
+                    f"through the view of {self.owner!r}"
+                )
+
+    # --- walks over the free queue ---
+
+    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, bytes]]:
+        """Walk the free blocks that still hold reusable KV, next victim first.
+
+        Unhashed blocks in front of a hashed one are passed over, so the first
+        item costs what stands before it. What the engine itself takes *and* gives
+        back between two items cannot be told from what stayed where it was: such
+        a block may still be yielded, if what is yielded is true then.
+        """
+        for block in self._walk():
+            block_id: int = block.block_id
+            if (primary := block.block_hash) is not None:
+                yield block_id, primary
+                self._open_pool()
+                for block_hash in self._more_hashes(block_id):
+                    if _is_queued(block) and block_hash in self._more_hashes(block_id):
+                        yield block_id, block_hash
+                        self._open_pool()
+
+    def iter_free_block_ids(self) -> Iterator[int]:
+        """All free blocks, next victim first."""
+        for block in self._walk():
+            yield block.block_id
+            self._open_pool()
+
+    def _walk(self) -> Iterator[Any]:
+        walk = _Walk(self._open_pool().free_block_queue, self.capabilities)
+        self._walks.append(walk)
+        try:
+            yield from walk.blocks()
+        finally:
+            self._walks.remove(walk)
+
+    # --- queries ---
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool, the null block included."""
+        self._open_pool()
+        return len(self._blocks)
+
+    @property
+    def null_block_id(self) -> int:
+        """Id of the placeholder block that is never allocated."""
+        self._open_pool()
+        return NULL_BLOCK_ID
+
+    def num_free_blocks(self) -> int:
+        """Blocks that could be allocated now."""
+        return int(self._open_pool().get_num_free_blocks())
+
+    def is_free(self, block_id: int, /) -> bool:
+        """Whether the block is free now."""
+        self._open_pool()
+        self._check_block_ids((block_id,))
+        return _is_queued(self._blocks[block_id])
+
+    def block_hashes(self, block_id: int, /) -> tuple[bytes, ...]:
+        """Hashes registered for the block, primary first."""
+        self._open_pool()
+        self._check_block_ids((block_id,))
+        primary = self._blocks[block_id].block_hash
+        return () if primary is None else (primary, *self._more_hashes(block_id))
+
+    def _more_hashes(self, block_id: int) -> list[bytes]:
+        """Hashes beside the primary one, in one order whatever the process."""
+        if "several_hashes" not in self.capabilities:  # before 0.24, PR #45939
+            return []
+        return sorted(self._pool.cached_block_hashes_by_block.get(block_id, ()))
+
+    def find_cached_block(self, block_hash: bytes, /) -> int | None:
+        """Id of a block that holds this hash, or None."""
+        # The map behind get_cached_block is replaced at every cache reset.
+        found = self._open_pool().get_cached_block(
+            get_offload_block_hash(OffloadKey(block_hash)),
+            [get_offload_group_idx(OffloadKey(block_hash))],
+        )
+        return int(found[0].block_id) if found else None
+
+    def held_blocks(self) -> Mapping[int, int]:
+        """References held through this view, ``{block_id: count}``; costs O(pool)."""
+        self._open_pool()
+        return {block_id: count for block_id, count in enumerate(self._holds) if count}
+
+    def close(self) -> Mapping[int, int]:
+        """Close the view and report what it still held."""
+        still_held = {block_id: count for block_id, count in enumerate(self._holds) if count}
+        self._holds, self._blocks = [], []  # no id passes from here on
+        self._pool = self._touch = self._free = None
+        return still_held
+
+
+class _Walk:
+    """One walk over the real free queue, in chunks read ahead.
+
+    1. A chunk doubles in size: taking k blocks reads at most about 2k of them.
+    2. What leaves the queue loses its links, and what joins it stands in front of
+       the cursor or behind ``_last``; both move out of the way of the view's own
+       touches (:meth:`before_touch`).
+    3. If the engine took the block under the cursor, the walk finds its place from
+       the front, passing over what it has seen: nothing is yielded twice.
+    4. If fewer blocks were seen than were free at the start, a last pass looks for
+       hashed ones that were missed.
+    """
+
+    def __init__(self, queue: Any, capabilities: frozenset[str]) -> None:
+        self.gone: set[int] = set()  # touched or freed through the view since the start
+        self._seen: set[int] = set()
+        self._head = queue.fake_free_list_head
+        self._tail = queue.fake_free_list_tail
+        self._cursor = self._head.next_free_block  # the first block not read yet
+        self._last = self._tail.prev_free_block
+        self._unseen = queue.num_free_blocks
+        self._joins_in_front = bool(capabilities & {"unhashed_first", "free_prepend"})
+        self._rescanned = False
+
+    def blocks(self) -> Iterator[Any]:
+        """Blocks that are free when they are yielded, next victim first."""
+        size = _FIRST_CHUNK
+        while chunk := self._read(size):
+            for block in chunk:
+                if _is_queued(block) and block.block_id not in self.gone:
+                    yield block
+            size = min(2 * size, _LARGEST_CHUNK)
+
+    def before_touch(self, blocks: Iterable[Any]) -> None:
+        """Step aside before the view takes these blocks out of the queue."""
+        leaving = {block.block_id for block in blocks if _is_queued(block)}
+        while self._cursor.block_id in leaving:
+            self._cursor = self._cursor.next_free_block
+        while self._last.block_id in leaving:
+            self._last = self._last.prev_free_block
+        self._unseen -= len(leaving - self.gone - self._seen)
+        self.gone.update(block.block_id for block in blocks)
+
+    def _read(self, size: int) -> list[Any]:
+        """The next blocks of the queue, at most ``size``; none at the end."""
+        seen, gone, tail = self._seen, self.gone, self._tail
+        chunk: list[Any] = []
+        block = self._place()
+        while len(chunk) < size:
+            if block is tail:
+                if self._rescanned or not self._unseen:
+                    break
+                self._rescanned = True
+                block = self._head.next_free_block
+                continue
+            block_id = block.block_id
+            if block_id not in seen and block_id not in gone and not self._is_newcomer(block):
+                seen.add(block_id)
+                chunk.append(block)
+            block = tail if block is self._last else block.next_free_block
+        self._unseen -= len(chunk)
+        self._cursor = block
+        return chunk
+
+    def _place(self) -> Any:
+        """Where to read on: the cursor if it kept its place, else the front."""
+        block, last = self._cursor, self._last
+        if not self._rescanned and (
+            last is self._head or (last.block_id in self._seen and _is_queued(last))
+        ):
+            return self._tail
+        if block is self._tail:
+            return block
+        if _is_queued(block):
+            before = block.prev_free_block
+            if (
+                before is self._head
+                or before.block_id in self._seen
+                or before.block_id in self.gone
+            ):
+                return block
+            if self._joins_in_front and before.block_hash is None:
+                return block
+        return self._head.next_free_block
+
+    def _is_newcomer(self, block: Any) -> bool:
+        # From 0.24 unhashed blocks join in front (PR #42656): there the last pass
+        # cannot tell them from missed ones.
+        return self._rescanned and self._joins_in_front and block.block_hash is None
+
+
+def _is_queued(block: Any) -> bool:
+    """Whether a block is in the free queue: only there it has links."""
+    return block.next_free_block is not None
+
+
+def _split_repeated(blocks: list[Any]) -> tuple[list[Any], list[Any]]:
+    """All occurrences but the last of each block, and the last ones in order."""
+    last: dict[int, Any] = {}
+    surplus = []
+    for block in reversed(blocks):
+        if block.block_id in last:
+            surplus.append(block)
+        else:
+            last[block.block_id] = block
+    return surplus, list(last.values())[::-1]
+
+
+if TYPE_CHECKING:
+    _: type[GPUBlockPoolView] = VLLMBlockPoolView

@@ -1,0 +1,45 @@
+"""vLLM's schedulers, which also bind the block pool: for ``--scheduler-cls``.
+
+Needed where a release has no hook for the pool (0.11 to 0.18) or does not pass it
+to the children of ``MultiConnector`` (0.19 to 0.21). Harmless elsewhere: binding
+the same pool again changes nothing (BIND-2).
+
+Source: ``SchedulerConfig.scheduler_cls``, vllm/config/scheduler.py, every release.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import (  # type: ignore[import-not-found,unused-ignore]
+    AsyncScheduler,
+)
+from vllm.v1.core.sched.scheduler import (  # type: ignore[import-not-found,unused-ignore]
+    Scheduler,
+)
+
+from kvview_vllm.binding import BlockPoolViewMixin, walk_connectors
+
+__all__ = ["AsyncViewScheduler", "ViewScheduler"]
+
+
+class ViewScheduler(Scheduler):  # type: ignore[misc,unused-ignore]
+    """vLLM's scheduler; binds the pool to every connector that takes the view."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _bind(self)
+
+
+class AsyncViewScheduler(AsyncScheduler):  # type: ignore[misc,unused-ignore]
+    """The same for ``--async-scheduling``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _bind(self)
+
+
+def _bind(scheduler: Any) -> None:
+    for connector in walk_connectors(scheduler.connector):
+        if isinstance(connector, BlockPoolViewMixin):
+            connector.bind_gpu_block_pool(scheduler.kv_cache_manager.block_pool)
