@@ -24,6 +24,7 @@ from rich.progress import (
 from rich.table import Table
 
 from kvview import __version__
+from kvview.check_command import check
 from kvview.config import load_connector
 from kvview.errors import ConfigError, KVViewError
 
@@ -55,6 +56,9 @@ def _one_line_errors() -> Iterator[None]:
 @click.version_option(__version__, prog_name="kvview")
 def cli() -> None:
     """KV-cache connectors: write once, prove on a laptop, run in every engine."""
+
+
+cli.add_command(check)
 
 
 @cli.command()

@@ -56,6 +56,10 @@ class KeyNotLoadableError(KVViewError, LookupError):
     """A load was prepared for a key that is not stored, or not ready yet (OFF-2)."""
 
 
+class TransferNotInFlightError(KVViewError, ValueError):
+    """A completion names a key that no transfer of its direction is using (OFF-9)."""
+
+
 class EventOrderError(KVViewError, ValueError):
     """An offloading event stream breaks EVENT-1: a removal without a store."""
 

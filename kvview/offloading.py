@@ -14,8 +14,10 @@ its medium, protects them while they are read or written, and evicts.
   HIT_PENDING from ``prepare_store`` to ``complete_store``, MISS otherwise.
 - OFF-7 An unknown policy **must** be a ``ValueError`` that lists the known ones.
 - OFF-8 ``reset`` **must** forget every key. Transfers in flight go on: until each
-  is completed, its page is not reused and its key not stored again, so a late
-  completion can never be taken for one of a newer job.
+  is completed, its page is not reused, and its key is a MISS that ``prepare_store``
+  leaves out, so a late completion can never be taken for one of a newer job.
+- OFF-9 Each transfer **must** be completed once; a completion that nothing waits
+  for raises :class:`~kvview.TransferNotInFlightError` and changes nothing.
 
 Source: vLLM PR #36644; ``vllm/v1/kv_offload/base.py`` (0.33.0).
 """
@@ -58,7 +60,7 @@ class ReqContext:
     kv_transfer_params: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class PrepareStoreOutput:
     """What to copy, where to, and what had to go for it.
 
@@ -86,7 +88,7 @@ class OffloadingManager(Protocol):
         """Protect keys from eviction until ``complete_load``, and name their pages.
 
         Args:
-            keys: Keys that ``lookup`` says HIT for.
+            keys: Keys that ``lookup`` says HIT for; a key named twice is loaded twice.
 
         Returns:
             One page a key, in the order given.
@@ -97,14 +99,19 @@ class OffloadingManager(Protocol):
         ...
 
     def complete_load(self, keys: Collection[OffloadKey], ctx: ReqContext, /) -> None:
-        """End what one ``prepare_load`` of these keys began, whatever became of it."""
+        """End what one ``prepare_load`` of these keys began, whatever became of it.
+
+        Raises:
+            TransferNotInFlightError: More loads would end than were prepared (OFF-9).
+        """
         ...
 
     def touch(self, keys: Collection[OffloadKey], ctx: ReqContext, /) -> None:
         """Say that a request used these keys; the first one becomes the most recent.
 
         Prefix order in, so that a chain is evicted from its tail: the head
-        serves more requests. Keys not held are ignored.
+        serves more requests. Keys not held are ignored; a touch while a key is
+        being stored belongs to the use that stores it.
         """
         ...
 
@@ -115,14 +122,18 @@ class OffloadingManager(Protocol):
 
         Returns:
             What to store and where, or None when there is no room that may be
-            made; then nothing has changed.
+            made; then nothing has changed: no order, no history, no count.
         """
         ...
 
     def complete_store(
         self, keys: Collection[OffloadKey], ctx: ReqContext, /, success: bool = True
     ) -> None:
-        """End the stores of these keys: loadable from now, or gone (OFF-4)."""
+        """End the stores of these keys: loadable from now, or gone (OFF-4).
+
+        Raises:
+            TransferNotInFlightError: A key is not being stored (OFF-9).
+        """
         ...
 
     def take_events(self) -> Iterable[OffloadingEvent]:

@@ -39,7 +39,7 @@ class LoadStoreSpec(Protocol):
     medium: ClassVar[str]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class GPULoadStoreSpec:
     """GPU blocks to read or write, group after group.
 
@@ -80,7 +80,7 @@ class GPULoadStoreSpec:
             raise TransferSpecError(f"block_indices has a negative: {list(self.block_indices)}")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class CPULoadStoreSpec:
     """Host blocks to read or write, in the order of the GPU side they pair with.
 

@@ -21,10 +21,11 @@ from kvview import (
     OffloadingManager,
     OffloadKey,
     ReqContext,
+    TransferNotInFlightError,
     fold_events,
     make_offload_key,
 )
-from kvview_reference.offloading import CPUOffloadingManager, TransferNotInFlightError
+from kvview_reference.offloading import CPUOffloadingManager
 from kvview_reference.policies import (
     ARCPolicy,
     CachePolicy,

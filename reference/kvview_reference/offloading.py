@@ -16,12 +16,12 @@ from kvview import (
     ConfigError,
     CPULoadStoreSpec,
     KeyNotLoadableError,
-    KVViewError,
     LookupResult,
     OffloadingEvent,
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
+    TransferNotInFlightError,
 )
 from kvview_reference.policies import InFlight, policy_factory
 
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
     from kvview import OffloadingManager
 
 _MISS, _HIT, _HIT_PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
-
-
-class TransferNotInFlightError(KVViewError, ValueError):
-    """A completion names a key that no transfer of its direction is using."""
 
 
 class CPUOffloadingManager:

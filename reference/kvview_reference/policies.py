@@ -256,11 +256,10 @@ class ARCPolicy:
         return victims + from_t2
 
     def _bound_ghosts(self) -> None:
-        once = len(self._t1) + len(self._b1)
-        for _ in range(once - self._capacity):
+        num_t1, num_t2 = len(self._t1), len(self._t2)
+        while num_t1 + len(self._b1) > self._capacity:
             self._b1.popitem(False)
-        both = min(once, self._capacity) + len(self._t2) + len(self._b2)
-        for _ in range(both - 2 * self._capacity):
+        while num_t1 + num_t2 + len(self._b1) + len(self._b2) > 2 * self._capacity:
             self._b2.popitem(False)
 
 

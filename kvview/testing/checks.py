@@ -1,0 +1,69 @@
+"""The registry: every check of every contract, in one list.
+
+A check is a plain function of a factory. It makes a harness, calls it, and
+raises :class:`~kvview.testing.LawBroken` when a law does not hold; anyone may
+call it alone. A runner looks it up here for its law and for what it requires.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvview.testing.harness import Capability, Contract, Factory
+
+_FAMILIES = ("POOL", "GUARD", "OFF", "EVENT", "XFER")
+
+CheckFunction = Callable[[Factory], None]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check.
+
+    Args:
+        name: Of the function; what ``expected_failures`` and ``select`` know it by.
+        law: The law that it checks; ``POOL-*`` when it is all of a contract.
+        contract: What its factory must make a harness for.
+        requires: Capabilities without which it is skipped.
+        function: The check itself.
+    """
+
+    name: str
+    law: str
+    contract: Contract
+    requires: tuple[Capability, ...]
+    function: CheckFunction
+
+    @property
+    def summary(self) -> str:
+        """What must hold, in one line."""
+        return (self.function.__doc__ or "").strip().partition("\n")[0]
+
+
+CHECKS: list[Check] = []
+"""All checks, in no special order."""
+
+
+def check(
+    law: str, *requires: Capability, contract: Contract
+) -> Callable[[CheckFunction], CheckFunction]:
+    """Register a function of a factory as a check of a law."""
+
+    def register(function: CheckFunction) -> CheckFunction:
+        CHECKS.append(Check(function.__name__, law, contract, requires, function))
+        return function
+
+    return register
+
+
+def checks_for(contract: Contract) -> Sequence[Check]:
+    """The checks of one contract, by law; the long searches come last."""
+    return sorted((check for check in CHECKS if check.contract == contract), key=_place)
+
+
+def _place(check: Check) -> tuple[bool, int, int]:
+    family, _, number = check.law.partition("-")
+    if not number.isdigit():
+        return True, 0, 0
+    return False, _FAMILIES.index(family) if family in _FAMILIES else len(_FAMILIES), int(number)

@@ -1,0 +1,270 @@
+"""What an implementer writes to have an implementation checked: one small harness.
+
+A harness holds the object under test and the moves that the engine around it
+makes. It is made by a factory without arguments, anew for every check. Moves
+beyond the required ones come with a capability: what is not declared is not
+asked for, and the checks that need it are skipped and listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Literal, Protocol
+
+from kvview.offloading import OffloadingManager
+from kvview.pool import GPUBlockPoolView
+from kvview.transfer import CanonicalKVCaches, TransferWorker
+
+Contract = Literal["pool", "offloading", "transfer"]
+"""The contract that a harness is for."""
+
+Factory = Callable[[], Any]
+"""Makes a harness in its first state; every check calls it at least once."""
+
+MIN_POOL_BLOCKS = 16
+MIN_CAPACITY = 8
+MIN_GPU_BLOCKS = 8
+MIN_CPU_BLOCKS = 8
+MIN_BLOCKS_PER_GROUP = 4
+
+
+class Capability(StrEnum):
+    """What an implementation can do beyond the core; declared, never guessed."""
+
+    # pool
+    CACHE = "cache"
+    """``cache(block_ids, block_hashes, group_idx)``: the prefix cache is on."""
+    MANY_HASHES = "many_hashes"
+    """A block that is cached twice under different hashes keeps both."""
+    EVICT = "evict"
+    """``evict(block_ids)``: the engine drops blocks from its prefix cache."""
+    RESET = "reset"
+    """``reset() -> bool`` of a pool: False when the engine's cache reset was refused.
+
+    Of a manager: ``OffloadingManager.reset`` does something.
+    """
+    CLOSE = "close"
+    """``close() -> {block_id: count}``: the engine goes and closes the view."""
+    SIZED = "sized"
+    """``sized(num_blocks)``: a new harness over a pool of another size."""
+    POOL_SIZE = "pool_size"
+    """The view has ``num_blocks`` and ``null_block_id``."""
+    FREE_COUNT = "free_count"
+    """The view has ``num_free_blocks()``."""
+    IS_FREE = "is_free"
+    """The view has ``is_free(block_id)``."""
+    BLOCK_HASHES = "block_hashes"
+    """The view has ``block_hashes(block_id)``."""
+    FIND_CACHED = "find_cached"
+    """The view has ``find_cached_block(hash)``."""
+    FREE_ORDER = "free_order"
+    """The view has ``iter_free_block_ids()``."""
+    HOLDS = "holds"
+    """The view has ``held_blocks()``."""
+    LEASES = "leases"
+    """The view is a guard: it has ``lease``; ``advance(seconds)`` moves its clock."""
+    PIN_BUDGET = "pin_budget"
+    """``budgeted(num_blocks)``: a new harness whose guard may hold so many blocks."""
+    ONE_THREAD = "one_thread"
+    """The view refuses calls from another thread than the one that made it."""
+
+    # offloading
+    EVENTS = "events"
+    """``take_events`` reports what is stored and removed."""
+    PAGES = "pages"
+    """Specs name their pages: they have ``block_ids``."""
+    POLICIES = "policies"
+    """``with_policy(name)`` makes a manager; ``policies`` names the known ones."""
+
+    # transfer
+    FAIL = "fail"
+    """``fail_next()``: the copy of the job that is submitted next fails."""
+    PAUSE = "pause"
+    """``pause()`` and ``resume()``: copies submitted in between start at ``resume``."""
+
+
+class PoolHarness(Protocol):
+    """A view under test and its engine; fresh: nothing held, nothing cached.
+
+    1. Ids are 0 to ``num_blocks - 1``; all but the null block are free at first.
+    2. ``allocate`` and ``release`` are the engine's, beside the view: a block may
+       be in use by both. The view is never told.
+    """
+
+    @property
+    def view(self) -> GPUBlockPoolView:
+        """The view under test."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool, the null block included; at least 16."""
+        ...
+
+    @property
+    def null_block_id(self) -> int | None:
+        """The placeholder that is never allocated; None when there is none."""
+        ...
+
+    @property
+    def capabilities(self) -> Collection[str]:
+        """What may be asked for beyond this."""
+        ...
+
+    def allocate(self, num_blocks: int, /) -> Sequence[int]:
+        """Take blocks for a request, one reference each; their hashes are evicted."""
+        ...
+
+    def release(self, block_ids: Sequence[int], /) -> None:
+        """Give back one of the engine's references on each; the first is evicted first."""
+        ...
+
+
+class ManagerHarness(Protocol):
+    """An offloading manager under test; fresh: it holds nothing, and stores every offer."""
+
+    @property
+    def manager(self) -> OffloadingManager:
+        """The manager under test."""
+        ...
+
+    @property
+    def capacity(self) -> int:
+        """Keys that fit; at least 8."""
+        ...
+
+    @property
+    def capabilities(self) -> Collection[str]:
+        """What may be asked for beyond this."""
+        ...
+
+
+class TransferHarness(Protocol):
+    """A transfer worker under test, and the KV caches that it reads and writes.
+
+    1. ``kv_caches`` holds torch tensors, which the checks fill and compare, whole
+       storages: what lies between and behind the rows counts too.
+    2. The more groups, tensors, paddings and gaps, the more is checked.
+    """
+
+    @property
+    def worker(self) -> TransferWorker:
+        """The worker under test."""
+        ...
+
+    @property
+    def kv_caches(self) -> CanonicalKVCaches[Any]:
+        """What it moves pages of; at least 8 blocks a tensor, 4 for each group."""
+        ...
+
+    @property
+    def num_cpu_blocks(self) -> int:
+        """Host blocks; at least 8, and 4 for each group."""
+        ...
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """GPU blocks that one host block holds."""
+        ...
+
+    @property
+    def capabilities(self) -> Collection[str]:
+        """What may be asked for beyond this."""
+        ...
+
+
+@dataclass(frozen=True)
+class Need:
+    """One method or attribute that a contract or a capability asks for.
+
+    Args:
+        on: ``"harness"`` or the harness's attribute that must have it.
+        name: The method or attribute.
+        num_args: Positional arguments that the method must take; None for an attribute.
+    """
+
+    on: str
+    name: str
+    num_args: int | None
+
+
+SUBJECTS: Mapping[Contract, str] = {
+    "pool": "view",
+    "offloading": "manager",
+    "transfer": "worker",
+}
+"""The attribute that tells what a harness is for."""
+
+REQUIRED: Mapping[Contract, Sequence[Need]] = {
+    "pool": (
+        Need("view", "touch_blocks", 1),
+        Need("view", "free_blocks", 1),
+        Need("view", "iter_free_block_ids_with_hash", 0),
+        Need("harness", "num_blocks", None),
+        Need("harness", "null_block_id", None),
+        Need("harness", "allocate", 1),
+        Need("harness", "release", 1),
+    ),
+    "offloading": (
+        Need("manager", "lookup", 2),
+        Need("manager", "prepare_load", 2),
+        Need("manager", "complete_load", 2),
+        Need("manager", "touch", 2),
+        Need("manager", "prepare_store", 2),
+        Need("manager", "complete_store", 3),
+        Need("manager", "take_events", 0),
+        Need("manager", "reset", 0),
+        Need("manager", "shutdown", 0),
+        Need("harness", "capacity", None),
+    ),
+    "transfer": (
+        Need("worker", "transfer_async", 2),
+        Need("worker", "get_finished", 0),
+        Need("worker", "wait", 1),
+        Need("worker", "shutdown", 0),
+        Need("harness", "kv_caches", None),
+        Need("harness", "num_cpu_blocks", None),
+        Need("harness", "blocks_per_chunk", None),
+    ),
+}
+"""What every harness of a contract has."""
+
+OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
+    "pool": {
+        Capability.CACHE: (Need("harness", "cache", 3),),
+        Capability.MANY_HASHES: (Need("harness", "cache", 3),),
+        Capability.EVICT: (Need("harness", "evict", 1),),
+        Capability.RESET: (Need("harness", "reset", 0),),
+        Capability.CLOSE: (Need("harness", "close", 0),),
+        Capability.SIZED: (Need("harness", "sized", 1),),
+        Capability.POOL_SIZE: (
+            Need("view", "num_blocks", None),
+            Need("view", "null_block_id", None),
+        ),
+        Capability.FREE_COUNT: (Need("view", "num_free_blocks", 0),),
+        Capability.IS_FREE: (Need("view", "is_free", 1),),
+        Capability.BLOCK_HASHES: (Need("view", "block_hashes", 1),),
+        Capability.FIND_CACHED: (Need("view", "find_cached_block", 1),),
+        Capability.FREE_ORDER: (Need("view", "iter_free_block_ids", 0),),
+        Capability.HOLDS: (Need("view", "held_blocks", 0),),
+        Capability.LEASES: (Need("view", "lease", 1), Need("harness", "advance", 1)),
+        Capability.PIN_BUDGET: (Need("harness", "budgeted", 1),),
+        Capability.ONE_THREAD: (),
+    },
+    "offloading": {
+        Capability.EVENTS: (),
+        Capability.PAGES: (),
+        Capability.RESET: (),
+        Capability.POLICIES: (
+            Need("harness", "with_policy", 1),
+            Need("harness", "policies", None),
+        ),
+    },
+    "transfer": {
+        Capability.FAIL: (Need("harness", "fail_next", 0),),
+        Capability.PAUSE: (Need("harness", "pause", 0), Need("harness", "resume", 0)),
+    },
+}
+"""Per contract, the capabilities that may be declared, and what each one needs."""

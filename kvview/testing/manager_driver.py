@@ -1,0 +1,187 @@
+"""Calls on an offloading manager, with short keys and the usual combinations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any
+
+from kvview.errors import KeyNotLoadableError
+from kvview.events import OffloadingEvent
+from kvview.keys import OffloadKey, make_offload_key
+from kvview.offloading import LookupResult, PrepareStoreOutput, ReqContext
+from kvview.testing.checks import CheckFunction, check
+from kvview.testing.harness import Capability, Factory
+from kvview.testing.recorder import Recorder
+
+ManagerCheck = Callable[["ManagerDriver"], None]
+
+
+def manager_check(law: str, *requires: Capability) -> Callable[[ManagerCheck], CheckFunction]:
+    """Register a check that drives a manager through :class:`ManagerDriver`."""
+
+    def register(body: ManagerCheck) -> CheckFunction:
+        @check(law, *requires, contract="offloading")
+        @wraps(body)
+        def run(factory: Factory) -> None:
+            body(ManagerDriver(factory, law))
+
+        return run
+
+    return register
+
+
+def key(number: int, group_idx: int = 0) -> OffloadKey:
+    """A short key."""
+    return make_offload_key(b"k%d" % number, group_idx)
+
+
+def keys(*numbers: int) -> list[OffloadKey]:
+    """Short keys."""
+    return [key(number) for number in numbers]
+
+
+def pages_of(output: PrepareStoreOutput) -> list[int]:
+    """The pages that a manager with the capability ``pages`` gives to new keys."""
+    spec: Any = output.store_spec
+    return list(spec.block_ids)
+
+
+class ManagerDriver(Recorder):
+    """Calls a manager; every result is checked for what any result must be.
+
+    Args:
+        factory: Makes the harness.
+        law: The law that is checked.
+    """
+
+    def __init__(self, factory: Factory, law: str) -> None:
+        super().__init__(factory, law, "manager")
+        self.capacity: int = self.harness.capacity
+        self.context = ReqContext("r")
+        self._names[id(self.context)] = "ctx"
+        self._header.append("ctx = ReqContext('r')")
+        self._taken: list[OffloadingEvent] = []
+
+    @property
+    def manager(self) -> Any:
+        """The manager under test."""
+        return self.subject
+
+    def can(self, capability: Capability) -> bool:
+        """Whether the harness declares a capability."""
+        return capability in self.harness.capabilities
+
+    def lookup(self, key: OffloadKey) -> LookupResult:
+        """What ``lookup`` says."""
+        answer = self.call(self.manager, "lookup", key, self.context)
+        self.true(
+            isinstance(answer, LookupResult), "lookup answers a LookupResult", answer, "a member"
+        )
+        assert isinstance(answer, LookupResult)
+        return answer
+
+    def expect(
+        self, answer: LookupResult, wanted: Iterable[OffloadKey], law: str = "OFF-6"
+    ) -> None:
+        """Every key is looked up with this answer."""
+        for one in wanted:
+            got = self.call(self.manager, "lookup", one, self.context)
+            self.equal(got, answer, f"lookup of {one!r} answers {answer.name}", law)
+
+    def offer(self, offered: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
+        """``prepare_store``; what it returns is checked for form."""
+        output = self.call(self.manager, "prepare_store", list(offered), self.context)
+        if output is None:
+            return None
+        self.true(
+            isinstance(output, PrepareStoreOutput),
+            "prepare_store returns a PrepareStoreOutput or None",
+            output,
+            "one of them",
+        )
+        assert isinstance(output, PrepareStoreOutput)
+        stored, evicted = list(output.keys_to_store), list(output.evicted_keys)
+        order = [one for one in dict.fromkeys(offered) if one in stored]
+        self.equal(stored, order, "keys_to_store are keys offered, in order, each once", "OFF-3")
+        both = sorted(set(evicted) & set(offered))
+        self.equal(both, [], "no key of the input is evicted for it", "OFF-3")
+        self.equal(len(evicted), len(set(evicted)), "no key is evicted twice", "OFF-3")
+        if self.can(Capability.PAGES):
+            pages = pages_of(output)
+            self.equal(len(pages), len(stored), "one page a key that is stored", "OFF-3")
+            self.equal(len(set(pages)), len(pages), "no page is given to two keys", "OFF-3")
+        return output
+
+    def must_offer(self, offered: Sequence[OffloadKey]) -> PrepareStoreOutput:
+        """``prepare_store`` where there is room, or room can be made."""
+        output = self.offer(offered)
+        if output is None:
+            self.fail("prepare_store makes room when keys may be evicted", "None", "an output")
+        return output
+
+    def finish(self, stored: Sequence[OffloadKey], *, success: bool = True) -> None:
+        """``complete_store``."""
+        self.call(self.manager, "complete_store", list(stored), self.context, success=success)
+
+    def store(self, *numbers: int) -> PrepareStoreOutput:
+        """Store keys, from offer to completion."""
+        output = self.must_offer(keys(*numbers))
+        self.finish(output.keys_to_store)
+        return output
+
+    def fill(self, *, batch: int = 1) -> list[OffloadKey]:
+        """Store as many keys as fit, key 0 first; returns them."""
+        for number in range(0, self.capacity, batch):
+            self.store(*range(number, min(number + batch, self.capacity)))
+        return keys(*range(self.capacity))
+
+    def load(self, loaded: Sequence[OffloadKey]) -> Any:
+        """``prepare_load``."""
+        spec = self.call(self.manager, "prepare_load", list(loaded), self.context)
+        if self.can(Capability.PAGES):
+            self.equal(len(spec.block_ids), len(loaded), "one page a key that is loaded", "OFF-2")
+        return spec
+
+    def end_load(self, loaded: Sequence[OffloadKey]) -> None:
+        """``complete_load``."""
+        self.call(self.manager, "complete_load", list(loaded), self.context)
+
+    def not_loadable(self, loaded: Sequence[OffloadKey]) -> None:
+        """``prepare_load`` must refuse."""
+        self.refused(
+            KeyNotLoadableError,
+            self.manager,
+            "prepare_load",
+            list(loaded),
+            self.context,
+            law="OFF-2",
+        )
+
+    def reset(self) -> None:
+        """``reset``."""
+        self.call(self.manager, "reset")
+
+    def events(self) -> list[OffloadingEvent]:
+        """Events since the last call."""
+        return self.listed(self.manager, "take_events")
+
+    def changes(self) -> list[tuple[str, OffloadKey]]:
+        """Events since the last call, key by key: ``("+", key)`` and ``("-", key)``."""
+        return [("-" if e.removed else "+", one) for e in self.events() for one in e.keys]
+
+    def advertised(self, law: str = "EVENT-1") -> set[OffloadKey]:
+        """What all events since the start advertise, folded here and not by kvview."""
+        self._taken += self.events()
+        held: dict[str, set[OffloadKey]] = {}
+        for event in self._taken:
+            medium = held.setdefault(event.medium, set())
+            for one in event.keys:
+                if not event.removed:
+                    medium.add(one)
+                    continue
+                self.true(
+                    one in medium, f"{one!r} was stored before it is removed", event, "a store", law
+                )
+                medium.discard(one)
+        return set().union(*held.values())

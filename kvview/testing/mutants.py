@@ -1,0 +1,154 @@
+"""Planted faults: wrong implementations that show whether the checks can see."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kvview.errors import ConfigError
+from kvview.testing.checks import CHECKS
+from kvview.testing.harness import Factory
+from kvview.testing.recorder import LawBroken
+
+
+class Broken(Protocol):
+    """What a check says of a law that does not hold."""
+
+    @property
+    def law(self) -> str:
+        """Number of the law."""
+        ...
+
+
+class PlantedFault(Protocol):
+    """A wrong implementation of any contract, and what must see it."""
+
+    @property
+    def name(self) -> str:
+        """Of the implementation."""
+        ...
+
+    @property
+    def law(self) -> str:
+        """The law that it breaks."""
+        ...
+
+    @property
+    def killed_by(self) -> str:
+        """The check that must fail."""
+        ...
+
+    @property
+    def what(self) -> str:
+        """What is wrong, in one line."""
+        ...
+
+    @property
+    def incident(self) -> str | None:
+        """The public thread where this happened, or None."""
+        ...
+
+    def run(self) -> Broken | None:
+        """Run the check that must fail; returns what it said, None if it passed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One wrong implementation, and the check that must see it.
+
+    Args:
+        factory: Makes the wrong harness.
+        law: The law that it breaks.
+        killed_by: Name of the check that must fail.
+        what: What is wrong, in one line.
+        incident: The public thread where this happened, or None.
+    """
+
+    factory: Factory
+    law: str
+    killed_by: str
+    what: str
+    incident: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the factory."""
+        return getattr(self.factory, "__name__", repr(self.factory))
+
+    def run(self) -> LawBroken | None:
+        """Run the check that must fail; returns what it said, None if it passed.
+
+        Raises:
+            ConfigError: There is no such check.
+        """
+        for check in CHECKS:
+            if check.name == self.killed_by:
+                try:
+                    check.function(self.factory)
+                except LawBroken as broken:
+                    return broken
+                return None
+        raise ConfigError(f"mutant {self.name}: there is no check {self.killed_by!r}")
+
+
+@dataclass(frozen=True)
+class MutantResult:
+    """Whether a mutant was seen.
+
+    Args:
+        mutant: The mutant.
+        broken: What the check said, None when it saw nothing.
+    """
+
+    mutant: PlantedFault
+    broken: Broken | None
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether the check named failed, and for the law that is broken."""
+        return self.broken is not None and self.broken.law == self.mutant.law
+
+
+def run_mutants(
+    mutants: Iterable[PlantedFault], on_result: Callable[[MutantResult], None] | None = None
+) -> list[MutantResult]:
+    """Run the check named for each mutant."""
+    results = []
+    for mutant in mutants:
+        results.append(MutantResult(mutant, mutant.run()))
+        if on_result is not None:
+            on_result(results[-1])
+    return results
+
+
+def load_mutants(folder: Path | None = None) -> Sequence[PlantedFault]:
+    """The planted faults of the source tree: every ``MUTANTS`` under ``tests/mutants``.
+
+    Args:
+        folder: Where they lie; by default beside the package, in a checkout.
+
+    Raises:
+        ConfigError: They are not there: wheels do not carry them.
+    """
+    folder = folder or Path(__file__).parents[2] / "tests" / "mutants"
+    if not (folder / "__init__.py").is_file():
+        raise ConfigError(
+            "the planted faults are in the source tree, not in the wheel: run this from a checkout"
+        )
+    name = "kvview_planted_faults"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(
+            name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        assert spec is not None, "a package always has a spec"
+        assert spec.loader is not None, "a package always has a loader"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    mutants: Sequence[PlantedFault] = sys.modules[name].MUTANTS
+    return mutants

@@ -1,0 +1,238 @@
+"""The oracle of the pool checks: who holds what, kept in plain counters and lists."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from itertools import count
+from typing import Any
+
+from kvview.errors import ViewClosedError
+from kvview.keys import make_offload_key
+from kvview.testing.checks import CheckFunction, check
+from kvview.testing.harness import Capability, Factory
+from kvview.testing.recorder import Recorder
+
+PoolCheck = Callable[["PoolDriver"], None]
+
+
+def pool_check(law: str, *requires: Capability) -> Callable[[PoolCheck], CheckFunction]:
+    """Register a check that drives a pool through :class:`PoolDriver`."""
+
+    def register(body: PoolCheck) -> CheckFunction:
+        @check(law, *requires, contract="pool")
+        @wraps(body)
+        def run(factory: Factory) -> None:
+            body(PoolDriver(factory, law))
+
+        return run
+
+    return register
+
+
+class PoolDriver(Recorder):
+    """Makes the engine's and the view's moves, and knows what must come of them.
+
+    What an allocation returns is always compared with the blocks that must be
+    free; in which order hashed blocks come, only with ``has_order``.
+
+    Args:
+        factory: Makes the harness.
+        law: The law that is checked.
+        has_order: Whether to compare the eviction order too (POOL-11).
+    """
+
+    def __init__(self, factory: Factory, law: str, *, has_order: bool = False) -> None:
+        super().__init__(factory, law, "view")
+        self.has_order = has_order
+        self._serial = count(1)
+        self._start()
+
+    def _start(self) -> None:
+        self.num_blocks: int = self.harness.num_blocks
+        self.null: int | None = self.harness.null_block_id
+        self.engine: Counter[int] = Counter()
+        self.held: Counter[int] = Counter()
+        self.hashes: dict[int, list[bytes]] = {}
+        self.hashed_free: list[int] = []  # in the order in which they must be evicted
+
+    @property
+    def view(self) -> Any:
+        """The view under test."""
+        return self.subject
+
+    def can(self, capability: Capability) -> bool:
+        """Whether the harness declares a capability."""
+        return capability in self.harness.capabilities
+
+    @property
+    def blocks(self) -> list[int]:
+        """All blocks but the null block."""
+        return [block for block in range(self.num_blocks) if block != self.null]
+
+    @property
+    def free_blocks(self) -> set[int]:
+        """Blocks that nobody holds."""
+        return set(self.blocks) - self.engine.keys() - self.held.keys()
+
+    def resize(self, num_blocks: int) -> None:
+        """Go on with a new pool of another size."""
+        self.use(self.call(self.harness, "sized", num_blocks), "view")
+        self._start()
+
+    # --- the engine's moves ---
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Allocate for a request, and compare with what must be free."""
+        blocks: list[int] = list(self.call(self.harness, "allocate", num_blocks))
+        known, seen = set(self.blocks), set[int]()
+        for block in blocks:
+            what = f"an allocation returns free blocks only, and each once, not block {block}"
+            self.true(block != self.null, f"{what} (null)", blocks, "no null block", "POOL-5")
+            self.true(block not in seen, f"{what} again", blocks, "no repeat", "POOL-2")
+            self.true(block not in self.held, f"{what} (held)", blocks, "not held", "POOL-1")
+            self.true(block not in self.engine, f"{what} (in use)", blocks, "not used", "POOL-4")
+            self.true(block in known, f"{what} (unknown)", blocks, "a block", "POOL-4")
+            seen.add(block)
+        self.equal(len(blocks), num_blocks, "an allocation returns as many blocks as asked for")
+        hashed = set(self.hashed_free)
+        victims = [block for block in blocks if block in hashed]
+        if self.has_order:
+            self.equal(
+                victims,
+                self.hashed_free[: len(victims)],
+                "hashed blocks are evicted in the order in which they were freed",
+                "POOL-11",
+            )
+        for block in blocks:
+            self.engine[block] = 1
+            self.hashes.pop(block, None)
+        self.hashed_free = [block for block in self.hashed_free if block not in seen]
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Let the engine give back one reference on each block."""
+        self.call(self.harness, "release", list(blocks))
+        self.engine = +(self.engine - Counter(blocks))
+        self._queue(blocks)
+
+    def cache(self, blocks: Sequence[int], group_idx: int = 0) -> list[bytes]:
+        """Let the engine cache blocks under new hashes; returns the keys."""
+        hashes = [b"h%d" % next(self._serial) for _ in blocks]
+        self.call(self.harness, "cache", list(blocks), hashes, group_idx)
+        keys = [make_offload_key(block_hash, group_idx) for block_hash in hashes]
+        for block, key in zip(blocks, keys, strict=True):
+            self.hashes.setdefault(block, []).append(key)
+        return [bytes(key) for key in keys]
+
+    def evict(self, blocks: Sequence[int]) -> None:
+        """Let the engine drop blocks from its prefix cache."""
+        self.call(self.harness, "evict", list(blocks))
+        for block in blocks:
+            self.hashes.pop(block, None)
+        self.hashed_free = [block for block in self.hashed_free if block not in blocks]
+
+    def hashed(self, num_blocks: int, *, reverse: bool = False) -> list[int]:
+        """Free blocks with hashes, next victim first: allocated, cached, released."""
+        blocks = self.allocate(num_blocks)
+        self.cache(blocks)
+        if reverse:
+            blocks.reverse()
+        self.release(blocks)
+        return blocks
+
+    # --- the view's moves ---
+
+    def touch(self, blocks: Sequence[int]) -> None:
+        """Take references through the view."""
+        self.call(self.view, "touch_blocks", list(blocks))
+        self.held.update(block for block in blocks if block != self.null)
+        self.hashed_free = [block for block in self.hashed_free if block not in blocks]
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Give references back through the view."""
+        self.call(self.view, "free_blocks", list(blocks))
+        self.held = +(self.held - Counter(blocks))
+        self._queue(blocks)
+
+    def refuse(self, error: type[Exception], method: str, blocks: Sequence[object]) -> None:
+        """Call ``touch_blocks`` or ``free_blocks`` with what it must refuse."""
+        law = "POOL-10" if issubclass(error, ViewClosedError) else "POOL-4"
+        self.refused(error, self.view, method, list(blocks), law=law)
+
+    def walk(self) -> list[tuple[int, bytes]]:
+        """All that the view yields now."""
+        return self.listed(self.view, "iter_free_block_ids_with_hash")
+
+    def start_walk(self) -> Iterator[tuple[int, bytes]]:
+        """A walk to take items from with :meth:`step`."""
+        walk: Iterator[tuple[int, bytes]] = self.call(self.view, "iter_free_block_ids_with_hash")
+        self.name(walk, "walk")
+        return walk
+
+    def rest(self, walk: Iterator[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+        """What is left of a walk; more items than there can be break the law."""
+        items = []
+        limit = sum(map(len, self.hashes.values())) + self.num_blocks
+        while (item := self.step(walk)) is not None:
+            items.append(item)
+            self.true(len(items) <= limit, "a walk ends", items[-3:], f"at most {limit} items")
+        return items
+
+    def expected_walk(self) -> list[tuple[int, bytes]]:
+        """What a walk must yield now, in order."""
+        return [(block, key) for block in self.hashed_free for key in self.hashes[block]]
+
+    # --- what must hold at any time ---
+
+    def check_free(self, *blocks: int) -> None:
+        """Allocate every free block, once: the free queue holds them and no others."""
+        free = self.free_blocks
+        allocated = self.allocate(len(free))
+        self.equal(set(allocated), free, "the free queue holds every block that nobody holds")
+        for block in blocks:
+            self.true(block in allocated, f"block {block} is free", allocated, f"with {block}")
+        self.release(allocated)
+
+    def check_held(self, *blocks: int) -> None:
+        """As :meth:`check_free`, and none of ``blocks`` is among them."""
+        assert not self.free_blocks & set(blocks), "the oracle knows that they are held"
+        self.check_free()
+
+    def check_queries(self) -> None:
+        """Compare what the view tells with the oracle; nothing of it is recorded."""
+        with self.unrecorded():
+            free = self.free_blocks
+            if self.can(Capability.CACHE):
+                self.equal(
+                    self.walk(),
+                    self.expected_walk(),
+                    "a walk yields every free block with its hashes, next victim first",
+                    "POOL-6",
+                )
+            if self.can(Capability.FREE_COUNT):
+                got = self.call(self.view, "num_free_blocks")
+                self.equal(got, len(free), "num_free_blocks counts what nobody holds", "POOL-1")
+            if self.can(Capability.FREE_ORDER):
+                ids = self.listed(self.view, "iter_free_block_ids")
+                self.equal(len(ids), len(set(ids)), "no block is queued twice", "POOL-2")
+                self.equal(set(ids), free, "the free queue holds what nobody holds", "POOL-1")
+                hashed = [block for block in ids if block in self.hashed_free]
+                self.equal(hashed, self.hashed_free, "the queue is in eviction order", "POOL-11")
+            if self.can(Capability.HOLDS):
+                got = dict(self.call(self.view, "held_blocks"))
+                self.equal(got, dict(self.held), "held_blocks tells every reference", "POOL-9")
+            if self.can(Capability.IS_FREE):
+                got = {b for b in range(self.num_blocks) if self.call(self.view, "is_free", b)}
+                self.equal(got, free, "is_free is True for what nobody holds", "POOL-1")
+            if self.can(Capability.BLOCK_HASHES):
+                told = {b: self.call(self.view, "block_hashes", b) for b in self.blocks}
+                known = {b: tuple(self.hashes.get(b, ())) for b in self.blocks}
+                self.equal(told, known, "block_hashes tells the hashes, primary first", "POOL-8")
+
+    def _queue(self, blocks: Sequence[int]) -> None:
+        free = self.free_blocks
+        for block in dict.fromkeys(blocks):
+            if block in self.hashes and block in free:
+                self.hashed_free.append(block)

@@ -1,0 +1,212 @@
+"""Calls on an object under test, kept as a script that shows a failure again."""
+
+from __future__ import annotations
+
+import reprlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, NoReturn
+
+_RESULT = reprlib.Repr()  # takes no arguments before Python 3.12
+_RESULT.maxlist = _RESULT.maxtuple = _RESULT.maxdict = _RESULT.maxset = 24
+_RESULT.maxstring = _RESULT.maxother = 200
+
+
+class LawBroken(AssertionError):
+    """An implementation broke a law.
+
+    Args:
+        law: Number of the law, ``"POOL-2"`` for example.
+        what: The expectation in words.
+        got: What was observed.
+        expected: What the law wants instead.
+        script: Python that shows it again.
+    """
+
+    def __init__(self, law: str, what: str, *, got: str, expected: str, script: str) -> None:
+        super().__init__(law, what)
+        self.law = law
+        self.what = what
+        self.got = got
+        self.expected = expected
+        self.script = script
+
+    def __str__(self) -> str:
+        return (
+            f"{self.law}: {self.what}\n  got:      {self.got}\n  expected: {self.expected}\n"
+            f"\n{self.script}"
+        )
+
+
+class Recorder:
+    """Calls a harness on behalf of one check, and can tell afterwards what was called.
+
+    Args:
+        factory: Makes the harness; called once, here.
+        law: The law that is checked. With ``*`` in it each failure names its own.
+        subject: Attribute of the harness that is under test.
+    """
+
+    def __init__(self, factory: Callable[[], Any], law: str, subject: str) -> None:
+        self.law = law
+        self.harness: Any = factory()
+        self.subject: Any = getattr(self.harness, subject)
+        self._names = {id(self.harness): "h", id(self.subject): subject}
+        self._kept: list[object] = []  # named objects live on: an id is theirs alone
+        self._header = [
+            "from kvview import *",
+            "from contextlib import suppress",
+            _import_line(factory),
+            "",
+            "h = factory()",
+            f"{subject} = h.{subject}",
+        ]
+        self._lines: list[str] = []
+        self._last: tuple[str, object] | None = None
+
+    def use(self, harness: Any, subject: str) -> None:
+        """Go on with another harness, which the last call returned."""
+        self.harness, self.subject = harness, getattr(harness, subject)
+        assert self._last is not None, "a harness comes from a call"
+        self._lines[-1] = f"h = {self._last[0]}"
+        self._lines.append(f"{subject} = h.{subject}")
+        self._names |= {id(harness): "h", id(self.subject): subject}
+
+    def name(self, value: object, name: str) -> None:
+        """Give what the last call returned a name in the script."""
+        assert self._last is not None, "only results have names"
+        self._lines[-1] = f"{name} = {self._last[0]}"
+        self._names[id(value)] = name
+        self._kept.append(value)
+        self._last = None
+
+    def call(self, receiver: object, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method; an exception breaks the law that is checked."""
+        code = self._code(receiver, method, args, kwargs)
+        return self._run(code, lambda: getattr(receiver, method)(*args, **kwargs))
+
+    def listed(self, receiver: object, method: str) -> list[Any]:
+        """Call a method and take everything from the iterator that it returns."""
+        code = f"list({self._code(receiver, method, (), {})})"
+        return list(self._run(code, lambda: list(getattr(receiver, method)())))
+
+    def step(self, iterator: Iterator[Any]) -> Any:
+        """Take one item from a named iterator; None at its end."""
+        return self._run(f"next({self._names[id(iterator)]}, None)", lambda: next(iterator, None))
+
+    def read(self, receiver: object, attribute: str) -> Any:
+        """Read an attribute."""
+        code = f"{self._names[id(receiver)]}.{attribute}"
+        return self._run(code, lambda: getattr(receiver, attribute))
+
+    def refused(
+        self,
+        error: type[Exception],
+        receiver: object,
+        method: str,
+        *args: Any,
+        law: str | None = None,
+        **kwargs: Any,
+    ) -> Exception:
+        """Call a method that must raise ``error``."""
+        code = self._code(receiver, method, args, kwargs)
+        return self.refuses(error, code, lambda: getattr(receiver, method)(*args, **kwargs), law)
+
+    def refuses(
+        self,
+        error: type[Exception],
+        code: str,
+        function: Callable[[], object],
+        law: str | None = None,
+    ) -> Exception:
+        """Run what must raise ``error``; ``code`` is how the script says it."""
+        self._last = None
+        raised: Exception | None = None
+        got = "no error"
+        try:
+            got = f"no error, {_RESULT.repr(function())}"
+        except Exception as caught:
+            raised, got = caught, _exception(caught)
+        if not isinstance(raised, error):
+            self._lines.append(code)
+            self.fail(f"{code} must raise {error.__name__}", got, error.__name__, law)
+        self._lines += [f"with suppress({error.__name__}):", f"    {code}"]
+        return raised
+
+    def line(self, code: str) -> None:
+        """Add a line to the script for what was done in another way."""
+        self._lines.append(code)
+        self._last = None
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Leave calls that only look out of the script, unless one of them fails."""
+        length = len(self._lines)
+        yield
+        del self._lines[length:]
+        self._last = None
+
+    def equal(self, got: object, expected: object, what: str, law: str | None = None) -> None:
+        """Break the law unless two values are equal."""
+        if got != expected:
+            if self._last is not None and self._last[1] == got:
+                self._lines[-1] = f"got = {self._last[0]}"
+                self._lines.append(f"assert got == {_source(expected)}, got")
+            self.fail(what, _RESULT.repr(got), _RESULT.repr(expected), law)
+
+    def true(
+        self, holds: bool, what: str, got: object, expected: str, law: str | None = None
+    ) -> None:
+        """Break the law unless something holds."""
+        if not holds:
+            self.fail(what, _RESULT.repr(got), expected, law)
+
+    def fail(self, what: str, got: str, expected: str, law: str | None = None) -> NoReturn:
+        """Break the law."""
+        broken = law if law is not None and "*" in self.law else self.law
+        self._lines.append(f"# {broken}: {what}: got {got}, expected {expected}")
+        raise LawBroken(broken, what, got=got, expected=expected, script=self.script())
+
+    def script(self) -> str:
+        """The calls so far, as Python."""
+        return "\n".join(self._header + self._lines) + "\n"
+
+    def _run(self, code: str, function: Callable[[], Any]) -> Any:
+        try:
+            result = function()
+        except Exception as error:
+            self._lines.append(code)
+            self.fail(f"{code} must not raise", _exception(error), "no error")
+        self._last = (code, result)
+        self._lines.append(code if result is None else f"{code}  # -> {_RESULT.repr(result)}")
+        return result
+
+    def _code(
+        self, receiver: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str:
+        shown = [self._names.get(id(arg)) or repr(arg) for arg in args]
+        shown += [f"{key}={value!r}" for key, value in kwargs.items()]
+        return f"{self._names[id(receiver)]}.{method}({', '.join(shown)})"
+
+
+def _source(value: object) -> str:
+    if isinstance(value, Enum):
+        return f"{type(value).__name__}.{value.name}"
+    return repr(value)
+
+
+def _exception(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _import_line(factory: Callable[[], Any]) -> str:
+    module = getattr(factory, "__module__", None)
+    name = getattr(factory, "__qualname__", None)
+    if module is None or name is None or not name.isidentifier() or module == "__main__":
+        return f"factory = ...  # the factory that was checked: {name or factory!r}"
+    if module.startswith("kvview_target_"):
+        path = getattr(sys.modules[module], "__file__", None)
+        return f"from kvview.testing import load_target\nfactory = load_target('{path}:{name}')"
+    return f"from {module} import {name} as factory"

@@ -1,0 +1,273 @@
+"""The oracle of the transfer checks: every byte of every storage, as plain bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from kvview.testing.checks import CheckFunction, check
+from kvview.testing.harness import Capability, Factory
+from kvview.testing.recorder import Recorder
+from kvview.transfer import CPULoadStoreSpec, GPULoadStoreSpec, TransferResult
+
+TransferCheck = Callable[["TransferDriver"], None]
+
+
+def transfer_check(law: str, *requires: Capability) -> Callable[[TransferCheck], CheckFunction]:
+    """Register a check that drives a worker through :class:`TransferDriver`."""
+
+    def register(body: TransferCheck) -> CheckFunction:
+        @check(law, *requires, contract="transfer")
+        @wraps(body)
+        def run(factory: Factory) -> None:
+            driver = TransferDriver(factory, law)
+            try:
+                body(driver)
+            finally:
+                driver.end()
+
+        return run
+
+    return register
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one KV-cache group moves in one job.
+
+    Args:
+        blocks: GPU blocks.
+        chunks: Host blocks.
+        index: Number of the first GPU block in its request.
+    """
+
+    blocks: Sequence[int]
+    chunks: Sequence[int]
+    index: int = 0
+
+
+Parts = Mapping[int, Part]
+"""Per group that moves anything, what it moves."""
+
+
+class TransferDriver(Recorder):
+    """Submits jobs, and does to plain bytes what each of them must do.
+
+    Args:
+        factory: Makes the harness; its tensors are filled with random bytes.
+        law: The law that is checked.
+    """
+
+    def __init__(self, factory: Factory, law: str) -> None:
+        import torch  # only who checks a worker needs it
+
+        super().__init__(factory, law, "worker")
+        self._torch = torch
+        caches = self.harness.kv_caches
+        self.k: int = self.harness.blocks_per_chunk
+        self.num_cpu_blocks: int = self.harness.num_cpu_blocks
+        self.tensors = [cache.tensor for cache in caches.tensors]
+        self.groups: list[list[tuple[int, int]]] = []
+        for refs in caches.group_data_refs:
+            widths: dict[int, int] = {}
+            for ref in refs:
+                widths[ref.tensor_idx] = max(ref.page_size_bytes, widths.get(ref.tensor_idx, 0))
+            self.groups.append(list(widths.items()))
+        self.num_blocks = min(tensor.shape[0] for tensor in self.tensors)
+        self._random = torch.Generator().manual_seed(7)
+        self._flat: dict[int, Any] = {}
+        self._expected: dict[int, bytearray] = {}
+        for tensor in self.tensors:
+            storage = tensor.untyped_storage()
+            flat = torch.empty(0, dtype=torch.int8, device=tensor.device).set_(storage)
+            flat.copy_(self._bytes(len(flat)))
+            self._flat[storage.data_ptr()] = flat
+            self._expected[storage.data_ptr()] = bytearray(_to_bytes(flat))
+        self._header.append("for cache in h.kv_caches.tensors: cache.tensor.random_(-128, 128)")
+        self._host: dict[int, tuple[int, dict[int, list[bytes]]]] = {}
+        self._in_flight: dict[int, int] = {}  # job id to its bytes
+        self._next_job = 0
+        self._is_paused = False
+
+    def _bytes(self, number: int) -> Any:
+        return self._torch.randint(
+            -128, 128, (number,), dtype=self._torch.int8, generator=self._random
+        )
+
+    @property
+    def worker(self) -> Any:
+        """The worker under test."""
+        return self.subject
+
+    def can(self, capability: Capability) -> bool:
+        """Whether the harness declares a capability."""
+        return capability in self.harness.capabilities
+
+    def blocks_of(self, group: int) -> list[int]:
+        """GPU blocks that are used for one group only, in no special order."""
+        share = self.num_blocks // len(self.groups)
+        return list(reversed(range(group * share, (group + 1) * share)))
+
+    def chunks_of(self, group: int) -> list[int]:
+        """Host blocks that are used for one group only."""
+        share = self.num_cpu_blocks // len(self.groups)
+        return list(reversed(range(group * share, (group + 1) * share)))
+
+    # --- jobs ---
+
+    def sides(self, parts: Parts) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
+        """The two specs of a job."""
+        groups = [parts.get(group, Part([], [])) for group in range(len(self.groups))]
+        return (
+            GPULoadStoreSpec(
+                [block for part in groups for block in part.blocks],
+                [len(part.blocks) for part in groups],
+                [part.index for part in groups],
+            ),
+            CPULoadStoreSpec([chunk for part in groups for chunk in part.chunks]),
+        )
+
+    def store(self, parts: Parts) -> int:
+        """Submit a job from the GPU to the host; returns its id."""
+        gpu, cpu = self.sides(parts)
+        job_id = self.submit((gpu, cpu))
+        for group, block, chunk, sub in self._pairs(parts):
+            owner, held = self._host.get(chunk, (group, {}))
+            held = held if owner == group else {}
+            held[sub] = [
+                bytes(self._expected[storage][span]) for storage, span in self._pages(group, block)
+            ]
+            self._host[chunk] = (group, held)
+        self._in_flight[job_id] = self._size(parts)
+        return job_id
+
+    def load(self, parts: Parts) -> int:
+        """Submit a job from the host to the GPU; returns its id."""
+        gpu, cpu = self.sides(parts)
+        job_id = self.submit((cpu, gpu))
+        for group, block, chunk, sub in self._pairs(parts):
+            pages = zip(self._pages(group, block), self._host[chunk][1][sub], strict=True)
+            for (storage, span), data in pages:
+                self._expected[storage][span] = data
+        self._in_flight[job_id] = self._size(parts)
+        return job_id
+
+    def submit(self, spec: tuple[object, object], job_id: int | None = None) -> int:
+        """Submit any job that must be accepted; a full worker is waited for once."""
+        if job_id is None:
+            self._next_job += 1
+            job_id = self._next_job
+        accepted = self.call(self.worker, "transfer_async", job_id, spec)
+        if accepted is False and self._in_flight and not self._is_paused:
+            self.finish()
+            accepted = self.call(self.worker, "transfer_async", job_id, spec)
+        self.equal(accepted, True, "an idle worker accepts a job")
+        self._in_flight[job_id] = -1
+        return job_id
+
+    def finish(self) -> list[TransferResult]:
+        """Wait for every job; each must be reported now, once, as a success."""
+        results = self.results()
+        for result in results:
+            self.equal(result.success, True, f"job {result.job_id} succeeds ({result.error})")
+        return results
+
+    def results(self) -> list[TransferResult]:
+        """Wait for every job; each must be reported now, and once."""
+        wanted = sorted(self._in_flight)
+        self.call(self.worker, "wait", wanted)
+        results: list[TransferResult] = list(self.call(self.worker, "get_finished"))
+        got = sorted(result.job_id for result in results)
+        self.equal(got, wanted, "each accepted job is reported exactly once", "XFER-5")
+        for result in results:
+            size = self._in_flight[result.job_id]
+            if result.transfer_size is not None and size >= 0 and result.success:
+                self.equal(result.transfer_size, size, "transfer_size is the bytes moved")
+        self._in_flight.clear()
+        return results
+
+    def pause(self) -> None:
+        """Hold copies back, where the harness can."""
+        if self.can(Capability.PAUSE):
+            self.call(self.harness, "pause")
+            self._is_paused = True
+
+    def resume(self) -> None:
+        """Let copies start."""
+        if self._is_paused:
+            self._is_paused = False
+            self.call(self.harness, "resume")
+
+    def end(self) -> None:
+        """Give back threads, also after a failure, which nothing here may hide."""
+        with suppress(Exception):
+            if self._is_paused:
+                self.harness.resume()
+            self.worker.shutdown()
+
+    # --- bytes ---
+
+    def scramble(self, group: int, blocks: Sequence[int]) -> None:
+        """Overwrite pages of GPU blocks, as an engine that computes new KV."""
+        for block in blocks:
+            for number, width in self.groups[group]:
+                self.tensors[number][block, :width] = self._bytes(width).to(
+                    self.tensors[number].device
+                )
+                self.line(f"h.kv_caches.tensors[{number}].tensor[{block}, :{width}].random_()")
+            for storage, span in self._pages(group, block):
+                self._expected[storage][span] = _to_bytes(self._flat[storage][span])
+
+    def forget(self, group: int, blocks: Sequence[int]) -> None:
+        """Take whatever is in pages for expected: a failed job may have left anything."""
+        for block in blocks:
+            for storage, span in self._pages(group, block):
+                self._expected[storage][span] = _to_bytes(self._flat[storage][span])
+
+    def check_bytes(self, what: str, law: str | None = None) -> None:
+        """Every byte of every storage is what it must be."""
+        for storage, expected in self._expected.items():
+            actual = _to_bytes(self._flat[storage])
+            if actual == expected:
+                continue
+            wrong = [i for i, (a, b) in enumerate(zip(actual, expected, strict=True)) if a != b]
+            self.fail(
+                what,
+                f"{len(wrong)} wrong bytes, the first {self._where(storage, wrong[0])}",
+                "the bytes of the named pages moved, and no others",
+                law,
+            )
+
+    def _where(self, storage: int, offset: int) -> str:
+        for number, tensor in enumerate(self.tensors):
+            at = offset - tensor.storage_offset()
+            if tensor.untyped_storage().data_ptr() == storage and at >= 0:
+                block, byte = divmod(at, tensor.stride(0))
+                return f"in tensor {number}, block {block}, byte {byte} of its row"
+        return f"at byte {offset} of a storage"
+
+    def _pages(self, group: int, block: int) -> Iterator[tuple[int, slice]]:
+        for number, width in self.groups[group]:
+            tensor = self.tensors[number]
+            start = tensor.storage_offset() + block * tensor.stride(0)
+            yield tensor.untyped_storage().data_ptr(), slice(start, start + width)
+
+    def _pairs(self, parts: Parts) -> Iterator[tuple[int, int, int, int]]:
+        for group, part in sorted(parts.items()):
+            skip = part.index % self.k
+            for number, block in enumerate(part.blocks, skip):
+                yield group, block, part.chunks[number // self.k], number % self.k
+
+    def _size(self, parts: Parts) -> int:
+        return sum(
+            len(part.blocks) * sum(width for _, width in self.groups[group])
+            for group, part in parts.items()
+        )
+
+
+def _to_bytes(flat: Any) -> bytes:
+    data: bytes = flat.cpu().numpy().tobytes()
+    return data
