@@ -1,0 +1,153 @@
+"""The plainest right pool: a list for the free queue, and a view in the same class."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from kvview import (
+    BlockNotHeldError,
+    GPUBlockPoolView,
+    UnknownBlockError,
+    ViewClosedError,
+    make_offload_key,
+)
+from kvview.testing import Capability
+
+
+class ListPool:
+    """Harness and view in one; every method is a place where a mutant goes wrong."""
+
+    capabilities = frozenset(
+        {
+            Capability.CACHE,
+            Capability.MANY_HASHES,
+            Capability.EVICT,
+            Capability.RESET,
+            Capability.CLOSE,
+            Capability.HOLDS,
+            Capability.FREE_COUNT,
+            Capability.FREE_ORDER,
+        }
+    )
+    num_blocks = 24
+    null_block_id: int | None = 0
+
+    def __init__(self) -> None:
+        self.queue = list(range(1, self.num_blocks))
+        self.refs = [0] * self.num_blocks
+        self.hashes: dict[int, list[bytes]] = {}
+        self.joined = [0] * self.num_blocks
+        self.time = 0
+        self.held: Counter[int] = Counter()
+        self.is_closed = False
+
+    @property
+    def view(self) -> GPUBlockPoolView:
+        return self
+
+    # --- the engine ---
+
+    def allocate(self, num_blocks: int, /) -> list[int]:
+        blocks = self.queue[:num_blocks]
+        del self.queue[:num_blocks]
+        for block in blocks:
+            self.refs[block] = 1
+            self.hashes.pop(block, None)
+        return blocks
+
+    def release(self, block_ids: Sequence[int], /) -> None:
+        for block in block_ids:
+            self.refs[block] -= 1
+        self.enqueue([block for block in dict.fromkeys(block_ids) if self.refs[block] == 0])
+
+    def enqueue(self, block_ids: Sequence[int]) -> None:
+        self.time += 1
+        for block in block_ids:
+            self.joined[block] = self.time
+        self.queue[:0] = [block for block in block_ids if block not in self.hashes]
+        self.queue += [block for block in block_ids if block in self.hashes]
+
+    def cache(
+        self, block_ids: Sequence[int], block_hashes: Sequence[bytes], group_idx: int
+    ) -> None:
+        for block, block_hash in zip(block_ids, block_hashes, strict=True):
+            self.hashes.setdefault(block, []).append(self.pack(block_hash, group_idx))
+
+    def pack(self, block_hash: bytes, group_idx: int) -> bytes:
+        return make_offload_key(block_hash, group_idx)
+
+    def evict(self, block_ids: Sequence[int]) -> None:
+        for block in block_ids:
+            self.hashes.pop(block, None)
+
+    def reset(self) -> bool:
+        if any(self.refs):
+            return False
+        self.hashes.clear()
+        return True
+
+    def close(self) -> Mapping[int, int]:
+        held, self.held = dict(self.held), Counter()
+        self.is_closed = True
+        return held
+
+    # --- the view ---
+
+    def check_open(self) -> None:
+        if self.is_closed:
+            raise ViewClosedError("POOL-10: closed")
+
+    def check(self, block_ids: Sequence[int]) -> None:
+        for block in block_ids:
+            if type(block) is not int or not 0 <= block < self.num_blocks:
+                raise UnknownBlockError(f"POOL-4: {block!r}")
+
+    def real(self, block_ids: Sequence[int]) -> list[int]:
+        return [block for block in block_ids if block != self.null_block_id]
+
+    def touch_blocks(self, block_ids: Sequence[int], /) -> None:
+        self.check_open()
+        self.check(block_ids)
+        self.take(self.real(block_ids))
+
+    def take(self, block_ids: Sequence[int]) -> None:
+        for block in block_ids:
+            if self.refs[block] == 0:
+                self.queue.remove(block)
+            self.refs[block] += 1
+            self.held[block] += 1
+
+    def free_blocks(self, block_ids: Sequence[int], /) -> None:
+        self.check_open()
+        self.check(block_ids)
+        block_ids = self.real(block_ids)
+        self.check_held(block_ids)
+        self.held = +(self.held - Counter(block_ids))
+        self.release(block_ids)
+
+    def check_held(self, block_ids: Sequence[int]) -> None:
+        if Counter(block_ids) - self.held:
+            raise BlockNotHeldError("POOL-4: not held")
+
+    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, bytes]]:
+        self.check_open()
+        began = self.time
+        for block in list(self.queue):
+            for block_hash in list(self.hashes.get(block, ())):
+                is_there = block_hash in self.hashes.get(block, ())
+                if self.refs[block] == 0 and is_there and self.joined[block] <= began:
+                    yield block, block_hash
+                    self.check_open()
+
+    def iter_free_block_ids(self) -> Iterator[int]:
+        self.check_open()
+        yield from list(self.queue)
+
+    def num_free_blocks(self) -> int:
+        self.check_open()
+        return len(self.queue)
+
+    def held_blocks(self) -> Mapping[int, int]:
+        self.check_open()
+        return dict(self.held)
