@@ -15,9 +15,10 @@ Source: the order of calls in vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from functools import partial
+from typing import Any
 
 from kvview import (
     BlockIds,
@@ -27,7 +28,6 @@ from kvview import (
     FinishReason,
     GPUBlockPoolView,
     OffloadingEvent,
-    RequestInfo,
     RequestStep,
     SchedulerConnector,
     StepInfo,
@@ -35,6 +35,7 @@ from kvview import (
     TransferResult,
 )
 from kvview_vllm.connector_messages import JobReport, KVViewMetadata
+from kvview_vllm.connector_steps import LazySteps, is_resumed, request_info
 
 _NULL_BLOCK_ID = 0  # the first block that every release takes from its pool
 
@@ -118,7 +119,7 @@ class SchedulerSide:
             or getattr(request, "skip_reading_prefix_cache", False)
         ):
             return 0
-        num_tokens = self.half.match_prefix(_info(request), num_computed_tokens)
+        num_tokens = self.half.match_prefix(request_info(request), num_computed_tokens)
         if num_tokens:
             self._check_promise(request, num_computed_tokens, num_tokens)
         return num_tokens
@@ -135,7 +136,7 @@ class SchedulerSide:
             self._unseen[request.request_id] = num_computed_tokens
             return
         self.half.on_blocks_allocated(
-            _info(request), block_ids, num_computed_tokens, num_external_tokens
+            request_info(request), block_ids, num_computed_tokens, num_external_tokens
         )
         if num_external_tokens:
             self._promised[request.request_id] = num_external_tokens
@@ -160,8 +161,10 @@ class SchedulerSide:
             tracked = self._tracked[request_id]
             num_computed_tokens = self._unseen.pop(request_id)
             table = tuple(tracked.table)
-            self.half.on_blocks_allocated(_info(tracked.request), table, num_computed_tokens, 0)
-        step = StepInfo(_Scheduled(self, output), preempted)
+            self.half.on_blocks_allocated(
+                request_info(tracked.request), table, num_computed_tokens, 0
+            )
+        step = StepInfo(LazySteps(partial(self._request_steps, output)), preempted)
         plan = self.half.plan_step(step)
         for job in plan.stores:
             self._jobs[job.job_id] = _Job(None)
@@ -194,7 +197,7 @@ class SchedulerSide:
             # vLLM freed the blocks in this very step: some may be another's already (SCHED-1).
             table = tuple([self._if_free(block) for block in group] for group in tracked.table)
             tracked.table = []
-            self.half.on_request_preempted(_info(tracked.request), table)
+            self.half.on_request_preempted(request_info(tracked.request), table)
         return preempted
 
     def _if_free(self, block_id: int) -> int:
@@ -215,20 +218,19 @@ class SchedulerSide:
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
-            if _is_resumed(cached, index, request_id) or not tracked.table:
+            if is_resumed(cached, index) or not tracked.table:
                 tracked.table = [list(group) for group in added]
             else:
                 for group, more in zip(tracked.table, added, strict=True):
                     group += more
 
-    def request_steps(self, output: Any) -> list[RequestStep]:
-        """What the step does for each request."""
+    def _request_steps(self, output: Any) -> list[RequestStep]:
         cached = output.scheduled_cached_reqs
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         return [
             RequestStep(
-                _info(tracked.request),
+                request_info(tracked.request),
                 self._live_table(tracked, computed[request_id]),
                 computed[request_id],
                 num_tokens,
@@ -278,7 +280,7 @@ class SchedulerSide:
             del self._tracked[request.request_id]
             self._unseen.pop(request.request_id, None)
             self._lost.discard(request.request_id)
-        self.half.on_request_finished(_info(request), block_ids, reason)
+        self.half.on_request_finished(request_info(request), block_ids, reason)
 
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping."""
@@ -295,41 +297,3 @@ class SchedulerSide:
     def shutdown(self) -> None:
         """Release everything held."""
         self.half.shutdown()
-
-
-class _Scheduled(Sequence[RequestStep]):
-    """The requests of a step, built when a connector first looks: most never do."""
-
-    def __init__(self, side: SchedulerSide, output: Any) -> None:
-        self._side = side
-        self._output = output
-        self._built: list[RequestStep] | None = None
-
-    def _steps(self) -> list[RequestStep]:
-        if self._built is None:
-            self._built = self._side.request_steps(self._output)
-        return self._built
-
-    @overload
-    def __getitem__(self, index: int) -> RequestStep: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[RequestStep]: ...
-    def __getitem__(self, index: int | slice) -> RequestStep | Sequence[RequestStep]:
-        return self._steps()[index]
-
-    def __len__(self) -> int:
-        return len(self._steps())
-
-    def __iter__(self) -> Iterator[RequestStep]:
-        return iter(self._steps())
-
-
-def _info(request: Any) -> RequestInfo:
-    return RequestInfo(request.request_id, request.num_tokens, request.block_hashes)
-
-
-def _is_resumed(cached: Any, index: int, request_id: str) -> bool:
-    resumed = getattr(cached, "resumed_req_ids", None)
-    if resumed is None:  # a list of flags in 0.11.0
-        return bool(cached.resumed_from_preemption[index])
-    return request_id in resumed

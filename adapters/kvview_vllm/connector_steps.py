@@ -1,0 +1,51 @@
+"""A step of vLLM's scheduler in the contract's words, built only when looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
+
+from kvview import RequestInfo, RequestStep
+
+
+def request_info(request: Any) -> RequestInfo:
+    """A ``Request`` of vLLM as a connector sees it; the hashes are the living list."""
+    return RequestInfo(request.request_id, request.num_tokens, request.block_hashes)
+
+
+def is_resumed(cached: Any, index: int) -> bool:
+    """Whether an entry of ``CachedRequestData`` begins its block table anew."""
+    resumed = getattr(cached, "resumed_req_ids", None)
+    if resumed is None:  # a list of flags in 0.11.0
+        return bool(cached.resumed_from_preemption[index])
+    return cached.req_ids[index] in resumed
+
+
+class LazySteps(Sequence[RequestStep]):
+    """The requests of a step. Most connectors never look, and a step may have hundreds.
+
+    Args:
+        build: Makes them, at the first look.
+    """
+
+    def __init__(self, build: Callable[[], list[RequestStep]]) -> None:
+        self._build = build
+        self._built: list[RequestStep] | None = None
+
+    @overload
+    def __getitem__(self, index: int) -> RequestStep: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[RequestStep]: ...
+    def __getitem__(self, index: int | slice) -> RequestStep | Sequence[RequestStep]:
+        return self._steps()[index]
+
+    def __len__(self) -> int:
+        return len(self._steps())
+
+    def __iter__(self) -> Iterator[RequestStep]:
+        return iter(self._steps())
+
+    def _steps(self) -> list[RequestStep]:
+        if self._built is None:
+            self._built = self._build()
+        return self._built

@@ -1,0 +1,60 @@
+"""The example connector with planted faults, in a file of its own as users write them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvview import StepPlan, TransferResult, WorkerConnector
+from kvview.config import load_connector
+
+_EXAMPLE = Path(__file__).parents[2] / "examples" / "host_cache.py"
+_HostCache: Any = load_connector(f"{_EXAMPLE}:HostCacheConnector")
+_HostCacheWorker: Any = vars(sys.modules[_HostCache.__module__])["HostCacheWorker"]
+
+SLOW_POLLS = 5
+
+
+class FailingConnector(_HostCache):  # type: ignore[misc]
+    """All its loads fail."""
+
+    def make_worker(self) -> WorkerConnector:
+        worker: WorkerConnector = _FailingWorker(self.cpu_blocks)
+        return worker
+
+
+class _FailingWorker(_HostCacheWorker):  # type: ignore[misc]
+    def start_plan(self, plan: StepPlan) -> None:
+        super().start_plan(StepPlan(stores=plan.stores))
+        self.finished += [
+            TransferResult(job.job_id, success=False, error="planted") for job in plan.loads
+        ]
+
+
+class SlowConnector(_HostCache):  # type: ignore[misc]
+    """Its jobs are reported some steps late."""
+
+    def make_worker(self) -> WorkerConnector:
+        worker: WorkerConnector = _SlowWorker(self.cpu_blocks)
+        return worker
+
+
+class _SlowWorker(_HostCacheWorker):  # type: ignore[misc]
+    def __init__(self, cpu_blocks: int) -> None:
+        super().__init__(cpu_blocks)
+        self.late: list[tuple[int, TransferResult]] = []
+        self.polls = 0
+
+    def get_finished(self) -> list[TransferResult]:
+        self.polls += 1
+        self.late += [(self.polls + SLOW_POLLS, result) for result in super().get_finished()]
+        due = [result for poll, result in self.late if poll <= self.polls]
+        self.late = [(poll, result) for poll, result in self.late if poll > self.polls]
+        return due
+
+    def wait(self, job_ids: Any) -> None:
+        self.late = [(0 if r.job_id in job_ids else poll, r) for poll, r in self.late]
+        for result in [r for r in self.finished if r.job_id in job_ids]:
+            self.finished.remove(result)
+            self.late.append((0, result))

