@@ -1,7 +1,6 @@
 """A standalone block pool that keeps the pool contract, and the view over it.
 
-How the free queue is kept: in plain lists of ints, so that there is no object a
-block, nothing for the garbage collector to visit, and little to do a call.
+How the free queue is kept, without an object a block, in plain lists of ints:
 
 - The queue is one axis of positions, next victim first. Unhashed blocks join at
   its low end, the stack ``_front``: item i has position ``num_blocks - 1 - i``.
@@ -45,8 +44,8 @@ from kvview import (
 )
 
 NULL_BLOCK_ID = 0
-_MAX_STALE_SHARE = 4  # stale entries per block before they are dropped
-_ENTRIES_PER_LOOK = 256  # how many a walk copies at a time
+_MAX_STALE_SHARE = 8  # stale entries per block before they are dropped
+_ENTRIES_PER_LOOK = (32, 1024)  # copied at a time: at first and near stale ones, at most
 
 
 class BlockPool:
@@ -182,6 +181,7 @@ class BlockPool:
         ref_cnt, hashes, positions = self._ref_cnt, self._hash, self._position
         unhashed: list[int] = []
         hashed: list[int] = []
+        position = self._back_start + len(self._back)
         remaining = iter(block_ids)
         try:
             for block_id in remaining:
@@ -192,13 +192,13 @@ class BlockPool:
                         if hashes[block_id] is None:
                             unhashed.append(block_id)
                         else:
+                            positions[block_id] = position
+                            position += 1
                             hashed.append(block_id)
                     elif count:
                         ref_cnt[block_id] = count - 1
                     else:
-                        raise BlockNotHeldError(
-                            f"POOL-4: block {block_id} is freed more often than it is held"
-                        )
+                        raise BlockNotHeldError(f"POOL-4: block {block_id} is freed too often")
                 elif block_id != NULL_BLOCK_ID:
                     raise IndexError
         except Exception:
@@ -212,12 +212,7 @@ class BlockPool:
                 position -= 1
                 positions[block_id] = position
             self._front += unhashed
-        if hashed:
-            position = self._back_start + len(self._back)
-            for block_id in hashed:
-                positions[block_id] = position
-                position += 1
-            self._back += hashed
+        self._back += hashed
         self._num_free += len(unhashed) + len(hashed)
 
     def _add_references(self, block_ids: list[int], remaining: Iterator[int], change: int) -> None:
@@ -275,11 +270,13 @@ class BlockPool:
         """
         ref_cnt, positions = self._ref_cnt, self._position
         start = self._first_position(stop)
+        many = stop - start >= self.num_blocks
         live = [
             block_id
-            for position, block_id in enumerate(self._entries(start, stop), start)
-            if ref_cnt[block_id] == 0 and positions[block_id] == position
+            for block_id in (range(1, self.num_blocks) if many else set(self._entries(start, stop)))
+            if ref_cnt[block_id] == 0 and start <= positions[block_id] < stop
         ]
+        live.sort(key=positions.__getitem__)
         new_start = stop - len(live)
         self._renumber(live, start, stop, new_start)
         if stop <= self.num_blocks:
@@ -305,21 +302,24 @@ class BlockPool:
     def _look(self, walk: _Walk, open_pool: OpenPool) -> Iterator[Iterator[tuple[int, int]]]:
         """The ``(position, block_id)`` entries of a walk, some at a time, stale ones too."""
         self._walks.append(walk)
+        fewest, most = _ENTRIES_PER_LOOK
+        num_entries = fewest
         try:
             while True:
                 open_pool()
                 start = walk.position + 1
-                if start < self.num_blocks:
-                    stop = min(start + _ENTRIES_PER_LOOK, walk.end, self.num_blocks)
-                else:
+                list_end = self.num_blocks
+                if start >= list_end:
                     start = max(start, self._back_start + self._head)
-                    stop = min(start + _ENTRIES_PER_LOOK, walk.end)
+                    list_end = walk.end
+                stop = min(start + num_entries, walk.end, list_end)
                 if start >= stop:
                     return
                 walk.entries = self._entries(start, stop)
                 yield enumerate(walk.entries, start)
                 if walk.entries:  # else they moved
                     walk.position = stop - 1
+                    num_entries = fewest if walk.num_stale else min(2 * num_entries, most)
                     if 2 * walk.num_stale > stop - self._first_position(stop):
                         self._drop_stale_entries(stop)
         finally:
@@ -339,9 +339,8 @@ class BlockPool:
     ) -> None:
         """Register full blocks under the hashes of the KV that they hold.
 
-        One hash a block, in prefix order, without group index; block size and parent
-        are for the event. A block that has a hash already gets another one (the first
-        stays the primary). The null block is skipped.
+        One hash a block, without group index; a block that has one already gets another
+        (the first stays the primary). Block size and parent are for the event.
 
         Raises:
             UnknownBlockError: An id is no block of this pool.
@@ -366,10 +365,10 @@ class BlockPool:
             self._events.append(BlockStored(stored, parent_hash, block_size, group_idx))
 
     def _insert_hash(self, block_id: int, key: OffloadKey) -> bool:
-        if key in self.block_hashes(block_id):
-            return False
         if self._hash[block_id] is None:
             self._hash[block_id] = key
+        elif key in self.block_hashes(block_id):
+            return False
         else:
             self._more_hashes.setdefault(block_id, []).append(key)
         holders = self._blocks_by_hash.get(key)
@@ -435,9 +434,9 @@ class BlockPool:
 
     def take_events(self) -> list[GPUEvent]:
         """Events since the last call, in order."""
-        if self._events is None:
-            return []
-        events, self._events = self._events, []
+        events = self._events or []
+        if events:
+            self._events = []
         return events
 
     def view(self, owner: str = "connector") -> BlockPoolView:
@@ -475,6 +474,7 @@ def _walk_free_block_ids_with_hash(open_pool: OpenPool) -> Iterator[tuple[int, O
     pool = open_pool()
     ref_cnt, positions, hashes = pool._ref_cnt, pool._position, pool._hash
     more_hashes = pool._more_hashes
+    any_has_more = bool(more_hashes)  # a free block gets no hash, so this stays
     walk = _Walk(pool._back_start + pool._head, pool._back_start + len(pool._back))
     for entries in pool._look(walk, open_pool):
         for position, block_id in entries:
@@ -482,7 +482,7 @@ def _walk_free_block_ids_with_hash(open_pool: OpenPool) -> Iterator[tuple[int, O
                 if (key := hashes[block_id]) is not None:
                     walk.position = position
                     yield block_id, key
-                    if more_hashes and block_id in more_hashes:
+                    if any_has_more and block_id in more_hashes:
                         for key in tuple(more_hashes[block_id]):
                             if ref_cnt[block_id] or positions[block_id] != walk.position:
                                 break  # taken since, and perhaps freed anew
@@ -513,7 +513,7 @@ class BlockPoolView:
         return self._pool
 
     def touch_blocks(self, block_ids: Sequence[int], /) -> None:
-        pool = self._open_pool()
+        pool = self._pool or self._open_pool()
         block_ids = list(block_ids)
         for block_id in block_ids:
             if type(block_id) is not int:
@@ -522,7 +522,7 @@ class BlockPoolView:
         self._hold(block_ids)
 
     def free_blocks(self, block_ids: Sequence[int], /) -> None:
-        pool = self._open_pool()
+        pool = self._pool or self._open_pool()
         block_ids = list(block_ids)
         held = self._held
         for number, block_id in enumerate(block_ids):
@@ -538,8 +538,7 @@ class BlockPoolView:
             self._hold(block_ids[:number])
             pool.check_block_ids(block_ids)
             raise BlockNotHeldError(
-                f"POOL-4: block {block_id} is freed more often than it is held through the "
-                f"view of {self.owner!r}"
+                f"POOL-4: the view of {self.owner!r} frees block {block_id} too often"
             )
         try:
             pool.free_blocks(block_ids)
