@@ -68,7 +68,8 @@ class EngineFacts:
     Args:
         num_gpu_blocks: Blocks of the pool, the null block included.
         page_bytes: Per KV-cache group, bytes of one block over all its layers.
-        max_blocks_per_step: Upper bound of blocks that one step may allocate.
+        max_blocks_per_step: Blocks that the tokens computed in one step may need;
+            blocks to load into come on top.
     """
 
     num_gpu_blocks: int
@@ -146,7 +147,7 @@ class StepPlan:
 
     Args:
         loads: Started before the step's compute.
-        stores: Started before the step's compute too; they read blocks that
+        stores: Started before or after the step's compute; they read blocks that
             earlier steps computed.
     """
 
@@ -213,7 +214,13 @@ class SchedulerConnector:
         """Hear how jobs ended, in order of completion (CONN-3)."""
 
     def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
-        """A request is about to lose its blocks; it comes back later."""
+        """A request loses its blocks, or has just lost them; it comes back later.
+
+        Args:
+            request: The request.
+            block_ids: Its block table, per group; a block that is no longer its
+                own is the null block here.
+        """
 
     def on_request_finished(
         self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason

@@ -380,7 +380,7 @@ def test_parametrized_expected_failure(check: BoundCheck) -> None:
 
 
 def run_suite(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-p", "kvview.testing.pytest_plugin"]
+    command = [sys.executable, "-m", "pytest"]
     command += ["-p", "no:cacheprovider", "-q", "-rs", "--pyargs", "kvview.testing.suite", *args]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
 
