@@ -89,7 +89,7 @@ class OurSide:
         return self.view.iter_free_block_ids_with_hash()
 
     def free_order(self) -> list[int]:
-        return list(self.view.iter_free_block_ids())
+        return self.pool.free_block_ids()
 
 
 class VLLMSide:

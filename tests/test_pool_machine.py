@@ -275,7 +275,7 @@ class PoolMachine(RuleBasedStateMachine):
         oracle = self.oracle
         # Copies, because walking and draining tidy up.
         pool = copy.deepcopy(self.pool)
-        assert list(pool.iter_free_block_ids()) == oracle.queue
+        assert list(pool.iter_free_block_ids()) == pool.free_block_ids() == oracle.queue
         assert list(pool.iter_free_block_ids_with_hash()) == [
             (b, block_hash) for b in oracle.queue for block_hash in oracle.hashes[b]
         ]

@@ -231,6 +231,12 @@ class BlockPool:
                     f"block ids are ints from 0 to {self.num_blocks - 1}"
                 )
 
+    def free_block_ids(self) -> list[int]:
+        """The whole free queue at once, next victim first."""
+        if self._num_entries() == self._num_free:  # nothing is stale
+            return self._front[::-1] + self._back[self._head :]
+        return list(self.iter_free_block_ids())
+
     def iter_free_block_ids(self) -> Iterator[int]:
         """The whole free queue, next victim first; lazy, and safe as POOL-7."""
         return _walk_free_block_ids(lambda: self)
@@ -421,7 +427,7 @@ class BlockPool:
             return False
         # Nothing is hashed now, so all of it goes to the front: no walk for hashes
         # has to pass it again.
-        block_ids = list(self.iter_free_block_ids())
+        block_ids = self.free_block_ids()
         self._renumber(block_ids, self._front_start(), self._back_start + len(self._back), 1)
         self._front, self._back = block_ids[::-1], []
         self._back_start, self._head = self.num_blocks, 0

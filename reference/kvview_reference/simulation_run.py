@@ -383,7 +383,7 @@ class _Run(Connector):
         if is_step:
             step = len(self._timeline) + 1
             self._timeline.append(Snapshot(step, num_free, len(owned), num_held, in_flight))
-        check_free_list(list(pool.iter_free_block_ids()), refs)
+        check_free_list(pool.free_block_ids(), refs)
         check_conservation(refs, owned, held)
         before, self._num_wrong = self._num_wrong, engine.stats.mismatches
         check_bytes(self._num_wrong, before)
