@@ -108,7 +108,7 @@ class Engine:
 
     def add(self, request_id: str, tokens: Iterable[int], max_tokens: int = 4) -> Any:
         """Queue a request."""
-        request = self.requests[request_id] = _request(request_id, list(tokens), max_tokens)
+        request = self.requests[request_id] = make_request(request_id, list(tokens), max_tokens)
         self.scheduler.add_request(request)
         return request
 
@@ -123,7 +123,9 @@ class Engine:
         output = self.scheduler.schedule()
         transfers = self._run_worker(output)
         self._compute(output, getattr(transfers, "invalid_block_ids", None) or ())
-        self.scheduler.update_from_output(output, _model_output(self.scheduler, output, transfers))
+        self.scheduler.update_from_output(
+            output, make_model_output(self.scheduler, output, transfers)
+        )
         return output
 
     def run(self, limit: int = 50) -> None:
@@ -233,8 +235,27 @@ def _make(target: Any, **values: Any) -> Any:
     return target(**_known(target, values))
 
 
+def make_scheduler(
+    folder: Path, transfer_config: dict[str, Any] | None, *, num_blocks: int, max_num_seqs: int
+) -> Any:
+    """A real Scheduler alone, of one full-attention group.
+
+    Args:
+        folder: Where the model's configuration is written.
+        transfer_config: Arguments of `KVTransferConfig`; None for no connector.
+        num_blocks: Blocks of the pool.
+        max_num_seqs: Requests that may run together.
+    """
+    config = _vllm_config(folder, transfer_config, 1, num_blocks, max_num_seqs)
+    return _scheduler(config, _kv_cache_config((None,), num_blocks))
+
+
 def _vllm_config(
-    folder: Path, transfer_config: dict[str, Any], num_groups: int, num_blocks: int
+    folder: Path,
+    transfer_config: dict[str, Any] | None,
+    num_groups: int,
+    num_blocks: int,
+    max_num_seqs: int = 8,
 ) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_MODEL))
@@ -253,7 +274,7 @@ def _vllm_config(
     )
     scheduler = _make(
         config.SchedulerConfig,
-        max_num_seqs=8,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=512,
         max_model_len=512,
         enable_chunked_prefill=True,
@@ -274,9 +295,8 @@ def _vllm_config(
         scheduler_config=scheduler,
         cache_config=cache,
         device_config=config.DeviceConfig("cpu"),
-        kv_transfer_config=_make(
-            config.KVTransferConfig, **transfer_config, kv_load_failure_policy="recompute"
-        ),
+        kv_transfer_config=transfer_config
+        and _make(config.KVTransferConfig, **transfer_config, kv_load_failure_policy="recompute"),
     )
     vllm_config.cache_config.num_gpu_blocks = num_blocks
     if num_groups > 1:
@@ -398,7 +418,8 @@ def _worker_connector(vllm_config: Any, kv_cache_config: Any) -> Any:
 _hashes_are_ready = False
 
 
-def _request(request_id: str, tokens: list[int], max_tokens: int) -> Any:
+def make_request(request_id: str, tokens: list[int], max_tokens: int) -> Any:
+    """A `Request` with greedy sampling."""
     global _hashes_are_ready
     utils: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
     try:
@@ -422,7 +443,8 @@ def _request(request_id: str, tokens: list[int], max_tokens: int) -> Any:
     )
 
 
-def _model_output(scheduler: Any, output: Any, transfers: Any) -> Any:
+def make_model_output(scheduler: Any, output: Any, transfers: Any = None) -> Any:
+    """What a model runner answers: the same token for each request past its prompt."""
     outputs: Any = importlib.import_module("vllm.v1.outputs")
     request_ids = list(output.num_scheduled_tokens)
     sampled: list[Any] = []

@@ -1,6 +1,6 @@
 """The adapter's tests against many vLLM releases: a table of release x seam.
 
-    python tests/vllm/matrix.py [--releases 0.11 0.33.0 ...] [--all] [--json FILE]
+    python tests/vllm/matrix.py [--releases 0.11 0.33.0 ...] [--all] [--json FILE] [--markdown FILE]
 
 Each test file of this folder is one seam. A release runs in a process of its own,
 on the sources that ``sources.py`` unpacks. The exit code is 1 if anything failed, or
@@ -65,7 +65,9 @@ def run_release(release: str, files: Sequence[Path]) -> tuple[dict[str, Seam], f
         report = Path(folder) / "report.xml"
         command = [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
-            *(f"--rootdir={ROOT}", f"--junitxml={report}", *map(str, files)),
+            *("-W", "ignore"),  # old releases warn of much that is not ours to mend
+            # A release's own warnings (torch.jit in 0.14 - 0.29) are not ours to fix.
+            *("-W", "default", f"--rootdir={ROOT}", f"--junitxml={report}", *map(str, files)),
         ]
         try:
             process = subprocess.run(
@@ -138,11 +140,33 @@ def _cell(seam: Seam) -> str:
     return f"[green]{seam.passed} passed[/]{skipped}"
 
 
+def _page(
+    names: Sequence[str],
+    results: Sequence[tuple[dict[str, Seam], float]],
+    releases: Sequence[str],
+) -> str:
+    """The support matrix as a page of the docs."""
+    lines = [
+        "# Support matrix",
+        "",
+        "Written by `python tests/vllm/matrix.py --markdown docs/support-matrix.md`, from test",
+        "results: passed / skipped / failed. Why something was skipped is in the tests.",
+        "",
+        f"| vLLM | {' | '.join(names)} |",
+        f"|---|{'---|' * len(names)}",
+    ]
+    for release, (seams, _) in zip(releases, results, strict=True):
+        cells = [f"{seams[n].passed} / {seams[n].skipped} / {seams[n].failed}" for n in names]
+        lines.append(f"| {release} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="The adapter's tests on many vLLM releases.")
     parser.add_argument("--releases", nargs="+", metavar="RELEASE", help="such as 0.11 or 0.33.0")
     parser.add_argument("--all", action="store_true", help="every release, not one a minor")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the docs page here")
     arguments = parser.parse_args()
     releases = RELEASES if arguments.all else LATEST_OF_MINORS
     if arguments.releases:
@@ -173,6 +197,8 @@ def main() -> int:
         console.print(failure, markup=False)
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+    if arguments.markdown:
+        arguments.markdown.write_text(_page([file.stem[5:] for file in files], results, releases))
     unproven = [
         release
         for release, (seams, _) in zip(releases, results, strict=True)

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,7 @@ from kvview import (
     ViewClosedError,
     make_offload_key,
 )
-from kvview_vllm import capabilities, view
+from kvview_vllm import capabilities, pool, view
 from kvview_vllm.pool import VLLMBlockPoolView
 
 with warnings.catch_warnings():
@@ -41,6 +42,7 @@ with warnings.catch_warnings():
 
 BLOCK_SIZE = 16
 NULL = 0
+CHUNK_SIZES = (pool._FIRST_CHUNK, pool._LARGEST_CHUNK)
 
 
 class Engine:
@@ -141,10 +143,10 @@ def test_unknown_touch_is_refused() -> None:
     class Fork(block_pool.BlockPool):  # type: ignore[misc,name-defined]
         def touch(self, blocks: Any, deadline: float) -> None: ...
 
-    pool = Engine(4).pool
-    pool.__class__ = Fork
+    forked = Engine(4).pool
+    forked.__class__ = Fork
     with pytest.raises(UnsupportedEngineError) as caught:
-        view(pool)
+        view(forked)
     for part in ("pool seam", vllm.__version__, "touch(blocks, deadline)", "0.11.0 - 0.33.0"):
         assert part in str(caught.value)
 
@@ -306,7 +308,7 @@ def test_pool_7_touching_what_a_walk_yields(num_ahead: int) -> None:
     keys = engine.cached_and_free(150)
     order = list(keys)
     walked = []
-    for block_id, key in pool_view.iter_free_block_ids_with_hash():
+    for block_id, key in islice(pool_view.iter_free_block_ids_with_hash(), 200):
         assert keys[block_id] == key
         walked.append(block_id)
         at = order.index(block_id)
@@ -320,10 +322,10 @@ def test_pool_7_freed_blocks_do_not_join_a_walk(
 ) -> None:
     order = list(engine.cached_and_free(6))
     walked = []
-    for block_id, _ in pool_view.iter_free_block_ids_with_hash():
+    for block_id, _ in islice(pool_view.iter_free_block_ids_with_hash(), 100):
         walked.append(block_id)
         pool_view.touch_blocks([block_id])
-        pool_view.free_blocks([block_id])  # goes to the tail: without a mark it comes for ever
+        pool_view.free_blocks([block_id])  # goes to the tail, and would come for ever
     assert walked == order
 
 
@@ -469,8 +471,12 @@ class Walked:
 class PoolMachine(RuleBasedStateMachine):
     """The scheduler and two owners' views on one pool, against dicts and sets."""
 
-    @initialize(num_blocks=st.integers(2, 40))
-    def start(self, num_blocks: int) -> None:
+    @initialize(
+        num_blocks=st.integers(2, 40), share=st.sampled_from([0, 0.5, 1]), chunk=st.integers(1, 16)
+    )
+    def start(self, num_blocks: int, share: float, chunk: int) -> None:
+        # Chunks smaller than the real ones, so that small pools fill several.
+        pool._FIRST_CHUNK, pool._LARGEST_CHUNK = chunk, 2 * chunk
         self.engine = Engine(num_blocks)
         self.null_references = self.engine.pool.null_block.ref_cnt
         self.views = [view(self.engine.pool, owner=name) for name in ("first", "second")]
@@ -480,6 +486,11 @@ class PoolMachine(RuleBasedStateMachine):
         self.walks: list[Walked] = []
         self.num_blocks = num_blocks
         self.num_hashes = 0
+        keys = self.engine.cached_and_free(int(share * (num_blocks - 1)))
+        self.hashes.update({block_id: [key] for block_id, key in keys.items()})
+
+    def teardown(self) -> None:
+        pool._FIRST_CHUNK, pool._LARGEST_CHUNK = CHUNK_SIZES
 
     def references(self, block_id: int) -> int:
         return self.engine_held[block_id] + self.held[0][block_id] + self.held[1][block_id]
@@ -530,7 +541,7 @@ class PoolMachine(RuleBasedStateMachine):
         held = sorted(b for b, count in self.engine_held.items() if count)
         for block_id in dict.fromkeys(self.pick(data, held, max_size=8)):
             self.num_hashes += 1
-            block_hash = b"%032d" % self.num_hashes
+            block_hash = b"%032d" % (self.num_hashes + self.num_blocks)
             if block_id not in self.hashes:
                 self.hashes[block_id] = [self.engine.cache(block_id, block_hash, group)]
             elif "several_hashes" in self.engine.flags:
@@ -635,17 +646,17 @@ class PoolMachine(RuleBasedStateMachine):
     def pool_is_as_the_oracle_says(self) -> None:
         if not hasattr(self, "engine"):
             return
-        pool, pool_view = self.engine.pool, self.views[0]
+        real, pool_view = self.engine.pool, self.views[0]
         free = [b for b in range(1, self.num_blocks) if self.is_free(b)]
         assert sorted(self.engine.queue()) == free
         assert pool_view.num_free_blocks() == len(free)
-        assert pool.null_block.ref_cnt == self.null_references
+        assert real.null_block.ref_cnt == self.null_references
         for owner in (0, 1):
             assert self.views[owner].held_blocks() == +self.held[owner]
         for block_id in range(self.num_blocks):
             assert pool_view.is_free(block_id) == self.is_free(block_id)
             assert pool_view.block_hashes(block_id) == tuple(self.in_order(block_id))
-            assert block_id == NULL or pool.blocks[block_id].ref_cnt == self.references(block_id)
+            assert block_id == NULL or real.blocks[block_id].ref_cnt == self.references(block_id)
         for block_id, hashes in self.hashes.items():
             assert {pool_view.find_cached_block(h) for h in hashes} == {block_id}
 

@@ -1,0 +1,144 @@
+"""The conformance kit on vLLM's real BlockPool, of whichever release can be imported.
+
+The harness makes the engine's moves with the pool's own public methods.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvview import GPUBlockPoolView, GuardedView
+from kvview.testing import BoundCheck, Capability, Outcome, parametrize_with_checks, run_checks
+from kvview_vllm.pool import view as make_view
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("vllm", reason="needs a vLLM release", exc_type=ImportError)
+    block_pool = pytest.importorskip(
+        "vllm.v1.core.block_pool", reason="needs a vLLM release", exc_type=ImportError
+    )
+
+HASH_BLOCK_SIZE = 16
+
+
+class VLLMPool:
+    """The real pool, and the adapter's view of it.
+
+    Args:
+        num_blocks: Blocks in the pool, the null block included.
+    """
+
+    null_block_id = 0
+
+    def __init__(self, num_blocks: int = 24) -> None:
+        arguments = {}
+        if "hash_block_size" in inspect.signature(block_pool.BlockPool).parameters:
+            arguments["hash_block_size"] = HASH_BLOCK_SIZE
+        self.num_blocks = num_blocks
+        self.pool: Any = block_pool.BlockPool(num_blocks, True, **arguments)
+        self.plain_view: Any = make_view(self.pool)
+        self.view: GPUBlockPoolView = self.guard(self.plain_view)
+
+    def guard(self, plain_view: Any) -> GPUBlockPoolView:
+        """The view under test, over the adapter's."""
+        view: GPUBlockPoolView = plain_view
+        return view
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """All of a pool's but those that a release has no method for."""
+        has = {
+            *(Capability.CACHE, Capability.RESET, Capability.CLOSE, Capability.SIZED),
+            *(Capability.POOL_SIZE, Capability.FREE_COUNT, Capability.IS_FREE),
+            *(Capability.BLOCK_HASHES, Capability.FIND_CACHED, Capability.FREE_ORDER),
+            Capability.HOLDS,
+        }
+        if hasattr(self.pool, "evict_blocks"):
+            has.add(Capability.EVICT)
+        return frozenset(has)
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        return [block.block_id for block in self.pool.get_new_blocks(num_blocks)]
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        self.pool.free_blocks([self.pool.blocks[block_id] for block_id in block_ids])
+
+    def cache(
+        self, block_ids: Sequence[int], block_hashes: Sequence[bytes], group_idx: int
+    ) -> None:
+        request = SimpleNamespace(block_hashes=list(block_hashes))
+        blocks = [self.pool.blocks[block_id] for block_id in block_ids]
+        self.pool.cache_full_blocks(request, blocks, 0, len(blocks), HASH_BLOCK_SIZE, group_idx)
+
+    def evict(self, block_ids: Sequence[int]) -> None:
+        self.pool.evict_blocks(set(block_ids))
+
+    def reset(self) -> bool:
+        done: bool = self.pool.reset_prefix_cache()
+        return done
+
+    def close(self) -> Mapping[int, int]:
+        still_held: Mapping[int, int] = self.plain_view.close()
+        return still_held
+
+    def sized(self, num_blocks: int) -> VLLMPool:
+        return type(self)(num_blocks)
+
+
+class GuardedVLLMPool(VLLMPool):
+    """The same behind a guard, with a clock that stands still until it is moved."""
+
+    def __init__(self, num_blocks: int = 24, pin_budget: float | None = None) -> None:
+        self.seconds = 0.0
+        self.pin_budget = pin_budget
+        super().__init__(num_blocks)
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        return super().capabilities | {
+            Capability.LEASES,
+            Capability.PIN_BUDGET,
+            Capability.ONE_THREAD,
+        }
+
+    def guard(self, plain_view: Any) -> GPUBlockPoolView:
+        return GuardedView(
+            plain_view,
+            owner="conformance",
+            pin_budget=self.pin_budget,
+            clock=lambda: self.seconds,
+        )
+
+    def close(self) -> Mapping[int, int]:
+        guard: Any = self.view
+        still_held: Mapping[int, int] = guard.close()
+        return still_held
+
+    def advance(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    def budgeted(self, num_blocks: int) -> GuardedVLLMPool:
+        return type(self)(self.num_blocks, pin_budget=num_blocks / self.num_blocks)
+
+
+@parametrize_with_checks(VLLMPool)
+def test_bare_pool(check: BoundCheck) -> None:
+    check()
+
+
+@parametrize_with_checks(GuardedVLLMPool)
+def test_guarded_pool(check: BoundCheck) -> None:
+    check()
+
+
+def test_only_what_the_release_lacks_is_skipped() -> None:
+    report = run_checks(GuardedVLLMPool, select=["POOL-*", "GUARD-1"])
+    skipped = {result.reason for result in report if result.outcome is Outcome.SKIPPED}
+    lacks = [] if hasattr(VLLMPool().pool, "evict_blocks") else ["evict"]
+    assert skipped == {f"the harness does not declare {name}" for name in (*lacks, "many_hashes")}
