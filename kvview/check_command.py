@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -77,6 +78,7 @@ def _one_line_errors() -> Iterator[None]:
 @click.option(
     "--json", "json_file", metavar="FILE", help="Write the report there ('-' for stdout)."
 )
+@click.option("--report", "page_file", metavar="FILE.html", help="Write a page for people there.")
 @click.option("--self-test", is_flag=True, help="Check the checks: every planted fault must die.")
 def check(
     target: str | None,
@@ -86,6 +88,7 @@ def check(
     seed: int | None,
     seeds: int,
     json_file: str | None,
+    page_file: str | None,
     self_test: bool,
 ) -> None:
     """Check an implementation against the laws of its contract.
@@ -96,9 +99,12 @@ def check(
     """
     console = Console(stderr=json_file == "-")  # stdout is the report's alone then
     with _one_line_errors():
-        if json_file not in (None, "-") and not Path(json_file).absolute().parent.is_dir():
-            raise ConfigError(f"--json {json_file!r}: not a file in an existing folder")
+        if json_file != "-":
+            _require_writable("--json", json_file)
+        _require_writable("--report", page_file)
         if self_test:
+            if page_file is not None:
+                raise ConfigError("--report is for a TARGET: --self-test has no page")
             if target is not None:
                 raise ConfigError("--self-test takes no TARGET: it brings its own")
             _finish(*_self_test(console), json_file)
@@ -108,7 +114,8 @@ def check(
 
         subject = load_target(target)
         if isinstance(subject, type) and issubclass(subject, Connector):
-            _finish(*_check_connector(console, subject, target, seed or 0, seeds), json_file)
+            found = _check_connector(console, subject, target, seed or 0, seeds, page_file)
+            _finish(*found, json_file)
         expected = (
             {} if expected_failures_file is None else read_expected_failures(expected_failures_file)
         )
@@ -123,9 +130,24 @@ def check(
                 on_result=lambda result: on_progress(result.check.name),
             )
         _show(console, report)
+        if page_file is not None:
+            from kvview.testing.page import write_checks_report
+
+            write_checks_report(page_file, report)
         interrupted = 1 if report.failures else 2
         code = interrupted if report.is_interrupted else int(not report.is_clean)
         _finish(code, report.to_dict(), json_file)
+
+
+def _require_writable(option: str, path: str | None) -> None:
+    # Before the run: a report that cannot be written must not cost the run.
+    if path is None:
+        return
+    folder = Path(path).absolute().parent
+    if not path or Path(path).is_dir() or not folder.is_dir():
+        raise ConfigError(f"{option} {path!r}: not a file in an existing folder")
+    if not os.access(path if Path(path).exists() else folder, os.W_OK):
+        raise ConfigError(f"{option} {path!r}: not writable")
 
 
 def _finish(code: int, report: dict[str, Any], json_file: str | None) -> None:
@@ -149,7 +171,12 @@ def _status(title: str) -> Iterator[Callable[[str], None]]:
 
 
 def _check_connector(
-    console: Console, connector_class: type[Connector], target: str, first_seed: int, seeds: int
+    console: Console,
+    connector_class: type[Connector],
+    target: str,
+    first_seed: int,
+    seeds: int,
+    page_file: str | None,
 ) -> tuple[int, dict[str, Any]]:
     try:
         from kvview_reference.simulation import check_connector
@@ -168,6 +195,10 @@ def _check_connector(
             on_progress=lambda done, failed: on_progress(f"{done} seeds, {failed} failed"),
         )
     _show_connector(console, report, target)
+    if page_file is not None:
+        from kvview_reference.report import write_report
+
+        write_report(page_file, report)
     failures = [
         {"seed": one.seed, "law": one.law, "message": one.message, "script": one.script}
         for one in report.failures

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import compress
 from typing import Any, overload
 
 from kvview import RequestInfo, RequestStep
@@ -13,12 +14,12 @@ def request_info(request: Any) -> RequestInfo:
     return RequestInfo(request.request_id, request.num_tokens, request.block_hashes)
 
 
-def is_resumed(cached: Any, index: int) -> bool:
-    """Whether an entry of ``CachedRequestData`` begins its block table anew."""
-    resumed = getattr(cached, "resumed_req_ids", None)
+def resumed_request_ids(cached: Any) -> Collection[str]:
+    """The requests of ``CachedRequestData`` whose block tables begin anew."""
+    resumed: Collection[str] | None = getattr(cached, "resumed_req_ids", None)
     if resumed is None:  # a list of flags in 0.11.0
-        return bool(cached.resumed_from_preemption[index])
-    return cached.req_ids[index] in resumed
+        resumed = set(compress(cached.req_ids, cached.resumed_from_preemption))
+    return resumed
 
 
 class LazySteps(Sequence[RequestStep]):

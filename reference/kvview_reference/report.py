@@ -105,10 +105,11 @@ def timeline_svg(timeline: Sequence[Snapshot]) -> str:
         )
         base = upper
     line = _steps([snapshot.in_flight for snapshot in timeline], x, y)
-    parts.append(
-        f'<polyline fill="none" stroke="{_IN_FLIGHT}" stroke-width="2.5" '
-        f'points="{_points(line)}"><title>{_IN_FLIGHT_LABEL}</title></polyline>'
-    )
+    for colour, thickness in (("#fff", 5), (_IN_FLIGHT, 2.5)):  # the halo parts it from the areas
+        parts.append(
+            f'<polyline fill="none" stroke="{colour}" stroke-width="{thickness}" '
+            f'points="{_points(line)}"><title>{_IN_FLIGHT_LABEL}</title></polyline>'
+        )
     parts += [*_axes(timeline, top, x, y), *_legend()]
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
