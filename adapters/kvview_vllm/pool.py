@@ -136,8 +136,6 @@ class VLLMBlockPoolView:
         if not found:
             self._open_pool()
             return
-        for walk in self._walks:
-            walk.gone.update(block_ids)
         if may_repeat:
             # Up to 0.23 the engine queues a block once per occurrence when its last
             # reference goes with others of its own in one call (vLLM #42571).
@@ -278,7 +276,7 @@ class _Walk:
     """
 
     def __init__(self, queue: Any, capabilities: frozenset[str]) -> None:
-        self.gone: set[int] = set()  # touched or freed through the view since the start
+        self._gone: set[int] = set()  # touched through the view since the start
         self._seen: set[int] = set()
         self._head = queue.fake_free_list_head
         self._tail = queue.fake_free_list_tail
@@ -293,7 +291,7 @@ class _Walk:
         size = _FIRST_CHUNK
         while chunk := self._read(size):
             for block in chunk:
-                if _is_queued(block) and block.block_id not in self.gone:
+                if _is_queued(block) and block.block_id not in self._gone:
                     yield block
             size = min(2 * size, _LARGEST_CHUNK)
 
@@ -304,12 +302,12 @@ class _Walk:
             self._cursor = self._cursor.next_free_block
         while self._last.block_id in leaving:
             self._last = self._last.prev_free_block
-        self._unseen -= len(leaving - self.gone - self._seen)
-        self.gone.update(block.block_id for block in blocks)
+        self._unseen -= len(leaving - self._gone - self._seen)
+        self._gone.update(block.block_id for block in blocks)
 
     def _read(self, size: int) -> list[Any]:
         """The next blocks of the queue, at most ``size``; none at the end."""
-        seen, gone, tail = self._seen, self.gone, self._tail
+        seen, gone, tail = self._seen, self._gone, self._tail
         chunk: list[Any] = []
         block = self._place()
         while len(chunk) < size:
@@ -342,7 +340,7 @@ class _Walk:
             if (
                 before is self._head
                 or before.block_id in self._seen
-                or before.block_id in self.gone
+                or before.block_id in self._gone
             ):
                 return block
             if self._joins_in_front and before.block_hash is None:

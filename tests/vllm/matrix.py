@@ -1,6 +1,7 @@
 """The adapter's tests against many vLLM releases: a table of release x seam.
 
-    python tests/vllm/matrix.py [--releases 0.11 0.33.0 ...] [--all] [--json FILE] [--markdown FILE]
+    python tests/vllm/matrix.py [--releases 0.11 0.33.0 ...] [--all] [--seams view ...]
+                                [--json FILE] [--markdown FILE]
 
 Each test file of this folder is one seam. A release runs in a process of its own,
 on the sources that ``sources.py`` unpacks. The exit code is 1 if anything failed, or
@@ -165,6 +166,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The adapter's tests on many vLLM releases.")
     parser.add_argument("--releases", nargs="+", metavar="RELEASE", help="such as 0.11 or 0.33.0")
     parser.add_argument("--all", action="store_true", help="every release, not one a minor")
+    parser.add_argument("--seams", nargs="+", metavar="SEAM", help="such as view; default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the docs page here")
     arguments = parser.parse_args()
@@ -172,6 +174,10 @@ def main() -> int:
     if arguments.releases:
         releases = tuple(dict.fromkeys(map(resolve, arguments.releases)))
     files = sorted(HERE.glob("test_*.py"))
+    if arguments.seams:
+        files = [file for file in files if file.stem[5:] in arguments.seams]
+    if not files:
+        parser.error("no test file for these seams")
 
     with ThreadPoolExecutor(PROCESSES) as executor:
         results = list(executor.map(lambda release: run_release(release, files), releases))
