@@ -179,7 +179,7 @@ class VLLMBlockPoolView:
         back between two items cannot be told from what stayed where it was: such
         a block may still be yielded, if what is yielded is true then.
         """
-        for block in self._walk():
+        for block in self._walk(hashed_only=True):
             block_id: int = block.block_id
             if (primary := block.block_hash) is not None:
                 yield block_id, primary
@@ -191,12 +191,12 @@ class VLLMBlockPoolView:
 
     def iter_free_block_ids(self) -> Iterator[int]:
         """All free blocks, next victim first."""
-        for block in self._walk():
+        for block in self._walk(hashed_only=False):
             yield block.block_id
             self._open_pool()
 
-    def _walk(self) -> Iterator[Any]:
-        walk = _Walk(self._open_pool().free_block_queue, self.capabilities)
+    def _walk(self, *, hashed_only: bool) -> Iterator[Any]:
+        walk = _Walk(self._open_pool().free_block_queue, self.capabilities, hashed_only)
         self._walks.append(walk)
         try:
             yield from walk.blocks()
@@ -275,7 +275,7 @@ class _Walk:
        hashed ones that were missed.
     """
 
-    def __init__(self, queue: Any, capabilities: frozenset[str]) -> None:
+    def __init__(self, queue: Any, capabilities: frozenset[str], hashed_only: bool) -> None:
         self._gone: set[int] = set()  # touched through the view since the start
         self._seen: set[int] = set()
         self._head = queue.fake_free_list_head
@@ -284,6 +284,7 @@ class _Walk:
         self._last = self._tail.prev_free_block
         self._unseen = queue.num_free_blocks
         self._joins_in_front = bool(capabilities & {"unhashed_first", "free_prepend"})
+        self._hashed_only = hashed_only
         self._rescanned = False
 
     def blocks(self) -> Iterator[Any]:
@@ -307,22 +308,27 @@ class _Walk:
 
     def _read(self, size: int) -> list[Any]:
         """The next blocks of the queue, at most ``size``; none at the end."""
-        seen, gone, tail = self._seen, self._gone, self._tail
+        seen, gone, tail, last = self._seen, self._gone, self._tail, self._last
+        num_seen = len(seen)
         chunk: list[Any] = []
         block = self._place()
         while len(chunk) < size:
             if block is tail:
-                if self._rescanned or not self._unseen:
+                if self._rescanned or self._unseen <= len(seen) - num_seen:
                     break
                 self._rescanned = True
+                # From 0.24 unhashed blocks join in front (PR #42656): the last pass
+                # could not tell them from missed ones.
+                self._hashed_only = self._hashed_only or self._joins_in_front
                 block = self._head.next_free_block
                 continue
             block_id = block.block_id
-            if block_id not in seen and block_id not in gone and not self._is_newcomer(block):
+            if block_id not in seen and block_id not in gone:
+                if not self._hashed_only or block.block_hash is not None:
+                    chunk.append(block)
                 seen.add(block_id)
-                chunk.append(block)
-            block = tail if block is self._last else block.next_free_block
-        self._unseen -= len(chunk)
+            block = tail if block is last else block.next_free_block
+        self._unseen -= len(seen) - num_seen
         self._cursor = block
         return chunk
 
@@ -346,11 +352,6 @@ class _Walk:
             if self._joins_in_front and before.block_hash is None:
                 return block
         return self._head.next_free_block
-
-    def _is_newcomer(self, block: Any) -> bool:
-        # From 0.24 unhashed blocks join in front (PR #42656): there the last pass
-        # cannot tell them from missed ones.
-        return self._rescanned and self._joins_in_front and block.block_hash is None
 
 
 def _is_queued(block: Any) -> bool:
