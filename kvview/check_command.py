@@ -33,7 +33,8 @@ _STYLES = {
 
 
 @contextmanager
-def _one_line_errors() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
+    """What the user can mend is one line and exit code 2, without a traceback."""
     try:
         yield
     except KVViewError as error:
@@ -98,7 +99,7 @@ def check(
     or a connector class, which is run in the reference engine under faults.
     """
     console = Console(stderr=json_file == "-")  # stdout is the report's alone then
-    with _one_line_errors():
+    with one_line_errors():
         if json_file != "-":
             _require_writable("--json", json_file)
         _require_writable("--report", page_file)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from rich.progress import (
 from rich.table import Table
 
 from kvview import __version__
-from kvview.check_command import check
+from kvview.check_command import check, one_line_errors
 from kvview.config import load_connector
 from kvview.errors import ConfigError, KVViewError
 
@@ -35,21 +34,6 @@ if TYPE_CHECKING:
 
 DEFAULT_CONNECTOR = "kvview_reference.connector:LazyOffloadConnector"
 _SYNTHETIC_BLOCK_SIZE = 512
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """What the user can mend is one line and exit code 2, without a traceback."""
-    try:
-        yield
-    except KVViewError as error:
-        click.echo(f"kvview: {error}", err=True)
-        sys.exit(2)
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "numpy"):
-            raise
-        click.echo(f"kvview: this needs {error.name}: pip install 'kvview[reference]'", err=True)
-        sys.exit(2)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -117,7 +101,7 @@ def replay(
     Without one, a seeded workload of the same shape is generated. Every byte
     that the connector loads is verified.
     """
-    with _one_line_errors():
+    with one_line_errors():
         from kvview_reference.replay import ReplayConfig
         from kvview_reference.replay import replay as run
         from kvview_reference.traces import open_trace
@@ -168,7 +152,7 @@ def replay(
 )
 def doctor(json_file: str | None) -> None:
     """Say which vLLM is installed, and whether kvview fits it."""
-    with _one_line_errors():
+    with one_line_errors():
         _check_writable(json_file)
         from kvview_vllm.doctor import diagnose
 
