@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from kvview import (
+    CacheGeometry,
     ConfigError,
     Connector,
     ConnectorConfig,
@@ -16,7 +17,6 @@ from kvview import (
     OffloadKey,
     SchedulerConnector,
     WorkerConnector,
-    make_offload_key,
 )
 from kvview.testing.invariants import (
     HoldWatch,
@@ -26,11 +26,9 @@ from kvview.testing.invariants import (
     check_drained,
     check_free_list,
 )
-from kvview_reference.engine import Engine
 from kvview_reference.multi_connector import MultiScheduler, MultiWorker
-from kvview_reference.pool import NULL_BLOCK_ID
-from kvview_reference.request import Request, Status, chain_hashes
-from kvview_reference.simulation_faults import FaultyWorker, hook
+from kvview_reference.simulation_engine import EngineFactory, ReferenceEngines, SimulatedEngine
+from kvview_reference.simulation_faults import FaultyWorker, Pool, hook
 from kvview_reference.simulation_result import Failure, SimulationResult, Snapshot
 from kvview_reference.simulation_scenario import (
     Abort,
@@ -38,16 +36,14 @@ from kvview_reference.simulation_scenario import (
     Add,
     Alias,
     Event,
+    Fate,
     Reset,
     Scenario,
     Squeeze,
     Step,
-    make_request,
 )
 from kvview_reference.simulation_watch import FEWEST_CHANCES, Ledger, WatchedScheduler
 
-PAGE_BYTES = 64
-NUM_LAYERS = 2
 _PATIENCE = 30  # steps that a block may be held for no job
 _STEPS_BEFORE_LOST = 12  # of the drain, until what is lost is reported
 _MAX_STILL_STEPS = 80  # of the drain, in which nothing ends
@@ -61,6 +57,7 @@ def simulate(
     options: Mapping[str, Any] | None = None,
     *,
     unique_ids: bool = False,
+    engines: EngineFactory | None = None,
 ) -> SimulationResult:
     """Run a connector through a scenario; the same arguments give the same result.
 
@@ -70,12 +67,16 @@ def simulate(
         options: Of the connector. ``cpu_blocks`` and ``enable_events`` are added where
             it takes them.
         unique_ids: Whether a request id that comes again gets another name.
+        engines: Builds the engine; the reference engine by default. What it can not
+            play of the scenario is left out, and counted in the result's coverage.
 
     Raises:
         ConfigError: The connector refuses the options, or the scenario has a size
             that no engine takes.
     """
-    return _Run(connector_class, scenario, dict(options or {}), unique_ids).run()
+    return _Run(
+        connector_class, scenario, dict(options or {}), unique_ids, engines or ReferenceEngines()
+    ).run()
 
 
 def _build(
@@ -91,8 +92,8 @@ def _build(
     return connector_class(ConnectorConfig(scenario.geometry, options)), False
 
 
-class _Run(Connector):
-    """Is between the engine and the connector: builds its halves and watches both.
+class _Part(Connector):
+    """One connector as the engine sees it: the real ones under it, with both halves watched.
 
     The engine's calls to the scheduler half come through :class:`WatchedScheduler`, those to
     the worker half through :class:`FaultyWorker`.
@@ -100,105 +101,104 @@ class _Run(Connector):
 
     def __init__(
         self,
-        connector_class: type[Connector],
-        scenario: Scenario,
-        options: dict[str, Any],
-        unique_ids: bool,
+        children: Sequence[Connector],
+        geometry: CacheGeometry,
+        fates: Iterator[Fate],
+        pool: Pool,
     ) -> None:
-        super().__init__(ConnectorConfig(scenario.geometry))
-        self.scenario = scenario
-        self.geometry = scenario.geometry
-        self.ledger = Ledger(scenario.geometry)
-        self._name = connector_class.__name__
-        self._children = []
-        for _ in range(scenario.num_connectors):
-            child, self._knows_cpu_blocks = _build(connector_class, scenario, options)
-            self._children.append(child)
-        self._watch = HoldWatch(_PATIENCE)
-        self._timeline: list[Snapshot] = []
-        self._squeezed: list[int] = []
-        self._seconds = 0.0
-        self._num_begun = 0
-        self._num_added = 0
-        self._unique_ids = unique_ids
-        self._names: dict[str, str] = {}  # of requests in the scenario, to those in the engine
-        self._num_aliases = 0
-        self._num_wrong = 0
-        self._engine: Engine | None = None
-
-    # --- what the engine builds ---
+        super().__init__(ConnectorConfig(geometry))
+        self.ledger = Ledger(geometry)
+        self._children = children
+        self._fates = fates
+        self._pool = pool
 
     def make_scheduler(self) -> SchedulerConnector:
         with hook("make_scheduler", "CONN-1"):
             halves = [child.make_scheduler() for child in self._children]
-        self.scheduler = WatchedScheduler(
-            halves[0] if len(halves) == 1 else MultiScheduler(halves), self.ledger
-        )
+        half = halves[0] if len(halves) == 1 else MultiScheduler(halves)
+        self.scheduler = WatchedScheduler(half, self.ledger)
         return self.scheduler
 
     def make_worker(self) -> WorkerConnector:
         with hook("make_worker", "CONN-1"):
             halves = [child.make_worker() for child in self._children]
-        fates = iter(self.scenario.fates)
-        self.workers = [FaultyWorker(half, fates, self, self.ledger.on_reported) for half in halves]
+        on_reported = self.ledger.on_reported
+        self.workers = [FaultyWorker(half, self._fates, self._pool, on_reported) for half in halves]
         return self.workers[0] if len(halves) == 1 else MultiWorker(self.workers)
+
+
+class _Run:
+    """Builds the connectors and the engine, plays the scenario, and watches both."""
+
+    def __init__(
+        self,
+        connector_class: type[Connector],
+        scenario: Scenario,
+        options: dict[str, Any],
+        unique_ids: bool,
+        engines: EngineFactory,
+    ) -> None:
+        self.scenario, left_out = engines.fit(scenario)
+        self._coverage = Counter(f"left out: {what}" for what in left_out)
+        self._engines = engines
+        self._name = connector_class.__name__
+        children = []
+        for _ in range(self.scenario.num_connectors):
+            child, self._knows_cpu_blocks = _build(connector_class, self.scenario, options)
+            children.append(child)
+        groups = [[child] for child in children] if engines.runs_side_by_side else [children]
+        fates = iter(self.scenario.fates)
+        self._parts = [_Part(group, self.scenario.geometry, fates, self) for group in groups]
+        self._watch = HoldWatch(_PATIENCE)
+        self._timeline: list[Snapshot] = []
+        self._seconds = 0.0
+        self._num_begun = 0
+        self._num_added = 0
+        self._unique_ids = unique_ids
+        self._names: dict[str, str] = {}  # of requests in the scenario, to those in the engine
+        self._num_wrong = 0
+        self._engine: SimulatedEngine | None = None
 
     # --- what the worker's wrapper asks ---
 
     def is_free(self, block_id: int) -> bool:
-        return self.engine.kv_cache.pool.ref_cnt(block_id) == 0
+        return self.engine.ref_count(block_id) == 0
 
     def hashes(self, block_id: int) -> tuple[OffloadKey, ...]:
-        return self.engine.kv_cache.pool.block_hashes(block_id)
+        return self.engine.block_hashes(block_id)
 
     def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
-        request = self.engine.loading_request(request_id)
-        expected: dict[int, OffloadKey] = {}
-        if request is None:
-            return expected
-        for index, table in enumerate(self.engine.kv_cache.block_tables(request_id)):
-            for number, block_id in enumerate(table):
-                if block_id != NULL_BLOCK_ID:
-                    position = self.geometry.block_hash_index(index, number)
-                    expected[block_id] = make_offload_key(request.block_hashes[position], index)
-        return expected
+        return self.engine.expected_keys(request_id)
 
     @property
-    def num_in_flight(self) -> int:
-        """Jobs that are not reported yet."""
-        return sum(worker.num_in_flight for worker in self.workers)
-
-    @property
-    def engine(self) -> Engine:
+    def engine(self) -> SimulatedEngine:
         assert self._engine is not None, "the engine is built by run()"
         return self._engine
+
+    @property
+    def _workers(self) -> list[FaultyWorker]:
+        return [worker for part in self._parts for worker in part.workers]
+
+    @property
+    def _num_in_flight(self) -> int:
+        """Jobs that are not reported yet."""
+        return sum(worker.num_in_flight for worker in self._workers)
 
     # --- the run ---
 
     def run(self) -> SimulationResult:
         failure = None
         try:
-            scenario = self.scenario
-            self._engine = Engine(
-                self.geometry,
-                self,
-                num_gpu_blocks=scenario.num_gpu_blocks,
-                page_bytes=PAGE_BYTES,
-                num_layers=NUM_LAYERS,
-                max_running=scenario.max_running,
-                max_tokens_per_step=scenario.max_tokens_per_step,
-                decode_tokens=scenario.decode_tokens,
+            self._engine = self._engines.build(
+                self.scenario, self._parts, owner=self._name, clock=lambda: self._seconds
             )
-            # Leases expire by steps, not by the clock of the machine.
-            self.engine.view.now = lambda: self._seconds
-            self.engine.view.owner = self._name
-            for event in scenario.events:
+            for event in self.scenario.events:
                 self._num_begun += 1
                 self._play(event)
-            if not scenario.ends_abruptly:
+            if not self.scenario.ends_abruptly:
                 self._drain()
                 self._probe()
-                self._reset(is_last=True)
+                self._reset()
             self._shutdown()
         except InvariantBroken as broken:
             failure = self._failure(broken.law, broken.message)
@@ -208,16 +208,16 @@ class _Run(Connector):
             failure = self._failure(*((law, message) if is_law else ("CONN-3", str(error))))
         finally:
             if self._engine is not None:
-                for worker in self.workers:
+                for worker in self._workers:
                     with suppress(InvariantBroken):  # threads and memory, whatever happened
                         worker.shutdown()
+        for part in self._parts:
+            self._coverage.update(part.ledger.coverage)
         if self._engine is not None:
             stats = self.engine.stats
             for name in ("requests", "preemptions", "steps"):
-                self.ledger.coverage[name] = getattr(stats, name)
-        return SimulationResult(
-            self.scenario, failure, tuple(self._timeline), dict(self.ledger.coverage)
-        )
+                self._coverage[name] = getattr(stats, name)
+        return SimulationResult(self.scenario, failure, tuple(self._timeline), dict(self._coverage))
 
     def _failure(self, law: str, message: str) -> Failure:
         return Failure(law, message, len(self._timeline), self._num_begun)
@@ -229,75 +229,47 @@ class _Run(Connector):
             case Abort(request_id):
                 self._abort(self._names.get(request_id, request_id))
             case AbortLoading():
-                loading = (r for r in self._unfinished().values() if r.status is Status.LOADING)
-                if request := next(loading, None):
-                    self._abort(request.request_id)
+                unfinished = self.engine.unfinished()
+                if loading := next((r for r, s in unfinished.items() if s == "loading"), None):
+                    self._abort(loading)
             case Step(count):
                 for _ in range(count):
                     self._step()
             case Squeeze(num_blocks):
-                pool = self.engine.kv_cache.pool
-                pool.free_blocks(self._squeezed)
-                self._squeezed = pool.allocate_blocks(min(num_blocks, pool.num_free_blocks()))
+                self.engine.squeeze(num_blocks)
             case Alias():
-                self._alias()
+                self._coverage["second hashes"] += self.engine.alias()
             case Reset():
                 self._reset()
 
-    def _unfinished(self) -> dict[str, Request]:
-        requests = {r.request_id: r for r in (*self.engine.waiting, *self.engine.running)}
-        for request_id in list(self.engine._loads):
-            request = self.engine.loading_request(request_id)
-            if request is not None and request.status is Status.LOADING:
-                requests[request_id] = request
-        return requests
-
     def _add(self, add: Add) -> None:
         name = self._names.get(add.request_id)
-        if name in self._unfinished():
+        if name in self.engine.unfinished():
             return
         self._num_added += 1
-        if name is not None:
-            self.ledger.coverage["ids again"] += 1
+        is_again = name is not None
         if name is None or self._unique_ids:
             name = f"{add.request_id}.{self._num_added}" if name else add.request_id
         self._names[add.request_id] = name
-        add = replace(add, request_id=name)
         # One that can never fit is none that an engine would queue.
         with suppress(ConfigError):
-            self.engine.add_request(make_request(add, self.geometry, self._num_added))
+            self.engine.add(replace(add, request_id=name), self._num_added)
+            self._coverage["ids again"] += is_again
 
     def _abort(self, request_id: str) -> None:
-        request = self._unfinished().get(request_id)
-        if request is not None:
-            self.ledger.coverage[f"aborted {request.status.name.lower()}"] += 1
+        status = self.engine.unfinished().get(request_id)
+        if status is not None:
+            self._coverage[f"aborted {status}"] += 1
             self.engine.abort(request_id)
             self._check()
-
-    def _alias(self) -> None:
-        for request in self.engine.running:
-            for index, table in enumerate(self.engine.kv_cache.block_tables(request.request_id)):
-                for block_id in table:
-                    if block_id != NULL_BLOCK_ID and len(self.hashes(block_id)) == 1:
-                        self._num_aliases += 1
-                        self.engine.kv_cache.pool.cache_blocks(
-                            [block_id],
-                            chain_hashes([f"alias {self._num_aliases}"]),
-                            group_idx=index,
-                            block_size=self.geometry.groups[index].block_size,
-                        )
-                        return
 
     def _step(self) -> None:
         self._seconds += 1.0
         self.engine.step()
         self._check(is_step=True)
 
-    def _reset(self, is_last: bool = False) -> None:
-        if self.engine.reset_cache():
-            self.ledger.coverage["resets"] += 1
-            self.scheduler.fold_events()
-            self.ledger.forget()
+    def _reset(self) -> None:
+        self._coverage["resets"] += self.engine.reset()
         self._check()
 
     def _drain(self) -> None:
@@ -305,15 +277,15 @@ class _Run(Connector):
         self._play(Squeeze(0))
         still, ended = 0, -1
         for number in range(_MAX_DRAIN_STEPS):
-            if not self.engine.has_work() and not self.num_in_flight:
+            if not self.engine.has_work() and not self._num_in_flight:
                 break
             if number >= _STEPS_BEFORE_LOST:
-                for worker in self.workers:
+                for worker in self._workers:
                     worker.release_lost()
             self._step()
             stats = self.engine.stats
             before, ended = ended, stats.finished + stats.aborted
-            ended += sum(worker.num_reported for worker in self.workers)
+            ended += sum(worker.num_reported for worker in self._workers)
             still = still + 1 if ended == before else 0
             if still > _MAX_STILL_STEPS:
                 self._raise_stuck()
@@ -321,23 +293,23 @@ class _Run(Connector):
             raise InvariantBroken(
                 "CONN-3", f"the connector still starts jobs after {_MAX_DRAIN_STEPS} idle steps"
             )
-        if self.engine.view.held_blocks():
+        if self.engine.held_blocks():
             self._seconds += _SECONDS_A_LEASE_MAY_LAST
             for _ in range(3):
                 self._step()
-        check_drained(self.engine.view.held_blocks(), "when everything has ended")
+        check_drained(self.engine.held_blocks(), "when everything has ended")
 
     def _raise_stuck(self) -> None:
-        engine = self.engine
-        if lost := [job for worker in self.workers for job in worker.unreported()]:
+        if lost := [job for worker in self._workers for job in worker.unreported()]:
             raise InvariantBroken("CONN-3", f"jobs {lost} were started and are never reported")
-        held = engine.view.held_blocks()
-        if waiting := [request.request_id for request in engine.waiting]:
+        held = self.engine.held_blocks()
+        unfinished = self.engine.unfinished()
+        if waiting := [request for request, status in unfinished.items() if status == "waiting"]:
             why = "match_prefix never answers" if not held else "there is no room for them"
             raise InvariantBroken(
                 "CONN-4" if held else "CONN-2",
                 f"requests {waiting} wait for ever: {why}, and the connector holds {len(held)} of "
-                f"{engine.kv_cache.pool.num_blocks - 1} blocks",
+                f"{self.engine.num_blocks - 1} blocks",
             )
         raise InvariantBroken(
             "CONN-3", "has_pending_work is true for ever, and nothing is in flight"
@@ -345,7 +317,7 @@ class _Run(Connector):
 
     def _probe(self) -> None:
         """Ask again for what was asked for, when none of it is on the GPU any more."""
-        if not self.ledger.wants_chances:
+        if not any(part.ledger.wants_chances for part in self._parts):
             return
         longest: dict[int, Add] = {}
         for event in self.scenario.events:
@@ -359,35 +331,36 @@ class _Run(Connector):
                 self._play(Squeeze(0))
                 self._add(add)
                 self._drain()
-        self.ledger.check_ever_hits(self.scenario.cpu_blocks if self._knows_cpu_blocks else 0)
+        for part in self._parts:
+            part.ledger.check_ever_hits(self.scenario.cpu_blocks if self._knows_cpu_blocks else 0)
 
     def _shutdown(self) -> None:
-        engine = self.engine
-        left = engine.shutdown()
+        left = self.engine.shutdown()
         check_drained(left, "after shutdown")
-        engine.scheduler_connector.shutdown()  # callable twice
-        engine.worker_connector.shutdown()
+        for part in self._parts:  # callable twice
+            part.scheduler.shutdown()
+            for worker in part.workers:
+                worker.shutdown()
 
     # --- the invariants ---
 
     def _check(self, is_step: bool = False) -> None:
         engine = self.engine
-        pool = engine.kv_cache.pool
-        refs = {block: pool.ref_cnt(block) for block in range(1, pool.num_blocks)}
-        held = engine.view.held_blocks()
-        owned = Counter(engine.held_blocks())
-        owned.update(self._squeezed)
-        in_flight = self.num_in_flight
-        num_free = pool.num_free_blocks()
+        refs = {block: engine.ref_count(block) for block in range(1, engine.num_blocks)}
+        held = engine.held_blocks()
+        owned = engine.engine_refs()
+        free = engine.free_block_ids()
+        in_flight = self._num_in_flight
         num_held = len(held.keys() - owned.keys())
         if is_step:
             step = len(self._timeline) + 1
-            self._timeline.append(Snapshot(step, num_free, len(owned), num_held, in_flight))
-        check_free_list(pool.free_block_ids(), refs)
+            self._timeline.append(Snapshot(step, len(free), len(owned), num_held, in_flight))
+        check_free_list(free, refs)
         check_conservation(refs, owned, held)
         before, self._num_wrong = self._num_wrong, engine.stats.mismatches
         check_bytes(self._num_wrong, before)
-        self.scheduler.fold_events()
-        self.ledger.check()
+        for part in self._parts:
+            part.scheduler.fold_events()
+            part.ledger.check()
         if is_step:
             self._watch.check(len(self._timeline), held.keys(), in_flight)

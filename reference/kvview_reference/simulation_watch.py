@@ -161,6 +161,7 @@ class WatchedScheduler(SchedulerConnector):
     def __init__(self, inner: SchedulerConnector, ledger: Ledger) -> None:
         self._inner = inner
         self._ledger = ledger
+        self._untaken: list[OffloadingEvent] = []  # in the ledger, not with the engine
 
     def _call(self, name: str, *args: Any) -> Any:
         with hook(name, _LAW_OF_HOOK.get(name, "CONN-4")):
@@ -168,7 +169,9 @@ class WatchedScheduler(SchedulerConnector):
 
     def fold_events(self) -> None:
         """Take the events so far into the ledger."""
-        self._ledger.events.apply(self.take_events())
+        events = list(self._call("take_events"))
+        self._untaken += events
+        self._ledger.events.apply(events)
 
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
         self._call("bind_gpu_block_pool_view", view)
@@ -218,14 +221,19 @@ class WatchedScheduler(SchedulerConnector):
         self._call("on_request_finished", request, block_ids, reason)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        events: Iterable[OffloadingEvent] = self._call("take_events")
+        self.fold_events()
+        events, self._untaken = self._untaken, []
         return events
 
     def has_pending_work(self) -> bool:
         return bool(self._call("has_pending_work"))
 
     def reset_cache(self) -> bool:
-        return bool(self._call("reset_cache"))
+        if not self._call("reset_cache"):
+            return False
+        self.fold_events()
+        self._ledger.forget()
+        return True
 
     def shutdown(self) -> None:
         self._call("shutdown")
