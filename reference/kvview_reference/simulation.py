@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvview import Connector
+from kvview_reference.simulation_engine import EngineFactory
 from kvview_reference.simulation_result import (
     ConnectorFailure,
     ConnectorReport,
@@ -74,6 +75,7 @@ def check_connector(
     options: Mapping[str, Any] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     max_shrink_runs: int = MAX_RUNS,
+    engines: EngineFactory | None = None,
 ) -> ConnectorReport:
     """Run a connector through the scenarios of many seeds.
 
@@ -86,6 +88,7 @@ def check_connector(
         on_progress: Called after each seed with the number of seeds and of failures
             so far.
         max_shrink_runs: Runs to make the first failure smaller; 0 leaves it as it is.
+        engines: Builds the engines; reference engines by default.
 
     Returns:
         What was found; after Ctrl-C, what was found until then.
@@ -101,11 +104,11 @@ def check_connector(
     start = time.perf_counter()
     try:
         for seed in range(first_seed, first_seed + seeds):
-            result = _run_seed(connector_class, seed, options)
+            result = _run(connector_class, generate_scenario(seed), options, engines)
             coverage.update(result.coverage)
             if result.failure is not None:
                 max_runs = 0 if failures else max_shrink_runs
-                failures.append(_explain(connector_class, seed, options, result, max_runs))
+                failures.append(_explain(connector_class, seed, options, engines, result, max_runs))
             num_seeds += 1
             if on_progress is not None:
                 on_progress(num_seeds, len(failures))
@@ -129,6 +132,7 @@ def replay_seed(
     *,
     options: Mapping[str, Any] | None = None,
     max_shrink_runs: int = MAX_RUNS,
+    engines: EngineFactory | None = None,
 ) -> ConnectorFailure | None:
     """Run one seed again, and make its failure smaller.
 
@@ -137,33 +141,31 @@ def replay_seed(
         seed: Of a failure.
         options: As when it failed.
         max_shrink_runs: Runs to make it smaller; 0 leaves it as it is.
+        engines: As when it failed.
 
     Returns:
         The failure, or None when there is none.
     """
     options = dict(options or {})
-    result = _run_seed(connector_class, seed, options)
+    result = _run(connector_class, generate_scenario(seed), options, engines)
     if result.failure is None:
         return None
-    return _explain(connector_class, seed, options, result, max_shrink_runs)
+    return _explain(connector_class, seed, options, engines, result, max_shrink_runs)
 
 
-def _run_seed(
-    connector_class: type[Connector], seed: int, options: dict[str, Any]
+def _run(
+    connector_class: type[Connector],
+    scenario: Scenario,
+    options: dict[str, Any],
+    engines: EngineFactory | None,
 ) -> SimulationResult:
-    return _attribute(
-        connector_class, options, simulate(connector_class, generate_scenario(seed), options)
-    )
-
-
-def _attribute(
-    connector_class: type[Connector], options: dict[str, Any], result: SimulationResult
-) -> SimulationResult:
-    """Find out whether it is the reuse of request ids that breaks the law (CONN-5)."""
+    """Run, and find out whether it is the reuse of request ids that breaks the law (CONN-5)."""
+    result = simulate(connector_class, scenario, options, engines=engines)
     failure = result.failure
     if failure is None or not result.coverage.get("ids again"):
         return result
-    if simulate(connector_class, result.scenario, options, unique_ids=True).failure is not None:
+    other = simulate(connector_class, result.scenario, options, unique_ids=True, engines=engines)
+    if other.failure is not None:
         return result
     message = f"only when a request id is used again: {failure.law}: {failure.message}"
     return replace(result, failure=replace(failure, law="CONN-5", message=message))
@@ -173,15 +175,15 @@ def _explain(
     connector_class: type[Connector],
     seed: int,
     options: dict[str, Any],
+    engines: EngineFactory | None,
     result: SimulationResult,
     max_runs: int,
 ) -> ConnectorFailure:
-    def run(scenario: Scenario) -> SimulationResult:
-        return _attribute(connector_class, options, simulate(connector_class, scenario, options))
-
-    result = shrink(result, run, max_runs)
+    result = shrink(
+        result, lambda scenario: _run(connector_class, scenario, options, engines), max_runs
+    )
     failure = result.failure
     assert failure is not None, "a shrunk run fails as well"
     comment = f"seed {seed}: {failure}"
-    script = to_script(connector_class, result.scenario, options, comment)
+    script = to_script(connector_class, result.scenario, options, comment, engines)
     return ConnectorFailure(seed, failure.law, failure.message, script, result)

@@ -298,9 +298,21 @@ def compact_repr(value: object) -> str:
 
 
 def to_script(
-    connector_class: type[object], scenario: Scenario, options: Mapping[str, Any], comment: str
+    connector_class: type[object],
+    scenario: Scenario,
+    options: Mapping[str, Any],
+    comment: str,
+    engines: object | None = None,
 ) -> str:
-    """Python that runs a scenario again, to paste."""
+    """Python that runs a scenario again, to paste.
+
+    Args:
+        connector_class: What is run.
+        scenario: The run.
+        options: Of the connector.
+        comment: Goes before it.
+        engines: A factory of engines that is built without arguments; None is the usual one.
+    """
     shown = compact_repr(scenario.geometry)
     names = sorted({"CacheGeometry", *(type(g).__name__ for g in scenario.geometry.groups)})
     used = {"Scenario", "simulate"}
@@ -326,6 +338,10 @@ def to_script(
         else:
             lines.append(f"    {field.name}={value!r},")
     given = f", {dict(options)!r}" if options else ""
+    if engines is not None:
+        factory = type(engines)
+        lines.insert(lines.index(""), f"from {factory.__module__} import {factory.__name__}")
+        given += f", engines={factory.__name__}()"
     lines += [")", f"print(simulate({connector}, scenario{given}).failure)"]
     return "\n".join(lines) + "\n"
 

@@ -1,0 +1,428 @@
+"""A real vLLM ``Scheduler`` without a model: what must be built around one, on any machine.
+
+The scheduler, its pool and the connectors are vLLM's; the configuration names a model
+that is never built, and what a model runner would answer is made up.
+
+- CPU-1 Nothing of vLLM **must** be patched; the platform is the one that it chose.
+- CPU-2 Only arguments that the installed release has **must** be passed: names are
+  read from its signatures.
+
+Source: vllm/config, vllm/v1/core/sched/scheduler.py and vllm/v1/outputs.py, 0.11.0 to
+0.33.0; the order of calls to a worker is that of vllm/v1/worker/gpu_model_runner.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvview import (
+    CacheGroup,
+    ChunkedLocalAttention,
+    FullAttention,
+    SlidingWindow,
+    UnsupportedEngineError,
+)
+
+MAX_TOKENS = 512
+"""Longest request, prompt and output together."""
+
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_V1": "1",
+}
+_MODEL = {
+    "architectures": ["KVViewTestModel"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "float32",
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+}
+_SPECS: dict[type[CacheGroup], str] = {
+    FullAttention: "FullAttentionSpec",
+    SlidingWindow: "SlidingWindowSpec",
+    ChunkedLocalAttention: "ChunkedLocalAttentionSpec",
+}
+
+
+def prepare() -> None:
+    """Set what vLLM reads of the environment when it is imported; call it before."""
+    os.environ.update(_ENVIRONMENT)
+
+
+def connector_config(target: str, **options: Any) -> dict[str, Any]:
+    """The ``kv_transfer_config`` of a kvview connector."""
+    return {
+        "kv_connector": "KVViewConnector",
+        "kv_connector_module_path": "kvview_vllm.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connector": target, "options": options},
+    }
+
+
+def multi_config(*children: dict[str, Any]) -> dict[str, Any]:
+    """The ``kv_transfer_config`` of vLLM's ``MultiConnector`` over some children."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": list(children)},
+    }
+
+
+# --- what a release can do ---
+
+
+def refuses_several_groups() -> bool:
+    """Whether this release takes one KV-cache group only beside a connector (0.11.0)."""
+    return not hasattr(_base(), "SupportsHMA")
+
+
+def can_fail_loads() -> bool:
+    """Whether a worker of this release can say that a load failed (0.11.1)."""
+    return "invalid_block_ids" in _outputs().KVConnectorOutput.__dataclass_fields__
+
+
+def can_fail_loads_of_several_groups() -> bool:
+    """The same with more than one KV-cache group (0.30.0)."""
+    return "failed_recving" in _outputs().KVConnectorOutput.__dataclass_fields__
+
+
+# --- configuration ---
+
+
+def make_vllm_config(
+    folder: Path,
+    transfer_config: dict[str, Any] | None,
+    *,
+    block_size: int,
+    num_groups: int,
+    num_blocks: int,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = MAX_TOKENS,
+) -> Any:
+    """A ``VllmConfig`` for the CPU.
+
+    Args:
+        folder: Where the model's configuration is written.
+        transfer_config: Arguments of ``KVTransferConfig``; None for no connector. What
+            becomes of failed loads is ``recompute``.
+        block_size: Tokens.
+        num_groups: KV-cache groups.
+        num_blocks: Blocks of the pool.
+        max_num_seqs: Requests that may run together.
+        max_num_batched_tokens: Token budget of one step.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(_MODEL))
+    _complete_torch()
+    config: Any = importlib.import_module("vllm.config")
+    _register_model()
+    model = _make(
+        config.ModelConfig,
+        model=str(folder),
+        tokenizer=str(folder),
+        dtype="float32",
+        seed=0,
+        max_model_len=MAX_TOKENS,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+    )
+    scheduler = _make(
+        config.SchedulerConfig,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
+        max_model_len=MAX_TOKENS,
+        enable_chunked_prefill=True,
+        is_encoder_decoder=False,
+        async_scheduling=False,
+        scheduler_cls="kvview_vllm.scheduler.ViewScheduler",
+    )
+    cache = _make(
+        config.CacheConfig,
+        block_size=16,
+        gpu_memory_utilization=0.5,
+        swap_space=0,
+        cache_dtype="auto",
+        enable_prefix_caching=True,
+    )
+    vllm_config = config.VllmConfig(
+        model_config=model,
+        scheduler_config=scheduler,
+        cache_config=cache,
+        device_config=config.DeviceConfig("cpu"),
+        kv_transfer_config=transfer_config
+        and _make(config.KVTransferConfig, **transfer_config, kv_load_failure_policy="recompute"),
+    )
+    # Afterwards: old releases name the sizes that a user may choose.
+    vllm_config.cache_config.block_size = block_size
+    vllm_config.cache_config.num_gpu_blocks = num_blocks
+    if num_groups > 1:
+        vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = False
+    return vllm_config
+
+
+def make_kv_cache_config(
+    groups: Sequence[CacheGroup], num_blocks: int, layers_per_group: int = 1
+) -> Any:
+    """A ``KVCacheConfig`` whose groups share the memory of their layers.
+
+    Args:
+        groups: The KV-cache groups.
+        num_blocks: Blocks of the pool.
+        layers_per_group: Layers of each.
+
+    Raises:
+        UnsupportedEngineError: A group that needs more than a block size and a span.
+    """
+    import torch
+
+    interface: Any = importlib.import_module("vllm.v1.kv_cache_interface")
+    specs = []
+    for group in groups:
+        if type(group) not in _SPECS:
+            raise UnsupportedEngineError(f"no spec of vLLM is made for {group}")
+        specs.append(
+            _make(
+                getattr(interface, _SPECS[type(group)]),
+                block_size=group.block_size,
+                num_kv_heads=2,
+                head_size=32,
+                dtype=torch.float32,
+                use_mla=False,
+                sliding_window=getattr(group, "sliding_window", None),
+                attention_chunk_size=getattr(group, "attention_chunk_size", None),
+            )
+        )
+    names = [
+        [f"model.layers.{index}.self_attn.attn" for index in range(first, first + layers_per_group)]
+        for first in range(0, len(specs) * layers_per_group, layers_per_group)
+    ]
+    page = specs[0].page_size_bytes
+    tensors = [
+        _make(
+            interface.KVCacheTensor,
+            size=page * num_blocks,
+            shared_by=[group_names[layer] for group_names in names],
+            layers=[names[0][layer]],
+            layer_stride=page,
+            block_stride=page,
+        )
+        for layer in range(layers_per_group)
+    ]
+    return _make(
+        interface.KVCacheConfig,
+        num_blocks=num_blocks,
+        kv_cache_tensors=tensors,
+        kv_cache_groups=[
+            interface.KVCacheGroupSpec(group_names, spec)
+            for group_names, spec in zip(names, specs, strict=True)
+        ],
+    )
+
+
+def make_scheduler(vllm_config: Any, kv_cache_config: Any, geometry: Any) -> Any:
+    """A :class:`~kvview_vllm.scheduler.ViewScheduler`, connector and all.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        kv_cache_config: Its ``KVCacheConfig``.
+        geometry: As :func:`~kvview_vllm.geometry.read_geometry` reads it from them.
+    """
+    from kvview_vllm.scheduler import ViewScheduler
+
+    structured: Any = importlib.import_module("vllm.v1.structured_output")
+    scheduler: Any = importlib.import_module("vllm.v1.core.sched.scheduler")
+    values = {
+        "vllm_config": vllm_config,
+        "kv_cache_config": kv_cache_config,
+        "structured_output_manager": structured.StructuredOutputManager(vllm_config),
+        "block_size": geometry.scheduler_block_size,
+        "hash_block_size": geometry.hash_block_size,
+        "log_stats": True,
+    }
+    return ViewScheduler(**_known(scheduler.Scheduler, values))
+
+
+def make_worker_connector(vllm_config: Any, kv_cache_config: Any) -> Any:
+    """The worker's side of the configured connector."""
+    factory: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory")
+    return _make(
+        factory.KVConnectorFactory.create_connector,
+        config=vllm_config,
+        role=_base().KVConnectorRole.WORKER,
+        kv_cache_config=kv_cache_config,
+    )
+
+
+# --- requests and answers ---
+
+
+def make_request(
+    request_id: str,
+    tokens: Iterable[int],
+    max_tokens: int,
+    block_hasher: Callable[[Any], list[Any]],
+) -> Any:
+    """A ``Request`` with greedy sampling.
+
+    Args:
+        request_id: Its id.
+        tokens: Of the prompt.
+        max_tokens: To generate.
+        block_hasher: Called with the request; hashes of full blocks that it lacks.
+    """
+    sampling: Any = importlib.import_module("vllm.sampling_params")
+    request: Any = importlib.import_module("vllm.v1.request")
+    return _make(
+        request.Request,
+        request_id=request_id,
+        prompt_token_ids=list(tokens),
+        sampling_params=sampling.SamplingParams(
+            max_tokens=max_tokens, temperature=0, ignore_eos=True
+        ),
+        pooling_params=None,
+        eos_token_id=2,
+        block_hasher=block_hasher,
+    )
+
+
+def computed_before(output: Any) -> dict[str, int]:
+    """Tokens of each scheduled request whose KV exists before the step."""
+    cached = output.scheduled_cached_reqs
+    starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return starts
+
+
+def start_transfers(worker: Any, metadata: Any) -> None:
+    """What a model runner calls before it computes."""
+    worker.bind_connector_metadata(metadata)
+    worker.start_load_kv(None)
+
+
+def take_transfers(worker: Any, output: Any) -> Any:
+    """What a model runner calls afterwards; a ``KVConnectorOutput``."""
+    worker.wait_for_save()
+    values: dict[str, Any] = {}
+    if hasattr(_base().KVConnectorBase_V1, "get_transfer_results"):  # 0.30
+        values.update(vars(worker.get_transfer_results(output.finished_req_ids)))
+    else:
+        sending, recving = worker.get_finished(output.finished_req_ids)
+        values.update(finished_sending=sending, finished_recving=recving)
+    if hasattr(worker, "get_block_ids_with_load_errors"):
+        values["invalid_block_ids"] = worker.get_block_ids_with_load_errors()
+    values["kv_connector_stats"] = worker.get_kv_connector_stats()
+    if hasattr(worker, "build_connector_worker_meta"):
+        values["kv_connector_worker_meta"] = worker.build_connector_worker_meta()
+    worker.clear_connector_metadata()
+    return _make(_outputs().KVConnectorOutput, **values)
+
+
+def make_model_output(
+    scheduler: Any,
+    output: Any,
+    transfers: Any = None,
+    sample: Callable[[str], int] = lambda request_id: 7,
+) -> Any:
+    """What a model runner answers: one token for each request past its prompt.
+
+    Args:
+        scheduler: Which scheduled.
+        output: Its ``SchedulerOutput``.
+        transfers: The worker's ``KVConnectorOutput``.
+        sample: The token of a request.
+    """
+    outputs = _outputs()
+    request_ids = list(output.num_scheduled_tokens)
+    sampled: list[Any] = []
+    for request_id in request_ids:
+        request = scheduler.requests[request_id]
+        is_prefill = request.num_computed_tokens < request.num_tokens
+        sampled.append([] if is_prefill else [sample(request_id)])
+    wanted = inspect.signature(outputs.ModelRunnerOutput).parameters["sampled_token_ids"]
+    if "ndarray" in str(wanted.annotation):  # 0.11.1 and 0.11.2
+        import numpy as np
+
+        sampled = [np.array(tokens, dtype=np.int64) for tokens in sampled]
+    return _make(
+        outputs.ModelRunnerOutput,
+        req_ids=request_ids,
+        req_id_to_index={name: index for index, name in enumerate(request_ids)},
+        sampled_token_ids=sampled,
+        logprobs=None,
+        prompt_logprobs_dict={},
+        pooler_output=[],
+        kv_connector_output=transfers,
+        spec_token_ids=None,
+    )
+
+
+# --- what differs between releases ---
+
+
+def _base() -> Any:
+    return importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
+
+
+def _outputs() -> Any:
+    return importlib.import_module("vllm.v1.outputs")
+
+
+def _known(target: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Only the arguments that this release has (CPU-2)."""
+    parameters = inspect.signature(target).parameters
+    return {name: value for name, value in values.items() if name in parameters}
+
+
+def _make(target: Any, **values: Any) -> Any:
+    return target(**_known(target, values))
+
+
+def _complete_torch() -> None:
+    """0.17 asks torch for names that 2.13 has no more; nothing here depends on the answers."""
+    import torch
+
+    cpu: Any = torch._C._cpu
+    for name in ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        if not hasattr(cpu, name):
+            setattr(cpu, name, lambda: False)
+
+
+def _register_model() -> None:
+    """A model of our own, never run: vLLM would import a real one in a process of its own."""
+    import torch
+
+    models: Any = importlib.import_module("vllm.model_executor.models")
+
+    class KVViewTestModel(torch.nn.Module):
+        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+            super().__init__()
+
+        def embed_input_ids(self, input_ids: Any) -> Any: ...
+
+        get_input_embeddings = embed_input_ids  # its name up to 0.11
+
+        def forward(self, input_ids: Any, positions: Any) -> Any: ...
+
+        def compute_logits(self, hidden_states: Any, *args: Any) -> Any: ...
+
+    models.ModelRegistry.register_model("KVViewTestModel", KVViewTestModel)
