@@ -199,7 +199,7 @@ def make_kv_cache_config(
     specs = []
     for group in groups:
         if type(group) not in _SPECS:
-            raise UnsupportedEngineError(f"no spec of vLLM is made for {group}")
+            raise UnsupportedEngineError(f"no spec of vLLM is made for {type(group).__name__} here")
         specs.append(
             _make(
                 getattr(interface, _SPECS[type(group)]),

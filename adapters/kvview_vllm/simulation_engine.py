@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from kvview import (
     CacheGeometry,
     CacheGroup,
+    ChunkedLocalAttention,
     ConfigError,
     Connector,
     ConnectorConfig,
@@ -139,6 +140,9 @@ class VLLMEngines:
         """What goes wrong when a request with these groups is served twice, if anything."""
         from kvview_reference.simulation_scenario import Add
 
+        chunked = [group for group in groups if isinstance(group, ChunkedLocalAttention)]
+        if any(group.attention_chunk_size % group.block_size for group in chunked):
+            return "a chunk ends inside a block, and vLLM hits prefixes that it cannot read"
         try:
             geometry = _Configs(groups, self._folder).geometry
             tried = replace(scenario, geometry=geometry, num_gpu_blocks=200)
@@ -147,8 +151,8 @@ class VLLMEngines:
                 engine.add(Add(request_id, 1, 4 * geometry.scheduler_block_size + 1), 1)
                 while engine.has_work():
                     engine.step()
-        except (InvariantBroken, KVViewError, AssertionError, ValueError) as error:
-            return " ".join(str(error).split())[:160] or type(error).__name__
+        except (InvariantBroken, KVViewError) as error:
+            return " ".join(str(error.__cause__ or error).split())[:160]
         return "a request reads wrong bytes" if engine.stats.mismatches else None
 
 
@@ -384,7 +388,7 @@ class VLLMEngine:
         return tuple(OffloadKey(block_hash) for block_hash in self._look.block_hashes(block_id))
 
     def free_block_ids(self) -> Sequence[int]:
-        """vLLM's free queue."""
+        """The free queue, next victim first."""
         return [block.block_id for block in self._pool.free_block_queue.get_all_free_blocks()]
 
     def engine_refs(self) -> Counter[int]:
@@ -451,8 +455,11 @@ class VLLMEngine:
         tables = self._manager.get_block_ids(request_id)
         for index, (group, table) in enumerate(zip(self._geometry.groups, tables, strict=True)):
             first = group.num_skipped_tokens(end) if start is None else start
-            numbers = range(first // group.block_size, end // group.block_size)
-            numbers = [n for n in numbers if start is None or table[n] != NULL_BLOCK_ID]
+            numbers = [
+                number
+                for number in range(first // group.block_size, end // group.block_size)
+                if start is None or table[number] != NULL_BLOCK_ID
+            ]
             yield [table[n] for n in numbers], [self._key(request, index, n) for n in numbers]
 
     def _sample(self, request_id: str) -> int:

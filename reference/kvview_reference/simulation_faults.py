@@ -12,7 +12,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -71,6 +71,16 @@ class Pool(Protocol):
         """Per block of a request that waits for loads, what must come into it."""
 
 
+class JobWatch(Protocol):
+    """Who hears of jobs."""
+
+    def on_started(self, flight: Flight) -> None:
+        """A job begins."""
+
+    def on_reported(self, flight: Flight, success: bool) -> None:
+        """A job is reported; the engine hears of it afterwards."""
+
+
 @dataclass(eq=False)
 class Flight:
     """A job between its start and its report."""
@@ -120,7 +130,7 @@ class FaultyWorker(WorkerConnector):
         inner: The real worker half.
         fates: Of the jobs by the order of their start; several workers may draw from one.
         pool: For questions about blocks.
-        on_reported: Called with each job when it is reported, before the engine is.
+        watch: Hears of each job.
     """
 
     def __init__(
@@ -128,12 +138,12 @@ class FaultyWorker(WorkerConnector):
         inner: WorkerConnector,
         fates: Iterator[Fate],
         pool: Pool,
-        on_reported: Callable[[Flight, bool], None],
+        watch: JobWatch,
     ) -> None:
         self._inner = inner
         self._fates = fates
         self._pool = pool
-        self._on_reported = on_reported
+        self._watch = watch
         self._flights: dict[int, Flight] = {}
         self._units: list[_Unit] = []
         self._tensors: list[torch.Tensor] = []
@@ -168,7 +178,9 @@ class FaultyWorker(WorkerConnector):
             plan = pickle.loads(pickle.dumps(plan))
         flights = [self._begin(job, True, plan) for job in plan.loads]
         flights += [self._begin(job, False, plan) for job in plan.stores]
-        self._flights.update((flight.job.job_id, flight) for flight in flights)
+        for flight in flights:
+            self._flights[flight.job.job_id] = flight
+            self._watch.on_started(flight)
         if type(plan) is StepPlan:
             for flight in flights:
                 jobs = [flight.job]
@@ -190,7 +202,7 @@ class FaultyWorker(WorkerConnector):
             if is_due and flight.result is not None:
                 del self._flights[flight.job.job_id]
                 self.num_reported += 1
-                self._on_reported(flight, flight.result.success)
+                self._watch.on_reported(flight, flight.result.success)
                 results.append(flight.result)
         flying = self._flights.values()
         self._units = [unit for unit in self._units if any(f in flying for f in unit.flights)]

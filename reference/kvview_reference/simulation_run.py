@@ -122,8 +122,7 @@ class _Part(Connector):
     def make_worker(self) -> WorkerConnector:
         with hook("make_worker", "CONN-1"):
             halves = [child.make_worker() for child in self._children]
-        on_reported = self.ledger.on_reported
-        self.workers = [FaultyWorker(half, self._fates, self._pool, on_reported) for half in halves]
+        self.workers = [FaultyWorker(half, self._fates, self._pool, self.ledger) for half in halves]
         return self.workers[0] if len(halves) == 1 else MultiWorker(self.workers)
 
 

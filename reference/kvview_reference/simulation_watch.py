@@ -60,6 +60,7 @@ class Ledger:
         self.events = EventFold()
         self.stored: set[OffloadKey] = set()  # by stores reported as a success, since a reset
         self.failed: set[OffloadKey] = set()
+        self._current: set[Flight] = set()  # begun since the last reset
         self.coverage: Counter[str] = Counter()
         self._num_blocks_tried = 0
         self._chances: Counter[str] = Counter()
@@ -70,19 +71,25 @@ class Ledger:
         """Whether something is stored, and nothing was ever promised."""
         return bool(self.stored) and not self.coverage["hits"]
 
+    def on_started(self, flight: Flight) -> None:
+        """Note the start of a job."""
+        self._current.add(flight)
+
     def on_reported(self, flight: Flight, success: bool) -> None:
-        """Note the end of a job."""
+        """Note the end of a job; what a store from before a reset brings is not held (OFF-8)."""
         kind = "loads" if flight.is_load else "stores"
         self.coverage[kind if success else f"failed {kind}"] += 1
-        if not flight.is_load:
+        if flight in self._current and not flight.is_load:
             self._num_blocks_tried += len(flight.gpu_blocks)
             (self.stored if success else self.failed).update(flight.keys)
+        self._current.discard(flight)
 
     def forget(self) -> None:
         """The caches were reset."""
         check_reset(self.events.advertised)
         self.stored.clear()
         self.failed.clear()
+        self._current.clear()
 
     def check(self) -> None:
         """What is advertised was stored."""
