@@ -5,7 +5,9 @@
   null block.
 - SCHED-2 A load that failed **must not** be tried again for the same request: its
   prefix is computed.
-- SCHED-3 What a connector promised **must** be in the plan of the step in which its
+- SCHED-3 Tokens **must** count as computed only if earlier steps computed them: vLLM lets
+  a request hit blocks that another one computes in the same step.
+- SCHED-4 What a connector promised **must** be in the plan of the step in which its
   blocks were allocated; a broken promise ends in :class:`~kvview.ConnectorError`,
   not in a request that waits for ever.
 
@@ -15,7 +17,7 @@ Source: the order of calls in vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
@@ -147,9 +149,9 @@ class SchedulerSide:
         alignment = self.geometry.scheduler_block_size
         if num_tokens < 0 or end % alignment or end >= request.num_tokens:
             raise ConnectorError(
-                f"match_prefix promised {num_tokens} tokens beyond {num_computed_tokens} to "
-                f"request {request.request_id!r} of {request.num_tokens} tokens: the sum must be "
-                f"a multiple of {alignment} and leave a token to compute"
+                f"CONN-2: match_prefix promised {num_tokens} tokens beyond {num_computed_tokens} "
+                f"to request {request.request_id!r} of {request.num_tokens} tokens: the sum must "
+                f"be a multiple of {alignment} and leave a token to compute"
             )
 
     # --- a step ---
@@ -167,15 +169,18 @@ class SchedulerSide:
             )
         step = StepInfo(LazySteps(partial(self._request_steps, output)), preempted)
         plan = self.half.plan_step(step)
-        for job in plan.stores:
-            self._jobs[job.job_id] = _Job(None)
-        for job in plan.loads:
+        for job in (*plan.loads, *plan.stores):
+            if job.job_id in self._jobs:
+                raise ConnectorError(
+                    f"CONN-5: job id {job.job_id} is in flight and was planned again"
+                )
             self._jobs[job.job_id] = _Job(job.request_id)
+        for job in plan.loads:
             self._promised.pop(job.request_id or "", None)
         if self._promised:
             request_id, num_tokens = next(iter(self._promised.items()))
             raise ConnectorError(
-                f"the connector promised {num_tokens} tokens to request {request_id!r} and "
+                f"CONN-2: the connector promised {num_tokens} tokens to request {request_id!r} and "
                 f"planned no load for it"
             )
         acknowledged, self._acknowledged = tuple(self._acknowledged), []
@@ -236,16 +241,52 @@ class SchedulerSide:
         cached = output.scheduled_cached_reqs
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        scheduled = {
+            request_id: tracked
+            for request_id in output.num_scheduled_tokens
+            if (tracked := self._tracked.get(request_id)) is not None
+        }
+        begun = [new.req_id for new in output.scheduled_new_reqs] + list(
+            resumed_request_ids(cached)
+        )
+        if len(scheduled) > 1 and begun:
+            written = self._written_blocks(output, computed)
+            for request_id in begun:
+                if request_id in scheduled:
+                    table = scheduled[request_id].table
+                    computed[request_id] = self._existing(table, computed[request_id], written)
         return [
             RequestStep(
                 request_info(tracked.request),
                 self._live_table(tracked, computed[request_id]),
                 computed[request_id],
-                num_tokens,
+                output.num_scheduled_tokens[request_id],
             )
-            for request_id, num_tokens in output.num_scheduled_tokens.items()
-            if (tracked := self._tracked.get(request_id)) is not None
+            for request_id, tracked in scheduled.items()
         ]
+
+    def _written_blocks(self, output: Any, computed: Mapping[str, int]) -> set[int]:
+        """Blocks whose KV is computed in this step."""
+        written: set[int] = set()
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            if (tracked := self._tracked.get(request_id)) is not None:
+                start = computed[request_id]
+                for group, table in zip(self.geometry.groups, tracked.table, strict=True):
+                    size = group.block_size
+                    written.update(table[start // size : -(-(start + num_tokens) // size)])
+        written.discard(_NULL_BLOCK_ID)
+        return written
+
+    def _existing(
+        self, table: Sequence[Sequence[int]], num_tokens: int, written: Collection[int]
+    ) -> int:
+        """Of the tokens that a request hit, those before the first block that is written now."""
+        for group, block_ids in zip(self.geometry.groups, table, strict=True):
+            for number in range(num_tokens // group.block_size):
+                if block_ids[number] in written:
+                    num_tokens = number * group.block_size
+                    break
+        return num_tokens
 
     def _live_table(self, tracked: _Tracked, num_computed_tokens: int) -> BlockIds:
         table = []

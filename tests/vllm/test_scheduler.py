@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,43 @@ def test_a_step_shows_the_real_block_tables(
     engine.add("short", TOKENS, max_tokens=40)
     engine.run(limit=200)
     assert seen >= 150
+
+
+def test_what_another_request_computes_in_this_step_is_not_there_yet(
+    make_engine: MakeEngine,
+) -> None:
+    engine = make_engine()
+    half = side(engine).half
+    plan_step = half.plan_step
+    computed: list[dict[str, int]] = []
+
+    def look(step: StepInfo) -> StepPlan:
+        computed.append({s.request.request_id: s.num_computed_tokens for s in step.scheduled})
+        plan: StepPlan = plan_step(step)
+        return plan
+
+    half.plan_step = look
+    engine.add("one", TOKENS)
+    engine.add("other", OTHER_TOKENS)
+    engine.add("same", TOKENS)
+    engine.step()
+    assert engine.hits == {"one": 0, "other": 0, "same": HIT_TOKENS}, "vLLM lets it hit"
+    engine.add("later", TOKENS)
+    engine.step()
+    assert computed[0] == {"one": 0, "other": 0, "same": 0}
+    assert computed[1] == dict.fromkeys(("one", "other", "same"), len(TOKENS)) | {
+        "later": HIT_TOKENS
+    }
+
+
+def test_a_job_id_in_flight_cannot_be_planned_again(make_engine: MakeEngine) -> None:
+    engine = make_engine(lane.connector_config(f"{FAULTY}:SlowConnector", cpu_blocks=64))
+    half = side(engine).half
+    half.job_ids = itertools.repeat(7)
+    engine.add("one", TOKENS)
+    engine.add("other", OTHER_TOKENS)
+    with pytest.raises(ConnectorError, match="CONN-5: job id 7 is in flight"):
+        engine.run()
 
 
 def test_events_carry_the_block_size(make_engine: MakeEngine) -> None:
