@@ -245,6 +245,7 @@ class VLLMEngine:
         self._preempted = status.PREEMPTED
         self._serials: dict[str, int] = {}
         self._loading: set[str] = set()
+        self._computed: dict[int, OffloadKey] = {}  # of blocks, whether vLLM caches them or not
         self._squeezed: list[Any] = []
 
     # --- what happens to it ---
@@ -311,6 +312,7 @@ class VLLMEngine:
             self._pool.free_blocks(self._squeezed)
         num_blocks = min(num_blocks, self._pool.get_num_free_blocks())
         self._squeezed = self._pool.get_new_blocks(num_blocks) if num_blocks else []
+        self._forget([block.block_id for block in self._squeezed])
 
     def alias(self) -> bool:
         """Cache the first part of a block under a hash of its own, beside the whole."""
@@ -319,7 +321,7 @@ class VLLMEngine:
             tables = self._manager.get_block_ids(request.request_id)
             for index, (group, table) in enumerate(zip(self._geometry.groups, tables, strict=True)):
                 for number, block_id in enumerate(table):
-                    if group.block_size > size and len(self.block_hashes(block_id)) == 1:
+                    if group.block_size > size and len(self._look.block_hashes(block_id)) == 1:
                         self._pool.cache_partial_block(
                             request=request,
                             block=self._pool.blocks[block_id],
@@ -384,8 +386,10 @@ class VLLMEngine:
         return count
 
     def block_hashes(self, block_id: int) -> tuple[OffloadKey, ...]:
-        """What a block holds."""
-        return tuple(OffloadKey(block_hash) for block_hash in self._look.block_hashes(block_id))
+        """What a block holds: vLLM caches whole scheduler blocks, and more is computed."""
+        cached = map(OffloadKey, self._look.block_hashes(block_id))
+        computed = self._computed.get(block_id)
+        return tuple(dict.fromkeys([*cached, *([computed] if computed else [])]))
 
     def free_block_ids(self) -> Sequence[int]:
         """The free queue, next victim first."""
@@ -424,15 +428,26 @@ class VLLMEngine:
         loading = {name for name, status in self.unfinished().items() if status == "loading"}
         for request_id in loading - self._loading:
             for table in self._manager.get_block_ids(request_id):
-                self._bytes.poison([b for b in table if b and not self.block_hashes(b)])
+                self._forget([b for b in table if b and not self._look.block_hashes(b)])
         self._loading = loading
+
+    def _forget(self, block_ids: Sequence[int]) -> None:
+        """These blocks are written into, and hold nothing whole yet."""
+        self._bytes.poison(block_ids)
+        for block_id in block_ids:
+            self._computed.pop(block_id, None)
 
     def _write(self, output: Any, starts: Mapping[str, int]) -> None:
         """Compute: blocks that become full in this step get their bytes."""
         for request_id, num_tokens in output.num_scheduled_tokens.items():
-            start = starts[request_id]
-            for blocks, keys in self._full_blocks(request_id, start, start + num_tokens):
+            start, end = starts[request_id], starts[request_id] + num_tokens
+            tables = self._manager.get_block_ids(request_id)
+            for group, table in zip(self._geometry.groups, tables, strict=True):
+                if end % group.block_size:
+                    self._forget([table[end // group.block_size]])
+            for blocks, keys in self._full_blocks(request_id, start, end):
                 self._bytes.write(blocks, keys)
+                self._computed.update(zip(blocks, keys, strict=True))
 
     def _verify(
         self, output: Any, starts: Mapping[str, int], invalid: Sequence[int] | set[int]
