@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -66,7 +67,9 @@ _SPECS: dict[type[CacheGroup], str] = {
 
 def prepare() -> None:
     """Set what vLLM reads of the environment when it is imported; call it before."""
-    os.environ.update(_ENVIRONMENT)
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # late releases configure no level
 
 
 def connector_config(target: str, **options: Any) -> dict[str, Any]:
@@ -96,14 +99,20 @@ def refuses_several_groups() -> bool:
     return not hasattr(_base(), "SupportsHMA")
 
 
-def can_fail_loads() -> bool:
-    """Whether a worker of this release can say that a load failed (0.11.1)."""
-    return "invalid_block_ids" in _outputs().KVConnectorOutput.__dataclass_fields__
+def can_load_between_steps() -> bool:
+    """Whether a request waits for its loads between steps; else within one (LOAD-1)."""
+    return hasattr(_base(), "KVConnectorWorkerMetadata")
 
 
-def can_fail_loads_of_several_groups() -> bool:
-    """The same with more than one KV-cache group (0.30.0)."""
-    return "failed_recving" in _outputs().KVConnectorOutput.__dataclass_fields__
+def can_fail_loads(num_groups: int = 1) -> bool:
+    """Whether a worker of this release can say that a load failed (0.11.1; several: 0.30.0)."""
+    fields = _outputs().KVConnectorOutput.__dataclass_fields__
+    return ("invalid_block_ids" if num_groups == 1 else "failed_recving") in fields
+
+
+def can_reset_connectors() -> bool:
+    """Whether a reset of the prefix cache reaches the connector (0.13.0)."""
+    return hasattr(_base().KVConnectorBase_V1, "reset_cache")
 
 
 # --- configuration ---
@@ -259,7 +268,16 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any, geometry: Any) -> Any
         "hash_block_size": geometry.hash_block_size,
         "log_stats": True,
     }
-    return ViewScheduler(**_known(scheduler.Scheduler, values))
+    known = _known(scheduler.Scheduler, values)
+    if "block_size" in known and "hash_block_size" not in known:
+        known["block_size"] = geometry.hash_block_size  # the one size is that of hashes then
+    return ViewScheduler(**known)
+
+
+def reset_caches(scheduler: Any) -> bool:
+    """Reset the prefix cache, and the connector's cache where it is asked; False when refused."""
+    arguments = {"reset_connector": True} if can_reset_connectors() else {}
+    return bool(scheduler.reset_prefix_cache(**arguments))
 
 
 def make_worker_connector(vllm_config: Any, kv_cache_config: Any) -> Any:

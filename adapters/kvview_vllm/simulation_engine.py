@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvview import (
-    CacheGeometry,
     CacheGroup,
     ChunkedLocalAttention,
     ConfigError,
@@ -90,23 +89,32 @@ class VLLMEngines:
         self.version = engine_version()
         self._temporary = tempfile.TemporaryDirectory(prefix="kvview-")
         self._folder = Path(self._temporary.name)  # of the model's configuration
-        self._fitted: dict[CacheGeometry, tuple[CacheGeometry, list[str]]] = {}
+        self._answers: dict[tuple[tuple[CacheGroup, ...], int], str | None] = {}
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
         """Leave out what this release cannot play (VSIM-2)."""
-        given = scenario.geometry
-        if given not in self._fitted:
-            self._fitted[given] = self._fit_geometry(scenario)
-        geometry, found = self._fitted[given]
-        left_out = list(found)
-        events = scenario.events
-        if not _can_alias():
-            events = tuple(event for event in events if type(event).__name__ != "Alias")
-            if len(events) < len(scenario.events):
-                left_out.append("a second hash of a block")
+        left_out: list[str] = []
+        groups = self._fit_groups(scenario, left_out)
+        geometry = _Configs(groups, self._folder).geometry
+        fitted = replace(scenario, geometry=geometry, decode_tokens=1)
         if scenario.decode_tokens > 1:
             left_out.append("decode steps of several tokens")
-        return replace(scenario, geometry=geometry, events=events, decode_tokens=1), left_out
+        if scenario.num_connectors > 1 and (why := self._why_not(scenario, groups, 2)):
+            fitted = replace(fitted, num_connectors=1)
+            left_out.append(f"two connectors with {_several(groups)}: {why}")
+        events = tuple(event for event in scenario.events if type(event).__name__ != "Alias")
+        if len(events) < len(scenario.events) and not _can_alias():
+            fitted = replace(fitted, events=events)
+            left_out.append("a second hash of a block")
+        if not cpu_scheduler.can_fail_loads(len(groups)):
+            fitted = replace(fitted, loads_may_fail=False)
+            left_out.append(f"loads that fail, with {_several(groups)}")
+        if not cpu_scheduler.can_reset_connectors():
+            left_out.append("resets of the connector")
+        if not cpu_scheduler.can_load_between_steps():
+            fitted = replace(fitted, loads_may_be_late=False)
+            left_out.append("loads that take longer than a step")
+        return fitted, left_out
 
     def build(
         self,
@@ -119,25 +127,33 @@ class VLLMEngines:
         """Build an engine; views in vLLM have no leases that ``clock`` could end."""
         return VLLMEngine(scenario, connectors, self._folder)
 
-    def _fit_geometry(self, scenario: Scenario) -> tuple[CacheGeometry, list[str]]:
-        """The groups that this release serves, and what keeps the others out."""
+    def _fit_groups(self, scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
+        """The groups that this release serves; what keeps the others out is noted."""
         groups = scenario.geometry.groups
-        kept = list(range(len(groups)))
-        left_out: list[str] = []
-        if self._why_not(scenario, groups):
-            kept = []
-            # Full attention first: every release serves it.
-            for index in sorted(range(len(groups)), key=lambda i: not _is_full(groups[i])):
-                tried = sorted([*kept, index])
-                if why := self._why_not(scenario, [groups[i] for i in tried]):
-                    left_out.append(f"{type(groups[index]).__name__} group: {why}")
-                else:
-                    kept = tried
-        fitted = [groups[i] for i in kept] or [FullAttention(groups[0].block_size)]
-        return _Configs(fitted, self._folder).geometry, left_out
+        if not self._why_not(scenario, groups):
+            return groups
+        kept: list[int] = []
+        # Full attention first: every release serves it.
+        for index in sorted(range(len(groups)), key=lambda i: type(groups[i]) is not FullAttention):
+            tried = sorted([*kept, index])
+            if why := self._why_not(scenario, tuple(groups[i] for i in tried)):
+                left_out.append(f"{type(groups[index]).__name__} group: {why}")
+            else:
+                kept = tried
+        return tuple(groups[i] for i in kept) or (FullAttention(groups[0].block_size),)
 
-    def _why_not(self, scenario: Scenario, groups: Sequence[CacheGroup]) -> str | None:
+    def _why_not(
+        self, scenario: Scenario, groups: tuple[CacheGroup, ...], num_connectors: int = 1
+    ) -> str | None:
         """What goes wrong when a request with these groups is served twice, if anything."""
+        asked = groups, num_connectors
+        if asked not in self._answers:
+            self._answers[asked] = self._try(scenario, *asked)
+        return self._answers[asked]
+
+    def _try(
+        self, scenario: Scenario, groups: Sequence[CacheGroup], num_connectors: int
+    ) -> str | None:
         from kvview_reference.simulation_scenario import Add
 
         chunked = [group for group in groups if isinstance(group, ChunkedLocalAttention)]
@@ -145,14 +161,16 @@ class VLLMEngines:
             return "a chunk ends inside a block, and vLLM hits prefixes that it cannot read"
         try:
             geometry = _Configs(groups, self._folder).geometry
+            connectors = [Connector(ConnectorConfig(geometry))] * num_connectors
             tried = replace(scenario, geometry=geometry, num_gpu_blocks=200)
-            engine = VLLMEngine(tried, [Connector(ConnectorConfig(geometry))], self._folder)
+            engine = VLLMEngine(tried, connectors, self._folder)
             for request_id in ("one", "two"):
                 engine.add(Add(request_id, 1, 4 * geometry.scheduler_block_size + 1), 1)
                 while engine.has_work():
                     engine.step()
         except (InvariantBroken, KVViewError) as error:
-            return " ".join(str(error.__cause__ or error).split())[:160]
+            # Without the numbers, which differ from geometry to geometry.
+            return " ".join(str(error.__cause__ or error).rpartition(": ")[2].split())[:160]
         return "a request reads wrong bytes" if engine.stats.mismatches else None
 
 
@@ -243,6 +261,9 @@ class VLLMEngine:
             status.WAITING_FOR_REMOTE_KVS: "loading",
         }
         self._preempted = status.PREEMPTED
+        # None: aborted meanwhile. A load within a step is one of a running request.
+        between_steps = cpu_scheduler.can_load_between_steps()
+        self._while_loading = {"loading", None} if between_steps else {"running"}
         self._serials: dict[str, int] = {}
         self._loading: set[str] = set()
         self._computed: dict[int, OffloadKey] = {}  # of blocks, whether vLLM caches them or not
@@ -335,7 +356,7 @@ class VLLMEngine:
     def reset(self) -> bool:
         """Reset the prefix cache and the connectors: vLLM asks these even when it refuses."""
         with _named("reset_prefix_cache"):
-            return bool(self._scheduler.reset_prefix_cache(reset_connector=True))
+            return cpu_scheduler.reset_caches(self._scheduler)
 
     def shutdown(self) -> Mapping[int, int]:
         """Stop both sides; what is left is what neither requests nor the scenario have."""
@@ -364,15 +385,15 @@ class VLLMEngine:
     def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
         """What must come into the blocks of a request that loads."""
         request = self._scheduler.requests.get(request_id)
-        if request is None or not (
-            self._status.get(request.status) == "loading" or request.is_finished()
-        ):
+        if request is None or self._status.get(request.status) not in self._while_loading:
             return {}
+        num_hashed = len(request.block_hashes) * self._geometry.hash_block_size
         return {
             block_id: self._key(request, index, number)
             for index, table in enumerate(self._manager.get_block_ids(request_id))
             for number, block_id in enumerate(table)
             if block_id != NULL_BLOCK_ID
+            and (number + 1) * self._geometry.groups[index].block_size <= num_hashed
         }
 
     @property
@@ -482,8 +503,8 @@ class VLLMEngine:
         return _FIRST_SAMPLED_TOKEN + self._serials[request_id]
 
 
-def _is_full(group: CacheGroup) -> bool:
-    return type(group) is FullAttention
+def _several(groups: Sequence[CacheGroup]) -> str:
+    return "several KV-cache groups" if len(groups) > 1 else "one KV-cache group"
 
 
 def _can_alias() -> bool:

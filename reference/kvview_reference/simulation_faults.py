@@ -12,7 +12,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -129,6 +129,7 @@ class FaultyWorker(WorkerConnector):
     Args:
         inner: The real worker half.
         fates: Of the jobs by the order of their start; several workers may draw from one.
+        fate_of_load: What a fate is when it falls to a load.
         pool: For questions about blocks.
         watch: Hears of each job.
     """
@@ -137,11 +138,13 @@ class FaultyWorker(WorkerConnector):
         self,
         inner: WorkerConnector,
         fates: Iterator[Fate],
+        fate_of_load: Callable[[Fate], Fate],
         pool: Pool,
         watch: JobWatch,
     ) -> None:
         self._inner = inner
         self._fates = fates
+        self._fate_of_load = fate_of_load
         self._pool = pool
         self._watch = watch
         self._flights: dict[int, Flight] = {}
@@ -219,6 +222,8 @@ class FaultyWorker(WorkerConnector):
 
     def _begin(self, job: TransferJob, is_load: bool, plan: StepPlan) -> Flight:
         fate = next(self._fates, None) or Fate()
+        if is_load:
+            fate = self._fate_of_load(fate)
         keys: set[OffloadKey] = set()
         source: list[torch.Tensor] = []
         blocks = self._gpu_blocks(job.dst if is_load else job.src)

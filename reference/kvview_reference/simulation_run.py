@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from kvview import (
-    CacheGeometry,
     ConfigError,
     Connector,
     ConnectorConfig,
@@ -100,15 +99,12 @@ class _Part(Connector):
     """
 
     def __init__(
-        self,
-        children: Sequence[Connector],
-        geometry: CacheGeometry,
-        fates: Iterator[Fate],
-        pool: Pool,
+        self, children: Sequence[Connector], scenario: Scenario, fates: Iterator[Fate], pool: Pool
     ) -> None:
-        super().__init__(ConnectorConfig(geometry))
-        self.ledger = Ledger(geometry)
+        super().__init__(ConnectorConfig(scenario.geometry))
+        self.ledger = Ledger(scenario.geometry)
         self._children = children
+        self._scenario = scenario
         self._fates = fates
         self._pool = pool
 
@@ -122,7 +118,11 @@ class _Part(Connector):
     def make_worker(self) -> WorkerConnector:
         with hook("make_worker", "CONN-1"):
             halves = [child.make_worker() for child in self._children]
-        self.workers = [FaultyWorker(half, self._fates, self._pool, self.ledger) for half in halves]
+        fate_of_load = self._scenario.fate_of_load
+        self.workers = [
+            FaultyWorker(half, self._fates, fate_of_load, self._pool, self.ledger)
+            for half in halves
+        ]
         return self.workers[0] if len(halves) == 1 else MultiWorker(self.workers)
 
 
@@ -147,7 +147,7 @@ class _Run:
             children.append(child)
         groups = [[child] for child in children] if engines.runs_side_by_side else [children]
         fates = iter(self.scenario.fates)
-        self._parts = [_Part(group, self.scenario.geometry, fates, self) for group in groups]
+        self._parts = [_Part(group, self.scenario, fates, self) for group in groups]
         self._watch = HoldWatch(_PATIENCE)
         self._timeline: list[Snapshot] = []
         self._seconds = 0.0

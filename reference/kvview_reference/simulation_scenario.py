@@ -126,6 +126,8 @@ class Scenario:
         max_tokens_per_step: Token budget of one step.
         decode_tokens: Tokens that a decoding request generates in one step.
         ends_abruptly: Whether the engine is shut down while jobs are in flight.
+        loads_may_fail: Whether loads have the outcomes of their fates; else all succeed.
+        loads_may_be_late: Whether they take the steps of their fates; else they end at once.
     """
 
     geometry: CacheGeometry
@@ -138,6 +140,14 @@ class Scenario:
     max_tokens_per_step: int = 32
     decode_tokens: int = 4
     ends_abruptly: bool = False
+    loads_may_fail: bool = True
+    loads_may_be_late: bool = True
+
+    def fate_of_load(self, fate: Fate) -> Fate:
+        """What becomes of a load that a fate falls to."""
+        if not self.loads_may_fail:
+            fate = replace(fate, outcome="ok")
+        return fate if self.loads_may_be_late else Fate(0, 0, fate.outcome)
 
 
 def make_request(add: Add, geometry: CacheGeometry, serial: int) -> Request:
