@@ -21,6 +21,7 @@ from kvview.errors import ConfigError, KVViewError
 if TYPE_CHECKING:
     from kvview.testing import CheckResult, MutantResult, Report
     from kvview_reference.simulation import ConnectorReport
+    from kvview_vllm.simulation_engine import VLLMEngines
 
 DEFAULT_SEEDS = 200
 _STYLES = {
@@ -77,6 +78,13 @@ def one_line_errors() -> Iterator[None]:
     help="Simulated runs of a connector.",
 )
 @click.option(
+    "--engine",
+    type=click.Choice(["reference", "vllm"]),
+    default="reference",
+    show_default=True,
+    help="What runs a connector: vllm is the installed vLLM's own scheduler, without a GPU.",
+)
+@click.option(
     "--json", "json_file", metavar="FILE", help="Write the report there ('-' for stdout)."
 )
 @click.option("--report", "page_file", metavar="FILE.html", help="Write a page for people there.")
@@ -88,6 +96,7 @@ def check(
     expected_failures_file: str | None,
     seed: int | None,
     seeds: int,
+    engine: str,
     json_file: str | None,
     page_file: str | None,
     self_test: bool,
@@ -96,7 +105,7 @@ def check(
 
     TARGET is package.module:factory or path/to/file.py:factory, where the factory
     makes a harness over a pool view, an offloading manager or a transfer worker;
-    or a connector class, which is run in the reference engine under faults.
+    or a connector class, which is run in an engine under faults.
     """
     console = Console(stderr=json_file == "-")  # stdout is the report's alone then
     with one_line_errors():
@@ -115,8 +124,10 @@ def check(
 
         subject = load_target(target)
         if isinstance(subject, type) and issubclass(subject, Connector):
-            found = _check_connector(console, subject, target, seed or 0, seeds, page_file)
+            found = _check_connector(console, subject, target, seed or 0, seeds, engine, page_file)
             _finish(*found, json_file)
+        if engine != "reference":
+            raise ConfigError(f"--engine is for a connector, and target {target!r} is none")
         expected = (
             {} if expected_failures_file is None else read_expected_failures(expected_failures_file)
         )
@@ -177,6 +188,7 @@ def _check_connector(
     target: str,
     first_seed: int,
     seeds: int,
+    engine: str,
     page_file: str | None,
 ) -> tuple[int, dict[str, Any]]:
     try:
@@ -188,12 +200,14 @@ def _check_connector(
         ) from error
     if seeds < 1:
         raise ConfigError(f"--seeds must be at least 1, got {seeds}")
+    engines = _engines(engine)
     with _status(f"simulating {target}") as on_progress:
         report = check_connector(
             connector_class,
             seeds=seeds,
             first_seed=first_seed,
             on_progress=lambda done, failed: on_progress(f"{done} seeds, {failed} failed"),
+            engines=engines,
         )
     _show_connector(console, report, target)
     if page_file is not None:
@@ -207,6 +221,7 @@ def _check_connector(
     told = {
         "target": target,
         "contract": "connector",
+        "engine": engine if engines is None else f"{engine} {engines.version}",
         "is_clean": report.is_clean and not report.is_interrupted,
         "is_interrupted": report.is_interrupted,
         "first_seed": report.first_seed,
@@ -216,6 +231,14 @@ def _check_connector(
         "failures": failures,
     }
     return 1 if failures else 2 * report.is_interrupted, told
+
+
+def _engines(engine: str) -> VLLMEngines | None:
+    if engine == "reference":
+        return None
+    from kvview_vllm.simulation_engine import VLLMEngines
+
+    return VLLMEngines()
 
 
 # --- what a person sees ---

@@ -44,7 +44,7 @@ from kvview import (
 from kvview.testing.invariants import InvariantBroken
 from kvview_vllm import cpu_scheduler
 from kvview_vllm.binding import walk_connectors
-from kvview_vllm.capabilities import engine_version
+from kvview_vllm.capabilities import engine_version, refusal
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.pool import NULL_BLOCK_ID, view
 
@@ -80,6 +80,7 @@ class VLLMEngines:
 
     Raises:
         VLLMNotInstalledError: There is no vLLM.
+        UnsupportedEngineError: Nothing can be configured for this vLLM.
     """
 
     runs_side_by_side = True  # by vLLM's own MultiConnector
@@ -87,15 +88,18 @@ class VLLMEngines:
     def __init__(self) -> None:
         cpu_scheduler.prepare()
         self.version = engine_version()
-        self._temporary = tempfile.TemporaryDirectory(prefix="kvview-")
-        self._folder = Path(self._temporary.name)  # of the model's configuration
+        try:
+            _Configs([FullAttention(16)])
+        except Exception as error:
+            found = " ".join(f"{type(error).__name__}: {error}".split())
+            raise refusal("configuration", found, "a VllmConfig for the CPU") from error
         self._answers: dict[tuple[tuple[CacheGroup, ...], int], str | None] = {}
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
         """Leave out what this release cannot play (VSIM-2)."""
         left_out: list[str] = []
         groups = self._fit_groups(scenario, left_out)
-        geometry = _Configs(groups, self._folder).geometry
+        geometry = _Configs(groups).geometry
         fitted = replace(scenario, geometry=geometry, decode_tokens=1)
         if scenario.decode_tokens > 1:
             left_out.append("decode steps of several tokens")
@@ -106,12 +110,12 @@ class VLLMEngines:
         if len(events) < len(scenario.events) and not _can_alias():
             fitted = replace(fitted, events=events)
             left_out.append("a second hash of a block")
-        if not cpu_scheduler.can_fail_loads(len(groups)):
+        if scenario.loads_may_fail and not cpu_scheduler.can_fail_loads(len(groups)):
             fitted = replace(fitted, loads_may_fail=False)
             left_out.append(f"loads that fail, with {_several(groups)}")
         if not cpu_scheduler.can_reset_connectors():
             left_out.append("resets of the connector")
-        if not cpu_scheduler.can_load_between_steps():
+        if scenario.loads_may_be_late and not cpu_scheduler.can_load_between_steps():
             fitted = replace(fitted, loads_may_be_late=False)
             left_out.append("loads that take longer than a step")
         return fitted, left_out
@@ -125,7 +129,7 @@ class VLLMEngines:
         clock: Callable[[], float],
     ) -> SimulatedEngine:
         """Build an engine; views in vLLM have no leases that ``clock`` could end."""
-        return VLLMEngine(scenario, connectors, self._folder)
+        return VLLMEngine(scenario, connectors)
 
     def _fit_groups(self, scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
         """The groups that this release serves; what keeps the others out is noted."""
@@ -160,10 +164,10 @@ class VLLMEngines:
         if any(group.attention_chunk_size % group.block_size for group in chunked):
             return "a chunk ends inside a block, and vLLM hits prefixes that it cannot read"
         try:
-            geometry = _Configs(groups, self._folder).geometry
+            geometry = _Configs(groups).geometry
             connectors = [Connector(ConnectorConfig(geometry))] * num_connectors
             tried = replace(scenario, geometry=geometry, num_gpu_blocks=200)
-            engine = VLLMEngine(tried, connectors, self._folder)
+            engine = VLLMEngine(tried, connectors)
             for request_id in ("one", "two"):
                 engine.add(Add(request_id, 1, 4 * geometry.scheduler_block_size + 1), 1)
                 while engine.has_work():
@@ -180,20 +184,20 @@ class _Configs:
     def __init__(
         self,
         groups: Sequence[CacheGroup],
-        folder: Path,
         transfer_config: dict[str, Any] | None = None,
         num_blocks: int = 8,
         **sizes: int,
     ) -> None:
         self.kv_cache = cpu_scheduler.make_kv_cache_config(groups, num_blocks, _NUM_LAYERS)
-        self.vllm = cpu_scheduler.make_vllm_config(
-            folder,
-            transfer_config,
-            block_size=math.gcd(*(group.block_size for group in groups)),
-            num_groups=len(groups),
-            num_blocks=num_blocks,
-            **sizes,
-        )
+        with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
+            self.vllm = cpu_scheduler.make_vllm_config(
+                Path(folder),
+                transfer_config,
+                block_size=math.gcd(*(group.block_size for group in groups)),
+                num_groups=len(groups),
+                num_blocks=num_blocks,
+                **sizes,
+            )
         self.geometry = read_geometry(self.vllm, self.kv_cache)
 
 
@@ -213,10 +217,9 @@ class VLLMEngine:
     Args:
         scenario: Sizes, as fitted.
         connectors: With several, vLLM's ``MultiConnector`` runs them.
-        folder: Where the model's configuration is written.
     """
 
-    def __init__(self, scenario: Scenario, connectors: Sequence[Connector], folder: Path) -> None:
+    def __init__(self, scenario: Scenario, connectors: Sequence[Connector]) -> None:
         from kvview_reference.kv_bytes import KVBytes
 
         self.stats = _Stats()
@@ -225,7 +228,6 @@ class VLLMEngine:
         children = [cpu_scheduler.connector_config(target, connector=c) for c in connectors]
         configs = _Configs(
             self._geometry.groups,
-            folder,
             children[0] if len(children) == 1 else cpu_scheduler.multi_config(*children),
             scenario.num_gpu_blocks,
             max_num_seqs=scenario.max_running,
@@ -329,10 +331,11 @@ class VLLMEngine:
 
     def squeeze(self, num_blocks: int) -> None:
         """Somebody else has this many blocks from now on, as far as they are free."""
-        if self._squeezed:
-            self._pool.free_blocks(self._squeezed)
-        num_blocks = min(num_blocks, self._pool.get_num_free_blocks())
-        self._squeezed = self._pool.get_new_blocks(num_blocks) if num_blocks else []
+        with _named("squeezing"):
+            if self._squeezed:
+                self._pool.free_blocks(self._squeezed)
+            num_blocks = min(num_blocks, self._pool.get_num_free_blocks())
+            self._squeezed = self._pool.get_new_blocks(num_blocks) if num_blocks else []
         self._forget([block.block_id for block in self._squeezed])
 
     def alias(self) -> bool:

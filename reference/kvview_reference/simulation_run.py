@@ -139,6 +139,9 @@ class _Run:
     ) -> None:
         self.scenario, left_out = engines.fit(scenario)
         self._coverage = Counter(f"left out: {what}" for what in left_out)
+        self._coverage["with several groups"] += len(self.scenario.geometry.groups) > 1
+        self._coverage["with two connectors"] += self.scenario.num_connectors > 1
+        self._coverage["with an abrupt end"] += self.scenario.ends_abruptly
         self._engines = engines
         self._name = connector_class.__name__
         children = []

@@ -67,6 +67,8 @@ class _Shrinker:
         result = self._simulate(scenario)
         if result.failure is None or result.failure.law != self._law:
             return False
+        if result.scenario == self._scenario:
+            return False  # the engine cannot play what is simpler in it
         self.best = result
         return True
 

@@ -1,0 +1,121 @@
+"""The simulation of connectors on the real Scheduler of the installed vLLM, a few seeds of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+pytest.importorskip(  # a submodule: this very folder is named vllm
+    "vllm.version",
+    reason="needs vLLM's Python sources: tests/vllm/sources.py",
+    exc_type=ImportError,
+)
+
+from examples.host_cache import HostCacheConnector
+from kvview import Connector, ConnectorConfig
+from kvview.testing.invariants import InvariantBroken
+from kvview_reference.connector import LazyOffloadConnector
+from kvview_reference.simulation import Add, check_connector, generate_scenario, simulate
+from kvview_vllm import cpu_scheduler
+from kvview_vllm.simulation_engine import VLLMEngine, VLLMEngines
+from tests.mutants.connectors import (
+    BindsOneChild,
+    CopiesOneLayer,
+    EagerConnector,
+    FreesWhenPlanned,
+    LeaksFailedStores,
+    RemembersHits,
+    Two,
+)
+
+SEEDS = 25
+
+
+@pytest.fixture(scope="module")
+def engines() -> VLLMEngines:
+    return VLLMEngines()
+
+
+@pytest.fixture(scope="module")
+def coverage(engines: VLLMEngines) -> Mapping[str, int]:
+    report = check_connector(LazyOffloadConnector, seeds=SEEDS, engines=engines)
+    assert report.is_clean, report.failures[0].script
+    return report.coverage
+
+
+def test_what_should_happen_happens(coverage: Mapping[str, int]) -> None:
+    names = {"loads", "stores", "failed loads", "failed stores", "hits", "preemptions", "resets"}
+    names |= {"ids again", "aborted running", "aborted waiting", "with two connectors"}
+    names |= {"with several groups", "with an abrupt end"}
+    if cpu_scheduler.can_load_between_steps():
+        names.add("aborted loading")
+    assert not {name for name in names if not coverage.get(name)}
+
+
+def test_what_is_left_out_is_named(engines: VLLMEngines, coverage: Mapping[str, int]) -> None:
+    assert coverage["left out: decode steps of several tokens"] == SEEDS
+    if not coverage.get("second hashes"):
+        assert coverage["left out: a second hash of a block"]
+    for seed in range(SEEDS):
+        given = generate_scenario(seed)
+        fitted, left_out = engines.fit(given)
+        lost = [group for group in given.geometry.groups if group not in fitted.geometry.groups]
+        assert len(lost) <= sum(" group: " in what for what in left_out)
+        again, left_out_again = engines.fit(fitted)
+        assert again == fitted, "a script of it plays the same"
+        assert not [what for what in left_out_again if " group: " in what]
+
+
+@pytest.mark.parametrize("connector", [HostCacheConnector, EagerConnector, Two, Connector])
+def test_no_false_alarm(engines: VLLMEngines, connector: type[Connector]) -> None:
+    report = check_connector(connector, seeds=10, engines=engines)
+    assert report.is_clean, report.failures[0].script
+
+
+@pytest.mark.parametrize(
+    ("connector", "law"),
+    [
+        (LeaksFailedStores, "CONN-4"),
+        (FreesWhenPlanned, "CONN-6"),
+        (CopiesOneLayer, "XFER-1"),
+        (RemembersHits, "CONN-2"),
+        (BindsOneChild, "CONN-1"),
+    ],
+)
+def test_a_wrong_connector_is_found(
+    engines: VLLMEngines, connector: type[Connector], law: str
+) -> None:
+    for seed in range(SEEDS):
+        report = check_connector(
+            connector, seeds=1, first_seed=seed, engines=engines, max_shrink_runs=0
+        )
+        if not report.is_clean:
+            assert report.failures[0].law == law, report.failures[0]
+            return
+    pytest.fail("no seed showed it")
+
+
+def test_a_seed_gives_the_same_run_twice(engines: VLLMEngines) -> None:
+    for seed in range(4):
+        scenario = generate_scenario(seed)
+        first = simulate(LazyOffloadConnector, scenario, engines=engines)
+        assert first == simulate(LazyOffloadConnector, scenario, engines=VLLMEngines())
+        as_in_a_script = simulate(LazyOffloadConnector, first.scenario, engines=engines)
+        assert as_in_a_script.timeline == first.timeline
+        for snapshot in first.timeline:
+            blocks = snapshot.free + snapshot.engine + snapshot.held
+            assert blocks == first.scenario.num_gpu_blocks - 1
+
+
+def test_what_vllm_raises_is_not_laid_at_the_connectors_door(engines: VLLMEngines) -> None:
+    scenario, _ = engines.fit(generate_scenario(0))
+    connector = Connector(ConnectorConfig(scenario.geometry))
+    engine = engines.build(scenario, [connector], owner="", clock=lambda: 0.0)
+    assert isinstance(engine, VLLMEngine)
+    engine.add(Add("r", 1, 9, 20), 1)
+    engine.step()
+    engine._pool.free_blocks([engine._pool.blocks[b] for b in engine.engine_refs()])
+    engine.abort("r")  # frees them again
+    with pytest.raises(InvariantBroken, match=r"ENGINE: squeezing raised AssertionError .*\(vllm"):
+        engine.squeeze(engine.num_blocks)
