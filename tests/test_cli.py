@@ -226,3 +226,17 @@ def test_installed_command() -> None:
     command = Path(sys.executable).parent / "kvview"
     done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("kvview, version ")
+
+
+def test_without_vllm_its_engine_is_one_line_and_exit_2() -> None:
+    command = [sys.executable, "-c", "from kvview.cli import main; main()"]
+    done = subprocess.run(
+        [*command, "check", EXAMPLE, "--engine", "vllm"], capture_output=True, text=True, timeout=60
+    )
+    if "No module named 'vllm'" not in done.stderr:
+        pytest.skip("there is a vLLM")
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvview: ")
+    assert done.stderr.count("\n") == 1
+    assert "Install vLLM" in done.stderr
+    assert not done.stdout

@@ -70,6 +70,12 @@ def test_the_reference_engine_needs_neither_vllm_nor_hypothesis(module: str) -> 
     assert not modules_after(f"import kvview_reference.{module}") & {"vllm", "hypothesis"}
 
 
+@pytest.mark.parametrize("module", ["cpu_scheduler", "simulation_engine"])
+def test_the_adapter_opens_vllm_and_the_reference_when_it_needs_them(module: str) -> None:
+    loaded = modules_after(f"import kvview_vllm.{module}")
+    assert not loaded & {"vllm", "torch", "kvview_reference"}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_name_is_exported(name: str) -> None:
     assert name in kvview.__all__

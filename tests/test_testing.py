@@ -461,6 +461,7 @@ def test_the_command_shows_failures_and_exits_1(tmp_path: Path) -> None:
         ("kvview_reference.harness:pool", "--json", "no/such/folder/x.json"),
         ("kvview_reference.harness:pool", "--expected-failures", "missing.txt"),
         ("kvview_reference.harness:pool", "--self-test"),
+        ("kvview_reference.harness:pool", "--engine", "vllm"),
     ],
 )
 def test_what_the_command_can_not_run_is_one_line_and_exit_2(args: Sequence[str]) -> None:
