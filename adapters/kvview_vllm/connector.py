@@ -46,6 +46,7 @@ from kvview_vllm.connector_worker import FailureWords, WorkerSide
 from kvview_vllm.geometry import read_facts, read_geometry
 
 if TYPE_CHECKING:
+    KVCacheManager: Any
     KVConnectorOutput: Any
     KVConnectorRole: Any
     RequestStatus: Any
@@ -63,10 +64,18 @@ else:
         KVConnectorBase_V1,
         KVConnectorRole,
     )
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import RequestStatus
 
     SupportsHMA = getattr(base, "SupportsHMA", object)  # 0.11.1
+
+
+def _allocates_external_tokens() -> bool:
+    """Whether blocks to load into are allocated as such, without those skipped (0.14.0)."""
+    parameters = inspect.signature(KVCacheManager.allocate_slots).parameters
+    return "num_external_computed_tokens" in parameters
+
 
 _NOT_FINISHED_WELL = {
     getattr(RequestStatus, name, None)
@@ -131,6 +140,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
                 self._geometry,
                 vllm_config.parallel_config.world_size,
                 asynchronous=HAS_WORKER_METADATA,
+                caches_whole_span=not _allocates_external_tokens(),
                 preempted_status=RequestStatus.PREEMPTED,
             )
         else:

@@ -10,6 +10,9 @@
 - SCHED-4 What a connector promised **must** be in the plan of the step in which its
   blocks were allocated; a broken promise ends in :class:`~kvview.ConnectorError`,
   not in a request that waits for ever.
+- SCHED-5 A load that the release takes wrongly **must not** be asked for: of a window's
+  blocks, those that are skipped, where they are cached all the same (up to 0.13); and
+  within a step, for a request that was preempted (its failure is not seen).
 
 Source: the order of calls in vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0.
 """
@@ -69,6 +72,8 @@ class SchedulerSide:
         num_workers: Workers that report each job.
         asynchronous: Whether requests wait for their loads between steps, or the
             step that loads also computes.
+        caches_whole_span: Whether an allocation of external tokens has blocks for what a
+            window skips, and takes them for loaded.
         preempted_status: ``RequestStatus.PREEMPTED``, for releases whose output
             does not name the preempted requests.
     """
@@ -80,12 +85,14 @@ class SchedulerSide:
         num_workers: int,
         *,
         asynchronous: bool,
+        caches_whole_span: bool,
         preempted_status: Any,
     ) -> None:
         self.half = half
         self.geometry = geometry
         self.asynchronous = asynchronous
         self._num_workers = num_workers
+        self._caches_whole_span = caches_whole_span
         self._preempted_status = preempted_status
         self.owner = uuid.uuid4().hex
         self._view: GPUBlockPoolView | None = None
@@ -123,9 +130,10 @@ class SchedulerSide:
         ):
             return 0
         num_tokens = self.half.match_prefix(request_info(request), num_computed_tokens)
-        if num_tokens:
-            self._check_promise(request, num_computed_tokens, num_tokens)
-        return num_tokens
+        if not num_tokens:
+            return num_tokens
+        self._check_promise(request, num_computed_tokens, num_tokens)
+        return num_tokens if self._can_load(request, num_computed_tokens, num_tokens) else 0
 
     def on_allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks were allocated; called a second time when an asynchronous load ended."""
@@ -143,6 +151,16 @@ class SchedulerSide:
         )
         if num_external_tokens:
             self._promised[request.request_id] = num_external_tokens
+
+    def _can_load(self, request: Any, num_computed_tokens: int, num_tokens: int) -> bool:
+        """Whether this release does right by the load, failed or not (SCHED-5)."""
+        if not self.asynchronous and request.num_cached_tokens >= 0:
+            return False  # the tokens that a failed load takes back are those of its first start
+        end = num_computed_tokens + num_tokens
+        return not self._caches_whole_span or all(
+            group.required_blocks(end).start * group.block_size <= num_computed_tokens
+            for group in self.geometry.groups
+        )
 
     def _check_promise(self, request: Any, num_computed_tokens: int, num_tokens: int) -> None:
         end = num_computed_tokens + num_tokens
