@@ -3,8 +3,9 @@
 - SCHED-1 Block tables **must** name only blocks that the request still has: what a
   window has left behind, and what another request took after a preemption, is the
   null block.
-- SCHED-2 A load that failed **must not** be tried again for the same request: its
-  prefix is computed.
+- SCHED-2 A load that failed **must not** be tried again for the same request, by a
+  sibling neither: its prefix is computed. Where a load is tried again and has no room,
+  0.33.0 serves nobody behind it, and those hold the room.
 - SCHED-3 Tokens **must** count as computed only if earlier steps computed them: vLLM lets
   a request hit blocks that another one computes in the same step.
 - SCHED-4 What a connector promised **must** be in the plan of the step in which its
@@ -53,6 +54,7 @@ class _Tracked:
     request: Any
     table: list[list[int]] = field(default_factory=list)
     asked_at: int | None = None  # tokens hit on the GPU, until its blocks are allocated
+    num_preemptions: int = -1  # when they were
     load_failed: bool = False
 
 
@@ -121,6 +123,8 @@ class SchedulerSide:
             tracked = self._tracked[request.request_id] = _Tracked(request)
         elif tracked.table:
             self._lost.add(request.request_id)
+        elif tracked.asked_at is None and tracked.num_preemptions == request.num_preemptions:
+            tracked.load_failed = True  # it never ran: the load was a sibling's in MultiConnector
         tracked.asked_at = num_computed_tokens
         if (
             tracked.load_failed
@@ -141,6 +145,7 @@ class SchedulerSide:
         if tracked is None or tracked.asked_at is None:
             return  # the second call: nothing to load any more
         num_computed_tokens, tracked.asked_at = tracked.asked_at, None
+        tracked.num_preemptions = request.num_preemptions
         block_ids = blocks.get_block_ids()
         if not any(block_ids):
             # Up to 0.25 a MultiConnector shows a child that does not load no blocks.

@@ -133,6 +133,22 @@ def test_a_failed_load_is_computed_instead(make_engine: MakeEngine) -> None:
     assert engine.num_free_blocks() == free
 
 
+def test_a_failed_load_is_not_tried_again_by_a_sibling(make_engine: MakeEngine) -> None:
+    if not lane.can_fail_loads():
+        pytest.skip("0.11.0 has no word for a load that failed")
+    failing = lane.connector_config(f"{FAULTY}:FailingConnector", cpu_blocks=64)
+    engine = make_engine(lane.multi_config(failing, lane.connector_config(cpu_blocks=64)))
+    free = engine.num_free_blocks()
+    serve_and_forget(engine)
+    again = engine.add("again", TOKENS)
+    engine.run()
+    assert again.is_finished()
+    children = engine.scheduler.connector._connectors
+    if children[0]._scheduler_side.asynchronous:
+        assert engine.hits["again"] == 0
+    assert engine.num_free_blocks() == free
+
+
 @pytest.mark.parametrize("connector", ["", "SlowConnector"], ids=["at once", "late"])
 def test_preempted_requests_come_back(make_engine: MakeEngine, connector: str) -> None:
     target = f"{FAULTY}:{connector}" if connector else lane.EXAMPLE_CONNECTOR
