@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from examples.host_cache import HostCacheConnector
-from kvview import ConfigError, Connector, FullAttention
+from kvview import ConfigError, Connector, FullAttention, SchedulerConnector
 from kvview.testing import Mutant
 from kvview.testing.invariants import (
     EventFold,
@@ -253,3 +253,17 @@ def test_what_a_connector_raises_is_a_failure_not_a_crash() -> None:
     failure = simulate(Crashes, generate_scenario(0)).failure
     assert failure is not None
     assert str(failure) == "CONN-1: make_scheduler raised OSError no such host (step 0)"
+
+
+class NeverAnswers(LazyOffloadConnector):
+    def make_scheduler(self) -> SchedulerConnector:
+        half = super().make_scheduler()
+        half.match_prefix = lambda request, num_computed_tokens: None  # type: ignore[method-assign]
+        return half
+
+
+def test_a_connector_that_never_answers_is_not_the_engines_fault() -> None:
+    failure = simulate(NeverAnswers, generate_scenario(0)).failure
+    assert failure is not None
+    assert failure.law == "CONN-2"
+    assert "match_prefix never answers" in failure.message

@@ -307,9 +307,13 @@ class _Run:
         held = self.engine.held_blocks()
         unfinished = self.engine.unfinished()
         if waiting := [request for request, status in unfinished.items() if status == "waiting"]:
-            why = "match_prefix never answers" if not held else "there is no room for them"
+            law, why = "CONN-4", "there is no room for them"
+            if not held:
+                law, why = "ENGINE", "match_prefix has answered"
+                if any(part.scheduler.unanswered.intersection(waiting) for part in self._parts):
+                    law, why = "CONN-2", "match_prefix never answers"
             raise InvariantBroken(
-                "CONN-4" if held else "CONN-2",
+                law,
                 f"requests {waiting} wait for ever: {why}, and the connector holds {len(held)} of "
                 f"{self.engine.num_blocks - 1} blocks",
             )

@@ -169,6 +169,7 @@ class WatchedScheduler(SchedulerConnector):
         self._inner = inner
         self._ledger = ledger
         self._untaken: list[OffloadingEvent] = []  # in the ledger, not with the engine
+        self.unanswered: set[str] = set()  # requests that are to be asked about again
 
     def _call(self, name: str, *args: Any) -> Any:
         with hook(name, _LAW_OF_HOOK.get(name, "CONN-4")):
@@ -189,7 +190,9 @@ class WatchedScheduler(SchedulerConnector):
     def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
         answer = self._call("match_prefix", request, num_computed_tokens)
         if answer is None:
+            self.unanswered.add(request.request_id)
             return None
+        self.unanswered.discard(request.request_id)
         if type(answer) is not int:
             raise InvariantBroken(
                 "CONN-2", f"match_prefix returned {answer!r}: expected a number of tokens or None"
