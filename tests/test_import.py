@@ -70,7 +70,7 @@ def test_the_reference_engine_needs_neither_vllm_nor_hypothesis(module: str) -> 
     assert not modules_after(f"import kvview_reference.{module}") & {"vllm", "hypothesis"}
 
 
-@pytest.mark.parametrize("module", ["cpu_scheduler", "simulation_engine"])
+@pytest.mark.parametrize("module", ["cpu_scheduler", "simulated_scheduler", "simulation_engine"])
 def test_the_adapter_opens_vllm_and_the_reference_when_it_needs_them(module: str) -> None:
     loaded = modules_after(f"import kvview_vllm.{module}")
     assert not loaded & {"vllm", "torch", "kvview_reference"}

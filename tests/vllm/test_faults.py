@@ -18,7 +18,8 @@ from kvview.testing.invariants import InvariantBroken
 from kvview_reference.connector import LazyOffloadConnector
 from kvview_reference.simulation import Add, check_connector, generate_scenario, simulate
 from kvview_vllm import cpu_scheduler
-from kvview_vllm.simulation_engine import VLLMEngine, VLLMEngines
+from kvview_vllm.simulated_scheduler import VLLMEngine
+from kvview_vllm.simulation_engine import VLLMEngines
 from tests.mutants.connectors import (
     BindsOneChild,
     CopiesOneLayer,
