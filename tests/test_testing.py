@@ -24,12 +24,14 @@ from kvview.testing import (
     checks_for,
     inspect_factory,
     load_target,
+    machines,
     parametrize_with_checks,
     read_expected_failures,
     run_checks,
 )
 from kvview.testing.harness import OFFERS
 from kvview.testing.pool_checks import check_pool_4_engine_references_can_not_be_freed
+from kvview.testing.pool_machine import run_pool_machine
 from kvview.testing.profiles import PROFILES, Profile, use_profile
 from kvview_reference import harness
 from kvview_reference.harness import ReferenceManager, ReferencePool
@@ -248,6 +250,21 @@ def test_no_false_alarm_in_fifty_seeds(factory: Callable[[], Any]) -> None:
     for seed in [None, *range(49)]:
         with use_profile(Profile("test", num_examples=3, num_steps=25, seed=seed)):
             machine.function(factory)
+
+
+def test_shrinking_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    class EvictsInReverse(ReferencePool):
+        def release(self, block_ids: Sequence[int]) -> None:
+            super().release(block_ids[::-1])
+
+    def lines() -> int:
+        with pytest.raises(LawBroken) as broken:
+            run_pool_machine(EvictsInReverse)
+        return len(broken.value.script.splitlines())
+
+    shortest = lines()
+    monkeypatch.setattr(machines, "MAX_SHRINK_RUNS", 5)
+    assert lines() > shortest > 0
 
 
 def test_a_seed_finds_the_same_again() -> None:
