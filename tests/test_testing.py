@@ -73,7 +73,14 @@ WRONG_CHECK = "check_pool_4_engine_references_can_not_be_freed"
 
 def test_every_law_has_a_check() -> None:
     laws = {check.law for check in CHECKS}
-    for contract, last in (("POOL", 11), ("GUARD", 4), ("OFF", 8), ("EVENT", 5), ("XFER", 5)):
+    for contract, last in (
+        ("POOL", 11),
+        ("GUARD", 4),
+        ("GEO", 4),
+        ("OFF", 8),
+        ("EVENT", 5),
+        ("XFER", 5),
+    ):
         missing = [i for i in range(1, last + 1) if f"{contract}-{i}" not in laws]
         assert not missing, (contract, missing)
 
@@ -242,7 +249,9 @@ def test_only_soak_is_random(profile: str) -> None:
     assert run_checks(harness.pool, profile=profile, select=["POOL-8"], seed=5).seed == 5
 
 
-@pytest.mark.parametrize("factory", [harness.pool, harness.guarded_pool, harness.offloading_lru])
+@pytest.mark.parametrize(
+    "factory", [harness.pool, harness.guarded_pool, harness.geometry, harness.offloading_lru]
+)
 def test_no_false_alarm_in_fifty_seeds(factory: Callable[[], Any]) -> None:
     (machine,) = [
         check for check in checks_for(inspect_factory(factory)[0]) if check.law.endswith("-*")

@@ -7,6 +7,7 @@ A check is a plain function of a factory; one list of them has three runners:
 
 from kvview.testing import (
     event_checks,
+    geometry_checks,
     guard_checks,
     offloading_checks,
     pool_checks,
@@ -16,6 +17,7 @@ from kvview.testing import (
 from kvview.testing.checks import CHECKS, Check, check, checks_for
 from kvview.testing.harness import (
     Capability,
+    GeometryHarness,
     ManagerHarness,
     PoolHarness,
     TransferHarness,
@@ -35,6 +37,7 @@ __all__ = [
     "Capability",
     "Check",
     "CheckResult",
+    "GeometryHarness",
     "LawBroken",
     "ManagerHarness",
     "Mutant",
@@ -48,6 +51,7 @@ __all__ = [
     "check",
     "checks_for",
     "event_checks",
+    "geometry_checks",
     "guard_checks",
     "inspect_factory",
     "load_mutants",
