@@ -96,7 +96,8 @@ def check(
 
     TARGET is package.module:factory or path/to/file.py:factory, where the factory
     makes a harness over a pool view, a coordinator, an offloading manager or a
-    transfer worker; or a connector class, which is run in the reference engine under faults.
+    transfer worker; or a connector class, which is run in the reference engine
+    under faults.
     """
     console = Console(stderr=json_file == "-")  # stdout is the report's alone then
     with one_line_errors():

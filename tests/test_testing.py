@@ -77,7 +77,7 @@ def test_every_law_has_a_check() -> None:
         ("POOL", 11),
         ("GUARD", 4),
         ("GEO", 4),
-        ("OFF", 8),
+        ("OFF", 9),
         ("EVENT", 5),
         ("XFER", 5),
     ):

@@ -6,6 +6,7 @@ A check is a plain function of a factory; one list of them has three runners:
 """
 
 from kvview.testing import (
+    completion_checks,
     event_checks,
     geometry_checks,
     guard_checks,
@@ -50,6 +51,7 @@ __all__ = [
     "TransferHarness",
     "check",
     "checks_for",
+    "completion_checks",
     "event_checks",
     "geometry_checks",
     "guard_checks",

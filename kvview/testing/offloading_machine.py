@@ -105,6 +105,12 @@ def offloading_machine(factory: Factory) -> type[RuleBasedStateMachine]:
             if success:
                 self.oracle.stored |= set(chosen)
 
+        @rule(picks=picks, success=st.booleans())
+        def finish_what_is_not_stored(self, picks: list[int], success: bool) -> None:
+            chosen = list(dict.fromkeys(key(i % num_keys) for i in picks))
+            if not (self.oracle.pending | self.oracle.late_stores).issuperset(chosen):
+                self.tier.no_store(chosen, success=success)
+
         @precondition(lambda self: self.oracle.stored)
         @rule(picks=picks)
         def load(self, picks: list[int]) -> None:
@@ -121,6 +127,12 @@ def offloading_machine(factory: Factory) -> type[RuleBasedStateMachine]:
             chosen = list(dict.fromkeys(loading[i % len(loading)] for i in picks))
             self.tier.end_load(chosen)
             self.oracle.loading = +(self.oracle.loading - Counter(chosen))
+
+        @rule(picks=picks)
+        def end_too_many_loads(self, picks: list[int]) -> None:
+            chosen = [key(i % num_keys) for i in picks]
+            if Counter(chosen) - self.oracle.loading - self.oracle.late_loads:
+                self.tier.no_load(chosen)
 
         @rule(picks=picks)
         def load_what_is_not_ready(self, picks: list[int]) -> None:
