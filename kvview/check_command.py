@@ -208,7 +208,7 @@ def _check_connector(
     told = {
         "target": target,
         "contract": "connector",
-        "is_clean": report.is_clean and not report.is_interrupted,
+        "is_clean": report.is_clean,
         "is_interrupted": report.is_interrupted,
         "first_seed": report.first_seed,
         "num_seeds": report.num_seeds,
