@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 from kvview.errors import GeometryError
@@ -40,9 +40,10 @@ def is_read(group: CacheGroup, token: int, position: int) -> bool:
     return True
 
 
-def blocks_read(group: CacheGroup, token: int) -> set[int]:
+@cache
+def blocks_read(group: CacheGroup, token: int) -> frozenset[int]:
     """Numbers of the blocks before ``token`` that it reads."""
-    return {p // group.block_size for p in range(token) if is_read(group, token, p)}
+    return frozenset(p // group.block_size for p in range(token) if is_read(group, token, p))
 
 
 class GeometryDriver(Recorder):
