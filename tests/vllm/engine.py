@@ -259,7 +259,7 @@ def _vllm_config(
 ) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_MODEL))
-    _complete_torch()
+    complete_torch()
     config: Any = importlib.import_module("vllm.config")
     _register_model()
     model = _make(
@@ -304,7 +304,7 @@ def _vllm_config(
     return vllm_config
 
 
-def _complete_torch() -> None:
+def complete_torch() -> None:
     """0.17 asks torch for names that 2.13 has no more; nothing here depends on the answers."""
     import torch
 
