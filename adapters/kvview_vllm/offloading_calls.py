@@ -50,12 +50,12 @@ def make_cpu_manager(num_blocks: int, cache_policy: str = "lru", **options: Any)
     except ImportError:  # one class for all policies, without a backend, from 0.19 on
         kind = import_module("vllm.v1.kv_offload.cpu.manager").CPUOffloadingManager
         sizes = {"num_blocks": num_blocks, "num_chunks": num_blocks, "block_size": 1}
-        return _make(kind, cache_policy=cache_policy, **sizes, **options)
+        return make_known(kind, cache_policy=cache_policy, **sizes, **options)
     if cache_policy not in _POLICIES:
         raise ConfigError(f"unknown policy {cache_policy!r}; known: {', '.join(_POLICIES)}")
     module = import_module(f"vllm.v1.kv_offload.{cache_policy}_manager")
     kind = getattr(module, f"{cache_policy.upper()}OffloadingManager")
-    return _make(kind, backend=backends.CPUBackend(1, num_blocks), **options)
+    return make_known(kind, backend=backends.CPUBackend(1, num_blocks), **options)
 
 
 class TranslatedManager:
@@ -159,7 +159,7 @@ class TranslatedManager:
     def on_schedule_end(self) -> None:
         """The last call of a step."""
         if "step_context" in self.capabilities:
-            context = _base().ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
+            context = find_class("ScheduleEndContext")(new_req_ids=(), preempted_req_ids=())
             self.manager.on_schedule_end(context)
         elif "request_hooks" in self.capabilities:
             self.manager.on_schedule_end()
@@ -182,7 +182,7 @@ class TranslatedManager:
                 "req_id": ctx.req_id,
                 "kv_transfer_params": None if params is None else dict(params),
             }
-            context = _make(_base().ReqContext, **values)
+            context = make_known(find_class("ReqContext"), **values)
             if ctx.req_id:
                 self._contexts[ctx.req_id] = context
         return context
@@ -198,15 +198,20 @@ def _pages(spec: Any) -> CPULoadStoreSpec:
     return CPULoadStoreSpec([int(page) for page in spec.block_ids])
 
 
-def _base() -> Any:
-    try:
-        return import_module("vllm.v1.kv_offload.base")
-    except ImportError:  # merged from several modules in 0.21
-        return import_module("vllm.v1.kv_offload.abstract")
+def find_class(name: str) -> Any:
+    """A class of vLLM's offloading interface, wherever the release has it; None without."""
+    for module in ("base", "abstract", "spec", "mediums", "worker.worker"):
+        try:
+            found = getattr(import_module(f"vllm.v1.kv_offload.{module}"), name, None)
+        except ImportError:  # merged into base, or not split off yet
+            continue
+        if found is not None:
+            return found
+    return None
 
 
-def _make(target: Callable[..., Any], **values: Any) -> Any:
-    """Only the arguments that this release has."""
+def make_known(target: Callable[..., Any], **values: Any) -> Any:
+    """Call with only the arguments that this release has."""
     parameters = inspect.signature(target).parameters
     return target(**{name: value for name, value in values.items() if name in parameters})
 

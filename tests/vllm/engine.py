@@ -96,10 +96,11 @@ class Engine:
         layers = [
             name for group in self.kv_cache_config.kv_cache_groups for name in group.layer_names
         ]
-        self.kv_caches = {
-            name: torch.zeros((num_blocks, 2, BLOCK_SIZE, 64), dtype=torch.float32)
-            for name in layers
-        }
+        if transfer_config["kv_connector"] == "OffloadingConnector":
+            _register_layers(self.vllm_config, layers)
+        # Layers of several groups share memory, as in vLLM: a block belongs to one group.
+        tensor = torch.zeros((num_blocks, 2, BLOCK_SIZE, 64), dtype=torch.float32)
+        self.kv_caches = dict.fromkeys(layers, tensor)
         self.worker.register_kv_caches(self.kv_caches)
         self.requests: dict[str, Any] = {}
         self.hits: dict[str, int] = {}  # tokens that a request never computed
@@ -123,6 +124,9 @@ class Engine:
         output = self.scheduler.schedule()
         transfers = self._run_worker(output)
         self._compute(output, getattr(transfers, "invalid_block_ids", None) or ())
+        if not self.hold_loads:
+            self.worker.wait_for_save()
+            self.worker.clear_connector_metadata()
         self.scheduler.update_from_output(
             output, make_model_output(self.scheduler, output, transfers)
         )
@@ -154,7 +158,10 @@ class Engine:
         return bool(ask and ask())
 
     def _run_worker(self, output: Any) -> Any:
-        """The calls of a model runner, in its order."""
+        """The calls of a model runner up to the forward pass, and its report.
+
+        It reports after the pass; what a connector saves then is reported a step later here.
+        """
         worker = self.worker
         if self.hold_loads:
             self._metadata.append(output.kv_connector_metadata)
@@ -162,10 +169,20 @@ class Engine:
         metadata = [*self._metadata, output.kv_connector_metadata]
         self._metadata.clear()
         for one in metadata:
+            self._handle_preemptions(output, one)
             worker.bind_connector_metadata(one)
             worker.start_load_kv(None)
-        worker.wait_for_save()
         return self._transfers(output)
+
+    def _handle_preemptions(self, output: Any, metadata: Any) -> None:
+        handle = getattr(self.worker, "handle_preemptions", None)  # 0.14
+        if handle is None:
+            return
+        if "preempted_req_ids" in inspect.signature(handle).parameters:  # up to 0.18
+            if output.preempted_req_ids:
+                handle(output.preempted_req_ids)
+        else:
+            handle(metadata)
 
     def _transfers(self, output: Any) -> Any:
         from vllm.v1.outputs import KVConnectorOutput  # type: ignore[import-not-found]
@@ -184,7 +201,6 @@ class Engine:
         values["kv_connector_stats"] = worker.get_kv_connector_stats()
         if hasattr(worker, "build_connector_worker_meta"):
             values["kv_connector_worker_meta"] = worker.build_connector_worker_meta()
-        worker.clear_connector_metadata()
         return KVConnectorOutput(**_known(KVConnectorOutput, values))
 
     def _compute(self, output: Any, invalid: Collection[int]) -> None:
@@ -341,6 +357,33 @@ def _register_model() -> None:
     models.ModelRegistry.register_model("KVViewTestModel", KVViewTestModel)
 
 
+def _register_layers(vllm_config: Any, layers: Sequence[str]) -> None:
+    """Layers that say how their tensors lie: vLLM's OffloadingConnector asks up to 0.28."""
+    kv_connector = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
+    kind = getattr(importlib.import_module(kv_connector), "Attention", None)  # up to 0.17
+    if kind is None:
+        name = "vllm.model_executor.layers.attention_layer_base"
+        kind = importlib.import_module(name).AttentionLayerBase
+
+    class Backend:
+        @staticmethod
+        def get_kv_cache_shape(
+            num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *_: Any
+        ) -> tuple[int, ...]:
+            return (num_blocks, 2, block_size, num_kv_heads * head_size)
+
+    class Layer(kind):  # type: ignore[misc,valid-type]
+        def __init__(self) -> None: ...
+
+        def get_attn_backend(self) -> Any:
+            return Backend
+
+        def get_kv_cache_spec(self, vllm_config: Any) -> Any: ...
+
+    context = vllm_config.compilation_config.static_forward_context
+    context.update({layer: Layer() for layer in layers})
+
+
 def _kv_cache_config(windows: Sequence[int | None], num_blocks: int) -> Any:
     import torch
 
@@ -474,3 +517,17 @@ def can_fail_loads() -> bool:
     """Whether a worker of this release can say that a load failed (0.11.1)."""
     outputs: Any = importlib.import_module("vllm.v1.outputs")
     return "invalid_block_ids" in outputs.KVConnectorOutput.__dataclass_fields__
+
+
+def offloads_hashes() -> bool:
+    """Whether an offloaded block is named by its hash alone (up to 0.19)."""
+    from kvview_vllm.offloading_calls import find_class
+
+    return find_class("OffloadKey") is None
+
+
+def resets_offloading() -> bool:
+    """Whether a reset of the prefix cache reaches the offloading manager (0.22)."""
+    from kvview_vllm.offloading_calls import find_class
+
+    return hasattr(find_class("OffloadingManager"), "reset_cache")
