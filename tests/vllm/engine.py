@@ -517,17 +517,3 @@ def can_fail_loads() -> bool:
     """Whether a worker of this release can say that a load failed (0.11.1)."""
     outputs: Any = importlib.import_module("vllm.v1.outputs")
     return "invalid_block_ids" in outputs.KVConnectorOutput.__dataclass_fields__
-
-
-def offloads_hashes() -> bool:
-    """Whether an offloaded block is named by its hash alone (up to 0.19)."""
-    from kvview_vllm.offloading_calls import find_class
-
-    return find_class("OffloadKey") is None
-
-
-def resets_offloading() -> bool:
-    """Whether a reset of the prefix cache reaches the offloading manager (0.22)."""
-    from kvview_vllm.offloading_calls import find_class
-
-    return hasattr(find_class("OffloadingManager"), "reset_cache")
