@@ -130,7 +130,7 @@ class VLLMOffloadingManager:
     def touch(self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /) -> None:
         """Say that a request used these keys; the first one becomes the most recent."""
         if hasattr(self._manager.manager, "t1"):
-            # An ARC manager of a release up to 0.14 loses a key touched while it is stored.
+            # An ARC manager of a release up to 0.16 loses a key touched while it is stored.
             keys = [key for key in keys if key not in self._stores]
         self._manager.touch(keys, ctx)
 
@@ -254,7 +254,11 @@ class VLLMOffloadingManager:
         wanted = [make_offload_key(b"kvview placeholder %d" % n, 0) for n in range(max(pages) + 1)]
         output = None
         for _ in range(getattr(self._manager.manager, "store_threshold", 1)):
+            for key in wanted:  # up to 0.28 lookups count towards the threshold, then offers
+                self._manager.lookup(key)
             output = self._manager.prepare_store(wanted)
+            if output and output.keys_to_store:
+                break
         held = dict(zip(_page_ids(output), output.keys_to_store, strict=True)) if output else {}
         if not pages <= held.keys():
             raise refusal(

@@ -24,13 +24,14 @@ from kvview import (
     PrepareStoreOutput,
     ReqContext,
 )
-from kvview_vllm.capabilities import OFFLOADING_SEAM, probe_offloading, refusal
+from kvview_vllm.capabilities import OFFLOADING_SEAM, engine_version, probe_offloading, refusal
 
 if TYPE_CHECKING:
     from kvview import OffloadingManager, SupportsRequestHooks, SupportsStepHooks
 
 NO_REQUEST = ReqContext()
 _POLICIES = ("lru", "arc")
+_PACKAGE = "vllm.v1.kv_offload"
 
 
 def make_cpu_manager(num_blocks: int, cache_policy: str = "lru", **options: Any) -> Any:
@@ -159,7 +160,7 @@ class TranslatedManager:
     def on_schedule_end(self) -> None:
         """The last call of a step."""
         if "step_context" in self.capabilities:
-            context = find_class("ScheduleEndContext")(new_req_ids=(), preempted_req_ids=())
+            context = require_class("ScheduleEndContext")(new_req_ids=(), preempted_req_ids=())
             self.manager.on_schedule_end(context)
         elif "request_hooks" in self.capabilities:
             self.manager.on_schedule_end()
@@ -182,7 +183,7 @@ class TranslatedManager:
                 "req_id": ctx.req_id,
                 "kv_transfer_params": None if params is None else dict(params),
             }
-            context = make_known(find_class("ReqContext"), **values)
+            context = make_known(require_class("ReqContext"), **values)
             if ctx.req_id:
                 self._contexts[ctx.req_id] = context
         return context
@@ -199,15 +200,34 @@ def _pages(spec: Any) -> CPULoadStoreSpec:
 
 
 def find_class(name: str) -> Any:
-    """A class of vLLM's offloading interface, wherever the release has it; None without."""
+    """A class of vLLM's offloading interface, wherever the release has it; None without.
+
+    Raises:
+        VLLMNotInstalledError: No vLLM can be imported.
+    """
+    engine_version()
     for module in ("base", "abstract", "spec", "mediums", "worker.worker"):
         try:
-            found = getattr(import_module(f"vllm.v1.kv_offload.{module}"), name, None)
-        except ImportError:  # merged into base, or not split off yet
-            continue
+            found = getattr(import_module(f"{_PACKAGE}.{module}"), name, None)
+        except ModuleNotFoundError as error:
+            if not str(error.name).startswith(_PACKAGE):
+                raise
+            continue  # merged into base, or not split off yet
         if found is not None:
             return found
     return None
+
+
+def require_class(name: str) -> Any:
+    """The same where every tested release has it.
+
+    Raises:
+        UnsupportedEngineError: This one does not.
+    """
+    found = find_class(name)
+    if found is None:
+        raise refusal(OFFLOADING_SEAM, f"no {name}", f"a {name} in {_PACKAGE}")
+    return found
 
 
 def make_known(target: Callable[..., Any], **values: Any) -> Any:

@@ -28,7 +28,7 @@ from kvview import (
     SupportsStepHooks,
     get_offload_group_idx,
 )
-from kvview_vllm.offloading_calls import find_class, make_known
+from kvview_vllm.offloading_calls import find_class, make_known, require_class
 
 if TYPE_CHECKING:
 
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     class _LoadStoreSpec:
         pass
 else:
-    _Manager = find_class("OffloadingManager")
-    _LoadStoreSpec = find_class("LoadStoreSpec")
+    _Manager = require_class("OffloadingManager")
+    _LoadStoreSpec = require_class("LoadStoreSpec")
 
-_Output: Any = find_class("PrepareStoreOutput")
-_Event: Any = find_class("OffloadingEvent")
+_Output: Any = require_class("PrepareStoreOutput")
+_Event: Any = require_class("OffloadingEvent")
 _Medium: Any = find_class("Medium")  # 0.27: an Enum
 _Result: Any = find_class("LookupResult")  # 0.25
 _RequestContext: Any = find_class("RequestOffloadingContext")  # 0.23
-_lookup = inspect.signature(find_class("OffloadingManager").lookup)
+_lookup = inspect.signature(require_class("OffloadingManager").lookup)
 _LOOKUP_OF_PREFIX = "block_hashes" in _lookup.parameters
 _MAY_RETRY = "None" in str(_lookup.return_annotation)  # 0.15; before, later is a miss
 # Since vLLM touches no keys it tells their positions instead (0.31).

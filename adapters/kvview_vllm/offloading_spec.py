@@ -29,7 +29,7 @@ from kvview import (
 )
 from kvview.config import load_target, parse_options
 from kvview_vllm.kv_caches import canonical_kv_caches
-from kvview_vllm.offloading_calls import find_class
+from kvview_vllm.offloading_calls import find_class, require_class
 from kvview_vllm.offloading_manager import ManagerForVLLM, PagesSpec
 
 if TYPE_CHECKING:
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     class _Worker:
         pass
 else:
-    _Spec = find_class("OffloadingSpec")
+    _Spec = require_class("OffloadingSpec")
     # Up to 0.24 a handler does what a worker did later.
-    _Worker = find_class("OffloadingHandler") or find_class("OffloadingWorker")
+    _Worker = find_class("OffloadingHandler") or require_class("OffloadingWorker")
 
-_GPUSpec: Any = find_class("GPULoadStoreSpec")
-_Result: Any = find_class("TransferResult")
+_GPUSpec: Any = require_class("GPULoadStoreSpec")
+_Result: Any = require_class("TransferResult")
 
 
 class KVViewOffloadingOptions(BaseModel):
