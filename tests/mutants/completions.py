@@ -132,6 +132,6 @@ class TakesAStoreTooManyWhileItLoads(WrongTier):
         def complete_store(
             self, keys: Keys, ctx: ReqContext | None = None, /, success: bool = True
         ) -> None:
-            if len(self._loading) > 1 and success:
+            if self._loading and success:
                 keys = [key for key in keys if key in self._storing]
             super().complete_store(keys, ctx, success)
