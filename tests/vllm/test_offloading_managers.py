@@ -60,6 +60,7 @@ def number(release: str) -> tuple[int, ...]:
 RELEASE = number(_RELEASE[0]) if _RELEASE else number(capabilities.NEWEST_TESTED)
 
 _ASSERTS = "asserts where OFF-2 raises, after protecting keys: vllm/v1/kv_offload, all releases"
+_ONCE = "a completion too many is asserted at best: vllm/v1/kv_offload, all releases"
 _NO_PENDING = "up to 0.24 lookup says a key being stored is a miss: vllm/v1/kv_offload"
 _OWN_INPUT = "up to 0.17 a store evicts its own input: vLLM PR #35846"
 _PARTIAL = "up to 0.18 ARC evicts, then refuses: vllm/v1/kv_offload/arc_manager.py"
@@ -75,6 +76,12 @@ def broken_laws(policy: str) -> dict[str, str]:
         "check_off_2_load_of_what_is_not_ready_is_refused": _ASSERTS,
         "check_off_2_failed_load_protects_nothing": _ASSERTS,
         "check_off_4_failed_store_is_gone": _ASSERTS,
+        "check_off_9_completion_that_nothing_waits_for_is_refused": _ONCE,
+        "check_off_9_store_is_completed_once": _ONCE,
+        "check_off_9_page_of_a_failed_store_is_given_back_once": _ONCE,
+        "check_off_9_as_many_loads_are_completed_as_were_prepared": _ONCE,
+        "check_off_9_refused_completion_of_stores_changes_nothing": _ONCE,
+        "check_off_9_refused_completion_of_loads_changes_nothing": _ONCE,
     }
     if "lookup_results" not in FLAGS:
         broken |= {
@@ -98,6 +105,7 @@ def broken_laws(policy: str) -> dict[str, str]:
             "check_off_8_pages_in_flight_are_not_reused": _RESET,
             "check_event_1_removal_follows_a_store": _RESET,
             "check_event_5_reset_removes_everything_advertised": _RESET,
+            "check_off_9_late_transfer_is_completed_once_too": _ONCE,
         }
     return broken
 
