@@ -1,12 +1,13 @@
-"""What the view costs beside the direct call on vLLM's own block pool.
+"""What the view and the guard cost beside the direct call on vLLM's own block pool.
 
-    PYTHONPATH=$(python tests/vllm/sources.py 0.33.0) python benchmarks/view.py [--json FILE]
+    python benchmarks/view.py [--json FILE] [--vllm-sources DIR]
 
 One round touches a batch of blocks and frees it again. The direct call looks the
 blocks up itself: ``touch([pool.blocks[i] for i in ids])`` and ``free_blocks`` of
 the same. Both take turns on one pool, and the best of the rounds counts, so that
-what else the machine does weighs on neither. A ratio is the view's time over the
-direct call's; the target is 1.3 at most.
+what else the machine does weighs on none. The targets: the view takes at most 1.3
+of the direct call's time, the guard over it at most 2. The same for the reference
+pool, where the guard takes at most 2 of the plain view's time.
 """
 
 from __future__ import annotations
@@ -14,29 +15,37 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import os
 import random
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from peer import (  # type: ignore[import-not-found]
+    HOW_TO_GET_IT,
+    add_vllm_to_path,
+    best_times,
+)
 from rich.console import Console
 from rich.table import Table
 
+from kvview import GPUBlockPoolView, GuardedView
+from kvview_reference.pool import BlockPool
 from kvview_vllm import view
 from kvview_vllm.capabilities import engine_version
 
 BATCHES = (4, 64, 1000)
-TARGET = 1.3
+VIEW_TARGET, GUARD_TARGET = 1.3, 2.0
 NUM_BLOCKS = 8192
 BLOCKS_PER_TURN = 8000
 
+Turn = Callable[[Sequence[int], int], None]
+"""Touches and frees the blocks named, so many times."""
+
 
 def make_pool() -> Any:
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     pool_class = import_module("vllm.v1.core.block_pool").BlockPool
     arguments = {}
     if "hash_block_size" in inspect.signature(pool_class).parameters:
@@ -44,67 +53,84 @@ def make_pool() -> Any:
     return pool_class(NUM_BLOCKS, True, **arguments)
 
 
-def direct_turn(pool: Any, block_ids: Sequence[int], repeats: int, nested: bool) -> None:
-    if nested:
-        for _ in range(repeats):
-            pool.touch(([pool.blocks[i] for i in block_ids],))
-            pool.free_blocks([pool.blocks[i] for i in block_ids])
-    else:
+def direct_turn(pool: Any, nested: bool) -> Turn:
+    """The direct call; ``touch`` takes a tuple of lists in releases up to 0.13."""
+
+    def flat(block_ids: Sequence[int], repeats: int) -> None:
         for _ in range(repeats):
             pool.touch([pool.blocks[i] for i in block_ids])
             pool.free_blocks([pool.blocks[i] for i in block_ids])
 
+    def in_a_tuple(block_ids: Sequence[int], repeats: int) -> None:
+        for _ in range(repeats):
+            pool.touch(([pool.blocks[i] for i in block_ids],))
+            pool.free_blocks([pool.blocks[i] for i in block_ids])
 
-def view_turn(pool_view: Any, block_ids: Sequence[int], repeats: int) -> None:
-    for _ in range(repeats):
-        pool_view.touch_blocks(block_ids)
-        pool_view.free_blocks(block_ids)
-
-
-def best_of(rounds: int, *turns: Callable[[], None]) -> list[float]:
-    """The shortest time of each, in seconds; they take turns."""
-    best = [float("inf")] * len(turns)
-    for _ in range(rounds):
-        for position, turn in enumerate(turns):
-            start = time.perf_counter()
-            turn()
-            best[position] = min(best[position], time.perf_counter() - start)
-    return best
+    return in_a_tuple if nested else flat
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="The view beside the direct call.")
-    parser.add_argument("--json", type=Path, help="write the ratios to this file")
-    parser.add_argument("--rounds", type=int, default=200)
-    arguments = parser.parse_args()
+def view_turn(pool_view: GPUBlockPoolView) -> Turn:
+    """The same through a view."""
 
-    pool = make_pool()
-    pool_view = view(pool)
-    nested = "touch_nested" in pool_view.capabilities
-    table = Table(title=f"touch + free, vLLM {engine_version()}, best of {arguments.rounds}")
-    for column in ("batch", "direct, us", "view, us", "ratio", "target"):
-        table.add_column(column, justify="right")
+    def turn(block_ids: Sequence[int], repeats: int) -> None:
+        for _ in range(repeats):
+            pool_view.touch_blocks(block_ids)
+            pool_view.free_blocks(block_ids)
+
+    return turn
+
+
+def measure(
+    table: Table, name: str, rounds: int, turns: Mapping[str, Turn], targets: Mapping[str, float]
+) -> dict[str, float]:
+    """Time the sides in turn, for every batch; the first is what the others are divided by."""
     ratios = {}
+    base, *others = turns
     for batch in BATCHES:
         block_ids = random.Random(batch).sample(range(1, NUM_BLOCKS), batch)
         repeats = max(1, BLOCKS_PER_TURN // batch)
-        direct_s, view_s = best_of(
-            arguments.rounds,
-            lambda ids=block_ids, n=repeats: direct_turn(pool, ids, n, nested),  # type: ignore[misc]
-            lambda ids=block_ids, n=repeats: view_turn(pool_view, ids, n),  # type: ignore[misc]
-        )
-        ratios[f"view_cost_{batch}"] = round(view_s / direct_s, 3)
-        table.add_row(
-            str(batch),
-            f"{direct_s / repeats * 1e6:.2f}",
-            f"{view_s / repeats * 1e6:.2f}",
-            f"{view_s / direct_s:.2f}",
-            f"{TARGET}",
-        )
+        calls = [partial(turn, block_ids, repeats) for turn in turns.values()]
+        seconds = dict(zip(turns, best_times(calls, rounds=rounds), strict=True))
+        table.add_row(name, str(batch), base, f"{seconds[base] / repeats * 1e6:.2f}", "", "")
+        for other in others:
+            ratio = seconds[other] / seconds[base]
+            ratios[f"{name}_{other}_over_{base}_{batch}".replace(" ", "_")] = round(ratio, 3)
+            micros = f"{seconds[other] / repeats * 1e6:.2f}"
+            table.add_row("", "", other, micros, f"{ratio:.2f}", f"{targets[other]}")
+    return ratios
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The view and the guard beside the direct call.")
+    parser.add_argument("--json", type=Path, help="write the ratios to this file")
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--vllm-sources", type=Path, help="folder that holds the vllm package")
+    arguments = parser.parse_args()
+
+    table = Table(title=f"touch + free, best of {arguments.rounds} rounds")
+    for column in ("pool", "batch", "side", "us", "ratio", "target"):
+        table.add_column(column, justify="left" if column in ("pool", "side") else "right")
+    reference = BlockPool(NUM_BLOCKS)
+    plain, guard = reference.view("plain"), GuardedView(reference.view("guarded"))
+    turns: dict[str, Turn] = {"view": view_turn(plain), "guard": view_turn(guard)}
+    ratios = measure(table, "reference", arguments.rounds, turns, {"guard": GUARD_TARGET})
+    has_vllm = add_vllm_to_path(arguments.vllm_sources)
+    if has_vllm:
+        pool = make_pool()
+        pool_view = view(pool)
+        turns = {
+            "direct": direct_turn(pool, "touch_nested" in pool_view.capabilities),
+            "view": view_turn(pool_view),
+            "guard": view_turn(GuardedView(view(pool))),
+        }
+        targets = {"view": VIEW_TARGET, "guard": GUARD_TARGET}
+        ratios |= measure(table, f"vLLM {engine_version()}", arguments.rounds, turns, targets)
     Console().print(table)
+    if not has_vllm:
+        print(HOW_TO_GET_IT, file=sys.stderr)
     if arguments.json:
         arguments.json.write_text(json.dumps(ratios, indent=2) + "\n")
-    return 0
+    return 0 if has_vllm else 1
 
 
 if __name__ == "__main__":

@@ -57,13 +57,14 @@ from kvview.geometry import (
     Mamba,
     SlidingWindow,
 )
-from kvview.guard import GuardedView, GuardStats, Leak, Lease
+from kvview.guard import GuardedView, GuardStats
 from kvview.keys import (
     OffloadKey,
     get_offload_block_hash,
     get_offload_group_idx,
     make_offload_key,
 )
+from kvview.lease import Leak, Lease
 from kvview.offloading import (
     LookupResult,
     OffloadingManager,

@@ -104,8 +104,8 @@ def check(
     """Check an implementation against the laws of its contract.
 
     TARGET is package.module:factory or path/to/file.py:factory, where the factory
-    makes a harness over a pool view, an offloading manager or a transfer worker;
-    or a connector class, which is run in an engine under faults.
+    makes a harness over a pool view, a coordinator, an offloading manager or a
+    transfer worker; or a connector class, which is run in an engine under faults.
     """
     console = Console(stderr=json_file == "-")  # stdout is the report's alone then
     with one_line_errors():
@@ -222,7 +222,7 @@ def _check_connector(
         "target": target,
         "contract": "connector",
         "engine": engine if engines is None else f"{engine} {engines.version}",
-        "is_clean": report.is_clean and not report.is_interrupted,
+        "is_clean": report.is_clean,
         "is_interrupted": report.is_interrupted,
         "first_seed": report.first_seed,
         "num_seeds": report.num_seeds,

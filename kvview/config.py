@@ -72,6 +72,35 @@ def load_connector(target: str) -> type[Connector]:
     return found
 
 
+def load_target(target: str) -> Any:
+    """What a target names: a class or a factory.
+
+    Args:
+        target: ``package.module:name`` or ``path/to/file.py:name``.
+
+    Raises:
+        ConfigError: It does not import, or there is no such name.
+    """
+    location, colon, name = target.rpartition(":")
+    if not colon or not location or not name:
+        raise ConfigError(
+            f"target {target!r}: expected 'package.module:factory' or 'path/to/file.py:factory'"
+        )
+    module = _import(target, location)
+    if not hasattr(module, name):
+        known = [key for key, value in vars(module).items() if _is_own_factory(value, module)]
+        raise ConfigError(
+            f"target {target!r}: {location} has no {name!r}; "
+            f"it has: {', '.join(known) or 'nothing'}"
+        )
+    return getattr(module, name)
+
+
+def _is_own_factory(value: object, module: object) -> bool:
+    own = getattr(value, "__module__", None) == getattr(module, "__name__", None)
+    return own and callable(value) and not getattr(value, "__name__", "_").startswith("_")
+
+
 def _import(target: str, location: str) -> ModuleType:
     try:
         if not location.endswith(".py"):

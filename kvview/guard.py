@@ -19,14 +19,13 @@ above.
 from __future__ import annotations
 
 import heapq
-import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from types import TracebackType
+from threading import get_ident
 from typing import Any
 
 from kvview.errors import (
@@ -38,9 +37,9 @@ from kvview.errors import (
     ViewClosedError,
     WrongThreadError,
 )
+from kvview.lease import Leak, Lease
 from kvview.pool import GPUBlockPoolView
 
-_INT_ONLY = {int}
 _OPTIONAL_QUERIES = (
     "num_free_blocks",
     "is_free",
@@ -48,32 +47,6 @@ _OPTIONAL_QUERIES = (
     "find_cached_block",
     "iter_free_block_ids",
 )
-
-
-@dataclass(frozen=True)
-class Leak:
-    """Blocks that were held too long, or at the end.
-
-    Args:
-        owner: Whose guard it is.
-        job: The lease's job, or None for plain touches.
-        block_ids: The blocks, one entry a reference.
-        age: Seconds since the last of them was taken.
-        taken_at: ``file:line in function`` of the caller when tracing, else None.
-    """
-
-    owner: str
-    job: object
-    block_ids: tuple[int, ...]
-    age: float
-    taken_at: str | None
-
-    def __str__(self) -> str:
-        where = self.taken_at or "unknown: trace=True tells"
-        return (
-            f"{self.owner!r} holds {len(self.block_ids)} references for {self.age:.1f} s "
-            f"(job {self.job!r}, blocks {list(self.block_ids[:8])}, taken at {where})"
-        )
 
 
 @dataclass
@@ -97,51 +70,7 @@ class GuardStats:
     peak_held: int = 0
 
 
-class Lease:
-    """References that are given back exactly once (GUARD-2); made by ``lease``.
-
-    As a context manager it ends with the block; as an object, by ``release``.
-    """
-
-    def __init__(
-        self, guard: GuardedView, block_ids: tuple[int, ...], job: object, taken_at: str | None
-    ) -> None:
-        self.block_ids = block_ids
-        self.job = job
-        self.deadline: float | None = None
-        self.is_active = True
-        self._guard = guard
-        self._since = guard.now()
-        self._taken_at = taken_at
-
-    def renew(self, ttl: float) -> None:
-        """Move the deadline to ``ttl`` seconds from now.
-
-        Raises:
-            BlockNotHeldError: The lease has ended: its blocks may be anyone's.
-            ConfigError: ``ttl`` is not positive.
-        """
-        self._guard._renew(self, ttl)
-
-    def release(self) -> bool:
-        """Give the references back; False when the lease had ended already."""
-        return self._guard._release(self)
-
-    def leak(self) -> Leak:
-        """What a leak report says of this lease."""
-        age = self._guard.now() - self._since
-        return Leak(self._guard.owner, self.job, self.block_ids, age, self._taken_at)
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
+_Taken = tuple[float, str | None]
 
 
 class GuardedView:
@@ -180,7 +109,7 @@ class GuardedView:
         self.now = clock
         self._view: GPUBlockPoolView | None = view
         self._trace = trace
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self._null = getattr(view, "null_block_id", 0)
         size: int | None = getattr(view, "num_blocks", None)
         if size is None and pin_budget is not None:
@@ -193,9 +122,13 @@ class GuardedView:
             if hasattr(view, name):
                 # On the instance, so that isinstance(guard, Supports...) tells the truth.
                 setattr(self, name, partial(self._query, name))
-        self._held: Counter[int] = Counter()  # plain references
-        self._since: dict[int, tuple[float, str | None]] = {}
-        self._leased: Counter[int] = Counter()
+        # By block id: all references, and when and where the last plain one was taken.
+        # Lists where the size is known: dicts cost a third more (benchmarks/view.py).
+        self._held: list[int] | dict[int, int] = defaultdict(int) if size is None else [0] * size
+        self._since: list[_Taken | None] | dict[int, _Taken | None]
+        self._since = {} if size is None else [None] * size
+        self._leased: Counter[int] = Counter()  # the leases' part of _held
+        self._pinned: set[int] = set()  # the blocks held, for the budget alone
         self._leases: set[Lease] = set()
         self._deadlines: list[tuple[float, int, Lease]] = []
         self._serial = count()
@@ -204,39 +137,44 @@ class GuardedView:
 
     def touch_blocks(self, block_ids: Sequence[int], /) -> None:
         """Take one reference on each block named, once per occurrence."""
-        view = self._enter()
-        real = self._check(block_ids)
-        self._check_budget(real)
-        view.touch_blocks(real)
-        self._held.update(real)
-        self._since.update(dict.fromkeys(real, (self.now(), self._caller())))
-        self._count_touched(len(real))
+        real = self._take(block_ids)
+        taken = self.now(), self._caller() if self._trace else None
+        since = self._since
+        for block_id in real:
+            since[block_id] = taken
 
     def free_blocks(self, block_ids: Sequence[int], /) -> None:
         """Give back one plain reference on each block named, once per occurrence."""
-        view = self._enter()
-        real = self._check(block_ids)
-        held = self._held
-        is_unique = len(set(real)) == len(real)
-        for block_id, times in ((b, 1) for b in real) if is_unique else Counter(real).items():
-            if held.get(block_id, 0) < times:
-                self.stats.refused += 1
-                raise BlockNotHeldError(
-                    f"POOL-4: {self.owner!r} frees block {block_id} {times}x and holds it "
-                    f"{held.get(block_id, 0)}x"
-                    + (
-                        f", beside {self._leased[block_id]} leased"
-                        if self._leased[block_id]
-                        else ""
-                    )
-                )
-        self._give_back(view, real)
-        for block_id in real:
-            left = held[block_id] - 1
-            if left:
-                held[block_id] = left
-            else:
-                del held[block_id], self._since[block_id]
+        view = self._view
+        if view is None or self._deadlines or get_ident() != self._thread:
+            view = self._enter()
+        held, null = self._held, self._null
+        real: list[int] = []
+        may_repeat = False
+        try:
+            for block_id in list(block_ids):
+                if type(block_id) is not int or block_id < 0:
+                    raise IndexError
+                if block_id != null:
+                    if (times := held[block_id]) == 1:
+                        held[block_id] = 0
+                    elif times:
+                        held[block_id] = times - 1
+                        may_repeat = True
+                    else:
+                        raise IndexError
+                    real.append(block_id)
+        except IndexError:
+            self._count(real, 1)
+            self._check_block_ids((block_id,))
+            raise self._not_held(block_id, [*real, block_id]) from None
+        try:
+            if self._leased:
+                self._check_not_leased(real)
+            self._give_back(view, real, may_repeat)
+        except BaseException:
+            self._count(real, 1)
+            raise
 
     def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, bytes]]:
         """Walk the free blocks that still hold reusable KV, next victim first."""
@@ -261,7 +199,7 @@ class GuardedView:
             block_ids: What to hold; the null block is skipped.
             job: Named in reports; one job may have several leases.
             ttl: Seconds until the lease ends by itself, or None. Expired leases
-                are released at the next call of any kind.
+                are released at the next call of any kind; engines make one each step.
             expected_hashes: One hash a block: hold only if each block still has it.
 
         Returns:
@@ -272,19 +210,18 @@ class GuardedView:
             PinBudgetExceeded: More blocks than the budget allows.
             ConfigError: ``ttl`` is not positive, or the view cannot tell hashes.
         """
-        view = self._enter()
-        real = self._check(block_ids)
+        self._enter()
         if ttl is not None and not ttl > 0:
             raise ConfigError(f"ttl must be positive seconds, got {ttl}")
         if expected_hashes is not None:
+            block_ids = list(block_ids)
+            self._check_block_ids(block_ids)
             self._check_hashes(block_ids, expected_hashes)
-        self._check_budget(real)
-        view.touch_blocks(real)
-        lease = Lease(self, tuple(real), job, self._caller())
+        real = self._take(block_ids)
+        lease = Lease(self, tuple(real), job, self._caller() if self._trace else None)
         self._leased.update(real)
         self._leases.add(lease)
         self.stats.leases += 1
-        self._count_touched(len(real))
         if ttl is not None:
             self._schedule(lease, ttl)
         return lease
@@ -296,7 +233,7 @@ class GuardedView:
             What was released, earliest deadline first.
         """
         self._check_open()
-        return self._expire()
+        return self._expire() if self._deadlines else []
 
     def _expire(self) -> list[Leak]:
         expired = []
@@ -332,7 +269,12 @@ class GuardedView:
 
     def _end(self, lease: Lease) -> None:
         assert self._view is not None, "only an open guard ends leases"
-        self._give_back(self._view, lease.block_ids)
+        self._count(lease.block_ids, -1)
+        try:
+            self._give_back(self._view, lease.block_ids, may_repeat=True)
+        except BaseException:
+            self._count(lease.block_ids, 1)
+            raise
         lease.is_active = False
         self._leases.remove(lease)
         self._leased -= Counter(lease.block_ids)
@@ -342,14 +284,17 @@ class GuardedView:
     def held_blocks(self) -> Mapping[int, int]:
         """References held, plain and leased, ``{block_id: count}``."""
         self._enter()
-        return dict(self._held + self._leased)
+        return self._references()
 
     def leaks(self, older_than: float = 0.0) -> list[Leak]:
         """What is held for at least ``older_than`` seconds, oldest first."""
         now = self.now()
-        plain: dict[tuple[float, str | None], list[int]] = {}
-        for block_id, times in self._held.items():
-            plain.setdefault(self._since[block_id], []).extend([block_id] * times)
+        plain: dict[_Taken, list[int]] = {}
+        for block_id, times in self._references().items():
+            if times > self._leased[block_id]:
+                taken = self._since[block_id]
+                assert taken is not None, "every plain reference is noted"
+                plain.setdefault(taken, []).extend([block_id] * (times - self._leased[block_id]))
         leaks = [
             Leak(self.owner, None, tuple(block_ids), now - since, taken_at)
             for (since, taken_at), block_ids in plain.items()
@@ -363,7 +308,7 @@ class GuardedView:
 
         ``leaks`` still tells more about it afterwards.
         """
-        still_held = dict(self._held + self._leased)
+        still_held = self._references()
         for lease in self._leases:
             lease.is_active = False
         view, self._view = self._view, None
@@ -374,14 +319,81 @@ class GuardedView:
             close()
         return still_held
 
+    # --- the ledger ---
+
+    def _take(self, block_ids: Sequence[int]) -> list[int]:
+        """Take references, or raise with nothing changed; the ids without the null block."""
+        view = self._view
+        if view is None or self._deadlines or get_ident() != self._thread:
+            view = self._enter()
+        # One loop that checks and counts; sets and Counter cost more (benchmarks/view.py).
+        held, null = self._held, self._null
+        real: list[int] = []
+        try:
+            for block_id in list(block_ids):
+                if type(block_id) is not int or block_id < 0:
+                    raise IndexError
+                if block_id != null:
+                    held[block_id] += 1
+                    real.append(block_id)
+        except IndexError:
+            self._count(real, -1)
+            self._check_block_ids((block_id,))
+            raise
+        try:
+            if self._max_held is not None:
+                self._check_budget(real)
+            view.touch_blocks(real)
+        except BaseException:
+            self._count(real, -1)
+            raise
+        if self._max_held is not None:
+            self._pinned.update(real)
+        stats = self.stats
+        stats.touched += len(real)
+        if stats.touched - stats.freed > stats.peak_held:
+            stats.peak_held = stats.touched - stats.freed
+        return real
+
+    def _give_back(
+        self, view: GPUBlockPoolView, block_ids: Sequence[int], may_repeat: bool
+    ) -> None:
+        """Tell the view below; the ledger has let go of these already."""
+        if may_repeat:
+            # Engines up to vLLM 0.23 queue a block twice that one call names twice (vLLM
+            # #42571): surplus mentions go first, and what may set blocks free goes last,
+            # in the order of the last mentions (POOL-11).
+            last = list(dict.fromkeys(reversed(block_ids)))[::-1]
+            surplus = Counter(block_ids)
+            surplus.subtract(last)
+            while surplus := +surplus:
+                view.free_blocks(list(surplus))
+                surplus.subtract(list(surplus))
+            view.free_blocks(last)
+        else:
+            view.free_blocks(block_ids)
+        if self._max_held is not None:
+            self._pinned.difference_update(b for b in block_ids if not self._held[b])
+        self.stats.freed += len(block_ids)
+
+    def _count(self, block_ids: Sequence[int], step: int) -> None:
+        held = self._held
+        for block_id in block_ids:
+            held[block_id] += step
+
+    def _references(self) -> dict[int, int]:
+        held = self._held
+        pairs = held.items() if isinstance(held, dict) else enumerate(held)
+        return {block_id: times for block_id, times in pairs if times}
+
     # --- checks ---
 
     def _check_open(self) -> GPUBlockPoolView:
-        if threading.get_ident() != self._thread:
+        if get_ident() != self._thread:
             self.stats.refused += 1
             raise WrongThreadError(
                 f"the guard of {self.owner!r} belongs to thread {self._thread}, called from "
-                f"{threading.get_ident()}: call it on the scheduler's thread only"
+                f"{get_ident()}: call it on the scheduler's thread only"
             )
         if self._view is None:
             self.stats.refused += 1
@@ -396,31 +408,39 @@ class GuardedView:
             self._expire()
         return view
 
-    def _check(self, block_ids: Sequence[int]) -> Sequence[int]:
-        """The ids without the null block, when all of them name blocks."""
-        if block_ids:
-            last = self._size if self._size is not None else float("inf")
-            is_int = set(map(type, block_ids)) == _INT_ONLY
-            if not is_int or min(block_ids) < 0 or max(block_ids) >= last:
+    def _check_block_ids(self, block_ids: Sequence[int]) -> None:
+        last = self._size if self._size is not None else float("inf")
+        for block_id in block_ids:
+            if type(block_id) is not int or not 0 <= block_id < last:
                 self.stats.refused += 1
-                wrong = next(b for b in block_ids if type(b) is not int or not 0 <= b < last)
                 raise UnknownBlockError(
-                    f"POOL-4: {wrong!r} ({type(wrong).__name__}) is no block of the pool of "
-                    f"{self.owner!r}; block ids are ints from 0 to {last - 1:.0f}"
+                    f"POOL-4: {block_id!r} ({type(block_id).__name__}) is no block of the pool "
+                    f"of {self.owner!r}; block ids are ints from 0 to {last - 1:.0f}"
                 )
-        if self._null in block_ids:
-            return [block_id for block_id in block_ids if block_id != self._null]
-        return block_ids
+
+    def _check_not_leased(self, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            if self._held[block_id] < self._leased[block_id]:
+                self._count(block_ids, 1)
+                error = self._not_held(block_id, block_ids)
+                self._count(block_ids, -1)
+                raise error
+
+    def _not_held(self, block_id: int, block_ids: Sequence[int]) -> BlockNotHeldError:
+        self.stats.refused += 1
+        leased = self._leased[block_id]
+        return BlockNotHeldError(
+            f"POOL-4: {self.owner!r} frees block {block_id} {block_ids.count(block_id)}x and "
+            f"holds it {self._held[block_id] - leased}x"
+            + (f", beside {leased} leased" if leased else "")
+        )
 
     def _check_budget(self, block_ids: Sequence[int]) -> None:
-        limit = self._max_held
-        if limit is None or len(self._held) + len(self._leased) + len(block_ids) <= limit:
-            return
-        wanted = len(self._held.keys() | self._leased.keys() | set(block_ids))
-        if wanted > limit:
+        wanted = len(self._pinned) + len(set(block_ids) - self._pinned)
+        if self._max_held is not None and wanted > self._max_held:
             self.stats.refused += 1
             raise PinBudgetExceeded(
-                f"{self.owner!r} would hold {wanted} blocks, its budget is {limit} of "
+                f"{self.owner!r} would hold {wanted} blocks, its budget is {self._max_held} of "
                 f"{self._size}: free some first, or store later"
             )
 
@@ -439,31 +459,10 @@ class GuardedView:
                     f"or evicted since it was seen"
                 )
 
-    def _give_back(self, view: GPUBlockPoolView, block_ids: Sequence[int]) -> None:
-        # Engines up to vLLM 0.23 queue a block twice that one call names twice (vLLM
-        # #42571): surplus mentions go first, and what may set blocks free goes last,
-        # in the order of the last mentions (POOL-11).
-        last = list(dict.fromkeys(reversed(block_ids)))[::-1]
-        if len(last) < len(block_ids):
-            surplus = Counter(block_ids)
-            surplus.subtract(last)
-            while surplus := +surplus:
-                view.free_blocks(list(surplus))
-                surplus.subtract(list(surplus))
-        view.free_blocks(last)
-        self.stats.freed += len(block_ids)
-
-    def _count_touched(self, number: int) -> None:
-        stats = self.stats
-        stats.touched += number
-        stats.peak_held = max(stats.peak_held, stats.touched - stats.freed)
-
     def _query(self, name: str, *args: Any) -> Any:
         return getattr(self._enter(), name)(*args)
 
     def _caller(self) -> str | None:
-        if not self._trace:
-            return None
         import traceback  # a third of the import time of all kvview, for tracing alone
 
         for frame in reversed(traceback.extract_stack()):

@@ -32,8 +32,8 @@ The laws, numbered as in the errors and in the conformance kit:
 - POOL-10 After ``close()`` every call **must** raise
   :class:`~kvview.ViewClosedError`; ``close`` reports what was still held.
 - POOL-11 Hashed blocks that one call sets free **must** be evicted in the order
-  given, after the hashed blocks freed before them. Where an unhashed block goes
-  is the engine's affair.
+  given, after the hashed blocks freed before them; of several mentions of a block
+  the last one counts. Where an unhashed block goes is the engine's affair.
 
 Source: vLLM PR #39654 (the raw pool handed to connectors), the review thread
 of PR #41120 (the narrow view asked for), and ``vllm/v1/core/block_pool.py``.

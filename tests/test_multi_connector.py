@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 
 from kvview import (
     BlockIds,
+    BlockNotHeldError,
     CacheGeometry,
     ConfigError,
     Connector,
     ConnectorConfig,
     ConnectorError,
     CPULoadStoreSpec,
+    GPUBlockPoolView,
     GPULoadStoreSpec,
+    GuardedView,
     OffloadingEvent,
     RequestInfo,
     SchedulerConnector,
@@ -32,6 +35,7 @@ from kvview import (
 )
 from kvview_reference.engine import Engine
 from kvview_reference.multi_connector import MultiConnector, MultiScheduler, MultiWorker
+from kvview_reference.pool import BlockPool
 from kvview_reference.request import Request, chain_hashes
 
 FULL = CacheGeometry.single(4)
@@ -90,6 +94,40 @@ def test_options_are_checked() -> None:
         multi()
     with pytest.raises(ConfigError, match=r"'nowhere:Nothing' does not import"):
         multi({"connector": "nowhere:Nothing"})
+
+
+class Holder(SchedulerConnector):
+    """Keeps its view, for the test to use."""
+
+    def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
+        assert isinstance(view, GuardedView)
+        self.view = view
+
+
+def test_a_child_can_not_give_back_what_another_holds() -> None:
+    pool_view = GuardedView(BlockPool(8).view("engine"))
+    one, other = Holder(), Holder()
+    MultiScheduler([one, other]).bind_gpu_block_pool_view(pool_view)
+    one.view.touch_blocks([3])
+    with pytest.raises(BlockNotHeldError, match="'Holder' frees block 3 1x and holds it 0x"):
+        other.view.free_blocks([3])
+    assert pool_view.held_blocks() == {3: 1}
+    one.view.free_blocks([3])
+    assert pool_view.held_blocks() == {}
+
+
+def test_leases_of_a_silent_child_expire_with_the_steps() -> None:
+    seconds = 0.0
+    pool_view = GuardedView(BlockPool(8).view("engine"), clock=lambda: seconds)
+    child = Holder()
+    multi = MultiScheduler([child])
+    multi.bind_gpu_block_pool_view(pool_view)
+    child.view.lease([3], ttl=5)
+    multi.plan_step(StepInfo([], []))
+    assert pool_view.held_blocks() == {3: 1}
+    seconds = 6.0
+    multi.plan_step(StepInfo([], []))
+    assert pool_view.held_blocks() == {}
 
 
 def test_a_multi_connector_may_hold_a_multi_connector() -> None:

@@ -23,6 +23,7 @@ MUTANTS = [fault for fault in FAULTS if fault.killed_by in {one.name for one in 
 RIGHT: list[Callable[[], Any]] = [
     harness.pool,
     harness.guarded_pool,
+    harness.geometry,
     harness.offloading_lru,
     harness.offloading_arc,
     harness.transfer,

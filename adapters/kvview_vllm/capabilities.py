@@ -3,14 +3,15 @@
 1. A flag **must** be probed on the shape of the object at hand: signatures and
    attributes. A fork or a build whose version string lies is then still served.
 2. A version **may** be compared only where the meaning changed under an
-   unchanged shape. No flag of the pool seam needs that.
+   unchanged shape. No flag of any seam needs that.
 3. A shape that no tested release has **must** be refused when binding, with
    nothing bound. A release outside the tested range whose shapes are all known
    is served, with one logged warning.
 4. No other module of this package **may** name a release.
 
-Source: ``vllm/v1/core/block_pool.py`` and ``vllm/v1/core/kv_cache_utils.py`` of
-every release of :data:`OLDEST_TESTED` to :data:`NEWEST_TESTED`.
+Source: ``vllm/v1/core/block_pool.py``, ``vllm/v1/core/kv_cache_utils.py`` and
+``vllm/v1/kv_offload/`` of every release of :data:`OLDEST_TESTED` to
+:data:`NEWEST_TESTED`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -29,6 +30,7 @@ OLDEST_TESTED = "0.11.0"
 NEWEST_TESTED = "0.33.0"
 
 POOL_SEAM = "pool"
+OFFLOADING_SEAM = "offloading"
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +108,38 @@ def _minor(version: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
+def _check_signatures(seam: str, owner: Any, known: Mapping[str, tuple[str, ...]]) -> None:
+    for method, expected in known.items():
+        if (found := _signature(owner, method)) not in expected:
+            wanted = " or ".join(method + signature for signature in expected)
+            raise refusal(seam, f"{type(owner).__name__}.{method}{found}", wanted)
+
+
+def _flags(seam: str, owner: Any) -> frozenset[str]:
+    """The flags that an object of a known shape has; says when its release is not tested."""
+    version = engine_version()
+    if not is_tested(version):
+        logger.warning(
+            "vLLM %s is outside the tested range %s - %s; its %s seam has a known shape, so "
+            "it is used",
+            *(version, OLDEST_TESTED, NEWEST_TESTED, seam),
+        )
+    return frozenset(
+        capability.name
+        for capability in CAPABILITIES
+        if capability.seam == seam and capability.probe(owner)
+    )
+
+
+def _signature(owner: Any, method: str) -> str:
+    """The names and defaults of a method's parameters, as "(a, b=1)"."""
+    try:
+        parameters = inspect.signature(getattr(owner, method)).parameters.values()
+    except (AttributeError, TypeError, ValueError) as error:
+        return f" (unreadable: {error})"
+    return f"({', '.join(str(p.replace(annotation=p.empty)) for p in parameters)})"
+
+
 # --- the pool seam: vllm.v1.core.block_pool.BlockPool ---
 
 _POOL_ATTRIBUTES = {
@@ -136,25 +170,12 @@ def probe_pool(block_pool: Any) -> frozenset[str]:
         UnsupportedEngineError: The shape is unknown.
         VLLMNotInstalledError: No vLLM can be imported.
     """
-    version = engine_version()
+    engine_version()
     _check_pool_attributes(block_pool)
-    for method, expected in _POOL_SIGNATURES.items():
-        if (found := _signature(block_pool, method)) not in expected:
-            wanted = " or ".join(method + signature for signature in expected)
-            raise refusal(POOL_SEAM, f"BlockPool.{method}{found}", wanted)
+    _check_signatures(POOL_SEAM, block_pool, _POOL_SIGNATURES)
     if not _takes(block_pool.touch, []):
         raise refusal(POOL_SEAM, "BlockPool.touch([]) raises", "that touching no block is allowed")
-    if not is_tested(version):
-        logger.warning(
-            "vLLM %s is outside the tested range %s - %s; its block pool has a known shape, so "
-            "it is used",
-            *(version, OLDEST_TESTED, NEWEST_TESTED),
-        )
-    return frozenset(
-        capability.name
-        for capability in CAPABILITIES
-        if capability.seam == POOL_SEAM and capability.probe(block_pool)
-    )
+    return _flags(POOL_SEAM, block_pool)
 
 
 def _check_pool_attributes(pool: Any) -> None:
@@ -187,15 +208,6 @@ def _check_pool_attributes(pool: Any) -> None:
         raise refusal(POOL_SEAM, "block ids that are no list positions", "blocks[i].block_id == i")
 
 
-def _signature(owner: Any, method: str) -> str:
-    """The names and defaults of a method's parameters, as "(a, b=1)"."""
-    try:
-        parameters = inspect.signature(getattr(owner, method)).parameters.values()
-    except (AttributeError, TypeError, ValueError) as error:
-        return f" (unreadable: {error})"
-    return f"({', '.join(str(p.replace(annotation=p.empty)) for p in parameters)})"
-
-
 def _takes(touch: Callable[[Any], object], blocks: object) -> bool:
     """Whether ``touch`` takes a group of blocks in which there is no block."""
     try:
@@ -203,6 +215,52 @@ def _takes(touch: Callable[[Any], object], blocks: object) -> bool:
     except (AttributeError, TypeError):
         return False
     return True
+
+
+# --- the offloading seam: vllm.v1.kv_offload's managers ---
+
+_ONE_ARGUMENT = ("(block_hashes)", "(keys)", "(keys, req_context)")
+_OFFLOADING_SIGNATURES: dict[str, tuple[str, ...]] = {
+    "lookup": ("(block_hashes)", "(key, req_context)"),
+    "prepare_load": ("(block_hashes)", "(keys, req_context)"),
+    "prepare_store": ("(block_hashes)", "(keys, req_context)"),
+    "touch": _ONE_ARGUMENT,
+    "complete_load": _ONE_ARGUMENT,
+    "complete_store": (
+        *("(block_hashes, success=True)", "(keys, success=True)"),
+        "(keys, req_context, success=True)",
+    ),
+    "take_events": ("()",),
+}
+_OFFLOADING_HOOKS: dict[str, tuple[str, ...]] = {
+    "on_new_request": ("(req_context)",),
+    "on_request_finished": ("(req_context)",),
+    "on_schedule_end": ("()", "(context)"),
+    "has_pending_work": ("()",),
+    "reset_cache": ("()",),
+    "shutdown": ("()",),
+}
+
+
+def probe_offloading(manager: Any) -> frozenset[str]:
+    """Recognise an offloading manager, once, when it is wrapped; nothing is called.
+
+    Args:
+        manager: What should be a manager of ``vllm.v1.kv_offload``.
+
+    Returns:
+        The names of its capabilities.
+
+    Raises:
+        UnsupportedEngineError: The shape is unknown.
+        VLLMNotInstalledError: No vLLM can be imported.
+    """
+    engine_version()
+    present = {
+        name: _OFFLOADING_HOOKS[name] for name in _OFFLOADING_HOOKS if hasattr(manager, name)
+    }
+    _check_signatures(OFFLOADING_SEAM, manager, _OFFLOADING_SIGNATURES | present)
+    return _flags(OFFLOADING_SEAM, manager)
 
 
 CAPABILITIES: tuple[Capability, ...] = (
@@ -263,6 +321,71 @@ CAPABILITIES: tuple[Capability, ...] = (
         last_release=None,
         source="vllm/v1/core/block_pool.py",
         probe=lambda pool: hasattr(pool, "unpin_blocks"),
+    ),
+    Capability(
+        name="prefix_lookup",
+        seam=OFFLOADING_SEAM,
+        what="lookup takes a prefix and counts its hits; later one key and a context",
+        first_release="0.11.0",
+        last_release="0.19.1",
+        source="vllm/v1/kv_offload/abstract.py",
+        probe=lambda manager: _signature(manager, "lookup") == "(block_hashes)",
+    ),
+    Capability(
+        name="page_backend",
+        seam=OFFLOADING_SEAM,
+        what="a manager is one policy over a backend of pages; later it has its pages itself",
+        first_release="0.11.0",
+        last_release="0.18.1",
+        source="vllm/v1/kv_offload/backend.py",
+        probe=lambda manager: hasattr(manager, "backend"),
+    ),
+    Capability(
+        name="completion_context",
+        seam=OFFLOADING_SEAM,
+        what="touch and the completions take the request's context too",
+        first_release="0.21.0",
+        last_release=None,
+        source="vllm/v1/kv_offload/base.py",
+        probe=lambda manager: _signature(manager, "touch") == "(keys, req_context)",
+    ),
+    Capability(
+        name="cache_reset",
+        seam=OFFLOADING_SEAM,
+        what="reset_cache forgets every key, those in flight too",
+        first_release="0.22.0",
+        last_release=None,
+        source="vllm/v1/kv_offload/base.py",
+        probe=lambda manager: hasattr(manager, "reset_cache"),
+    ),
+    Capability(
+        name="request_hooks",
+        seam=OFFLOADING_SEAM,
+        what="the manager hears of new and finished requests and of the end of a step",
+        first_release="0.23.0",
+        last_release=None,
+        source="vllm/v1/kv_offload/base.py",
+        probe=lambda manager: hasattr(manager, "on_new_request"),
+    ),
+    Capability(
+        name="step_context",
+        seam=OFFLOADING_SEAM,
+        what="on_schedule_end takes what was scheduled",
+        first_release="0.25.0",
+        last_release=None,
+        source="vllm/v1/kv_offload/base.py",
+        probe=lambda manager: _signature(manager, "on_schedule_end") == "(context)",
+    ),
+    Capability(
+        name="lookup_results",
+        seam=OFFLOADING_SEAM,
+        what="lookup tells a key that is being stored from a miss; before, a bool or None",
+        first_release="0.25.0",
+        last_release=None,
+        source="vllm/v1/kv_offload/base.py",
+        probe=lambda manager: (
+            "LookupResult" in str(inspect.signature(manager.lookup).return_annotation)
+        ),
     ),
 )
 """Every flag, of every seam; the docs' table and ``kvview doctor`` print it."""

@@ -89,12 +89,16 @@ class KVViewOptions(BaseModel):
     Args:
         connector: Target of the connector, ``file.py:Class`` or ``pkg.mod:Class``.
         options: Its own options.
+        pin_budget: Largest share of the pool's blocks that it may hold, 0 to 1.
+        trace_holds: Whether leak reports name the line that took each hold (slow).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     connector: str
     options: dict[str, Any] = Field(default_factory=dict)
+    pin_budget: float | None = Field(default=None, gt=0, le=1)
+    trace_holds: bool = False
 
 
 class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
@@ -122,6 +126,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
             options = parse_options(KVViewOptions, extra)
         except ConfigError as error:
             raise ConfigError(f"kv_connector_extra_config: {error}") from None
+        self.pin_budget, self.trace_holds = options.pin_budget, options.trace_holds
         self._kvview_config = vllm_config, kv_cache_config
         self._geometry = read_geometry(vllm_config, kv_cache_config)
         connector = load_connector(options.connector)(

@@ -23,8 +23,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import compress
+from itertools import chain, compress
 from typing import Any
 
 from kvview import (
@@ -38,6 +37,7 @@ from kvview import (
     RequestStep,
     SchedulerConnector,
     StepInfo,
+    StepPlan,
     SupportsIsFree,
     TransferResult,
 )
@@ -52,10 +52,17 @@ class _Tracked:
     """A request that vLLM asked about and has not finished."""
 
     request: Any
-    table: list[list[int]] = field(default_factory=list)
+    chunks: list[Sequence[Sequence[int]]] = field(default_factory=list)  # of its block table
     asked_at: int | None = None  # tokens hit on the GPU, until its blocks are allocated
     num_preemptions: int = -1  # when they were
     load_failed: bool = False
+
+    def table(self) -> Sequence[Sequence[int]]:
+        """Its blocks so far, per group; empty when it has none."""
+        if len(self.chunks) > 1:
+            groups = zip(*self.chunks, strict=True)
+            self.chunks = [[list(chain.from_iterable(parts)) for parts in groups]]
+        return self.chunks[0] if self.chunks else ()
 
 
 @dataclass
@@ -97,6 +104,7 @@ class SchedulerSide:
         self._caches_whole_span = caches_whole_span
         self._preempted_status = preempted_status
         self.owner = uuid.uuid4().hex
+        self._nothing_to_do = KVViewMetadata(self.owner, StepPlan(), not asynchronous, ())
         self._view: GPUBlockPoolView | None = None
         self._tracked: dict[str, _Tracked] = {}
         self._unseen: dict[str, int] = {}  # allocated with blocks that we were not shown
@@ -121,7 +129,7 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.request is not request:
             tracked = self._tracked[request.request_id] = _Tracked(request)
-        elif tracked.table:
+        elif tracked.chunks:
             self._lost.add(request.request_id)
         elif tracked.asked_at is None and tracked.num_preemptions == request.num_preemptions:
             tracked.load_failed = True  # it never ran: the load was a sibling's in MultiConnector
@@ -183,14 +191,9 @@ class SchedulerSide:
         """Plan the step that a ``SchedulerOutput`` describes."""
         preempted = self._hear_of_preemptions(output)
         self._follow_tables(output)
-        for request_id in [name for name in self._unseen if name in output.num_scheduled_tokens]:
-            tracked = self._tracked[request_id]
-            num_computed_tokens = self._unseen.pop(request_id)
-            table = tuple(tracked.table)
-            self.half.on_blocks_allocated(
-                request_info(tracked.request), table, num_computed_tokens, 0
-            )
-        step = StepInfo(LazySteps(partial(self._request_steps, output)), preempted)
+        if self._unseen:
+            self._show_unseen(output)
+        step = StepInfo(LazySteps(self._request_steps, output), preempted)
         plan = self.half.plan_step(step)
         for job in (*plan.loads, *plan.stores):
             if job.job_id in self._jobs:
@@ -206,6 +209,8 @@ class SchedulerSide:
                 f"CONN-2: the connector promised {num_tokens} tokens to request {request_id!r} and "
                 f"planned no load for it"
             )
+        if type(plan) is StepPlan and not plan and not self._acknowledged:
+            return self._nothing_to_do  # a plan of another class may say more
         acknowledged, self._acknowledged = tuple(self._acknowledged), []
         return KVViewMetadata(self.owner, plan, not self.asynchronous, acknowledged)
 
@@ -215,7 +220,7 @@ class SchedulerSide:
             named = [
                 request_id
                 for request_id, tracked in self._tracked.items()
-                if tracked.table and tracked.request.status is self._preempted_status
+                if tracked.chunks and tracked.request.status is self._preempted_status
             ]
         if not named and not self._lost:
             return ()
@@ -223,11 +228,11 @@ class SchedulerSide:
         self._lost.clear()
         for request_id in preempted:
             tracked = self._tracked.get(request_id)
-            if tracked is None or not tracked.table:
+            if tracked is None or not tracked.chunks:
                 continue
             # vLLM freed the blocks in this very step: some may be another's already (SCHED-1).
-            table = tuple([self._if_free(block) for block in group] for group in tracked.table)
-            tracked.table = []
+            table = tuple([self._if_free(block) for block in group] for group in tracked.table())
+            tracked.chunks = []
             self.half.on_request_preempted(request_info(tracked.request), table)
         return preempted
 
@@ -240,25 +245,29 @@ class SchedulerSide:
         for new in output.scheduled_new_reqs:
             tracked = self._tracked.get(new.req_id)
             if tracked is not None:
-                tracked.table = [list(group) for group in new.block_ids]
+                tracked.chunks = [[list(group) for group in new.block_ids]]
         cached = output.scheduled_cached_reqs
-        resumed = resumed_request_ids(cached)
         # The adapter's dearest lines: most requests begin no block in a step, and they are
-        # skipped in C. Without strict=, which costs as much as an addition.
+        # skipped in C; the others' are kept as they come and joined at a look. Without
+        # strict=, which costs as much as an addition.
         added_to = compress(cached.req_ids, cached.new_block_ids)
         tracked_requests = self._tracked
         for request_id, added in zip(added_to, filter(None, cached.new_block_ids)):  # noqa: B905
-            tracked = tracked_requests.get(request_id)
-            if tracked is None:
-                continue
-            table = tracked.table
-            if not table or request_id in resumed:
-                tracked.table = [list(group) for group in added]
-            elif len(table) == 1:
-                table[0] += added[0]
-            else:
-                for group, more in zip(table, added, strict=True):
-                    group += more
+            if request_id in tracked_requests:
+                tracked_requests[request_id].chunks.append(added)
+        for request_id in resumed_request_ids(cached):
+            if (tracked := self._tracked.get(request_id)) is not None:
+                # A copy: a worker in this process extends these lists.
+                tracked.chunks = [[list(group) for group in last] for last in tracked.chunks[-1:]]
+
+    def _show_unseen(self, output: Any) -> None:
+        for request_id in [name for name in self._unseen if name in output.num_scheduled_tokens]:
+            tracked = self._tracked[request_id]
+            num_computed_tokens = self._unseen.pop(request_id)
+            table = tuple(map(list, tracked.table()))
+            self.half.on_blocks_allocated(
+                request_info(tracked.request), table, num_computed_tokens, 0
+            )
 
     def _request_steps(self, output: Any) -> list[RequestStep]:
         cached = output.scheduled_cached_reqs
@@ -276,7 +285,7 @@ class SchedulerSide:
             written = self._written_blocks(output, computed)
             for request_id in begun:
                 if request_id in scheduled:
-                    table = scheduled[request_id].table
+                    table = scheduled[request_id].table()
                     computed[request_id] = self._existing(table, computed[request_id], written)
         return [
             RequestStep(
@@ -294,7 +303,7 @@ class SchedulerSide:
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             if (tracked := self._tracked.get(request_id)) is not None:
                 start = computed[request_id]
-                for group, table in zip(self.geometry.groups, tracked.table, strict=True):
+                for group, table in zip(self.geometry.groups, tracked.table(), strict=True):
                     size = group.block_size
                     written.update(table[start // size : -(-(start + num_tokens) // size)])
         written.discard(_NULL_BLOCK_ID)
@@ -313,11 +322,11 @@ class SchedulerSide:
 
     def _live_table(self, tracked: _Tracked, num_computed_tokens: int) -> BlockIds:
         table = []
-        for group, block_ids in zip(self.geometry.groups, tracked.table, strict=True):
+        for group, block_ids in zip(self.geometry.groups, tracked.table(), strict=True):
             # vLLM replaces these by the null block and tells nobody (SCHED-1).
             skipped = group.num_skipped_tokens(num_computed_tokens) // group.block_size
             skipped = min(skipped, len(block_ids))
-            table.append([_NULL_BLOCK_ID] * skipped + block_ids[skipped:])
+            table.append([_NULL_BLOCK_ID] * skipped + list(block_ids[skipped:]))
         return tuple(table)
 
     # --- jobs end ---

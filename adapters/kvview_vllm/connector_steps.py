@@ -26,11 +26,15 @@ class LazySteps(Sequence[RequestStep]):
     """The requests of a step. Most connectors never look, and a step may have hundreds.
 
     Args:
-        build: Makes them, at the first look.
+        build: Makes them of the output, at the first look.
+        output: vLLM's ``SchedulerOutput``.
     """
 
-    def __init__(self, build: Callable[[], list[RequestStep]]) -> None:
+    __slots__ = ("_build", "_built", "_output")
+
+    def __init__(self, build: Callable[[Any], list[RequestStep]], output: Any) -> None:
         self._build = build
+        self._output = output
         self._built: list[RequestStep] | None = None
 
     @overload
@@ -48,5 +52,5 @@ class LazySteps(Sequence[RequestStep]):
 
     def _steps(self) -> list[RequestStep]:
         if self._built is None:
-            self._built = self._build()
+            self._built = self._build(self._output)
         return self._built

@@ -142,7 +142,7 @@ def make_vllm_config(
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_MODEL))
-    _complete_torch()
+    complete_torch()
     config: Any = importlib.import_module("vllm.config")
     _register_model()
     model = _make(
@@ -331,15 +331,29 @@ def computed_before(output: Any) -> dict[str, int]:
     return starts
 
 
-def start_transfers(worker: Any, metadata: Any) -> None:
+def start_transfers(worker: Any, output: Any, metadata: Any) -> None:
     """What a model runner calls before it computes."""
+    handle = getattr(worker, "handle_preemptions", None)  # 0.14
+    if handle is not None:
+        if "preempted_req_ids" not in inspect.signature(handle).parameters:
+            handle(metadata)
+        elif output.preempted_req_ids:  # up to 0.18
+            handle(output.preempted_req_ids)
     worker.bind_connector_metadata(metadata)
     worker.start_load_kv(None)
 
 
-def take_transfers(worker: Any, output: Any) -> Any:
-    """What a model runner calls afterwards; a ``KVConnectorOutput``."""
+def end_transfers(worker: Any) -> None:
+    """What a model runner calls when it has computed."""
     worker.wait_for_save()
+    worker.clear_connector_metadata()
+
+
+def take_transfers(worker: Any, output: Any) -> Any:
+    """A worker's report, a ``KVConnectorOutput``.
+
+    A model runner takes it at the end of a step; who makes bytes up needs it before.
+    """
     values: dict[str, Any] = {}
     if hasattr(_base().KVConnectorBase_V1, "get_transfer_results"):  # 0.30
         values.update(vars(worker.get_transfer_results(output.finished_req_ids)))
@@ -351,7 +365,6 @@ def take_transfers(worker: Any, output: Any) -> Any:
     values["kv_connector_stats"] = worker.get_kv_connector_stats()
     if hasattr(worker, "build_connector_worker_meta"):
         values["kv_connector_worker_meta"] = worker.build_connector_worker_meta()
-    worker.clear_connector_metadata()
     return _make(_outputs().KVConnectorOutput, **values)
 
 
@@ -415,7 +428,7 @@ def _make(target: Any, **values: Any) -> Any:
     return target(**_known(target, values))
 
 
-def _complete_torch() -> None:
+def complete_torch() -> None:
     """0.17 asks torch for names that 2.13 has no more; nothing here depends on the answers."""
     import torch
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from kvview import make_offload_key
 from kvview_vllm.capabilities import (
     CAPABILITIES,
     NEWEST_TESTED,
@@ -81,6 +82,11 @@ def diagnose() -> Diagnosis:
         _use_pool(pool)
         return "touch, free and walk work on a real BlockPool"
 
+    def check_offloading() -> str:
+        nonlocal flags
+        flags |= _offloading_flags()
+        return "vLLM's own manager of host pages stores, loads and evicts"
+
     seams = tuple(
         _report(seam, check)
         for seam, check in (
@@ -88,6 +94,7 @@ def diagnose() -> Diagnosis:
             ("binding", _check_binding),
             ("scheduler", _check_schedulers),
             ("connector", _check_connector),
+            ("offloading", check_offloading),
         )
     )
     capabilities = {capability.name: capability.name in flags for capability in CAPABILITIES}
@@ -119,6 +126,20 @@ def _use_pool(pool: Any) -> None:
     if bound.num_free_blocks() != free_before:
         raise RuntimeError("blocks that were touched and freed are not free again")
     bound.close()
+
+
+def _offloading_flags() -> frozenset[str]:
+    from kvview_vllm.offloading import VLLMOffloadingManager
+    from kvview_vllm.offloading_calls import make_cpu_manager
+
+    manager = VLLMOffloadingManager(lambda: make_cpu_manager(1))
+    for name in (b"a", b"b"):
+        keys = [make_offload_key(name, 0)]
+        manager.prepare_store(keys)
+        manager.complete_store(keys)
+        manager.prepare_load(keys)
+        manager.complete_load(keys)
+    return manager.capabilities
 
 
 def _check_binding() -> str:

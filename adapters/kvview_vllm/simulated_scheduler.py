@@ -204,11 +204,12 @@ class VLLMEngine:
         )
         self._poison()
         with _named("the worker's side"):
-            cpu_scheduler.start_transfers(self._worker, output.kv_connector_metadata)
+            cpu_scheduler.start_transfers(self._worker, output, output.kv_connector_metadata)
         starts = cpu_scheduler.computed_before(output)
         self._write(output, starts)
         with _named("the worker's side"):
             transfers = cpu_scheduler.take_transfers(self._worker, output)
+            cpu_scheduler.end_transfers(self._worker)
         self._verify(output, starts, getattr(transfers, "invalid_block_ids", None) or ())
         num_unfinished = len(self.unfinished())
         with _named("update_from_output"):

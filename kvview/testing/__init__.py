@@ -6,7 +6,9 @@ A check is a plain function of a factory; one list of them has three runners:
 """
 
 from kvview.testing import (
+    completion_checks,
     event_checks,
+    geometry_checks,
     guard_checks,
     offloading_checks,
     pool_checks,
@@ -16,6 +18,7 @@ from kvview.testing import (
 from kvview.testing.checks import CHECKS, Check, check, checks_for
 from kvview.testing.harness import (
     Capability,
+    GeometryHarness,
     ManagerHarness,
     PoolHarness,
     TransferHarness,
@@ -35,6 +38,7 @@ __all__ = [
     "Capability",
     "Check",
     "CheckResult",
+    "GeometryHarness",
     "LawBroken",
     "ManagerHarness",
     "Mutant",
@@ -47,7 +51,9 @@ __all__ = [
     "TransferHarness",
     "check",
     "checks_for",
+    "completion_checks",
     "event_checks",
+    "geometry_checks",
     "guard_checks",
     "inspect_factory",
     "load_mutants",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvview.testing.harness import Capability, Contract, Factory
 
-_FAMILIES = ("POOL", "GUARD", "OFF", "EVENT", "XFER")
+_FAMILIES = ("POOL", "GUARD", "GEO", "OFF", "EVENT", "XFER")
 
 CheckFunction = Callable[[Factory], None]
 

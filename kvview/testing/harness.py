@@ -13,17 +13,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
+from kvview.geometry import CacheGroup
 from kvview.offloading import OffloadingManager
 from kvview.pool import GPUBlockPoolView
 from kvview.transfer import CanonicalKVCaches, TransferWorker
 
-Contract = Literal["pool", "offloading", "transfer"]
+Contract = Literal["pool", "geometry", "offloading", "transfer"]
 """The contract that a harness is for."""
 
 Factory = Callable[[], Any]
 """Makes a harness in its first state; every check calls it at least once."""
 
 MIN_POOL_BLOCKS = 16
+MIN_CACHED_BLOCKS = 64
 MIN_CAPACITY = 8
 MIN_GPU_BLOCKS = 8
 MIN_CPU_BLOCKS = 8
@@ -69,6 +71,16 @@ class Capability(StrEnum):
     """``budgeted(num_blocks)``: a new harness whose guard may hold so many blocks."""
     ONE_THREAD = "one_thread"
     """The view refuses calls from another thread than the one that made it."""
+
+    # geometry
+    SLIDING_WINDOW = "sliding_window"
+    """``with_geometry`` takes :class:`~kvview.SlidingWindow` groups."""
+    CHUNKED_LOCAL = "chunked_local"
+    """``with_geometry`` takes :class:`~kvview.ChunkedLocalAttention` groups."""
+    MAMBA = "mamba"
+    """``with_geometry`` takes :class:`~kvview.Mamba` groups."""
+    HYBRID = "hybrid"
+    """``with_geometry`` takes several groups."""
 
     # offloading
     EVENTS = "events"
@@ -119,6 +131,58 @@ class PoolHarness(Protocol):
 
     def release(self, block_ids: Sequence[int], /) -> None:
         """Give back one of the engine's references on each; the first is evicted first."""
+        ...
+
+
+class Coordinator(Protocol):
+    """What finds the prefix of a request that an engine need not compute."""
+
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[bytes], max_tokens: int, /
+    ) -> tuple[Sequence[Sequence[int]], int]:
+        """The longest hit of at most ``max_tokens``, with nothing held for it.
+
+        Returns:
+            Block ids a group, from block 0 to the end of the hit, and its tokens.
+        """
+        ...
+
+
+class GeometryHarness(Protocol):
+    """A coordinator under test and its pool; fresh: nothing cached.
+
+    1. A factory makes one of any geometry; the checks go on with their own.
+    2. A request is its block hashes: one each ``hash_block_size`` tokens, made from
+       all tokens up to its end. Requests with a common prefix share its hashes.
+    3. At least 64 blocks are cached at the same time before one is evicted.
+    """
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The coordinator under test."""
+        ...
+
+    @property
+    def null_block_id(self) -> int:
+        """What stands in a block table for a block that is not needed."""
+        ...
+
+    @property
+    def capabilities(self) -> Collection[str]:
+        """What may be asked for beyond this."""
+        ...
+
+    def with_geometry(
+        self, scheduler_block_size: int, hash_block_size: int, groups: Sequence[CacheGroup], /
+    ) -> GeometryHarness:
+        """A new harness of another geometry; sizes that do not divide are refused (GEO-2)."""
+        ...
+
+    def cache(self, block_hashes: Sequence[bytes], group_idx: int, block: int, /) -> int:
+        """Cache block number ``block`` of a request in a group, alone; returns its id.
+
+        As if it had been computed and its request had ended: the block is free.
+        """
         ...
 
 
@@ -192,6 +256,7 @@ class Need:
 
 SUBJECTS: Mapping[Contract, str] = {
     "pool": "view",
+    "geometry": "coordinator",
     "offloading": "manager",
     "transfer": "worker",
 }
@@ -206,6 +271,12 @@ REQUIRED: Mapping[Contract, Sequence[Need]] = {
         Need("harness", "null_block_id", None),
         Need("harness", "allocate", 1),
         Need("harness", "release", 1),
+    ),
+    "geometry": (
+        Need("coordinator", "find_longest_cache_hit", 2),
+        Need("harness", "null_block_id", None),
+        Need("harness", "with_geometry", 3),
+        Need("harness", "cache", 3),
     ),
     "offloading": (
         Need("manager", "lookup", 2),
@@ -252,6 +323,12 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         Capability.LEASES: (Need("view", "lease", 1), Need("harness", "advance", 1)),
         Capability.PIN_BUDGET: (Need("harness", "budgeted", 1),),
         Capability.ONE_THREAD: (),
+    },
+    "geometry": {
+        Capability.SLIDING_WINDOW: (),
+        Capability.CHUNKED_LOCAL: (),
+        Capability.MAMBA: (),
+        Capability.HYBRID: (),
     },
     "offloading": {
         Capability.EVENTS: (),

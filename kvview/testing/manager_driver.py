@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
-from kvview.errors import KeyNotLoadableError
+from kvview.errors import KeyNotLoadableError, TransferNotInFlightError
 from kvview.events import OffloadingEvent
 from kvview.keys import OffloadKey, make_offload_key
 from kvview.offloading import LookupResult, PrepareStoreOutput, ReqContext
@@ -158,6 +158,14 @@ class ManagerDriver(Recorder):
             law="OFF-2",
         )
 
+    def no_store(self, stored: Sequence[OffloadKey], *, success: bool = True) -> None:
+        """``complete_store`` must refuse: one of the keys is not being stored."""
+        self._no_transfer("complete_store", stored, success=success)
+
+    def no_load(self, loaded: Sequence[OffloadKey]) -> None:
+        """``complete_load`` must refuse: one load too many would end."""
+        self._no_transfer("complete_load", loaded)
+
     def reset(self) -> None:
         """``reset``."""
         self.call(self.manager, "reset")
@@ -185,3 +193,14 @@ class ManagerDriver(Recorder):
                 )
                 medium.discard(one)
         return set().union(*held.values())
+
+    def _no_transfer(self, method: str, named: Sequence[OffloadKey], **outcome: bool) -> None:
+        self.refused(
+            TransferNotInFlightError,
+            self.manager,
+            method,
+            list(named),
+            self.context,
+            law="OFF-9",
+            **outcome,
+        )

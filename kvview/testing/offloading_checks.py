@@ -330,7 +330,7 @@ def check_off_6_lookup_changes_no_order(factory: Factory) -> None:
     asked.equal(evicted[1], evicted[0], "lookup changes no order of eviction")
 
 
-# --- OFF-7, OFF-8, and the end ---
+# --- OFF-7, OFF-8, and the end (OFF-9 is in completion_checks) ---
 
 
 @manager_check("OFF-7", Capability.POLICIES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvview.keys import OffloadKey
 from kvview.offloading import LookupResult
@@ -59,6 +59,15 @@ def offloading_machine(factory: Factory) -> type[RuleBasedStateMachine]:
             if harness.capacity > 16:  # so that a short run meets evictions
                 self.prefill(harness.capacity - 8)
 
+        # Half of the rules are off in a run (swarm testing), and without what these two do
+        # at its start most runs would never load a key.
+        @initialize(stored=st.integers(0, 8), loading=st.integers(0, 4))
+        def begin(self, stored: int, loading: int) -> None:
+            self.offer(list(range(stored)) or [0])
+            self.finish(list(range(stored)) or [0], success=True)
+            if loading:
+                self.load(list(range(loading)))
+
         def prefill(self, num_blocks: int) -> None:
             filler = keys(*range(1000, 1000 + num_blocks))
             output = self.tier.must_offer(filler)
@@ -105,6 +114,12 @@ def offloading_machine(factory: Factory) -> type[RuleBasedStateMachine]:
             if success:
                 self.oracle.stored |= set(chosen)
 
+        @rule(picks=picks, success=st.booleans())
+        def finish_what_is_not_stored(self, picks: list[int], success: bool) -> None:
+            chosen = list(dict.fromkeys(key(i % num_keys) for i in picks))
+            if not (self.oracle.pending | self.oracle.late_stores).issuperset(chosen):
+                self.tier.no_store(chosen, success=success)
+
         @precondition(lambda self: self.oracle.stored)
         @rule(picks=picks)
         def load(self, picks: list[int]) -> None:
@@ -123,6 +138,12 @@ def offloading_machine(factory: Factory) -> type[RuleBasedStateMachine]:
             self.oracle.loading = +(self.oracle.loading - Counter(chosen))
 
         @rule(picks=picks)
+        def end_too_many_loads(self, picks: list[int]) -> None:
+            chosen = [key(i % num_keys) for i in picks]
+            if Counter(chosen) - self.oracle.loading - self.oracle.late_loads:
+                self.tier.no_load(chosen)
+
+        @rule(picks=picks)
         def load_what_is_not_ready(self, picks: list[int]) -> None:
             chosen = [key(i % num_keys) for i in picks]
             if not self.oracle.stored.issuperset(chosen):
@@ -134,10 +155,11 @@ def offloading_machine(factory: Factory) -> type[RuleBasedStateMachine]:
             self.tier.call(self.tier.manager, "touch", touched, self.tier.context)
 
         @precondition(lambda self: Capability.RESET in capabilities)
-        @rule()
-        def reset(self) -> None:
-            self.tier.reset()
-            self.oracle.reset()
+        @rule(is_rare=st.sampled_from([False, False, False, True]))
+        def reset(self, is_rare: bool) -> None:
+            if is_rare:
+                self.tier.reset()
+                self.oracle.reset()
 
         @precondition(lambda self: self.oracle.late)
         @rule(success=st.booleans())

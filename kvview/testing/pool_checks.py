@@ -477,6 +477,20 @@ def check_pool_11_hashed_blocks_are_evicted_in_the_order_given(pool: PoolDriver)
 
 
 @pool_check("POOL-11", CACHE)
+def check_pool_11_last_mention_of_a_block_counts(pool: PoolDriver) -> None:
+    """A block that one call names several times is set free by its last mention."""
+    pool.has_order = True
+    one, two, three = blocks = pool.allocate(3)
+    pool.cache(blocks)
+    pool.touch([one, one, two, three])
+    pool.release(blocks)
+    pool.free([one, two, one, three])
+    order = [block for block, _ in pool.walk()]
+    pool.equal(order, [two, one, three], "a walk is in the order of the last mentions")
+    pool.check_free(*blocks)
+
+
+@pool_check("POOL-11", CACHE)
 def check_pool_11_block_touched_and_freed_goes_to_the_end(pool: PoolDriver) -> None:
     """A hashed block that was held in between is evicted after those that were not."""
     pool.has_order = True

@@ -233,6 +233,7 @@ class PoolDriver(Recorder):
 
     def _queue(self, blocks: Sequence[int]) -> None:
         free = self.free_blocks
-        for block in dict.fromkeys(blocks):
+        # Of a block that is named several times, the last mention sets it free.
+        for block in reversed(dict.fromkeys(reversed(blocks))):
             if block in self.hashes and block in free:
                 self.hashed_free.append(block)

@@ -39,26 +39,9 @@ def load_target(target: str) -> Any:
     Raises:
         ConfigError: It does not import, or there is no such name.
     """
-    from kvview.config import _import  # pydantic, which no check needs
+    from kvview import config  # pydantic, which no check needs
 
-    location, colon, name = target.rpartition(":")
-    if not colon or not location or not name:
-        raise ConfigError(
-            f"target {target!r}: expected 'package.module:factory' or 'path/to/file.py:factory'"
-        )
-    module = _import(target, location)
-    if not hasattr(module, name):
-        known = [key for key, value in vars(module).items() if _is_own_factory(value, module)]
-        raise ConfigError(
-            f"target {target!r}: {location} has no {name!r}; "
-            f"it has: {', '.join(known) or 'nothing'}"
-        )
-    return getattr(module, name)
-
-
-def _is_own_factory(value: object, module: object) -> bool:
-    own = getattr(value, "__module__", None) == getattr(module, "__name__", None)
-    return own and callable(value) and not getattr(value, "__name__", "_").startswith("_")
+    return config.load_target(target)
 
 
 def inspect_factory(factory: Factory) -> tuple[Contract, frozenset[Capability]]:

@@ -255,6 +255,7 @@ class Engine:
     def step(self) -> None:
         """Run one scheduler step."""
         self.stats.steps += 1
+        self.view.release_expired()
         self._hear_of_transfers(self.worker_connector.get_finished())
         scheduled = self._schedule_running()
         if not self._preempted:

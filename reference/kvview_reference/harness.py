@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvview import (
+    CacheGeometry,
+    CacheGroup,
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
@@ -15,11 +17,12 @@ from kvview import (
     OffloadingManager,
 )
 from kvview.testing.harness import Capability
+from kvview_reference.coordinator import KVCacheCoordinator, make_coordinator
 from kvview_reference.offloading import CPUOffloadingManager
 from kvview_reference.pool import NULL_BLOCK_ID, BlockPool
 
 if TYPE_CHECKING:
-    from kvview.testing import ManagerHarness, PoolHarness, TransferHarness
+    from kvview.testing import GeometryHarness, ManagerHarness, PoolHarness, TransferHarness
     from kvview_reference.transfer import CPUGPUTransferWorker
 
 _BLOCK_SIZE = 16
@@ -114,6 +117,47 @@ class GuardedReferencePool(ReferencePool):
         return type(self)(self.num_blocks, pin_budget=num_blocks / self.num_blocks)
 
 
+class ReferenceGeometry:
+    """The coordinator that fits a geometry, over a block pool.
+
+    Args:
+        geometry: Block sizes and groups.
+    """
+
+    capabilities = frozenset(
+        {
+            Capability.SLIDING_WINDOW,
+            Capability.CHUNKED_LOCAL,
+            Capability.MAMBA,
+            Capability.HYBRID,
+        }
+    )
+    null_block_id = NULL_BLOCK_ID
+    num_blocks = 80
+
+    def __init__(self, geometry: CacheGeometry | None = None) -> None:
+        self.geometry = geometry or CacheGeometry.single(_BLOCK_SIZE)
+        self.pool = BlockPool(self.num_blocks)
+        self.coordinator = self.make_coordinator()
+
+    def make_coordinator(self) -> KVCacheCoordinator:
+        """The coordinator under test."""
+        return make_coordinator(self.pool, self.geometry, enable_caching=True)
+
+    def with_geometry(
+        self, scheduler_block_size: int, hash_block_size: int, groups: Sequence[CacheGroup]
+    ) -> ReferenceGeometry:
+        return type(self)(CacheGeometry(scheduler_block_size, hash_block_size, tuple(groups)))
+
+    def cache(self, block_hashes: Sequence[bytes], group_idx: int, block: int) -> int:
+        blocks = self.pool.allocate_blocks(1)
+        block_hash = block_hashes[self.geometry.block_hash_index(group_idx, block)]
+        block_size = self.geometry.groups[group_idx].block_size
+        self.pool.cache_blocks(blocks, [block_hash], block_size=block_size, group_idx=group_idx)
+        self.pool.free_blocks(blocks)
+        return blocks[0]
+
+
 class ReferenceManager:
     """The offloading manager of a CPU tier.
 
@@ -203,6 +247,11 @@ def guarded_pool() -> GuardedReferencePool:
     return GuardedReferencePool()
 
 
+def geometry() -> ReferenceGeometry:
+    """The coordinators, over the block pool."""
+    return ReferenceGeometry()
+
+
 def offloading_lru() -> ReferenceManager:
     """The CPU tier with the LRU policy."""
     return ReferenceManager("lru")
@@ -220,5 +269,5 @@ def transfer() -> ReferenceTransfer:
 
 if TYPE_CHECKING:
 
-    def _fit() -> tuple[PoolHarness, ManagerHarness, TransferHarness]:
-        return pool(), offloading_lru(), transfer()
+    def _fit() -> tuple[PoolHarness, GeometryHarness, ManagerHarness, TransferHarness]:
+        return pool(), geometry(), offloading_lru(), transfer()

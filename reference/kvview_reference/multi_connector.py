@@ -10,6 +10,7 @@ Source: ``vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py`` (0.3
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from kvview import (
     EngineFacts,
     FinishReason,
     GPUBlockPoolView,
+    GuardedView,
     OffloadingEvent,
     OffloadKey,
     RequestInfo,
@@ -109,9 +111,16 @@ class MultiScheduler(SchedulerConnector):
         self._jobs: dict[int, tuple[int, int]] = {}  # job id -> child, its own job id
         self._chosen: dict[str, int] = {}  # request -> child that promised
         self._holders: Counter[tuple[str, OffloadKey]] = Counter()
+        self._guards: list[GuardedView] = []
 
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
-        self._each(lambda child: child.bind_gpu_block_pool_view(view))
+        # A guard each: one child can not give back what another holds.
+        clock = (lambda: view.now()) if isinstance(view, GuardedView) else time.monotonic
+        self._guards = [
+            GuardedView(view, owner=type(child).__name__, clock=clock) for child in self._children
+        ]
+        for child, guard in zip(self._children, self._guards, strict=True):
+            child.bind_gpu_block_pool_view(guard)
 
     def on_engine_ready(self, facts: EngineFacts) -> None:
         self._each(lambda child: child.on_engine_ready(facts))
@@ -141,6 +150,8 @@ class MultiScheduler(SchedulerConnector):
         plans: list[tuple[StepPlan, Mapping[int, int]]] = []
         loads: list[TransferJob] = []
         stores: list[TransferJob] = []
+        for guard in self._guards:
+            guard.release_expired()
         for index, child in enumerate(self._children):
             plan = child.plan_step(step)
             job_ids: dict[int, int] = {}

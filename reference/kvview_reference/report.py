@@ -40,10 +40,11 @@ def _parts(report: ConnectorReport, max_failures: int) -> list[str]:
     failures = report.failures
     seeds = "seed" if len(failures) == 1 else "seeds"
     verdict = f"{len(failures)} {seeds} broke a law" if failures else "no law broken"
-    end = ", then interrupted" if report.is_interrupted else ""
+    if report.is_interrupted:
+        verdict = f"interrupted: {verdict}"
     parts = [
         f'<p><b class="{"good" if report.is_clean else "bad"}">{verdict}</b> in '
-        f"{report.num_seeds} seeds from {report.first_seed}, {report.seconds:.1f} s{end}.</p>",
+        f"{report.num_seeds} seeds from {report.first_seed}, {report.seconds:.1f} s.</p>",
     ]
     if failures:
         laws = Counter(failure.law for failure in failures)

@@ -1,7 +1,7 @@
 """Prove a connector in the reference engine: many seeds, faults, invariants, a small script.
 
     report = check_connector(MyConnector)
-    assert report.is_clean, report.failures[0].script
+    assert report.is_clean, report.summary()
 
 Each seed is a scenario (:mod:`~kvview_reference.simulation_scenario`) with
 transfers that are late, reordered, failed or lost

@@ -114,8 +114,8 @@ class ConnectorReport:
 
     @property
     def is_clean(self) -> bool:
-        """Whether no seed broke a law."""
-        return not self.failures
+        """Whether every seed ended, and none broke a law."""
+        return not self.is_interrupted and not self.failures
 
     def summary(self) -> str:
         """What a person reads: how it went, and the first failure with its script."""

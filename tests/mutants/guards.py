@@ -31,6 +31,10 @@ class WrongGuardPool(GuardedReferencePool):
         )
 
 
+def _is_plainly_held(guard: GuardedView, block_id: int) -> bool:
+    return guard._held[block_id] > guard._leased[block_id]
+
+
 @planted("GUARD-1", "check_guard_1_failed_lease_holds_nothing")
 class LeasesUntilAnIdIsWrong(WrongGuardPool):
     """Blocks are taken one by one; those before a wrong id stay taken."""
@@ -70,7 +74,7 @@ class ReleasesTwice(WrongGuardPool):
         def _release(self, lease: Lease) -> bool:
             if lease.is_active:
                 return super()._release(lease)
-            held = [block for block in lease.block_ids if block in self._held]
+            held = [block for block in lease.block_ids if _is_plainly_held(self, block)]
             self.free_blocks(list(dict.fromkeys(held)))
             return False
 
@@ -110,7 +114,7 @@ class FreesLeasesAsPlainHolds(WrongGuardPool):
 
     class Guard(GuardedView):
         def free_blocks(self, block_ids: Sequence[int], /) -> None:
-            leased = [b for b in block_ids if b not in self._held and b in self._leased]
+            leased = [b for b in block_ids if b in self._leased and not _is_plainly_held(self, b)]
             super().free_blocks([block for block in block_ids if block not in leased])
             if leased and self._view is not None:
                 self._view.free_blocks(leased)
@@ -123,7 +127,7 @@ class ReleasesAnExpiredLease(WrongGuardPool):
     class Guard(GuardedView):
         def _release(self, lease: Lease) -> bool:
             if not lease.is_active:
-                self.free_blocks([block for block in lease.block_ids if block in self._held])
+                self.free_blocks([b for b in lease.block_ids if _is_plainly_held(self, b)])
                 return True
             return super()._release(lease)
 
@@ -185,4 +189,4 @@ class LedgerIsASet(WrongGuardPool):
     class Guard(GuardedView):
         def touch_blocks(self, block_ids: Sequence[int], /) -> None:
             new = Counter(block_ids)
-            super().touch_blocks([block for block in new if block not in self._held])
+            super().touch_blocks([block for block in new if not _is_plainly_held(self, block)])

@@ -59,7 +59,10 @@ class ListPool:
     def release(self, block_ids: Sequence[int], /) -> None:
         for block in block_ids:
             self.refs[block] -= 1
-        self.enqueue([block for block in dict.fromkeys(block_ids) if self.refs[block] == 0])
+        self.enqueue([block for block in self.in_order(block_ids) if self.refs[block] == 0])
+
+    def in_order(self, block_ids: Sequence[int]) -> list[int]:
+        return list(dict.fromkeys(reversed(block_ids)))[::-1]
 
     def enqueue(self, block_ids: Sequence[int]) -> None:
         self.time += 1

@@ -397,6 +397,14 @@ class EvictsInReverse(ListPool):
         super().enqueue(block_ids[::-1])
 
 
+@planted("POOL-11", "check_pool_11_last_mention_of_a_block_counts")
+class QueuesByTheFirstMention(ListPool):
+    """A block that a call names twice is evicted as if it had been named once, at first."""
+
+    def in_order(self, block_ids: Sequence[int]) -> list[int]:
+        return list(dict.fromkeys(block_ids))
+
+
 @planted("POOL-11", "check_pool_11_block_touched_and_freed_goes_to_the_end")
 class PutsBackWhereItWas(ListPool):
     """A hashed block that was held comes back at the head of the queue."""

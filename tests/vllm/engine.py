@@ -19,6 +19,7 @@ from kvview_vllm import cpu_scheduler
 from kvview_vllm.cpu_scheduler import (  # for the tests, under one name
     can_fail_loads as can_fail_loads,
 )
+from kvview_vllm.cpu_scheduler import complete_torch as complete_torch
 from kvview_vllm.cpu_scheduler import make_model_output as make_model_output
 from kvview_vllm.cpu_scheduler import multi_config as multi_config
 from kvview_vllm.cpu_scheduler import refuses_several_groups as refuses_several_groups
@@ -76,10 +77,11 @@ class Engine:
         layers = [
             name for group in self.kv_cache_config.kv_cache_groups for name in group.layer_names
         ]
-        self.kv_caches = {
-            name: torch.zeros((num_blocks, 2, BLOCK_SIZE, 64), dtype=torch.float32)
-            for name in layers
-        }
+        if transfer_config["kv_connector"] == "OffloadingConnector":
+            _register_layers(self.vllm_config, layers)
+        # Layers of several groups share memory, as in vLLM: a block belongs to one group.
+        tensor = torch.zeros((num_blocks, 2, BLOCK_SIZE, 64), dtype=torch.float32)
+        self.kv_caches = dict.fromkeys(layers, tensor)
         self.worker.register_kv_caches(self.kv_caches)
         self.requests: dict[str, Any] = {}
         self.hits: dict[str, int] = {}  # tokens that a request never computed
@@ -103,6 +105,8 @@ class Engine:
         output = self.scheduler.schedule()
         transfers = self._run_worker(output)
         self._compute(output, getattr(transfers, "invalid_block_ids", None) or ())
+        if not self.hold_loads:
+            cpu_scheduler.end_transfers(self.worker)
         self.scheduler.update_from_output(
             output, make_model_output(self.scheduler, output, transfers)
         )
@@ -134,14 +138,17 @@ class Engine:
         return bool(ask and ask())
 
     def _run_worker(self, output: Any) -> Any:
-        """The calls of a model runner, in its order."""
+        """The calls of a model runner up to the forward pass, and its report.
+
+        It reports after the pass; what a connector saves then is reported a step later here.
+        """
         if self.hold_loads:
             self._metadata.append(output.kv_connector_metadata)
             return None
         metadata = [*self._metadata, output.kv_connector_metadata]
         self._metadata.clear()
         for one in metadata:
-            cpu_scheduler.start_transfers(self.worker, one)
+            cpu_scheduler.start_transfers(self.worker, output, one)
         return cpu_scheduler.take_transfers(self.worker, output)
 
     def _compute(self, output: Any, invalid: Collection[int]) -> None:
@@ -182,6 +189,33 @@ def _groups(windows: Sequence[int | None]) -> list[CacheGroup]:
         FullAttention(BLOCK_SIZE) if window is None else SlidingWindow(BLOCK_SIZE, window)
         for window in windows
     ]
+
+
+def _register_layers(vllm_config: Any, layers: Sequence[str]) -> None:
+    """Layers that say how their tensors lie: vLLM's OffloadingConnector asks up to 0.28."""
+    kv_connector = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
+    kind = getattr(importlib.import_module(kv_connector), "Attention", None)  # up to 0.17
+    if kind is None:
+        name = "vllm.model_executor.layers.attention_layer_base"
+        kind = importlib.import_module(name).AttentionLayerBase
+
+    class Backend:
+        @staticmethod
+        def get_kv_cache_shape(
+            num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *_: Any
+        ) -> tuple[int, ...]:
+            return (num_blocks, 2, block_size, num_kv_heads * head_size)
+
+    class Layer(kind):  # type: ignore[misc,valid-type]
+        def __init__(self) -> None: ...
+
+        def get_attn_backend(self) -> Any:
+            return Backend
+
+        def get_kv_cache_spec(self, vllm_config: Any) -> Any: ...
+
+    context = vllm_config.compilation_config.static_forward_context
+    context.update({layer: Layer() for layer in layers})
 
 
 def make_scheduler(

@@ -24,7 +24,7 @@ from typing import Any
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "host_cache.py"
 SLOW = Path(__file__).with_name("faulty_connectors.py")
-SCENARIOS = ("plain", "reload", "corrupt", "pressure", "abort", "multi")
+SCENARIOS = ("plain", "reload", "corrupt", "pressure", "abort", "multi", "async", "workers")
 BLOCK_SIZE = 32  # the CPU attention wants a multiple
 VOCABULARY = 512
 PROMPTS = (
@@ -59,6 +59,8 @@ def prepare() -> None:
     os.environ.update(
         HF_HUB_OFFLINE="1",
         VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",  # two workers would want a NUMA node each
+        VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # our own function is called in the workers
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_LOGGING_LEVEL="ERROR",
         VLLM_NO_USAGE_STATS="1",
@@ -136,19 +138,44 @@ def transfer_config(*targets: str, **options: Any) -> dict[str, Any]:
     }
 
 
+def overwrite(worker: Any, half: str, value: int) -> int:
+    """Fill tensors of a worker's connectors; runs in the worker's process.
+
+    Args:
+        worker: vLLM's worker.
+        half: "gpu" for the KV cache, "host" for what the connector keeps.
+        value: Of every byte.
+
+    Returns:
+        Tensors filled.
+    """
+    state: Any = importlib.import_module("vllm.distributed.kv_transfer")
+    top = state.get_kv_transfer_group()
+    tensors = [
+        tensor
+        for connector in getattr(top, "_connectors", [top])
+        for tensor in getattr(connector._worker_side._half, half)
+    ]
+    for tensor in tensors:
+        tensor.fill_(value)
+    return len(tensors)
+
+
 class Server:
-    """One vLLM engine in this process, with or without a connector.
+    """One vLLM engine, its scheduler in this process, with or without a connector.
 
     Args:
         model: Folder of the model.
         config: `kv_transfer_config`; None serves without a connector.
         num_blocks: Blocks of the KV cache; those of one longest prompt must fit.
+        more: Further arguments of `vllm.LLM`.
     """
 
-    def __init__(self, model: Path, config: dict[str, Any] | None, num_blocks: int = 64) -> None:
+    def __init__(
+        self, model: Path, config: dict[str, Any] | None, num_blocks: int = 64, **more: Any
+    ) -> None:
         vllm: Any = importlib.import_module("vllm")
         vllm_config: Any = importlib.import_module("vllm.config")
-        more: dict[str, Any] = {}
         if config is not None:
             more["kv_transfer_config"] = vllm_config.KVTransferConfig(**config)
         self.llm: Any = vllm.LLM(
@@ -171,13 +198,9 @@ class Server:
         """The engine's scheduler."""
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
-    def connectors(self, role: str) -> list[Any]:
-        """The kvview connectors of one role, children of MultiConnector included."""
-        if role == "scheduler":
-            top = self.scheduler.connector
-        else:
-            state: Any = importlib.import_module("vllm.distributed.kv_transfer")
-            top = state.get_kv_transfer_group()
+    def connectors(self) -> list[Any]:
+        """The scheduler's kvview connectors, children of MultiConnector included."""
+        top = self.scheduler.connector
         return list(getattr(top, "_connectors", [top]))
 
     def serve(
@@ -219,9 +242,7 @@ class Server:
         """Reset the prefix cache and overwrite every byte of the KV cache."""
         self.settle()
         assert self.llm.reset_prefix_cache() is not False, "the connector still holds blocks"
-        for connector in self.connectors("worker"):
-            for tensor in connector._worker_side._half.gpu:
-                tensor.fill_(17)
+        assert all(self.llm.collective_rpc(overwrite, args=("gpu", 17)))
 
     def leaked_blocks(self) -> int:
         """Blocks that are not free, the null block aside."""
@@ -237,6 +258,8 @@ def run(scenario: str, model: Path) -> Result:
             was served; "corrupt" overwrites it first; "multi" has two connectors
             under MultiConnector. "pressure" serves batches from a KV cache and a host
             tier that are both too small. "abort" drops a request whose load is on.
+            "async" schedules a step ahead of the one that runs; "workers" has two
+            tensor-parallel workers, each with half of every page.
         model: Folder of the model.
     """
     example = f"{EXAMPLE}:HostCacheConnector"
@@ -248,14 +271,22 @@ def run(scenario: str, model: Path) -> Result:
         config, num_blocks = transfer_config(example, cpu_blocks=9), 13
     elif scenario == "abort":
         config = transfer_config(f"{SLOW}:SlowConnector", cpu_blocks=200)
-    server = Server(model, None if scenario == "plain" else config, num_blocks)
+    more: dict[str, Any] = {}
+    if scenario == "async":
+        scheduler = "kvview_vllm.scheduler.AsyncViewScheduler"
+        more = {"async_scheduling": True, "scheduler_cls": scheduler}
+    elif scenario == "workers":
+        more = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    server = Server(model, None if scenario == "plain" else config, num_blocks, **more)
+    if scenario == "async":
+        assert type(server.scheduler).__name__ == "AsyncViewScheduler"
     result = Result(vllm=server.version)
     result.tokens, _ = server.serve()
     if scenario == "plain":
         return result
     server.settle()
     result.offloaded = sum(
-        len(connector._scheduler_side.half.slots) for connector in server.connectors("scheduler")
+        len(connector._scheduler_side.half.slots) for connector in server.connectors()
     )
     if scenario == "pressure":
         for _ in range(4):
@@ -264,9 +295,7 @@ def run(scenario: str, model: Path) -> Result:
     else:
         server.forget()
         if scenario == "corrupt":
-            for connector in server.connectors("worker"):
-                for tensor in connector._worker_side._half.host:
-                    tensor.zero_()
+            assert all(server.llm.collective_rpc(overwrite, args=("host", 0)))
         if scenario == "abort":
             server.abort_while_loading(PROMPTS[1])
         result.again, result.hits = server.serve()

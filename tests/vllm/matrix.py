@@ -66,8 +66,7 @@ def run_release(release: str, files: Sequence[Path]) -> tuple[dict[str, Seam], f
         report = Path(folder) / "report.xml"
         command = [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
-            *("-W", "ignore"),  # old releases warn of much that is not ours to mend
-            # A release's own warnings (torch.jit in 0.14 - 0.29) are not ours to fix.
+            # A release warns of much that is not ours to mend (torch.jit in 0.14 - 0.29).
             *("-W", "default", f"--rootdir={ROOT}", f"--junitxml={report}", *map(str, files)),
         ]
         try:

@@ -36,8 +36,9 @@ def _run(scenario: str, model: str) -> dict[str, Any]:
 
 
 # Most of a run is the import of vLLM on one core: they all start here, a few at a time.
+TROUBLE = ("pressure", "abort", "multi", "async", "workers")
 _RUNS = [("plain", "llama"), ("reload", "llama"), ("plain", "gemma"), ("reload", "gemma")]
-_RUNS += [(scenario, "llama") for scenario in ("corrupt", "pressure", "abort", "multi")]
+_RUNS += [(scenario, "llama") for scenario in ("corrupt", *TROUBLE)]
 _results: dict[tuple[str, str], Future[dict[str, Any]]] = {}
 
 
@@ -68,7 +69,7 @@ def test_corrupt_kv_gives_other_tokens() -> None:
     assert result["again"] != result["tokens"]
 
 
-@pytest.mark.parametrize("scenario", ["pressure", "abort", "multi"])
+@pytest.mark.parametrize("scenario", TROUBLE)
 def test_trouble_changes_no_token(scenario: str) -> None:
     result = run(scenario)
     assert result["again"] == run("plain")["tokens"]

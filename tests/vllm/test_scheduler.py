@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +22,12 @@ from kvview import (
     MEDIUM_CPU,
     ConfigError,
     ConnectorError,
+    GuardedView,
     OffloadingEvent,
+    PinBudgetExceeded,
     StepInfo,
     StepPlan,
+    UnsupportedEngineError,
     ViewNotBoundError,
     make_offload_key,
 )
@@ -285,6 +289,49 @@ def test_binding_again_is_harmless_and_another_pool_closes_the_view(
     assert connector.block_pool_view is not view
 
 
+def test_the_view_is_guarded(make_engine: MakeEngine) -> None:
+    config = lane.connector_config(cpu_blocks=64)
+    config["kv_connector_extra_config"] |= {"pin_budget": 0.25, "trace_holds": True}
+    engine = make_engine(config)
+    view = side(engine).half.view
+    assert isinstance(view, GuardedView)
+    held = list(range(1, 1 + view.num_blocks // 4))
+    view.touch_blocks(held)
+    with pytest.raises(PinBudgetExceeded, match=f"its budget is {len(held)}"):
+        view.touch_blocks([len(held) + 1])
+    (leak,) = view.leaks()
+    assert leak.taken_at is not None
+    assert Path(__file__).name in leak.taken_at
+    view.free_blocks(held)
+    assert not view.leaks()
+
+
+def test_a_lease_expires_with_the_steps(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    free = engine.num_free_blocks()
+    view = side(engine).half.view
+    seconds = 0.0
+    view.now = lambda: seconds
+    view.lease([5], job="peer", ttl=3.0)
+    engine.add("first", TOKENS)
+    engine.step()
+    assert view.held_blocks()[5] == 1
+    seconds = 4.0
+    engine.run()
+    assert view.stats.expired == 1
+    assert engine.num_free_blocks() == free
+
+
+def test_the_proposed_scheduler_context_binds(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    connector = engine.scheduler.connector
+    connector.close_block_pool_view()
+    with pytest.raises(UnsupportedEngineError, match="passes a SimpleNamespace without any of"):
+        connector.bind_scheduler_context(SimpleNamespace(pool=engine.pool))
+    connector.bind_scheduler_context(SimpleNamespace(block_pool=engine.pool))
+    assert connector.block_pool_view.num_blocks == len(engine.pool.blocks)
+
+
 def test_a_missing_view_names_the_flag(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.scheduler.connector.close_block_pool_view()
@@ -296,11 +343,12 @@ def test_a_missing_view_names_the_flag(make_engine: MakeEngine) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"conector": "x:Y"}, "conector: .*Known options: connector, options"),
+        ({"conector": "x:Y"}, "conector: .*Known options: connector, options, pin_budget, trace"),
+        ({"connector": "x:Y", "pin_budget": 2}, "pin_budget"),
         ({"connector": "no.such.module:Connector"}, "does not import"),
         ({"connector": f"{lane.EXAMPLE}:HostCacheConnector", "options": {"cpu": 1}}, "cpu_blocks"),
     ],
-    ids=["unknown key", "no such target", "unknown option"],
+    ids=["unknown key", "no such share", "no such target", "unknown option"],
 )
 def test_a_typo_is_an_error_at_start(
     make_engine: MakeEngine, wrong: dict[str, Any], message: str

@@ -1,0 +1,213 @@
+"""``KVViewOffloadingSpec``: a kvview manager and worker, run by vLLM's OffloadingConnector.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector",
+      "kv_role": "kv_both", "kv_connector_extra_config": {
+        "spec_name": "KVViewOffloadingSpec",
+        "spec_module_path": "kvview_vllm.offloading_spec",
+        "kvview": {"num_blocks": 1000}}}'
+
+- VOFF-6 A job that failed ends the engine: vLLM asserts that none does.
+
+Source: ``OffloadingSpec``, vllm/v1/kv_offload/base.py (before 0.21 spec.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvview import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    ConfigError,
+    GPULoadStoreSpec,
+    OffloadingManager,
+    TransferWorker,
+)
+from kvview.config import load_target, parse_options
+from kvview_vllm.kv_caches import canonical_kv_caches
+from kvview_vllm.offloading_calls import find_class, require_class
+from kvview_vllm.offloading_manager import ManagerForVLLM, PagesSpec
+
+if TYPE_CHECKING:
+
+    class _Spec:  # stands in for vLLM's, which mypy does not see
+        extra_config: Any
+
+        def __init__(self, *args: Any) -> None: ...
+
+    class _Worker:
+        pass
+else:
+    _Spec = require_class("OffloadingSpec")
+    # Up to 0.24 a handler does what a worker did later.
+    _Worker = find_class("OffloadingHandler") or require_class("OffloadingWorker")
+
+_GPUSpec: Any = require_class("GPULoadStoreSpec")
+_Result: Any = require_class("TransferResult")
+
+
+class KVViewOffloadingOptions(BaseModel):
+    """The key ``kvview`` of ``kv_connector_extra_config``.
+
+    Args:
+        num_blocks: Offloaded blocks that the tier holds.
+        manager: Target of the manager, called with ``num_blocks`` and its options.
+        manager_options: Its own options.
+        worker: Target of the transfer worker, called with the KV caches,
+            ``num_blocks``, ``blocks_per_chunk=`` and its options.
+        worker_options: Its own options.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_blocks: int = Field(gt=0)
+    manager: str = "kvview_reference.offloading:CPUOffloadingManager"
+    manager_options: dict[str, Any] = Field(default_factory=dict)
+    worker: str = "kvview_reference.transfer:CPUGPUTransferWorker"
+    worker_options: dict[str, Any] = Field(default_factory=dict)
+
+
+class KVViewOffloadingSpec(_Spec):
+    """What vLLM's OffloadingConnector is told to use.
+
+    Args:
+        args: ``(vllm_config)``, with ``kv_cache_config`` from 0.14, or one
+            ``OffloadingConfig`` from 0.26.
+
+    Raises:
+        ConfigError: The key ``kvview`` is missing, has an unknown key, or names a
+            target that does not import or refuses its options.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        try:
+            self._options = parse_options(
+                KVViewOffloadingOptions, self.extra_config.get("kvview") or {}
+            )
+        except ConfigError as error:
+            raise ConfigError(f"kv_connector_extra_config['kvview']: {error}") from None
+        self._manager: ManagerForVLLM | None = None
+
+    def get_manager(self) -> ManagerForVLLM:
+        """The scheduler's side, one for all calls."""
+        if self._manager is None:
+            options = self._options
+            make = load_target(options.manager)
+            manager: OffloadingManager = make(options.num_blocks, **options.manager_options)
+            self._manager = ManagerForVLLM(manager, _tokens_per_chunk(self))
+        return self._manager
+
+    def get_worker(self, kv_caches: Any) -> WorkerForVLLM:
+        """The worker's side from 0.25 on."""
+        options, blocks_per_chunk = self._options, _blocks_per_chunk(self)
+        make = load_target(options.worker)
+        worker: TransferWorker = make(
+            _canonical(kv_caches),
+            options.num_blocks,
+            blocks_per_chunk=blocks_per_chunk,
+            **options.worker_options,
+        )
+        return WorkerForVLLM(worker, blocks_per_chunk)
+
+    def get_handlers(
+        self, kv_caches: Any, attn_backends: Any = None
+    ) -> Iterator[tuple[Any, Any, WorkerForVLLM]]:
+        """The worker's side up to 0.24: one handler for both directions."""
+        if isinstance(kv_caches, dict):  # tensors by layer, up to 0.18
+            kv_caches = canonical_kv_caches(kv_caches, getattr(self, "kv_cache_config", None))
+        worker = self.get_worker(kv_caches)
+        yield _GPUSpec, PagesSpec, worker
+        yield PagesSpec, _GPUSpec, worker
+
+
+class WorkerForVLLM(_Worker):
+    """A kvview transfer worker, as vLLM calls one.
+
+    Args:
+        worker: The kvview worker.
+        blocks_per_chunk: GPU blocks that an offloaded block holds.
+    """
+
+    def __init__(self, worker: TransferWorker, blocks_per_chunk: int) -> None:
+        self.worker = worker
+        self._blocks_per_chunk = blocks_per_chunk
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: PagesSpec) -> bool:
+        """Start a store."""
+        return self.worker.transfer_async(job_id, (self._blocks(src_spec), dst_spec.spec))
+
+    def submit_load(
+        self, job_id: int, src_spec: PagesSpec, dst_spec: Any, expedited: bool = False
+    ) -> bool:
+        """Start a load; none waits longer than the jobs before it on its own pages."""
+        return self.worker.transfer_async(job_id, (src_spec.spec, self._blocks(dst_spec)))
+
+    def transfer_async(self, job_id: int, spec: tuple[Any, Any]) -> bool:
+        """Start either, up to 0.24."""
+        src, dst = spec
+        if isinstance(src, PagesSpec):
+            return self.submit_load(job_id, src, dst)
+        return self.submit_store(job_id, src, dst)
+
+    def get_finished(self) -> list[Any]:
+        """Jobs that ended since the last call."""
+        results = self.worker.get_finished()
+        if not hasattr(_Result, "__dataclass_fields__"):  # up to 0.15
+            return [(result.job_id, result.success) for result in results]
+        return [
+            _Result(
+                job_id=result.job_id,
+                success=result.success,
+                transfer_size=result.transfer_size,
+                transfer_time=result.transfer_time,
+            )
+            for result in results
+        ]
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        """Block until each named job has ended."""
+        self.worker.wait(job_ids)
+
+    def shutdown(self) -> None:
+        """Release memory."""
+        self.worker.shutdown()
+
+    def _blocks(self, spec: Any) -> GPULoadStoreSpec:
+        block_ids = [int(block_id) for block_id in spec.block_ids]
+        group_sizes: Sequence[int] | None = getattr(spec, "group_sizes", None)  # 0.19
+        if group_sizes is None:
+            group_sizes = [len(block_ids)]
+        block_indices = getattr(spec, "block_indices", None)
+        if block_indices is None:  # up to 0.19 a transfer ends at the end of a chunk
+            block_indices = [-size % self._blocks_per_chunk for size in group_sizes]
+        return GPULoadStoreSpec(block_ids, list(group_sizes), list(block_indices))
+
+
+def _blocks_per_chunk(spec: Any) -> int:
+    for name in ("blocks_per_chunk", "block_size_factor"):  # 0.26, 0.18
+        if hasattr(spec, name):
+            return int(getattr(spec, name))
+    return int(spec.offloaded_block_size // spec.gpu_block_size)
+
+
+def _tokens_per_chunk(spec: Any) -> int:
+    """What events of 0.19 and before say; 0 from 0.26 on, when nobody asks."""
+    sizes = getattr(spec, "gpu_block_size", 0)
+    block_size = sizes if isinstance(sizes, int) else sizes[0]
+    return block_size * _blocks_per_chunk(spec)
+
+
+def _canonical(kv_caches: Any) -> CanonicalKVCaches[Any]:
+    """The same fields as kvview's, and no others."""
+    return CanonicalKVCaches(
+        [CanonicalKVCacheTensor(one.tensor, one.page_size_bytes) for one in kv_caches.tensors],
+        [
+            [CanonicalKVCacheRef(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
+            for refs in kv_caches.group_data_refs
+        ],
+    )

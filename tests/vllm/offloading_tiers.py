@@ -1,0 +1,64 @@
+"""vLLM's real offloading managers of whichever release, as harnesses of the kit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvview.testing import Capability
+from kvview_vllm.capabilities import probe_offloading
+from kvview_vllm.offloading import VLLMOffloadingManager
+from kvview_vllm.offloading_calls import TranslatedManager, make_cpu_manager
+
+CAPACITY = 8
+POLICIES = ("lru", "arc")
+
+
+def make_manager(policy: str = "lru", **options: Any) -> Any:
+    """A manager of the release, with events."""
+    return make_cpu_manager(CAPACITY, policy, enable_events=True, **options)
+
+
+FLAGS = probe_offloading(make_manager())
+
+
+class BareTier:
+    """The manager as it is, in kvview's words."""
+
+    policy = "lru"
+    capacity = CAPACITY
+    policies = POLICIES
+
+    def __init__(self) -> None:
+        self.manager: Any = self.make_tier()
+
+    def make_tier(self) -> Any:
+        return TranslatedManager(make_manager(self.policy))
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        has = {Capability.EVENTS, Capability.PAGES, Capability.POLICIES}
+        if "cache_reset" in FLAGS:
+            has.add(Capability.RESET)
+        return frozenset(has)
+
+    def with_policy(self, name: str) -> Any:
+        return make_manager(name)
+
+
+class Tier(BareTier):
+    """The adapter's manager over it."""
+
+    def make_tier(self) -> Any:
+        return VLLMOffloadingManager(lambda: make_manager(self.policy))
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        return super().capabilities | {Capability.RESET}
+
+
+class BareARCTier(BareTier):
+    policy = "arc"
+
+
+class ARCTier(Tier):
+    policy = "arc"

@@ -1,0 +1,36 @@
+"""A kvview manager that looks at what vLLM's OffloadingConnector asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from kvview import OffloadKey, PrepareStoreOutput, ReqContext
+from kvview_reference.offloading import CPUOffloadingManager
+
+
+class StrictManager(CPUOffloadingManager):
+    """The reference manager; a key named twice in one call is an error."""
+
+    def __init__(self, num_blocks: int, **options: Any) -> None:
+        super().__init__(num_blocks, **options)
+        self.touched: list[list[OffloadKey]] = []
+        self.evicted: list[OffloadKey] = []
+
+    def touch(self, keys: Collection[OffloadKey], ctx: ReqContext | None = None, /) -> None:
+        _refuse_repeated(keys)
+        self.touched.append(list(keys))
+        super().touch(keys, ctx)
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], ctx: ReqContext | None = None, /
+    ) -> PrepareStoreOutput | None:
+        _refuse_repeated(keys)
+        output = super().prepare_store(keys, ctx)
+        self.evicted += output.evicted_keys if output else []
+        return output
+
+
+def _refuse_repeated(keys: Collection[OffloadKey]) -> None:
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"a key is named twice: {keys}")
