@@ -4,22 +4,20 @@
    attributes. A fork or a build whose version string lies is then still served.
 2. A version **may** be compared only where the meaning changed under an
    unchanged shape. No flag of any seam needs that.
-3. A shape that no tested release has **must** be refused when binding, with
-   nothing bound. A release outside the tested range whose shapes are all known
-   is served, with one logged warning.
-4. No other module of this package **may** name a release.
+3. No other module of this package **may** decide by a release.
 
-Source: ``vllm/v1/core/block_pool.py``, ``vllm/v1/core/kv_cache_utils.py`` and
-``vllm/v1/kv_offload/`` of every release of :data:`OLDEST_TESTED` to
-:data:`NEWEST_TESTED`.
+:mod:`kvview_vllm.probes` reads the flags and refuses what it does not know.
+
+Source: ``vllm/v1/core/``, ``vllm/v1/kv_offload/`` and
+``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` of every release of
+:data:`OLDEST_TESTED` to :data:`NEWEST_TESTED`.
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -31,8 +29,7 @@ NEWEST_TESTED = "0.33.0"
 
 POOL_SEAM = "pool"
 OFFLOADING_SEAM = "offloading"
-
-logger = logging.getLogger(__name__)
+CONNECTOR_SEAM = "connector"
 
 
 class VLLMNotInstalledError(KVViewError, ImportError):
@@ -87,6 +84,11 @@ def is_tested(version: str) -> bool:
     )
 
 
+def is_newer(version: str) -> bool:
+    """Whether a version string names a release after the tested range."""
+    return (_minor(version) or (0, 0)) > (_minor(NEWEST_TESTED) or (0, 0))
+
+
 def refusal(seam: str, found: str, expected: str) -> UnsupportedEngineError:
     """The error for a shape that no tested release has.
 
@@ -96,7 +98,7 @@ def refusal(seam: str, found: str, expected: str) -> UnsupportedEngineError:
         expected: The shapes that tested releases have.
     """
     return UnsupportedEngineError(
-        f"the {seam} seam of vLLM {engine_version()} has an unknown shape, nothing was bound: "
+        f"the {seam} seam of vLLM {engine_version()} is not known, nothing was bound: "
         f"found {found}; expected {expected}. Tested: vLLM {OLDEST_TESTED} - {NEWEST_TESTED}. "
         f"Run a tested release or upgrade kvview; if the newest kvview refuses too, report "
         f"this message, and the patches if your vLLM is a fork"
@@ -108,30 +110,7 @@ def _minor(version: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def _check_signatures(seam: str, owner: Any, known: Mapping[str, tuple[str, ...]]) -> None:
-    for method, expected in known.items():
-        if (found := _signature(owner, method)) not in expected:
-            wanted = " or ".join(method + signature for signature in expected)
-            raise refusal(seam, f"{type(owner).__name__}.{method}{found}", wanted)
-
-
-def _flags(seam: str, owner: Any) -> frozenset[str]:
-    """The flags that an object of a known shape has; says when its release is not tested."""
-    version = engine_version()
-    if not is_tested(version):
-        logger.warning(
-            "vLLM %s is outside the tested range %s - %s; its %s seam has a known shape, so "
-            "it is used",
-            *(version, OLDEST_TESTED, NEWEST_TESTED, seam),
-        )
-    return frozenset(
-        capability.name
-        for capability in CAPABILITIES
-        if capability.seam == seam and capability.probe(owner)
-    )
-
-
-def _signature(owner: Any, method: str) -> str:
+def signature_of(owner: Any, method: str) -> str:
     """The names and defaults of a method's parameters, as "(a, b=1)"."""
     try:
         parameters = inspect.signature(getattr(owner, method)).parameters.values()
@@ -140,127 +119,13 @@ def _signature(owner: Any, method: str) -> str:
     return f"({', '.join(str(p.replace(annotation=p.empty)) for p in parameters)})"
 
 
-# --- the pool seam: vllm.v1.core.block_pool.BlockPool ---
-
-_POOL_ATTRIBUTES = {
-    "BlockPool": ("blocks", "null_block", "free_block_queue", "get_num_free_blocks"),
-    "FreeKVCacheBlockQueue": ("fake_free_list_head", "fake_free_list_tail"),
-    "KVCacheBlock": ("block_id", "block_hash", "prev_free_block", "next_free_block"),
-}
-_POOL_SIGNATURES: dict[str, tuple[str, ...]] = {
-    "touch": ("(blocks)",),
-    "free_blocks": ("(ordered_blocks)", "(ordered_blocks, prepend=False)"),
-    "get_cached_block": ("(block_hash, kv_cache_group_ids)",),
-}
-
-
-def probe_pool(block_pool: Any) -> frozenset[str]:
-    """Recognise a block pool, once, when a view is made of it.
-
-    1. Nothing of the pool changes: the only calls are touches of no block at all.
-    2. A shape that no tested release has is refused.
-
-    Args:
-        block_pool: What should be a ``vllm.v1.core.block_pool.BlockPool``.
-
-    Returns:
-        The names of its capabilities.
-
-    Raises:
-        UnsupportedEngineError: The shape is unknown.
-        VLLMNotInstalledError: No vLLM can be imported.
-    """
-    engine_version()
-    _check_pool_attributes(block_pool)
-    _check_signatures(POOL_SEAM, block_pool, _POOL_SIGNATURES)
-    if not _takes(block_pool.touch, []):
-        raise refusal(POOL_SEAM, "BlockPool.touch([]) raises", "that touching no block is allowed")
-    return _flags(POOL_SEAM, block_pool)
-
-
-def _check_pool_attributes(pool: Any) -> None:
-    missing = [name for name in _POOL_ATTRIBUTES["BlockPool"] if not hasattr(pool, name)]
-    if missing:
-        raise refusal(
-            POOL_SEAM,
-            f"{type(pool).__module__}.{type(pool).__qualname__} without {', '.join(missing)}",
-            f"a BlockPool with {', '.join(_POOL_ATTRIBUTES['BlockPool'])}",
-        )
-    for name, instance in (
-        ("FreeKVCacheBlockQueue", pool.free_block_queue),
-        ("KVCacheBlock", pool.null_block),
-    ):
-        missing = [
-            attribute for attribute in _POOL_ATTRIBUTES[name] if not hasattr(instance, attribute)
-        ]
-        if missing:
-            raise refusal(
-                POOL_SEAM,
-                f"{name} without {', '.join(missing)}",
-                f"{name} with {', '.join(_POOL_ATTRIBUTES[name])}",
-            )
-    blocks = pool.blocks
-    if type(blocks) is not list or blocks[0] is not pool.null_block:
-        raise refusal(
-            POOL_SEAM, "BlockPool.blocks of another order", "a list with the null block first"
-        )
-    if pool.null_block.block_id != 0 or blocks[-1].block_id != len(blocks) - 1:
-        raise refusal(POOL_SEAM, "block ids that are no list positions", "blocks[i].block_id == i")
-
-
-def _takes(touch: Callable[[Any], object], blocks: object) -> bool:
+def takes(touch: Callable[[Any], object], blocks: object) -> bool:
     """Whether ``touch`` takes a group of blocks in which there is no block."""
     try:
         touch(blocks)
     except (AttributeError, TypeError):
         return False
     return True
-
-
-# --- the offloading seam: vllm.v1.kv_offload's managers ---
-
-_ONE_ARGUMENT = ("(block_hashes)", "(keys)", "(keys, req_context)")
-_OFFLOADING_SIGNATURES: dict[str, tuple[str, ...]] = {
-    "lookup": ("(block_hashes)", "(key, req_context)"),
-    "prepare_load": ("(block_hashes)", "(keys, req_context)"),
-    "prepare_store": ("(block_hashes)", "(keys, req_context)"),
-    "touch": _ONE_ARGUMENT,
-    "complete_load": _ONE_ARGUMENT,
-    "complete_store": (
-        *("(block_hashes, success=True)", "(keys, success=True)"),
-        "(keys, req_context, success=True)",
-    ),
-    "take_events": ("()",),
-}
-_OFFLOADING_HOOKS: dict[str, tuple[str, ...]] = {
-    "on_new_request": ("(req_context)",),
-    "on_request_finished": ("(req_context)",),
-    "on_schedule_end": ("()", "(context)"),
-    "has_pending_work": ("()",),
-    "reset_cache": ("()",),
-    "shutdown": ("()",),
-}
-
-
-def probe_offloading(manager: Any) -> frozenset[str]:
-    """Recognise an offloading manager, once, when it is wrapped; nothing is called.
-
-    Args:
-        manager: What should be a manager of ``vllm.v1.kv_offload``.
-
-    Returns:
-        The names of its capabilities.
-
-    Raises:
-        UnsupportedEngineError: The shape is unknown.
-        VLLMNotInstalledError: No vLLM can be imported.
-    """
-    engine_version()
-    present = {
-        name: _OFFLOADING_HOOKS[name] for name in _OFFLOADING_HOOKS if hasattr(manager, name)
-    }
-    _check_signatures(OFFLOADING_SEAM, manager, _OFFLOADING_SIGNATURES | present)
-    return _flags(OFFLOADING_SEAM, manager)
 
 
 CAPABILITIES: tuple[Capability, ...] = (
@@ -272,7 +137,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         last_release="0.13.0",
         source="vllm/v1/core/block_pool.py",
         # The flat form looks for the reference count of the inner list, and fails.
-        probe=lambda pool: _takes(pool.touch, ([],)),
+        probe=lambda pool: takes(pool.touch, ([],)),
     ),
     Capability(
         name="free_prepend",
@@ -281,7 +146,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         first_release="0.23.0",
         last_release="0.23.0",
         source="vllm/v1/core/block_pool.py",
-        probe=lambda pool: "prepend" in _signature(pool, "free_blocks"),
+        probe=lambda pool: "prepend" in signature_of(pool, "free_blocks"),
     ),
     Capability(
         name="unhashed_first",
@@ -292,7 +157,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         source="vllm-project/vllm PR #42656",
         probe=lambda pool: (
             hasattr(pool.free_block_queue, "prepend_n")
-            and "prepend" not in _signature(pool, "free_blocks")
+            and "prepend" not in signature_of(pool, "free_blocks")
         ),
     ),
     Capability(
@@ -329,7 +194,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         first_release="0.11.0",
         last_release="0.19.1",
         source="vllm/v1/kv_offload/abstract.py",
-        probe=lambda manager: _signature(manager, "lookup") == "(block_hashes)",
+        probe=lambda manager: signature_of(manager, "lookup") == "(block_hashes)",
     ),
     Capability(
         name="page_backend",
@@ -347,7 +212,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         first_release="0.21.0",
         last_release=None,
         source="vllm/v1/kv_offload/base.py",
-        probe=lambda manager: _signature(manager, "touch") == "(keys, req_context)",
+        probe=lambda manager: signature_of(manager, "touch") == "(keys, req_context)",
     ),
     Capability(
         name="cache_reset",
@@ -374,7 +239,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         first_release="0.25.0",
         last_release=None,
         source="vllm/v1/kv_offload/base.py",
-        probe=lambda manager: _signature(manager, "on_schedule_end") == "(context)",
+        probe=lambda manager: signature_of(manager, "on_schedule_end") == "(context)",
     ),
     Capability(
         name="lookup_results",
@@ -386,6 +251,134 @@ CAPABILITIES: tuple[Capability, ...] = (
         probe=lambda manager: (
             "LookupResult" in str(inspect.signature(manager.lookup).return_annotation)
         ),
+    ),
+    Capability(
+        name="cache_config_argument",
+        seam=CONNECTOR_SEAM,
+        what="the constructor of a connector takes the KVCacheConfig",
+        first_release="0.11.1",
+        last_release=None,
+        source="vllm/distributed/kv_transfer/kv_connector/v1/base.py",
+        probe=lambda surface: "kv_cache_config" in signature_of(surface.base, "__init__"),
+    ),
+    Capability(
+        name="several_groups",
+        seam=CONNECTOR_SEAM,
+        what="a connector may serve several KV-cache groups (SupportsHMA)",
+        first_release="0.11.1",
+        last_release=None,
+        source="vllm/distributed/kv_transfer/kv_connector/v1/base.py",
+        probe=lambda surface: hasattr(surface.base_module, "SupportsHMA"),
+    ),
+    Capability(
+        name="failed_blocks",
+        seam=CONNECTOR_SEAM,
+        what="a worker says which blocks were not loaded",
+        first_release="0.11.1",
+        last_release=None,
+        source="vllm/v1/outputs.py",
+        probe=lambda surface: "invalid_block_ids" in surface.fields["KVConnectorOutput"],
+    ),
+    Capability(
+        name="resumed_ids",
+        seam=CONNECTOR_SEAM,
+        what="the step names the resumed requests; before, a list of flags",
+        first_release="0.11.1",
+        last_release=None,
+        source="vllm/v1/core/sched/output.py",
+        probe=lambda surface: "resumed_req_ids" in surface.fields["CachedRequestData"],
+    ),
+    Capability(
+        name="preempted_ids",
+        seam=CONNECTOR_SEAM,
+        what="the step names the preempted requests",
+        first_release="0.12.0",
+        last_release=None,
+        source="vllm/v1/core/sched/output.py",
+        probe=lambda surface: "preempted_req_ids" in surface.fields["SchedulerOutput"],
+    ),
+    Capability(
+        name="connector_reset",
+        seam=CONNECTOR_SEAM,
+        what="a reset of the prefix cache reaches the connector",
+        first_release="0.13.0",
+        last_release=None,
+        source="vllm/distributed/kv_transfer/kv_connector/v1/base.py",
+        probe=lambda surface: hasattr(surface.base, "reset_cache"),
+    ),
+    Capability(
+        name="null_window_blocks",
+        seam=CONNECTOR_SEAM,
+        what="a load gets null blocks for what a window skips; before, blocks for the whole span",
+        first_release="0.14.0",
+        last_release=None,
+        source="vllm/v1/core/kv_cache_manager.py",
+        probe=lambda surface: (
+            "num_external_computed_tokens" in signature_of(surface.blocks, "allocate_slots")
+        ),
+    ),
+    Capability(
+        name="lora_name",
+        seam=CONNECTOR_SEAM,
+        what="events of stored blocks must name the LoRA",
+        first_release="0.14.0",
+        last_release=None,
+        source="vllm/distributed/kv_events.py",
+        probe=lambda surface: "lora_name" in surface.events.__struct_fields__,
+    ),
+    Capability(
+        name="worker_metadata",
+        seam=CONNECTOR_SEAM,
+        what="workers answer their scheduler's side; before, in the stats",
+        first_release="0.18.0",
+        last_release=None,
+        source="vllm/distributed/kv_transfer/kv_connector/v1/base.py",
+        probe=lambda surface: hasattr(surface.base_module, "KVConnectorWorkerMetadata"),
+    ),
+    Capability(
+        name="event_group",
+        seam=CONNECTOR_SEAM,
+        what="events of stored blocks name the KV-cache group",
+        first_release="0.20.0",
+        last_release=None,
+        source="vllm/distributed/kv_events.py",
+        probe=lambda surface: "group_idx" in surface.events.__struct_fields__,
+    ),
+    Capability(
+        name="pool_hook",
+        seam=CONNECTOR_SEAM,
+        what="the scheduler binds its block pool to every connector, children too",
+        first_release="0.22.0",
+        last_release=None,
+        source="vllm-project/vllm PR #39654",
+        probe=lambda surface: hasattr(surface.base, "bind_gpu_block_pool"),
+    ),
+    Capability(
+        name="pending_work",
+        seam=CONNECTOR_SEAM,
+        what="a connector keeps the engine stepping while it has work",
+        first_release="0.24.0",
+        last_release=None,
+        source="vllm/distributed/kv_transfer/kv_connector/v1/base.py",
+        probe=lambda surface: hasattr(surface.base, "has_pending_push_work"),
+    ),
+    Capability(
+        name="manager_hook",
+        seam=CONNECTOR_SEAM,
+        what="the scheduler binds its KV-cache manager, which names the pool",
+        first_release="0.30.0",
+        last_release=None,
+        source="vllm/distributed/kv_transfer/kv_connector/v1/base.py",
+        probe=lambda surface: hasattr(surface.base, "bind_kv_cache_manager"),
+    ),
+    Capability(
+        name="failed_requests",
+        seam=CONNECTOR_SEAM,
+        what="a worker says which requests were not loaded, for several groups",
+        first_release="0.30.0",
+        last_release=None,
+        source="vllm/v1/outputs.py",
+        probe=lambda surface: "failed_recving" in surface.fields["KVConnectorOutput"],
     ),
 )
 """Every flag, of every seam; the docs' table and ``kvview doctor`` print it."""

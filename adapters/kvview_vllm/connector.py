@@ -16,7 +16,6 @@ Source: ``KVConnectorBase_V1``, vllm/distributed/kv_transfer/kv_connector/v1/bas
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -42,12 +41,11 @@ from kvview_vllm.connector_messages import (
     take_reports,
 )
 from kvview_vllm.connector_scheduler import SchedulerSide
-from kvview_vllm.connector_worker import FailureWords, WorkerSide
+from kvview_vllm.connector_worker import WorkerSide
 from kvview_vllm.geometry import read_facts, read_geometry
+from kvview_vllm.probes import probe_connector
 
 if TYPE_CHECKING:
-    KVCacheManager: Any
-    KVConnectorOutput: Any
     KVConnectorRole: Any
     RequestStatus: Any
 
@@ -64,17 +62,9 @@ else:
         KVConnectorBase_V1,
         KVConnectorRole,
     )
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import RequestStatus
 
     SupportsHMA = getattr(base, "SupportsHMA", object)  # 0.11.1
-
-
-def _allocates_external_tokens() -> bool:
-    """Whether blocks to load into are allocated as such, without those skipped (0.14.0)."""
-    parameters = inspect.signature(KVCacheManager.allocate_slots).parameters
-    return "num_external_computed_tokens" in parameters
 
 
 _NOT_FINISHED_WELL = {
@@ -112,15 +102,14 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
     Raises:
         ConfigError: ``kv_connector_extra_config`` has an unknown key or no
             ``connector``, or the connector refuses its options.
-        UnsupportedEngineError: The engine's geometry cannot be said.
+        UnsupportedEngineError: The interface has an unknown shape, or the engine's
+            geometry cannot be said.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
-        takes_config = (
-            "kv_cache_config" in inspect.signature(KVConnectorBase_V1.__init__).parameters
-        )
-        # 0.11.0 takes two arguments, 0.11.1 three, 0.21.0 requires the third.
-        super().__init__(vllm_config, role, *([kv_cache_config] if takes_config else []))
+        flags = probe_connector()
+        config = [kv_cache_config] if "cache_config_argument" in flags else []
+        super().__init__(vllm_config, role, *config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
         try:
             options = parse_options(KVViewOptions, extra)
@@ -144,8 +133,8 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
                 half,
                 self._geometry,
                 vllm_config.parallel_config.world_size,
-                asynchronous=HAS_WORKER_METADATA,
-                caches_whole_span=not _allocates_external_tokens(),
+                asynchronous="worker_metadata" in flags,
+                caches_whole_span="null_window_blocks" not in flags,
                 preempted_status=RequestStatus.PREEMPTED,
             )
         else:
@@ -153,7 +142,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
                 connector.make_worker(),
                 kv_cache_config,
                 vllm_config.parallel_config.rank,
-                FailureWords.of(KVConnectorOutput.__dataclass_fields__),
+                flags,
             )
 
     @property

@@ -10,31 +10,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvview import ConnectorError, GPULoadStoreSpec, TransferJob, WorkerConnector
 from kvview_vllm.connector_messages import JobReport, KVViewMetadata
 from kvview_vllm.kv_caches import canonical_kv_caches
-
-
-@dataclass
-class FailureWords:
-    """How a release lets a worker say that a load failed.
-
-    Args:
-        by_block: Whether the output has ``invalid_block_ids`` (0.11.1).
-        by_request: Whether it has ``failed_recving`` (0.30.0).
-    """
-
-    by_block: bool
-    by_request: bool
-
-    @classmethod
-    def of(cls, output_fields: Mapping[str, Any]) -> FailureWords:
-        """Read them from the fields of ``KVConnectorOutput``."""
-        return cls("invalid_block_ids" in output_fields, "failed_recving" in output_fields)
 
 
 @dataclass
@@ -50,17 +32,17 @@ class WorkerSide:
         half: The connector's worker half.
         kv_cache_config: vLLM's ``KVCacheConfig``, None in 0.11.0.
         rank: Of this worker in its engine.
-        words: How a failed load is said.
+        flags: What this vLLM's connector seam can do: how a failed load is said.
     """
 
     def __init__(
-        self, half: WorkerConnector, kv_cache_config: Any | None, rank: int, words: FailureWords
+        self, half: WorkerConnector, kv_cache_config: Any | None, rank: int, flags: Collection[str]
     ) -> None:
         self._half = half
         self._kv_cache_config = kv_cache_config
         self._num_groups = len(kv_cache_config.kv_cache_groups) if kv_cache_config else 1
         self._rank = rank
-        self._words = words
+        self._flags = flags
         self._owner = ""
         self._unacknowledged: dict[int, JobReport] = {}
         self._loads: dict[str, _Load] = {}
@@ -137,9 +119,10 @@ class WorkerSide:
         self._half.shutdown()
 
     def _say_failed(self, request_id: str, job: TransferJob, error: str | None) -> None:
-        if self._num_groups == 1 and self._words.by_block and isinstance(job.dst, GPULoadStoreSpec):
-            self._failed_blocks.update(job.dst.block_ids)
-        elif self._words.by_request:
+        target = job.dst if self._num_groups == 1 and "failed_blocks" in self._flags else None
+        if isinstance(target, GPULoadStoreSpec):
+            self._failed_blocks.update(target.block_ids)
+        elif "failed_requests" in self._flags:
             self._failed_requests.add(request_id)
         else:
             raise ConnectorError(

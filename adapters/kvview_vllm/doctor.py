@@ -20,8 +20,8 @@ from kvview_vllm.capabilities import (
     VLLMNotInstalledError,
     engine_version,
     is_tested,
-    probe_pool,
 )
+from kvview_vllm.probes import probe_connector, probe_pool
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
@@ -82,6 +82,12 @@ def diagnose() -> Diagnosis:
         _use_pool(pool)
         return "touch, free and walk work on a real BlockPool"
 
+    def check_connector() -> str:
+        nonlocal flags
+        flags |= probe_connector()
+        import_module("kvview_vllm.connector")
+        return "KVViewConnector has every method that this vLLM requires"
+
     def check_offloading() -> str:
         nonlocal flags
         flags |= _offloading_flags()
@@ -93,7 +99,7 @@ def diagnose() -> Diagnosis:
             ("pool", check_pool),
             ("binding", _check_binding),
             ("scheduler", _check_schedulers),
-            ("connector", _check_connector),
+            ("connector", check_connector),
             ("offloading", check_offloading),
         )
     )
@@ -161,14 +167,3 @@ def _check_binding() -> str:
 def _check_schedulers() -> str:
     module = import_module("kvview_vllm.scheduler")
     return f"{module.ViewScheduler.__name__} and {module.AsyncViewScheduler.__name__} load"
-
-
-def _check_connector() -> str:
-    connector = import_module("kvview_vllm.connector").KVViewConnector
-    missing = sorted(getattr(connector, "__abstractmethods__", ()))
-    if missing:
-        raise TypeError(
-            f"KVViewConnector lacks {', '.join(missing)}, which this vLLM requires: upgrade "
-            f"kvview, or run a tested release"
-        )
-    return "KVViewConnector has every method that this vLLM requires"

@@ -24,7 +24,8 @@ from kvview import (
     PrepareStoreOutput,
     ReqContext,
 )
-from kvview_vllm.capabilities import OFFLOADING_SEAM, engine_version, probe_offloading, refusal
+from kvview_vllm.capabilities import OFFLOADING_SEAM, engine_version, refusal
+from kvview_vllm.probes import probe_offloading
 
 if TYPE_CHECKING:
     from kvview import OffloadingManager, SupportsRequestHooks, SupportsStepHooks

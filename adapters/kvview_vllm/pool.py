@@ -32,7 +32,7 @@ from kvview import (
     get_offload_block_hash,
     get_offload_group_idx,
 )
-from kvview_vllm.capabilities import probe_pool
+from kvview_vllm.probes import probe_pool
 
 NULL_BLOCK_ID = 0
 _FIRST_CHUNK = 16

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvview.testing import Capability
-from kvview_vllm.capabilities import probe_offloading
 from kvview_vllm.offloading import VLLMOffloadingManager
 from kvview_vllm.offloading_calls import TranslatedManager, make_cpu_manager
+from kvview_vllm.probes import probe_offloading
 
 CAPACITY = 8
 POLICIES = ("lru", "arc")

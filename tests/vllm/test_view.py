@@ -93,7 +93,20 @@ def test_what_is_no_pool_is_refused() -> None:
 def test_version_string_may_lie(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(vllm, "__version__", "0.99.dev1+fork")
+    monkeypatch.setattr(vllm, "__version__", "0.1.dev1+fork")
+    assert view(engine.pool).capabilities == engine.flags
+    assert "outside the tested range" in caplog.text
+
+
+def test_a_release_of_the_future_is_refused(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    with pytest.raises(UnsupportedEngineError) as caught:
+        view(engine.pool)
+    for part in ("pool seam", "0.99.0", "0.11.0 - 0.33.0", "KVVIEW_ALLOW_UNTESTED_VLLM=1"):
+        assert part in str(caught.value)
+    monkeypatch.setenv("KVVIEW_ALLOW_UNTESTED_VLLM", "1")
     assert view(engine.pool).capabilities == engine.flags
     assert "outside the tested range" in caplog.text
 
