@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,8 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvview.command_output import one_line_errors, require_writable, write_json
 from kvview.connector import Connector
-from kvview.errors import ConfigError, KVViewError
+from kvview.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvview.testing import CheckResult, MutantResult, Report
@@ -31,22 +29,6 @@ _STYLES = {
     "expected failure": "yellow",
     "unexpected pass": "bold red",
 }
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """What the user can mend is one line and exit code 2, without a traceback."""
-    try:
-        yield
-    except KVViewError as error:
-        click.echo(f"kvview: {error}", err=True)
-        sys.exit(2)
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "numpy", "hypothesis"):
-            raise
-        needed = "testing" if error.name == "hypothesis" else "reference"
-        click.echo(f"kvview: this needs {error.name}: pip install 'kvview[{needed}]'", err=True)
-        sys.exit(2)
 
 
 @click.command()
@@ -109,9 +91,8 @@ def check(
     """
     console = Console(stderr=json_file == "-")  # stdout is the report's alone then
     with one_line_errors():
-        if json_file != "-":
-            _require_writable("--json", json_file)
-        _require_writable("--report", page_file)
+        require_writable("--json", json_file)
+        require_writable("--report", page_file)
         if self_test:
             if page_file is not None:
                 raise ConfigError("--report is for a TARGET: --self-test has no page")
@@ -151,27 +132,8 @@ def check(
         _finish(code, report.to_dict(), json_file)
 
 
-def _require_writable(option: str, path: str | None) -> None:
-    # Before the run: a report that cannot be written must not cost the run.
-    if path is None:
-        return
-    folder = Path(path).absolute().parent
-    if not path or Path(path).is_dir() or not folder.is_dir():
-        raise ConfigError(f"{option} {path!r}: not a file in an existing folder")
-    if not os.access(path if Path(path).exists() else folder, os.W_OK):
-        raise ConfigError(f"{option} {path!r}: not writable")
-
-
 def _finish(code: int, report: dict[str, Any], json_file: str | None) -> None:
-    if json_file is not None:
-        text = json.dumps(report, indent=2) + "\n"
-        if json_file == "-":
-            click.echo(text, nl=False)
-        else:
-            try:
-                Path(json_file).write_text(text)
-            except OSError as error:
-                raise ConfigError(f"--json {json_file!r}: {error.strerror}") from error
+    write_json(json_file, report)
     sys.exit(code)
 
 

@@ -23,7 +23,8 @@ from rich.progress import (
 from rich.table import Table
 
 from kvview import __version__
-from kvview.check_command import check, one_line_errors
+from kvview.check_command import check
+from kvview.command_output import one_line_errors, require_writable, write_json
 from kvview.config import load_connector
 from kvview.errors import ConfigError, KVViewError
 
@@ -112,7 +113,7 @@ def replay(
         connector_options = _parse_options(options, cpu_blocks=cpu_blocks, policy=policy)
         config = ReplayConfig(gpu_blocks, block_bytes, concurrency, groups, connector_options)
         connector_class = load_connector(connector)
-        _check_writable(json_file)
+        require_writable("--json", json_file)
 
         malformed: list[str] = []
         source: Trace | None = None
@@ -142,7 +143,7 @@ def replay(
 
             result = run(_take(rows, requests), block_size, connector_class, config, on_progress)
         _show(result, title, len(malformed))
-        _write_json(json_file, {**asdict(result), "malformed_rows": len(malformed)})
+        write_json(json_file, {**asdict(result), "malformed_rows": len(malformed)})
     sys.exit(0 if result.is_clean else 1)
 
 
@@ -153,13 +154,13 @@ def replay(
 def doctor(json_file: str | None) -> None:
     """Say which vLLM is installed, and whether kvview fits it."""
     with one_line_errors():
-        _check_writable(json_file)
+        require_writable("--json", json_file)
         from kvview_vllm.doctor import diagnose
 
         found = diagnose()
         if json_file != "-":
             _show_diagnosis(found)
-        _write_json(json_file, {**asdict(found), "is_healthy": found.is_healthy})
+        write_json(json_file, {**asdict(found), "is_healthy": found.is_healthy})
     sys.exit(0 if found.is_healthy else 1)
 
 
@@ -192,28 +193,6 @@ def _parse_options(options: Iterable[str], **named: object) -> dict[str, Any]:
         except json.JSONDecodeError:
             parsed[key] = value
     return parsed
-
-
-def _check_writable(json_file: str | None) -> None:
-    # Before the run: a report that cannot be written must not cost the run.
-    if json_file is None or json_file == "-":
-        return
-    parent = Path(json_file).absolute().parent
-    if Path(json_file).is_dir() or not parent.is_dir():
-        raise ConfigError(f"--json {json_file!r}: not a file in an existing folder")
-
-
-def _write_json(json_file: str | None, report: dict[str, Any]) -> None:
-    if json_file is None:
-        return
-    text = json.dumps(report, indent=2) + "\n"
-    if json_file == "-":
-        click.echo(text, nl=False)
-        return
-    try:
-        Path(json_file).write_text(text)
-    except OSError as error:
-        raise ConfigError(f"--json {json_file!r}: {error.strerror}") from error
 
 
 def _progress() -> Progress:
