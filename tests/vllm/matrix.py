@@ -35,6 +35,8 @@ from sources import (  # type: ignore[import-not-found]
     sources,
 )
 
+from kvview_vllm.capabilities import CAPABILITIES
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 IMPORT_PATHS = (ROOT, ROOT / "reference", ROOT / "adapters")
@@ -171,6 +173,18 @@ def _page(record: Record) -> str:
             for seam in (record[release].get(name) for name in names)
         ]
         lines.append(f"| {release} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "## What differs between releases",
+        "",
+        "The table that the adapter probes (`kvview_vllm/capabilities.py`), seam by seam.",
+        "",
+        "| seam | flag | what | from | to | source |",
+        "|---|---|---|---|---|---|",
+    ]
+    for flag in CAPABILITIES:
+        row = (flag.seam, f"`{flag.name}`", flag.what, flag.first_release, flag.last_release or "")
+        lines.append(f"| {' | '.join(row)} | {flag.source} |")
     return "\n".join(lines) + "\n"
 
 
