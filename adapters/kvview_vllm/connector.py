@@ -17,6 +17,7 @@ Source: ``KVConnectorBase_V1``, vllm/distributed/kv_transfer/kv_connector/v1/bas
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -264,9 +265,10 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
     # --- both ---
 
     def shutdown(self) -> None:
-        """Release what either side holds, then close the view."""
-        if self._scheduler_side is not None:
-            self._scheduler_side.shutdown()
-            self.close_block_pool_view()
-        if self._worker_side is not None:
-            self._worker_side.shutdown()
+        """Release what either side holds, then close the view, whatever fails on the way."""
+        with ExitStack() as last_first:
+            if self._worker_side is not None:
+                last_first.callback(self._worker_side.shutdown)
+            if self._scheduler_side is not None:
+                last_first.callback(self.close_block_pool_view)
+                last_first.callback(self._scheduler_side.shutdown)

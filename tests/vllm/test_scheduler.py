@@ -28,6 +28,7 @@ from kvview import (
     StepInfo,
     StepPlan,
     UnsupportedEngineError,
+    ViewClosedError,
     ViewNotBoundError,
     make_offload_key,
 )
@@ -304,6 +305,25 @@ def test_the_view_is_guarded(make_engine: MakeEngine) -> None:
     assert Path(__file__).name in leak.taken_at
     view.free_blocks(held)
     assert not view.leaks()
+
+
+def test_what_is_held_at_shutdown_is_logged(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine()
+    half = side(engine).half
+    half.view.touch_blocks([7])
+
+    def fail() -> None:
+        raise RuntimeError("no shutdown")
+
+    half.shutdown = fail
+    with pytest.raises(RuntimeError, match="no shutdown"):
+        engine.scheduler.connector.shutdown()
+    assert "holds 1 references" in caplog.text
+    assert "blocks [7]" in caplog.text
+    with pytest.raises(ViewClosedError):
+        half.view.free_blocks([7])
 
 
 def test_a_lease_expires_with_the_steps(make_engine: MakeEngine) -> None:
