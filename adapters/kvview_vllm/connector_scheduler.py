@@ -54,7 +54,7 @@ class _Tracked:
     request: Any
     chunks: list[Sequence[Sequence[int]]] = field(default_factory=list)  # of its block table
     asked_at: int | None = None  # tokens hit on the GPU, until its blocks are allocated
-    num_preemptions: int = -1  # when they were
+    is_allocated: bool = False  # until it is preempted
     load_failed: bool = False
 
     def table(self) -> Sequence[Sequence[int]]:
@@ -131,7 +131,7 @@ class SchedulerSide:
             tracked = self._tracked[request.request_id] = _Tracked(request)
         elif tracked.chunks:
             self._lost.add(request.request_id)
-        elif tracked.asked_at is None and tracked.num_preemptions == request.num_preemptions:
+        elif tracked.asked_at is None and tracked.is_allocated:
             tracked.load_failed = True  # it never ran: the load was a sibling's in MultiConnector
         tracked.asked_at = num_computed_tokens
         if (
@@ -153,7 +153,7 @@ class SchedulerSide:
         if tracked is None or tracked.asked_at is None:
             return  # the second call: nothing to load any more
         num_computed_tokens, tracked.asked_at = tracked.asked_at, None
-        tracked.num_preemptions = request.num_preemptions
+        tracked.is_allocated = True
         block_ids = blocks.get_block_ids()
         if not any(block_ids):
             # Up to 0.25 a MultiConnector shows a child that does not load no blocks.
@@ -232,7 +232,7 @@ class SchedulerSide:
                 continue
             # vLLM freed the blocks in this very step: some may be another's already (SCHED-1).
             table = tuple([self._if_free(block) for block in group] for group in tracked.table())
-            tracked.chunks = []
+            tracked.chunks, tracked.is_allocated = [], False
             self.half.on_request_preempted(request_info(tracked.request), table)
         return preempted
 
