@@ -130,7 +130,7 @@ class GuardedView:
         self._leased: Counter[int] = Counter()  # the leases' part of _held
         self._pinned: set[int] = set()  # the blocks held, for the budget alone
         self._leases: set[Lease] = set()
-        self._deadlines: list[tuple[float, int, Lease]] = []
+        self.deadlines: list[tuple[float, int, Lease]] = []  # a heap; empty: none can expire
         self._serial = count()
 
     # --- the contract ---
@@ -146,7 +146,7 @@ class GuardedView:
     def free_blocks(self, block_ids: Sequence[int], /) -> None:
         """Give back one plain reference on each block named, once per occurrence."""
         view = self._view
-        if view is None or self._deadlines or get_ident() != self._thread:
+        if view is None or self.deadlines or get_ident() != self._thread:
             view = self._enter()
         held, null = self._held, self._null
         real: list[int] = []
@@ -233,13 +233,13 @@ class GuardedView:
             What was released, earliest deadline first.
         """
         self._check_open()
-        return self._expire() if self._deadlines else []
+        return self._expire() if self.deadlines else []
 
     def _expire(self) -> list[Leak]:
         expired = []
         now = self.now()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            deadline, _, lease = heapq.heappop(self._deadlines)
+        while self.deadlines and self.deadlines[0][0] <= now:
+            deadline, _, lease = heapq.heappop(self.deadlines)
             if lease.is_active and lease.deadline == deadline:  # else renewed or released
                 expired.append(lease.leak())
                 self.stats.expired += 1
@@ -248,7 +248,7 @@ class GuardedView:
 
     def _schedule(self, lease: Lease, ttl: float) -> None:
         lease.deadline = self.now() + ttl
-        heapq.heappush(self._deadlines, (lease.deadline, next(self._serial), lease))
+        heapq.heappush(self.deadlines, (lease.deadline, next(self._serial), lease))
 
     def _renew(self, lease: Lease, ttl: float) -> None:
         self._enter()
@@ -324,7 +324,7 @@ class GuardedView:
     def _take(self, block_ids: Sequence[int]) -> list[int]:
         """Take references, or raise with nothing changed; the ids without the null block."""
         view = self._view
-        if view is None or self._deadlines or get_ident() != self._thread:
+        if view is None or self.deadlines or get_ident() != self._thread:
             view = self._enter()
         # One loop that checks and counts; sets and Counter cost more (benchmarks/view.py).
         held, null = self._held, self._null
@@ -404,7 +404,7 @@ class GuardedView:
 
     def _enter(self) -> GPUBlockPoolView:
         view = self._check_open()
-        if self._deadlines and self._deadlines[0][0] <= self.now():
+        if self.deadlines and self.deadlines[0][0] <= self.now():
             self._expire()
         return view
 

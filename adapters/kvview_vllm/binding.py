@@ -161,7 +161,7 @@ def _on_open_view(method: Callable[..., Any]) -> Callable[..., Any]:
     def checked(self: BlockPoolViewMixin, *args: Any, **kwargs: Any) -> Any:
         if self._bound_view is None:
             self.check_block_pool_view()
-        else:
+        elif self._bound_view.deadlines:
             for leak in self._bound_view.release_expired():
                 _logger.warning("a lease expired: %s", leak)
         return method(self, *args, **kwargs)

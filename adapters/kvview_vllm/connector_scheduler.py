@@ -189,7 +189,10 @@ class SchedulerSide:
 
     def plan(self, output: Any) -> KVViewMetadata:
         """Plan the step that a ``SchedulerOutput`` describes."""
-        preempted = self._hear_of_preemptions(output)
+        named: Collection[str] | None = getattr(output, "preempted_req_ids", None)
+        preempted: Sequence[str] = ()
+        if named is None or named or self._lost:
+            preempted = self._hear_of_preemptions(named)
         self._follow_tables(output)
         if self._unseen:
             self._show_unseen(output)
@@ -214,16 +217,13 @@ class SchedulerSide:
         acknowledged, self._acknowledged = tuple(self._acknowledged), []
         return KVViewMetadata(self.owner, plan, not self.asynchronous, acknowledged)
 
-    def _hear_of_preemptions(self, output: Any) -> Sequence[str]:
-        named: Collection[str] | None = getattr(output, "preempted_req_ids", None)
+    def _hear_of_preemptions(self, named: Collection[str] | None) -> Sequence[str]:
         if named is None:  # 0.11 and 0.12 do not name them
             named = [
                 request_id
                 for request_id, tracked in self._tracked.items()
                 if tracked.chunks and tracked.request.status is self._preempted_status
             ]
-        if not named and not self._lost:
-            return ()
         preempted = list(dict.fromkeys([*named, *self._lost]))
         self._lost.clear()
         for request_id in preempted:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from kvview import (
@@ -53,9 +54,10 @@ def make_cpu_manager(num_blocks: int, cache_policy: str = "lru", **options: Any)
         kind = import_module("vllm.v1.kv_offload.cpu.manager").CPUOffloadingManager
         sizes = {"num_blocks": num_blocks, "num_chunks": num_blocks, "block_size": 1}
         return make_known(kind, cache_policy=cache_policy, **sizes, **options)
-    if cache_policy not in _POLICIES:
-        raise ConfigError(f"unknown policy {cache_policy!r}; known: {', '.join(_POLICIES)}")
-    module = import_module(f"vllm.v1.kv_offload.{cache_policy}_manager")
+    known = [name for name in _POLICIES if find_spec(f"{_PACKAGE}.{name}_manager")]
+    if cache_policy not in known:  # the oldest release has no ARC
+        raise ConfigError(f"unknown policy {cache_policy!r}; known: {', '.join(known)}")
+    module = import_module(f"{_PACKAGE}.{cache_policy}_manager")
     kind = getattr(module, f"{cache_policy.upper()}OffloadingManager")
     return make_known(kind, backend=backends.CPUBackend(1, num_blocks), **options)
 

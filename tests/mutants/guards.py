@@ -148,7 +148,7 @@ class ExpiresInTheOrderTaken(WrongGuardPool):
     class Guard(GuardedView):
         def _expire(self) -> list[Leak]:
             oldest = min(self._leases, key=lambda lease: lease._since, default=None)
-            taken = sorted(self._deadlines, key=lambda entry: entry[1])
+            taken = sorted(self.deadlines, key=lambda entry: entry[1])
             if oldest is not None and taken and taken[0][0] > self.now():
                 return []
             return super()._expire()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvview import ConfigError
 from kvview.testing import Capability
 from kvview_vllm.offloading import VLLMOffloadingManager
 from kvview_vllm.offloading_calls import TranslatedManager, make_cpu_manager
@@ -21,12 +22,21 @@ def make_manager(policy: str = "lru", **options: Any) -> Any:
 FLAGS = probe_offloading(make_manager())
 
 
+def known_policies() -> tuple[str, ...]:
+    """What this release can evict by; 0.11.0 has no ARC."""
+    try:
+        make_manager("arc")
+    except ConfigError:
+        return POLICIES[:1]
+    return POLICIES
+
+
 class BareTier:
     """The manager as it is, in kvview's words."""
 
     policy = "lru"
     capacity = CAPACITY
-    policies = POLICIES
+    policies = known_policies()
 
     def __init__(self) -> None:
         self.manager: Any = self.make_tier()
