@@ -162,8 +162,8 @@ def _page(record: Record) -> str:
         "# Support matrix",
         "",
         "Written by `python tests/vllm/matrix.py --markdown docs/support-matrix.md`, from test",
-        "results: passed / skipped / failed. Why something was skipped is in the tests; real",
-        "inference needs the CPU build of vLLM, which there is of some releases.",
+        "results: passed / skipped / failed. Why something was skipped is in the tests. Real",
+        "inference needs the CPU build of vLLM and runs apart, by `.ci/inference-lane`.",
         "",
         f"| vLLM | {' | '.join(names)} |",
         f"|---|{'---|' * len(names)}",
@@ -249,10 +249,11 @@ def main() -> int:
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
     if arguments.markdown:
-        for file in arguments.join:
-            for release, joined in json.loads(file.read_text()).items():
-                record[release] = {**joined, **record.get(release, {})}
-        arguments.markdown.write_text(_page(record))
+        runs = [*(json.loads(file.read_text()) for file in arguments.join), record]
+        page: Record = defaultdict(dict)
+        for release, seams in ((r, s) for run in runs for r, s in run.items()):
+            page[release] |= seams  # a later run counts
+        arguments.markdown.write_text(_page(page))
     unproven = [
         release
         for release, (seams, _) in zip(releases, results, strict=True)
