@@ -28,7 +28,7 @@ from typing import Any
 
 from kvview import LookupResult, OffloadKey, ReqContext, make_offload_key
 from kvview_reference.offloading import CPUOffloadingManager
-from kvview_reference.traces import open_trace
+from kvview_reference.replay.traces import open_trace
 
 TRACE = Path(__file__).parents[2] / "shared" / "data" / "mooncake_conversation_trace.jsonl"
 CAPACITIES = (10_000, 50_000)

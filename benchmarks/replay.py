@@ -34,7 +34,8 @@ def replay(*args: str) -> tuple[dict[str, float], float]:
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        code = f"from kvview.commands import cli; cli({['replay', *args, '--json', str(report)]!r})"
+        options = [*args, "--json", str(report)]
+        code = f"from kvview_reference.replay.command import replay; replay({options!r})"
         process = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )

@@ -58,13 +58,13 @@ from kvview.geometry import (
     SlidingWindow,
 )
 from kvview.guard import GuardedView, GuardStats
+from kvview.guard.lease import Leak, Lease
 from kvview.keys import (
     OffloadKey,
     get_offload_block_hash,
     get_offload_group_idx,
     make_offload_key,
 )
-from kvview.lease import Leak, Lease
 from kvview.offloading import (
     LookupResult,
     OffloadingManager,

@@ -18,7 +18,7 @@ from functools import wraps
 from typing import Any, ClassVar
 
 from kvview import GPUBlockPoolView, GuardedView, UnsupportedEngineError, ViewNotBoundError
-from kvview_vllm.capabilities import engine_version
+from kvview_vllm.releases.capabilities import engine_version
 
 _logger = logging.getLogger(__name__)
 

@@ -27,10 +27,11 @@ from kvview import (
     OffloadingManager,
     TransferWorker,
 )
-from kvview.config import load_target, parse_options
-from kvview_vllm.kv_caches import canonical_kv_caches
-from kvview_vllm.offloading_calls import find_class, require_class
-from kvview_vllm.offloading_manager import ManagerForVLLM, PagesSpec
+from kvview.options import parse_options
+from kvview.targets import load_target
+from kvview_vllm.offloading.for_vllm import ManagerForVLLM, PagesSpec
+from kvview_vllm.offloading.translated import find_class, require_class
+from kvview_vllm.transfer import canonical_kv_caches
 
 if TYPE_CHECKING:
 

@@ -13,7 +13,7 @@ How the laws of :mod:`kvview.pool` are kept over a pool that checks nothing:
    ahead and checks each again when it yields it (:class:`_Walk`).
 
 Source: ``vllm/v1/core/block_pool.py`` and ``FreeKVCacheBlockQueue`` in
-``vllm/v1/core/kv_cache_utils.py``; :mod:`kvview_vllm.capabilities` says what
+``vllm/v1/core/kv_cache_utils.py``; :mod:`kvview_vllm.releases.capabilities` says what
 differs.
 """
 
@@ -32,7 +32,7 @@ from kvview import (
     get_offload_block_hash,
     get_offload_group_idx,
 )
-from kvview_vllm.probes import probe_pool
+from kvview_vllm.releases.probes import probe_pool
 
 NULL_BLOCK_ID = 0
 _FIRST_CHUNK = 16
@@ -84,7 +84,7 @@ class VLLMBlockPoolView:
     def touch_blocks(self, block_ids: Sequence[int], /) -> None:
         """Take one reference on each block named, once per occurrence."""
         # One loop that checks, counts and looks up: sets, Counter and itemgetter cost
-        # more for small batches and as much for large ones (benchmarks/view.py).
+        # more for small batches and as much for large ones (benchmarks/guard.py).
         holds, blocks = self._holds, self._blocks
         found: list[Any] = []
         try:

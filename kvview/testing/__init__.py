@@ -5,17 +5,12 @@ A check is a plain function of a factory; one list of them has three runners:
 ``pytest --pyargs kvview.testing.suite --kvview-target pkg.mod:factory``.
 """
 
-from kvview.testing import (
-    completion_checks,
-    event_checks,
-    geometry_checks,
-    guard_checks,
-    offloading_checks,
-    pool_checks,
-    transfer_checks,
-    walk_checks,
-)
+from kvview.targets import load_target
 from kvview.testing.checks import CHECKS, Check, check, checks_for
+from kvview.testing.events import checks as event_checks
+from kvview.testing.factories import inspect_factory
+from kvview.testing.geometry import checks as geometry_checks
+from kvview.testing.guard import checks as guard_checks
 from kvview.testing.harness import (
     Capability,
     GeometryHarness,
@@ -24,12 +19,16 @@ from kvview.testing.harness import (
     TransferHarness,
 )
 from kvview.testing.mutants import Mutant, MutantResult, PlantedFault, load_mutants, run_mutants
+from kvview.testing.offloading import checks as offloading_checks
+from kvview.testing.offloading import completions as completion_checks
 from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
+from kvview.testing.pool import checks as pool_checks
+from kvview.testing.pool import walks as walk_checks
 from kvview.testing.profiles import PROFILES, Profile
 from kvview.testing.recorder import LawBroken
 from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.testing.runner import read_expected_failures, run_checks
-from kvview.testing.targets import inspect_factory, load_target
+from kvview.testing.transfer import checks as transfer_checks
 
 __all__ = [
     "CHECKS",

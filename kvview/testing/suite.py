@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvview.errors import ConfigError
+from kvview.targets import load_target
 from kvview.testing.parametrize import BoundCheck, make_params
 from kvview.testing.runner import read_expected_failures
-from kvview.testing.targets import load_target
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

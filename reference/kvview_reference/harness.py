@@ -17,7 +17,7 @@ from kvview import (
     OffloadingManager,
 )
 from kvview.testing.harness import Capability
-from kvview_reference.coordinator import KVCacheCoordinator, make_coordinator
+from kvview_reference.geometry.coordinator import KVCacheCoordinator, make_coordinator
 from kvview_reference.offloading import CPUOffloadingManager
 from kvview_reference.pool import NULL_BLOCK_ID, BlockPool
 
@@ -220,21 +220,21 @@ class ReferenceTransfer:
     def pause(self) -> None:
         # All copies go through one lane: what waits in it holds back the rest.
         self._gate = threading.Event()
-        self.worker._engine._lane.submit(self._gate.wait)  # type: ignore[attr-defined]
+        self.worker._copier._lane.submit(self._gate.wait)  # type: ignore[attr-defined]
 
     def resume(self) -> None:
         assert self._gate is not None, "resume follows pause"
         self._gate.set()
 
     def fail_next(self) -> None:
-        engine: Any = self.worker._engine
-        copy = engine._copy
+        copier: Any = self.worker._copier
+        copy = copier._copy
 
         def fail(*copies: Any) -> None:
-            engine._copy = copy
+            copier._copy = copy
             raise RuntimeError("the copy failed, as it was told to")
 
-        engine._copy = fail
+        copier._copy = fail
 
 
 def pool() -> ReferencePool:

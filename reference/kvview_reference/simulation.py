@@ -1,189 +1,173 @@
-"""Prove a connector in the reference engine: many seeds, faults, invariants, a small script.
-
-    report = check_connector(MyConnector)
-    assert report.is_clean, report.summary()
-
-Each seed is a scenario (:mod:`~kvview_reference.simulation_scenario`) with
-transfers that are late, reordered, failed or lost
-(:mod:`~kvview_reference.simulation_faults`). The invariants are those of
-:mod:`kvview.testing.invariants`. The first failure is shrunk to a script.
-"""
+"""The reference engine under simulation: what ``kvview check`` runs a connector in."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from kvview import Connector
-from kvview_reference.simulation_engine import EngineFactory
-from kvview_reference.simulation_result import (
-    ConnectorFailure,
-    ConnectorReport,
-    Failure,
-    SimulationResult,
-    Snapshot,
+from kvview import (
+    CacheGeometry,
+    Connector,
+    OffloadKey,
+    SchedulerConnector,
+    WorkerConnector,
+    make_offload_key,
 )
-from kvview_reference.simulation_run import simulate
-from kvview_reference.simulation_scenario import (
-    Abort,
-    AbortLoading,
-    Add,
-    Alias,
-    Event,
-    Fate,
-    Reset,
-    Scenario,
-    Squeeze,
-    Step,
-    generate_scenario,
-    to_script,
-)
-from kvview_reference.simulation_shrink import MAX_RUNS, shrink
+from kvview.testing.connector.scenario import NUM_SHARED_BLOCKS, Add, Scenario
+from kvview_reference.connector.multi import MultiScheduler, MultiWorker
+from kvview_reference.engine import Engine
+from kvview_reference.engine.request import Request, Status, chain_hashes
+from kvview_reference.pool import NULL_BLOCK_ID
 
-__all__ = [
-    "Abort",
-    "AbortLoading",
-    "Add",
-    "Alias",
-    "ConnectorFailure",
-    "ConnectorReport",
-    "Event",
-    "Failure",
-    "Fate",
-    "Reset",
-    "Scenario",
-    "SimulationResult",
-    "Snapshot",
-    "Squeeze",
-    "Step",
-    "check_connector",
-    "generate_scenario",
-    "replay_seed",
-    "shrink",
-    "simulate",
-]
+if TYPE_CHECKING:
+    from kvview.testing.connector.harness import ConnectorHarness, EngineFactory
+
+_PAGE_BYTES = 64
+_NUM_LAYERS = 2
 
 
-def check_connector(
-    connector_class: type[Connector],
-    *,
-    seeds: int = 200,
-    first_seed: int = 0,
-    options: Mapping[str, Any] | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
-    max_shrink_runs: int = MAX_RUNS,
-    engines: EngineFactory | None = None,
-) -> ConnectorReport:
-    """Run a connector through the scenarios of many seeds.
+class ReferenceEngines:
+    """Builds reference engines."""
+
+    name = "reference"
+
+    def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
+        return scenario, ()
+
+    def build(
+        self,
+        scenario: Scenario,
+        connectors: Sequence[Connector],
+        *,
+        owner: str,
+        clock: Callable[[], float],
+    ) -> ConnectorHarness:
+        connector = connectors[0] if len(connectors) == 1 else _SideBySide(connectors)
+        return ReferenceConnectorHarness(scenario, connector, owner, clock)
+
+
+class _SideBySide(Connector):
+    """Connectors that are built already, as one."""
+
+    def __init__(self, children: Sequence[Connector]) -> None:
+        super().__init__(children[0].config)
+        self._children = children
+
+    def make_scheduler(self) -> SchedulerConnector:
+        return MultiScheduler([child.make_scheduler() for child in self._children])
+
+    def make_worker(self) -> WorkerConnector:
+        return MultiWorker([child.make_worker() for child in self._children])
+
+
+class ReferenceConnectorHarness:
+    """The reference engine, with what the simulation does to it."""
+
+    def __init__(
+        self, scenario: Scenario, connector: Connector, owner: str, clock: Callable[[], float]
+    ) -> None:
+        self._geometry = scenario.geometry
+        self._engine = Engine(
+            scenario.geometry,
+            connector,
+            num_gpu_blocks=scenario.num_gpu_blocks,
+            page_bytes=_PAGE_BYTES,
+            num_layers=_NUM_LAYERS,
+            max_running=scenario.max_running,
+            max_tokens_per_step=scenario.max_tokens_per_step,
+            decode_tokens=scenario.decode_tokens,
+        )
+        # Leases expire by steps, not by the clock of the machine.
+        self._engine.view.now = clock
+        self._engine.view.owner = owner
+        self._pool = self._engine.kv_cache.pool
+        self._squeezed: list[int] = []
+        self._num_aliases = 0
+        self.stats = self._engine.stats
+        self.num_blocks = self._pool.num_blocks
+        self.step = self._engine.step
+        self.reset = self._engine.reset_cache
+        self.shutdown = self._engine.shutdown
+        self.has_work = self._engine.has_work
+        self.ref_count = self._pool.ref_cnt
+        self.block_hashes = self._pool.block_hashes
+        self.free_block_ids = self._pool.free_block_ids
+        self.held_blocks = self._engine.view.held_blocks
+
+    def add(self, add: Add, serial: int) -> None:
+        self._engine.add_request(_make_request(add, self._geometry, serial))
+
+    def abort(self, request_id: str) -> None:
+        self._engine.abort(request_id)
+
+    def squeeze(self, num_blocks: int) -> None:
+        pool = self._pool
+        pool.free_blocks(self._squeezed)
+        self._squeezed = pool.allocate_blocks(min(num_blocks, pool.num_free_blocks()))
+
+    def alias(self) -> bool:
+        for request in self._engine.running:
+            for index, table in enumerate(self._engine.kv_cache.block_tables(request.request_id)):
+                for block_id in table:
+                    if block_id != NULL_BLOCK_ID and len(self.block_hashes(block_id)) == 1:
+                        self._num_aliases += 1
+                        self._pool.cache_blocks(
+                            [block_id],
+                            chain_hashes([f"alias {self._num_aliases}"]),
+                            group_idx=index,
+                            block_size=self._geometry.groups[index].block_size,
+                        )
+                        return True
+        return False
+
+    def unfinished(self) -> Mapping[str, str]:
+        engine = self._engine
+        requests = [*engine.waiting, *engine.running]
+        for request_id in list(engine._loads):
+            request = engine.loading_request(request_id)
+            if request is not None and request.status is Status.LOADING:
+                requests.append(request)
+        return {request.request_id: request.status.name.lower() for request in requests}
+
+    def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
+        request = self._engine.loading_request(request_id)
+        expected: dict[int, OffloadKey] = {}
+        if request is None:
+            return expected
+        for index, table in enumerate(self._engine.kv_cache.block_tables(request_id)):
+            for number, block_id in enumerate(table):
+                if block_id != NULL_BLOCK_ID:
+                    position = self._geometry.block_hash_index(index, number)
+                    expected[block_id] = make_offload_key(request.block_hashes[position], index)
+        return expected
+
+    def engine_refs(self) -> Counter[int]:
+        refs = Counter(self._engine.held_blocks())
+        refs.update(self._squeezed)
+        return refs
+
+
+def _make_request(add: Add, geometry: CacheGeometry, serial: int) -> Request:
+    """The request that an event adds.
 
     Args:
-        connector_class: What to check.
-        seeds: How many.
-        first_seed: The first of them.
-        options: Of the connector. ``cpu_blocks`` and ``enable_events`` are added where
-            it takes them and they are not given.
-        on_progress: Called after each seed with the number of seeds and of failures
-            so far.
-        max_shrink_runs: Runs to make the first failure smaller; 0 leaves it as it is.
-        engines: Builds the engines; reference engines by default.
-
-    Returns:
-        What was found; after Ctrl-C, what was found until then.
-
-    Raises:
-        ConfigError: The connector refuses the options.
+        add: The event.
+        geometry: For the hash block size.
+        serial: Tells what it generates from what others do.
     """
-    options = dict(options or {})
-    failures: list[ConnectorFailure] = []
-    coverage: Counter[str] = Counter()
-    num_seeds = 0
-    is_interrupted = False
-    start = time.perf_counter()
-    try:
-        for seed in range(first_seed, first_seed + seeds):
-            result = _run(connector_class, generate_scenario(seed), options, engines)
-            coverage.update(result.coverage)
-            if result.failure is not None:
-                max_runs = 0 if failures else max_shrink_runs
-                failures.append(_explain(connector_class, seed, options, engines, result, max_runs))
-            num_seeds += 1
-            if on_progress is not None:
-                on_progress(num_seeds, len(failures))
-    except KeyboardInterrupt:
-        is_interrupted = True
-    seconds = time.perf_counter() - start
-    return ConnectorReport(
-        connector_class.__name__,
-        first_seed,
-        num_seeds,
-        failures,
-        seconds,
-        dict(coverage),
-        is_interrupted,
+    size = geometry.hash_block_size
+    full = add.num_prompt_tokens // size
+    ids = [i if i < NUM_SHARED_BLOCKS else f"{add.family}/{i}" for i in range(full)]
+    return Request(
+        add.request_id,
+        add.num_prompt_tokens,
+        add.num_output_tokens,
+        size,
+        chain_hashes(ids),
+        _serial=serial,
     )
 
 
-def replay_seed(
-    connector_class: type[Connector],
-    seed: int,
-    *,
-    options: Mapping[str, Any] | None = None,
-    max_shrink_runs: int = MAX_RUNS,
-    engines: EngineFactory | None = None,
-) -> ConnectorFailure | None:
-    """Run one seed again, and make its failure smaller.
-
-    Args:
-        connector_class: What to check.
-        seed: Of a failure.
-        options: As when it failed.
-        max_shrink_runs: Runs to make it smaller; 0 leaves it as it is.
-        engines: As when it failed.
-
-    Returns:
-        The failure, or None when there is none.
-    """
-    options = dict(options or {})
-    result = _run(connector_class, generate_scenario(seed), options, engines)
-    if result.failure is None:
-        return None
-    return _explain(connector_class, seed, options, engines, result, max_shrink_runs)
-
-
-def _run(
-    connector_class: type[Connector],
-    scenario: Scenario,
-    options: dict[str, Any],
-    engines: EngineFactory | None,
-) -> SimulationResult:
-    """Run, and find out whether it is the reuse of request ids that breaks the law (CONN-5)."""
-    result = simulate(connector_class, scenario, options, engines=engines)
-    failure = result.failure
-    if failure is None or not result.coverage.get("ids again"):
-        return result
-    other = simulate(connector_class, result.scenario, options, unique_ids=True, engines=engines)
-    if other.failure is not None:
-        return result
-    message = f"only when a request id is used again: {failure.law}: {failure.message}"
-    return replace(result, failure=replace(failure, law="CONN-5", message=message))
-
-
-def _explain(
-    connector_class: type[Connector],
-    seed: int,
-    options: dict[str, Any],
-    engines: EngineFactory | None,
-    result: SimulationResult,
-    max_runs: int,
-) -> ConnectorFailure:
-    result = shrink(
-        result, lambda scenario: _run(connector_class, scenario, options, engines), max_runs
-    )
-    failure = result.failure
-    assert failure is not None, "a shrunk run fails as well"
-    comment = f"seed {seed}: {failure}"
-    script = to_script(connector_class, result.scenario, options, comment, engines)
-    return ConnectorFailure(seed, failure.law, failure.message, script, result)
+if TYPE_CHECKING:
+    _: type[EngineFactory] = ReferenceEngines

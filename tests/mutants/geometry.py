@@ -15,7 +15,7 @@ from kvview import (
     SlidingWindow,
 )
 from kvview.testing import Mutant
-from kvview_reference.coordinator import HybridKVCacheCoordinator, KVCacheCoordinator
+from kvview_reference.geometry.coordinator import HybridKVCacheCoordinator, KVCacheCoordinator
 from kvview_reference.harness import ReferenceGeometry
 
 from .planting import planter

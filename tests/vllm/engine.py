@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from kvview import CacheGeometry, CacheGroup, FullAttention, SlidingWindow
-from kvview_vllm import cpu_scheduler
-from kvview_vllm.cpu_scheduler import (  # for the tests, under one name
+from kvview_vllm.geometry import read_geometry
+from kvview_vllm.simulation import scheduler as cpu_scheduler
+from kvview_vllm.simulation.scheduler import (  # for the tests, under one name
     can_fail_loads as can_fail_loads,
 )
-from kvview_vllm.cpu_scheduler import complete_torch as complete_torch
-from kvview_vllm.cpu_scheduler import make_model_output as make_model_output
-from kvview_vllm.cpu_scheduler import multi_config as multi_config
-from kvview_vllm.cpu_scheduler import refuses_several_groups as refuses_several_groups
-from kvview_vllm.geometry import read_geometry
+from kvview_vllm.simulation.scheduler import complete_torch as complete_torch
+from kvview_vllm.simulation.scheduler import make_model_output as make_model_output
+from kvview_vllm.simulation.scheduler import multi_config as multi_config
+from kvview_vllm.simulation.scheduler import refuses_several_groups as refuses_several_groups
 
 cpu_scheduler.prepare()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvview import StepPlan, TransferResult, WorkerConnector
-from kvview.config import load_connector
+from kvview.targets import load_connector
 
 _EXAMPLE = Path(__file__).parents[2] / "examples" / "host_cache.py"
 _HostCache: Any = load_connector(f"{_EXAMPLE}:HostCacheConnector")

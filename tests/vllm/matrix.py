@@ -36,7 +36,7 @@ from sources import (  # type: ignore[import-not-found]
     sources,
 )
 
-from kvview_vllm.capabilities import CAPABILITIES
+from kvview_vllm.releases.capabilities import CAPABILITIES
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -178,7 +178,7 @@ def _page(record: Record) -> str:
         "",
         "## What differs between releases",
         "",
-        "The table that the adapter probes (`kvview_vllm/capabilities.py`), seam by seam.",
+        "The table that the adapter probes (`kvview_vllm/releases/capabilities.py`), seam by seam.",
         "",
         "| seam | flag | what | from | to | source |",
         "|---|---|---|---|---|---|",

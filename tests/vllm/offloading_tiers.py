@@ -7,8 +7,8 @@ from typing import Any
 from kvview import ConfigError
 from kvview.testing import Capability
 from kvview_vllm.offloading import VLLMOffloadingManager
-from kvview_vllm.offloading_calls import TranslatedManager, make_cpu_manager
-from kvview_vllm.probes import probe_offloading
+from kvview_vllm.offloading.translated import TranslatedManager, make_cpu_manager
+from kvview_vllm.releases.probes import probe_offloading
 
 CAPACITY = 8
 POLICIES = ("lru", "arc")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvview import make_offload_key
-from kvview_vllm import probes
+from kvview_vllm.releases import probes
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -24,7 +24,7 @@ from kvview import (
     SlidingWindow,
 )
 from kvview.testing import BoundCheck, Capability, parametrize_with_checks
-from kvview.testing.geometry_driver import GeometryDriver
+from kvview.testing.geometry.driver import GeometryDriver
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

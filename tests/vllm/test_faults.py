@@ -14,13 +14,13 @@ pytest.importorskip(  # a submodule: this very folder is named vllm
 
 from examples.host_cache import HostCacheConnector
 from kvview import Connector, ConnectorConfig
-from kvview.testing.invariants import InvariantBroken
+from kvview.testing.connector import Add, check_connector, generate_scenario, simulate
+from kvview.testing.connector.invariants import InvariantBroken
 from kvview_reference.connector import LazyOffloadConnector
-from kvview_reference.simulation import Add, check_connector, generate_scenario, simulate
-from kvview_vllm import cpu_scheduler
-from kvview_vllm.simulated_scheduler import VLLMEngine
-from kvview_vllm.simulation_engine import VLLMEngines
-from tests.mutants.connectors import (
+from kvview_vllm.simulation import VLLMEngines
+from kvview_vllm.simulation import scheduler as cpu_scheduler
+from kvview_vllm.simulation.engine import VLLMConnectorHarness
+from tests.mutants.connector import (
     BindsOneChild,
     CopiesOneLayer,
     EagerConnector,
@@ -123,7 +123,7 @@ def test_what_vllm_raises_is_not_laid_at_the_connectors_door(engines: VLLMEngine
     scenario, _ = engines.fit(generate_scenario(0))
     connector = Connector(ConnectorConfig(scenario.geometry))
     engine = engines.build(scenario, [connector], owner="", clock=lambda: 0.0)
-    assert isinstance(engine, VLLMEngine)
+    assert isinstance(engine, VLLMConnectorHarness)
     engine.add(Add("r", 1, 9, 20), 1)
     engine.step()
     engine._pool.free_blocks([engine._pool.blocks[b] for b in engine.engine_refs()])

@@ -44,9 +44,9 @@ with warnings.catch_warnings():
         make_manager,
     )
 
-from kvview_vllm import capabilities
 from kvview_vllm.offloading import VLLMOffloadingManager
-from kvview_vllm.offloading_calls import TranslatedManager
+from kvview_vllm.offloading.translated import TranslatedManager
+from kvview_vllm.releases import capabilities
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 CTX = ReqContext("r")

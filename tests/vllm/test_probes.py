@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvview import UnsupportedEngineError
-from kvview_vllm import capabilities
-from kvview_vllm.probes import ConnectorSurface, probe_connector
+from kvview_vllm.releases import capabilities
+from kvview_vllm.releases.probes import ConnectorSurface, probe_connector
 
 vllm = pytest.importorskip(  # a submodule: this very folder is named vllm
     "vllm.version",

@@ -17,7 +17,6 @@ pytest.importorskip(  # a submodule: this very folder is named vllm
 )
 
 import engine as lane  # type: ignore[import-not-found]
-
 from kvview import (
     MEDIUM_CPU,
     ConfigError,

@@ -22,8 +22,9 @@ from kvview import (
     UnsupportedEngineError,
     ViewClosedError,
 )
-from kvview_vllm import capabilities, pool, view
+from kvview_vllm import pool, view
 from kvview_vllm.pool import VLLMBlockPoolView
+from kvview_vllm.releases import capabilities
 
 CHUNK_SIZES = (pool._FIRST_CHUNK, pool._LARGEST_CHUNK)
 

@@ -1,0 +1,5 @@
+"""``KVViewConnector``: runs an engine-neutral kvview connector inside vLLM."""
+
+from kvview_vllm.connector.connector import KVViewConnector
+
+__all__ = ["KVViewConnector"]

@@ -1,0 +1,275 @@
+"""``KVViewConnector``: runs an engine-neutral kvview connector inside vLLM.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVViewConnector",
+      "kv_connector_module_path": "kvview_vllm.connector", "kv_role": "kv_both",
+      "kv_connector_extra_config": {"connector": "my_connector.py:MyConnector",
+                                    "options": {}}}'
+
+- LOAD-1 Loads are asynchronous where an aborted request keeps its blocks until its
+  load has ended (0.16.0) and several KV-cache groups may load so (0.18.0); both are
+  there from 0.18.0, where worker metadata came. Before, the step waits for its loads.
+- LOAD-2 What becomes of a request whose load failed is vLLM's setting
+  ``kv_load_failure_policy``; ``recompute`` computes the prefix instead.
+
+Source: ``KVConnectorBase_V1``, vllm/distributed/kv_transfer/kv_connector/v1/base.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvview import (
+    BlockIds,
+    ConfigError,
+    ConnectorConfig,
+    FinishReason,
+    GPUBlockPoolView,
+    SchedulerConnector,
+)
+from kvview.options import parse_options
+from kvview.targets import load_connector
+from kvview_vllm.binding import BlockPoolViewMixin
+from kvview_vllm.connector.messages import (
+    HAS_WORKER_METADATA,
+    KVViewMetadata,
+    KVViewStats,
+    KVViewWorkerMetadata,
+    stats_of,
+    take_reports,
+)
+from kvview_vllm.connector.scheduler import SchedulerSide
+from kvview_vllm.connector.worker import WorkerSide
+from kvview_vllm.events import to_vllm_events
+from kvview_vllm.geometry import read_facts, read_geometry
+from kvview_vllm.releases.probes import probe_connector
+
+if TYPE_CHECKING:
+    KVConnectorRole: Any
+    RequestStatus: Any
+
+    class KVConnectorBase_V1:  # noqa: D101 - stands in for vLLM's, which mypy does not see
+        def __init__(self, *args: Any) -> None: ...
+        def _get_connector_metadata(self) -> Any: ...
+        def get_transfer_results(self, finished_req_ids: set[str]) -> Any: ...
+
+    class SupportsHMA:  # noqa: D101
+        pass
+else:
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorRole,
+    )
+    from vllm.v1.request import RequestStatus
+
+    SupportsHMA = getattr(base, "SupportsHMA", object)  # 0.11.1
+
+
+_NOT_FINISHED_WELL = {
+    getattr(RequestStatus, name, None)
+    for name in ("FINISHED_ABORTED", "FINISHED_IGNORED", "FINISHED_ERROR")
+}
+
+
+class KVViewOptions(BaseModel):
+    """The keys of ``kv_connector_extra_config``.
+
+    Args:
+        connector: Target of the connector, ``file.py:Class`` or ``pkg.mod:Class``.
+        options: Its own options.
+        pin_budget: Largest share of the pool's blocks that it may hold, 0 to 1.
+        trace_holds: Whether leak reports name the line that took each hold (slow).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    connector: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    pin_budget: float | None = Field(default=None, gt=0, le=1)
+    trace_holds: bool = False
+
+
+class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
+    """One half of a kvview connector, the one that its role asks for.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        role: Scheduler or worker.
+        kv_cache_config: vLLM's ``KVCacheConfig``; 0.11.0 gives none.
+
+    Raises:
+        ConfigError: ``kv_connector_extra_config`` has an unknown key or no
+            ``connector``, or the connector refuses its options.
+        UnsupportedEngineError: The interface has an unknown shape, or the engine's
+            geometry cannot be said.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        flags = probe_connector()
+        config = [kv_cache_config] if "cache_config_argument" in flags else []
+        super().__init__(vllm_config, role, *config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+        try:
+            options = parse_options(KVViewOptions, extra)
+        except ConfigError as error:
+            raise ConfigError(f"kv_connector_extra_config: {error}") from None
+        self.pin_budget, self.trace_holds = options.pin_budget, options.trace_holds
+        self._kvview_config = vllm_config, kv_cache_config
+        self._geometry = read_geometry(vllm_config, kv_cache_config)
+        connector = load_connector(options.connector)(
+            ConnectorConfig(self._geometry, options.options)
+        )
+        self._scheduler_side: SchedulerSide | None = None
+        self._worker_side: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            half = connector.make_scheduler()
+            self.needs_block_pool_view = (
+                type(half).bind_gpu_block_pool_view
+                is not SchedulerConnector.bind_gpu_block_pool_view
+            )
+            self._scheduler_side = SchedulerSide(
+                half,
+                self._geometry,
+                vllm_config.parallel_config.world_size,
+                asynchronous="worker_metadata" in flags,
+                caches_whole_span="null_window_blocks" not in flags,
+                preempted_status=RequestStatus.PREEMPTED,
+            )
+        else:
+            self._worker_side = WorkerSide(
+                connector.make_worker(),
+                kv_cache_config,
+                vllm_config.parallel_config.rank,
+                flags,
+            )
+
+    @property
+    def _scheduler(self) -> SchedulerSide:
+        assert self._scheduler_side is not None, "a method of the scheduler's side"
+        return self._scheduler_side
+
+    @property
+    def _worker(self) -> WorkerSide:
+        assert self._worker_side is not None, "a method of the worker's side"
+        return self._worker_side
+
+    # --- scheduler ---
+
+    def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
+        """Hand the view to the connector, and the engine's facts after it."""
+        vllm_config, kv_cache_config = self._kvview_config
+        num_gpu_blocks = self._bound_pool.num_gpu_blocks
+        facts = read_facts(vllm_config, kv_cache_config, self._geometry, num_gpu_blocks)
+        self._scheduler.bind(view)
+        self._scheduler.on_engine_ready(facts)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store that is lost costs a hit, not an answer (0.27.0 asks)."""
+        return False
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Ask the connector for a longer prefix."""
+        num_tokens = self._scheduler.match(request, num_computed_tokens)
+        return num_tokens, bool(num_tokens) and self._scheduler.asynchronous
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Tell the connector which blocks to load into."""
+        self._scheduler.on_allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVViewMetadata:
+        """Let the connector plan the step."""
+        return self._scheduler.plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Hear how jobs ended."""
+        # Reports of sibling connectors carry another owner.
+        self._scheduler.hear(take_reports(connector_output, self._scheduler.owner))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        """One KV-cache group: 0.11.0, and connectors without ``SupportsHMA``."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(self, request: Any, block_ids: BlockIds) -> tuple[bool, None]:
+        """Tell the connector, which holds what it needs; nothing is left to delay."""
+        aborted = request.status in _NOT_FINISHED_WELL
+        reason = FinishReason.ABORTED if aborted else FinishReason.FINISHED
+        self._scheduler.on_finished(request, block_ids, reason)
+        return False, None
+
+    def take_events(self) -> Iterable[Any]:
+        """The connector's events, as vLLM's."""
+        return list(to_vllm_events(self._scheduler.take_events(), self._geometry))
+
+    def has_pending_push_work(self) -> bool:
+        """Keep the engine stepping while jobs are in flight (0.24.0 asks)."""
+        return self._scheduler.has_pending_work()
+
+    def reset_cache(self) -> bool:
+        """Forget what was offloaded (0.13.0 asks)."""
+        return self._scheduler.reset_cache()
+
+    # --- worker ---
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        """Hand the KV-cache tensors over, as pages."""
+        self._worker.register(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start the plan of this step."""
+        self._worker.start(self._get_connector_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads end before the step, or between steps."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: stores read blocks that earlier steps computed."""
+
+    def wait_for_save(self) -> None:
+        """Nothing: source blocks are held until their store is reported (CONN-6)."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Name the requests whose loads have ended."""
+        self._worker.poll()
+        return None, self._worker.take_loaded() or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """The same with the failed ones: what 0.30.0 and later call."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving |= self._worker.take_failed_requests()
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Name the blocks that were not loaded (0.11.1 asks)."""
+        return self._worker.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> KVViewWorkerMetadata | None:
+        """Report jobs to the scheduler's side (0.18.0 asks)."""
+        reports = self._worker.reports()
+        return KVViewWorkerMetadata(reports) if reports else None
+
+    def get_kv_connector_stats(self) -> KVViewStats | None:
+        """Report jobs before 0.18.0; called on both sides."""
+        if HAS_WORKER_METADATA or self._worker_side is None:
+            return None
+        reports = self._worker_side.reports()
+        return stats_of(reports) if reports else None
+
+    # --- both ---
+
+    def shutdown(self) -> None:
+        """Release what either side holds, then close the view, whatever fails on the way."""
+        with ExitStack() as last_first:
+            if self._worker_side is not None:
+                last_first.callback(self._worker_side.shutdown)
+            if self._scheduler_side is not None:
+                last_first.callback(self.close_block_pool_view)
+                last_first.callback(self._scheduler_side.shutdown)

@@ -1,0 +1,380 @@
+"""The scheduler's side of ``KVViewConnector``: vLLM's calls in the contract's words.
+
+- SCHED-1 Block tables **must** name only blocks that the request still has: what a
+  window has left behind, and what another request took after a preemption, is the
+  null block.
+- SCHED-2 A load that failed **must not** be tried again for the same request, by a
+  sibling neither: its prefix is computed. Where a load is tried again and has no room,
+  0.33.0 serves nobody behind it, and those hold the room.
+- SCHED-3 Tokens **must** count as computed only if earlier steps computed them: vLLM lets
+  a request hit blocks that another one computes in the same step.
+- SCHED-4 What a connector promised **must** be in the plan of the step in which its
+  blocks were allocated; a broken promise ends in :class:`~kvview.ConnectorError`,
+  not in a request that waits for ever.
+- SCHED-5 A load that the release takes wrongly **must not** be asked for: of a window's
+  blocks, those that are skipped, where they are cached all the same (up to 0.13); and
+  within a step, for a request that was preempted (its failure is not seen).
+
+Source: the order of calls in vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, compress
+from typing import Any
+
+from kvview import (
+    BlockIds,
+    CacheGeometry,
+    ConnectorError,
+    EngineFacts,
+    FinishReason,
+    GPUBlockPoolView,
+    OffloadingEvent,
+    RequestStep,
+    SchedulerConnector,
+    StepInfo,
+    StepPlan,
+    SupportsIsFree,
+    TransferResult,
+)
+from kvview_vllm.connector.messages import JobReport, KVViewMetadata
+from kvview_vllm.connector.steps import LazySteps, request_info, resumed_request_ids
+
+_NULL_BLOCK_ID = 0  # the first block that every release takes from its pool
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A request that vLLM asked about and has not finished."""
+
+    request: Any
+    chunks: list[Sequence[Sequence[int]]] = field(default_factory=list)  # of its block table
+    asked_at: int | None = None  # tokens hit on the GPU, until its blocks are allocated
+    is_allocated: bool = False  # until it is preempted
+    load_failed: bool = False
+
+    def table(self) -> Sequence[Sequence[int]]:
+        """Its blocks so far, per group; empty when it has none."""
+        if len(self.chunks) > 1:
+            groups = zip(*self.chunks, strict=True)
+            self.chunks = [[list(chain.from_iterable(parts)) for parts in groups]]
+        return self.chunks[0] if self.chunks else ()
+
+
+@dataclass
+class _Job:
+    request_id: str | None
+    ranks: set[int] = field(default_factory=set)
+    failed: TransferResult | None = None
+
+
+class SchedulerSide:
+    """The scheduler half, driven by vLLM's scheduler.
+
+    Args:
+        half: The connector's scheduler half.
+        geometry: Of the engine.
+        num_workers: Workers that report each job.
+        asynchronous: Whether requests wait for their loads between steps, or the
+            step that loads also computes.
+        caches_whole_span: Whether an allocation of external tokens has blocks for what a
+            window skips, and takes them for loaded.
+        preempted_status: ``RequestStatus.PREEMPTED``, for releases whose output
+            does not name the preempted requests.
+    """
+
+    def __init__(
+        self,
+        half: SchedulerConnector,
+        geometry: CacheGeometry,
+        num_workers: int,
+        *,
+        asynchronous: bool,
+        caches_whole_span: bool,
+        preempted_status: Any,
+    ) -> None:
+        self.half = half
+        self.geometry = geometry
+        self.asynchronous = asynchronous
+        self._num_workers = num_workers
+        self._caches_whole_span = caches_whole_span
+        self._preempted_status = preempted_status
+        self.owner = uuid.uuid4().hex
+        self._nothing_to_do = KVViewMetadata(self.owner, StepPlan(), not asynchronous, ())
+        self._view: GPUBlockPoolView | None = None
+        self._tracked: dict[str, _Tracked] = {}
+        self._unseen: dict[str, int] = {}  # allocated with blocks that we were not shown
+        self._lost: set[str] = set()  # preempted and asked about again in one step
+        self._promised: dict[str, int] = {}  # allocated since the last plan, tokens to load
+        self._jobs: dict[int, _Job] = {}
+        self._acknowledged: list[int] = []
+
+    def bind(self, view: GPUBlockPoolView) -> None:
+        """Hand the view on (CONN-1)."""
+        self._view = view
+        self.half.bind_gpu_block_pool_view(view)
+
+    def on_engine_ready(self, facts: EngineFacts) -> None:
+        """Hand the facts on."""
+        self.half.on_engine_ready(facts)
+
+    # --- a request begins ---
+
+    def match(self, request: Any, num_computed_tokens: int) -> int | None:
+        """How many more tokens could be loaded; None to be asked again."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.request is not request:
+            tracked = self._tracked[request.request_id] = _Tracked(request)
+        elif tracked.chunks:
+            self._lost.add(request.request_id)
+        elif tracked.asked_at is None and tracked.is_allocated:
+            tracked.load_failed = True  # it never ran: the load was a sibling's in MultiConnector
+        tracked.asked_at = num_computed_tokens
+        if (
+            tracked.load_failed
+            or not request.block_hashes
+            # Prompt log probabilities and pooling need every token computed.
+            or getattr(request, "skip_reading_prefix_cache", False)
+        ):
+            return 0
+        num_tokens = self.half.match_prefix(request_info(request), num_computed_tokens)
+        if not num_tokens:
+            return num_tokens
+        self._check_promise(request, num_computed_tokens, num_tokens)
+        return num_tokens if self._can_load(request, num_computed_tokens, num_tokens) else 0
+
+    def on_allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Blocks were allocated; called a second time when an asynchronous load ended."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.asked_at is None:
+            return  # the second call: nothing to load any more
+        num_computed_tokens, tracked.asked_at = tracked.asked_at, None
+        tracked.is_allocated = True
+        block_ids = blocks.get_block_ids()
+        if not any(block_ids):
+            # Up to 0.25 a MultiConnector shows a child that does not load no blocks.
+            self._unseen[request.request_id] = num_computed_tokens
+            return
+        self.half.on_blocks_allocated(
+            request_info(request), block_ids, num_computed_tokens, num_external_tokens
+        )
+        if num_external_tokens:
+            self._promised[request.request_id] = num_external_tokens
+
+    def _can_load(self, request: Any, num_computed_tokens: int, num_tokens: int) -> bool:
+        """Whether this release does right by the load, failed or not (SCHED-5)."""
+        if not self.asynchronous and request.num_cached_tokens >= 0:
+            return False  # the tokens that a failed load takes back are those of its first start
+        end = num_computed_tokens + num_tokens
+        return not self._caches_whole_span or all(
+            group.required_blocks(end).start * group.block_size <= num_computed_tokens
+            for group in self.geometry.groups
+        )
+
+    def _check_promise(self, request: Any, num_computed_tokens: int, num_tokens: int) -> None:
+        end = num_computed_tokens + num_tokens
+        alignment = self.geometry.scheduler_block_size
+        if num_tokens < 0 or end % alignment or end >= request.num_tokens:
+            raise ConnectorError(
+                f"CONN-2: match_prefix promised {num_tokens} tokens beyond {num_computed_tokens} "
+                f"to request {request.request_id!r} of {request.num_tokens} tokens: the sum must "
+                f"be a multiple of {alignment} and leave a token to compute"
+            )
+
+    # --- a step ---
+
+    def plan(self, output: Any) -> KVViewMetadata:
+        """Plan the step that a ``SchedulerOutput`` describes."""
+        named: Collection[str] | None = getattr(output, "preempted_req_ids", None)
+        preempted: Sequence[str] = ()
+        if named is None or named or self._lost:
+            preempted = self._hear_of_preemptions(named)
+        self._follow_tables(output)
+        if self._unseen:
+            self._show_unseen(output)
+        step = StepInfo(LazySteps(self._request_steps, output), preempted)
+        plan = self.half.plan_step(step)
+        for job in (*plan.loads, *plan.stores):
+            if job.job_id in self._jobs:
+                raise ConnectorError(
+                    f"CONN-5: job id {job.job_id} is in flight and was planned again"
+                )
+            self._jobs[job.job_id] = _Job(job.request_id)
+        for job in plan.loads:
+            self._promised.pop(job.request_id or "", None)
+        if self._promised:
+            request_id, num_tokens = next(iter(self._promised.items()))
+            raise ConnectorError(
+                f"CONN-2: the connector promised {num_tokens} tokens to request {request_id!r} and "
+                f"planned no load for it"
+            )
+        if type(plan) is StepPlan and not plan and not self._acknowledged:
+            return self._nothing_to_do  # a plan of another class may say more
+        acknowledged, self._acknowledged = tuple(self._acknowledged), []
+        return KVViewMetadata(self.owner, plan, not self.asynchronous, acknowledged)
+
+    def _hear_of_preemptions(self, named: Collection[str] | None) -> Sequence[str]:
+        if named is None:  # 0.11 and 0.12 do not name them
+            named = [
+                request_id
+                for request_id, tracked in self._tracked.items()
+                if tracked.chunks and tracked.request.status is self._preempted_status
+            ]
+        preempted = list(dict.fromkeys([*named, *self._lost]))
+        self._lost.clear()
+        for request_id in preempted:
+            tracked = self._tracked.get(request_id)
+            if tracked is None or not tracked.chunks:
+                continue
+            # vLLM freed the blocks in this very step: some may be another's already (SCHED-1).
+            table = tuple([self._if_free(block) for block in group] for group in tracked.table())
+            tracked.chunks, tracked.is_allocated = [], False
+            self.half.on_request_preempted(request_info(tracked.request), table)
+        return preempted
+
+    def _if_free(self, block_id: int) -> int:
+        view = self._view
+        is_free = isinstance(view, SupportsIsFree) and view.is_free(block_id)
+        return block_id if is_free else _NULL_BLOCK_ID
+
+    def _follow_tables(self, output: Any) -> None:
+        for new in output.scheduled_new_reqs:
+            tracked = self._tracked.get(new.req_id)
+            if tracked is not None:
+                tracked.chunks = [[list(group) for group in new.block_ids]]
+        cached = output.scheduled_cached_reqs
+        # The adapter's dearest lines: most requests begin no block in a step, and they are
+        # skipped in C; the others' are kept as they come and joined at a look. Without
+        # strict=, which costs as much as an addition.
+        added_to = compress(cached.req_ids, cached.new_block_ids)
+        tracked_requests = self._tracked
+        for request_id, added in zip(added_to, filter(None, cached.new_block_ids)):  # noqa: B905
+            if request_id in tracked_requests:
+                tracked_requests[request_id].chunks.append(added)
+        for request_id in resumed_request_ids(cached):
+            if (tracked := self._tracked.get(request_id)) is not None:
+                # A copy: a worker in this process extends these lists.
+                tracked.chunks = [[list(group) for group in last] for last in tracked.chunks[-1:]]
+
+    def _show_unseen(self, output: Any) -> None:
+        for request_id in [name for name in self._unseen if name in output.num_scheduled_tokens]:
+            tracked = self._tracked[request_id]
+            num_computed_tokens = self._unseen.pop(request_id)
+            table = tuple(map(list, tracked.table()))
+            self.half.on_blocks_allocated(
+                request_info(tracked.request), table, num_computed_tokens, 0
+            )
+
+    def _request_steps(self, output: Any) -> list[RequestStep]:
+        cached = output.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        scheduled = {
+            request_id: tracked
+            for request_id in output.num_scheduled_tokens
+            if (tracked := self._tracked.get(request_id)) is not None
+        }
+        begun = [new.req_id for new in output.scheduled_new_reqs] + list(
+            resumed_request_ids(cached)
+        )
+        if len(scheduled) > 1 and begun:
+            written = self._written_blocks(output, computed)
+            for request_id in begun:
+                if request_id in scheduled:
+                    table = scheduled[request_id].table()
+                    computed[request_id] = self._existing(table, computed[request_id], written)
+        return [
+            RequestStep(
+                request_info(tracked.request),
+                self._live_table(tracked, computed[request_id]),
+                computed[request_id],
+                output.num_scheduled_tokens[request_id],
+            )
+            for request_id, tracked in scheduled.items()
+        ]
+
+    def _written_blocks(self, output: Any, computed: Mapping[str, int]) -> set[int]:
+        """Blocks whose KV is computed in this step."""
+        written: set[int] = set()
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            if (tracked := self._tracked.get(request_id)) is not None:
+                start = computed[request_id]
+                for group, table in zip(self.geometry.groups, tracked.table(), strict=True):
+                    size = group.block_size
+                    written.update(table[start // size : -(-(start + num_tokens) // size)])
+        written.discard(_NULL_BLOCK_ID)
+        return written
+
+    def _existing(
+        self, table: Sequence[Sequence[int]], num_tokens: int, written: Collection[int]
+    ) -> int:
+        """Of the tokens that a request hit, those before the first block that is written now."""
+        for group, block_ids in zip(self.geometry.groups, table, strict=True):
+            for number in range(num_tokens // group.block_size):
+                if block_ids[number] in written:
+                    num_tokens = number * group.block_size
+                    break
+        return num_tokens
+
+    def _live_table(self, tracked: _Tracked, num_computed_tokens: int) -> BlockIds:
+        table = []
+        for group, block_ids in zip(self.geometry.groups, tracked.table(), strict=True):
+            # vLLM replaces these by the null block and tells nobody (SCHED-1).
+            skipped = group.num_skipped_tokens(num_computed_tokens) // group.block_size
+            skipped = min(skipped, len(block_ids))
+            table.append([_NULL_BLOCK_ID] * skipped + list(block_ids[skipped:]))
+        return tuple(table)
+
+    # --- jobs end ---
+
+    def hear(self, reports: Iterable[JobReport]) -> None:
+        """Take reports of the workers in; a job ends with its last worker."""
+        results: list[TransferResult] = []
+        for report in reports:
+            result = report.result
+            job = self._jobs.get(result.job_id)
+            if job is None or report.rank in job.ranks:
+                continue  # sent again before the acknowledgement arrived
+            job.ranks.add(report.rank)
+            if not result.success:
+                job.failed = result
+            if len(job.ranks) < self._num_workers:
+                continue
+            del self._jobs[result.job_id]
+            self._acknowledged.append(result.job_id)
+            results.append(job.failed or result)
+            if job.failed and (tracked := self._tracked.get(job.request_id or "")):
+                tracked.load_failed = True
+        if results:
+            self.half.on_transfers_finished(results)
+
+    # --- a request ends, the engine rests ---
+
+    def on_finished(self, request: Any, block_ids: BlockIds, reason: FinishReason) -> None:
+        """A request is about to give its blocks back."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is not None and tracked.request is request:
+            del self._tracked[request.request_id]
+            self._unseen.pop(request.request_id, None)
+            self._lost.discard(request.request_id)
+        self.half.on_request_finished(request_info(request), block_ids, reason)
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must keep stepping."""
+        return bool(self._jobs) or self.half.has_pending_work()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """The connector's events since the last call."""
+        return self.half.take_events()
+
+    def reset_cache(self) -> bool:
+        """Forget what was offloaded."""
+        return self.half.reset_cache()
+
+    def shutdown(self) -> None:
+        """Release everything held."""
+        self.half.shutdown()

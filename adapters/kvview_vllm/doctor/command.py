@@ -1,0 +1,40 @@
+"""``kvview doctor``."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvview.cli.output import one_line_errors, require_writable, write_json
+from kvview_vllm.doctor import Diagnosis, diagnose
+
+
+@click.command()
+@click.option(
+    "--json", "json_file", metavar="FILE", help="Write the report there ('-' for stdout)."
+)
+def doctor(json_file: str | None) -> None:
+    """Say which vLLM is installed, and whether kvview fits it."""
+    with one_line_errors():
+        require_writable("--json", json_file)
+        found = diagnose()
+        if json_file != "-":
+            _show_diagnosis(found)
+        write_json(json_file, {**asdict(found), "is_healthy": found.is_healthy})
+    sys.exit(0 if found.is_healthy else 1)
+
+
+def _show_diagnosis(found: Diagnosis) -> None:
+    version = f"vLLM {found.version}" if found.version else "no vLLM"
+    table = Table("seam", "fits", "what was found", title=f"{version} (tested: {found.tested})")
+    for seam in found.seams:
+        table.add_row(seam.seam, "yes" if seam.fits else "[red]no[/red]", escape(seam.detail))
+    if found.capabilities:
+        flags = ", ".join(name for name, has in found.capabilities.items() if has)
+        table.add_row("capabilities", "", escape(flags or "none of the table"))
+    Console().print(table)

@@ -1,0 +1,222 @@
+"""A kvview offloading manager, shown to vLLM's OffloadingConnector as one of vLLM's.
+
+- VOFF-3 The manager is never given a key twice in one call of ``touch`` or
+  ``prepare_store``.
+- VOFF-4 A request's keys are touched when it finishes where vLLM touches none
+  (0.31 and later), heads last to be evicted.
+- VOFF-5 After ``reset_cache`` vLLM reports nothing of the jobs in flight, so they
+  are completed at once; their pages stay safe because a transfer worker keeps the
+  order of jobs that touch the same page (XFER-3).
+
+Source: ``vllm/distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from kvview import (
+    LookupResult,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    ReqContext,
+    SupportsRequestHooks,
+    SupportsStepHooks,
+    get_offload_group_idx,
+)
+from kvview_vllm.offloading.translated import find_class, make_known, require_class
+
+if TYPE_CHECKING:
+
+    class _Manager:  # stands in for vLLM's, which mypy does not see
+        pass
+
+    class _LoadStoreSpec:
+        pass
+else:
+    _Manager = require_class("OffloadingManager")
+    _LoadStoreSpec = require_class("LoadStoreSpec")
+
+_Output: Any = require_class("PrepareStoreOutput")
+_Event: Any = require_class("OffloadingEvent")
+_Medium: Any = find_class("Medium")  # 0.27: an Enum
+_Result: Any = find_class("LookupResult")  # 0.25
+_RequestContext: Any = find_class("RequestOffloadingContext")  # 0.23
+_lookup = inspect.signature(require_class("OffloadingManager").lookup)
+_LOOKUP_OF_PREFIX = "block_hashes" in _lookup.parameters
+_MAY_RETRY = "None" in str(_lookup.return_annotation)  # 0.15; before, later is a miss
+# Since vLLM touches no keys it tells their positions instead (0.31).
+_TOUCH_AT_FINISH = hasattr(find_class("ReqContext"), "get_offload_key_position")
+
+
+class PagesSpec(_LoadStoreSpec):
+    """The pages of a kvview manager, carried to the worker.
+
+    Args:
+        spec: What the manager returned.
+    """
+
+    def __init__(self, spec: Any) -> None:
+        self.spec = spec
+
+    @staticmethod
+    def medium() -> str:
+        """Tells transfers apart up to 0.24."""
+        return "kvview"
+
+
+class ManagerForVLLM(_Manager):
+    """The manager that an OffloadingSpec gives to vLLM.
+
+    Args:
+        manager: The kvview manager.
+        block_size: Tokens of an offloaded block, for events up to 0.19.
+    """
+
+    def __init__(self, manager: OffloadingManager, block_size: int) -> None:
+        self.manager = manager
+        self._block_size = block_size
+        self._stores: set[OffloadKey] = set()
+        self._loads: Counter[OffloadKey] = Counter()
+        self._used: dict[str, dict[OffloadKey, None]] = {}  # by request, in order of use
+
+    def lookup(self, key: Any, req_context: Any = None) -> Any:
+        """One key, or how many of a prefix."""
+        if _LOOKUP_OF_PREFIX:
+            return self._count_hits(key)
+        answer = self.manager.lookup(key, _context(req_context))
+        if _Result is not None:
+            return _Result[answer.name]
+        return None if answer is LookupResult.RETRY else answer is LookupResult.HIT
+
+    def prepare_load(self, keys: Iterable[Any], req_context: Any = None) -> PagesSpec:
+        """Protect keys, and name their pages."""
+        keys = list(keys)
+        spec = self.manager.prepare_load(keys, _context(req_context))
+        self._loads.update(keys)
+        self._use(keys, req_context)
+        return PagesSpec(spec)
+
+    def complete_load(self, keys: Iterable[Any], req_context: Any = None) -> None:
+        """End a load."""
+        keys = list(keys)
+        self.manager.complete_load(keys, _context(req_context))
+        self._loads -= Counter(keys)
+
+    def touch(self, keys: Iterable[Any], req_context: Any = None) -> None:
+        """Hand on what a release before 0.31 says."""
+        self.manager.touch(list(dict.fromkeys(keys)), _context(req_context))
+
+    def prepare_store(self, keys: Iterable[Any], req_context: Any = None) -> Any:
+        """Make room for new keys."""
+        keys = list(dict.fromkeys(keys))
+        output = self.manager.prepare_store(keys, _context(req_context))
+        if output is None:
+            return None
+        stored, evicted = list(output.keys_to_store), list(output.evicted_keys)
+        self._stores.update(stored)
+        self._use(keys, req_context)
+        return make_known(
+            _Output,
+            keys_to_store=stored,
+            block_hashes_to_store=stored,  # their names up to 0.19
+            store_spec=PagesSpec(output.store_spec),
+            evicted_keys=evicted,
+            block_hashes_evicted=evicted,
+        )
+
+    def complete_store(
+        self, keys: Iterable[Any], req_context: Any = None, success: bool = True
+    ) -> None:
+        """End a store."""
+        keys = list(keys)
+        self.manager.complete_store(keys, _context(req_context), success=success)
+        self._stores.difference_update(keys)
+
+    def take_events(self) -> Iterator[Any]:
+        """The manager's events, as vLLM's."""
+        for event in self.manager.take_events():
+            yield make_known(
+                _Event,
+                keys=list(event.keys),
+                block_hashes=list(event.keys),
+                block_size=self._block_size,
+                medium=_medium(event),
+                removed=event.removed,
+            )
+
+    def reset_cache(self) -> None:
+        """Forget every key; vLLM reports no more of what is in flight (VOFF-5)."""
+        self.manager.reset()
+        stores, self._stores = self._stores, set()
+        loads, self._loads = self._loads, Counter()
+        if stores:
+            self.manager.complete_store(list(stores), ReqContext(), success=False)
+        if loads:
+            self.manager.complete_load(list(loads.elements()), ReqContext())
+        self._used.clear()
+
+    def shutdown(self) -> None:
+        """Release what the manager holds."""
+        self.manager.shutdown()
+
+    def on_new_request(self, req_context: Any) -> Any:
+        """A request was seen for the first time."""
+        if isinstance(self.manager, SupportsRequestHooks):
+            self.manager.on_new_request(_context(req_context))
+        return _RequestContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """A request ended: touch what it used, where vLLM does not (VOFF-4)."""
+        context = _context(req_context)
+        if used := self._used.pop(context.req_id, None):
+            self.manager.touch(_in_prefix_order(used, req_context), context)
+        if isinstance(self.manager, SupportsRequestHooks):
+            self.manager.on_request_finished(context)
+
+    def on_schedule_end(self, context: Any = None) -> None:
+        """The last call of a step."""
+        if isinstance(self.manager, SupportsStepHooks):
+            self.manager.on_schedule_end()
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must keep stepping (0.24 asks)."""
+        return isinstance(self.manager, SupportsStepHooks) and self.manager.has_pending_work()
+
+    def _count_hits(self, keys: Iterable[Any]) -> int | None:
+        num_hits = 0
+        for key in keys:
+            answer = self.manager.lookup(key, ReqContext())
+            if answer is LookupResult.RETRY and _MAY_RETRY:
+                return None
+            if answer is not LookupResult.HIT:
+                break
+            num_hits += 1
+        return num_hits
+
+    def _use(self, keys: Collection[OffloadKey], req_context: Any) -> None:
+        if _TOUCH_AT_FINISH:
+            self._used.setdefault(req_context.req_id, {}).update(dict.fromkeys(keys))
+
+
+def _context(req_context: Any) -> ReqContext:
+    if req_context is None:  # up to 0.20 not every call has one
+        return ReqContext()
+    # No id before 0.22.
+    return ReqContext(getattr(req_context, "req_id", ""), req_context.kv_transfer_params)
+
+
+def _in_prefix_order(keys: Iterable[OffloadKey], req_context: Any) -> list[OffloadKey]:
+    def place(key: OffloadKey) -> tuple[int, int]:
+        position = req_context.get_offload_key_position(key)
+        return (0 if position is None else position), get_offload_group_idx(key)
+
+    return sorted(keys, key=place)
+
+
+def _medium(event: OffloadingEvent) -> Any:
+    return event.medium if _Medium is None else _Medium(event.medium)

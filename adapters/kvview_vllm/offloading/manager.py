@@ -1,0 +1,296 @@
+"""vLLM's offloading managers, of every release, as :class:`kvview.OffloadingManager`.
+
+The managers rely on their one caller, vLLM's OffloadingConnector: that it loads
+what it looked up, completes once, and offers no key twice. Here a ledger of what
+is in flight keeps the laws for any caller. What a release does wrong inside its
+policy cannot be mended from outside; the tests name what is left.
+
+Source: ``vllm/v1/kv_offload/``, 0.11.0 to 0.33.0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvview import (
+    CPULoadStoreSpec,
+    KeyNotLoadableError,
+    LookupResult,
+    OffloadingEvent,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    TransferNotInFlightError,
+    make_offload_key,
+)
+from kvview_vllm.offloading.translated import NO_REQUEST, TranslatedManager
+from kvview_vllm.releases.capabilities import OFFLOADING_SEAM, refusal
+
+if TYPE_CHECKING:
+    from kvview import OffloadingManager, SupportsRequestHooks, SupportsStepHooks
+
+
+@dataclass(slots=True)
+class _Late:
+    """A key that a transfer from before a reset still uses."""
+
+    page: int
+    num_loads: int  # 0: it is being stored
+    placeholder: OffloadKey  # holds the page inside the manager
+
+
+class VLLMOffloadingManager:
+    """A vLLM manager that keeps the laws of the offloading contract.
+
+    1. A call that breaks a law raises before the manager hears of it.
+    2. A key offered twice in one call is stored once.
+    3. ``reset`` takes the manager's own ``reset_cache`` or, where there is none,
+       a new manager. Pages in flight are kept out of its reach by placeholders,
+       which it believes to be storing, until their transfers end (OFF-8).
+    4. Events are the manager's own; a reset adds the removals that it lacks.
+    5. What a policy does when it refuses a store stays done: it may have learnt from
+       the offer, and ARC refuses what fits when only T1 has room (up to 0.29, vLLM
+       #55461), up to 0.18 after evictions; those are reported.
+
+    Args:
+        make: Makes the vLLM manager, which holds nothing; called once, and at
+            each reset of a release without ``reset_cache``.
+
+    Raises:
+        UnsupportedEngineError: The manager has a shape that no tested release has.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._is_shut = False
+        self._stores: dict[OffloadKey, int] = {}  # to their pages
+        self._loads: Counter[OffloadKey] = Counter()
+        self._load_pages: dict[OffloadKey, int] = {}
+        self._late: dict[OffloadKey, _Late] = {}
+        self._events: list[OffloadingEvent] = []
+        self._advertised: dict[str, dict[OffloadKey, None]] = {}  # by medium, in order
+        self._manager = TranslatedManager(make())
+        self.capabilities = self._manager.capabilities
+        self._capacity: int | None = None
+        if "page_backend" in self.capabilities:
+            self._capacity = self._manager.manager.backend.get_num_free_blocks()
+
+    def lookup(self, key: OffloadKey, ctx: ReqContext = NO_REQUEST, /) -> LookupResult:
+        """Whether a key is held and loadable now (OFF-6); changes no order."""
+        if key in self._stores:
+            return LookupResult.HIT_PENDING
+        if key in self._late:
+            return LookupResult.MISS
+        return self._manager.lookup(key, ctx)
+
+    def prepare_load(
+        self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /
+    ) -> CPULoadStoreSpec:
+        """Protect keys from eviction until ``complete_load``, and name their pages.
+
+        Raises:
+            KeyNotLoadableError: A key is not held or not ready; nothing was protected.
+        """
+        for key in keys:
+            if (answer := self.lookup(key, ctx)) is not LookupResult.HIT:
+                raise KeyNotLoadableError(
+                    f"OFF-2: lookup of key {key.hex()} says {answer.name}; load only what it "
+                    f"says HIT for"
+                )
+        spec = self._manager.prepare_load(keys, ctx)
+        self._loads.update(keys)
+        self._load_pages.update(zip(keys, spec.block_ids, strict=True))
+        return spec
+
+    def complete_load(self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /) -> None:
+        """End what one ``prepare_load`` of these keys began.
+
+        Raises:
+            TransferNotInFlightError: More loads would end than were prepared (OFF-9).
+        """
+        ended = Counter(keys)
+        for key, times in ended.items():
+            late = self._late.get(key)
+            if times > (late.num_loads if late else self._loads[key]):
+                raise _not_in_flight(key, "load")
+        self._manager.complete_load([key for key in keys if key not in self._late], ctx)
+        for key, times in ended.items():
+            if key not in self._late:
+                self._loads[key] -= times
+                if not self._loads[key]:
+                    del self._loads[key], self._load_pages[key]
+                continue
+            self._late[key].num_loads -= times
+            if not self._late[key].num_loads:
+                self._give_back([key])
+
+    def touch(self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /) -> None:
+        """Say that a request used these keys; the first one becomes the most recent."""
+        if hasattr(self._manager.manager, "t1"):
+            # An ARC manager of a release up to 0.16 loses a key touched while it is stored.
+            keys = [key for key in keys if key not in self._stores]
+        self._manager.touch(keys, ctx)
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /
+    ) -> PrepareStoreOutput | None:
+        """Make room for new keys and protect them until ``complete_store`` (OFF-3)."""
+        offered = [key for key in dict.fromkeys(keys) if key not in self._late]
+        kept: list[OffloadKey] = []
+        if self._capacity is not None:
+            # Up to 0.17 keys of the input may be evicted for it (vLLM #35846), and up to
+            # 0.18 a refusal of ARC comes after evictions.
+            answers = {key: self.lookup(key, ctx) for key in offered}
+            kept = [key for key in offered if answers[key] is LookupResult.HIT]
+            num_new = sum(answer is LookupResult.MISS for answer in answers.values())
+            num_protected = len(self._stores) + len(self._late) + len({*self._loads, *kept})
+            if num_new and num_new > self._capacity - num_protected:
+                return None
+            self._manager.prepare_load(kept, ctx)
+        try:
+            output = self._manager.prepare_store(offered, ctx)
+        finally:
+            if kept:
+                self._manager.complete_load(kept, ctx)
+        if output is not None:
+            self._stores.update(zip(output.keys_to_store, _page_ids(output), strict=True))
+        elif self._capacity is not None:
+            self._report_lost_keys()
+        return output
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /, success: bool = True
+    ) -> None:
+        """End the stores of these keys: loadable from now, or gone (OFF-4).
+
+        Raises:
+            TransferNotInFlightError: A key is not being stored (OFF-9).
+        """
+        ended = dict.fromkeys(keys)
+        for key in ended:
+            late = self._late.get(key)
+            if key not in self._stores and (late is None or late.num_loads):
+                raise _not_in_flight(key, "store")
+        current = [key for key in ended if key in self._stores]
+        self._manager.complete_store(current, ctx, success=success)
+        for key in current:
+            del self._stores[key]
+        self._give_back([key for key in ended if key in self._late])
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Events since the last call, in order; empty when the manager's are off."""
+        self._gather_events()
+        events, self._events = self._events, []
+        return events
+
+    def reset(self) -> None:
+        """Forget every key (OFF-8, EVENT-5)."""
+        self._gather_events()
+        for medium, keys in self._advertised.items():
+            if keys:
+                self._events.append(OffloadingEvent(tuple(keys), medium, removed=True))
+        self._advertised.clear()
+        in_flight = [(key, late.page, late.num_loads) for key, late in self._late.items()]
+        in_flight += [(key, page, 0) for key, page in self._stores.items()]
+        in_flight += [(key, page, self._loads[key]) for key, page in self._load_pages.items()]
+        for forgotten in (self._late, self._stores, self._loads, self._load_pages):
+            forgotten.clear()
+        if "cache_reset" in self.capabilities:
+            self._manager.reset()
+        else:
+            self._manager = TranslatedManager(self._make())
+        if in_flight:
+            placeholders = self._hold_pages({page for _, page, _ in in_flight})
+            for key, page, num_loads in in_flight:
+                self._late[key] = _Late(page, num_loads, placeholders[page])
+
+    def shutdown(self) -> None:
+        """Release what the manager holds; callable twice."""
+        if not self._is_shut:
+            self._is_shut = True
+            self._manager.shutdown()
+
+    def on_new_request(self, ctx: ReqContext, /) -> None:
+        """A request was seen for the first time."""
+        self._manager.on_new_request(ctx)
+
+    def on_request_finished(self, ctx: ReqContext, /) -> None:
+        """A request ended; completions of its transfers may still come."""
+        self._manager.on_request_finished(ctx)
+
+    def on_schedule_end(self) -> None:
+        """The last call of a step."""
+        self._manager.on_schedule_end()
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must keep stepping although nothing is scheduled."""
+        return self._manager.has_pending_work()
+
+    def _gather_events(self) -> None:
+        for event in self._manager.take_events():
+            self._events.append(event)
+            advertised = self._advertised.setdefault(event.medium, {})
+            if not event.removed:
+                advertised.update(dict.fromkeys(event.keys))
+                continue
+            for key in event.keys:
+                advertised.pop(key, None)
+
+    def _report_lost_keys(self) -> None:
+        """Advertise no key that went in a refused store, which has no event."""
+        self._gather_events()
+        for medium, keys in self._advertised.items():
+            lost = [key for key in keys if self._manager.lookup(key) is LookupResult.MISS]
+            if lost:
+                self._events.append(OffloadingEvent(tuple(lost), medium, removed=True))
+            for key in lost:
+                del keys[key]
+
+    def _hold_pages(self, pages: set[int]) -> dict[int, OffloadKey]:
+        """Have an empty manager store placeholders in these pages, and in no others."""
+        wanted = [make_offload_key(b"kvview placeholder %d" % n, 0) for n in range(max(pages) + 1)]
+        output = None
+        for _ in range(getattr(self._manager.manager, "store_threshold", 1)):
+            for key in wanted:  # up to 0.28 lookups count towards the threshold, then offers
+                self._manager.lookup(key)
+            output = self._manager.prepare_store(wanted)
+            if output and output.keys_to_store:
+                break
+        held = dict(zip(_page_ids(output), output.keys_to_store, strict=True)) if output else {}
+        if not pages <= held.keys():
+            raise refusal(
+                OFFLOADING_SEAM,
+                f"an empty manager that gives out the pages {sorted(held)}, when pages up to "
+                f"{max(pages)} are in flight",
+                "pages from 0 on, so that pages in flight can be kept",
+            )
+        surplus = [key for page, key in held.items() if page not in pages]
+        self._manager.complete_store(surplus, success=False)
+        return held
+
+    def _give_back(self, keys: Collection[OffloadKey]) -> None:
+        """Let the manager have the pages of late transfers that ended."""
+        placeholders = [self._late.pop(key).placeholder for key in keys]
+        if placeholders:
+            self._manager.complete_store(placeholders, success=False)
+
+
+def _page_ids(output: PrepareStoreOutput) -> Collection[int]:
+    spec: Any = output.store_spec
+    pages: Collection[int] = spec.block_ids
+    return pages
+
+
+def _not_in_flight(key: OffloadKey, direction: str) -> TransferNotInFlightError:
+    return TransferNotInFlightError(
+        f"OFF-9: no {direction} of key {key.hex()} is in flight; complete each transfer once"
+    )
+
+
+if TYPE_CHECKING:
+    _manager: OffloadingManager = VLLMOffloadingManager(object)
+    _request: SupportsRequestHooks = VLLMOffloadingManager(object)
+    _step: SupportsStepHooks = VLLMOffloadingManager(object)

@@ -1,0 +1,150 @@
+"""The installed vLLM's real ``Scheduler`` under the seeded simulation of connectors.
+
+    from kvview.testing.connector import check_connector
+    report = check_connector(MyConnector, engines=VLLMEngines())
+
+The scheduler, its pool, ``MultiConnector`` and ``KVViewConnector`` are the real ones.
+
+- VSIM-2 What the installed release cannot play **must** be left out of the scenario
+  and named, never passed over in silence.
+
+Source: :mod:`kvview_vllm.simulation.engine`, which is what is tried.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kvview import (
+    CacheGroup,
+    ChunkedLocalAttention,
+    Connector,
+    ConnectorConfig,
+    FullAttention,
+    KVViewError,
+)
+from kvview.testing.connector.invariants import InvariantBroken
+from kvview_vllm.releases.capabilities import engine_version, refusal
+from kvview_vllm.simulation import scheduler as cpu_scheduler
+from kvview_vllm.simulation.engine import Configs, VLLMConnectorHarness
+
+if TYPE_CHECKING:
+    from kvview.testing.connector.harness import ConnectorHarness, EngineFactory
+    from kvview.testing.connector.scenario import Scenario
+
+
+class VLLMEngines:
+    """Builds a fresh scheduler of the installed vLLM for each run.
+
+    Raises:
+        VLLMNotInstalledError: There is no vLLM.
+        UnsupportedEngineError: Nothing can be configured for this vLLM.
+    """
+
+    def __init__(self) -> None:
+        cpu_scheduler.prepare()
+        self.name = f"vllm {engine_version()}"
+        try:
+            Configs([FullAttention(16)])
+        except Exception as error:
+            found = " ".join(f"{type(error).__name__}: {error}".split())
+            raise refusal("configuration", found, "a VllmConfig for the CPU") from error
+        self._answers: dict[tuple[tuple[CacheGroup, ...], int], str | None] = {}
+
+    def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
+        """Leave out what this release cannot play (VSIM-2)."""
+        left_out: list[str] = []
+        groups = self._fit_groups(scenario, left_out)
+        geometry = Configs(groups).geometry
+        fitted = replace(scenario, geometry=geometry, decode_tokens=1)
+        if scenario.decode_tokens > 1:
+            left_out.append("decode steps of several tokens")
+        if scenario.num_connectors > 1 and (why := self._why_not(scenario, groups, 2)):
+            fitted = replace(fitted, num_connectors=1)
+            left_out.append(f"two connectors with {_several(groups)}: {why}")
+        events = tuple(event for event in scenario.events if type(event).__name__ != "Alias")
+        if len(events) < len(scenario.events) and not _can_alias():
+            fitted = replace(fitted, events=events)
+            left_out.append("a second hash of a block")
+        if scenario.loads_may_fail and not cpu_scheduler.can_fail_loads(len(groups)):
+            fitted = replace(fitted, loads_may_fail=False)
+            left_out.append(f"loads that fail, with {_several(groups)}")
+        if not cpu_scheduler.can_reset_connectors():
+            left_out.append("resets of the connector")
+        if scenario.loads_may_be_late and not cpu_scheduler.can_load_between_steps():
+            fitted = replace(fitted, loads_may_be_late=False)
+            left_out.append("loads that take longer than a step")
+        return fitted, left_out
+
+    def build(
+        self,
+        scenario: Scenario,
+        connectors: Sequence[Connector],
+        *,
+        owner: str,
+        clock: Callable[[], float],
+    ) -> ConnectorHarness:
+        """Build an engine; views in vLLM have no leases that ``clock`` could end."""
+        return VLLMConnectorHarness(scenario, connectors)
+
+    def _fit_groups(self, scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
+        """The groups that this release serves; what keeps the others out is noted."""
+        groups = scenario.geometry.groups
+        if not self._why_not(scenario, groups):
+            return groups
+        kept: list[int] = []
+        # Full attention first: every release serves it.
+        for index in sorted(range(len(groups)), key=lambda i: type(groups[i]) is not FullAttention):
+            tried = sorted([*kept, index])
+            if why := self._why_not(scenario, tuple(groups[i] for i in tried)):
+                left_out.append(f"{type(groups[index]).__name__} group: {why}")
+            else:
+                kept = tried
+        return tuple(groups[i] for i in kept) or (FullAttention(groups[0].block_size),)
+
+    def _why_not(
+        self, scenario: Scenario, groups: tuple[CacheGroup, ...], num_connectors: int = 1
+    ) -> str | None:
+        """What goes wrong when a request with these groups is served twice, if anything."""
+        asked = groups, num_connectors
+        if asked not in self._answers:
+            self._answers[asked] = self._try(scenario, *asked)
+        return self._answers[asked]
+
+    def _try(
+        self, scenario: Scenario, groups: Sequence[CacheGroup], num_connectors: int
+    ) -> str | None:
+        from kvview.testing.connector.scenario import Add
+
+        chunked = [group for group in groups if isinstance(group, ChunkedLocalAttention)]
+        if any(group.attention_chunk_size % group.block_size for group in chunked):
+            return "a chunk ends inside a block, and vLLM hits prefixes that it cannot read"
+        try:
+            geometry = Configs(groups).geometry
+            connectors = [Connector(ConnectorConfig(geometry))] * num_connectors
+            tried = replace(scenario, geometry=geometry, num_gpu_blocks=200)
+            engine = VLLMConnectorHarness(tried, connectors)
+            for request_id in ("one", "two"):
+                engine.add(Add(request_id, 1, 4 * geometry.scheduler_block_size + 1), 1)
+                while engine.has_work():
+                    engine.step()
+        except (InvariantBroken, KVViewError) as error:
+            # Without the numbers, which differ from geometry to geometry.
+            return " ".join(str(error.__cause__ or error).rpartition(": ")[2].split())[:160]
+        return "a request reads wrong bytes" if engine.stats.mismatches else None
+
+
+def _several(groups: Sequence[CacheGroup]) -> str:
+    return "several KV-cache groups" if len(groups) > 1 else "one KV-cache group"
+
+
+def _can_alias() -> bool:
+    pool: Any = importlib.import_module("vllm.v1.core.block_pool")
+    return hasattr(pool.BlockPool, "cache_partial_block")
+
+
+if TYPE_CHECKING:
+    _: type[EngineFactory] = VLLMEngines

@@ -1,0 +1,5 @@
+"""``python -m kvview``: the command line."""
+
+from kvview.cli import main
+
+main()

@@ -1,0 +1,5 @@
+"""``python -m kvview.cli``: the same as ``kvview``."""
+
+from kvview.cli import main
+
+main()

@@ -1,0 +1,36 @@
+"""A connector's options: from what the user gave to a checked pydantic model.
+
+Not imported by ``import kvview``: pydantic alone would take longer than all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from kvview.errors import ConfigError
+
+OptionsT = TypeVar("OptionsT", bound=BaseModel)
+
+
+def parse_options(model: type[OptionsT], options: Mapping[str, Any]) -> OptionsT:
+    """Check a connector's options against its pydantic model.
+
+    Args:
+        model: The options; ``extra="forbid"`` makes a typo an error.
+        options: What the user gave.
+
+    Raises:
+        ConfigError: One line: every option that is wrong, and the known ones.
+    """
+    try:
+        return model.model_validate(dict(options))
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(map(str, item['loc'])) or 'options'}: {item['msg']} (got {item['input']!r})"
+            for item in error.errors(include_url=False)
+        )
+        known = ", ".join(model.model_fields)
+        raise ConfigError(f"bad connector options: {problems}. Known options: {known}") from None

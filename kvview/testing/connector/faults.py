@@ -1,0 +1,391 @@
+"""Faults between an engine and the worker half of a connector.
+
+Mocks that complete at once hide most bugs (vLLM #46014). Here a job is late
+unless its fate says otherwise: it lies between the engine and the real worker
+half, moves its bytes some steps later, is reported some steps after that, out of
+order, as a failure, or when nothing else is left. The real worker half is waited
+for when it moves bytes, so that no thread's timing decides anything.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvview import (
+    CanonicalKVCaches,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    KVViewError,
+    LoadStoreSpec,
+    OffloadKey,
+    StepPlan,
+    TransferJob,
+    TransferResult,
+    TransferSpecError,
+    WorkerConnector,
+)
+from kvview.testing.connector.invariants import InvariantBroken, short
+from kvview.testing.connector.scenario import Fate
+
+_JUNK = 0x5A
+_LAW = re.compile(r"^([A-Z]+-\d+): ")
+_Page = tuple[str, int | None]  # of a medium; None for all of it
+
+
+@contextmanager
+def hook(name: str, law: str) -> Iterator[None]:
+    """What a connector's method raises breaks a law, unless the error names another."""
+    try:
+        yield
+    except InvariantBroken:
+        raise
+    except Exception as error:
+        text = str(error)
+        if isinstance(error, TransferSpecError):
+            law = "XFER-1"
+        elif (named := _LAW.match(text)) and not (law == "CONN-2" and text.startswith("OFF-2")):
+            law, text = named[1], text[named.end() :]
+        kind = type(error).__name__
+        text = f"{kind}: {text}" if isinstance(error, KVViewError) else f"{kind} {text}"
+        raise InvariantBroken(law, f"{name} raised {text}") from error
+
+
+class Pool(Protocol):
+    """What the wrapper may ask the engine about blocks."""
+
+    def is_free(self, block_id: int) -> bool:
+        """Whether nobody refers to a block."""
+
+    def hashes(self, block_id: int) -> tuple[OffloadKey, ...]:
+        """What a block holds."""
+
+    def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
+        """Per block of a request that waits for loads, what must come into it."""
+
+
+class JobWatch(Protocol):
+    """Who hears of jobs."""
+
+    def on_started(self, flight: Flight) -> None:
+        """A job begins."""
+
+    def on_reported(self, flight: Flight, success: bool) -> None:
+        """A job is reported; the engine hears of it afterwards."""
+
+
+@dataclass(eq=False)
+class Flight:
+    """A job between its start and its report."""
+
+    job: TransferJob
+    is_load: bool
+    fate: Fate
+    gpu_blocks: list[int]
+    keys: set[OffloadKey]  # what the source blocks of a store hold
+    source: list[torch.Tensor]  # and their bytes, tensor by tensor
+    reads: set[_Page]
+    writes: set[_Page]
+    age: int = 0
+    result: TransferResult | None = None
+
+    @property
+    def spoilt(self) -> list[int]:
+        """The GPU blocks that do not arrive, or are not what arrives."""
+        moved = {"ok": len(self.gpu_blocks), "half": len(self.gpu_blocks) // 2, "none": 0}
+        return self.gpu_blocks[moved[self.fate.outcome] :]
+
+
+@dataclass(eq=False)
+class _Unit:
+    """Jobs whose bytes move together."""
+
+    plan: StepPlan
+    flights: list[Flight]
+    has_moved: bool = False
+
+    @property
+    def is_due(self) -> bool:
+        return not self.has_moved and self.flights[0].age >= self.flights[0].fate.move_after
+
+
+class FaultyWorker(WorkerConnector):
+    """A worker half whose jobs go as their fates say.
+
+    1. Jobs that touch the same page move their bytes in the order in which they
+       were planned (XFER-3); all others may overtake each other.
+    2. A plan of a class of its own may carry more than its jobs: all of it starts
+       at once, as late as its first job, and only the reports go separate ways.
+    3. ``wait`` does nothing: a job is as late as its fate says, and the engine has
+       to live with it. The last ones come after :meth:`release_lost`.
+
+    Args:
+        inner: The real worker half.
+        fates: Of the jobs by the order of their start; several workers may draw from one.
+        fate_of_load: What a fate is when it falls to a load.
+        pool: For questions about blocks.
+        watch: Hears of each job.
+    """
+
+    def __init__(
+        self,
+        inner: WorkerConnector,
+        fates: Iterator[Fate],
+        fate_of_load: Callable[[Fate], Fate],
+        pool: Pool,
+        watch: JobWatch,
+    ) -> None:
+        self._inner = inner
+        self._fates = fates
+        self._fate_of_load = fate_of_load
+        self._pool = pool
+        self._watch = watch
+        self._flights: dict[int, Flight] = {}
+        self._units: list[_Unit] = []
+        self._tensors: list[torch.Tensor] = []
+        self._is_lost_over = False
+        self._stored: defaultdict[int, list[Flight]] = defaultdict(list)
+        self.num_reported = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Jobs that are not reported yet."""
+        return len(self._flights)
+
+    def unreported(self) -> list[int]:
+        """Jobs that the real worker half started and does not report."""
+        flights = [flight for unit in self._units if unit.has_moved for flight in unit.flights]
+        return [flight.job.job_id for flight in flights if not flight.result]
+
+    def release_lost(self) -> None:
+        """Report lost jobs from now on, and forget what is left of the fates."""
+        self._is_lost_over = True
+        self._fates = iter(())
+
+    # --- the worker half ---
+
+    def register_kv_caches(self, kv_caches: CanonicalKVCaches[torch.Tensor]) -> None:
+        self._tensors = [cache.tensor for cache in kv_caches.tensors]
+        with hook("register_kv_caches", "XFER-1"):
+            self._inner.register_kv_caches(kv_caches)
+
+    def start_plan(self, plan: StepPlan) -> None:
+        with hook("pickling the plan", "CONN-3"):
+            plan = pickle.loads(pickle.dumps(plan))
+        flights = [self._begin(job, True, plan) for job in plan.loads]
+        flights += [self._begin(job, False, plan) for job in plan.stores]
+        for flight in flights:
+            self._flights[flight.job.job_id] = flight
+            self._watch.on_started(flight)
+        if type(plan) is StepPlan:
+            for flight in flights:
+                jobs = [flight.job]
+                own = StepPlan(jobs, []) if flight.is_load else StepPlan([], jobs)
+                self._units.append(_Unit(own, [flight]))
+        elif flights:
+            self._units.append(_Unit(plan, flights))
+        self._move_due()
+
+    def get_finished(self) -> list[TransferResult]:
+        for flight in self._flights.values():
+            flight.age += 1
+        self._move_due()
+        self._poll()
+        results = []
+        for flight in list(self._flights.values())[::-1]:  # the last started first
+            is_due = flight.age >= flight.fate.report_after
+            is_due &= not flight.fate.is_lost or self._is_lost_over
+            if is_due and flight.result is not None:
+                del self._flights[flight.job.job_id]
+                self.num_reported += 1
+                self._watch.on_reported(flight, flight.result.success)
+                results.append(flight.result)
+        flying = self._flights.values()
+        self._units = [unit for unit in self._units if any(f in flying for f in unit.flights)]
+        return results
+
+    def wait(self, job_ids: Sequence[int]) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        with hook("shutdown of the worker half", "CONN-4"):
+            self._inner.shutdown()
+
+    # --- one job ---
+
+    def _begin(self, job: TransferJob, is_load: bool, plan: StepPlan) -> Flight:
+        fate = next(self._fates, None) or Fate()
+        if is_load:
+            fate = self._fate_of_load(fate)
+        keys: set[OffloadKey] = set()
+        source: list[torch.Tensor] = []
+        blocks = self._gpu_blocks(job.dst if is_load else job.src)
+        if not is_load:
+            if free := [block for block in blocks if self._pool.is_free(block)]:
+                raise InvariantBroken(
+                    "CONN-6",
+                    f"store job {job.job_id} reads blocks {free}, which are free: anyone may "
+                    f"overwrite them",
+                )
+            keys = {key for block in blocks for key in self._pool.hashes(block)}
+            source = [tensor[blocks] for tensor in self._tensors]  # a copy
+        flight = Flight(job, is_load, fate, blocks, keys, source, _pages(job.src), _pages(job.dst))
+        if is_load:
+            # Children of one plan may have a host each, with pages of the same numbers.
+            self._check_load(flight, is_tracked=type(plan) is StepPlan)
+        elif isinstance(job.dst, CPULoadStoreSpec):
+            for page in job.dst.block_ids:
+                self._stored[page].append(flight)
+        return flight
+
+    def _check_load(self, flight: Flight, is_tracked: bool) -> None:
+        job, blocks = flight.job, flight.gpu_blocks
+        expected = self._pool.expected_keys(job.request_id or "")
+        if foreign := [block for block in blocks if block not in expected]:
+            raise InvariantBroken(
+                "XFER-2",
+                f"load job {job.job_id} writes blocks {foreign}, which are none of those that "
+                f"request {job.request_id!r} waits for",
+            )
+        if not isinstance(job.src, CPULoadStoreSpec) or len(job.src.block_ids) != len(blocks):
+            return
+        for page, block in zip(job.src.block_ids, blocks, strict=True):
+            if is_tracked:
+                self._check_page(job.job_id, page, expected[block])
+
+    def _check_page(self, job_id: int, page: int, key: OffloadKey) -> None:
+        """That the page holds the key, as far as the stores so far tell."""
+        stores = self._stored[page]
+        what = f"load job {job_id} reads host block {page} for key {short(key)}"
+        if not stores:
+            raise InvariantBroken("CONN-2", f"{what}: nothing was ever stored there")
+        if key in stores[-1].keys:
+            if stores[-1].result is not None and not stores[-1].result.success:
+                raise InvariantBroken("OFF-4", f"{what}: the store into it failed")
+            return
+        if any(key in store.keys for store in stores):
+            raise InvariantBroken("OFF-1", f"{what}: another key was stored over it since")
+        held = ", ".join(sorted(map(short, stores[-1].keys))) or "nothing computed"
+        raise InvariantBroken(
+            "CONN-6", f"{what}: the blocks held {held} when they were to be copied there"
+        )
+
+    def _move_due(self) -> None:
+        for position, unit in enumerate(self._units):
+            waits_for = [other for other in self._units[:position] if not other.has_moved]
+            if unit.is_due and not any(_conflict(other, unit) for other in waits_for):
+                self._move(unit)
+
+    def _move(self, unit: _Unit) -> None:
+        unit.has_moved = True
+        if all(flight.fate.outcome == "none" for flight in unit.flights):
+            for flight in unit.flights:
+                flight.result = _failed(flight)
+            return
+        stores = [flight for flight in unit.flights if not flight.is_load]
+        for flight in stores:
+            self._check_source(flight)
+        spoilt = {block for flight in stores for block in flight.spoilt}
+        for flight in stores:
+            if flight.fate.outcome == "ok":
+                spoilt.difference_update(flight.gpu_blocks)
+        before = [tensor.clone() for tensor in self._tensors]
+        self._spoil(spoilt)
+        with hook("start_plan of the worker half", "CONN-3"):
+            self._inner.start_plan(unit.plan)
+        with hook("wait of the worker half", "CONN-3"):
+            self._inner.wait([flight.job.job_id for flight in unit.flights])
+        self._poll()
+        for tensor, rows in zip(self._tensors, before, strict=True):
+            tensor[list(spoilt)] = rows[list(spoilt)]
+        self._check_writes(unit, before)
+        for flight in unit.flights:
+            if flight.is_load:
+                self._spoil(flight.spoilt)
+
+    def _poll(self) -> None:
+        with hook("get_finished of the worker half", "CONN-3"):
+            results = self._inner.get_finished()
+        started = {
+            flight.job.job_id for unit in self._units if unit.has_moved for flight in unit.flights
+        }
+        for result in results:
+            flight = self._flights.get(result.job_id)
+            if flight is None or result.job_id not in started or flight.result is not None:
+                raise InvariantBroken(
+                    "CONN-3",
+                    f"the worker half reports job {result.job_id}, which it was not given or has "
+                    f"reported before",
+                )
+            flight.result = result if flight.fate.outcome == "ok" else _failed(flight)
+
+    def _check_source(self, flight: Flight) -> None:
+        blocks = flight.gpu_blocks
+        for tensor, rows in zip(self._tensors, flight.source, strict=True):
+            changed = (tensor[blocks] != rows).any(dim=1).nonzero().flatten().tolist()
+            if changed:
+                raise InvariantBroken(
+                    "CONN-6",
+                    f"blocks {[blocks[i] for i in changed]} were overwritten while store job "
+                    f"{flight.job.job_id} had yet to read them",
+                )
+
+    def _check_writes(self, unit: _Unit, before: list[torch.Tensor]) -> None:
+        named = {block for f in unit.flights if f.is_load for block in f.gpu_blocks}
+        for tensor, rows in zip(self._tensors, before, strict=True):
+            changed = set((tensor != rows).any(dim=1).nonzero().flatten().tolist())
+            if foreign := sorted(changed - named):
+                raise InvariantBroken(
+                    "XFER-2",
+                    f"jobs {[flight.job.job_id for flight in unit.flights]} wrote GPU blocks "
+                    f"{foreign}, which none of them names",
+                )
+
+    def _spoil(self, blocks: Iterable[int]) -> None:
+        for tensor in self._tensors:
+            tensor[list(blocks)] = _JUNK
+
+    def _gpu_blocks(self, spec: LoadStoreSpec) -> list[int]:
+        if not isinstance(spec, GPULoadStoreSpec):
+            return []  # the engine says so
+        num_blocks = self._tensors[0].shape[0]
+        for block in spec.block_ids:
+            if type(block) is not int or not 0 < block < num_blocks:
+                raise InvariantBroken(
+                    "XFER-1", f"a plan names GPU block {block!r}: blocks are 1 to {num_blocks - 1}"
+                )
+        return list(spec.block_ids)
+
+
+def _pages(spec: LoadStoreSpec) -> set[_Page]:
+    ids = getattr(spec, "block_ids", None)
+    return {(spec.medium, i) for i in ids} if ids is not None else {(spec.medium, None)}
+
+
+def _failed(flight: Flight) -> TransferResult:
+    return TransferResult(flight.job.job_id, False, error=f"simulated: {flight.fate}")
+
+
+def _conflict(one: _Unit, other: _Unit) -> bool:
+    """Whether two units touch a page that one of them writes."""
+
+    def meet(pages: set[_Page], others: set[_Page]) -> bool:
+        if pages & others:
+            return True
+        media = {medium for medium, _ in others}
+        return any(
+            (page is None and medium in media) or (medium, None) in others for medium, page in pages
+        )
+
+    return any(
+        meet(a.writes, b.writes | b.reads) or meet(a.reads, b.writes)
+        for a in one.flights
+        for b in other.flights
+    )

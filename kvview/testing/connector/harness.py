@@ -1,0 +1,179 @@
+"""The engine of a simulated run: what the simulation asks of one.
+
+Any engine that can say these values can be simulated. Its package names the factory
+that builds it among the entry points ``kvview.engines``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Protocol
+
+from kvview import Connector, OffloadKey
+from kvview.errors import ConfigError
+from kvview.testing.connector.scenario import Add, Scenario
+
+ENTRY_POINTS = "kvview.engines"
+
+
+class SimulationStats(Protocol):
+    """Counters since the engine was built."""
+
+    @property
+    def requests(self) -> int:
+        """Requests queued."""
+
+    @property
+    def finished(self) -> int:
+        """Requests that ended by themselves."""
+
+    @property
+    def aborted(self) -> int:
+        """Requests that were aborted."""
+
+    @property
+    def preemptions(self) -> int:
+        """Times that a request lost its blocks."""
+
+    @property
+    def steps(self) -> int:
+        """Scheduler steps."""
+
+    @property
+    def mismatches(self) -> int:
+        """Blocks that a request read and that held other bytes than their hashes stand for."""
+
+
+class ConnectorHarness(Protocol):
+    """An engine under simulation.
+
+    1. A full block that is computed holds the bytes that follow from its hash; what is
+       loaded is overwritten before the load starts; what a request reads is compared.
+    2. What the connector raises comes through unchanged.
+    """
+
+    @property
+    def stats(self) -> SimulationStats:
+        """Counters since the engine was built."""
+
+    # --- what happens to it ---
+
+    def add(self, add: Add, serial: int) -> None:
+        """Queue a request.
+
+        Args:
+            add: What comes.
+            serial: Tells what it generates from what others do.
+
+        Raises:
+            ConfigError: No engine would queue it: it can never fit, or its id is not
+                free yet. Nothing changed.
+        """
+
+    def abort(self, request_id: str) -> None:
+        """End an unfinished request early."""
+
+    def step(self) -> None:
+        """Run one scheduler step."""
+
+    def squeeze(self, num_blocks: int) -> None:
+        """Give back what was squeezed out before, and allocate this many, if as many are free."""
+
+    def alias(self) -> bool:
+        """Give the first cached block of a running request a second hash, if there is one."""
+
+    def reset(self) -> bool:
+        """Reset the caches; False when refused."""
+
+    def shutdown(self) -> Mapping[int, int]:
+        """Stop the connectors.
+
+        Returns:
+            References that they never gave back, ``{block_id: count}``.
+        """
+
+    # --- what is asked ---
+
+    def unfinished(self) -> Mapping[str, str]:
+        """Requests that are not finished, ``{request_id: "waiting", "loading" or "running"}``.
+
+        Those that load come in the order in which they began to.
+        """
+
+    def has_work(self) -> bool:
+        """Whether ``step`` has anything to do, the connectors' pending work included."""
+
+    def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
+        """Per block of a request that waits for loads, what must come into it.
+
+        One that was aborted meanwhile is a request as well; empty for any other.
+        """
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool, the null block included."""
+
+    def ref_count(self, block_id: int) -> int:
+        """References to a block, whoever has them."""
+
+    def block_hashes(self, block_id: int) -> tuple[OffloadKey, ...]:
+        """What a block holds."""
+
+    def free_block_ids(self) -> Sequence[int]:
+        """The free queue, next victim first."""
+
+    def engine_refs(self) -> Counter[int]:
+        """References by block of the requests and of what is squeezed out."""
+
+    def held_blocks(self) -> Mapping[int, int]:
+        """References by block that the connectors' views count."""
+
+
+class EngineFactory(Protocol):
+    """Builds the engine of each run."""
+
+    @property
+    def name(self) -> str:
+        """What the engine is called in reports, with its version if it has one."""
+
+    def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
+        """The nearest scenario that the engine can play.
+
+        Returns:
+            The scenario, and what was left out of it, in a few words each.
+        """
+
+    def build(
+        self,
+        scenario: Scenario,
+        connectors: Sequence[Connector],
+        *,
+        owner: str,
+        clock: Callable[[], float],
+    ) -> ConnectorHarness:
+        """Build an engine.
+
+        Args:
+            scenario: As fitted.
+            connectors: What it runs, in order of preference for loads.
+            owner: Named in reports of the view.
+            clock: Seconds, by which leases expire where the engine has them.
+        """
+
+
+def load_engines(name: str = "reference") -> EngineFactory:
+    """The factory that an installed package brings under a name.
+
+    Raises:
+        ConfigError: No package brings one, or what it needs is not installed.
+    """
+    found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if name not in found:
+        raise ConfigError(f"there is no engine {name!r}; known: {', '.join(sorted(found))}")
+    try:
+        factory: EngineFactory = found[name].load()()
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"engine {name!r} needs {error.name}: it is not installed") from error
+    return factory

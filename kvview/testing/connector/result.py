@@ -1,0 +1,156 @@
+"""What comes out of simulated runs: plain data, for people and for reports."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kvview.testing.connector.scenario import Scenario
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Where the blocks are after a step; the first three add up to the pool.
+
+    Args:
+        step: Number of the step, from 1.
+        free: Blocks in the free queue.
+        engine: Blocks of requests, and those squeezed out.
+        held: Blocks that only the connector refers to.
+        in_flight: Jobs that are not reported yet.
+    """
+
+    step: int
+    free: int
+    engine: int
+    held: int
+    in_flight: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a run ended, if not well.
+
+    Args:
+        law: Number of the law that was broken.
+        message: What happened.
+        step: Steps until then.
+        num_events: Events of the scenario that had begun until then.
+    """
+
+    law: str
+    message: str
+    step: int
+    num_events: int
+
+    def __str__(self) -> str:
+        return f"{self.law}: {self.message} (step {self.step})"
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """What a run was like.
+
+    Args:
+        scenario: What was run.
+        failure: None when every law held.
+        timeline: One snapshot a step.
+        coverage: What happened how often: loads, stores, preemptions and so on.
+    """
+
+    scenario: Scenario
+    failure: Failure | None
+    timeline: tuple[Snapshot, ...]
+    coverage: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ConnectorFailure:
+    """A seed whose run broke a law.
+
+    Args:
+        seed: Replays the run exactly.
+        law: Number of the law that was broken, ``"CONN-4"`` for example.
+        message: What happened, in the smallest run that was found.
+        script: Python that shows it again.
+        result: The run that the script is of.
+    """
+
+    seed: int
+    law: str
+    message: str
+    script: str
+    result: SimulationResult
+
+    @property
+    def timeline(self) -> Sequence[Snapshot]:
+        """Of the run that the script is of, one snapshot a step."""
+        return self.result.timeline
+
+
+@dataclass(frozen=True)
+class ConnectorReport:
+    """What many seeds said about a connector.
+
+    Args:
+        connector: Name of the class.
+        first_seed: The seeds are those from here on.
+        num_seeds: How many were run.
+        failures: One a seed that broke a law; the first is shrunk.
+        seconds: How long it took.
+        coverage: What happened how often, over all seeds.
+        is_interrupted: Whether it was ended before the last seed.
+    """
+
+    connector: str
+    first_seed: int
+    num_seeds: int
+    failures: Sequence[ConnectorFailure]
+    seconds: float
+    coverage: Mapping[str, int] = field(default_factory=dict)
+    is_interrupted: bool = False
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether every seed ended, and none broke a law."""
+        return not self.is_interrupted and not self.failures
+
+    def summary(self) -> str:
+        """What a person reads: how it went, and the first failure with its script."""
+        seeds = f"{self.num_seeds} seeds from {self.first_seed}"
+        if self.is_interrupted:
+            seeds += f", then interrupted in seed {self.first_seed + self.num_seeds}"
+        head = f"{self.connector}: {seeds} in {self.seconds:.1f} s"
+        if not self.failures:
+            return f"{head}: no law broken"
+        laws = Counter(failure.law for failure in self.failures)
+        counts = ", ".join(f"{law} {times}x" for law, times in sorted(laws.items()))
+        first = self.failures[0]
+        return (
+            f"{head}: {len(self.failures)} seeds broke a law: {counts}\n"
+            f"seed {first.seed}, shrunk: {first.law}: {first.message}\n\n{first.script}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for machines."""
+        return {
+            "connector": self.connector,
+            "first_seed": self.first_seed,
+            "num_seeds": self.num_seeds,
+            "seconds": self.seconds,
+            "is_clean": self.is_clean,
+            "is_interrupted": self.is_interrupted,
+            "coverage": dict(self.coverage),
+            "failures": [
+                {
+                    "seed": failure.seed,
+                    "law": failure.law,
+                    "message": failure.message,
+                    "script": failure.script,
+                    "timeline": [asdict(snapshot) for snapshot in failure.timeline],
+                }
+                for failure in self.failures
+            ],
+        }

@@ -1,0 +1,365 @@
+"""One simulated run: an engine, a connector, a scenario, and invariants after every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from kvview import (
+    ConfigError,
+    Connector,
+    ConnectorConfig,
+    ConnectorError,
+    OffloadKey,
+    SchedulerConnector,
+    WorkerConnector,
+)
+from kvview.testing.connector.faults import FaultyWorker, Pool, hook
+from kvview.testing.connector.harness import ConnectorHarness, EngineFactory, load_engines
+from kvview.testing.connector.invariants import (
+    HoldWatch,
+    InvariantBroken,
+    check_bytes,
+    check_conservation,
+    check_drained,
+    check_free_list,
+)
+from kvview.testing.connector.result import Failure, SimulationResult, Snapshot
+from kvview.testing.connector.scenario import (
+    Abort,
+    AbortLoading,
+    Add,
+    Alias,
+    Event,
+    Fate,
+    Reset,
+    Scenario,
+    Squeeze,
+    Step,
+)
+from kvview.testing.connector.watch import FEWEST_CHANCES, Ledger, WatchedScheduler
+
+_PATIENCE = 30  # steps that a block may be held for no job
+_STEPS_BEFORE_LOST = 12  # of the drain, until what is lost is reported
+_MAX_STILL_STEPS = 80  # of the drain, in which nothing ends
+_MAX_DRAIN_STEPS = 3000
+_SECONDS_A_LEASE_MAY_LAST = 7 * 24 * 3600.0
+
+
+def simulate(
+    connector_class: type[Connector],
+    scenario: Scenario,
+    options: Mapping[str, Any] | None = None,
+    *,
+    unique_ids: bool = False,
+    engines: EngineFactory | None = None,
+) -> SimulationResult:
+    """Run a connector through a scenario; the same arguments give the same result.
+
+    Args:
+        connector_class: What to run.
+        scenario: What happens.
+        options: Of the connector. ``cpu_blocks`` and ``enable_events`` are added where
+            it takes them.
+        unique_ids: Whether a request id that comes again gets another name.
+        engines: Builds the engine; the reference engine by default. What it can not
+            play of the scenario is left out, and counted in the result's coverage.
+
+    Raises:
+        ConfigError: The connector refuses the options, or the scenario has a size
+            that no engine takes.
+    """
+    return _Run(
+        connector_class, scenario, dict(options or {}), unique_ids, engines or load_engines()
+    ).run()
+
+
+def _build(
+    connector_class: type[Connector], scenario: Scenario, options: dict[str, Any]
+) -> tuple[Connector, bool]:
+    """A connector, with the options it takes; whether it knows ``cpu_blocks``."""
+    cpu_blocks = {"cpu_blocks": scenario.cpu_blocks}
+    events = {"enable_events": True}
+    for extra in ({**cpu_blocks, **events}, cpu_blocks, events):
+        with suppress(ConfigError):
+            config = ConnectorConfig(scenario.geometry, {**extra, **options})
+            return connector_class(config), "cpu_blocks" in extra
+    return connector_class(ConnectorConfig(scenario.geometry, options)), False
+
+
+class _Part(Connector):
+    """A connector as the engine sees it: the real one, with both halves watched.
+
+    The engine's calls to the scheduler half come through :class:`WatchedScheduler`, those to
+    the worker half through :class:`FaultyWorker`.
+    """
+
+    def __init__(
+        self, connector: Connector, scenario: Scenario, fates: Iterator[Fate], pool: Pool
+    ) -> None:
+        super().__init__(ConnectorConfig(scenario.geometry))
+        self.ledger = Ledger(scenario.geometry)
+        self._connector = connector
+        self._scenario = scenario
+        self._fates = fates
+        self._pool = pool
+
+    def make_scheduler(self) -> SchedulerConnector:
+        with hook("make_scheduler", "CONN-1"):
+            half = self._connector.make_scheduler()
+        self.scheduler = WatchedScheduler(half, self.ledger)
+        return self.scheduler
+
+    def make_worker(self) -> WorkerConnector:
+        with hook("make_worker", "CONN-1"):
+            half = self._connector.make_worker()
+        fate_of_load = self._scenario.fate_of_load
+        self.worker = FaultyWorker(half, self._fates, fate_of_load, self._pool, self.ledger)
+        return self.worker
+
+
+class _Run:
+    """Builds the connectors and the engine, plays the scenario, and watches both."""
+
+    def __init__(
+        self,
+        connector_class: type[Connector],
+        scenario: Scenario,
+        options: dict[str, Any],
+        unique_ids: bool,
+        engines: EngineFactory,
+    ) -> None:
+        self.scenario, left_out = engines.fit(scenario)
+        self._coverage = Counter(f"left out: {what}" for what in left_out)
+        self._coverage["with several groups"] += len(self.scenario.geometry.groups) > 1
+        self._coverage["with two connectors"] += self.scenario.num_connectors > 1
+        self._coverage["with an abrupt end"] += self.scenario.ends_abruptly
+        self._engines = engines
+        self._name = connector_class.__name__
+        children = []
+        for _ in range(self.scenario.num_connectors):
+            child, self._knows_cpu_blocks = _build(connector_class, self.scenario, options)
+            children.append(child)
+        fates = iter(self.scenario.fates)
+        self._parts = [_Part(child, self.scenario, fates, self) for child in children]
+        self._watch = HoldWatch(_PATIENCE)
+        self._timeline: list[Snapshot] = []
+        self._seconds = 0.0
+        self._num_begun = 0
+        self._num_added = 0
+        self._unique_ids = unique_ids
+        self._names: dict[str, str] = {}  # of requests in the scenario, to those in the engine
+        self._num_wrong = 0
+        self._engine: ConnectorHarness | None = None
+
+    # --- what the worker's wrapper asks ---
+
+    def is_free(self, block_id: int) -> bool:
+        return self.engine.ref_count(block_id) == 0
+
+    def hashes(self, block_id: int) -> tuple[OffloadKey, ...]:
+        return self.engine.block_hashes(block_id)
+
+    def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
+        return self.engine.expected_keys(request_id)
+
+    @property
+    def engine(self) -> ConnectorHarness:
+        assert self._engine is not None, "the engine is built by run()"
+        return self._engine
+
+    @property
+    def _workers(self) -> list[FaultyWorker]:
+        return [part.worker for part in self._parts]
+
+    @property
+    def _num_in_flight(self) -> int:
+        """Jobs that are not reported yet."""
+        return sum(worker.num_in_flight for worker in self._workers)
+
+    # --- the run ---
+
+    def run(self) -> SimulationResult:
+        failure = None
+        try:
+            self._engine = self._engines.build(
+                self.scenario, self._parts, owner=self._name, clock=lambda: self._seconds
+            )
+            for event in self.scenario.events:
+                self._num_begun += 1
+                self._play(event)
+            if not self.scenario.ends_abruptly:
+                self._drain()
+                self._probe()
+                self._reset()
+            self._shutdown()
+        except InvariantBroken as broken:
+            failure = self._failure(broken.law, broken.message)
+        except ConnectorError as error:
+            law, colon, message = str(error).partition(": ")
+            is_law = bool(colon) and law.startswith("CONN-")
+            failure = self._failure(*((law, message) if is_law else ("CONN-3", str(error))))
+        finally:
+            if self._engine is not None:
+                for worker in self._workers:
+                    with suppress(InvariantBroken):  # threads and memory, whatever happened
+                        worker.shutdown()
+        for part in self._parts:
+            self._coverage.update(part.ledger.coverage)
+        if self._engine is not None:
+            stats = self.engine.stats
+            for name in ("requests", "preemptions", "steps"):
+                self._coverage[name] = getattr(stats, name)
+        return SimulationResult(self.scenario, failure, tuple(self._timeline), dict(self._coverage))
+
+    def _failure(self, law: str, message: str) -> Failure:
+        return Failure(law, message, len(self._timeline), self._num_begun)
+
+    def _play(self, event: Event) -> None:
+        match event:
+            case Add():
+                self._add(event)
+            case Abort(request_id):
+                self._abort(self._names.get(request_id, request_id))
+            case AbortLoading():
+                unfinished = self.engine.unfinished()
+                if loading := next((r for r, s in unfinished.items() if s == "loading"), None):
+                    self._abort(loading)
+            case Step(count):
+                for _ in range(count):
+                    self._step()
+            case Squeeze(num_blocks):
+                self.engine.squeeze(num_blocks)
+            case Alias():
+                self._coverage["second hashes"] += self.engine.alias()
+            case Reset():
+                self._reset()
+
+    def _add(self, add: Add) -> None:
+        name = self._names.get(add.request_id)
+        if name in self.engine.unfinished():
+            return
+        self._num_added += 1
+        is_again = name is not None
+        if name is None or self._unique_ids:
+            name = f"{add.request_id}.{self._num_added}" if name else add.request_id
+        self._names[add.request_id] = name
+        # One that can never fit is none that an engine would queue.
+        with suppress(ConfigError):
+            self.engine.add(replace(add, request_id=name), self._num_added)
+            self._coverage["ids again"] += is_again
+
+    def _abort(self, request_id: str) -> None:
+        status = self.engine.unfinished().get(request_id)
+        if status is not None:
+            self._coverage[f"aborted {status}"] += 1
+            self.engine.abort(request_id)
+            self._check()
+
+    def _step(self) -> None:
+        self._seconds += 1.0
+        self.engine.step()
+        self._check(is_step=True)
+
+    def _reset(self) -> None:
+        self._coverage["resets"] += self.engine.reset()
+        self._check()
+
+    def _drain(self) -> None:
+        """Let everything come to its end."""
+        self._play(Squeeze(0))
+        still, ended = 0, -1
+        for number in range(_MAX_DRAIN_STEPS):
+            if not self.engine.has_work() and not self._num_in_flight:
+                break
+            if number >= _STEPS_BEFORE_LOST:
+                for worker in self._workers:
+                    worker.release_lost()
+            self._step()
+            stats = self.engine.stats
+            before, ended = ended, stats.finished + stats.aborted
+            ended += sum(worker.num_reported for worker in self._workers)
+            still = still + 1 if ended == before else 0
+            if still > _MAX_STILL_STEPS:
+                self._raise_stuck()
+        else:
+            raise InvariantBroken(
+                "CONN-3", f"the connector still starts jobs after {_MAX_DRAIN_STEPS} idle steps"
+            )
+        if self.engine.held_blocks():
+            self._seconds += _SECONDS_A_LEASE_MAY_LAST
+            for _ in range(3):
+                self._step()
+        check_drained(self.engine.held_blocks(), "when everything has ended")
+
+    def _raise_stuck(self) -> None:
+        if lost := [job for worker in self._workers for job in worker.unreported()]:
+            raise InvariantBroken("CONN-3", f"jobs {lost} were started and are never reported")
+        held = self.engine.held_blocks()
+        unfinished = self.engine.unfinished()
+        if waiting := [request for request, status in unfinished.items() if status == "waiting"]:
+            law, why = "CONN-4", "there is no room for them"
+            if not held:
+                law, why = "ENGINE", "match_prefix has answered"
+                if any(part.scheduler.unanswered.intersection(waiting) for part in self._parts):
+                    law, why = "CONN-2", "match_prefix never answers"
+            raise InvariantBroken(
+                law,
+                f"requests {waiting} wait for ever: {why}, and the connector holds {len(held)} of "
+                f"{self.engine.num_blocks - 1} blocks",
+            )
+        raise InvariantBroken(
+            "CONN-3", "has_pending_work is true for ever, and nothing is in flight"
+        )
+
+    def _probe(self) -> None:
+        """Ask again for what was asked for, when none of it is on the GPU any more."""
+        if not any(part.ledger.wants_chances for part in self._parts):
+            return
+        longest: dict[int, Add] = {}
+        for event in self.scenario.events:
+            if isinstance(event, Add):
+                known = longest.get(event.family)
+                if known is None or known.num_prompt_tokens < event.num_prompt_tokens:
+                    longest[event.family] = replace(event, num_output_tokens=0)
+        for _ in range(FEWEST_CHANCES):
+            for add in longest.values():
+                self._play(Squeeze(self.scenario.num_gpu_blocks))
+                self._play(Squeeze(0))
+                self._add(add)
+                self._drain()
+        for part in self._parts:
+            part.ledger.check_ever_hits(self.scenario.cpu_blocks if self._knows_cpu_blocks else 0)
+
+    def _shutdown(self) -> None:
+        left = self.engine.shutdown()
+        check_drained(left, "after shutdown")
+        for part in self._parts:  # callable twice
+            part.scheduler.shutdown()
+            part.worker.shutdown()
+
+    # --- the invariants ---
+
+    def _check(self, is_step: bool = False) -> None:
+        engine = self.engine
+        refs = {block: engine.ref_count(block) for block in range(1, engine.num_blocks)}
+        held = engine.held_blocks()
+        owned = engine.engine_refs()
+        free = engine.free_block_ids()
+        in_flight = self._num_in_flight
+        num_held = len(held.keys() - owned.keys())
+        if is_step:
+            step = len(self._timeline) + 1
+            self._timeline.append(Snapshot(step, len(free), len(owned), num_held, in_flight))
+        check_free_list(free, refs)
+        check_conservation(refs, owned, held)
+        before, self._num_wrong = self._num_wrong, engine.stats.mismatches
+        check_bytes(self._num_wrong, before)
+        for part in self._parts:
+            part.scheduler.fold_events()
+            part.ledger.check()
+        if is_step:
+            self._watch.check(len(self._timeline), held.keys(), in_flight)

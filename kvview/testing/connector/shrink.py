@@ -1,0 +1,149 @@
+"""Makes a failing scenario smaller, as long as it breaks the same law.
+
+Delta debugging over the events, then simpler fates, requests and sizes, round
+after round, until nothing more can go or the budget is spent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from kvview import CacheGeometry
+from kvview.testing.connector.result import SimulationResult
+from kvview.testing.connector.scenario import Add, Fate, Scenario, Squeeze, Step
+
+Simulate = Callable[[Scenario], SimulationResult]
+
+MAX_RUNS = 400
+"""Scenarios that are tried, by default."""
+
+
+def shrink(
+    result: SimulationResult, simulate: Simulate, max_runs: int = MAX_RUNS
+) -> SimulationResult:
+    """The smallest run found that breaks the same law.
+
+    Args:
+        result: A run that failed.
+        simulate: Runs a scenario.
+        max_runs: Scenarios that may be tried.
+    """
+    return _Shrinker(result, simulate, max_runs).shrink()
+
+
+class _Shrinker:
+    def __init__(self, result: SimulationResult, simulate: Simulate, max_runs: int) -> None:
+        assert result.failure is not None, "only what fails is shrunk"
+        self.best = result
+        self._law = result.failure.law
+        self._simulate = simulate
+        self._runs_left = max_runs
+
+    def shrink(self) -> SimulationResult:
+        failure = self.best.failure
+        assert failure is not None, "the best run fails"
+        self._try(replace(self._scenario, events=self._scenario.events[: failure.num_events]))
+        self._try(replace(self._scenario, fates=()))
+        self._try(replace(self._scenario, num_connectors=1))
+        before = None
+        while self._runs_left > 0 and self._scenario != before:
+            before = self._scenario
+            self._drop_events()
+            self._take_all(_simpler_geometries)
+            self._take_all(_simpler_fates)
+            self._take_all(_simpler_events)
+            self._take_all(_simpler_sizes)
+        return self.best
+
+    @property
+    def _scenario(self) -> Scenario:
+        return self.best.scenario
+
+    def _try(self, scenario: Scenario) -> bool:
+        if self._runs_left <= 0 or scenario == self._scenario:
+            return False
+        self._runs_left -= 1
+        result = self._simulate(scenario)
+        if result.failure is None or result.failure.law != self._law:
+            return False
+        if result.scenario == self._scenario:
+            return False  # the engine cannot play what is simpler in it
+        self.best = result
+        return True
+
+    def _drop_events(self) -> None:
+        size = max(1, len(self._scenario.events) // 2)
+        while size:
+            start = 0
+            while start < len(self._scenario.events):
+                events = self._scenario.events
+                fewer = events[:start] + events[start + size :]
+                if not self._try(replace(self._scenario, events=fewer)):
+                    start += size
+            size //= 2
+
+    def _take_all(self, candidates: Callable[[Scenario], Iterator[Scenario]]) -> None:
+        """Take the first candidate that still fails, and ask again, until none does."""
+        while any(self._try(candidate) for candidate in candidates(self._scenario)):
+            pass
+
+
+def _simpler_geometries(scenario: Scenario) -> Iterator[Scenario]:
+    geometry = scenario.geometry
+    single = CacheGeometry.single(4)
+    if geometry != single:
+        yield replace(scenario, geometry=single)
+    for index in range(len(geometry.groups)):
+        groups = geometry.groups[:index] + geometry.groups[index + 1 :]
+        if groups:
+            yield replace(scenario, geometry=replace(geometry, groups=groups))
+
+
+def _simpler_fates(scenario: Scenario) -> Iterator[Scenario]:
+    fates, usual = scenario.fates, Fate()
+    if fates and fates[-1] == usual:
+        yield replace(scenario, fates=fates[:-1])
+    if len(fates) > 1:
+        yield replace(scenario, fates=fates[: len(fates) // 2])
+    for index, fate in enumerate(fates):
+        simpler = [usual, replace(usual, is_lost=fate.is_lost, outcome=fate.outcome)]
+        for other in simpler:
+            if other != fate:
+                yield replace(scenario, fates=(*fates[:index], other, *fates[index + 1 :]))
+                if fate in simpler:
+                    break
+
+
+def _simpler_events(scenario: Scenario) -> Iterator[Scenario]:
+    size = scenario.geometry.scheduler_block_size
+    for index, event in enumerate(scenario.events):
+        others: list[Add | Step | Squeeze] = []
+        if isinstance(event, Add):
+            others = [
+                replace(event, num_output_tokens=0),
+                replace(event, family=1),
+                *(replace(event, num_prompt_tokens=n * size + 1) for n in (1, 2, 3)),
+            ]
+            others = [o for o in others if isinstance(o, Add) and _weight(o) < _weight(event)]
+        elif isinstance(event, Step) and event.count > 1:
+            others = [Step(1), Step(event.count - 1)]
+        for other in others:
+            events = (*scenario.events[:index], other, *scenario.events[index + 1 :])
+            yield replace(scenario, events=events)
+
+
+def _weight(add: Add) -> int:
+    return add.num_prompt_tokens + add.num_output_tokens + add.family
+
+
+def _simpler_sizes(scenario: Scenario) -> Iterator[Scenario]:
+    if scenario.ends_abruptly:
+        yield replace(scenario, ends_abruptly=False)
+    usual = Scenario(scenario.geometry, scenario.num_gpu_blocks, scenario.events)
+    for name in ("cpu_blocks", "max_running", "max_tokens_per_step", "decode_tokens"):
+        if getattr(scenario, name) != getattr(usual, name):
+            yield replace(scenario, **{name: getattr(usual, name)})
+    for num_gpu_blocks in (scenario.num_gpu_blocks // 2, scenario.num_gpu_blocks - 1):
+        if num_gpu_blocks > 2:
+            yield replace(scenario, num_gpu_blocks=num_gpu_blocks)

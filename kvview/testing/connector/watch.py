@@ -1,0 +1,249 @@
+"""Watches the scheduler half of a connector: what it raises, promises and advertises."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from kvview import (
+    BlockIds,
+    CacheGeometry,
+    EngineFacts,
+    FinishReason,
+    GPUBlockPoolView,
+    OffloadingEvent,
+    OffloadKey,
+    RequestInfo,
+    SchedulerConnector,
+    StepInfo,
+    StepPlan,
+    TransferResult,
+    make_offload_key,
+)
+from kvview.testing.connector.faults import Flight, hook
+from kvview.testing.connector.invariants import (
+    EventFold,
+    InvariantBroken,
+    check_advertised,
+    check_ever_hits,
+    check_promise,
+    check_reset,
+)
+
+FEWEST_CHANCES = 4
+"""Requests whose prefix is held, before it is a fault that none is ever promised any."""
+
+_LAW_OF_HOOK = {
+    "make_scheduler": "CONN-1",
+    "make_worker": "CONN-1",
+    "bind_gpu_block_pool_view": "CONN-1",
+    "on_engine_ready": "CONN-1",
+    "match_prefix": "CONN-2",
+    "on_blocks_allocated": "CONN-2",
+    "plan_step": "CONN-3",
+    "on_transfers_finished": "CONN-3",
+    "has_pending_work": "CONN-3",
+    "take_events": "EVENT-3",
+}  # the others: CONN-4
+
+
+class Ledger:
+    """What was stored, failed and advertised so far, and how often what happened.
+
+    Args:
+        geometry: Block sizes of the engine.
+    """
+
+    def __init__(self, geometry: CacheGeometry) -> None:
+        self.geometry = geometry
+        self.events = EventFold()
+        self.stored: set[OffloadKey] = set()  # by stores reported as a success, since a reset
+        self.failed: set[OffloadKey] = set()
+        self._current: set[Flight] = set()  # begun since the last reset
+        self.coverage: Counter[str] = Counter()
+        self._num_blocks_tried = 0
+        self._chances: Counter[str] = Counter()
+        self._promise: tuple[str, list[OffloadKey], set[OffloadKey]] = "", [], set()
+
+    @property
+    def wants_chances(self) -> bool:
+        """Whether something is stored, and nothing was ever promised."""
+        return bool(self.stored) and not self.coverage["hits"]
+
+    def on_started(self, flight: Flight) -> None:
+        """Note the start of a job."""
+        self._current.add(flight)
+
+    def on_reported(self, flight: Flight, success: bool) -> None:
+        """Note the end of a job; what a store from before a reset brings is not held (OFF-8)."""
+        kind = "loads" if flight.is_load else "stores"
+        self.coverage[kind if success else f"failed {kind}"] += 1
+        if flight in self._current and not flight.is_load:
+            self._num_blocks_tried += len(flight.gpu_blocks)
+            (self.stored if success else self.failed).update(flight.keys)
+        self._current.discard(flight)
+
+    def forget(self) -> None:
+        """The caches were reset."""
+        check_reset(self.events.advertised)
+        self.stored.clear()
+        self.failed.clear()
+        self._current.clear()
+
+    def check(self) -> None:
+        """What is advertised was stored."""
+        check_advertised(self.events.advertised, self.stored, self.failed)
+
+    def check_ever_hits(self, cpu_blocks: int) -> None:
+        """What is held is found, sooner or later.
+
+        Args:
+            cpu_blocks: Blocks that the connector has room for; 0 when not known.
+        """
+        hits = self.coverage["hits"]
+        if self.events.num_events:
+            chances = self._chances["advertised"]
+            check_ever_hits(chances, hits, FEWEST_CHANCES, "EVENT-2", "the events advertise")
+        if self._num_blocks_tried <= cpu_blocks:
+            why = "was stored, with room for it"
+            check_ever_hits(self._chances["stored"], hits, FEWEST_CHANCES, "OFF-6", why)
+
+    def on_promise(self, request: RequestInfo, num_computed: int, num_promised: int) -> None:
+        """Check what ``match_prefix`` answered."""
+        advertised = self.events.advertised
+        if num_promised > 0:
+            self.coverage["hits"] += 1
+        elif not self.coverage["hits"]:
+            for name, keys in (("advertised", advertised), ("stored", self.stored)):
+                self._chances[name] += self._lacks_one_key(request, num_computed, keys)
+        num_tokens = num_computed + num_promised
+        if num_tokens % self.geometry.scheduler_block_size or num_tokens >= request.num_tokens:
+            return  # the engine says so
+        promised = self._keys_to_load(request, num_computed, num_tokens)
+        check_promise(request.request_id, promised, self.stored, None)
+        self._promise = request.request_id, promised, advertised
+
+    def on_blocks_allocated(self, request_id: str) -> None:
+        """The blocks of a promise came and its loads are planned: was it advertised?"""
+        promised_to, promised, advertised = self._promise
+        if promised_to == request_id and self.events.num_events:
+            check_promise(request_id, promised, self.stored, advertised)
+
+    def _lacks_one_key(
+        self, request: RequestInfo, num_computed: int, held: Collection[OffloadKey]
+    ) -> bool:
+        """Whether one key is all that a longer prefix needs, and it is held.
+
+        Of several keys, each may be held by another one of several connectors, so
+        that none of them can load the prefix.
+        """
+        size = self.geometry.scheduler_block_size
+        for num_tokens in range(num_computed + size, request.num_tokens, size):
+            keys = self._keys_to_load(request, num_computed, num_tokens)
+            if len(keys) == 1 and keys[0] in held:
+                return True
+        return False
+
+    def _keys_to_load(
+        self, request: RequestInfo, num_computed: int, num_tokens: int
+    ) -> list[OffloadKey]:
+        hashes, hash_index = request.block_hashes, self.geometry.block_hash_index
+        return [
+            make_offload_key(hashes[hash_index(index, block)], index)
+            for index, group in enumerate(self.geometry.groups)
+            for block in group.required_blocks(num_tokens)
+            if block >= num_computed // group.block_size
+        ]
+
+
+class WatchedScheduler(SchedulerConnector):
+    """Passes every call on; what is raised, and what is promised, is looked at.
+
+    Args:
+        inner: The real scheduler half.
+        ledger: Where it is noted.
+    """
+
+    def __init__(self, inner: SchedulerConnector, ledger: Ledger) -> None:
+        self._inner = inner
+        self._ledger = ledger
+        self._untaken: list[OffloadingEvent] = []  # in the ledger, not with the engine
+        self.unanswered: set[str] = set()  # requests that are to be asked about again
+
+    def _call(self, name: str, *args: Any) -> Any:
+        with hook(name, _LAW_OF_HOOK.get(name, "CONN-4")):
+            return getattr(self._inner, name)(*args)
+
+    def fold_events(self) -> None:
+        """Take the events so far into the ledger."""
+        events = list(self._call("take_events"))
+        self._untaken += events
+        self._ledger.events.apply(events)
+
+    def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
+        self._call("bind_gpu_block_pool_view", view)
+
+    def on_engine_ready(self, facts: EngineFacts) -> None:
+        self._call("on_engine_ready", facts)
+
+    def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
+        answer = self._call("match_prefix", request, num_computed_tokens)
+        if answer is None:
+            self.unanswered.add(request.request_id)
+            return None
+        self.unanswered.discard(request.request_id)
+        if type(answer) is not int:
+            raise InvariantBroken(
+                "CONN-2", f"match_prefix returned {answer!r}: expected a number of tokens or None"
+            )
+        self.fold_events()
+        self._ledger.on_promise(request, num_computed_tokens, answer)
+        return answer
+
+    def on_blocks_allocated(
+        self,
+        request: RequestInfo,
+        block_ids: BlockIds,
+        num_computed_tokens: int,
+        num_external_tokens: int,
+    ) -> None:
+        self._call(
+            "on_blocks_allocated", request, block_ids, num_computed_tokens, num_external_tokens
+        )
+        self._ledger.on_blocks_allocated(request.request_id)
+
+    def plan_step(self, step: StepInfo) -> StepPlan:
+        plan = self._call("plan_step", step)
+        if not isinstance(plan, StepPlan):
+            raise InvariantBroken("CONN-3", f"plan_step returned {plan!r}: expected a StepPlan")
+        return plan
+
+    def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
+        self._call("on_transfers_finished", results)
+
+    def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
+        self._call("on_request_preempted", request, block_ids)
+
+    def on_request_finished(
+        self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
+    ) -> None:
+        self._call("on_request_finished", request, block_ids, reason)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        self.fold_events()
+        events, self._untaken = self._untaken, []
+        return events
+
+    def has_pending_work(self) -> bool:
+        return bool(self._call("has_pending_work"))
+
+    def reset_cache(self) -> bool:
+        if not self._call("reset_cache"):
+            return False
+        self.fold_events()
+        self._ledger.forget()
+        return True
+
+    def shutdown(self) -> None:
+        self._call("shutdown")

@@ -1,0 +1,1 @@
+"""The event contract under test."""

@@ -1,0 +1,142 @@
+"""From a target to a harness that is known to be usable, before any check runs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+
+from kvview.errors import ConfigError
+from kvview.testing.harness import (
+    MIN_BLOCKS_PER_GROUP,
+    MIN_CAPACITY,
+    MIN_CPU_BLOCKS,
+    MIN_GPU_BLOCKS,
+    MIN_POOL_BLOCKS,
+    OFFERS,
+    REQUIRED,
+    SUBJECTS,
+    Capability,
+    Contract,
+    Factory,
+    Need,
+)
+
+_SMALLEST = {
+    "num_blocks": MIN_POOL_BLOCKS,
+    "capacity": MIN_CAPACITY,
+    "num_cpu_blocks": MIN_CPU_BLOCKS,
+    "blocks_per_chunk": 1,
+}
+
+
+def inspect_factory(factory: Factory) -> tuple[Contract, frozenset[Capability]]:
+    """Call a factory once, and check all that the checks rely on.
+
+    Returns:
+        The contract that the harness is for, and the capabilities declared.
+
+    Raises:
+        ConfigError: The factory raises or returns no harness, or its harness lacks
+            a move, has a method that takes other arguments, is too small, or
+            declares a capability that there is not. All that is wrong, in one message.
+    """
+    name = getattr(factory, "__qualname__", None) or repr(factory)
+    if not callable(factory):
+        raise ConfigError(f"{name} is no factory: it cannot be called")
+    try:
+        harness = factory()
+    except Exception as error:
+        raise ConfigError(f"factory {name} raises {type(error).__name__}: {error}") from error
+    contract = _contract_of(harness, name)
+    problems: list[str] = []
+    capabilities = _capabilities_of(harness, contract, problems)
+    needs = list(REQUIRED[contract])
+    for capability in capabilities:
+        needs += OFFERS[contract][capability]
+    for need in dict.fromkeys(needs):
+        problems += _problems_with(need, harness)
+    if not problems:
+        problems += _too_small(harness, contract)
+    if contract == "transfer":
+        harness.worker.shutdown()
+    if problems:
+        raise ConfigError(
+            f"factory {name} makes a {type(harness).__name__} that is no {contract} harness: "
+            + "; ".join(problems)
+        )
+    return contract, frozenset(capabilities)
+
+
+def _contract_of(harness: object, name: str) -> Contract:
+    for contract, subject in SUBJECTS.items():
+        if hasattr(harness, subject):
+            return contract
+    wanted = ", ".join(f"{subject!r} for {contract}" for contract, subject in SUBJECTS.items())
+    raise ConfigError(
+        f"factory {name} returns {type(harness).__name__}, which is no harness: it needs {wanted}"
+    )
+
+
+def _capabilities_of(harness: object, contract: Contract, problems: list[str]) -> list[Capability]:
+    declared: Iterable[object] = getattr(harness, "capabilities", None) or ()
+    if not hasattr(harness, "capabilities"):
+        problems.append("it lacks 'capabilities' (may be empty)")
+    known = OFFERS[contract]
+    wrong = [name for name in declared if name not in known]
+    if wrong:
+        problems.append(
+            f"it declares {', '.join(sorted(map(str, wrong)))}, the capabilities of a {contract} "
+            f"are {', '.join(known)}"
+        )
+    return [capability for capability in known if capability in list(declared)]
+
+
+def _problems_with(need: Need, harness: object) -> list[str]:
+    owner = harness if need.on == "harness" else getattr(harness, need.on)
+    shown = type(owner).__name__ if need.on == "harness" else f"{need.on} {type(owner).__name__}"
+    if not hasattr(owner, need.name):
+        what = need.name if need.num_args is None else f"{need.name}()"
+        return [f"{shown} lacks {what}"]
+    if need.num_args is None:
+        return []
+    method = getattr(owner, need.name)
+    if not callable(method):
+        return [f"{shown}.{need.name} cannot be called"]
+    return _signature_problems(method, need, shown)
+
+
+def _signature_problems(method: Callable[..., object], need: Need, shown: str) -> list[str]:
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # built in, without a signature
+        return []
+    args, kwargs = [None] * (need.num_args or 0), {}
+    if need.name == "complete_store":
+        args, kwargs = args[:2], {"success": True}
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        wanted = f"{need.num_args} positional arguments"
+        if kwargs:
+            wanted = "2 positional arguments and success="
+        return [f"{shown}.{need.name}{signature} must take {wanted}"]
+    return []
+
+
+def _too_small(harness: object, contract: Contract) -> list[str]:
+    problems = []
+    for name, smallest in _SMALLEST.items():
+        if Need("harness", name, None) in REQUIRED[contract]:
+            size = getattr(harness, name)
+            if type(size) is not int or size < smallest:
+                problems.append(f"{name} must be an int of at least {smallest}, got {size!r}")
+    if contract == "transfer" and not problems:
+        caches = getattr(harness, "kv_caches", None)
+        tensors = getattr(caches, "tensors", ())
+        num_groups = len(getattr(caches, "group_data_refs", ()))
+        fewest = max(MIN_GPU_BLOCKS, MIN_BLOCKS_PER_GROUP * num_groups)
+        if not tensors or min(cache.tensor.shape[0] for cache in tensors) < fewest:
+            problems.append(f"kv_caches needs tensors of at least {fewest} blocks")
+        if getattr(harness, "num_cpu_blocks", 0) < fewest:
+            problems.append(f"num_cpu_blocks must be at least {fewest} for {num_groups} groups")
+    return problems

@@ -1,0 +1,1 @@
+"""The geometry contract under test."""

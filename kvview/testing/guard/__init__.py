@@ -1,0 +1,1 @@
+"""The guard under test."""

@@ -1,0 +1,1 @@
+"""The offloading contract under test."""

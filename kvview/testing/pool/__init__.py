@@ -1,0 +1,1 @@
+"""The pool contract under test."""

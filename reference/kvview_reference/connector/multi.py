@@ -1,0 +1,264 @@
+"""Several connectors side by side, seen by the engine as one.
+
+The bind goes to each child, before anything else (vLLM #39654). The first child
+that promises a prefix loads it. Job ids are renumbered, so that children need
+not know of each other; events are merged, so that a key held by two children
+stays advertised until both have dropped it (EVENT-1, EVENT-2).
+
+Source: ``vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py`` (0.33.0).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvview import (
+    BlockIds,
+    CanonicalKVCaches,
+    Connector,
+    ConnectorConfig,
+    ConnectorError,
+    EngineFacts,
+    FinishReason,
+    GPUBlockPoolView,
+    GuardedView,
+    OffloadingEvent,
+    OffloadKey,
+    RequestInfo,
+    SchedulerConnector,
+    StepInfo,
+    StepPlan,
+    TransferJob,
+    TransferResult,
+    WorkerConnector,
+)
+from kvview.options import parse_options
+from kvview.targets import load_connector
+
+
+class ChildOptions(BaseModel):
+    """One child.
+
+    Args:
+        connector: Its target, ``file.py:Class`` or ``pkg.mod:Class``.
+        options: Its own options.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    connector: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class MultiOptions(BaseModel):
+    """Settings of :class:`MultiConnector`.
+
+    Args:
+        connectors: The children, in order of preference for loads.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    connectors: tuple[ChildOptions, ...] = Field(min_length=1)
+
+
+class MultiConnector(Connector):
+    """Runs several connectors as one."""
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        super().__init__(config)
+        options = parse_options(MultiOptions, config.options)
+        self.children = [
+            load_connector(child.connector)(ConnectorConfig(config.geometry, child.options))
+            for child in options.connectors
+        ]
+
+    def make_scheduler(self) -> SchedulerConnector:
+        return MultiScheduler([child.make_scheduler() for child in self.children])
+
+    def make_worker(self) -> WorkerConnector:
+        return MultiWorker([child.make_worker() for child in self.children])
+
+
+@dataclass(frozen=True)
+class MultiPlan(StepPlan):
+    """The plans of the children, and the plan that the engine sees of them.
+
+    Args:
+        children: Per child its own plan, whatever its class, and for each job id
+            in it the one that the engine knows.
+    """
+
+    children: Sequence[tuple[StepPlan, Mapping[int, int]]] = ()
+
+
+class MultiScheduler(SchedulerConnector):
+    """The scheduler halves of the children.
+
+    Args:
+        children: In order of preference for loads.
+    """
+
+    def __init__(self, children: Sequence[SchedulerConnector]) -> None:
+        self._children = list(children)
+        self._job_ids = count()
+        self._jobs: dict[int, tuple[int, int]] = {}  # job id -> child, its own job id
+        self._chosen: dict[str, int] = {}  # request -> child that promised
+        self._holders: Counter[tuple[str, OffloadKey]] = Counter()
+        self._guards: list[GuardedView] = []
+
+    def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
+        # A guard each: one child can not give back what another holds.
+        clock = (lambda: view.now()) if isinstance(view, GuardedView) else time.monotonic
+        self._guards = [
+            GuardedView(view, owner=type(child).__name__, clock=clock) for child in self._children
+        ]
+        for child, guard in zip(self._children, self._guards, strict=True):
+            child.bind_gpu_block_pool_view(guard)
+
+    def on_engine_ready(self, facts: EngineFacts) -> None:
+        self._each(lambda child: child.on_engine_ready(facts))
+
+    def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
+        self._chosen.pop(request.request_id, None)
+        for index, child in enumerate(self._children):
+            num_tokens = child.match_prefix(request, num_computed_tokens)
+            if num_tokens is None or num_tokens > 0:
+                self._chosen[request.request_id] = index
+                return num_tokens
+        return 0
+
+    def on_blocks_allocated(
+        self,
+        request: RequestInfo,
+        block_ids: BlockIds,
+        num_computed_tokens: int,
+        num_external_tokens: int,
+    ) -> None:
+        chosen = self._chosen.pop(request.request_id, None)
+        for index, child in enumerate(self._children):
+            external = num_external_tokens if index == chosen else 0
+            child.on_blocks_allocated(request, block_ids, num_computed_tokens, external)
+
+    def plan_step(self, step: StepInfo) -> StepPlan:
+        plans: list[tuple[StepPlan, Mapping[int, int]]] = []
+        loads: list[TransferJob] = []
+        stores: list[TransferJob] = []
+        for guard in self._guards:
+            guard.release_expired()
+        for index, child in enumerate(self._children):
+            plan = child.plan_step(step)
+            job_ids: dict[int, int] = {}
+            for jobs, all_jobs in ((plan.loads, loads), (plan.stores, stores)):
+                for job in jobs:
+                    job_id = job_ids[job.job_id] = next(self._job_ids)
+                    self._jobs[job_id] = index, job.job_id
+                    all_jobs.append(replace(job, job_id=job_id))
+            plans.append((plan, job_ids))
+        return MultiPlan(loads, stores, plans)
+
+    def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
+        per_child: defaultdict[int, list[TransferResult]] = defaultdict(list)
+        for result in results:
+            index, job_id = self._jobs.pop(result.job_id)
+            per_child[index].append(replace(result, job_id=job_id))
+        for index, own_results in per_child.items():
+            self._children[index].on_transfers_finished(own_results)
+
+    def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
+        self._each(lambda child: child.on_request_preempted(request, block_ids))
+
+    def on_request_finished(
+        self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
+    ) -> None:
+        self._chosen.pop(request.request_id, None)
+        self._each(lambda child: child.on_request_finished(request, block_ids, reason))
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        events = []
+        for child in self._children:
+            for event in child.take_events():
+                keys = [key for key in event.keys if self._changes(event, key)]
+                if keys:
+                    events.append(replace(event, keys=keys))
+        return events
+
+    def _changes(self, event: OffloadingEvent, key: OffloadKey) -> bool:
+        """Count a holder in or out; whether the medium as a whole gained or lost the key."""
+        held = event.medium, key
+        if not event.removed:
+            self._holders[held] += 1
+            return self._holders[held] == 1
+        self._holders[held] -= 1
+        if self._holders[held] > 0:
+            return False
+        del self._holders[held]
+        return True
+
+    def has_pending_work(self) -> bool:
+        return any(child.has_pending_work() for child in self._children)
+
+    def reset_cache(self) -> bool:
+        answers = [child.reset_cache() for child in self._children]  # each is asked
+        return all(answers)
+
+    def shutdown(self) -> None:
+        self._each(lambda child: child.shutdown())
+
+    def _each(self, call: Callable[[SchedulerConnector], None]) -> None:
+        for child in self._children:
+            call(child)
+
+
+class MultiWorker(WorkerConnector):
+    """The worker halves of the children.
+
+    Args:
+        children: In the same order as the scheduler halves.
+    """
+
+    def __init__(self, children: Sequence[WorkerConnector]) -> None:
+        self._children = list(children)
+        self._job_ids: list[dict[int, int]] = [{} for _ in children]  # own job id -> the engine's
+
+    def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
+        for child in self._children:
+            child.register_kv_caches(kv_caches)
+
+    def start_plan(self, plan: StepPlan) -> None:
+        assert isinstance(plan, MultiPlan), "a MultiWorker runs the plans of a MultiScheduler"
+        for child, job_ids, (own_plan, new_job_ids) in zip(
+            self._children, self._job_ids, plan.children, strict=True
+        ):
+            job_ids.update(new_job_ids)
+            if own_plan:
+                child.start_plan(own_plan)
+
+    def get_finished(self) -> list[TransferResult]:
+        results = []
+        for child, job_ids in zip(self._children, self._job_ids, strict=True):
+            for result in child.get_finished():
+                job_id = job_ids.pop(result.job_id, None)
+                if job_id is None:
+                    raise ConnectorError(
+                        f"{type(child).__name__} reported its job {result.job_id}, "
+                        f"which is not in flight"
+                    )
+                results.append(replace(result, job_id=job_id))
+        return results
+
+    def wait(self, job_ids: Sequence[int]) -> None:
+        wanted = set(job_ids)
+        for child, known in zip(self._children, self._job_ids, strict=True):
+            child.wait([own for own, job_id in known.items() if job_id in wanted])
+
+    def shutdown(self) -> None:
+        for child in self._children:
+            child.shutdown()

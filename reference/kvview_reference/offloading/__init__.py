@@ -1,0 +1,6 @@
+"""The CPU offloading manager and its cache policies."""
+
+from kvview_reference.offloading.manager import CPUOffloadingManager
+from kvview_reference.offloading.policies import CachePolicy, register_policy
+
+__all__ = ["CPUOffloadingManager", "CachePolicy", "register_policy"]

@@ -1,0 +1,295 @@
+"""A CPU tier's bookkeeping: pages, pins, events and a replacement policy.
+
+Recency moves when keys are stored and when they are touched, at no other time:
+looking up, loading and completing change no order. What a key costs is spent in
+batched dict operations, because that is what a scheduler waits for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from kvview import (
+    MEDIUM_CPU,
+    ConfigError,
+    CPULoadStoreSpec,
+    KeyNotLoadableError,
+    LookupResult,
+    OffloadingEvent,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    TransferNotInFlightError,
+)
+from kvview_reference.offloading.policies import InFlight, policy_factory
+
+if TYPE_CHECKING:
+    from kvview import OffloadingManager
+
+_MISS, _HIT, _HIT_PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
+
+
+class CPUOffloadingManager:
+    """Tracks which keys the CPU tier holds, and where.
+
+    1. ``prepare_store`` that returns None changes nothing: no order, no ghost of
+       the policy, no count of the store threshold.
+    2. A completion of a key that is not in flight raises
+       :class:`TransferNotInFlightError` and changes nothing. After ``reset``,
+       keys in flight are still completed once for each transfer (OFF-8).
+    3. With ``store_threshold=N`` a key is stored from its N-th offer on, for as
+       long as its count is remembered; one call is one offer.
+
+    Args:
+        num_blocks: Capacity, in offloaded blocks; pages are 0..num_blocks-1.
+        cache_policy: A name known to :func:`~kvview_reference.offloading.policies.register_policy`.
+        enable_events: Whether to gather events for ``take_events``.
+        store_threshold: Offers that a key needs before it is stored; 1 stores all.
+        max_tracked_keys: Keys whose offers are counted; the least recently
+            offered is forgotten first.
+
+    Raises:
+        ConfigError: A size that is no positive int, or an unknown policy (OFF-7).
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        cache_policy: str = "lru",
+        *,
+        enable_events: bool = False,
+        store_threshold: int = 1,
+        max_tracked_keys: int = 64_000,
+    ) -> None:
+        self._num_blocks = _positive_int("num_blocks", num_blocks)
+        self._store_threshold = _positive_int("store_threshold", store_threshold)
+        self._max_tracked_keys = _positive_int("max_tracked_keys", max_tracked_keys)
+        self._make_policy = policy_factory(cache_policy)
+        self._policy = self._make_policy(num_blocks)
+        self._pages: dict[OffloadKey, int] = {}  # of keys held: stored or being stored
+        self._storing: set[OffloadKey] = set()
+        self._loading: dict[OffloadKey, int] = {}  # to the number of loads
+        self._in_flight = InFlight(self._loading.keys(), self._storing)
+        self._late_pages: dict[OffloadKey, int] = {}  # of keys in flight since before a reset
+        self._late_loads: dict[OffloadKey, int] = {}
+        self._free_pages = list(range(num_blocks - 1, -1, -1))
+        self._offers: OrderedDict[OffloadKey, int] = OrderedDict()
+        self._events: list[OffloadingEvent] | None = [] if enable_events else None
+
+    @property
+    def num_blocks(self) -> int:
+        """Capacity, in offloaded blocks."""
+        return self._num_blocks
+
+    def num_free_blocks(self) -> int:
+        """Blocks that a store may take without an eviction."""
+        return len(self._free_pages)
+
+    def num_protected_blocks(self) -> int:
+        """Blocks that transfers use now, those from before a reset included."""
+        return len(self._loading) + len(self._storing) + len(self._late_pages)
+
+    def lookup(self, key: OffloadKey, ctx: ReqContext | None = None, /) -> LookupResult:
+        """Whether a key is held and loadable now (OFF-6); changes no order."""
+        if key not in self._pages:
+            return _MISS
+        return _HIT_PENDING if key in self._storing else _HIT
+
+    def prepare_load(
+        self, keys: Collection[OffloadKey], ctx: ReqContext | None = None, /
+    ) -> CPULoadStoreSpec:
+        """Protect keys until ``complete_load``, one load for each occurrence.
+
+        Returns:
+            One page a key, in the order given.
+
+        Raises:
+            KeyNotLoadableError: A key is not held or not ready; nothing was
+                protected (OFF-2).
+        """
+        pages, loading = self._pages, self._loading
+        try:
+            spec = CPULoadStoreSpec([pages[key] for key in keys])
+            if not self._storing.isdisjoint(keys):
+                raise KeyError(*self._storing.intersection(keys))
+        except KeyError as error:
+            key, state = error.args[0], "not held" if error.args[0] not in pages else "not ready"
+            raise KeyNotLoadableError(
+                f"OFF-2: key {key.hex()} is {state}; load only what lookup says HIT for"
+            ) from None
+        for key in keys:
+            loading[key] = loading.get(key, 0) + 1
+        return spec
+
+    def complete_load(self, keys: Collection[OffloadKey], ctx: ReqContext | None = None, /) -> None:
+        """End one load of each key, counted per occurrence, whatever became of it.
+
+        Raises:
+            TransferNotInFlightError: More loads would end than were prepared.
+        """
+        loading = self._loading
+        released = keys
+        if list(map(loading.get, keys)).count(1) == len(keys) == len(set(keys)):
+            for key in keys:
+                del loading[key]
+        else:
+            released = self._end_shared_loads(keys)
+        self._policy.release(released)
+
+    def touch(self, keys: Collection[OffloadKey], ctx: ReqContext | None = None, /) -> None:
+        """Count a use of each held key, in flight or not; the first is the most recent."""
+        self._policy.touch(list(keys), self._in_flight)
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], ctx: ReqContext | None = None, /
+    ) -> PrepareStoreOutput | None:
+        """Make room for new keys and protect them until ``complete_store`` (OFF-3).
+
+        Left out are keys held, keys below the store threshold, and keys that a
+        transfer from before a reset still uses (OFF-8).
+
+        Returns:
+            What to store and where, or None when too many keys are in flight to
+            make room; then nothing has changed.
+        """
+        pages, free_pages = self._pages, self._free_pages
+        if len(set(keys)) < len(keys):
+            keys = dict.fromkeys(keys)
+        new = [key for key in keys if key not in pages]
+        has_held = len(new) < len(keys)
+        if self._late_pages:
+            new = [key for key in new if key not in self._late_pages]
+        if self._store_threshold > 1:
+            offers, enough = self._offers, self._store_threshold - 1
+            new = [key for key in new if offers.get(key, 0) >= enough]
+
+        num_victims = len(new) - len(free_pages)
+        kept: list[OffloadKey] = []
+        if num_victims > 0:
+            loading, storing = self._in_flight
+            if has_held:
+                kept = [key for key in keys if key in pages]
+                kept = [key for key in kept if key not in loading and key not in storing]
+            if num_victims > len(pages) - len(loading) - len(storing) - len(kept):
+                return None
+        if self._store_threshold > 1:
+            for key in reversed(list(keys)):
+                offers[key] = min(offers.pop(key, 0) + 1, self._store_threshold)
+            while len(offers) > self._max_tracked_keys:
+                offers.popitem(last=False)
+        if not new:
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+
+        if kept:  # OFF-3: protect them during this call
+            self._loading.update(dict.fromkeys(kept, 1))
+        victims = self._policy.admit(new, max(num_victims, 0), self._in_flight)
+        if kept:
+            self.complete_load(kept)
+        if victims:
+            free_pages.extend(map(pages.pop, victims))
+            if self._events is not None:
+                self._emit(victims, removed=True)
+        new_pages = free_pages[: -len(new) - 1 : -1]
+        del free_pages[-len(new) :]
+        pages.update(zip(new, new_pages, strict=True))
+        self._storing.update(new)
+        return PrepareStoreOutput(new, CPULoadStoreSpec(new_pages), victims)
+
+    def complete_store(
+        self,
+        keys: Collection[OffloadKey],
+        ctx: ReqContext | None = None,
+        /,
+        success: bool = True,
+    ) -> None:
+        """End the stores of these keys: loadable from now, or gone (OFF-4).
+
+        Raises:
+            TransferNotInFlightError: A key is not being stored.
+        """
+        if not self._storing.issuperset(keys):
+            keys = self._end_late_stores(keys)
+        self._storing.difference_update(keys)
+        if success:
+            self._policy.release(keys)
+            if self._events is not None:
+                self._emit(dict.fromkeys(keys), removed=False)
+        else:
+            failed = dict.fromkeys(keys)
+            self._policy.remove(failed)
+            self._free_pages.extend(map(self._pages.pop, failed))
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Events since the last call, in order; empty when events are off."""
+        events = self._events or []
+        if events:
+            self._events = []
+        return events
+
+    def reset(self) -> None:
+        """Forget every key, what the policy learnt and all counts of offers (OFF-8)."""
+        self._emit([key for key in self._pages if key not in self._storing], removed=True)
+        for key, page in self._pages.items():
+            if key in self._storing or key in self._loading:
+                self._late_pages[key] = page
+            else:
+                self._free_pages.append(page)
+        self._late_loads.update(self._loading)
+        for forgotten in (self._pages, self._storing, self._loading, self._offers):
+            forgotten.clear()
+        self._policy = self._make_policy(self._num_blocks)
+
+    def shutdown(self) -> None:
+        """Forget every key, as ``reset`` does; callable twice."""
+        self.reset()
+
+    def _end_shared_loads(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        """End loads of keys that may have several, or be late; returns those released."""
+        ended = Counter(keys)
+        for key, times in ended.items():
+            if (self._loading.get(key) or self._late_loads.get(key, 0)) < times:
+                raise _not_in_flight(key, "load")
+        released = []
+        for key, times in ended.items():
+            loads = self._loading if key in self._loading else self._late_loads
+            if loads[key] > times:
+                loads[key] -= times
+                continue
+            del loads[key]
+            if loads is self._loading:
+                released.append(key)
+            else:
+                self._free_pages.append(self._late_pages.pop(key))
+        return released
+
+    def _end_late_stores(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        """End stores older than the last reset; returns the other keys."""
+        late, loads = self._late_pages, self._late_loads
+        for key in keys:
+            if key not in self._storing and (key not in late or key in loads):
+                raise _not_in_flight(key, "store")
+        ended = dict.fromkeys(keys)
+        self._free_pages.extend(late.pop(key) for key in ended if key in late)
+        return [key for key in ended if key in self._storing]
+
+    def _emit(self, keys: Collection[OffloadKey], *, removed: bool) -> None:
+        if self._events is not None and keys:
+            self._events.append(OffloadingEvent(tuple(keys), MEDIUM_CPU, removed))
+
+
+def _not_in_flight(key: OffloadKey, direction: str) -> TransferNotInFlightError:
+    return TransferNotInFlightError(
+        f"no {direction} of key {key.hex()} is in flight; complete each transfer once"
+    )
+
+
+def _positive_int(name: str, value: object) -> int:
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{name} must be a positive int, got {value!r}")
+    return value
+
+
+if TYPE_CHECKING:
+    _: OffloadingManager = CPUOffloadingManager(1)

@@ -1,0 +1,192 @@
+"""``kvview replay``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from kvview.cli.output import one_line_errors, require_writable, write_json
+from kvview.errors import ConfigError, KVViewError
+from kvview.targets import load_connector
+
+if TYPE_CHECKING:
+    from kvview_reference.replay import ReplayReport
+    from kvview_reference.replay.traces import Trace, TraceRequest
+
+DEFAULT_CONNECTOR = "kvview_reference.connector:LazyOffloadConnector"
+_SYNTHETIC_BLOCK_SIZE = 512
+
+
+@click.command()
+@click.argument("trace", required=False)
+@click.option(
+    "--connector",
+    default=DEFAULT_CONNECTOR,
+    metavar="TARGET",
+    help=f"file.py:Class or pkg.mod:Class.  [default: {DEFAULT_CONNECTOR}]",
+)
+@click.option(
+    "--option",
+    "options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="An option for the connector; the value is JSON, or else text. Repeatable.",
+)
+@click.option("--gpu-blocks", type=int, help="GPU blocks.  [default: about a million tokens]")
+@click.option("--cpu-blocks", type=int, help="Host blocks.  [default: the connector's]")
+@click.option("--policy", help="Cache policy of the host tier.  [default: the connector's]")
+@click.option("--block-bytes", type=int, default=1024, show_default=True, help="Bytes a block.")
+@click.option(
+    "--concurrency", type=int, default=16, show_default=True, help="Requests in the engine at once."
+)
+@click.option(
+    "--groups",
+    default="full",
+    show_default=True,
+    help="KV-cache groups: full, window:TOKENS, chunked:TOKENS, mamba, "
+    "comma-separated; @K makes a group's blocks K times larger.",
+)
+@click.option(
+    "--requests", type=int, help="Stop after so many requests.  [default: all; 2000 generated]"
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the generated workload.")
+@click.option(
+    "--json", "json_file", metavar="FILE", help="Write the report there ('-' for stdout)."
+)
+def replay(
+    trace: str | None,
+    connector: str,
+    options: tuple[str, ...],
+    gpu_blocks: int | None,
+    cpu_blocks: int | None,
+    policy: str | None,
+    block_bytes: int,
+    concurrency: int,
+    groups: str,
+    requests: int | None,
+    seed: int,
+    json_file: str | None,
+) -> None:
+    """Run a request trace through the reference engine, with a connector.
+
+    TRACE is JSONL or JSONL.gz in the Mooncake, Bailian or cc-traces schema.
+    Without one, a seeded workload of the same shape is generated. Every byte
+    that the connector loads is verified.
+    """
+    with one_line_errors():
+        from kvview_reference.replay import ReplayConfig
+        from kvview_reference.replay import replay as run
+        from kvview_reference.replay.traces import open_trace
+        from kvview_reference.replay.workload import generate_trace
+
+        if requests is not None and requests < 1:
+            raise ConfigError(f"--requests must be at least 1, got {requests}")
+        connector_options = _parse_options(options, cpu_blocks=cpu_blocks, policy=policy)
+        config = ReplayConfig(gpu_blocks, block_bytes, concurrency, groups, connector_options)
+        connector_class = load_connector(connector)
+        require_writable("--json", json_file)
+
+        malformed: list[str] = []
+        source: Trace | None = None
+        rows: Iterable[TraceRequest]
+        if trace is None:
+            total = requests or 2000
+            rows = generate_trace(num_requests=total, seed=seed, block_size=_SYNTHETIC_BLOCK_SIZE)
+            block_size = _SYNTHETIC_BLOCK_SIZE
+            title = f"generated workload (seed {seed})"
+        else:
+
+            def report(error: KVViewError) -> None:
+                if str(error) not in malformed:
+                    malformed.append(str(error))
+                    click.echo(f"kvview: skipped: {error}", err=True)
+
+            source = open_trace(trace, on_error=report)
+            rows, block_size, title = source, source.block_size, Path(trace).name
+        with _progress() as bar:
+            task = bar.add_task(title, total=None if source else total)
+
+            def on_progress(num_requests: int) -> None:
+                if source is None:
+                    bar.update(task, completed=num_requests)
+                else:
+                    bar.update(task, completed=source.bytes_read, total=source.total_bytes)
+
+            result = run(_take(rows, requests), block_size, connector_class, config, on_progress)
+        _show(result, title, len(malformed))
+        write_json(json_file, {**asdict(result), "malformed_rows": len(malformed)})
+    sys.exit(0 if result.is_clean else 1)
+
+
+def _take(rows: Iterable[TraceRequest], limit: int | None) -> Iterator[TraceRequest]:
+    for number, row in enumerate(rows, 1):
+        yield row
+        if number == limit:
+            return
+
+
+def _parse_options(options: Iterable[str], **named: object) -> dict[str, Any]:
+    parsed: dict[str, Any] = {key: value for key, value in named.items() if value is not None}
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--option {option!r}: expected KEY=VALUE")
+        try:
+            parsed[key] = json.loads(value)
+        except json.JSONDecodeError:
+            parsed[key] = value
+    return parsed
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+def _show(report: ReplayReport, title: str, num_malformed: int) -> None:
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    rows: list[tuple[str, str]] = [
+        ("requests", f"{report.requests:,}"),
+        ("blocks", f"{report.blocks:,}"),
+        ("hit on the GPU", f"{report.gpu_hit_blocks:,}  ({report.gpu_hit_rate:.1%})"),
+        ("hit on the CPU tier", f"{report.cpu_hit_blocks:,}  ({report.cpu_hit_rate:.1%})"),
+        ("blocks offloaded", f"{report.offloaded_blocks:,}"),
+        ("blocks loaded", f"{report.loaded_blocks:,}"),
+        ("bytes verified", f"{report.bytes_verified:,}"),
+        ("mismatches", f"{report.mismatches:,}"),
+        ("holds left at the end", f"{report.holds_at_end:,}"),
+        ("preemptions", f"{report.preemptions:,}"),
+        ("failed transfers", f"{report.failed_transfers:,}"),
+        ("malformed rows", f"{num_malformed:,}"),
+        ("seconds", f"{report.seconds:.1f}"),
+        ("blocks per second", f"{report.blocks_per_s:,.0f}"),
+    ]
+    for name, value in rows:
+        bad = name in ("mismatches", "holds left at the end", "malformed rows") and value != "0"
+        table.add_row(name, value, style="red" if bad else None)
+    Console(stderr=False).print(table)

@@ -1,0 +1,221 @@
+"""The main job: a request trace, through the engine, with a connector beside it.
+
+Requests come in the order of the trace, as many at once as ``concurrency``
+allows; arrival times are not waited for. Memory holds the requests in flight
+and nothing that grows with the trace.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvview import (
+    CacheGeometry,
+    CacheGroup,
+    ChunkedLocalAttention,
+    ConfigError,
+    Connector,
+    ConnectorConfig,
+    FullAttention,
+    Mamba,
+    SlidingWindow,
+)
+from kvview_reference.engine import Engine
+from kvview_reference.engine.request import Request, chain_hashes
+from kvview_reference.replay.traces import TraceRequest
+
+_GROUP = re.compile(r"(?P<kind>[a-z]+)(:(?P<tokens>\d+))?(@(?P<multiple>\d+))?")
+_GROUP_KINDS = "full, window:TOKENS, chunked:TOKENS, mamba; each may end in @K for blocks K times"
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """Sizes of the engine.
+
+    Args:
+        gpu_blocks: Blocks of the GPU pool, the null block included; None takes
+            as many as hold about a million tokens.
+        block_bytes: Bytes of one block, a multiple of 8.
+        concurrency: Requests in the engine at once.
+        groups: KV-cache groups, as :func:`parse_groups` reads them.
+        options: For the connector.
+    """
+
+    gpu_blocks: int | None = None
+    block_bytes: int = 1024
+    concurrency: int = 16
+    groups: str = "full"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """What came of a replay; the names are those of the JSON report.
+
+    Args:
+        blocks: Hash ids of all prompts: what the hit rates are shares of.
+        holds_at_end: GPU blocks not free when everything had drained; must be 0.
+        blocks_per_s: ``blocks`` over ``seconds``.
+    """
+
+    requests: int
+    blocks: int
+    gpu_hit_blocks: int
+    cpu_hit_blocks: int
+    offloaded_blocks: int
+    loaded_blocks: int
+    bytes_verified: int
+    mismatches: int
+    holds_at_end: int
+    seconds: float
+    blocks_per_s: float
+    gpu_hit_rate: float
+    cpu_hit_rate: float
+    steps: int
+    preemptions: int
+    failed_transfers: int
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether every byte was right and every block came back."""
+        return not self.mismatches and not self.holds_at_end
+
+
+def parse_groups(text: str, block_size: int) -> tuple[CacheGroup, ...]:
+    """Read KV-cache groups such as ``full,window:4096,mamba@2``.
+
+    Args:
+        text: Kinds, separated by commas; sizes in tokens.
+        block_size: Tokens of one block of the trace; ``@K`` makes it K times larger.
+
+    Raises:
+        ConfigError: A kind or a size that is not known; lists the known ones.
+    """
+    groups: list[CacheGroup] = []
+    for part in text.split(","):
+        match = _GROUP.fullmatch(part.strip())
+        kind, tokens = (match["kind"], match["tokens"]) if match else ("", None)
+        size = block_size * int(match["multiple"] or 1) if match else 0
+        if kind == "full" and tokens is None:
+            groups.append(FullAttention(size))
+        elif kind == "mamba" and tokens is None:
+            groups.append(Mamba(size))
+        elif kind == "window" and tokens is not None:
+            groups.append(SlidingWindow(size, int(tokens)))
+        elif kind == "chunked" and tokens is not None:
+            groups.append(ChunkedLocalAttention(size, int(tokens)))
+        else:
+            raise ConfigError(f"bad KV-cache group {part.strip()!r}; known: {_GROUP_KINDS}")
+    return tuple(groups)
+
+
+def make_geometry(groups: str, block_size: int) -> CacheGeometry:
+    """The geometry of a replay: the one place where the common multiple is taken."""
+    parsed = parse_groups(groups, block_size)
+    return CacheGeometry(math.lcm(*(group.block_size for group in parsed)), block_size, parsed)
+
+
+def replay(
+    trace: Iterable[TraceRequest],
+    block_size: int,
+    connector: type[Connector],
+    config: ReplayConfig,
+    on_progress: Callable[[int], None] = lambda num_requests: None,
+) -> ReplayReport:
+    """Run a trace to its end, and until the connector has nothing left to do.
+
+    Args:
+        trace: Requests, read one by one.
+        block_size: Tokens of one hash id.
+        connector: The connector's class.
+        config: Sizes and options.
+        on_progress: Told of the requests started so far, now and then.
+
+    Raises:
+        ConfigError: A size is impossible, or a request does not fit in the pool.
+        TraceError: A row is malformed and the trace was opened to raise.
+        ConnectorError: The connector broke its contract.
+    """
+    if config.concurrency < 1:
+        raise ConfigError(f"concurrency must be at least 1, got {config.concurrency}")
+    geometry = make_geometry(config.groups, block_size)
+    default_blocks = 2**20 // block_size * len(geometry.groups)
+    engine = Engine(
+        geometry,
+        connector(ConnectorConfig(geometry, config.options)),
+        num_gpu_blocks=default_blocks if config.gpu_blocks is None else config.gpu_blocks,
+        page_bytes=config.block_bytes,
+        max_running=config.concurrency,
+    )
+    start = time.perf_counter()
+    try:
+        blocks = _run(engine, _requests(trace, geometry), config.concurrency, on_progress)
+        pool = engine.kv_cache.pool
+        holds = pool.num_blocks - 1 - pool.num_free_blocks()
+    finally:
+        engine.shutdown()
+    seconds = time.perf_counter() - start
+    stats = engine.stats
+    return ReplayReport(
+        requests=stats.requests,
+        blocks=blocks,
+        gpu_hit_blocks=stats.gpu_hit_blocks,
+        cpu_hit_blocks=stats.cpu_hit_blocks,
+        offloaded_blocks=stats.offloaded_blocks,
+        loaded_blocks=stats.loaded_blocks,
+        bytes_verified=stats.bytes_verified,
+        mismatches=stats.mismatches,
+        holds_at_end=holds,
+        seconds=seconds,
+        blocks_per_s=blocks / seconds,
+        gpu_hit_rate=stats.gpu_hit_blocks / max(1, blocks),
+        cpu_hit_rate=stats.cpu_hit_blocks / max(1, blocks),
+        steps=stats.steps,
+        preemptions=stats.preemptions,
+        failed_transfers=stats.failed_transfers,
+    )
+
+
+def _run(
+    engine: Engine,
+    requests: Iterator[tuple[Request, TraceRequest]],
+    concurrency: int,
+    on_progress: Callable[[int], None],
+) -> int:
+    blocks = 0
+    more = True
+    while more or engine.has_work():
+        while more and engine.num_unfinished_requests() < concurrency:
+            item = next(requests, None)
+            if item is None:
+                more = False
+                break
+            request, row = item
+            try:
+                engine.add_request(request)
+            except ConfigError as error:
+                raise ConfigError(f"line {row.line} of the trace: {error}") from None
+            blocks += len(row.hash_ids)
+        engine.step()
+        on_progress(engine.stats.requests)
+    return blocks
+
+
+def _requests(
+    trace: Iterable[TraceRequest], geometry: CacheGeometry
+) -> Iterator[tuple[Request, TraceRequest]]:
+    block_size = geometry.hash_block_size
+    for number, row in enumerate(trace):
+        full = row.num_prompt_tokens // block_size
+        hashes = chain_hashes(row.hash_ids[:full], row.scope.encode())
+        # Ids of a trace may repeat; those in flight together must not.
+        request_id = f"{row.request_id}#{number}"
+        yield (
+            Request(request_id, row.num_prompt_tokens, row.num_output_tokens, block_size, hashes),
+            row,
+        )

@@ -1,0 +1,173 @@
+"""Request traces of real LLM traffic, read as a stream.
+
+A trace is JSON Lines, gzip-compressed or not (told by the first bytes, not by the
+name), in one of the schemas of ``trace_rows``. Every row is validated before any
+of its requests is yielded, and memory holds one row at a time.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import BufferedIOBase
+
+from kvview.errors import ConfigError, TraceError
+from kvview_reference.replay.trace_rows import RowError, SchemaName, TraceRequest, parse, recognise
+
+__all__ = ["MAX_ROW_BYTES", "OnError", "SchemaName", "Trace", "TraceRequest", "open_trace"]
+
+OnError = Callable[[TraceError], object]
+"""Told of each malformed row; the reader then goes on with the next one."""
+
+MAX_ROW_BYTES = 256 * 2**20
+"""Longest row that is read: a file without newlines must not fill the memory."""
+
+_DAMAGED_GZIP = (EOFError, zlib.error, gzip.BadGzipFile)
+
+
+@contextmanager
+def _open(path: str) -> Iterator[tuple[BufferedIOBase, BufferedIOBase]]:
+    """The file, and the decompressed rows in it."""
+    try:
+        # Before opening: to open a pipe that nobody writes would wait for ever.
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode):
+            kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
+            raise ConfigError(f"cannot read trace {path!r}: {kind}")
+        file = open(path, "rb")  # noqa: SIM115
+    except OSError as error:
+        raise ConfigError(f"cannot read trace {path!r}: {error.strerror}") from error
+    except ConfigError:
+        raise
+    except ValueError as error:  # a null byte, or a surrogate that no file name can hold
+        raise ConfigError(f"cannot read trace {path!r}: {error}") from error
+    with file:
+        if file.peek(2)[:2] == b"\x1f\x8b":
+            with gzip.GzipFile(fileobj=file) as rows:
+                yield file, rows
+        else:
+            yield file, file
+
+
+class Trace:
+    """A trace of a known schema; made by :func:`open_trace`. Each iteration reads it anew.
+
+    Attributes:
+        path: The file.
+        schema: Name of the schema.
+        block_size: Tokens per hash id.
+        total_bytes: Size of the file, compressed if it is.
+        bytes_read: How many of ``total_bytes`` the latest iteration has read.
+    """
+
+    def __init__(self, path: str, on_error: OnError | None, max_row_bytes: int) -> None:
+        self.path = path
+        self.bytes_read = 0
+        self._on_error = on_error
+        self._max_row_bytes = max_row_bytes
+        with _open(path) as (file, rows):
+            self.total_bytes = os.fstat(file.fileno()).st_size
+            self.schema, self.block_size = self._find_schema(rows)
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        """Requests in file order; inside a ``cc-traces`` session by arrival.
+
+        Raises:
+            TraceError: A row is malformed and ``on_error`` is None.
+            ConfigError: The file can no longer be read.
+        """
+        with _open(self.path) as (file, rows):
+            for line, row in self._rows(rows):
+                self.bytes_read = file.tell()
+                try:
+                    requests = self._requests(line, row)
+                except RowError as error:
+                    self._report(line, error)
+                else:
+                    yield from requests
+            self.bytes_read = file.tell()
+
+    def _requests(self, line: int, row: bytes | RowError) -> list[TraceRequest]:
+        if isinstance(row, RowError):
+            raise row
+        block_size, requests = parse(row, line, self.schema)
+        if block_size != self.block_size:
+            raise RowError(f"{block_size} in a trace of {self.block_size}", "block_size")
+        return requests
+
+    def _find_schema(self, rows: BufferedIOBase) -> tuple[SchemaName, int]:
+        """Schema and block size of the first whole row; iterating reports those before it."""
+        problem = "no rows"
+        for line, row in self._rows(rows):
+            try:
+                if isinstance(row, RowError):
+                    raise row
+                schema = recognise(row)
+                block_size, _ = parse(row, line, schema)
+            except RowError as error:
+                if self._on_error is None:
+                    self._report(line, error)
+                if problem == "no rows":
+                    problem = f"no row can be read; line {line}: {error}"
+            else:
+                return schema, block_size
+        raise ConfigError(f"cannot read trace {self.path!r}: {problem}")
+
+    def _report(self, line: int, error: RowError) -> None:
+        report = TraceError(f"{self.path}:{line}: {error}")
+        if self._on_error is None:
+            raise report from None
+        self._on_error(report)
+
+    def _rows(self, rows: BufferedIOBase) -> Iterator[tuple[int, bytes | RowError]]:
+        """Line, from 1, and row; blank lines are skipped, damaged gzip data is the end."""
+        limit = self._max_row_bytes
+        line = 0
+        while True:
+            line += 1
+            try:
+                row = rows.readline(limit + 1)
+                rest = row
+                while len(row) > limit and rest and not rest.endswith(b"\n"):
+                    rest = rows.readline(2**20)
+            except _DAMAGED_GZIP as error:
+                yield line, RowError(f"gzip data truncated or damaged from here on: {error}")
+                return
+            except OSError as error:
+                raise ConfigError(f"cannot read trace {self.path!r}: {error.strerror}") from error
+            if not row:
+                return
+            if line == 1:
+                row = row.removeprefix(b"\xef\xbb\xbf")
+            if len(row) > limit:
+                yield line, RowError(f"row longer than {limit} bytes")
+            elif row and not row.isspace():
+                yield line, row.rstrip(b"\r\n")
+
+
+def open_trace(
+    path: str | os.PathLike[str],
+    *,
+    on_error: OnError | None = None,
+    max_row_bytes: int = MAX_ROW_BYTES,
+) -> Trace:
+    """Open a trace of any known schema.
+
+    Args:
+        path: JSON Lines, gzip-compressed or not.
+        on_error: Told of each malformed row, once per iteration, and the row is
+            skipped; None raises at the first.
+        max_row_bytes: Longer rows, decompressed, are malformed.
+
+    Returns:
+        The trace, before its first row.
+
+    Raises:
+        ConfigError: The file cannot be read, is empty, or no row of it can be read.
+        TraceError: The first row is malformed and ``on_error`` is None.
+    """
+    return Trace(os.fspath(path), on_error, max_row_bytes)

@@ -1,0 +1,5 @@
+"""The transfer worker between the GPU and host memory, in torch."""
+
+from kvview_reference.transfer.worker import CPUGPUTransferWorker
+
+__all__ = ["CPUGPUTransferWorker"]

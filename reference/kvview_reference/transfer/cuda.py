@@ -1,0 +1,318 @@
+"""The CUDA side of transfers: one stream a direction, pinned host memory, one call a job.
+
+The order of jobs is in :class:`StreamCopier`, which knows streams and events only
+through :class:`Driver`: so it can be tested without a GPU. :class:`CudaDriver` is
+the rest, and decides nothing but how a list of copies reaches the copy engines.
+
+Source: ``vllm/v1/simple_kv_offload/cuda_mem_ops.py`` (0.33.0) for the batched copy
+and for pinning by registration; vLLM #45704 for what happens without the order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvview import ConfigError, TransferResult
+from kvview_reference.transfer.pages import Ids, Job, failed
+
+STORE, LOAD = 0, 1
+
+_cuda: Any = torch.cuda  # only partly typed
+
+
+class Driver(Protocol):
+    """Streams, events and copies of one device; all calls return at once, except ``wait``."""
+
+    def pin(self, host: npt.NDArray[np.uint8]) -> None:
+        """Lock host memory, so that the device can copy from and to it by itself."""
+
+    def unpin(self, host: npt.NDArray[np.uint8]) -> None:
+        """Undo ``pin``."""
+
+    def stream(self) -> Any:
+        """Make a stream: what is put on it runs in order, beside other streams."""
+
+    def compute_stream(self) -> Any:
+        """The stream on which the caller computes just now."""
+
+    def record(self, stream: Any) -> Any:
+        """Put an event on a stream."""
+
+    def wait_event(self, stream: Any, event: Any) -> None:
+        """What comes on the stream from now on waits for an event of another stream."""
+
+    def copy(self, stream: Any, dst: Ids, src: Ids, sizes: Ids) -> None:
+        """Put copies on a stream, all or in part; their order among themselves is free.
+
+        Raises:
+            RuntimeError: Not all of them were put there.
+        """
+
+    def done(self, event: Any) -> bool:
+        """Whether an event has happened; raises what went wrong on the device."""
+
+    def wait(self, event: Any) -> None:
+        """Block until an event has happened."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Time between two events that have happened."""
+
+
+@dataclass(eq=False, slots=True)
+class _Launched:
+    """A job on its stream; ``copies`` keeps the descriptor arrays alive till its end."""
+
+    job: Job
+    start: Any
+    end: Any
+    copies: tuple[Ids, Ids, Ids] | None = None
+    error: Exception | None = None
+
+
+class StreamCopier:
+    """Runs stores on one stream and loads on another.
+
+    1. A job starts after what the caller's stream holds at submission: a store reads
+       what compute wrote, and a load must not be overtaken by earlier writes to its
+       blocks (zeroing).
+    2. Jobs of one direction run in order. A job waits for the last job of the other
+       direction that touches one of its pages, and so for those before it (XFER-3).
+    3. Pages are told apart by block: two groups with one block id in different
+       tensors are kept in order too, which is safe and costs no more.
+
+    Args:
+        driver: The device.
+        host: The host tier, shape ``(rows, row_bytes)``; pinned here.
+        num_gpu_blocks: Block ids of the KV cache are below this.
+
+    Raises:
+        ConfigError: The host tier cannot be pinned.
+    """
+
+    def __init__(self, driver: Driver, host: npt.NDArray[np.uint8], num_gpu_blocks: int) -> None:
+        self._driver = driver
+        self._host = host
+        driver.pin(host)
+        self._streams = (driver.stream(), driver.stream())
+        # Per direction: the number of the last job that named a block, 0 for none.
+        self._gpu_jobs = np.zeros((2, num_gpu_blocks), np.int64)
+        self._host_jobs = np.zeros((2, len(host)), np.int64)
+        self._launched: dict[int, _Launched] = {}
+        self._numbers: dict[int, int] = {}
+        self._count = 0
+
+    def submit(self, job: Job) -> None:
+        direction = STORE if job.to_host else LOAD
+        stream = self._streams[direction]
+        driver = self._driver
+        self._count += 1
+        driver.wait_event(stream, driver.record(driver.compute_stream()))
+        last = 0
+        for _, gpu_blocks, host_rows in job.moves:
+            for numbers, ids in ((self._gpu_jobs, gpu_blocks), (self._host_jobs, host_rows)):
+                last = max(last, int(numbers[1 - direction][ids].max()))
+                numbers[direction][ids] = self._count
+        if last in self._launched:
+            driver.wait_event(stream, self._launched[last].end)
+        launched = _Launched(job, driver.record(stream), None)
+        try:
+            launched.copies = job.copies()
+            driver.copy(stream, *launched.copies)
+        except Exception as error:
+            launched.error = error
+        # Also after an error: part of the copies may be under way.
+        launched.end = driver.record(stream)
+        self._launched[self._count] = launched
+        self._numbers[job.job_id] = self._count
+
+    def poll(self) -> list[TransferResult]:
+        results = []
+        for number, launched in list(self._launched.items()):
+            try:
+                if not self._driver.done(launched.end):
+                    continue
+                if launched.error is not None:
+                    raise launched.error
+                seconds = self._driver.seconds(launched.start, launched.end)
+                job = launched.job
+                results.append(TransferResult(job.job_id, True, job.num_bytes, seconds))
+            except Exception as error:
+                results.append(failed(launched.job, error))
+            del self._launched[number], self._numbers[launched.job.job_id]
+        return results
+
+    def wait(self, job_id: int) -> None:
+        if job_id in self._numbers:
+            self._driver.wait(self._launched[self._numbers[job_id]].end)
+
+    def close(self) -> None:
+        try:
+            for launched in self._launched.values():
+                self._driver.wait(launched.end)
+        finally:
+            self._driver.unpin(self._host)
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _CopyAttributes(ctypes.Structure):
+    _fields_ = (
+        ("source_access_order", ctypes.c_int),
+        ("source_hint", _Location),
+        ("destination_hint", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+SOURCE_ACCESS_IN_STREAM_ORDER = 1
+"""Sources are read when the stream comes to them, not when the call is made. For
+loads too: the host page may be the destination of a store still in flight."""
+
+_Pointer, _Size = ctypes.c_void_p, ctypes.c_size_t
+_BATCH_SIGNATURE = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    *(_Pointer, _Pointer, _Pointer, _Size),
+    *(_Pointer, _Pointer, _Size, _Pointer, _Pointer),
+)
+_BATCH_SINCE = 12080
+"""CUDA 12.8: the version of the function whose arguments are the ones above."""
+
+
+class CudaDriver:
+    """CUDA through torch, and its batched copy through the driver library.
+
+    1. ``cuMemcpyBatchAsync`` takes all copies of a job in one call. It is tried once
+       on a few bytes; where it is missing or does not copy them, each page is one
+       ``cuMemcpyAsync``.
+    2. Host memory is registered, not allocated pinned: torch's pinned allocator
+       rounds a tier up to the next power of two.
+
+    Args:
+        device: The CUDA device of the KV cache.
+
+    Raises:
+        ConfigError: There is no CUDA driver library (ROCm is not supported).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise ConfigError(
+                f"tensors are on {device}, and libcuda is missing: {error}"
+            ) from error
+        self._one = self._library.cuMemcpyAsync
+        self._one.argtypes = (_Pointer, _Pointer, _Size, _Pointer)
+        self._batch = self._find_batch()
+
+    def pin(self, host: npt.NDArray[np.uint8]) -> None:
+        status = _cuda.cudart().cudaHostRegister(host.ctypes.data, host.nbytes, 0)
+        if int(status) != 0:
+            raise ConfigError(f"cannot pin {host.nbytes} bytes of host memory: {status}")
+
+    def unpin(self, host: npt.NDArray[np.uint8]) -> None:
+        _cuda.cudart().cudaHostUnregister(host.ctypes.data)
+
+    def stream(self) -> torch.cuda.Stream:
+        stream: torch.cuda.Stream = _cuda.Stream(self._device)
+        return stream
+
+    def compute_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event: torch.cuda.Event = _cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def wait_event(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        stream.wait_event(event)
+
+    def copy(self, stream: torch.cuda.Stream, dst: Ids, src: Ids, sizes: Ids) -> None:
+        with torch.cuda.device(self._device):
+            if self._batch is not None:
+                batch_copy(self._batch, stream.cuda_stream, dst, src, sizes)
+                return
+            for copy in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
+                status = self._one(*copy, stream.cuda_stream)
+                if status != 0:
+                    raise RuntimeError(f"cuMemcpyAsync failed with CUDA error {status}")
+
+    def done(self, event: torch.cuda.Event) -> bool:
+        return bool(_cuda.Event.query(event))
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return float(start.elapsed_time(end)) / 1000
+
+    def _find_batch(self) -> Any:
+        pointer = ctypes.c_void_p()
+        status = self._library.cuGetProcAddress(
+            b"cuMemcpyBatchAsync", ctypes.byref(pointer), _BATCH_SINCE, ctypes.c_uint64(0)
+        )
+        if status != 0 or not pointer.value:
+            return None
+        batch = _BATCH_SIGNATURE(pointer.value)
+        on_device = torch.arange(64, dtype=torch.uint8, device=self._device)
+        on_host = torch.zeros(64, dtype=torch.uint8).pin_memory()
+        stream = self.stream()
+        stream.wait_stream(self.compute_stream())
+        offsets = np.array([0, 32])
+        try:
+            with torch.cuda.device(self._device):
+                batch_copy(
+                    batch,
+                    stream.cuda_stream,
+                    on_host.data_ptr() + offsets,
+                    on_device.data_ptr() + offsets,
+                    np.full(2, 32),
+                )
+        except RuntimeError:
+            return None
+        stream.synchronize()
+        return batch if torch.equal(on_host, torch.arange(64, dtype=torch.uint8)) else None
+
+
+def batch_copy(function: Any, stream: int, dst: Ids, src: Ids, sizes: Ids) -> None:
+    """Call ``cuMemcpyBatchAsync``.
+
+    Args:
+        function: It, or something with its signature.
+        stream: Handle of the stream; not the default stream.
+        dst: Addresses, int64, contiguous.
+        src: Addresses, int64, contiguous.
+        sizes: In bytes, int64, contiguous.
+
+    Raises:
+        RuntimeError: Names the CUDA error and the first copy that failed.
+    """
+    if not len(sizes):
+        return
+    arrays = [np.ascontiguousarray(array, dtype=np.int64) for array in (dst, src, sizes)]
+    attributes = _CopyAttributes(source_access_order=SOURCE_ACCESS_IN_STREAM_ORDER)
+    first = ctypes.c_size_t(0)
+    failed_at = ctypes.c_size_t(0)
+    status = function(
+        *(array.ctypes.data for array in arrays),
+        len(sizes),
+        ctypes.addressof(attributes),
+        ctypes.addressof(first),
+        1,
+        ctypes.addressof(failed_at),
+        stream,
+    )
+    if status != 0:
+        raise RuntimeError(
+            f"cuMemcpyBatchAsync failed with CUDA error {status} at copy {failed_at.value}"
+        )

@@ -1,0 +1,396 @@
+"""CPU<->GPU transfers in torch: any groups, tensors, page sizes and chunk sizes.
+
+One plan for every device: a job becomes a list of ``(destination, source, size)``
+byte copies. For tensors in GPU memory the driver runs the list (the module
+``transfer_cuda``); for tensors in CPU memory a background thread does.
+
+Source: vLLM PR #38453; ``vllm/v1/kv_offload/cpu/gpu_worker.py`` (0.33.0).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import reprlib
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from kvview import (
+    MEDIUM_CPU,
+    MEDIUM_GPU,
+    CanonicalKVCaches,
+    ConfigError,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    TransferResult,
+    TransferSpec,
+    TransferSpecError,
+)
+from kvview_reference.transfer.pages import (
+    Group,
+    Ids,
+    Job,
+    allocate_host,
+    check_host_bytes,
+    check_tensors,
+    failed,
+    make_group,
+)
+
+if TYPE_CHECKING:
+    from kvview import TransferWorker
+
+SHARED_BYTES, SHARED_COPY_BYTES = 1 << 20, 32 << 10
+"""Several threads share a job of at least so many bytes, in copies of on average so
+many: between small ones they would wait for the interpreter lock, not for memory."""
+
+
+class Copier(Protocol):
+    """Runs jobs; those that touch the same page in the order of submission."""
+
+    def submit(self, job: Job) -> None:
+        """Start a job; whatever goes wrong becomes a failed result."""
+
+    def poll(self) -> list[TransferResult]:
+        """Results since the last call, in order of completion; never blocks."""
+
+    def wait(self, job_id: int) -> None:
+        """Block until a job has ended; returns at once for a job it does not know."""
+
+    def close(self) -> None:
+        """Finish every job and give back threads and pinned memory."""
+
+
+class ThreadCopier:
+    """Copies in CPU memory, off the caller's thread, one job after the other.
+
+    1. A job of up to ``inline_bytes`` is copied on the spot while nothing is in
+       flight: handing it over would take longer than copying it.
+    2. Threads start with the first job that needs one, and end with the engine.
+
+    Args:
+        num_threads: Threads that share one large job.
+        inline_bytes: Up to here a job runs on the caller's thread.
+    """
+
+    def __init__(self, num_threads: int, inline_bytes: int) -> None:
+        self._num_threads = num_threads
+        self._inline_bytes = inline_bytes
+        self._lane = ThreadPoolExecutor(1, "kvview-transfer")
+        self._helpers = ThreadPoolExecutor(max(1, num_threads - 1), "kvview-copy")
+        self._futures: dict[int, Future[None]] = {}
+        self._last: Future[None] | None = None
+        self._finished: deque[TransferResult] = deque()
+
+    def submit(self, job: Job) -> None:
+        if job.num_bytes <= self._inline_bytes and (self._last is None or self._last.done()):
+            self._run(job)
+        else:
+            self._last = self._futures[job.job_id] = self._lane.submit(self._run, job)
+
+    def poll(self) -> list[TransferResult]:
+        results = []
+        while self._finished:
+            results.append(self._finished.popleft())
+            self._futures.pop(results[-1].job_id, None)
+        return results
+
+    def wait(self, job_id: int) -> None:
+        future = self._futures.get(job_id)
+        if future is not None:
+            future.result()
+
+    def close(self) -> None:
+        self._lane.shutdown()
+        self._helpers.shutdown()
+
+    def _run(self, job: Job) -> None:
+        start = time.perf_counter()
+        try:
+            self._copy(*job.copies())
+        except Exception as error:
+            result = failed(job, error)
+        else:
+            result = TransferResult(job.job_id, True, job.num_bytes, time.perf_counter() - start)
+        self._finished.append(result)
+
+    def _copy(self, dst: Ids, src: Ids, sizes: Ids) -> None:
+        num_bytes, share = int(sizes.sum()), len(sizes)
+        if num_bytes >= max(SHARED_BYTES, share * SHARED_COPY_BYTES):
+            share = -(-share // self._num_threads)
+        others = [
+            self._helpers.submit(
+                _memmove_all, *(side[at : at + share] for side in (dst, src, sizes))
+            )
+            for at in range(share, len(sizes), share or 1)
+        ]
+        _memmove_all(dst[:share], src[:share], sizes[:share])
+        for other in others:
+            other.result()
+
+
+def _memmove_all(dst: Ids, src: Ids, sizes: Ids) -> None:
+    # Not torch: its copies share a pool that spins at barriers, which costs
+    # milliseconds a page as soon as another process wants one of the cores.
+    for _ in map(ctypes.memmove, dst.tolist(), src.tolist(), sizes.tolist()):
+        pass
+
+
+class CPUGPUTransferWorker:
+    """Moves pages between KV-cache tensors and a host tier that it owns.
+
+    1. Jobs that touch the same page run in the order of submission, in both
+       directions; other jobs may overlap.
+    2. A spec is checked whole before anything starts (XFER-1).
+    3. The cost of a job grows with the pages it names, not with the number of
+       groups: a group of size 0 costs one comparison.
+    4. One thread calls a worker. A job id is in flight until it was reported.
+    5. After ``shutdown`` no job is accepted; results of earlier jobs can still be
+       fetched.
+
+    Args:
+        kv_caches: All tensors on one device, CUDA or CPU. They are read and written
+            in place and must outlive the worker.
+        num_cpu_blocks: Host blocks of the tier, numbered from 0.
+        blocks_per_chunk: k, the GPU blocks that one host block holds.
+        max_host_bytes: Upper bound of the host tier; None for what the machine has.
+        num_threads: Threads that share one large copy in CPU memory; None for
+            torch's number, at most 8.
+        inline_bytes: Up to here a job in CPU memory is copied on the caller's
+            thread when nothing is in flight; 0 to never do so.
+
+    Raises:
+        ConfigError: The tensors or references do not fit each other, a number is
+            not positive, or the host tier does not fit; nothing was allocated.
+    """
+
+    def __init__(
+        self,
+        kv_caches: CanonicalKVCaches[torch.Tensor],
+        num_cpu_blocks: int,
+        *,
+        blocks_per_chunk: int = 1,
+        max_host_bytes: int | None = None,
+        num_threads: int | None = None,
+        inline_bytes: int = 128 * 1024,
+    ) -> None:
+        if num_threads is None:
+            num_threads = min(8, torch.get_num_threads())
+        for name, number in (
+            ("num_cpu_blocks", num_cpu_blocks),
+            ("blocks_per_chunk", blocks_per_chunk),
+            ("num_threads", num_threads),
+        ):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ConfigError(f"{name} must be a positive int, got {number!r}")
+        device = check_tensors(kv_caches.tensors)
+        self._groups = [
+            make_group(index, refs, kv_caches.tensors)
+            for index, refs in enumerate(kv_caches.group_data_refs)
+        ]
+        if not self._groups:
+            raise ConfigError("group_data_refs is empty: a KV cache has at least one group")
+        row_bytes = max(1, *(group.row_bytes for group in self._groups))
+        num_rows = num_cpu_blocks * blocks_per_chunk
+        check_host_bytes(
+            num_rows * row_bytes,
+            max_host_bytes,
+            f"{num_cpu_blocks} host blocks of {blocks_per_chunk} x {row_bytes} bytes",
+        )
+        self._k = blocks_per_chunk
+        self._num_cpu_blocks = num_cpu_blocks
+        self._host = allocate_host(num_rows, row_bytes)
+        num_gpu_blocks = max(cache.tensor.shape[0] for cache in kv_caches.tensors)
+        self._fewest_blocks = min(group.num_blocks for group in self._groups)
+        self._seen_host = np.zeros(num_cpu_blocks, np.int64)
+        self._seen_gpu = np.zeros(num_gpu_blocks, np.int64)
+        self._in_flight: set[int] = set()
+        self._closed = False
+        self._copier: Copier
+        if device.type == "cuda":
+            from kvview_reference.transfer.cuda import CudaDriver, StreamCopier
+
+            self._copier = StreamCopier(CudaDriver(device), self._host, num_gpu_blocks)
+        else:
+            self._copier = ThreadCopier(num_threads, inline_bytes)
+
+    @property
+    def num_cpu_blocks(self) -> int:
+        """Host blocks of the tier."""
+        return self._num_cpu_blocks
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """GPU blocks that one host block holds."""
+        return self._k
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host tier; 0 after ``shutdown``."""
+        return self._host.nbytes
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        if self._closed:
+            return False
+        if isinstance(job_id, bool) or not isinstance(job_id, int):
+            raise TransferSpecError(f"job_id must be an int, got {job_id!r}")
+        if job_id in self._in_flight:
+            raise TransferSpecError(
+                f"job_id {job_id} is in flight: take its result with get_finished() first"
+            )
+        gpu, cpu, to_host = _sides(spec)
+        moves = self._pair(gpu, cpu, to_host)
+        num_bytes = sum(group.row_bytes * len(blocks) for group, blocks, _ in moves)
+        self._copier.submit(Job(job_id, to_host, moves, self._host, num_bytes))
+        self._in_flight.add(job_id)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        results = self._copier.poll()
+        self._in_flight.difference_update(result.job_id for result in results)
+        return results
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        for job_id in job_ids:
+            self._copier.wait(job_id)
+
+    def shutdown(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._copier.close()
+            self._groups = []
+            self._host = np.zeros((0, 1), np.uint8)
+
+    def _pair(
+        self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, to_host: bool
+    ) -> list[tuple[Group, Ids, Ids]]:
+        """Pair GPU blocks with host rows, group after group; every check of ids is here."""
+        gpu_ids, host_ids = _as_ids(MEDIUM_GPU, gpu.block_ids), _as_ids(MEDIUM_CPU, cpu.block_ids)
+        if len(gpu.group_sizes) != len(self._groups):
+            raise TransferSpecError(
+                f"group_sizes names {len(gpu.group_sizes)} KV-cache groups, this worker has "
+                f"{len(self._groups)}"
+            )
+        k, gpu_end, host_end = self._k, 0, 0
+        named = []
+        for index, size in enumerate(gpu.group_sizes):
+            if not size:
+                continue
+            skip = gpu.block_indices[index] % k
+            gpu_at, gpu_end = gpu_end, gpu_end + size
+            host_at, host_end = host_end, host_end - (-(skip + size) // k)
+            if host_end > len(host_ids):
+                raise TransferSpecError(
+                    f"group {index} needs {host_end - host_at} host blocks for {size} GPU blocks "
+                    f"after {skip} skipped, {k} a host block; the CPU spec has "
+                    f"{len(host_ids) - host_at} left of {len(host_ids)}"
+                )
+            named.append((index, skip, gpu_ids[gpu_at:gpu_end], host_ids[host_at:host_end]))
+        if (gpu_end, host_end) != (len(gpu_ids), len(host_ids)):
+            raise TransferSpecError(
+                f"the groups need {gpu_end} GPU and {host_end} host blocks, the specs name "
+                f"{len(gpu_ids)} and {len(host_ids)}"
+            )
+        num_host = len(self._seen_host)
+        if not (_all_below(gpu_ids, self._fewest_blocks) and _all_below(host_ids, num_host)):
+            for index, _, blocks, chunks in named:
+                _check_range(MEDIUM_GPU, index, blocks, self._groups[index].num_blocks)
+                _check_range(MEDIUM_CPU, index, chunks, num_host)
+        if to_host:
+            twice = _duplicate(host_ids, self._seen_host)
+            if twice is not None:
+                raise TransferSpecError(f"host block {twice} is the destination of two pages")
+        elif _duplicate(gpu_ids, self._seen_gpu) is not None:
+            self._check_gpu_destinations([(index, blocks) for index, _, blocks, _ in named])
+        moves = []
+        for index, skip, blocks, chunks in named:
+            rows = chunks
+            if k > 1:
+                position = np.arange(skip, skip + len(blocks))
+                rows = chunks[position // k] * k + position % k
+            moves.append((self._groups[index], blocks, rows))
+        return moves
+
+    def _check_gpu_destinations(self, named: Sequence[tuple[int, Ids]]) -> None:
+        """One block id in two groups is two pages, unless the groups share a tensor."""
+        by_tensor: dict[int, list[tuple[int, Ids]]] = {}
+        for index, blocks in named:
+            for address in self._groups[index].addresses.tolist():
+                by_tensor.setdefault(address, []).append((index, blocks))
+        for users in by_tensor.values():
+            twice = _duplicate(np.concatenate([blocks for _, blocks in users]), self._seen_gpu)
+            if twice is not None:
+                groups = [index for index, blocks in users if twice in blocks]
+                raise TransferSpecError(
+                    f"GPU block {twice} is the destination of two pages of one tensor "
+                    f"(groups {groups})"
+                )
+
+
+def _sides(spec: TransferSpec) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec, bool]:
+    """The GPU side, the host side, and whether the first is the source."""
+    src, dst = spec
+    if isinstance(src, GPULoadStoreSpec) and isinstance(dst, CPULoadStoreSpec):
+        return src, dst, True
+    if isinstance(src, CPULoadStoreSpec) and isinstance(dst, GPULoadStoreSpec):
+        return dst, src, False
+    described = " -> ".join(
+        f"{type(side).__name__} (medium {getattr(side, 'medium', None)!r})" for side in (src, dst)
+    )
+    raise TransferSpecError(
+        f"a transfer pairs a GPULoadStoreSpec with a CPULoadStoreSpec, got {described}"
+    )
+
+
+def _as_ids(medium: str, ids: Sequence[int]) -> Ids:
+    # A copy: the job may run after the caller has changed its list.
+    try:
+        array = np.array(ids)
+    except (ValueError, OverflowError):
+        array = np.array(None)
+    if array.shape == (0,):
+        return np.empty(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TransferSpecError(
+            f"{medium} block_ids must be a flat sequence of ints, got {reprlib.repr(ids)}"
+        )
+    return array.astype(np.int64, copy=False)
+
+
+def _all_below(ids: Ids, bound: int) -> bool:
+    # Seen as unsigned, a negative id is above every bound: one pass, not two.
+    return not len(ids) or int(ids.view(np.uint64).max()) < bound
+
+
+def _check_range(medium: str, group: int, ids: Ids, bound: int) -> None:
+    bad = ids[(ids < 0) | (ids >= bound)]
+    if len(bad):
+        raise TransferSpecError(
+            f"{medium} block id {bad[0]} of group {group} is out of range: "
+            f"ids are 0 to {bound - 1} ({bound} blocks)"
+        )
+
+
+def _duplicate(ids: Ids, seen: Ids) -> int | None:
+    """An id that occurs twice, or None.
+
+    Args:
+        ids: Ids, each an index into ``seen``.
+        seen: Scratch; every id keeps the last position that wrote to it, so an
+            earlier one no longer finds its own. Needs no sort and no clearing.
+    """
+    order = np.arange(len(ids))
+    seen[ids] = order
+    lost = np.flatnonzero(seen[ids] != order)
+    return int(ids[lost[0]]) if len(lost) else None
+
+
+if TYPE_CHECKING:
+
+    def _keeps_the_contract(worker: CPUGPUTransferWorker) -> TransferWorker:
+        return worker

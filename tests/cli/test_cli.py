@@ -1,0 +1,242 @@
+"""The command line as a user meets it: reports, exit codes, one-line errors."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvview.cli.commands import cli
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = f"{ROOT / 'examples' / 'host_cache.py'}:HostCacheConnector"
+DATA = ROOT.parent / "shared" / "data"
+REPORT_NAMES = {
+    "requests",
+    "blocks",
+    "gpu_hit_blocks",
+    "cpu_hit_blocks",
+    "offloaded_blocks",
+    "loaded_blocks",
+    "bytes_verified",
+    "mismatches",
+    "holds_at_end",
+    "seconds",
+    "blocks_per_s",
+}
+
+
+def run(*args: str | Path) -> Result:
+    return CliRunner().invoke(cli, [str(arg) for arg in args])
+
+
+def replay(tmp_path: Path, *args: str | Path) -> dict[str, float]:
+    report = tmp_path / "report.json"
+    result = run("replay", *args, "--json", report)
+    assert result.exit_code == 0, result.output
+    values: dict[str, float] = json.loads(report.read_text())
+    assert values.keys() >= REPORT_NAMES
+    assert values["mismatches"] == values["holds_at_end"] == 0
+    return values
+
+
+def write_trace(path: Path, rows: list[object]) -> Path:
+    path.write_text(
+        "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+    )
+    return path
+
+
+def mooncake_row(*hash_ids: int, output_length: int = 5) -> dict[str, object]:
+    return {
+        "timestamp": 0,
+        "input_length": 512 * len(hash_ids),
+        "output_length": output_length,
+        "hash_ids": hash_ids,
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--gpu-blocks", "500"),
+        ("--gpu-blocks", "500", "--policy", "arc", "--cpu-blocks", "700"),
+        ("--gpu-blocks", "900", "--groups", "full,window:4096,chunked:8192@2,mamba@2"),
+        ("--gpu-blocks", "500", "--connector", EXAMPLE, "--cpu-blocks", "3000"),
+        ("--gpu-blocks", "300", "--concurrency", "40", "--block-bytes", "64"),
+    ],
+)
+def test_generated_workload(tmp_path: Path, options: tuple[str, ...]) -> None:
+    report = replay(tmp_path, "--requests", "300", *options)
+    assert report["requests"] == 300
+    assert report["loaded_blocks"] > 0
+    assert report["bytes_verified"] > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["mooncake_conversation_trace.jsonl", "cc_traces_first40.jsonl.gz"]
+)
+def test_slice_of_a_real_trace(tmp_path: Path, name: str) -> None:
+    if not (DATA / name).exists():
+        pytest.skip(f"no {name} in ../shared/data")
+    report = replay(tmp_path, DATA / name, "--requests", "100", "--gpu-blocks", "8000")
+    assert report["requests"] == 100
+    assert report["gpu_hit_blocks"] > 0
+
+
+def test_blocks_that_left_the_gpu_are_hit_on_the_cpu(tmp_path: Path) -> None:
+    # One long prompt, then enough others to evict it, then the same prompt again.
+    rows: list[object] = [mooncake_row(*range(20))]
+    rows += [mooncake_row(*range(100 * n, 100 * n + 20)) for n in range(1, 6)]
+    rows += [mooncake_row(*range(20))]
+    trace = write_trace(tmp_path / "t.jsonl", rows)
+    report = replay(tmp_path, trace, "--gpu-blocks", "60", "--concurrency", "1")
+    assert report["blocks"] == 140
+    assert report["gpu_hit_blocks"] == 0
+    assert report["cpu_hit_blocks"] == 19  # the last block of a prompt is always computed
+    assert report["loaded_blocks"] == 19
+    assert report["bytes_verified"] == 19 * 1024
+
+
+def test_malformed_row_is_named_and_nothing_else_is_lost(tmp_path: Path) -> None:
+    bad = mooncake_row(7, 8) | {"input_length": "many"}
+    trace = write_trace(tmp_path / "t.jsonl", [mooncake_row(1, 2), bad, mooncake_row(3, 4)])
+    result = run("replay", trace, "--json", "-")
+    assert result.exit_code == 0
+    assert f"{trace}:2: field 'input_length'" in result.stderr
+    report = json.loads(result.stdout[result.stdout.index("{") :])
+    assert (report["requests"], report["blocks"], report["malformed_rows"]) == (2, 4, 1)
+
+
+def test_gzip_and_json_to_stdout(tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl.gz"
+    trace.write_bytes(gzip.compress(json.dumps(mooncake_row(1, 2, 3)).encode()))
+    result = run("replay", trace, "--json", "-")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout[result.stdout.index("{") :])["blocks"] == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (["no/such/trace.jsonl"], "no/such/trace.jsonl"),
+        ([str(ROOT)], "a directory"),
+        (["--connector", "nonsense"], "expected 'path/to/file.py:Class'"),
+        (["--connector", "no_such_module:Connector"], "No module named 'no_such_module'"),
+        (["--connector", "no_such_file.py:Connector"], "there is no file"),
+        (["--connector", "kvview_reference.connector:Nothing"], "LazyOffloadConnector"),
+        (["--connector", "json:loads"], "not a subclass"),
+        (["--option", "cpu_blokcs=5"], "cpu_blokcs"),
+        (["--option", "cpu_blocks"], "KEY=VALUE"),
+        (["--policy", "mru"], "lru"),
+        (["--cpu-blocks", "0"], "cpu_blocks"),
+        (["--cpu-blocks", "1000000000000"], "host"),
+        (["--gpu-blocks", "1000000000000"], "GPU blocks"),
+        (["--gpu-blocks", "1"], "num_blocks"),
+        (["--gpu-blocks", "-5"], "num_blocks"),
+        (["--gpu-blocks", "20"], "use more GPU blocks"),
+        (["--block-bytes", "12"], "multiple of 8"),
+        (["--concurrency", "0"], "concurrency"),
+        (["--requests", "0"], "--requests"),
+        (["--seed", "-1"], "seed"),
+        (["--groups", "full,windov:4096"], "window:TOKENS"),
+        (["--groups", "window:0"], "sliding_window"),
+        (["--json", "no/such/folder/report.json"], "existing folder"),
+    ],
+)
+def test_what_cannot_run_is_one_clear_line_and_exit_code_2(args: list[str], part: str) -> None:
+    result = run("replay", "--requests", "50", *args)
+    assert result.exit_code == 2, result.output
+    assert part in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in result.output
+
+
+def test_connector_that_does_not_import_says_why(tmp_path: Path) -> None:
+    target = tmp_path / "broken.py"
+    target.write_text("import kvview\nkvview.no_such_name\n")
+    result = run("replay", "--connector", f"{target}:Connector")
+    assert result.exit_code == 2
+    assert "AttributeError" in result.stderr
+    assert "no_such_name" in result.stderr
+
+
+LEAKY = """
+from kvview_reference.connector.lazy_offload import LazyOffloadConnector, LazyOffloadScheduler
+
+class Scheduler(LazyOffloadScheduler):
+    def _free(self, block_ids):
+        super()._free(block_ids[1:])
+
+class Leaky(LazyOffloadConnector):
+    def make_scheduler(self):
+        return Scheduler(self.config, self.options)
+"""
+
+CORRUPT = """
+from kvview_reference.connector import LazyOffloadConnector, LazyOffloadWorker
+
+class Worker(LazyOffloadWorker):
+    def register_kv_caches(self, kv_caches):
+        super().register_kv_caches(kv_caches)
+        self.gpu = kv_caches.tensors[0].tensor
+
+    def start_plan(self, plan):
+        super().start_plan(plan)
+        for job in plan.loads:
+            self.wait([job.job_id])
+            self.gpu[job.dst.block_ids[0], 3] += 1
+
+class Corrupt(LazyOffloadConnector):
+    def make_worker(self):
+        return Worker(self.options)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "wrong", "right"),
+    [
+        (LEAKY, "Leaky", "holds_at_end", "mismatches"),
+        (CORRUPT, "Corrupt", "mismatches", "holds_at_end"),
+    ],
+)
+def test_a_wrong_connector_is_seen_and_gives_exit_code_1(
+    tmp_path: Path, source: str, name: str, wrong: str, right: str
+) -> None:
+    target = tmp_path / "wrong.py"
+    target.write_text(source)
+    report_file = tmp_path / "report.json"
+    # Enough room that a leak does not stop the run before its end.
+    result = run(
+        *("replay", "--requests", "300", "--gpu-blocks", "3000"),
+        *("--connector", f"{target}:{name}", "--json", report_file),
+    )
+    assert result.exit_code == 1, result.output
+    report = json.loads(report_file.read_text())
+    assert report[wrong] > 0
+    assert report[right] == 0
+
+
+def test_installed_command() -> None:
+    command = Path(sys.executable).parent / "kvview"
+    done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("kvview, version ")
+
+
+def test_without_vllm_its_engine_is_one_line_and_exit_2() -> None:
+    command = [sys.executable, "-c", "from kvview.cli import main; main()"]
+    done = subprocess.run(
+        [*command, "check", EXAMPLE, "--engine", "vllm"], capture_output=True, text=True, timeout=60
+    )
+    if "No module named 'vllm'" not in done.stderr:
+        pytest.skip("there is a vLLM")
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvview: ")
+    assert done.stderr.count("\n") == 1
+    assert "Install vLLM" in done.stderr
+    assert not done.stdout

@@ -1,0 +1,270 @@
+"""The simulation: kills every wrong connector, leaves the right ones alone, replays and shrinks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from examples.host_cache import HostCacheConnector
+from kvview import ConfigError, Connector, FullAttention, SchedulerConnector
+from kvview.testing import Mutant
+from kvview.testing.connector import (
+    Add,
+    Fate,
+    Scenario,
+    Squeeze,
+    Step,
+    check_connector,
+    generate_scenario,
+    replay_seed,
+    simulate,
+)
+from kvview.testing.connector.invariants import (
+    EventFold,
+    HoldWatch,
+    InvariantBroken,
+    check_conservation,
+    check_free_list,
+)
+from kvview.testing.connector.page import write_report
+from kvview_reference.connector import LazyOffloadConnector, MultiConnector
+from tests.mutants import connector as connectors
+from tests.mutants.connector import (
+    CountsFailedLoads,
+    EagerConnector,
+    FreesWhenPlanned,
+    LeaksFailedStores,
+    PinsByRequest,
+    Two,
+)
+
+LAZY = "kvview_reference.connector:LazyOffloadConnector"
+CHILDREN = [
+    {"connector": LAZY, "options": {"cpu_blocks": 7, "enable_events": True}},
+    {"connector": LAZY, "options": {"cpu_blocks": 40, "enable_events": True}},
+]
+
+
+# --- right connectors ---
+
+
+@pytest.mark.parametrize(
+    "connector", [LazyOffloadConnector, HostCacheConnector, EagerConnector, Two, Connector]
+)
+def test_no_false_alarm(connector: type[Connector]) -> None:
+    report = check_connector(connector, seeds=50)
+    assert report.is_clean, report.failures[0].script
+    assert report.num_seeds == 50
+
+
+def test_no_false_alarm_for_a_multi_connector() -> None:
+    report = check_connector(MultiConnector, seeds=50, options={"connectors": CHILDREN})
+    assert report.is_clean, report.failures[0].script
+
+
+def test_everything_that_should_happen_happens() -> None:
+    coverage = check_connector(LazyOffloadConnector, seeds=100).coverage
+    for name in (
+        "loads",
+        "stores",
+        "failed loads",
+        "failed stores",
+        "hits",
+        "aborted loading",
+        "aborted running",
+        "aborted waiting",
+        "preemptions",
+        "ids again",
+        "resets",
+    ):
+        assert coverage[name] >= 8, name
+
+
+# --- wrong connectors ---
+
+
+@pytest.mark.parametrize("mutant", connectors.MUTANTS, ids=lambda mutant: str(mutant.name))
+def test_every_mutant_is_killed_with_its_law(mutant: Mutant) -> None:
+    broken = mutant.run()
+    assert broken is not None, "no seed showed it"
+    assert broken.law == mutant.law, broken
+
+
+def test_there_are_mutants_of_real_incidents() -> None:
+    assert len(connectors.MUTANTS) >= 30
+    assert len({mutant.incident for mutant in connectors.MUTANTS} - {None}) >= 15
+
+
+# --- replay ---
+
+
+@pytest.mark.parametrize("connector", [LazyOffloadConnector, Two, CountsFailedLoads])
+def test_a_seed_gives_the_same_run_twice(connector: type[Connector]) -> None:
+    for seed in range(12):
+        first = simulate(connector, generate_scenario(seed))
+        assert first == simulate(connector, generate_scenario(seed))
+        for snapshot in first.timeline:
+            blocks = snapshot.free + snapshot.engine + snapshot.held
+            assert blocks == first.scenario.num_gpu_blocks - 1
+
+
+def test_a_seed_gives_the_same_run_in_another_process() -> None:
+    code = (
+        "from kvview.testing.connector import generate_scenario, simulate\n"
+        "from kvview_reference.connector import LazyOffloadConnector as C\n"
+        "print([simulate(C, generate_scenario(seed)) for seed in range(4)])"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        ).stdout
+        for _ in range(2)
+    }
+    assert len(outputs) == 1
+
+
+def test_a_failure_is_replayed_by_its_seed() -> None:
+    report = check_connector(LeaksFailedStores, seeds=25, max_shrink_runs=0)
+    for failure in report.failures[:3]:
+        again = replay_seed(LeaksFailedStores, failure.seed, max_shrink_runs=0)
+        assert again == failure
+    assert replay_seed(LazyOffloadConnector, 3) is None
+
+
+# --- shrinking ---
+
+
+@pytest.mark.parametrize(
+    ("connector", "law"),
+    [(LeaksFailedStores, "CONN-4"), (FreesWhenPlanned, "CONN-6"), (PinsByRequest, "CONN-5")],
+)
+def test_the_first_failure_is_shrunk_to_a_script_that_fails(
+    connector: type[Connector], law: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seed = next(s for s in range(60) if not check_connector_is_clean(connector, s))
+    failure = replay_seed(connector, seed, max_shrink_runs=250)
+    assert failure is not None
+    assert failure.law == law
+    small, big = failure.result.scenario, generate_scenario(seed)
+    assert len(small.events) <= 8 < len(big.events)
+    assert len(small.fates) <= len(big.fates)
+    exec(failure.script, {})  # what a person pastes
+    assert f": {failure.message}" in capsys.readouterr().out or law == "CONN-5"
+
+
+def check_connector_is_clean(connector: type[Connector], seed: int) -> bool:
+    return check_connector(connector, seeds=1, first_seed=seed, max_shrink_runs=0).is_clean
+
+
+def test_a_scenario_by_hand() -> None:
+    scenario = replace(generate_scenario(0), events=(), fates=())
+    assert simulate(LazyOffloadConnector, scenario).failure is None
+    small = Scenario(
+        geometry=replace(scenario.geometry, groups=(FullAttention(4),)),
+        num_gpu_blocks=12,
+        events=(Add("a", 1, 20), Step(4), Squeeze(11), Squeeze(0), Add("a", 1, 20), Step(4)),
+        fates=(Fate(is_lost=True),),
+    )
+    result = simulate(LazyOffloadConnector, small)
+    assert result.failure is None
+    assert max(snapshot.held for snapshot in result.timeline) > 0
+
+
+# --- the report ---
+
+
+def test_a_report_says_what_a_person_needs() -> None:
+    seen: list[tuple[int, int]] = []
+    report = check_connector(
+        FreesWhenPlanned,
+        seeds=3,
+        first_seed=5,
+        max_shrink_runs=30,
+        on_progress=lambda done, failed: seen.append((done, failed)),
+    )
+    assert [done for done, _ in seen] == [1, 2, 3]
+    assert not report.is_clean
+    summary = report.summary()
+    assert "3 seeds from 5" in summary
+    assert f"seed {report.failures[0].seed}" in summary
+    assert report.failures[0].script in summary
+    assert report.to_dict()["failures"][0]["law"] == "CONN-6"
+    clean = check_connector(LazyOffloadConnector, seeds=2).summary()
+    assert "2 seeds from 0" in clean
+    assert "no law broken" in clean
+
+
+def test_ctrl_c_leaves_the_summary_so_far() -> None:
+    def stop(done: int, failed: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    report = check_connector(LazyOffloadConnector, seeds=9, on_progress=stop)
+    assert report.is_interrupted
+    assert report.num_seeds == 2
+    assert not report.failures
+    assert not report.is_clean
+    assert report.to_dict()["is_clean"] is False
+    assert "interrupted" in report.summary()
+
+
+def test_the_page_is_one_file_with_a_picture(tmp_path: Path) -> None:
+    report = check_connector(LeaksFailedStores, seeds=12, max_shrink_runs=30)
+    write_report(tmp_path / "report.html", report)
+    page = (tmp_path / "report.html").read_text()
+    failure = report.failures[0]
+    assert f"Seed {failure.seed}: CONN-4" in page
+    svg = ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
+    assert len(svg.findall("polygon")) == 3
+    assert "http" not in page
+    assert "src=" not in page
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        write_report(tmp_path / "none" / "report.html", report)
+
+
+# --- the invariants alone ---
+
+
+def test_invariants_name_the_law_and_the_blocks() -> None:
+    with pytest.raises(InvariantBroken, match=r"POOL-2: blocks \[3\]"):
+        check_free_list([3, 4, 3], {3: 0, 4: 0})
+    with pytest.raises(InvariantBroken, match=r"POOL-1: .*\[4\] are queued and referred to"):
+        check_free_list([3, 4], {3: 0, 4: 1})
+    with pytest.raises(InvariantBroken, match="CONN-4: block 1 has 2 references: 1 of requests"):
+        check_conservation({1: 2}, {1: 1}, {})
+    watch = HoldWatch(2)
+    watch.check(0, [], 0)
+    watch.check(1, [5], 0)
+    watch.check(2, [5], 0)
+    with pytest.raises(InvariantBroken, match=r"CONN-4: blocks \[5\] are held since step 1"):
+        watch.check(3, [5], 0)
+    assert EventFold().advertised == set()
+
+
+class Crashes(LazyOffloadConnector):
+    def make_scheduler(self) -> None:  # type: ignore[override]
+        raise OSError("no such host")
+
+
+def test_what_a_connector_raises_is_a_failure_not_a_crash() -> None:
+    failure = simulate(Crashes, generate_scenario(0)).failure
+    assert failure is not None
+    assert str(failure) == "CONN-1: make_scheduler raised OSError no such host (step 0)"
+
+
+class NeverAnswers(LazyOffloadConnector):
+    def make_scheduler(self) -> SchedulerConnector:
+        half = super().make_scheduler()
+        half.match_prefix = lambda request, num_computed_tokens: None  # type: ignore[method-assign]
+        return half
+
+
+def test_a_connector_that_never_answers_is_not_the_engines_fault() -> None:
+    failure = check_connector(NeverAnswers, seeds=3, max_shrink_runs=0).failures[0]
+    assert failure.law == "CONN-2"
+    assert "match_prefix never answers" in failure.message

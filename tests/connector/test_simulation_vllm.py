@@ -1,0 +1,65 @@
+"""Every planted fault of a connector is found on vLLM's own scheduler too."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("vllm.version", reason="needs a vLLM release", exc_type=ImportError)
+
+from kvview.testing import Mutant
+from kvview.testing.command import check as check_command
+from kvview.testing.connector import check_connector, generate_scenario, replay_seed
+from kvview_vllm.simulation import VLLMEngines
+from tests.mutants import connector as connectors
+
+SEEDS = 15
+"""Seeds in which every one of them must show itself."""
+
+
+@pytest.fixture(scope="module")
+def engines() -> VLLMEngines:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM's own, while it is imported
+        return VLLMEngines()
+
+
+@pytest.mark.parametrize("mutant", connectors.MUTANTS, ids=lambda mutant: str(mutant.name))
+def test_every_mutant_is_killed_with_its_law(engines: VLLMEngines, mutant: Mutant) -> None:
+    connector = mutant.factory
+    assert isinstance(connector, type)
+    for seed in range(SEEDS):
+        report = check_connector(
+            connector, seeds=1, first_seed=seed, engines=engines, max_shrink_runs=0
+        )
+        if not report.is_clean:
+            assert report.failures[0].law == mutant.law, report.failures[0]
+            return
+    pytest.fail("no seed showed it")
+
+
+def test_a_failure_is_shrunk_to_a_script_that_fails(
+    engines: VLLMEngines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = replay_seed(connectors.FreesWhenPlanned, 0, engines=engines, max_shrink_runs=150)
+    assert failure is not None
+    assert len(failure.result.scenario.events) <= 8 < len(generate_scenario(0).events)
+    exec(failure.script, {})  # what a person pastes
+    assert f": {failure.message}" in capsys.readouterr().out
+
+
+def test_the_command_runs_the_installed_vllm(tmp_path: Path) -> None:
+    page, report = tmp_path / "page.html", tmp_path / "report.json"
+    target = f"{connectors.__file__}:LeaksFailedStores"
+    arguments = ["--engine", "vllm", "--seeds", "3", "--json", str(report), "--report", str(page)]
+    result = CliRunner().invoke(check_command, [target, *arguments])
+    assert result.exit_code == 1, result.output
+    assert "CONN-4" in result.output
+    assert "engines=VLLMEngines()" in result.output
+    assert '"engine": "vllm 0.' in report.read_text()
+    assert "CONN-4" in page.read_text()

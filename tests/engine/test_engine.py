@@ -1,0 +1,699 @@
+"""The reference engine with connectors beside it: good ones, late ones, broken ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvview import (
+    MEDIUM_CPU,
+    CacheGeometry,
+    CacheGroup,
+    CanonicalKVCaches,
+    ChunkedLocalAttention,
+    ConfigError,
+    Connector,
+    ConnectorConfig,
+    CPULoadStoreSpec,
+    FullAttention,
+    GPULoadStoreSpec,
+    GuardedView,
+    Mamba,
+    OffloadingEvent,
+    OffloadKey,
+    RequestStep,
+    SlidingWindow,
+    StepInfo,
+    StepPlan,
+    TransferJob,
+    TransferResult,
+    ViewClosedError,
+    WorkerConnector,
+    fold_events,
+    make_offload_key,
+)
+from kvview_reference.connector import MultiConnector
+from kvview_reference.connector.lazy_offload import LazyOffloadConnector, LazyOffloadScheduler
+from kvview_reference.engine import Engine
+from kvview_reference.engine.request import Request, Status, chain_hashes
+
+FULL = CacheGeometry.single(4)
+GEOMETRIES = {
+    "full": FULL,
+    "coarse": CacheGeometry(16, 2, (FullAttention(4),)),
+    "window": CacheGeometry(4, 4, (FullAttention(4), SlidingWindow(4, 10))),
+    "chunked": CacheGeometry(4, 4, (FullAttention(4), ChunkedLocalAttention(4, 8))),
+    "mamba": CacheGeometry(8, 4, (FullAttention(4), Mamba(8))),
+    "mixed": CacheGeometry(
+        24,
+        2,
+        (FullAttention(4), SlidingWindow(6, 9), ChunkedLocalAttention(4, 10), Mamba(12)),
+    ),
+}
+
+
+ENDED = {Status.FINISHED, Status.ABORTED}
+
+
+# --- connectors whose transfers go as a script says ---
+
+
+@dataclass
+class Script:
+    """How the transfers of a connector go.
+
+    Args:
+        delay: Polls that a job waits before it moves a byte.
+        fails: Whether a job fails instead; told whether it is a load.
+        lies: Loads report success and move nothing.
+        crosses: Loads read another host block than they were told.
+    """
+
+    delay: int = 0
+    fails: Callable[[bool], bool] = lambda is_load: False
+    lies: bool = False
+    crosses: bool = False
+
+
+class ScriptedWorker(WorkerConnector):
+    def __init__(self, inner: WorkerConnector, script: Script) -> None:
+        self.inner = inner
+        self.script = script
+        self.queue: list[tuple[int, bool, TransferJob]] = []  # polls left, is a load, job
+        self.results: list[TransferResult] = []
+
+    def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
+        self.inner.register_kv_caches(kv_caches)
+
+    def start_plan(self, plan: StepPlan) -> None:
+        delay = self.script.delay
+        self.queue += [(delay, True, job) for job in plan.loads]
+        self.queue += [(delay, False, job) for job in plan.stores]
+        self._move(lambda polls, job: polls <= 0)
+
+    def get_finished(self) -> list[TransferResult]:
+        results, self.results = self.results, []
+        self.queue = [(polls - 1, is_load, job) for polls, is_load, job in self.queue]
+        self._move(lambda polls, job: polls <= 0)
+        return results
+
+    def wait(self, job_ids: Sequence[int]) -> None:
+        self._move(lambda polls, job: job.job_id in job_ids)
+
+    def shutdown(self) -> None:
+        self.inner.shutdown()
+
+    def _move(self, is_due: Callable[[int, TransferJob], bool]) -> None:
+        due = [item for item in self.queue if is_due(item[0], item[2])]
+        self.queue = [item for item in self.queue if item not in due]
+        for _, is_load, job in due:
+            if self.script.fails(is_load):
+                self.results.append(TransferResult(job.job_id, False, error="as the script says"))
+            elif is_load and self.script.lies:
+                self.results.append(TransferResult(job.job_id, True))
+            else:
+                if is_load and self.script.crosses and isinstance(job.src, CPULoadStoreSpec):
+                    job = replace(job, src=CPULoadStoreSpec([i ^ 1 for i in job.src.block_ids]))
+                self.inner.start_plan(StepPlan([job]) if is_load else StepPlan([], [job]))
+                self.inner.wait([job.job_id])
+                self.results += self.inner.get_finished()
+
+
+class Scripted(LazyOffloadConnector):
+    """The lazy connector over a :class:`ScriptedWorker`."""
+
+    script = Script()
+
+    def make_worker(self) -> WorkerConnector:
+        return ScriptedWorker(super().make_worker(), self.script)
+
+
+def lazy(geometry: CacheGeometry, script: Script | None = None, **options: object) -> Scripted:
+    options = {"cpu_blocks": 200, "enable_events": True, **options}
+    connector = Scripted(ConnectorConfig(geometry, options))
+    connector.script = script or Script()
+    return connector
+
+
+def multi(geometry: CacheGeometry, *scripts: Script, **options: object) -> MultiConnector:
+    child = {
+        "connector": f"{__name__}:Scripted",
+        "options": {"cpu_blocks": 200, "enable_events": True, **options},
+    }
+    connector = MultiConnector(ConnectorConfig(geometry, {"connectors": [child] * len(scripts)}))
+    for made, script in zip(connector.children, scripts, strict=True):
+        assert isinstance(made, Scripted)
+        made.script = script
+    return connector
+
+
+# --- running ---
+
+
+def build(
+    connector: Connector | None,
+    geometry: CacheGeometry = FULL,
+    num_gpu_blocks: int = 60,
+    **options: Any,
+) -> Engine:
+    return Engine(
+        geometry, connector, num_gpu_blocks=num_gpu_blocks, **{"page_bytes": 16, **options}
+    )
+
+
+def build_small(connector: Connector | None, **options: Any) -> Engine:
+    """A pool that a few requests of 33 tokens fill."""
+    return build(connector, num_gpu_blocks=20, max_tokens_per_step=16, **options)
+
+
+def prompt(
+    name: str, head: int, num_tokens: int, num_output: int = 5, geometry: CacheGeometry = FULL
+) -> Request:
+    size = geometry.hash_block_size
+    hashes = chain_hashes(f"{head}.{i}" for i in range(num_tokens // size))
+    return Request(name, num_tokens, num_output, size, hashes)
+
+
+def drain(engine: Engine, max_steps: int = 5000) -> None:
+    for _ in range(max_steps):
+        if not engine.has_work():
+            return
+        engine.step()
+        check_blocks(engine)
+    pytest.fail(f"still at work after {max_steps} steps: {engine.stats}")
+
+
+def check_blocks(engine: Engine) -> None:
+    """Free and referenced blocks are all blocks; no token is computed before it is known."""
+    pool = engine.kv_cache.pool
+    assert in_use(engine) == sum(pool.ref_cnt(block) > 0 for block in range(1, pool.num_blocks))
+    for request in engine.running:
+        assert request.num_computed_tokens <= max(request.num_prompt_tokens, request.num_tokens - 1)
+
+
+def in_use(engine: Engine) -> int:
+    """Blocks that are not free."""
+    return engine.kv_cache.pool.num_blocks - 1 - engine.kv_cache.pool.num_free_blocks()
+
+
+def run(engine: Engine, *requests: Request) -> None:
+    for request in requests:
+        engine.add_request(request)
+    drain(engine)
+    for request in requests:
+        if request.status is not Status.ABORTED:
+            assert request.status is Status.FINISHED
+            assert request.num_generated_tokens == request.num_output_tokens
+
+
+def end(engine: Engine) -> None:
+    """Nothing is held, nothing was wrong."""
+    if isinstance(engine.scheduler_connector, LazyOffloadScheduler):
+        assert engine.scheduler_connector._manager.num_protected_blocks() == 0
+    assert in_use(engine) == 0
+    assert engine.stats.mismatches == 0
+    assert engine.shutdown() == {}
+    assert engine.shutdown() == {}
+
+
+def to_loading(engine: Engine, name: str = "again", head: int = 0) -> Request:
+    """Bring a request to where its load is in flight."""
+    run(engine, prompt("first", head, 33))
+    # Others push it out of the GPU; it is in host memory then.
+    run(engine, *[prompt(f"filler{i}", 100 + i, 33) for i in range(8)])
+    request = prompt(name, head, 33)
+    engine.add_request(request)
+    engine.step()
+    assert request.status is Status.LOADING
+    return request
+
+
+CONNECTORS: dict[str, Callable[[CacheGeometry], Connector | None]] = {
+    "none": lambda geometry: None,
+    "default": lambda geometry: Connector(ConnectorConfig(geometry)),
+    "lazy": lazy,
+    "late": lambda geometry: lazy(geometry, Script(delay=3)),
+    "second time": lambda geometry: lazy(geometry, store_threshold=2),
+    "multi": lambda geometry: multi(geometry, Script(), Script(delay=2)),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(CONNECTORS))
+@pytest.mark.parametrize("name", sorted(GEOMETRIES))
+def test_everything_finishes_and_every_byte_is_right(name: str, kind: str) -> None:
+    geometry = GEOMETRIES[name]
+    engine = build(
+        CONNECTORS[kind](geometry),
+        geometry,
+        num_gpu_blocks=24 * len(geometry.groups),
+        max_tokens_per_step=24,
+        num_layers=2,
+    )
+    for wave in range(3):
+        run(engine, *[prompt(f"{wave}.{i}", i, 50 + i % 3, i, geometry=geometry) for i in range(8)])
+    run(engine, prompt("x", 0, 50, geometry=geometry), prompt("y", 0, 50, geometry=geometry))
+    stats = engine.stats
+    assert stats.finished == stats.requests == 26
+    assert stats.bytes_verified > 0
+    if kind in ("none", "default"):
+        assert stats.loaded_blocks == stats.offloaded_blocks == stats.cpu_hit_blocks == 0
+    else:
+        assert min(stats.loaded_blocks, stats.offloaded_blocks, stats.cpu_hit_blocks) > 0
+    end(engine)
+
+
+def test_preemption_when_the_pool_is_full() -> None:
+    engine = build_small(lazy(FULL, Script(delay=2)), decode_tokens=4)
+    run(engine, *[prompt(str(i), i, 20, 40) for i in range(4)])
+    assert engine.stats.preemptions > 0
+    assert engine.stats.finished == 4
+    end(engine)
+
+
+@pytest.mark.parametrize(("num_tokens", "decode"), [(33, 4), (33, 7), (17, 1), (34, 16)])
+def test_tokens_are_computed_one_step_after_they_are_generated(
+    num_tokens: int, decode: int
+) -> None:
+    """Also when one token of the prompt is left over for a step of its own."""
+    engine = build_small(lazy(FULL), decode_tokens=decode)
+    for wave in range(3):
+        run(engine, *[prompt(f"{wave}.{i}", i, num_tokens, 13) for i in range(3)])
+    assert engine.stats.cpu_hit_blocks > 0
+    end(engine)
+
+
+@pytest.mark.parametrize("num_output", [0, 1])
+def test_requests_of_no_or_one_output_token(num_output: int) -> None:
+    engine = build(lazy(FULL))
+    run(engine, prompt("a", 0, 1, num_output), prompt("b", 1, 40, num_output))
+    end(engine)
+
+
+# --- what fits ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_running": 0}, "max_running must be at least 1, got 0"),
+        ({"page_bytes": 12}, "positive multiple of 8 bytes, got 12"),
+        ({"num_gpu_blocks": 1}, "num_blocks must be an int of at least 2"),
+    ],
+)
+def test_impossible_sizes(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(None, **options)
+
+
+def test_a_request_that_can_never_fit_is_refused() -> None:
+    engine = build(None, num_gpu_blocks=10)
+    with pytest.raises(ConfigError, match=r"'big' needs 10 GPU blocks at once for 37 tokens"):
+        engine.add_request(prompt("big", 0, 32, 5))
+    assert not engine.has_work()
+    run(engine, prompt("fits", 0, 32, 4))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(1, 30)), min_size=1),
+    st.integers(5, 40),
+    st.integers(1, 60),
+    st.integers(0, 30),
+    st.integers(1, 20),
+    st.integers(1, 9),
+)
+@example([(0, 1, 1), (2, 1, 30)], 41, 31, 0, 1, 1)  # a chunk is longest before the prompt ends
+def test_a_request_that_was_accepted_finishes(
+    mix: list[tuple[int, int, int]], blocks: int, num: int, out: int, budget: int, decode: int
+) -> None:
+    """Alone, it never asks for more blocks than ``add_request`` reckoned with."""
+    kinds: list[Callable[[int, int], CacheGroup]] = [
+        lambda size, span: FullAttention(size),
+        SlidingWindow,
+        ChunkedLocalAttention,
+        lambda size, span: Mamba(size),
+    ]
+    groups = tuple(kinds[kind](size, span) for kind, size, span in mix)
+    geometry = CacheGeometry(math.lcm(*(group.block_size for group in groups)), 1, groups)
+    engine = build(None, geometry, blocks, max_tokens_per_step=budget, decode_tokens=decode)
+    request = prompt("a", 0, num, out, geometry)
+    every_block = sum(-(-(num + out) // group.block_size) for group in groups)
+    try:
+        engine.add_request(request)
+    except ConfigError:
+        assert every_block > blocks - 1
+        return
+    drain(engine, 500)
+    assert request.status is Status.FINISHED
+    assert engine.stats.preemptions == 0
+    end(engine)
+
+
+# --- abort, and ids that come again ---
+
+
+def test_abort_while_waiting() -> None:
+    engine = build(lazy(FULL), max_running=1)
+    first, second = prompt("a", 0, 20), prompt("b", 1, 20)
+    engine.add_request(first)
+    engine.add_request(second)
+    engine.step()
+    assert engine.abort("b")
+    assert second.status is Status.ABORTED
+    assert not engine.abort("nobody")
+    drain(engine)
+    assert not engine.abort("a")
+    assert (engine.stats.finished, engine.stats.aborted) == (1, 1)
+    end(engine)
+
+
+def test_abort_while_running_and_after_a_preemption() -> None:
+    engine = build_small(lazy(FULL))
+    requests = [prompt(str(i), i, 20, 40) for i in range(4)]
+    for request in requests:
+        engine.add_request(request)
+    while not engine.stats.preemptions:
+        engine.step()
+    assert engine.abort("0")  # runs
+    preempted = next(r for r in requests if r.status is Status.WAITING and r.was_started)
+    assert engine.abort(preempted.request_id)
+    drain(engine)
+    assert engine.stats.aborted == 2
+    end(engine)
+
+
+def test_abort_while_loading_keeps_the_blocks_until_the_load_has_ended() -> None:
+    engine = build_small(lazy(FULL, Script(delay=4)))
+    request = to_loading(engine)
+    held = engine.kv_cache.block_ids("again")
+    assert engine.abort("again")
+    assert request.status is Status.ABORTED
+    assert not engine.abort("again")
+    assert engine.kv_cache.block_ids("again") == held
+    assert engine.has_work()
+    drain(engine)
+    assert engine.stats.aborted == 1
+    end(engine)
+
+
+@pytest.mark.parametrize("success", [True, False])
+def test_conn5_the_id_comes_again_while_its_first_life_loads(success: bool) -> None:
+    script = Script(delay=4)
+    engine = build_small(lazy(FULL, script))
+    to_loading(engine)
+    engine.abort("again")
+    script.fails = lambda is_load: is_load and not success
+    second = prompt("again", 5, 29)
+    run(engine, second)
+    assert second.status is Status.FINISHED
+    end(engine)
+
+
+def test_conn5_abort_of_the_second_life_leaves_the_blocks_of_the_first() -> None:
+    engine = build_small(lazy(FULL, Script(delay=4)))
+    to_loading(engine)
+    engine.abort("again")
+    held = engine.kv_cache.block_ids("again")
+    assert any(held)
+    engine.add_request(prompt("again", 5, 29))
+    engine.step()
+    assert engine.abort("again")
+    assert engine.kv_cache.block_ids("again") == held  # the first load still writes there
+    drain(engine)
+    assert engine.stats.aborted == 2
+    end(engine)
+
+
+# --- transfers that fail ---
+
+
+def test_a_failed_load_is_computed_anew() -> None:
+    script = Script(delay=1)
+    engine = build_small(lazy(FULL, script))
+    request = to_loading(engine)
+    script.fails = lambda is_load: is_load
+    hits = engine.stats.gpu_hit_blocks
+    drain(engine)
+    assert request.status is Status.FINISHED
+    assert engine.stats.failed_transfers == 1
+    assert engine.stats.loaded_blocks == engine.stats.cpu_hit_blocks == 0
+    assert engine.stats.gpu_hit_blocks == hits == 0
+    end(engine)
+
+
+def test_a_failed_load_counts_its_gpu_hit_once() -> None:
+    """A prefix half on the GPU and half in host memory, whose load fails."""
+    script = Script(delay=1)
+    engine = build_small(lazy(FULL, script))
+    to_loading(engine)
+    drain(engine)
+    fifth = make_offload_key(prompt("", 0, 20).block_hashes[4], 0)
+    tail = engine.kv_cache.pool.find_cached_block(fifth)
+    assert tail is not None
+    engine.kv_cache.pool.evict_blocks([tail])  # of eight blocks the first four are left
+    before = engine.stats.gpu_hit_blocks
+    script.fails = lambda is_load: is_load
+    request = prompt("last", 0, 33)
+    run(engine, request)
+    assert not request.use_connector
+    assert engine.stats.gpu_hit_blocks - before == 4
+    end(engine)
+
+
+def test_event4_a_failed_store_leaves_no_key() -> None:
+    engine = build_small(lazy(FULL, Script(fails=lambda is_load: not is_load)))
+    for wave in range(2):
+        run(engine, *[prompt(f"{wave}.{i}", i, 33) for i in range(8)])
+    assert engine.stats.failed_transfers > 0
+    assert engine.stats.offloaded_blocks == engine.stats.cpu_hit_blocks == 0
+    assert engine.take_offloading_events() == []
+    end(engine)
+
+
+def test_a_job_that_the_worker_refuses_is_reported_as_failed() -> None:
+    worker = lazy(FULL).make_worker()
+    engine = build(None)
+    worker.register_kv_caches(engine.kv_bytes.caches)
+    worker.shutdown()  # from here on the transfer worker accepts nothing
+    job = TransferJob(7, GPULoadStoreSpec([1], [1], [0]), CPULoadStoreSpec([0]))
+    worker.start_plan(StepPlan([], [job]))
+    (result,) = worker.get_finished()
+    assert (result.job_id, result.success) == (7, False)
+    assert worker.get_finished() == []
+
+
+# --- events, reset, pending work ---
+
+
+def longest_loadable(geometry: CacheGeometry, request: Request, keys: set[OffloadKey]) -> int:
+    """From the advertised keys alone: the longest prefix of which each read block is there."""
+    best = 0
+    for num in range(0, request.num_prompt_tokens, geometry.scheduler_block_size):
+        needed = [
+            make_offload_key(request.block_hashes[geometry.block_hash_index(index, block)], index)
+            for index, group in enumerate(geometry.groups)
+            for block in group.required_blocks(num)
+        ]
+        if keys.issuperset(needed):
+            best = num
+    return best
+
+
+@pytest.mark.parametrize("name", sorted(GEOMETRIES))
+def test_event2_what_is_advertised_can_be_loaded_and_nothing_else(name: str) -> None:
+    geometry = GEOMETRIES[name]
+    engine = build(lazy(geometry, cpu_blocks=60), geometry, 24 * len(geometry.groups))
+    events: list[OffloadingEvent] = []
+    for i in range(30):
+        run(engine, prompt(str(i), i * 7 % 12, 50, geometry=geometry))
+        events += engine.take_offloading_events()
+        held = fold_events(events).get(MEDIUM_CPU, set())
+        assert len(held) <= 60
+        for head in range(12):
+            probe = prompt("probe", head, 50, geometry=geometry)
+            promised = engine.scheduler_connector.match_prefix(probe.info(), 0)
+            assert promised == longest_loadable(geometry, probe, held)
+    assert any(event.removed for event in events)
+    assert engine.reset_cache()
+    events += engine.take_offloading_events()
+    assert fold_events(events) == {MEDIUM_CPU: set()}  # EVENT-5
+    end(engine)
+
+
+def test_pool9_reset_is_refused_while_blocks_are_in_use() -> None:
+    engine = build_small(lazy(FULL, Script(delay=4)))
+    engine.add_request(prompt("a", 0, 40))
+    engine.step()
+    assert not engine.reset_cache()  # a request runs
+    drain(engine)
+    request = to_loading(engine)
+    assert not engine.reset_cache()  # a load is in flight
+    assert engine.scheduler_connector.match_prefix(request.info(), 0) == 32  # nothing changed
+    drain(engine)
+    assert request.status is Status.FINISHED
+    assert engine.reset_cache()
+    hits = engine.stats.gpu_hit_blocks + engine.stats.cpu_hit_blocks
+    run(engine, prompt("b", 0, 40))
+    assert engine.stats.gpu_hit_blocks + engine.stats.cpu_hit_blocks == hits
+    end(engine)
+
+
+def test_pool9_a_store_in_flight_keeps_the_engine_stepping_and_refuses_a_reset() -> None:
+    engine = build_small(lazy(FULL, Script(delay=10)))
+    run(engine, prompt("a", 0, 40))
+    engine.add_request(prompt("b", 1, 40))
+    while engine.has_unfinished_requests() or not engine.view.held_blocks():
+        engine.step()
+    assert engine.has_work()
+    assert not engine.reset_cache()
+    drain(engine)
+    assert not engine.view.held_blocks()
+    assert engine.reset_cache()
+    end(engine)
+
+
+# --- the lazy connector and its view ---
+
+
+def test_a_lazy_connector_that_was_never_bound_offloads_nothing() -> None:
+    half = lazy(FULL).make_scheduler()
+    assert not half.plan_step(StepInfo([RequestStep(prompt("a", 0, 8).info(), ([],), 0, 8)]))
+    half.shutdown()
+
+
+def test_a_store_names_its_blocks_group_after_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = GEOMETRIES["mixed"]
+    engine = build(lazy(geometry), geometry)
+    start = engine.worker_connector.start_plan
+    mixed = 0
+
+    def check(plan: StepPlan) -> None:
+        nonlocal mixed
+        for job in plan.stores:
+            assert isinstance(job.src, GPULoadStoreSpec)
+            hashes = [engine.kv_cache.pool.block_hashes(block)[0] for block in job.src.block_ids]
+            groups = [int.from_bytes(key[-4:], "big") for key in hashes]
+            assert groups == sorted(groups)
+            assert list(job.src.group_sizes) == [groups.count(index) for index in range(4)]
+            mixed += len(set(groups)) > 1
+        start(plan)
+
+    monkeypatch.setattr(engine.worker_connector, "start_plan", check)
+    run(engine, *[prompt(str(i), i, 50, geometry=geometry) for i in range(8)])
+    assert mixed
+
+
+def test_a_pin_budget_is_not_an_error_for_the_lazy_connector() -> None:
+    engine = build_small(lazy(FULL))
+    guard = GuardedView(engine.kv_cache.pool.view("small"), pin_budget=0.1)
+    engine.scheduler_connector.bind_gpu_block_pool_view(guard)
+    for wave in range(2):
+        run(engine, *[prompt(f"{wave}.{i}", i, 33) for i in range(8)])
+    assert guard.stats.refused > 0
+    end(engine)
+
+
+def test_pool10_the_view_is_closed_at_shutdown_and_tells_what_was_held() -> None:
+    engine = build(None)
+    engine.view.touch_blocks([3, 3, 4])
+    assert engine.shutdown() == {3: 2, 4: 1}
+    with pytest.raises(ViewClosedError):
+        engine.view.touch_blocks([3])
+
+
+# --- everything at once ---
+
+
+moves = st.one_of(
+    st.tuples(st.just("add"), st.integers(0, 5), st.integers(1, 60)),
+    st.tuples(st.just("abort"), st.integers(0, 5), st.just(0)),
+    st.tuples(st.just("step"), st.integers(1, 6), st.just(0)),
+    st.tuples(st.just("reset"), st.just(0), st.just(0)),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.sampled_from(sorted(GEOMETRIES)),
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)), min_size=1, max_size=2),
+    st.lists(moves, max_size=60),
+    st.integers(0, 99),
+)
+def test_any_mix_of_requests_aborts_resets_and_failures_drains(
+    name: str, workers: list[tuple[int, int]], scenario: list[tuple[str, int, int]], seed: int
+) -> None:
+    """Ids come again at once, loads and stores are late or fail, the host tier is small."""
+    geometry, random = GEOMETRIES[name], Random(seed)
+    scripts = [
+        Script(delay, lambda is_load, often=often: random.randrange(4) < often)  # type: ignore[misc]
+        for delay, often in workers
+    ]
+    connector = multi(geometry, *scripts, cpu_blocks=12)
+    if len(scripts) == 1:
+        connector = connector.children[0]  # type: ignore[assignment]
+    size = 20 * len(geometry.groups)
+    engine = build(connector, geometry, size, max_tokens_per_step=24, max_running=4)
+    alive: dict[str, Request] = {}
+    events: list[OffloadingEvent] = []
+    for move, number, num_tokens in scenario:
+        request_id = f"r{number}"
+        if move == "add" and (request_id not in alive or alive[request_id].status in ENDED):
+            alive[request_id] = prompt(request_id, number % 3, num_tokens, 7, geometry)
+            engine.add_request(alive[request_id])
+        elif move == "abort":
+            is_alive = request_id in alive and alive[request_id].status not in ENDED
+            assert engine.abort(request_id) == is_alive
+        elif move == "step":
+            for _ in range(number):
+                engine.step()
+                check_blocks(engine)
+        elif move == "reset":
+            was_idle = in_use(engine) == 0
+            assert engine.reset_cache() == was_idle
+        events += engine.take_offloading_events()
+    drain(engine)
+    events += engine.take_offloading_events()
+    assert {request.status for request in alive.values()} <= ENDED
+    assert engine.stats.finished + engine.stats.aborted == engine.stats.requests
+    assert all(len(keys) <= 12 * len(scripts) for keys in fold_events(events).values())
+    end(engine)
+
+
+# --- the negative control: wrong bytes are seen ---
+
+
+@pytest.mark.parametrize("script", [Script(lies=True), Script(crosses=True)])
+@pytest.mark.parametrize("name", sorted(GEOMETRIES))
+def test_wrong_bytes_are_seen(name: str, script: Script) -> None:
+    geometry = GEOMETRIES[name]
+    engine = build(lazy(geometry, script), geometry, 24 * len(geometry.groups))
+    for wave in range(2):
+        run(engine, *[prompt(f"{wave}.{i}", i, 50, geometry=geometry) for i in range(8)])
+    assert engine.stats.loaded_blocks > 0
+    assert engine.stats.mismatches > 0
+
+
+def test_a_load_that_moves_nothing_is_seen_even_where_the_right_bytes_lie() -> None:
+    engine, request = build_small(lazy(FULL, Script(lies=True))), prompt("a", 0, 5)
+    run(engine, request)
+    engine.step()  # idle: the connector offloads
+    drain(engine)
+    assert engine.kv_cache.reset_prefix_cache()  # the host keeps what it has
+    engine.kv_bytes.write(range(1, 20), [make_offload_key(request.block_hashes[0], 0)] * 19)
+    run(engine, prompt("b", 0, 5))
+    assert engine.stats.loaded_blocks == engine.stats.mismatches == 1
+
+
+def test_a_stale_block_on_the_gpu_is_seen() -> None:
+    engine = build(None)
+    run(engine, prompt("a", 0, 20))
+    engine.kv_bytes.poison([2])
+    run(engine, prompt("b", 0, 20))
+    assert engine.stats.mismatches == 1

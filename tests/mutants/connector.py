@@ -1,0 +1,676 @@
+"""Wrong connectors: each a few lines over a right one, each tagged with the law it breaks.
+
+They live over :class:`~kvview_reference.connector.LazyOffloadConnector` (stores what
+is about to be evicted), over the example (stores what a request leaves behind), or
+over :class:`EagerConnector` below (stores what was just computed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any, ClassVar, cast
+
+from examples.host_cache import HostCacheConnector, HostCacheScheduler
+from kvview import (
+    BlockIds,
+    CanonicalKVCaches,
+    Connector,
+    ConnectorConfig,
+    EngineFacts,
+    FinishReason,
+    GPUBlockPoolView,
+    GPULoadStoreSpec,
+    LookupResult,
+    OffloadingEvent,
+    OffloadKey,
+    ReqContext,
+    RequestInfo,
+    SchedulerConnector,
+    StepInfo,
+    StepPlan,
+    SupportsFreeOrder,
+    TransferJob,
+    TransferResult,
+    ViewNotBoundError,
+    WorkerConnector,
+)
+from kvview.testing import LawBroken, Mutant
+from kvview.testing.connector import check_connector
+from kvview_reference.connector.lazy_offload import (
+    LazyOffloadConnector,
+    LazyOffloadOptions,
+    LazyOffloadScheduler,
+    LazyOffloadWorker,
+    _Store,
+)
+from kvview_reference.connector.multi import MultiScheduler, MultiWorker
+
+SEEDS = 60
+"""Seeds in which every one of them must show itself."""
+
+
+class ConnectorMutant(Mutant):
+    """One wrong connector; its factory is the class."""
+
+    def run(self) -> LawBroken | None:
+        """Simulate it, seed after seed, until a law is broken."""
+        connector = cast("type[Connector]", self.factory)
+        for seed in range(SEEDS):
+            report = check_connector(connector, seeds=1, first_seed=seed, max_shrink_runs=0)
+            for failure in report.failures:
+                return LawBroken(
+                    failure.law,
+                    self.what,
+                    got=failure.message,
+                    expected="no law broken in any seed",
+                    script=failure.script,
+                )
+        return None
+
+
+MUTANTS: list[Mutant] = []
+
+
+def breaks(
+    law: str, what: str, incident: str | None = None
+) -> Callable[[type[Connector]], type[Connector]]:
+    """Register a class as wrong."""
+
+    def register(connector: type[Connector]) -> type[Connector]:
+        MUTANTS.append(ConnectorMutant(connector, law, "check_connector", what, incident))
+        return connector
+
+    return register
+
+
+# --- over the lazy connector ---
+
+
+class Lazy(LazyOffloadConnector):
+    """The right one, with places to put wrong halves."""
+
+    scheduler: ClassVar[type[LazyOffloadScheduler]] = LazyOffloadScheduler
+    worker: ClassVar[type[LazyOffloadWorker]] = LazyOffloadWorker
+
+    def make_scheduler(self) -> SchedulerConnector:
+        return self.scheduler(self.config, self.options)
+
+    def make_worker(self) -> WorkerConnector:
+        return self.worker(self.options)
+
+
+@breaks("POOL-4", "touches a block with two hashes once, frees it twice", "vllm#42571")
+class FreesDuplicates(Lazy):
+    class scheduler(LazyOffloadScheduler):
+        def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
+            class Deduplicating:
+                def __init__(self) -> None:
+                    self.iter_free_block_ids_with_hash = view.iter_free_block_ids_with_hash
+                    self.free_blocks = view.free_blocks
+
+                def touch_blocks(self, block_ids: Sequence[int], /) -> None:
+                    view.touch_blocks(list(set(block_ids)))
+
+            super().bind_gpu_block_pool_view(Deduplicating())
+
+
+@breaks("CONN-4", "touches a block with two hashes twice, frees it once")
+class FreesASet(Lazy):
+    class scheduler(LazyOffloadScheduler):
+        def _free(self, block_ids: Sequence[int]) -> None:
+            super()._free(list(set(block_ids)))
+
+
+@breaks("CONN-3", "counts loads under way, and a failed one stays counted", "vllm#43742")
+class CountsFailedLoads(Lazy):
+    class scheduler(LazyOffloadScheduler):
+        num_loading = 0
+
+        def plan_step(self, step: StepInfo) -> StepPlan:
+            plan = super().plan_step(step)
+            self.num_loading += len(plan.loads)
+            return plan
+
+        def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
+            self.num_loading -= sum(r.success for r in results if r.job_id in self._loads)
+            super().on_transfers_finished(results)
+
+        def has_pending_work(self) -> bool:
+            return super().has_pending_work() or self.num_loading > 0
+
+
+@breaks("CONN-4", "forgets the blocks of a store that failed")
+class LeaksFailedStores(Lazy):
+    class scheduler(LazyOffloadScheduler):
+        def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
+            for result in results:
+                if not result.success and result.job_id in self._stores:
+                    self._stores[result.job_id] = replace(self._stores[result.job_id], block_ids=())
+            super().on_transfers_finished(results)
+
+
+@breaks("CONN-4", "pins the blocks of a load, an abort forgets the pin", "ascend#16662")
+class AbortLeaks(Lazy):
+    class scheduler(LazyOffloadScheduler):
+        def __init__(self, config: ConnectorConfig, options: LazyOffloadOptions) -> None:
+            super().__init__(config, options)
+            self.pinned: dict[str, list[int]] = {}
+
+        def on_blocks_allocated(
+            self,
+            request: RequestInfo,
+            block_ids: BlockIds,
+            num_computed_tokens: int,
+            num_external_tokens: int,
+        ) -> None:
+            super().on_blocks_allocated(
+                request, block_ids, num_computed_tokens, num_external_tokens
+            )
+            if num_external_tokens and self._view:
+                pinned = [block for table in block_ids for block in table]
+                self.pinned[request.request_id] = pinned
+                self._view.touch_blocks(pinned)
+                self.load_of = self._planned_loads[-1].job_id
+                self.jobs = {**getattr(self, "jobs", {}), self.load_of: request.request_id}
+
+        def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
+            super().on_transfers_finished(results)
+            for result in results:
+                request_id = getattr(self, "jobs", {}).pop(result.job_id, "")
+                self._free(self.pinned.pop(request_id, []))
+
+        def on_request_finished(
+            self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
+        ) -> None:
+            if reason is FinishReason.ABORTED:
+                self.pinned.pop(request.request_id, None)
+
+
+@breaks("CONN-6", "chooses blocks in one step, stores them unpinned in the next", "vllm#46951")
+class StoresAStepLater(Lazy):
+    class scheduler(LazyOffloadScheduler):
+        chosen: TransferJob | None = None
+
+        def _plan_store(self) -> TransferJob | None:
+            ready, self.chosen = self.chosen, super()._plan_store()
+            if self.chosen is not None:
+                store = self._stores[self.chosen.job_id]
+                self._free(store.block_ids)
+                self._stores[self.chosen.job_id] = replace(store, block_ids=())
+            return ready
+
+
+@breaks("CONN-6", "gives the source blocks back when the store is planned")
+class FreesWhenPlanned(Lazy):
+    class scheduler(LazyOffloadScheduler):
+        def _plan_store(self) -> TransferJob | None:
+            job = super()._plan_store()
+            if job is not None:
+                store = self._stores[job.job_id]
+                self._free(store.block_ids)
+                self._stores[job.job_id] = replace(store, block_ids=())
+            return job
+
+
+@breaks("EVENT-2", "looks keys up under a hash that nothing is stored under", "vllm#53498")
+class NeverHits(Lazy):
+    class scheduler(LazyOffloadScheduler):
+        def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
+            stamped = [block_hash[::-1] for block_hash in request.block_hashes]
+            return super().match_prefix(replace(request, block_hashes=stamped), num_computed_tokens)
+
+
+@breaks("CONN-2", "remembers that a key was there, evicted since or not", "vllm#42289")
+class RemembersHits(Lazy):
+    class scheduler(LazyOffloadScheduler):
+        def __init__(self, config: ConnectorConfig, options: LazyOffloadOptions) -> None:
+            super().__init__(config, options)
+            self.seen: set[OffloadKey] = set()
+            lookup = self._manager.lookup
+
+            def remembered(key: OffloadKey, ctx: ReqContext | None = None, /) -> LookupResult:
+                result = LookupResult.HIT if key in self.seen else lookup(key)
+                if result is LookupResult.HIT:
+                    self.seen.add(key)
+                return result
+
+            self._manager.lookup = remembered  # type: ignore[method-assign]
+
+
+@breaks("CONN-2", "promises blocks, not whole scheduler blocks, and the last token too")
+class PromisesTheLastToken(Lazy):
+    class scheduler(LazyOffloadScheduler):
+        def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
+            one_more = replace(request, num_tokens=request.num_tokens + 1)
+            return super().match_prefix(one_more, num_computed_tokens)
+
+
+@breaks("CONN-2", "loads what the GPU has too, which the host may not have", "vllm#43884")
+class LoadsLocalHits(Lazy):
+    class scheduler(LazyOffloadScheduler):
+        def on_blocks_allocated(
+            self,
+            request: RequestInfo,
+            block_ids: BlockIds,
+            num_computed_tokens: int,
+            num_external_tokens: int,
+        ) -> None:
+            num_tokens = num_computed_tokens + num_external_tokens
+            super().on_blocks_allocated(
+                request, block_ids, 0, num_tokens if num_external_tokens else 0
+            )
+
+
+@breaks("CONN-2", "plans the loads of a step only when nothing is computed in it")
+class PlansLoadsLate(Lazy):
+    class scheduler(LazyOffloadScheduler):
+        def plan_step(self, step: StepInfo) -> StepPlan:
+            plan = super().plan_step(step)
+            if step.scheduled:
+                self._planned_loads += plan.loads
+                return StepPlan([], plan.stores)
+            return plan
+
+
+@breaks("CONN-4", "keeps every block that it sees, so that it is not evicted", "vllm#42085")
+class PinsEverything(Lazy):
+    class scheduler(LazyOffloadScheduler):
+        def plan_step(self, step: StepInfo) -> StepPlan:
+            plan = super().plan_step(step)
+            if self._view is not None:
+                self._view.touch_blocks(
+                    [block for block, _ in self._view.iter_free_block_ids_with_hash()]
+                )
+            return plan
+
+
+@breaks("CONN-3", "asserts at completion that the block is still the one found", "vllm#57505")
+class AssertsTheHash(Lazy):
+    class scheduler(LazyOffloadScheduler):
+        def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
+            view: Any = self._view
+            for result in results:
+                if store := self._stores.get(result.job_id):
+                    for key, block in zip(store.keys, store.block_ids, strict=True):
+                        assert view.find_cached_block(key) == block, "the block moved"
+            super().on_transfers_finished(results)
+
+
+@breaks("CONN-5", "one job id for all stores")
+class OneStoreJobId(Lazy):
+    class scheduler(LazyOffloadScheduler):
+        def _plan_store(self) -> TransferJob | None:
+            job = super()._plan_store()
+            if job is None:
+                return None
+            self._stores[-1] = self._stores.pop(job.job_id)
+            return replace(job, job_id=-1)
+
+
+@breaks("CONN-4", "leaves the pins of stores in flight behind at shutdown")
+class LeaksAtShutdown(Lazy):
+    class scheduler(LazyOffloadScheduler):
+        def shutdown(self) -> None:
+            self._stores.clear()
+            super().shutdown()
+
+
+@breaks("EVENT-4", "takes a failed store for a successful one")
+class AdvertisesFailedStores(Lazy):
+    class scheduler(LazyOffloadScheduler):
+        def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
+            super().on_transfers_finished([replace(result, success=True) for result in results])
+
+
+@breaks("EVENT-2", "advertises keys when their store starts", "vllm#57159")
+class AdvertisesEarly(Lazy):
+    class scheduler(LazyOffloadScheduler):
+        early: tuple[OffloadingEvent, ...] = ()
+
+        def _plan_store(self) -> TransferJob | None:
+            job = super()._plan_store()
+            if job is not None:
+                keys = tuple(self._stores[job.job_id].keys)
+                self.early += (OffloadingEvent(keys, "CPU", removed=False),)
+            return job
+
+        def take_events(self) -> Iterable[OffloadingEvent]:
+            early, self.early = self.early, ()
+            return (*early, *super().take_events())
+
+
+@breaks("EVENT-1", "says twice that a key is gone")
+class RemovesTwice(Lazy):
+    class scheduler(LazyOffloadScheduler):
+        def take_events(self) -> Iterable[OffloadingEvent]:
+            for event in super().take_events():
+                yield event
+                if event.removed:
+                    yield event
+
+
+@breaks("EVENT-5", "a reset says nothing of what is gone")
+class ResetsSilently(Lazy):
+    class scheduler(LazyOffloadScheduler):
+        before: tuple[OffloadingEvent, ...] = ()
+
+        def reset_cache(self) -> bool:
+            self.before = tuple(self.take_events())
+            done = super().reset_cache()
+            super().take_events()
+            return done
+
+        def take_events(self) -> Iterable[OffloadingEvent]:
+            before, self.before = self.before, ()
+            return (*before, *super().take_events())
+
+
+# --- worker halves ---
+
+
+@breaks("XFER-1", "reports stores as done that another stream has yet to run", "vllm#45704")
+class ReportsTooEarly(Lazy):
+    class worker(LazyOffloadWorker):
+        late: Sequence[TransferJob] = ()
+        early: tuple[TransferResult, ...] = ()
+
+        def start_plan(self, plan: StepPlan) -> None:
+            super().start_plan(StepPlan(plan.loads, self.late))
+            late_ids = {job.job_id for job in self.late}
+            self.late = plan.stores
+            results = [r for r in super().get_finished() if r.job_id not in late_ids]
+            self.early += (*results, *(TransferResult(job.job_id, True) for job in self.late))
+
+        def get_finished(self) -> list[TransferResult]:
+            early, self.early = self.early, ()
+            return list(early)
+
+
+@breaks("CONN-3", "the fifth report of all never arrives", "ROCm/ATOM#2261")
+class LosesAReport(Lazy):
+    class worker(LazyOffloadWorker):
+        num_reported = 0
+
+        def get_finished(self) -> list[TransferResult]:
+            results = super().get_finished()
+            kept = [r for i, r in enumerate(results, self.num_reported) if i != 4]
+            self.num_reported += len(results)
+            return kept
+
+
+@breaks("CONN-3", "reports what it reported in the last step once more")
+class ReportsTwice(Lazy):
+    class worker(LazyOffloadWorker):
+        last: tuple[TransferResult, ...] = ()
+
+        def get_finished(self) -> list[TransferResult]:
+            again, self.last = self.last, tuple(super().get_finished())
+            return [*again, *self.last]
+
+
+@breaks("XFER-1", "copies the first layer only")
+class CopiesOneLayer(Lazy):
+    class worker(LazyOffloadWorker):
+        def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
+            refs = [group_refs[:1] for group_refs in kv_caches.group_data_refs]
+            super().register_kv_caches(replace(kv_caches, group_data_refs=refs))
+
+
+@breaks("XFER-2", "loads into another block than the one named")
+class LoadsElsewhere(Lazy):
+    class worker(LazyOffloadWorker):
+        def start_plan(self, plan: StepPlan) -> None:
+            super().start_plan(replace(plan, loads=[self.shifted(job) for job in plan.loads]))
+
+        def shifted(self, job: TransferJob) -> TransferJob:
+            assert isinstance(job.dst, GPULoadStoreSpec)
+            ids = list(job.dst.block_ids)
+            ids[-1] = next(block for block in range(ids[-1] - 1, -1, -1) if block not in ids)
+            return replace(job, dst=replace(job.dst, block_ids=ids))
+
+
+# --- over the eager connector ---
+
+
+class EagerScheduler(LazyOffloadScheduler):
+    """Stores what earlier steps computed of the requests of this step."""
+
+    null_block = 0
+
+    def plan_step(self, step: StepInfo) -> StepPlan:
+        loads, self._planned_loads = self._planned_loads, []
+        victims: dict[OffloadKey, int] = {}
+        for scheduled in step.scheduled:
+            for index, group in enumerate(self._geometry.groups):
+                table = scheduled.block_ids[index]
+                for number in range(self.num_ready_tokens(scheduled) // group.block_size):
+                    key = self.key_of(scheduled.request, index, number)
+                    if table[number] != self.null_block and key is not None:
+                        victims.setdefault(key, table[number])
+        job = self.store(victims)
+        return StepPlan(loads, [job] if job else [])
+
+    def num_ready_tokens(self, scheduled: Any) -> int:
+        return int(scheduled.num_computed_tokens)
+
+    def key_of(self, request: RequestInfo, group: int, number: int) -> OffloadKey | None:
+        return self._key(request, group, number)
+
+    def store(self, victims: dict[OffloadKey, int]) -> TransferJob | None:
+        ctx = ReqContext()
+        missing = [k for k in victims if self._manager.lookup(k, ctx) is LookupResult.MISS]
+        output = self._manager.prepare_store(missing[: self._cpu_blocks], ctx)
+        if output is None or not output.keys_to_store:
+            return None
+        block_ids = [victims[key] for key in output.keys_to_store]
+        self.hold(block_ids)
+        job_id = next(self._job_ids)
+        self._stores[job_id] = _Store(output.keys_to_store, block_ids)
+        specs = self._by_group(output.keys_to_store, block_ids, output.store_spec)
+        return TransferJob(job_id, *specs)
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        assert self._view is not None
+        self._view.touch_blocks(block_ids)
+
+
+class EagerConnector(Lazy):
+    """The right one: stores at once, holds until it is reported."""
+
+    scheduler = EagerScheduler
+
+
+@breaks("CONN-6", "does not hold what it stores: the request has it, until preempted", "vllm#52360")
+class PreemptedWhileStored(EagerConnector):
+    class scheduler(EagerScheduler):
+        def hold(self, block_ids: Sequence[int]) -> None:
+            pass
+
+        def _free(self, block_ids: Sequence[int]) -> None:
+            pass
+
+
+@breaks("CONN-6", "stores blocks in the step that computes them")
+class StoresTooEarly(EagerConnector):
+    class scheduler(EagerScheduler):
+        def num_ready_tokens(self, scheduled: Any) -> int:
+            return int(scheduled.num_computed_tokens + scheduled.num_scheduled_tokens)
+
+
+@breaks("XFER-1", "stores the null blocks of a block table too", "UCM#1053")
+class StoresNullBlocks(EagerConnector):
+    class scheduler(EagerScheduler):
+        null_block = -1
+
+
+@breaks("EVENT-2", "names a block by the hash at its start, not at its end")
+class NamesTheBlockBefore(EagerConnector):
+    class scheduler(EagerScheduler):
+        def key_of(self, request: RequestInfo, group: int, number: int) -> OffloadKey | None:
+            return self._key(request, group, max(0, number - 1))
+
+
+@breaks("CONN-4", "pins of one life of a request id are lost with the next life", "vllm#46014")
+class HoldsByRequest(EagerConnector):
+    class scheduler(EagerScheduler):
+        def __init__(self, config: ConnectorConfig, options: LazyOffloadOptions) -> None:
+            super().__init__(config, options)
+            self.job_of: dict[str, int] = {}
+
+        def plan_step(self, step: StepInfo) -> StepPlan:
+            plan = super().plan_step(step)
+            for scheduled in step.scheduled[:1]:
+                for job in plan.stores:
+                    old = self.job_of.get(scheduled.request.request_id)
+                    self.job_of[scheduled.request.request_id] = job.job_id
+                    if old in self._stores:
+                        self._stores[old] = replace(self._stores[old], block_ids=())
+            return plan
+
+
+# --- over the example ---
+
+
+class Host(HostCacheConnector):
+    """The right one, with a place to put a wrong half."""
+
+    scheduler: ClassVar[type[HostCacheScheduler]] = HostCacheScheduler
+
+    def make_scheduler(self) -> SchedulerConnector:
+        return self.scheduler(self.config, self.cpu_blocks)
+
+
+@breaks("CONN-5", "pins are kept by request id, a second life takes their place", "vllm#51637")
+class PinsByRequest(Host):
+    class scheduler(HostCacheScheduler):
+        def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
+            super().__init__(config, cpu_blocks)
+            self.pins: dict[str, list[int]] = {}
+            self.request_of: dict[int, str] = {}
+
+        def store(self, request: RequestInfo, block_ids: BlockIds) -> None:
+            known = set(self.stores)
+            super().store(request, block_ids)
+            new = [job_id for job_id in self.stores if job_id not in known]
+            if new:
+                self.pins[request.request_id] = []
+            for job_id in new:
+                slots, gpu_blocks = self.stores[job_id]
+                self.pins[request.request_id] += gpu_blocks
+                self.stores[job_id] = slots, []
+                self.request_of[job_id] = request.request_id
+
+        def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
+            pass
+
+        def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
+            super().on_transfers_finished(results)
+            for result in results:
+                name = self.request_of.pop(result.job_id, "")
+                if name not in self.request_of.values():
+                    self.release(self.pins.pop(name, []))
+
+        def shutdown(self) -> None:
+            super().shutdown()
+            for pins in self.pins.values():
+                self.release(pins)
+            self.pins.clear()
+
+
+@breaks("CONN-4", "pins first, and returns early when the host is full", "ascend#10843")
+class PinsThenReturns(Host):
+    class scheduler(HostCacheScheduler):
+        def take_slot(self) -> int | None:
+            slot = super().take_slot()
+            if slot is None and isinstance(self.view, SupportsFreeOrder):
+                self.view.touch_blocks(list(islice(self.view.iter_free_block_ids(), 1)))
+            return slot
+
+
+@breaks("CONN-4", "a preempted request asserts that it has no stores in flight", "vllm#52170")
+class AssertsNoStores(Host):
+    class scheduler(HostCacheScheduler):
+        def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
+            assert not self.stores, "the block list was cleared"
+
+
+@breaks("OFF-6", "copies blocks and does not register them")
+class NeverRegisters(Host):
+    class scheduler(HostCacheScheduler):
+        def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
+            super().on_transfers_finished(results)
+            self.free_slots += self.slots.values()
+            self.slots.clear()
+
+
+@breaks("OFF-1", "evicts by giving the slot to another key, and keeps the old key", "vllm#54914")
+class SharesSlots(Host):
+    class scheduler(HostCacheScheduler):
+        def take_slot(self) -> int | None:
+            kept = dict(self.slots)
+            slot = super().take_slot()
+            self.slots.update(kept)
+            return slot
+
+
+@breaks("CONN-2", "forgets what it holds only when it is asked again: a reset is one behind")
+class ForgetsLate(Host):
+    class scheduler(HostCacheScheduler):
+        def reset_cache(self) -> bool:
+            kept = dict(self.slots)
+            done = super().reset_cache()
+            self.slots.update(kept)
+            return done
+
+
+# --- several side by side ---
+
+
+class NeedsTheView(Lazy):
+    """Says so when it was not bound."""
+
+    class scheduler(LazyOffloadScheduler):
+        def on_engine_ready(self, facts: EngineFacts) -> None:
+            if self._view is None:
+                raise ViewNotBoundError("this connector needs the view of the block pool")
+            super().on_engine_ready(facts)
+
+
+class Two(NeedsTheView):
+    """The right one: two of a kind side by side."""
+
+    multi: ClassVar[type[MultiScheduler]] = MultiScheduler
+
+    def make_scheduler(self) -> SchedulerConnector:
+        return self.multi([NeedsTheView.make_scheduler(self), NeedsTheView.make_scheduler(self)])
+
+    def make_worker(self) -> WorkerConnector:
+        return MultiWorker([super().make_worker(), super().make_worker()])
+
+
+@breaks("CONN-1", "binds the first child only", "vllm#39654")
+class BindsOneChild(Two):
+    class multi(MultiScheduler):
+        def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
+            self._children[0].bind_gpu_block_pool_view(view)
+
+
+@breaks("EVENT-2", "tells every child of the results of each")
+class MixesUpChildren(Two):
+    class multi(MultiScheduler):
+        def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
+            own = [replace(r, job_id=self._jobs.pop(r.job_id)[1]) for r in results]
+            self._each(lambda child: child.on_transfers_finished(own))
+
+
+@breaks("CONN-3", "two connectors share one table of pins", "ascend#15990")
+class SharesPins(Two):
+    class multi(MultiScheduler):
+        def __init__(self, children: Sequence[SchedulerConnector]) -> None:
+            super().__init__(children)
+            one, other = children
+            assert isinstance(one, LazyOffloadScheduler)
+            assert isinstance(other, LazyOffloadScheduler)
+            other._stores = one._stores

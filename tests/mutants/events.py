@@ -1,0 +1,99 @@
+"""Wrong events of offloading managers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvview import OffloadingEvent, OffloadKey, PrepareStoreOutput, ReqContext
+from kvview.testing import Mutant
+from kvview_reference.offloading import CPUOffloadingManager
+
+from .offloading import Keys, WrongTier
+from .planting import planter
+
+MUTANTS: list[Mutant] = []
+planted = planter(MUTANTS)
+
+
+@planted("EVENT-1", "check_event_1_removal_follows_a_store")
+class RemovesWhatNeverCame(WrongTier):
+    """A failed store is reported as a removal."""
+
+    class Manager(CPUOffloadingManager):
+        def complete_store(
+            self, keys: Keys, ctx: ReqContext | None = None, /, success: bool = True
+        ) -> None:
+            super().complete_store(keys, ctx, success)
+            self._emit([] if success else keys, removed=True)
+
+
+@planted("EVENT-2", "check_event_2_advertised_is_what_lookup_hits", "vllm#57159")
+class AdvertisesWhatIsNotThereYet(WrongTier):
+    """Keys are advertised when their store begins: a router sends requests too early."""
+
+    class Manager(CPUOffloadingManager):
+        def prepare_store(
+            self, keys: Keys, ctx: ReqContext | None = None, /
+        ) -> PrepareStoreOutput | None:
+            output = super().prepare_store(keys, ctx)
+            self._emit(output.keys_to_store if output else [], removed=False)
+            return output
+
+
+@planted("EVENT-2", "check_event_2_eviction_is_reported_with_the_store_that_caused_it")
+class ReportsEvictionsWhenTheStoreEnds(WrongTier):
+    """Removals wait for the end of the store: until then they are advertised and gone."""
+
+    class Manager(CPUOffloadingManager):
+        waiting: tuple[OffloadKey, ...] = ()
+
+        def _emit(self, keys: Keys, *, removed: bool) -> None:
+            if removed:
+                self.waiting += tuple(keys)
+                return
+            super()._emit(self.waiting, removed=True)
+            self.waiting = ()
+            super()._emit(keys, removed=False)
+
+
+@planted("EVENT-3", "check_event_3_events_are_in_the_order_in_which_it_happened", "vllm#57453")
+class ReportsStoresBeforeRemovals(WrongTier):
+    """One batch is sorted by kind: a key that went and came again is gone."""
+
+    class Manager(CPUOffloadingManager):
+        def take_events(self) -> list[OffloadingEvent]:
+            return sorted(super().take_events(), key=lambda event: event.removed)
+
+
+@planted("EVENT-3", "check_event_3_events_are_taken_once")
+class ReportsEverythingAgain(WrongTier):
+    """Events are copied, not taken."""
+
+    class Manager(CPUOffloadingManager):
+        def take_events(self) -> list[OffloadingEvent]:
+            return list(self._events or [])
+
+
+@planted("EVENT-4", "check_event_4_failed_store_advertises_nothing")
+class AdvertisesFailures(WrongTier):
+    """The event is made before the outcome is looked at."""
+
+    class Manager(CPUOffloadingManager):
+        def complete_store(
+            self, keys: Keys, ctx: ReqContext | None = None, /, success: bool = True
+        ) -> None:
+            super().complete_store(keys, ctx, success)
+            if not success:
+                self._emit(keys, removed=False)
+
+
+@planted("EVENT-5", "check_event_5_reset_removes_everything_advertised", "vllm#49413")
+class ResetsWithoutAWord(WrongTier):
+    """Routers keep what the tier has forgotten."""
+
+    class Manager(CPUOffloadingManager):
+        def reset(self) -> None:
+            events: Any = self._events
+            self._events = None
+            super().reset()
+            self._events = events

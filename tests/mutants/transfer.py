@@ -1,0 +1,242 @@
+"""Wrong transfer workers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kvview import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    TransferResult,
+    TransferSpecError,
+)
+from kvview.testing import Mutant
+from kvview_reference.harness import ReferenceTransfer
+
+from .planting import planter
+
+if TYPE_CHECKING:
+    from kvview_reference.transfer import CPUGPUTransferWorker
+
+MUTANTS: list[Mutant] = []
+planted = planter(MUTANTS)
+
+
+class WrongWorker(ReferenceTransfer):
+    """The worker, with methods of this harness put in the place of its own."""
+
+    def make_worker(self) -> CPUGPUTransferWorker:
+        worker = super().make_worker()
+        self.spoil(worker)
+        return worker
+
+    def spoil(self, worker: Any) -> None:
+        """Make the worker wrong."""
+
+
+def _with_gpu(spec: Any, change: Any) -> Any:
+    return tuple(change(side) if isinstance(side, GPULoadStoreSpec) else side for side in spec)
+
+
+@planted("XFER-1", "check_xfer_1_unaligned_chunks_come_back_exactly", "vllm#28950")
+class IgnoresTheFirstIndex(WrongWorker):
+    """Every transfer begins at the start of a host block."""
+
+    def spoil(self, worker: Any) -> None:
+        start = worker.transfer_async
+
+        def transfer_async(job_id: int, spec: Any) -> bool:
+            zeros = [0] * len(self.kv_caches.group_data_refs)
+            return bool(start(job_id, _with_gpu(spec, lambda s: replace(s, block_indices=zeros))))
+
+        worker.transfer_async = transfer_async
+
+
+@planted("XFER-1", "check_xfer_1_wrong_specs_are_refused", "vllm#50687")
+class TakesAnyBlockId(WrongWorker):
+    """Ids that name no block are replaced by block 0 instead of refused."""
+
+    def spoil(self, worker: Any) -> None:
+        start = worker.transfer_async
+
+        def transfer_async(job_id: int, spec: Any) -> bool:
+            def clamp(side: Any) -> Any:
+                ids = [b if 0 <= b < self.num_blocks else 0 for b in side.block_ids]
+                return replace(side, block_ids=ids)
+
+            return bool(start(job_id, _with_gpu(spec, clamp)))
+
+        worker.transfer_async = transfer_async
+
+
+@planted("XFER-1", "check_xfer_1_all_groups_in_one_job")
+class MovesTheFirstGroupOnly(WrongWorker):
+    """A job of several groups moves the blocks of the first one."""
+
+    def spoil(self, worker: Any) -> None:
+        pair = worker._pair
+        worker._pair = lambda *sides: pair(*sides)[:1]
+
+
+@planted("XFER-1", "check_xfer_1_each_group_comes_back_exactly")
+class MovesTheFirstTensorOnly(WrongWorker):
+    """Of a group with several tensors the pages of the first are moved."""
+
+    def make_worker(self) -> CPUGPUTransferWorker:
+        caches = self.kv_caches
+        first = [refs[:1] for refs in caches.group_data_refs]
+        self.kv_caches = CanonicalKVCaches(caches.tensors, first)
+        worker = super().make_worker()
+        self.kv_caches = caches
+        return worker
+
+
+@planted("XFER-2", "check_xfer_2_load_writes_the_named_pages_only")
+class WritesThePadding(WrongWorker):
+    """Whole rows are moved: what another group keeps behind a page is overwritten."""
+
+    def make_worker(self) -> CPUGPUTransferWorker:
+        caches = self.kv_caches
+        whole = [
+            [
+                CanonicalKVCacheRef(ref.tensor_idx, caches.tensors[ref.tensor_idx].page_size_bytes)
+                for ref in refs
+            ]
+            for refs in caches.group_data_refs
+        ]
+        self.kv_caches = CanonicalKVCaches(caches.tensors, whole)
+        worker = super().make_worker()
+        self.kv_caches = caches
+        return worker
+
+
+@planted("XFER-2", "check_xfer_2_store_of_part_of_a_chunk_leaves_the_rest")
+class ClearsTheHostBlockFirst(WrongWorker):
+    """A store of one GPU block clears the rest of its host block."""
+
+    def spoil(self, worker: Any) -> None:
+        start = worker.transfer_async
+
+        def transfer_async(job_id: int, spec: Any) -> bool:
+            accepted = bool(start(job_id, spec))
+            if isinstance(spec[1], CPULoadStoreSpec):
+                worker.wait([job_id])
+                for index in spec[0].block_indices:
+                    for chunk in spec[1].block_ids if index else ():
+                        first = chunk * self.blocks_per_chunk
+                        worker._host[first : first + index % self.blocks_per_chunk] = 0
+                        last = first + index % self.blocks_per_chunk + 1
+                        worker._host[last : first + self.blocks_per_chunk] = 0
+            return accepted
+
+        worker.transfer_async = transfer_async
+
+
+@planted("XFER-2", "check_xfer_2_store_leaves_other_host_blocks")
+class WritesTheNextHostBlockToo(WrongWorker):
+    """A store runs over the end of its host block."""
+
+    def spoil(self, worker: Any) -> None:
+        start = worker.transfer_async
+
+        def transfer_async(job_id: int, spec: Any) -> bool:
+            accepted = bool(start(job_id, spec))
+            if isinstance(spec[1], CPULoadStoreSpec) and spec[1].block_ids:
+                worker.wait([job_id])
+                after = (max(spec[1].block_ids) + 1) * self.blocks_per_chunk
+                worker._host[after : after + 1] = 0
+            return accepted
+
+        worker.transfer_async = transfer_async
+
+
+@planted("XFER-3", "check_xfer_3_load_sees_the_store_before_it", "vllm#45704")
+class RunsLoadsOnAStreamOfTheirOwn(WrongWorker):
+    """Loads do not wait for stores: garbled output."""
+
+    def spoil(self, worker: Any) -> None:
+        engine = worker._copier
+        submit = engine.submit
+        engine.submit = lambda job: submit(job) if job.to_host else engine._run(job)
+
+
+@planted("XFER-3", "check_xfer_3_store_sees_the_load_before_it")
+class RunsStoresOnAStreamOfTheirOwn(WrongWorker):
+    """Stores do not wait for loads: blocks are stored before they are there."""
+
+    def spoil(self, worker: Any) -> None:
+        engine = worker._copier
+        submit = engine.submit
+        engine.submit = lambda job: engine._run(job) if job.to_host else submit(job)
+
+
+@planted("XFER-4", "check_xfer_4_failed_job_says_so")
+class ReportsFailuresAsSuccess(WrongWorker):
+    """An error in the copy is logged, and the job reported as done."""
+
+    def spoil(self, worker: Any) -> None:
+        finished = worker.get_finished
+        worker.get_finished = lambda: [
+            TransferResult(result.job_id, True, result.transfer_size) for result in finished()
+        ]
+
+
+@planted("XFER-4", "check_xfer_4_failed_job_says_so")
+class LosesFailures(WrongWorker):
+    """A job that failed is never reported: whoever waits for it waits for ever."""
+
+    def spoil(self, worker: Any) -> None:
+        finished = worker.get_finished
+        worker.get_finished = lambda: [result for result in finished() if result.success]
+
+
+@planted("XFER-5", "check_xfer_5_caller_is_not_blocked", "vllm#46014")
+class CopiesAtOnce(WrongWorker):
+    """Every job is done when it is submitted: what a late completion breaks stays hidden."""
+
+    def spoil(self, worker: Any) -> None:
+        worker._copier.submit = worker._copier._run
+
+
+@planted("XFER-5", "check_xfer_5_each_job_is_reported_once")
+class ReportsTheLastJobAgain(WrongWorker):
+    """The result that was reported last comes once more with the next call."""
+
+    def spoil(self, worker: Any) -> None:
+        finished = worker.get_finished
+        last: list[TransferResult] = []
+
+        def get_finished() -> list[TransferResult]:
+            results: list[TransferResult] = finished()
+            again, last[:] = list(last), results[-1:]
+            return again + results
+
+        worker.get_finished = get_finished
+
+
+@planted("XFER-5", "check_xfer_5_job_without_pages_is_reported")
+class RefusesEmptyJobs(WrongWorker):
+    """A job that moves nothing raises."""
+
+    def spoil(self, worker: Any) -> None:
+        start = worker.transfer_async
+
+        def transfer_async(job_id: int, spec: Any) -> bool:
+            if not spec[0].block_ids:
+                raise TransferSpecError("nothing to move")
+            return bool(start(job_id, spec))
+
+        worker.transfer_async = transfer_async
+
+
+@planted("XFER-5", "check_xfer_5_shutdown_may_be_called_twice")
+class ShutsDownOnce(WrongWorker):
+    """A second shutdown raises."""
+
+    def spoil(self, worker: Any) -> None:
+        shutdown = worker.shutdown
+        times = iter((shutdown,))
+        worker.shutdown = lambda: next(times)()

@@ -1,0 +1,94 @@
+"""The generated workload: deterministic, and in the shape of the real trace."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from kvview.errors import ConfigError
+from kvview_reference.replay.traces import TraceRequest
+from kvview_reference.replay.workload import generate_trace
+from tests.replay.test_traces import mooncake_row, peak_bytes, prefix_hit_rate, to_line
+
+
+def digest(requests: Iterable[TraceRequest]) -> str:
+    state = hashlib.sha256()
+    for request in requests:
+        state.update(to_line(mooncake_row(request)))
+    return state.hexdigest()[:16]
+
+
+def test_generator_is_the_same_everywhere() -> None:
+    assert digest(generate_trace(num_requests=1_000, seed=0)) == "2b2f76acca7ef151"
+    assert digest(generate_trace(num_requests=1_000, seed=1)) != "2b2f76acca7ef151"
+
+
+def test_longer_trace_starts_with_the_shorter() -> None:
+    short = list(generate_trace(num_requests=50, seed=3))
+    assert list(itertools.islice(generate_trace(num_requests=500, seed=3), 50)) == short
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_generator_has_the_shape_of_the_real_trace(seed: int) -> None:
+    requests = list(generate_trace(seed=seed))
+    num_requests, references, _, hit_rate = prefix_hit_rate(requests)
+    assert num_requests == 12_000
+    assert 22 < references / num_requests < 28
+    assert 0.32 < hit_rate < 0.40
+    assert {r.hash_ids[0] for r in requests} == {0}
+    lengths = sorted(r.num_prompt_tokens for r in requests)
+    assert 5_000 < lengths[6_000] < 9_000
+    assert lengths[11_880] > 60_000
+    gaps = [b.arrival_s - a.arrival_s for a, b in itertools.pairwise(requests)]
+    mean = sum(gaps) / len(gaps)
+    assert mean == pytest.approx(1 / 3.4, rel=0.05)
+    # An exponential's deviation is its mean.
+    deviation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
+    assert deviation == pytest.approx(mean, rel=0.05)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 500, 512, 10**9])
+def test_generator_block_sizes(block_size: int) -> None:
+    requests = list(generate_trace(num_requests=200, block_size=block_size))
+    for request, other in zip(requests, generate_trace(num_requests=200), strict=True):
+        assert request.num_prompt_tokens == other.num_prompt_tokens
+        assert request.arrival_s == other.arrival_s
+        assert len(request.hash_ids) == -(-request.num_prompt_tokens // block_size)
+        assert len(set(request.hash_ids)) == len(request.hash_ids)
+
+
+def test_equal_ids_have_equal_prefixes() -> None:
+    before: dict[int, int] = {}
+    for request in generate_trace(num_requests=3_000):
+        for previous, hash_id in itertools.pairwise((-1, *request.hash_ids)):
+            assert before.setdefault(hash_id, previous) == previous
+
+
+def test_generator_memory_does_not_grow() -> None:
+    list(generate_trace(num_requests=100))
+    peaks = [peak_bytes(generate_trace(num_requests=n)) for n in (4_000, 12_000)]
+    assert peaks[1] < 1.5 * peaks[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ({"num_requests": -1}, "num_requests must be an int of at least 0, got -1"),
+        ({"num_requests": True}, "got True"),
+        ({"seed": -1}, "seed must be"),
+        ({"seed": "1"}, "got '1'"),
+        ({"block_size": 0}, "block_size must be an int of at least 1, got 0"),
+        ({"block_size": 1.5}, "got 1.5"),
+    ],
+)
+def test_generator_arguments(arguments: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        generate_trace(**arguments)
+
+
+def test_generator_of_nothing() -> None:
+    assert list(generate_trace(num_requests=0)) == []

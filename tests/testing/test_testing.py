@@ -1,0 +1,525 @@
+"""The conformance kit itself: its runners, its messages, what it does with bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvview import ConfigError
+from kvview.testing import (
+    CHECKS,
+    BoundCheck,
+    Capability,
+    CheckResult,
+    LawBroken,
+    Outcome,
+    checks_for,
+    inspect_factory,
+    load_target,
+    machines,
+    parametrize_with_checks,
+    read_expected_failures,
+    run_checks,
+)
+from kvview.testing.command import check as check_command
+from kvview.testing.harness import OFFERS
+from kvview.testing.pool.checks import check_pool_4_engine_references_can_not_be_freed
+from kvview.testing.pool.machine import run_pool_machine
+from kvview.testing.profiles import PROFILES, Profile, use_profile
+from kvview_reference import harness
+from kvview_reference.harness import ReferenceManager, ReferencePool
+from kvview_reference.pool import BlockPoolView
+
+ROOT = Path(__file__).parents[2]
+QUICK = ["check_pool_1_*", "POOL-4"]
+
+
+class DropsEngineReferences(ReferencePool):
+    """Wrong on purpose: the view gives back what it does not hold."""
+
+    def make_view(self) -> Any:
+        class View(BlockPoolView):
+            def free_blocks(self, block_ids: Sequence[int], /) -> None:
+                self._open_pool().free_blocks(block_ids)
+
+        return View(self.pool, "wrong")
+
+
+class Minimal:
+    """The least that a pool harness must be."""
+
+    def __init__(self) -> None:
+        self._inner = ReferencePool()
+        self.view = self._inner.view
+        self.num_blocks = self._inner.num_blocks
+        self.null_block_id = 0
+        self.allocate = self._inner.allocate
+        self.release = self._inner.release
+        self.capabilities: Sequence[str] = ()
+
+
+WRONG_CHECK = "check_pool_4_engine_references_can_not_be_freed"
+
+
+# --- the list of checks ---
+
+
+def test_every_law_has_a_check() -> None:
+    laws = {check.law for check in CHECKS}
+    for contract, last in (
+        ("POOL", 11),
+        ("GUARD", 4),
+        ("GEO", 4),
+        ("OFF", 9),
+        ("EVENT", 5),
+        ("XFER", 5),
+    ):
+        missing = [i for i in range(1, last + 1) if f"{contract}-{i}" not in laws]
+        assert not missing, (contract, missing)
+
+
+def test_checks_are_named_for_their_law_and_documented() -> None:
+    names = [check.name for check in CHECKS]
+    assert len(names) == len(set(names))
+    for check in CHECKS:
+        prefix = check.law.lower().replace("-", "_").replace("*", "any")
+        assert check.name.startswith(f"check_{prefix}_"), check
+        assert check.summary.endswith("."), check.name
+        assert set(check.requires) <= set(OFFERS[check.contract])
+
+
+def test_a_check_is_a_plain_function() -> None:
+    check_pool_4_engine_references_can_not_be_freed(harness.pool)
+    with pytest.raises(LawBroken, match="POOL-4"):
+        check_pool_4_engine_references_can_not_be_freed(DropsEngineReferences)
+
+
+# --- the runner ---
+
+
+def test_what_is_not_declared_is_skipped_with_its_reason() -> None:
+    report = run_checks(Minimal)
+    assert report.is_clean
+    skipped = {r.check.name: r.reason for r in report if r.outcome is Outcome.SKIPPED}
+    assert skipped["check_pool_9_reset_is_refused_while_the_view_holds"] == (
+        "the harness does not declare reset"
+    )
+    passed = {r.check.name for r in report if r.outcome is Outcome.PASSED}
+    assert "check_pool_2_block_freed_twice_in_one_call_is_queued_once" in passed
+    assert len(report.results) == len(checks_for("pool")) == report.num_selected
+
+
+def test_expected_failures_and_unexpected_passes() -> None:
+    expected = {WRONG_CHECK: "upstream #1", "check_pool_4_unknown_ids_are_refused": "upstream #2"}
+    report = run_checks(DropsEngineReferences, expected_failures=expected, select=["POOL-4"])
+    outcomes = {r.check.name: r.outcome for r in report}
+    assert outcomes[WRONG_CHECK] is Outcome.EXPECTED_FAILURE
+    assert outcomes["check_pool_4_unknown_ids_are_refused"] is Outcome.UNEXPECTED_PASS
+    assert run_checks(DropsEngineReferences, select=[WRONG_CHECK]).counts() == {"failed": 1}
+    assert not report.is_clean
+    fine = run_checks(
+        DropsEngineReferences, expected_failures={WRONG_CHECK: "#1"}, select=[WRONG_CHECK]
+    )
+    assert fine.is_clean
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"expected_failures": {"check_pool_4_unknown_ids_are_refuse": "x"}}, "did you mean"),
+        ({"expected_failures": {"check_pool_4_*": "x"}}, "matches no check"),
+        ({"expected_failures": {WRONG_CHECK: " "}}, "needs a reason"),
+        ({"select": ["POOL-12"]}, "'POOL-12' matches no check of this contract"),
+        ({"select": ["check_off_*"]}, "matches no check"),
+        ({"profile": "quick"}, "known: ci, soak"),
+    ],
+)
+def test_names_that_match_nothing(arguments: dict[str, Any], match: str) -> None:
+    ran: list[CheckResult] = []
+    with pytest.raises(ConfigError, match=match):
+        run_checks(harness.pool, on_result=ran.append, **arguments)
+    assert not ran
+
+
+def test_a_failure_can_be_pasted() -> None:
+    report = run_checks(DropsEngineReferences, select=[WRONG_CHECK])
+    (result,) = report.failures
+    failure = result.failure
+    assert failure is not None
+    assert failure.law == "POOL-4"
+    assert (failure.got, failure.expected) == ("no error, None", "BlockNotHeldError")
+    for part in ("POOL-4", "got:      no error", "expected: BlockNotHeldError", "h.allocate(2)"):
+        assert part in str(failure)
+    script = failure.script.replace(f"from {__name__} import", "from test_testing import")
+    script += "print('freed', h.pool.ref_cnt(1))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT / "tests" / "testing",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "freed 0\n"
+
+
+def test_the_script_of_a_wrong_value_asserts_it() -> None:
+    class ForgetsHolds(ReferencePool):
+        def make_view(self) -> Any:
+            class View(BlockPoolView):
+                def held_blocks(self) -> dict[int, int]:
+                    return {}
+
+            return View(self.pool, "wrong")
+
+    report = run_checks(ForgetsHolds, select=["check_pool_9_held_blocks_tells_what_is_held"])
+    failure = report.failures[0].failure
+    assert failure is not None
+    head, tail = failure.script.split("view = h.view\n")
+    with pytest.raises(AssertionError):
+        exec(
+            f"from kvview import *\nh = factory()\nview = h.view\n{tail}", {"factory": ForgetsHolds}
+        )
+    assert "factory = ..." in head
+
+
+def test_a_stateful_failure_is_shrunk_to_a_few_lines() -> None:
+    class LosesEvictedBlocks(ReferencePool):
+        def evict(self, block_ids: Sequence[int]) -> None:
+            super().evict(block_ids)
+            if len(block_ids) > 1:
+                self.pool.allocate_blocks(1)
+
+    report = run_checks(LosesEvictedBlocks, select=["check_pool_any_sequence_of_calls"])
+    failure = report.failures[0].failure
+    assert failure is not None
+    calls = [line for line in failure.script.splitlines() if line.startswith(("h.", "view."))]
+    assert len(calls) <= 3, failure.script
+    assert not getattr(failure, "__notes__", [])
+
+
+def test_an_exception_of_the_target_is_a_failure_with_its_call() -> None:
+    class Asserts(ReferenceManager):
+        def with_policy(self, name: str) -> Any:
+            manager: Any = super().with_policy(name)
+
+            def prepare_store(*args: Any) -> None:
+                raise AssertionError("no page")
+
+            manager.prepare_store = prepare_store
+            return manager
+
+    report = run_checks(Asserts, select=["check_off_6_lookup_follows_a_store"])
+    failure = report.failures[0].failure
+    assert failure is not None
+    assert failure.got == "AssertionError: no page"
+    assert "prepare_store" in failure.what
+
+
+def test_ctrl_c_leaves_the_summary_so_far_and_the_seed() -> None:
+    def interrupt(result: CheckResult) -> None:
+        if result.check.name == WRONG_CHECK:
+            raise KeyboardInterrupt
+
+    report = run_checks(
+        DropsEngineReferences,
+        profile="soak",
+        seed=77,
+        select=["POOL-1", "POOL-4"],
+        on_result=interrupt,
+    )
+    assert report.is_interrupted
+    assert not report.is_clean
+    assert report.results[-1].check.name == WRONG_CHECK
+    assert "seed 77" in report.summary()
+    assert f"interrupted after {len(report.results)} of {report.num_selected}" in report.summary()
+
+
+@pytest.mark.parametrize("profile", ["ci", "soak"])
+def test_only_soak_is_random(profile: str) -> None:
+    seeds = {run_checks(harness.pool, profile=profile, select=["POOL-8"]).seed for _ in range(3)}
+    assert seeds == {None} if profile == "ci" else len(seeds) == 3
+    assert run_checks(harness.pool, profile=profile, select=["POOL-8"], seed=5).seed == 5
+
+
+@pytest.mark.parametrize(
+    "factory", [harness.pool, harness.guarded_pool, harness.geometry, harness.offloading_lru]
+)
+def test_no_false_alarm_in_fifty_seeds(factory: Callable[[], Any]) -> None:
+    (machine,) = [
+        check for check in checks_for(inspect_factory(factory)[0]) if check.law.endswith("-*")
+    ]
+    for seed in [None, *range(49)]:
+        with use_profile(Profile("test", num_examples=3, num_steps=25, seed=seed)):
+            machine.function(factory)
+
+
+def test_shrinking_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    class EvictsInReverse(ReferencePool):
+        num_made = 0
+
+        def __init__(self) -> None:
+            EvictsInReverse.num_made += 1
+            super().__init__()
+
+        def release(self, block_ids: Sequence[int]) -> None:
+            super().release(block_ids[::-1])
+
+    def runs() -> int:
+        EvictsInReverse.num_made = 0
+        with pytest.raises(LawBroken) as broken:
+            run_pool_machine(EvictsInReverse)
+        assert "h.release(" in broken.value.script
+        return EvictsInReverse.num_made
+
+    as_many_as_it_takes = runs()
+    monkeypatch.setattr(machines, "MAX_SHRINK_RUNS", 3)
+    assert runs() < as_many_as_it_takes
+
+
+def test_a_seed_finds_the_same_again() -> None:
+    class LosesABlock(ReferencePool):
+        def reset(self) -> bool:
+            done = super().reset()
+            if done and self.pool.num_free_blocks() > 20:
+                self.pool.allocate_blocks(1)
+            return done
+
+    scripts = set()
+    for _ in range(2):
+        report = run_checks(LosesABlock, seed=3, select=["check_pool_any_sequence_of_calls"])
+        failure = report.failures[0].failure
+        assert failure is not None
+        scripts.add(failure.script)
+    assert len(scripts) == 1
+    assert set(PROFILES) == {"ci", "soak"}
+
+
+# --- bad targets ---
+
+
+def _without(name: str) -> Callable[[], Any]:
+    def factory() -> Any:
+        made = Minimal()
+        delattr(made, name)
+        return made
+
+    return factory
+
+
+def _with(**values: Any) -> Callable[[], Any]:
+    def factory() -> Any:
+        made = Minimal()
+        for name, value in values.items():
+            setattr(made, name, value)
+        return made
+
+    return factory
+
+
+def _nothing() -> None: ...
+
+
+class _OldView:
+    def touch_blocks(self) -> None: ...
+
+    def iter_free_block_ids_with_hash(self) -> None: ...
+
+
+def _raises() -> None:
+    raise RuntimeError("no GPU")
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (_raises, "factory _raises raises RuntimeError: no GPU"),
+        (list, "returns list, which is no harness: it needs 'view' for pool"),
+        (3, "3 is no factory: it cannot be called"),
+        (lambda needed: needed, "missing 1 required positional argument"),
+        (_without("release"), "Minimal lacks release()"),
+        (_without("capabilities"), "it lacks 'capabilities'"),
+        (_with(capabilities=["reset"]), "Minimal lacks reset()"),
+        (_with(capabilities=["resets"]), "it declares resets, the capabilities of a pool are"),
+        (_with(capabilities=[Capability.LEASES]), "view BlockPoolView lacks lease()"),
+        (_with(num_blocks=4), "num_blocks must be an int of at least 16, got 4"),
+        (_with(allocate=_nothing), "allocate() -> 'None' must take 1 positional"),
+        (_with(allocate=[1]), "Minimal.allocate cannot be called"),
+        (_with(view=_OldView()), "view _OldView.touch_blocks() -> 'None' must take 1"),
+    ],
+)
+def test_bad_target_is_one_message_before_any_check(factory: Any, message: str) -> None:
+    ran: list[CheckResult] = []
+    with pytest.raises(ConfigError) as caught:
+        run_checks(factory, on_result=ran.append)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not ran
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        inspect_factory(_with(view=_OldView(), capabilities=["nonsense", "evict"]))
+    message = str(caught.value)
+    for part in ("lacks free_blocks()", "touch_blocks()", "nonsense", "lacks evict()"):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("target", "match"),
+    [
+        ("nonsense", "expected 'package.module:factory'"),
+        ("no.such.module:pool", "does not import: ModuleNotFoundError"),
+        ("nowhere.py:pool", "there is no file"),
+        ("kvview_reference.harness:pol", "has no 'pol'; it has: .*pool"),
+    ],
+)
+def test_targets_that_are_not_there(target: str, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        load_target(target)
+
+
+def test_expected_failures_file(tmp_path: Path) -> None:
+    path = tmp_path / "expected.txt"
+    path.write_text(f"# known\n\n{WRONG_CHECK}: upstream #1\n")
+    assert read_expected_failures(path) == {WRONG_CHECK: "upstream #1"}
+    for text in ("check_x\n", "check_x:\n", "check_x: a\ncheck_x: b\n"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"expected\.txt:\d: expected 'check_name: reason'"):
+            read_expected_failures(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_expected_failures(tmp_path / "missing")
+
+
+# --- pytest ---
+
+
+@parametrize_with_checks(harness.guarded_pool, select=[*QUICK, "GUARD-4"])
+def test_parametrized(check: BoundCheck) -> None:
+    check()
+
+
+@parametrize_with_checks(
+    DropsEngineReferences, {WRONG_CHECK: "wrong on purpose"}, select=[WRONG_CHECK]
+)
+def test_parametrized_expected_failure(check: BoundCheck) -> None:
+    check()
+
+
+def run_suite(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest"]
+    command += ["-p", "no:cacheprovider", "-q", "-rs", "--pyargs", "kvview.testing.suite", *args]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+def test_the_suite_runs_under_pytest(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from kvview_reference.harness import ReferenceManager\n"
+        "class Mine(ReferenceManager):\n"
+        "    capabilities = {'pages'}\n"
+    )
+    done = run_suite("--kvview-target", "mine.py:Mine", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "does not declare events" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "the suite needs --kvview-target package.module:factory"),
+        (("--kvview-target", "json:dumps"), "factory dumps raises TypeError"),
+        (("--kvview-target", "nowhere:x"), "does not import"),
+    ],
+)
+def test_the_suite_refuses_bad_targets(args: Sequence[str], message: str, tmp_path: Path) -> None:
+    done = run_suite(*args, cwd=tmp_path)
+    assert done.returncode != 0
+    assert message in done.stdout + done.stderr
+
+
+def test_the_plugin_imports_nothing_heavy() -> None:
+    code = "import kvview.testing.pytest_plugin, sys; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    heavy = {"torch", "vllm", "hypothesis", "numpy", "pydantic", "pytest", "kvview_reference"}
+    assert not heavy & set(done.stdout.split())
+
+
+# --- the command ---
+
+
+def run(*args: str | Path) -> Result:
+    return CliRunner().invoke(check_command, [str(arg) for arg in args])
+
+
+def test_the_command_reports_by_law(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    result = run("kvview_reference.harness:pool", "--select", "POOL-4", "--json", path)
+    assert result.exit_code == 0, result.output
+    assert "POOL-4" in result.output
+    report = json.loads(path.read_text())
+    assert report["is_clean"] is True
+    assert report["counts"] == {"passed": len(report["checks"])}
+    assert {check["law"] for check in report["checks"]} == {"POOL-4"}
+
+
+def test_the_command_shows_failures_and_exits_1(tmp_path: Path) -> None:
+    expected = tmp_path / "expected.txt"
+    target = f"{__file__}:DropsEngineReferences"
+    result = run(target, "--select", WRONG_CHECK)
+    assert result.exit_code == 1
+    for part in ("expected: BlockNotHeldError", "view.free_blocks([1])", "1 failed"):
+        assert part in result.output
+    expected.write_text(f"{WRONG_CHECK}: wrong on purpose\n")
+    result = run(target, "--select", WRONG_CHECK, "--expected-failures", expected)
+    assert result.exit_code == 0
+    assert "1 expected failure" in result.output
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        ("nowhere:pool",),
+        ("json:dumps",),
+        ("kvview_reference.harness:pool", "--select", "POOL-99"),
+        ("kvview_reference.harness:pool", "--profile", "long"),
+        ("kvview_reference.harness:pool", "--json", "no/such/folder/x.json"),
+        ("kvview_reference.harness:pool", "--expected-failures", "missing.txt"),
+        ("kvview_reference.harness:pool", "--self-test"),
+        ("kvview_reference.harness:pool", "--engine", "vllm"),
+    ],
+)
+def test_what_the_command_can_not_run_is_one_line_and_exit_2(args: Sequence[str]) -> None:
+    result = run(*args)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("kvview: ")
+    assert result.stderr.count("\n") == 1
+    assert not result.stdout
+
+
+def test_ctrl_c_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupts(ReferencePool):
+        def sized(self, num_blocks: int) -> ReferencePool:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(vars(harness), "interrupts", Interrupts)
+    result = run("kvview_reference.harness:interrupts", "--select", "POOL-6", "--seed", "9")
+    assert result.exit_code == 2
+    assert "seed 9" in result.output
+    assert "interrupted after" in result.output
+
+
+def test_a_connector_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvview.testing.connector", None)
+    result = run("kvview_reference.connector:LazyOffloadConnector")
+    assert result.exit_code == 2
+    assert "is a connector, and checking one needs kvview.testing.connector" in result.stderr

@@ -1,0 +1,196 @@
+"""The transfer worker on streams: order, failures, configuration; on CUDA where there is one."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from kvview import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    ConfigError,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    TransferResult,
+)
+from kvview_reference.transfer import CPUGPUTransferWorker
+from kvview_reference.transfer.cuda import (
+    _BATCH_SIGNATURE,
+    StreamCopier,
+    _CopyAttributes,
+    batch_copy,
+)
+from tests.transfer.test_transfer import (
+    ONE,
+    Shape,
+    SimulatedDriver,
+    World,
+    finish,
+    load,
+    running,
+    store,
+)
+
+NO_GPU = not torch.cuda.is_available()
+
+
+def streams(world: World, seed: int = 0) -> tuple[CPUGPUTransferWorker, SimulatedDriver]:
+    worker = CPUGPUTransferWorker(world.caches(), world.shape.num_cpu_blocks)
+    driver = SimulatedDriver(seed)
+    worker._copier = StreamCopier(driver, worker._host, world.shape.num_blocks)
+    return worker, driver
+
+
+def test_stores_wait_for_the_compute_that_came_before() -> None:
+    for seed in range(20):
+        world = World(ONE)
+        worker, driver = streams(world, seed)
+        driver.compute.append(("call", lambda: world.tensors[0].__setitem__(1, 42)))  # noqa: B023
+        worker.transfer_async(1, store([1], [0]))
+        driver.compute.append(("call", lambda: world.tensors[0].__setitem__(1, 13)))  # noqa: B023
+        (result,) = finish(worker, [1])
+        assert (result.transfer_size, result.transfer_time) == (16, 0.5)
+        assert set(worker._host[0].tolist()) <= {42, 13}
+        worker.shutdown()
+
+
+def test_directions_overlap_unless_they_touch_the_same_page() -> None:
+    world = World(ONE)
+    worker, driver = streams(world)
+    worker.transfer_async(1, store([1], [0]))
+    worker.transfer_async(2, load([2], [3]))
+    stores, loads = driver.streams[1], driver.streams[2]
+    assert [kind for kind, _ in loads] == ["wait", "event", "copy", "event"]
+    worker.transfer_async(3, load([1], [4]))
+    assert [kind for kind, _ in loads][4:] == ["wait", "wait", "event", "copy", "event"]
+    assert len(stores) == 4
+    worker.shutdown()
+    assert driver.pinned == []
+    assert sorted(r.job_id for r in worker.get_finished()) == [1, 2, 3]
+
+
+def test_a_copy_that_fails_or_a_device_that_is_lost_is_reported() -> None:
+    worker, driver = streams(World(ONE))
+    driver.fail_next_copy = True
+    worker.transfer_async(1, store([1, 3], [0, 2]))
+    worker.transfer_async(2, store([1], [0]))
+    first, second = finish(worker, [1, 2]) or worker.get_finished()
+    assert (first.success, first.error) == (False, "RuntimeError: the copy engine is on fire")
+    assert second.success
+    worker.transfer_async(3, store([1], [0]))
+    driver.lost = RuntimeError("device lost")
+    assert worker.get_finished() == [TransferResult(3, False, error="RuntimeError: device lost")]
+    driver.lost = None
+    worker.shutdown()
+
+
+def test_the_batched_copy_passes_what_the_driver_reads() -> None:
+    data = np.arange(64, dtype=np.uint8)
+    out = np.zeros(64, np.uint8)
+    status, calls = 0, []
+
+    def driver(dst: int, src: int, sizes: int, count: int, *rest: Any) -> int:
+        attributes, first, num_attributes, failed_at, stream = rest
+        lists = [(ctypes.c_size_t * count).from_address(at) for at in (dst, src, sizes)]
+        for copy in zip(*lists, strict=True):
+            ctypes.memmove(*copy)
+        calls.append((_CopyAttributes.from_address(attributes).source_access_order, stream))
+        assert ctypes.c_size_t.from_address(first).value == 0
+        assert num_attributes == 1
+        ctypes.c_size_t.from_address(failed_at).value = 5
+        return status
+
+    function = _BATCH_SIGNATURE(driver)
+    at = np.array([0, 48])
+    sizes = np.array([16, 8])
+    batch_copy(function, 1234, out.ctypes.data + at, data.ctypes.data + at, sizes)
+    assert calls == [(1, 1234)]
+    assert out.tolist() == [*range(16), *[0] * 32, *range(48, 56), *[0] * 8]
+    batch_copy(function, 1234, at[:0], at[:0], at[:0])
+    assert len(calls) == 1
+    status = 700
+    with pytest.raises(RuntimeError, match="CUDA error 700 at copy 5"):
+        batch_copy(function, 1, out.ctypes.data + at, data.ctypes.data + at, sizes)
+
+
+# Construction.
+
+
+def refs(*pairs: tuple[int, int]) -> list[CanonicalKVCacheRef]:
+    return [CanonicalKVCacheRef(*pair) for pair in pairs]
+
+
+def caches_of(tensor: Any, page: int = 8, groups: Any = None) -> CanonicalKVCaches[Any]:
+    groups = [refs((0, page))] if groups is None else groups
+    return CanonicalKVCaches([CanonicalKVCacheTensor(tensor, page)], groups)
+
+
+GOOD = torch.zeros(4, 8, dtype=torch.int8)
+BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
+    (caches_of(GOOD), {"num_cpu_blocks": 0}, "num_cpu_blocks must be a positive int, got 0"),
+    (caches_of(GOOD), {"blocks_per_chunk": True}, "blocks_per_chunk must be a positive int"),
+    (caches_of(GOOD), {"num_threads": -1}, "num_threads must be a positive int, got -1"),
+    (CanonicalKVCaches([], [[]]), {}, "tensors is empty"),
+    (caches_of(GOOD, groups=[]), {}, "group_data_refs is empty"),
+    (caches_of(GOOD, 16), {}, r"tensor 0 must be int8 of shape \(num_blocks, 16\).*\(4, 8\)"),
+    (caches_of(GOOD.float()), {}, "tensor 0 must be int8 .* got torch.float32"),
+    (caches_of(GOOD.t(), 4), {}, "tensor 0 must have contiguous rows that do not overlap"),
+    (caches_of(GOOD[:1].expand(4, 8)), {}, "tensor 0 must have contiguous rows"),
+    (caches_of(GOOD.to("meta")), {}, "tensor 0 is on meta"),
+    (caches_of(GOOD, groups=[refs((1, 8))]), {}, "group 0 refers to tensor 1; there are 1"),
+    (caches_of(GOOD, groups=[refs((0, 9))]), {}, "group 0 uses 9 bytes of a page of tensor 0"),
+    (caches_of(GOOD, groups=[refs((0, 0))]), {}, "group 0 uses 0 bytes"),
+    (caches_of(GOOD), {"max_host_bytes": 63}, r"64 bytes, more than max_host_bytes \(63\)"),
+    (caches_of(GOOD), {"num_cpu_blocks": 1 << 50}, r"are \d+ bytes, and \d+ bytes of host memory"),
+]
+
+
+@pytest.mark.parametrize(("caches", "options", "message"), BAD_CONFIGS)
+def test_impossible_configuration(caches: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CPUGPUTransferWorker(caches, **{"num_cpu_blocks": 8, **options})
+
+
+def test_host_tier_leaves_out_padding_and_tensors_of_other_groups() -> None:
+    shape = Shape((64, 64), (0, 0), (((0, 40),), ((1, 48),)), k=3, num_cpu_blocks=5)
+    with running(World(shape), max_host_bytes=5 * 3 * 48) as worker:
+        assert worker.host_bytes == 5 * 3 * 48
+        assert (worker.num_cpu_blocks, worker.blocks_per_chunk) == (5, 3)
+
+
+# On a real GPU.
+
+
+@pytest.mark.skipif(NO_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("batched", [True, False])
+def test_random_jobs_on_cuda(batched: bool) -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        shape = Shape((4096, 600), (0, 8), (((0, 4096), (1, 500)), ((0, 100),)), 32, 3, 16)
+        world = World(shape, seed, "cuda")
+        worker = CPUGPUTransferWorker(world.caches(), 16, blocks_per_chunk=3)
+        if not batched:
+            worker._copier._driver._batch = None  # type: ignore[attr-defined]
+        for job_id in range(6):
+            ids, host = rng.sample(range(32), 9), CPULoadStoreSpec(rng.sample(range(16), 4))
+            gpu = GPULoadStoreSpec(ids, [5, 4], [job_id, 3])
+            host = CPULoadStoreSpec(host.block_ids[: -(-(job_id % 3 + 5) // 3) + 2])
+            worker.transfer_async(2 * job_id, (gpu, host))
+            world.apply(True, gpu, host)
+            back = GPULoadStoreSpec(rng.sample(range(32), 9), [5, 4], [job_id, 3])
+            worker.transfer_async(2 * job_id + 1, (host, back))
+            world.apply(False, back, host)
+        results = finish(worker, range(12))
+        assert all(r.success and r.transfer_time is not None for r in results)
+        assert len(results) == 12
+        world.check()
+        worker.shutdown()
