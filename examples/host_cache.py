@@ -29,7 +29,7 @@ from kvview import (
     SchedulerConnector,
     StepInfo,
     StepPlan,
-    SupportsBlockHashes,
+    SupportsBlockKeys,
     TransferJob,
     TransferResult,
     WorkerConnector,
@@ -125,15 +125,14 @@ class HostCacheScheduler(SchedulerConnector):
 
     def store(self, request: RequestInfo, block_ids: BlockIds) -> None:
         view = self.view
-        if not isinstance(view, SupportsBlockHashes):
+        if not isinstance(view, SupportsBlockKeys):
             return
         in_flight = {key for slots, _ in self.stores.values() for key in slots}
         for index, table in enumerate(block_ids):
             new: dict[OffloadKey, int] = {}  # key -> GPU block
-            for block_id in table:
-                # The pool is asked what the block holds: not all of it may be computed.
-                for block_hash in view.block_hashes(block_id):
-                    key = OffloadKey(block_hash)
+            # The pool is asked what the blocks hold: not all of them may be computed.
+            for block_id, keys in zip(table, view.block_keys(table), strict=True):
+                for key in keys:
                     if key not in self.slots and key not in in_flight:
                         new[key] = block_id
             slots = {}

@@ -16,6 +16,10 @@ class UnknownBlockError(KVViewError, LookupError):
     """A block id names no block of this pool (POOL-4)."""
 
 
+class NotAnOffloadKeyError(KVViewError, ValueError):
+    """Bytes that cannot be an offload key were given for one (KEY-3)."""
+
+
 class BlockNotHeldError(KVViewError, ValueError):
     """A free would drop a reference that the caller does not hold (POOL-4)."""
 
@@ -70,6 +74,14 @@ class ConnectorError(KVViewError, RuntimeError):
 
 class UnsupportedEngineError(KVViewError, RuntimeError):
     """An engine's surface has a shape that no tested release has; nothing was bound."""
+
+
+class UnsupportedContractError(KVViewError, RuntimeError):
+    """A connector was written to a version of the contract that this kvview does not keep."""
+
+
+class ConnectorDefinitionError(KVViewError, TypeError):
+    """A class defines a method that is close to a hook and is none (CONN-9)."""
 
 
 class ViewNotBoundError(KVViewError, RuntimeError):

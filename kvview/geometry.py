@@ -19,11 +19,12 @@ Source: vLLM PR #44165; ``vllm/v1/core/single_type_kv_cache_manager.py`` (0.33.0
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
 from kvview.errors import GeometryError
+from kvview.keys import BlockHash, OffloadKey, make_offload_key
 
 IsCached = Callable[[int], bool]
 """Whether block number i of a request (0-based, in its group's blocks) is cached."""
@@ -202,6 +203,39 @@ class CacheGeometry:
                 )
             if num_tokens == before or num_tokens == 0:
                 return num_tokens
+
+    def longest_prefixes(
+        self, max_tokens: int, is_cached: Callable[[int, int], bool]
+    ) -> tuple[int, ...]:
+        """The longest cached prefix of each group for itself, in tokens.
+
+        Args:
+            max_tokens: Upper limit in tokens.
+            is_cached: ``is_cached(group_idx, block_number)``; asked lazily.
+
+        Returns:
+            Tokens per group, each a multiple of the group's block size; the prefix that
+            all groups hit is :meth:`longest_prefix`, which may be shorter than each.
+        """
+        return tuple(
+            group.longest_prefix(max_tokens, partial(is_cached, index), group.block_size)
+            for index, group in enumerate(self.groups)
+        )
+
+    def block_key(
+        self, block_hashes: Sequence[BlockHash], group_idx: int, block: int
+    ) -> OffloadKey | None:
+        """The key of a request's block, or None while it is not full and hashed.
+
+        Args:
+            block_hashes: Of the request.
+            group_idx: KV-cache group.
+            block: Number of the block in the request, in blocks of that group.
+        """
+        index = self.block_hash_index(group_idx, block)
+        if index >= len(block_hashes):
+            return None
+        return make_offload_key(block_hashes[index], group_idx)
 
     def block_hash_index(self, group_idx: int, block: int) -> int:
         """Where a request's block hashes hold the hash of a group's block.

@@ -1,8 +1,15 @@
-"""The name of an offloaded block: its hash and its KV-cache group, packed in bytes.
+"""The two names of a block's KV: its hash, and the key that also says its KV-cache group.
 
-Bytes rather than a tuple: one object per key, and nothing for the garbage
-collector to track. The packing is that of vLLM's ``BlockHashWithGroupId``, so a
-hash yielded by a view *is* an offload key (POOL-8).
+- KEY-1 A :data:`BlockHash` names tokens: the whole prefix up to a block's end, in every
+  KV-cache group alike. Requests have them (:attr:`~kvview.RequestInfo.block_hashes`).
+- KEY-2 An :data:`OffloadKey` names KV: a block hash and a KV-cache group, packed. Pools,
+  tiers and events have them.
+- KEY-3 What is asked for by key **must** refuse bytes that cannot be one: a key is longer
+  than its 4 bytes of group index, and the index is below :data:`MAX_GROUPS`. A hash handed
+  where a key belongs is seen so, all but once in 65,536 times.
+
+Bytes rather than tuples: one object a key, and nothing for the garbage collector to
+track. The packing is that of vLLM's ``BlockHashWithGroupId``.
 
 Source: ``vllm/v1/kv_offload/base.py`` (0.20.0 and later).
 """
@@ -11,8 +18,16 @@ from __future__ import annotations
 
 from typing import NewType
 
+from kvview.errors import NotAnOffloadKeyError
+
+BlockHash = NewType("BlockHash", bytes)
+"""Hash of the tokens of a block and of all before it; of any length, without group (KEY-1)."""
+
 OffloadKey = NewType("OffloadKey", bytes)
-"""``block_hash + group_idx`` as 4 big-endian bytes; the hash has any length."""
+"""``block_hash + group_idx`` as 4 big-endian bytes (KEY-2)."""
+
+MAX_GROUPS = 1 << 16
+"""Group indices are below this, so that the first two bytes of the index are zero (KEY-3)."""
 
 _GROUP_BYTES = 4
 
@@ -20,20 +35,38 @@ _GROUP_BYTES = 4
 def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
     """Pack a block hash and a KV-cache-group index.
 
+    Args:
+        block_hash: A :data:`BlockHash`; plain bytes from outside are taken too.
+        group_idx: Index of the KV-cache group.
+
     Raises:
-        ValueError: ``group_idx`` is negative or needs more than 4 bytes.
+        NotAnOffloadKeyError: ``group_idx`` is not from 0 to 65,535, or the hash is empty.
     """
-    try:
-        return OffloadKey(block_hash + group_idx.to_bytes(_GROUP_BYTES, "big"))
-    except OverflowError as error:
-        raise ValueError(
-            f"group_idx must fit in {_GROUP_BYTES} unsigned bytes, got {group_idx}"
-        ) from error
+    if not 0 <= group_idx < MAX_GROUPS or not block_hash:
+        raise NotAnOffloadKeyError(
+            f"KEY-3: group_idx must be from 0 to {MAX_GROUPS - 1} and the hash not empty, got "
+            f"{group_idx} and {block_hash!r}"
+        )
+    return OffloadKey(block_hash + group_idx.to_bytes(_GROUP_BYTES, "big"))
 
 
-def get_offload_block_hash(key: OffloadKey) -> bytes:
+def require_offload_key(key: bytes) -> OffloadKey:
+    """The same bytes as a key, if they can be one.
+
+    Raises:
+        NotAnOffloadKeyError: They cannot: a block hash was handed over, most likely (KEY-3).
+    """
+    if len(key) <= _GROUP_BYTES or key[-_GROUP_BYTES:-2] != b"\0\0":
+        raise NotAnOffloadKeyError(
+            f"KEY-3: {key.hex()} is no offload key: its last 4 bytes are no KV-cache group "
+            f"below {MAX_GROUPS}. Make one of a block hash with make_offload_key(hash, group_idx)"
+        )
+    return OffloadKey(key)
+
+
+def get_offload_block_hash(key: OffloadKey) -> BlockHash:
     """The block hash inside a key."""
-    return key[:-_GROUP_BYTES]
+    return BlockHash(key[:-_GROUP_BYTES])
 
 
 def get_offload_group_idx(key: OffloadKey) -> int:

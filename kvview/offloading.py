@@ -131,8 +131,12 @@ class OffloadingManager(Protocol):
     ) -> None:
         """End the stores of these keys: loadable from now, or gone (OFF-4).
 
+        The keys of one ``prepare_store`` may be completed in several calls, some with
+        success and some without: a store may succeed in part.
+
         Raises:
-            TransferNotInFlightError: A key is not being stored (OFF-9).
+            TransferNotInFlightError: A key is not being stored, a key that is held
+                already included (OFF-9).
         """
         ...
 
@@ -146,6 +150,16 @@ class OffloadingManager(Protocol):
 
     def shutdown(self) -> None:
         """Release what the manager holds; callable twice."""
+        ...
+
+
+@runtime_checkable
+class SupportsMedia(Protocol):
+    """The manager or connector names its media up front, so that an engine can refuse them."""
+
+    @property
+    def media(self) -> Collection[str]:
+        """Every medium that an event of it may name."""
         ...
 
 

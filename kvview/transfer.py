@@ -6,10 +6,15 @@
 - XFER-2 Nothing outside the named pages **must** be written.
 - XFER-3 Stores and loads that touch the same page **must** run in the order in
   which they were submitted.
-- XFER-4 A failed job **must** say so in its result, and never report success.
+- XFER-4 A failed job **must** say so in its result, and never report success. A store may
+  succeed in part: the result then names the blocks that were moved. A load may not.
 - XFER-5 ``transfer_async`` **must not** wait for earlier jobs, and returns before
   the bytes are moved unless they are few enough to be moved on the spot; each
   accepted job is reported exactly once.
+- XFER-6 GPU pages **must** be read and written only after all work that the caller's
+  compute stream held when the job was submitted: a key in the pool and a count of
+  computed tokens mean *launched*, in stream order, and the kernels may still run
+  (``CanonicalKVCaches.compute_stream``).
 
 Pages: a KV cache is a list of tensors, each ``(num_blocks, page_size_bytes)`` of
 int8; a group refers to one or more of them, and moving one block of a group
@@ -34,7 +39,12 @@ TensorT = TypeVar("TensorT")
 
 @runtime_checkable
 class LoadStoreSpec(Protocol):
-    """Names pages of one medium; what else it carries is the medium's affair."""
+    """Names pages of one medium; how it names them is the medium's affair.
+
+    Any string is a medium. A spec may list block ids, keys, offsets or anything else
+    that pickles; only the two halves of one connector, or a manager and its worker, read
+    it.
+    """
 
     medium: ClassVar[str]
 
@@ -123,6 +133,26 @@ class CanonicalKVCacheRef:
     page_size_bytes: int
 
 
+class ComputeEvent(Protocol):
+    """A mark in a compute stream; ``torch.cuda.Event`` is one."""
+
+    def query(self) -> bool:
+        """Whether all work before the mark is done."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until it is done; never on the thread that runs the model."""
+        ...
+
+
+class ComputeStream(Protocol):
+    """The stream that the model's kernels run in; ``torch.cuda.Stream`` is one."""
+
+    def record_event(self) -> ComputeEvent:
+        """Mark what was submitted until now (XFER-6)."""
+        ...
+
+
 @dataclass(frozen=True)
 class CanonicalKVCaches(Generic[TensorT]):
     """All KV-cache tensors of one worker, and which group uses which.
@@ -130,10 +160,14 @@ class CanonicalKVCaches(Generic[TensorT]):
     Args:
         tensors: Unique tensors; groups may share one (same pages, other blocks).
         group_data_refs: Per KV-cache group, its references.
+        compute_stream: What jobs are ordered after (XFER-6). None where there is no
+            stream to name: on a GPU the current one of the submitting thread, on a CPU
+            compute has ended when a plan is started.
     """
 
     tensors: Sequence[CanonicalKVCacheTensor[TensorT]]
     group_data_refs: Sequence[Sequence[CanonicalKVCacheRef]]
+    compute_stream: ComputeStream | None = None
 
 
 @dataclass(frozen=True)
@@ -143,6 +177,8 @@ class TransferResult:
     Args:
         job_id: As given to ``transfer_async``.
         success: Whether every byte was moved.
+        moved: What of a failed store was moved all the same: per GPU block of the job,
+            in its order, whether all its bytes are. None: nothing is promised of any.
         transfer_size: Bytes moved, None when unknown or failed.
         transfer_time: Seconds that the copy took, None when unknown or failed.
         error: What went wrong, None on success.
@@ -153,6 +189,7 @@ class TransferResult:
     transfer_size: int | None = None
     transfer_time: float | None = None
     error: str | None = None
+    moved: Sequence[bool] | None = None
 
 
 @runtime_checkable

@@ -31,6 +31,7 @@ from kvview import (
     ViewClosedError,
     get_offload_block_hash,
     get_offload_group_idx,
+    require_offload_key,
 )
 from kvview_vllm.releases.probes import probe_pool
 
@@ -69,6 +70,8 @@ class VLLMBlockPoolView:
     def __init__(self, block_pool: Any, capabilities: frozenset[str], owner: str) -> None:
         self.owner = owner
         self.capabilities = capabilities
+        self.num_blocks = len(block_pool.blocks)  # facts, which a closed view still tells
+        self.null_block_id = NULL_BLOCK_ID
         self._pool: Any = block_pool
         self._blocks: list[Any] = block_pool.blocks
         self._holds = [0] * len(self._blocks)  # references of this view, by block id
@@ -81,7 +84,7 @@ class VLLMBlockPoolView:
 
     # --- references ---
 
-    def touch_blocks(self, block_ids: Sequence[int], /) -> None:
+    def touch_blocks(self, block_ids: Sequence[int]) -> None:
         """Take one reference on each block named, once per occurrence."""
         # One loop that checks, counts and looks up: sets, Counter and itemgetter cost
         # more for small batches and as much for large ones (benchmarks/guard.py).
@@ -107,7 +110,7 @@ class VLLMBlockPoolView:
             walk.before_touch(found)
         self._touch(found)
 
-    def free_blocks(self, block_ids: Sequence[int], /) -> None:
+    def free_blocks(self, block_ids: Sequence[int]) -> None:
         """Give back one reference on each block named, once per occurrence."""
         holds, blocks = self._holds, self._blocks
         found: list[Any] = []
@@ -171,7 +174,7 @@ class VLLMBlockPoolView:
 
     # --- walks over the free queue ---
 
-    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, bytes]]:
+    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         """Walk the free blocks that still hold reusable KV, next victim first.
 
         Unhashed blocks in front of a hashed one are passed over, so the first
@@ -184,8 +187,8 @@ class VLLMBlockPoolView:
             if (primary := block.block_hash) is not None:
                 yield block_id, primary
                 self._open_pool()
-                for block_hash in self._more_hashes(block_id):
-                    if _is_queued(block) and block_hash in self._more_hashes(block_id):
+                for block_hash in self._more_keys(block_id):
+                    if _is_queued(block) and block_hash in self._more_keys(block_id):
                         yield block_id, block_hash
                         self._open_pool()
 
@@ -205,47 +208,40 @@ class VLLMBlockPoolView:
 
     # --- queries ---
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the pool, the null block included."""
-        self._open_pool()
-        return len(self._blocks)
-
-    @property
-    def null_block_id(self) -> int:
-        """Id of the placeholder block that is never allocated."""
-        self._open_pool()
-        return NULL_BLOCK_ID
-
     def num_free_blocks(self) -> int:
         """Blocks that could be allocated now."""
         return int(self._open_pool().get_num_free_blocks())
 
-    def is_free(self, block_id: int, /) -> bool:
+    def is_free(self, block_id: int) -> bool:
         """Whether the block is free now."""
         self._open_pool()
         self._check_block_ids((block_id,))
         return _is_queued(self._blocks[block_id])
 
-    def block_hashes(self, block_id: int, /) -> tuple[bytes, ...]:
-        """Hashes registered for the block, primary first."""
+    def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
+        """The keys registered for each block, primary first."""
         self._open_pool()
-        self._check_block_ids((block_id,))
-        primary = self._blocks[block_id].block_hash
-        return () if primary is None else (primary, *self._more_hashes(block_id))
+        self._check_block_ids(block_ids)
+        blocks = self._blocks
+        return [
+            ()
+            if (key := blocks[block_id].block_hash) is None
+            else (key, *self._more_keys(block_id))
+            for block_id in block_ids
+        ]
 
-    def _more_hashes(self, block_id: int) -> list[bytes]:
+    def _more_keys(self, block_id: int) -> list[OffloadKey]:
         """Hashes beside the primary one, in one order whatever the process."""
         if "several_hashes" not in self.capabilities:  # before 0.24, PR #45939
             return []
         return sorted(self._pool.cached_block_hashes_by_block.get(block_id, ()))
 
-    def find_cached_block(self, block_hash: bytes, /) -> int | None:
-        """Id of a block that holds this hash, or None."""
+    def find_cached_block(self, key: OffloadKey) -> int | None:
+        """Id of a block that holds this key, or None."""
+        key = require_offload_key(key)
         # The map behind get_cached_block is replaced at every cache reset.
         found = self._open_pool().get_cached_block(
-            get_offload_block_hash(OffloadKey(block_hash)),
-            [get_offload_group_idx(OffloadKey(block_hash))],
+            get_offload_block_hash(key), [get_offload_group_idx(key)]
         )
         return int(found[0].block_id) if found else None
 

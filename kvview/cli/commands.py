@@ -6,8 +6,8 @@ from importlib.metadata import EntryPoint, entry_points
 
 import click
 
-from kvview import __version__
 from kvview.cli.output import one_line_errors
+from kvview.version import __version__
 
 GROUP = "kvview.commands"
 

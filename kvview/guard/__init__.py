@@ -1,6 +1,6 @@
 """The guard: what a connector gets by default instead of a bare view."""
 
-from kvview.guard.lease import Leak, Lease
+from kvview.guard.lease import GuardedLease, Leak
 from kvview.guard.view import GuardedView, GuardStats
 
-__all__ = ["GuardStats", "GuardedView", "Leak", "Lease"]
+__all__ = ["GuardStats", "GuardedLease", "GuardedView", "Leak"]

@@ -41,7 +41,7 @@ class Leak:
         )
 
 
-class Lease:
+class GuardedLease:
     """References that are given back exactly once (GUARD-2); made by ``lease``.
 
     As a context manager it ends with the block; as an object, by ``release``.
@@ -76,7 +76,7 @@ class Lease:
         age = self._guard.now() - self._since
         return Leak(self._guard.owner, self.job, self.block_ids, age, self._taken_at)
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> GuardedLease:
         return self
 
     def __exit__(

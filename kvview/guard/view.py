@@ -37,13 +37,14 @@ from kvview.errors import (
     ViewClosedError,
     WrongThreadError,
 )
-from kvview.guard.lease import Leak, Lease
+from kvview.guard.lease import GuardedLease, Leak
+from kvview.keys import OffloadKey, require_offload_key
 from kvview.pool import GPUBlockPoolView
 
 _OPTIONAL_QUERIES = (
     "num_free_blocks",
     "is_free",
-    "block_hashes",
+    "block_keys",
     "find_cached_block",
     "iter_free_block_ids",
 )
@@ -129,13 +130,13 @@ class GuardedView:
         self._since = {} if size is None else [None] * size
         self._leased: Counter[int] = Counter()  # the leases' part of _held
         self._pinned: set[int] = set()  # the blocks held, for the budget alone
-        self._leases: set[Lease] = set()
-        self.deadlines: list[tuple[float, int, Lease]] = []  # a heap; empty: none can expire
+        self._leases: set[GuardedLease] = set()
+        self.deadlines: list[tuple[float, int, GuardedLease]] = []  # a heap; empty: none can expire
         self._serial = count()
 
     # --- the contract ---
 
-    def touch_blocks(self, block_ids: Sequence[int], /) -> None:
+    def touch_blocks(self, block_ids: Sequence[int]) -> None:
         """Take one reference on each block named, once per occurrence."""
         real = self._take(block_ids)
         taken = self.now(), self._caller() if self._trace else None
@@ -143,7 +144,7 @@ class GuardedView:
         for block_id in real:
             since[block_id] = taken
 
-    def free_blocks(self, block_ids: Sequence[int], /) -> None:
+    def free_blocks(self, block_ids: Sequence[int]) -> None:
         """Give back one plain reference on each block named, once per occurrence."""
         view = self._view
         if view is None or self.deadlines or get_ident() != self._thread:
@@ -176,7 +177,7 @@ class GuardedView:
             self._count(real, 1)
             raise
 
-    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, bytes]]:
+    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         """Walk the free blocks that still hold reusable KV, next victim first."""
         for block_id, block_hash in self._enter().iter_free_block_ids_with_hash():
             if block_id != self._null:
@@ -191,8 +192,8 @@ class GuardedView:
         *,
         job: object = None,
         ttl: float | None = None,
-        expected_hashes: Sequence[bytes] | None = None,
-    ) -> Lease:
+        expected_keys: Sequence[OffloadKey] | None = None,
+    ) -> GuardedLease:
         """Hold blocks until released, at most ``ttl`` seconds.
 
         Args:
@@ -200,7 +201,7 @@ class GuardedView:
             job: Named in reports; one job may have several leases.
             ttl: Seconds until the lease ends by itself, or None. Expired leases
                 are released at the next call of any kind; engines make one each step.
-            expected_hashes: One hash a block: hold only if each block still has it.
+            expected_keys: One key a block: hold only if each block still has it.
 
         Returns:
             A lease, active from now; also a context manager.
@@ -213,12 +214,12 @@ class GuardedView:
         self._enter()
         if ttl is not None and not ttl > 0:
             raise ConfigError(f"ttl must be positive seconds, got {ttl}")
-        if expected_hashes is not None:
+        if expected_keys is not None:
             block_ids = list(block_ids)
             self._check_block_ids(block_ids)
-            self._check_hashes(block_ids, expected_hashes)
+            self._check_keys(block_ids, expected_keys)
         real = self._take(block_ids)
-        lease = Lease(self, tuple(real), job, self._caller() if self._trace else None)
+        lease = GuardedLease(self, tuple(real), job, self._caller() if self._trace else None)
         self._leased.update(real)
         self._leases.add(lease)
         self.stats.leases += 1
@@ -246,11 +247,11 @@ class GuardedView:
                 self._end(lease)
         return expired
 
-    def _schedule(self, lease: Lease, ttl: float) -> None:
+    def _schedule(self, lease: GuardedLease, ttl: float) -> None:
         lease.deadline = self.now() + ttl
         heapq.heappush(self.deadlines, (lease.deadline, next(self._serial), lease))
 
-    def _renew(self, lease: Lease, ttl: float) -> None:
+    def _renew(self, lease: GuardedLease, ttl: float) -> None:
         self._enter()
         if not ttl > 0:
             raise ConfigError(f"ttl must be positive seconds, got {ttl}")
@@ -258,7 +259,7 @@ class GuardedView:
             raise BlockNotHeldError(f"the lease of job {lease.job!r} has ended: take a new one")
         self._schedule(lease, ttl)
 
-    def _release(self, lease: Lease) -> bool:
+    def _release(self, lease: GuardedLease) -> bool:
         if self._view is None or not lease.is_active:
             return False  # close() or expiry was first
         self._enter()
@@ -267,7 +268,7 @@ class GuardedView:
         self._end(lease)
         return True
 
-    def _end(self, lease: Lease) -> None:
+    def _end(self, lease: GuardedLease) -> None:
         assert self._view is not None, "only an open guard ends leases"
         self._count(lease.block_ids, -1)
         try:
@@ -444,18 +445,18 @@ class GuardedView:
                 f"{self._size}: free some first, or store later"
             )
 
-    def _check_hashes(self, block_ids: Sequence[int], expected: Sequence[bytes]) -> None:
-        hashes_of = getattr(self, "block_hashes", None)
-        if hashes_of is None or len(expected) != len(block_ids):
+    def _check_keys(self, block_ids: Sequence[int], expected: Sequence[OffloadKey]) -> None:
+        keys_of = getattr(self, "block_keys", None)
+        if keys_of is None or len(expected) != len(block_ids):
             raise ConfigError(
-                f"expected_hashes needs a view with block_hashes, and one hash a block: "
+                f"expected_keys needs a view with block_keys, and one key a block: "
                 f"{len(expected)} for {len(block_ids)} blocks"
             )
-        for block_id, block_hash in zip(block_ids, expected, strict=True):
-            if block_id != self._null and block_hash not in hashes_of(block_id):
+        for block_id, key, keys in zip(block_ids, expected, keys_of(block_ids), strict=True):
+            if block_id != self._null and require_offload_key(key) not in keys:
                 self.stats.refused += 1
                 raise StaleBlockError(
-                    f"block {block_id} does not hold {block_hash.hex()} any more: it was reused "
+                    f"block {block_id} does not hold {key.hex()} any more: it was reused "
                     f"or evicted since it was seen"
                 )
 

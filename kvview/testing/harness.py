@@ -57,7 +57,7 @@ class Capability(StrEnum):
     """The view has ``num_free_blocks()``."""
     IS_FREE = "is_free"
     """The view has ``is_free(block_id)``."""
-    BLOCK_HASHES = "block_hashes"
+    BLOCK_KEYS = "block_keys"
     """The view has ``block_hashes(block_id)``."""
     FIND_CACHED = "find_cached"
     """The view has ``find_cached_block(hash)``."""
@@ -316,7 +316,7 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         ),
         Capability.FREE_COUNT: (Need("view", "num_free_blocks", 0),),
         Capability.IS_FREE: (Need("view", "is_free", 1),),
-        Capability.BLOCK_HASHES: (Need("view", "block_hashes", 1),),
+        Capability.BLOCK_KEYS: (Need("view", "block_keys", 1),),
         Capability.FIND_CACHED: (Need("view", "find_cached_block", 1),),
         Capability.FREE_ORDER: (Need("view", "iter_free_block_ids", 0),),
         Capability.HOLDS: (Need("view", "held_blocks", 0),),

@@ -46,7 +46,7 @@ class ReferencePool:
             Capability.POOL_SIZE,
             Capability.FREE_COUNT,
             Capability.IS_FREE,
-            Capability.BLOCK_HASHES,
+            Capability.BLOCK_KEYS,
             Capability.FIND_CACHED,
             Capability.FREE_ORDER,
             Capability.HOLDS,

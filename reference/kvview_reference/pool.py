@@ -41,6 +41,7 @@ from kvview import (
     get_offload_block_hash,
     get_offload_group_idx,
     make_offload_key,
+    require_offload_key,
 )
 
 NULL_BLOCK_ID = 0
@@ -373,7 +374,7 @@ class BlockPool:
     def _insert_hash(self, block_id: int, key: OffloadKey) -> bool:
         if self._hash[block_id] is None:
             self._hash[block_id] = key
-        elif key in self.block_hashes(block_id):
+        elif key in self.block_keys([block_id])[0]:
             return False
         else:
             self._more_hashes.setdefault(block_id, []).append(key)
@@ -386,16 +387,25 @@ class BlockPool:
             holders[block_id] = None
         return True
 
-    def find_cached_block(self, key: bytes) -> int | None:
-        """The block that was first registered under this hash (POOL-8), or None."""
-        holders = self._blocks_by_hash.get(OffloadKey(key))
+    def find_cached_block(self, key: OffloadKey) -> int | None:
+        """The block that was first registered under this key (POOL-8), or None.
+
+        Raises:
+            NotAnOffloadKeyError: The bytes cannot be a key.
+        """
+        holders = self._blocks_by_hash.get(key)
+        if holders is None:
+            require_offload_key(key)
         return next(iter(holders)) if isinstance(holders, dict) else holders
 
-    def block_hashes(self, block_id: int) -> tuple[OffloadKey, ...]:
-        """Hashes of a block, primary first; empty when it holds nothing reusable."""
-        self.check_block_ids((block_id,))
-        primary = self._hash[block_id]
-        return () if primary is None else (primary, *self._more_hashes.get(block_id, ()))
+    def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
+        """Keys of each block, primary first; none of one that holds nothing reusable."""
+        self.check_block_ids(block_ids)
+        primaries, more = self._hash, self._more_hashes
+        return [
+            () if (primary := primaries[block_id]) is None else (primary, *more.get(block_id, ()))
+            for block_id in block_ids
+        ]
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Drop blocks from the prefix cache; references and queue stay as they are."""
@@ -508,6 +518,8 @@ class BlockPoolView:
 
     def __init__(self, pool: BlockPool, owner: str) -> None:
         self.owner = owner
+        self.num_blocks = pool.num_blocks  # facts, which a closed view still tells
+        self.null_block_id = NULL_BLOCK_ID
         self._pool: BlockPool | None = pool
         self._held: dict[int, int] = {}
 
@@ -518,7 +530,7 @@ class BlockPoolView:
             )
         return self._pool
 
-    def touch_blocks(self, block_ids: Sequence[int], /) -> None:
+    def touch_blocks(self, block_ids: Sequence[int]) -> None:
         pool = self._pool or self._open_pool()
         block_ids = list(block_ids)
         for block_id in block_ids:
@@ -527,7 +539,7 @@ class BlockPoolView:
         pool.touch_blocks(block_ids)
         self._hold(block_ids)
 
-    def free_blocks(self, block_ids: Sequence[int], /) -> None:
+    def free_blocks(self, block_ids: Sequence[int]) -> None:
         pool = self._pool or self._open_pool()
         block_ids = list(block_ids)
         held = self._held
@@ -560,32 +572,23 @@ class BlockPoolView:
             elif block_id != NULL_BLOCK_ID:
                 held[block_id] = 1
 
-    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, bytes]]:
+    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         return _walk_free_block_ids_with_hash(self._open_pool)
 
     def iter_free_block_ids(self) -> Iterator[int]:
         return _walk_free_block_ids(self._open_pool)
 
-    @property
-    def num_blocks(self) -> int:
-        return self._open_pool().num_blocks
-
-    @property
-    def null_block_id(self) -> int:
-        self._open_pool()
-        return NULL_BLOCK_ID
-
     def num_free_blocks(self) -> int:
         return self._open_pool().num_free_blocks()
 
-    def is_free(self, block_id: int, /) -> bool:
+    def is_free(self, block_id: int) -> bool:
         return self._open_pool().ref_cnt(block_id) == 0 and block_id != NULL_BLOCK_ID
 
-    def block_hashes(self, block_id: int, /) -> tuple[bytes, ...]:
-        return self._open_pool().block_hashes(block_id)
+    def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
+        return self._open_pool().block_keys(block_ids)
 
-    def find_cached_block(self, block_hash: bytes, /) -> int | None:
-        return self._open_pool().find_cached_block(block_hash)
+    def find_cached_block(self, key: OffloadKey) -> int | None:
+        return self._open_pool().find_cached_block(key)
 
     def held_blocks(self) -> Mapping[int, int]:
         self._open_pool()

@@ -91,7 +91,7 @@ class ReferenceConnectorHarness:
         self.shutdown = self._engine.shutdown
         self.has_work = self._engine.has_work
         self.ref_count = self._pool.ref_cnt
-        self.block_hashes = self._pool.block_hashes
+        self.block_keys = self._pool.block_keys
         self.free_block_ids = self._pool.free_block_ids
         self.held_blocks = self._engine.view.held_blocks
 
@@ -110,7 +110,7 @@ class ReferenceConnectorHarness:
         for request in self._engine.running:
             for index, table in enumerate(self._engine.kv_cache.block_tables(request.request_id)):
                 for block_id in table:
-                    if block_id != NULL_BLOCK_ID and len(self.block_hashes(block_id)) == 1:
+                    if block_id != NULL_BLOCK_ID and len(self.block_keys([block_id])[0]) == 1:
                         self._num_aliases += 1
                         self._pool.cache_blocks(
                             [block_id],

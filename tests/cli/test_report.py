@@ -159,7 +159,10 @@ def test_page_of_a_connector(tmp_path: Path) -> None:
     assert "broke a law in 6 seeds from 0" in page.text
     for told in ("CONN-4", "requests (engine)", "free", "blocks (and jobs)", "step", "preemptions"):
         assert told in page.texts
-    assert "print(simulate(LeaksFailedStores, scenario, engines=ReferenceEngines()).failure)" in page.text
+    assert (
+        "print(simulate(LeaksFailedStores, scenario, engines=ReferenceEngines()).failure)"
+        in page.text
+    )
 
 
 def test_interrupted_run_of_a_connector_is_not_clean(tmp_path: Path) -> None:

@@ -578,7 +578,7 @@ def test_a_store_names_its_blocks_group_after_group(monkeypatch: pytest.MonkeyPa
         nonlocal mixed
         for job in plan.stores:
             assert isinstance(job.src, GPULoadStoreSpec)
-            hashes = [engine.kv_cache.pool.block_hashes(block)[0] for block in job.src.block_ids]
+            hashes = [engine.kv_cache.pool.block_keys([block])[0][0] for block in job.src.block_ids]
             groups = [int.from_bytes(key[-4:], "big") for key in hashes]
             assert groups == sorted(groups)
             assert list(job.src.group_sizes) == [groups.count(index) for index in range(4)]

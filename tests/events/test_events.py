@@ -42,7 +42,7 @@ def removed(*keys: OffloadKey, medium: str = MEDIUM_CPU) -> OffloadingEvent:
 # --- offload keys ---
 
 
-@given(st.binary(max_size=40), st.integers(0, 2**32 - 1))
+@given(st.binary(min_size=1, max_size=40), st.integers(0, 2**16 - 1))
 def test_key_roundtrip(block_hash: bytes, group_idx: int) -> None:
     key = make_offload_key(block_hash, group_idx)
     assert get_offload_block_hash(key) == block_hash
@@ -53,16 +53,16 @@ def test_pool8_key_is_the_hash_and_four_big_endian_bytes() -> None:
     assert make_offload_key(b"hash", 258) == b"hash\x00\x00\x01\x02"
 
 
-@given(*[st.tuples(st.binary(max_size=6), st.integers(0, 2**32 - 1))] * 2)
+@given(*[st.tuples(st.binary(min_size=1, max_size=6), st.integers(0, 2**16 - 1))] * 2)
 def test_keys_are_equal_only_for_equal_parts(
     one: tuple[bytes, int], other: tuple[bytes, int]
 ) -> None:
     assert (make_offload_key(*one) == make_offload_key(*other)) == (one == other)
 
 
-@pytest.mark.parametrize("group_idx", [-1, 2**32])
+@pytest.mark.parametrize("group_idx", [-1, 2**16])
 def test_key_refuses_a_group_that_does_not_fit(group_idx: int) -> None:
-    with pytest.raises(ValueError, match=f"must fit in 4 unsigned bytes, got {group_idx}"):
+    with pytest.raises(ValueError, match=f"KEY-3: .* got {group_idx} and"):
         make_offload_key(b"hash", group_idx)
 
 

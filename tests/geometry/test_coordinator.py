@@ -142,7 +142,7 @@ class CacheMachine(RuleBasedStateMachine):
     def cached(self) -> dict[Key, set[int]]:
         found: dict[Key, set[int]] = {}
         for block in range(self.num_blocks):
-            for key in self.pool.block_hashes(block):
+            for key in self.pool.block_keys([block])[0]:
                 found.setdefault(key, set()).add(block)
         return found
 
@@ -171,7 +171,7 @@ class CacheMachine(RuleBasedStateMachine):
             {name: self.manager.block_ids(name) for name in self.lives},
             [self.pool.ref_cnt(block) for block in blocks],
             list(self.pool.iter_free_block_ids()),
-            [self.pool.block_hashes(block) for block in blocks],
+            [self.pool.block_keys([block])[0] for block in blocks],
         )
 
     def compute(self, name: str, num_tokens: int) -> None:
@@ -191,7 +191,7 @@ class CacheMachine(RuleBasedStateMachine):
             for number in range(num_tokens // group.block_size):
                 if table[number] != NULL:
                     prefix = life.tokens[: (number + 1) * group.block_size]
-                    assert self.key(index, prefix) in self.pool.block_hashes(table[number])
+                    assert self.key(index, prefix) in self.pool.block_keys([table[number]])[0]
 
     # --- rules ---
 
@@ -348,7 +348,7 @@ class CacheMachine(RuleBasedStateMachine):
         free = list(self.pool.iter_free_block_ids())
         assert sorted([*free, *references]) == list(blocks)
         assert self.pool.num_free_blocks() == len(free)
-        assert self.pool.block_hashes(NULL) == ()
+        assert self.pool.block_keys([NULL])[0] == ()
 
     @invariant()
     def gpu_events_tell_what_is_cached(self) -> None:

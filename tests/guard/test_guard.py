@@ -14,9 +14,10 @@ from kvview import (
     GPUBlockPoolView,
     GuardedView,
     KVViewError,
+    OffloadKey,
     PinBudgetExceeded,
     StaleBlockError,
-    SupportsBlockHashes,
+    SupportsBlockKeys,
     SupportsFreeCount,
     SupportsHolds,
     SupportsPoolSize,
@@ -58,11 +59,13 @@ class TrustingPool:
             self.ref_cnt[block_id] -= 1
         self.queue += [block_id for block_id in block_ids if self.ref_cnt[block_id] == 0]
 
-    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, bytes]]:
-        return iter([(0, b"null"), *((block_id, b"h%d" % block_id) for block_id in self.queue)])
+    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
+        return iter(
+            [(0, key("null")), *((block_id, key(f"h{block_id}")) for block_id in self.queue)]
+        )
 
 
-def key(name: str) -> bytes:
+def key(name: str) -> OffloadKey:
     return make_offload_key(name.encode(), 0)
 
 
@@ -78,14 +81,14 @@ def pool() -> BlockPool:
 def test_a_guard_is_a_view_and_has_the_queries_of_the_view_under_it(pool: BlockPool) -> None:
     guard = GuardedView(pool.view())
     assert isinstance(guard, GPUBlockPoolView)
-    assert isinstance(guard, SupportsBlockHashes)
+    assert isinstance(guard, SupportsBlockKeys)
     assert isinstance(guard, SupportsFreeCount)
     assert isinstance(guard, SupportsPoolSize)
     assert isinstance(guard, SupportsHolds)
     bare = GuardedView(TrustingPool())
-    assert not isinstance(bare, SupportsBlockHashes)
+    assert not isinstance(bare, SupportsBlockKeys)
     assert not isinstance(bare, SupportsFreeCount)
-    assert guard.block_hashes(3) == (key("h3"),)
+    assert guard.block_keys([3])[0] == (key("h3"),)
 
 
 def test_pool_2_a_block_named_twice_is_queued_once() -> None:
@@ -206,15 +209,15 @@ def test_leases_expire_in_deadline_order_whatever_the_order_of_insertion(pool: B
 def test_a_lease_of_what_was_seen_refuses_a_reused_block(pool: BlockPool) -> None:
     guard = GuardedView(pool.view())
     seen = dict(guard.iter_free_block_ids_with_hash())
-    guard.lease([1, 2], expected_hashes=[seen[1], seen[2]]).release()
+    guard.lease([1, 2], expected_keys=[seen[1], seen[2]]).release()
     pool.free_blocks(pool.allocate_blocks(3))  # evicts the victims 1, 2 or 3
     free_before = pool.num_free_blocks()
-    victims = [block_id for block_id in seen if not pool.block_hashes(block_id)]
+    victims = [block_id for block_id in seen if not pool.block_keys([block_id])[0]]
     with pytest.raises(StaleBlockError, match="does not hold"):
-        guard.lease(victims[:1], expected_hashes=[seen[victims[0]]])
+        guard.lease(victims[:1], expected_keys=[seen[victims[0]]])
     assert pool.num_free_blocks() == free_before
-    with pytest.raises(ConfigError, match="one hash a block"):
-        guard.lease([5], expected_hashes=[])
+    with pytest.raises(ConfigError, match="one key a block"):
+        guard.lease([5], expected_keys=[])
 
 
 def test_pin_budget(pool: BlockPool) -> None:

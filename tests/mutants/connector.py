@@ -14,6 +14,7 @@ from typing import Any, ClassVar, cast
 
 from examples.host_cache import HostCacheConnector, HostCacheScheduler
 from kvview import (
+    BlockHash,
     BlockIds,
     CanonicalKVCaches,
     Connector,
@@ -218,7 +219,7 @@ class FreesWhenPlanned(Lazy):
 class NeverHits(Lazy):
     class scheduler(LazyOffloadScheduler):
         def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
-            stamped = [block_hash[::-1] for block_hash in request.block_hashes]
+            stamped = [BlockHash(block_hash[::-1]) for block_hash in request.block_hashes]
             return super().match_prefix(replace(request, block_hashes=stamped), num_computed_tokens)
 
 

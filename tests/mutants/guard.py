@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvview import GPUBlockPoolView, GuardedView, Leak, Lease
+from kvview import GPUBlockPoolView, GuardedView, Leak
+from kvview.guard import GuardedLease
 from kvview.testing import Mutant
 from kvview_reference.harness import GuardedReferencePool
 
@@ -40,7 +41,7 @@ class LeasesUntilAnIdIsWrong(WrongGuardPool):
     """Blocks are taken one by one; those before a wrong id stay taken."""
 
     class Guard(GuardedView):
-        def lease(self, block_ids: Sequence[int], **options: Any) -> Lease:
+        def lease(self, block_ids: Sequence[int], **options: Any) -> GuardedLease:
             leases = [super(type(self), self).lease([b], **options) for b in block_ids[:-1]]
             last = super().lease(block_ids, **options)
             for lease in leases:
@@ -53,7 +54,7 @@ class LeasesWhateverIsThere(WrongGuardPool):
     """A block that was reused since it was seen is held, and its bytes stored."""
 
     class Guard(GuardedView):
-        def _check_hashes(self, block_ids: Sequence[int], expected: Sequence[bytes]) -> None:
+        def _check_keys(self, block_ids: Sequence[int], expected: Sequence[bytes]) -> None:
             pass
 
 
@@ -71,7 +72,7 @@ class ReleasesTwice(WrongGuardPool):
     """A lease that has ended takes references of others with it."""
 
     class Guard(GuardedView):
-        def _release(self, lease: Lease) -> bool:
+        def _release(self, lease: GuardedLease) -> bool:
             if lease.is_active:
                 return super()._release(lease)
             held = [block for block in lease.block_ids if _is_plainly_held(self, block)]
@@ -84,13 +85,13 @@ class LeaksWhenAnExceptionFlies(WrongGuardPool):
     """The end of a ``with`` block releases on the good path only."""
 
     class Guard(GuardedView):
-        def lease(self, block_ids: Sequence[int], **options: Any) -> Lease:
+        def lease(self, block_ids: Sequence[int], **options: Any) -> GuardedLease:
             lease = super().lease(block_ids, **options)
             lease.__class__ = _LeakyLease
             return lease
 
 
-class _LeakyLease(Lease):
+class _LeakyLease(GuardedLease):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is None:
             self.release()
@@ -101,7 +102,7 @@ class CountsLeasesByBlock(WrongGuardPool):
     """The end of one job's lease ends what any other job holds of its blocks."""
 
     class Guard(GuardedView):
-        def _end(self, lease: Lease) -> None:
+        def _end(self, lease: GuardedLease) -> None:
             super()._end(lease)
             for other in list(self._leases):
                 if set(other.block_ids) & set(lease.block_ids):
@@ -125,7 +126,7 @@ class ReleasesAnExpiredLease(WrongGuardPool):
     """A release that comes after the expiry takes the reference of a newer hold."""
 
     class Guard(GuardedView):
-        def _release(self, lease: Lease) -> bool:
+        def _release(self, lease: GuardedLease) -> bool:
             if not lease.is_active:
                 self.free_blocks([b for b in lease.block_ids if _is_plainly_held(self, b)])
                 return True
@@ -137,7 +138,7 @@ class HoldsForEver(WrongGuardPool):
     """A peer that never reports keeps its blocks until the engine ends."""
 
     class Guard(GuardedView):
-        def _schedule(self, lease: Lease, ttl: float) -> None:
+        def _schedule(self, lease: GuardedLease, ttl: float) -> None:
             pass
 
 
@@ -159,7 +160,7 @@ class RenewsInPlace(WrongGuardPool):
     """A renewed lease keeps its old place in the queue of deadlines."""
 
     class Guard(GuardedView):
-        def _renew(self, lease: Lease, ttl: float) -> None:
+        def _renew(self, lease: GuardedLease, ttl: float) -> None:
             pass
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvview import (
     BlockNotHeldError,
     GPUBlockPoolView,
+    OffloadKey,
     UnknownBlockError,
     ViewClosedError,
     make_offload_key,
@@ -133,14 +134,14 @@ class ListPool:
         if Counter(block_ids) - self.held:
             raise BlockNotHeldError("POOL-4: not held")
 
-    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, bytes]]:
+    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         self.check_open()
         began = self.time
         for block in list(self.queue):
             for block_hash in list(self.hashes.get(block, ())):
                 is_there = block_hash in self.hashes.get(block, ())
                 if self.refs[block] == 0 and is_there and self.joined[block] <= began:
-                    yield block, block_hash
+                    yield block, OffloadKey(block_hash)
                     self.check_open()
 
     def iter_free_block_ids(self) -> Iterator[int]:

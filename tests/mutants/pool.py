@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvview import GPUBlockPoolView
+from kvview import GPUBlockPoolView, OffloadKey, make_offload_key
 from kvview.testing import Mutant
 from kvview_reference.harness import ReferencePool
 from kvview_reference.pool import BlockPoolView
@@ -191,8 +191,8 @@ class QueuesTheNullBlock(ListPool):
 class YieldsTheNullBlock(ListPool):
     """The placeholder is in the walk, under a hash of nothing."""
 
-    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, bytes]]:
-        yield 0, b"\0\0\0\0"
+    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
+        yield 0, make_offload_key(b"nothing", 0)
         yield from super().iter_free_block_ids_with_hash()
 
 
@@ -205,7 +205,7 @@ class CopiesTheQueueFirst(ReferencePool):
 
     def make_view(self) -> GPUBlockPoolView:
         class View(BlockPoolView):
-            def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, bytes]]:
+            def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
                 yield from list(super().iter_free_block_ids_with_hash())
 
         return View(self.pool, "mutant")
@@ -215,11 +215,11 @@ class CopiesTheQueueFirst(ReferencePool):
 class YieldsThePrimaryHashOnly(ListPool):
     """Other groups that share the block are never offloaded."""
 
-    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, bytes]]:
+    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         seen = set()
         for block, block_hash in super().iter_free_block_ids_with_hash():
             if block not in seen:
-                yield block, block_hash
+                yield block, OffloadKey(block_hash)
             seen.add(block)
 
 
@@ -238,7 +238,7 @@ class KeepsTheHashOfWhatIsAllocated(ListPool):
 class WalksByBlockId(ListPool):
     """The walk goes by id, not by what is evicted next."""
 
-    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, bytes]]:
+    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         yield from sorted(super().iter_free_block_ids_with_hash())
 
 
@@ -246,11 +246,11 @@ class WalksByBlockId(ListPool):
 class YieldsWhatIsInUse(ListPool):
     """Everything that has a hash is yielded, in use or not."""
 
-    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, bytes]]:
+    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         yield from super().iter_free_block_ids_with_hash()
         for block, hashes in self.hashes.items():
             if self.refs[block]:
-                yield block, hashes[0]
+                yield block, OffloadKey(hashes[0])
 
 
 # --- POOL-7 ---
@@ -260,9 +260,9 @@ class YieldsWhatIsInUse(ListPool):
 class StopsWhenItsBlockIsTouched(ListPool):
     """The walk follows the links of a block that has left the list."""
 
-    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, bytes]]:
+    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         for block, block_hash in super().iter_free_block_ids_with_hash():
-            yield block, block_hash
+            yield block, OffloadKey(block_hash)
             if self.refs[block]:
                 return
 
@@ -271,7 +271,7 @@ class StopsWhenItsBlockIsTouched(ListPool):
 class YieldsWhatWasTaken(ListPool):
     """The walk is a snapshot: it yields blocks that were taken since."""
 
-    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, bytes]]:
+    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         for item in list(super().iter_free_block_ids_with_hash()):
             self.check_open()
             yield item
@@ -282,7 +282,7 @@ class YieldsWhatWasTaken(ListPool):
 class WalksTheQueueAsItGrows(ListPool):
     """What is freed while walking is walked too: touch and free, and it never ends."""
 
-    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, bytes]]:
+    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         self.check_open()
         done: Counter[int] = Counter()
         while True:
@@ -290,7 +290,7 @@ class WalksTheQueueAsItGrows(ListPool):
             if not ahead:
                 return
             done[ahead[0]] = self.time + 1
-            yield ahead[0], self.hashes[ahead[0]][0]
+            yield ahead[0], OffloadKey(self.hashes[ahead[0]][0])
             self.check_open()
 
 
@@ -298,13 +298,13 @@ class WalksTheQueueAsItGrows(ListPool):
 class YieldsAHashThatHasMoved(ListPool):
     """The hash is read when the walk begins; by then it may be another block's."""
 
-    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, bytes]]:
+    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         self.check_open()
         began = self.time
         known = [(block, h) for block in self.queue for h in self.hashes.get(block, ())]
         for block, block_hash in known:
             if self.refs[block] == 0 and self.joined[block] <= began:
-                yield block, block_hash
+                yield block, OffloadKey(block_hash)
                 self.check_open()
 
 
@@ -375,7 +375,7 @@ class WorksAfterItsEngine(ListPool):
 class WalksOnAfterClose(ListPool):
     """Calls are refused, and a walk that was begun goes on."""
 
-    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, bytes]]:
+    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         self.check_open()
         return iter(list(super().iter_free_block_ids_with_hash()))
 

@@ -37,6 +37,7 @@ from kvview import (
     BlockStored,
     GPUEvent,
     NoFreeBlocksError,
+    OffloadKey,
     get_offload_block_hash,
     get_offload_group_idx,
 )
@@ -159,7 +160,7 @@ class DifferentialMachine(RuleBasedStateMachine):
     @rule(data=st.data(), num_blocks=st.integers(1, 4), group_idx=st.sampled_from(GROUPS))
     def cache(self, data: st.DataObject, num_blocks: int, group_idx: int) -> None:
         """As a group's manager does: full blocks that have no hash yet."""
-        unhashed = [b for b in dict.fromkeys(self.held) if not self.ours.block_hashes(b)]
+        unhashed = [b for b in dict.fromkeys(self.held) if not self.ours.block_keys([b])[0]]
         block_ids = [0, *unhashed][:num_blocks]
         names = [data.draw(st.sampled_from(NAMES)) for _ in block_ids]
         self.vllms.cache_full_blocks(
@@ -190,7 +191,7 @@ class DifferentialMachine(RuleBasedStateMachine):
     def free_everything_and_reset(self) -> None:
         self.free_part(len(self.held))
         self.reset()
-        assert not self.ours.find_cached_block(NAMES[0] + bytes(4))
+        assert not self.ours.find_cached_block(OffloadKey(NAMES[0] + bytes(4)))
 
     @invariant()
     def both_are_the_same(self) -> None:
@@ -199,11 +200,11 @@ class DifferentialMachine(RuleBasedStateMachine):
         assert self.ours.num_free_blocks() == self.vllms.get_num_free_blocks()
         for block in self.vllms.blocks:
             assert self.ours.ref_cnt(block.block_id) == block.ref_cnt
-            primary, *others = self.ours.block_hashes(block.block_id) or (None,)
+            primary, *others = self.ours.block_keys([block.block_id])[0] or (None,)
             assert primary == block.block_hash
             assert set(others) == self.vllms.cached_block_hashes_by_block.get(block.block_id, set())
         walk = list(self.ours.iter_free_block_ids_with_hash())
-        assert [key for block_id, key in walk if key == self.ours.block_hashes(block_id)[0]] == [
+        assert [key for block_id, key in walk if key == self.ours.block_keys([block_id])[0][0]] == [
             block.block_hash for block in free if block.block_hash
         ]
         for name in NAMES:

@@ -23,6 +23,7 @@ from kvview import (
     BlockStored,
     GPUEvent,
     NoFreeBlocksError,
+    OffloadKey,
     UnknownBlockError,
 )
 from kvview_reference import pool as pool_module
@@ -283,11 +284,11 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_free_blocks() == len(oracle.queue)
         for block_id in range(NUM_BLOCKS):
             assert self.pool.ref_cnt(block_id) == oracle.ref_cnt[block_id]
-            assert self.pool.block_hashes(block_id) == tuple(oracle.hashes[block_id])
+            assert self.pool.block_keys([block_id])[0] == tuple(oracle.hashes[block_id])
         for name in (b"a", b"b", b"c", b"d"):
             for block_hash in (name + bytes(4), name + b"\0\0\0\1"):
                 first = next(iter(oracle.blocks.get(block_hash, [])), None)
-                assert self.pool.find_cached_block(block_hash) == first
+                assert self.pool.find_cached_block(OffloadKey(block_hash)) == first
         assert [view.held_blocks() for view in self.views] == self.holds
         assert self.pool.take_events() == oracle.events
         oracle.events = []

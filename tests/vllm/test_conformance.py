@@ -56,7 +56,7 @@ class VLLMPool:
         has = {
             *(Capability.CACHE, Capability.RESET, Capability.CLOSE, Capability.SIZED),
             *(Capability.POOL_SIZE, Capability.FREE_COUNT, Capability.IS_FREE),
-            *(Capability.BLOCK_HASHES, Capability.FIND_CACHED, Capability.FREE_ORDER),
+            *(Capability.BLOCK_KEYS, Capability.FIND_CACHED, Capability.FREE_ORDER),
             Capability.HOLDS,
         }
         if hasattr(self.pool, "evict_blocks"):

@@ -18,9 +18,11 @@ from pools import NULL, Engine, block_pool, vllm  # type: ignore[import-not-foun
 import kvview
 from kvview import (
     BlockNotHeldError,
+    OffloadKey,
     UnknownBlockError,
     UnsupportedEngineError,
     ViewClosedError,
+    make_offload_key,
 )
 from kvview_vllm import pool, view
 from kvview_vllm.pool import VLLMBlockPoolView
@@ -174,7 +176,7 @@ def test_pool_3_and_4_unknown_id_changes_nothing(
     with pytest.raises(UnknownBlockError):
         pool_view.is_free(bad)
     with pytest.raises(UnknownBlockError):
-        pool_view.block_hashes(bad)
+        pool_view.block_keys([bad])[0]
 
 
 def test_pool_4_numpy_ids_are_no_ids(pool_view: VLLMBlockPoolView) -> None:
@@ -239,9 +241,9 @@ def test_pool_6_several_hashes(engine: Engine, pool_view: VLLMBlockPoolView) -> 
     keys += [engine.cache_again(first, b"c" * 32, 1), engine.cache_again(first, b"b" * 32)]
     other = engine.cache(second, b"d" * 32)
     engine.free([first, second])
-    assert pool_view.block_hashes(first) == (keys[0], *sorted(keys[1:]))
+    assert pool_view.block_keys([first])[0] == (keys[0], *sorted(keys[1:]))
     assert {pool_view.find_cached_block(key) for key in keys} == {first}
-    items = [(first, key) for key in pool_view.block_hashes(first)]
+    items = [(first, key) for key in pool_view.block_keys([first])[0]]
     assert list(pool_view.iter_free_block_ids_with_hash()) == [*items, (second, other)]
     walk = pool_view.iter_free_block_ids_with_hash()
     assert next(walk) == items[0]
@@ -362,12 +364,12 @@ def test_dropped_walks_are_forgotten(pool_view: VLLMBlockPoolView) -> None:
 
 def test_pool_8_hash_is_an_offload_key(engine: Engine, pool_view: VLLMBlockPoolView) -> None:
     (block_id,) = engine.allocate(1)
-    assert pool_view.block_hashes(block_id) == ()
+    assert pool_view.block_keys([block_id])[0] == ()
     key = engine.cache(block_id, b"k" * 32, 258)
     assert key == b"k" * 32 + b"\0\0\1\2"
-    assert pool_view.block_hashes(block_id) == (key,)
-    assert pool_view.find_cached_block(key) == block_id
-    assert pool_view.find_cached_block(b"k" * 32 + b"\0\0\0\0") is None
+    assert pool_view.block_keys([block_id])[0] == (key,)
+    assert pool_view.find_cached_block(OffloadKey(key)) == block_id
+    assert pool_view.find_cached_block(make_offload_key(b"k" * 32, 0)) is None
 
 
 # --- POOL-9 to POOL-11 ---
@@ -407,8 +409,8 @@ def test_pool_10_closed_view_refuses_everything(
         pool_view.num_free_blocks,
         pool_view.held_blocks,
         lambda: pool_view.is_free(1),
-        lambda: pool_view.block_hashes(1),
-        lambda: pool_view.find_cached_block(b"k" * 36),
+        lambda: pool_view.block_keys([1])[0],
+        lambda: pool_view.find_cached_block(make_offload_key(b"k" * 32, 0)),
     ):
         with pytest.raises(ViewClosedError):
             call()

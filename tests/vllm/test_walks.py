@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pools import NULL, Engine  # type: ignore[import-not-found]
 
-from kvview import BlockNotHeldError, UnknownBlockError
+from kvview import BlockNotHeldError, OffloadKey, UnknownBlockError
 from kvview_vllm import pool, view
 
 CHUNK_SIZES = (pool._FIRST_CHUNK, pool._LARGEST_CHUNK)
@@ -221,10 +221,10 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.views[owner].held_blocks() == +self.held[owner]
         for block_id in range(self.num_blocks):
             assert pool_view.is_free(block_id) == self.is_free(block_id)
-            assert pool_view.block_hashes(block_id) == tuple(self.in_order(block_id))
+            assert pool_view.block_keys([block_id])[0] == tuple(self.in_order(block_id))
             assert block_id == NULL or real.blocks[block_id].ref_cnt == self.references(block_id)
         for block_id, hashes in self.hashes.items():
-            assert {pool_view.find_cached_block(h) for h in hashes} == {block_id}
+            assert {pool_view.find_cached_block(OffloadKey(h)) for h in hashes} == {block_id}
 
 
 PoolMachine.TestCase.settings = settings(

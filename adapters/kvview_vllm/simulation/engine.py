@@ -235,7 +235,7 @@ class VLLMConnectorHarness:
             tables = self._manager.get_block_ids(request.request_id)
             for index, (group, table) in enumerate(zip(self._geometry.groups, tables, strict=True)):
                 for number, block_id in enumerate(table):
-                    if group.block_size > size and len(self._look.block_hashes(block_id)) == 1:
+                    if group.block_size > size and len(self._look.block_keys([block_id])[0]) == 1:
                         self._pool.cache_partial_block(
                             request=request,
                             block=self._pool.blocks[block_id],
@@ -299,11 +299,12 @@ class VLLMConnectorHarness:
         count: int = self._pool.blocks[block_id].ref_cnt
         return count
 
-    def block_hashes(self, block_id: int) -> tuple[OffloadKey, ...]:
-        """What a block holds: vLLM caches whole scheduler blocks, and more is computed."""
-        cached = map(OffloadKey, self._look.block_hashes(block_id))
-        computed = self._computed.get(block_id)
-        return tuple(dict.fromkeys([*cached, *([computed] if computed else [])]))
+    def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
+        """What each holds: vLLM caches whole scheduler blocks, and more is computed."""
+        return [
+            tuple(dict.fromkeys([*cached, *filter(None, [self._computed.get(block_id)])]))
+            for block_id, cached in zip(block_ids, self._look.block_keys(block_ids), strict=True)
+        ]
 
     def free_block_ids(self) -> Sequence[int]:
         """The free queue, next victim first."""
@@ -342,7 +343,7 @@ class VLLMConnectorHarness:
         loading = {name for name, status in self.unfinished().items() if status == "loading"}
         for request_id in loading - self._loading:
             for table in self._manager.get_block_ids(request_id):
-                self._forget([b for b in table if b and not self._look.block_hashes(b)])
+                self._forget([b for b in table if b and not self._look.block_keys([b])[0]])
         self._loading = loading
 
     def _forget(self, block_ids: Sequence[int]) -> None:

@@ -118,8 +118,8 @@ class ConnectorHarness(Protocol):
     def ref_count(self, block_id: int) -> int:
         """References to a block, whoever has them."""
 
-    def block_hashes(self, block_id: int) -> tuple[OffloadKey, ...]:
-        """What a block holds."""
+    def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
+        """What each block holds."""
 
     def free_block_ids(self) -> Sequence[int]:
         """The free queue, next victim first."""

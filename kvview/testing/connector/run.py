@@ -161,7 +161,7 @@ class _Run:
         return self.engine.ref_count(block_id) == 0
 
     def hashes(self, block_id: int) -> tuple[OffloadKey, ...]:
-        return self.engine.block_hashes(block_id)
+        return self.engine.block_keys([block_id])[0]
 
     def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
         return self.engine.expected_keys(request_id)

@@ -39,22 +39,22 @@ def check_guard_1_failed_lease_holds_nothing(pool: PoolDriver) -> None:
     pool.check_free(first, second)
 
 
-@pool_check("GUARD-1", LEASES, Capability.CACHE, Capability.BLOCK_HASHES)
+@pool_check("GUARD-1", LEASES, Capability.CACHE, Capability.BLOCK_KEYS)
 def check_guard_1_lease_of_a_reused_block_is_refused(pool: PoolDriver) -> None:
-    """With ``expected_hashes`` only what still holds what was seen is held."""
+    """With ``expected_keys`` only what still holds what was seen is held."""
     blocks = pool.hashed(2)
     seen = [pool.hashes[block][0] for block in blocks]
-    _lease(pool, "lease", blocks, expected_hashes=seen)
-    lease = pool.call(pool.view, "lease", blocks, expected_hashes=seen)
+    _lease(pool, "lease", blocks, expected_keys=seen)
+    lease = pool.call(pool.view, "lease", blocks, expected_keys=seen)
     pool.name(lease, "second")
     pool.equal(pool.call(lease, "release"), True, "a lease that is active is released")
     pool.check_held(*blocks)
     wrong = [seen[0], seen[0]]
-    pool.refused(StaleBlockError, pool.view, "lease", blocks, expected_hashes=wrong)
+    pool.refused(StaleBlockError, pool.view, "lease", blocks, expected_keys=wrong)
     other = pool.hashed(1)
     stale = [pool.hashes[other[0]][0]]
     pool.allocate(len(pool.free_blocks))  # the engine takes it for something else
-    pool.refused(StaleBlockError, pool.view, "lease", other, expected_hashes=stale)
+    pool.refused(StaleBlockError, pool.view, "lease", other, expected_keys=stale)
     pool.release(other)
     pool.check_free(*other)
 

@@ -212,12 +212,12 @@ def check_pool_4_view_knows_the_size_of_the_pool(pool: PoolDriver) -> None:
         pool.equal(pool.read(pool.view, "null_block_id"), pool.null, "null_block_id is the pool's")
 
 
-@pool_check("POOL-4", Capability.IS_FREE, Capability.BLOCK_HASHES)
+@pool_check("POOL-4", Capability.IS_FREE, Capability.BLOCK_KEYS)
 def check_pool_4_queries_refuse_unknown_ids(pool: PoolDriver) -> None:
-    """``is_free`` and ``block_hashes`` raise UnknownBlockError as touch does."""
+    """``is_free`` and ``block_keys`` raise UnknownBlockError as touch does."""
     for wrong in (pool.num_blocks, -1, "1", True):
         pool.refused(UnknownBlockError, pool.view, "is_free", wrong)
-        pool.refused(UnknownBlockError, pool.view, "block_hashes", wrong)
+        pool.refused(UnknownBlockError, pool.view, "block_keys", [wrong])
 
 
 # --- POOL-5: the null block ---
@@ -357,7 +357,7 @@ def check_pool_6_queries_tell_what_the_walk_tells(pool: PoolDriver) -> None:
 def check_pool_8_hash_carries_the_group_in_four_big_endian_bytes(pool: PoolDriver) -> None:
     """What is yielded is the block hash and the group index, packed as an OffloadKey."""
     blocks = pool.allocate(3)
-    groups = (0, 3, 0x01020304)
+    groups = (0, 3, 0x0102)
     for block, group_idx in zip(blocks, groups, strict=True):
         pool.call(pool.harness, "cache", [block], [b"hash"], group_idx)
         pool.hashes[block] = [make_offload_key(b"hash", group_idx)]
@@ -442,7 +442,7 @@ def check_pool_10_closed_view_refuses_every_call(pool: PoolDriver) -> None:
     for capability, method, args in (
         (Capability.FREE_COUNT, "num_free_blocks", ()),
         (Capability.IS_FREE, "is_free", (block,)),
-        (Capability.BLOCK_HASHES, "block_hashes", (block,)),
+        (Capability.BLOCK_KEYS, "block_keys", ([block],)),
         (Capability.FIND_CACHED, "find_cached_block", (b"hash\0\0\0\0",)),
         (Capability.HOLDS, "held_blocks", ()),
     ):

@@ -226,10 +226,11 @@ class PoolDriver(Recorder):
             if self.can(Capability.IS_FREE):
                 got = {b for b in range(self.num_blocks) if self.call(self.view, "is_free", b)}
                 self.equal(got, free, "is_free is True for what nobody holds", "POOL-1")
-            if self.can(Capability.BLOCK_HASHES):
-                told = {b: self.call(self.view, "block_hashes", b) for b in self.blocks}
-                known = {b: tuple(self.hashes.get(b, ())) for b in self.blocks}
-                self.equal(told, known, "block_hashes tells the hashes, primary first", "POOL-8")
+            if self.can(Capability.BLOCK_KEYS):
+                blocks = list(self.blocks)
+                told = [tuple(keys) for keys in self.call(self.view, "block_keys", blocks)]
+                known = [tuple(self.hashes.get(block, ())) for block in blocks]
+                self.equal(told, known, "block_keys tells the keys, primary first", "POOL-8")
 
     def _queue(self, blocks: Sequence[int]) -> None:
         free = self.free_blocks

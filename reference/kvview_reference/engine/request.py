@@ -8,12 +8,12 @@ from enum import Enum, auto
 from hashlib import blake2b
 from itertools import count
 
-from kvview import RequestInfo
+from kvview import BlockHash, RequestInfo
 
 _serials = count()
 
 
-def chain_hashes(ids: Iterable[object], parent: bytes = b"") -> list[bytes]:
+def chain_hashes(ids: Iterable[object], parent: bytes = b"") -> list[BlockHash]:
     """Hash ids of consecutive blocks so that each hash covers its whole prefix.
 
     Args:
@@ -26,7 +26,7 @@ def chain_hashes(ids: Iterable[object], parent: bytes = b"") -> list[bytes]:
     hashes = []
     for block_id in ids:
         parent = blake2b(b"%b/%b" % (parent, str(block_id).encode()), digest_size=32).digest()
-        hashes.append(parent)
+        hashes.append(BlockHash(parent))
     return hashes
 
 
@@ -56,7 +56,7 @@ class Request:
     num_prompt_tokens: int
     num_output_tokens: int
     hash_block_size: int
-    block_hashes: list[bytes]
+    block_hashes: list[BlockHash]
     status: Status = Status.WAITING
     num_tokens: int = field(init=False)
     num_computed_tokens: int = 0

@@ -1,9 +1,9 @@
 """The pool contract: what a connector may see and do of the engine's block pool.
 
 Three methods are the core. Everything else is optional: small ``Supports...``
-protocols that an implementer adds one by one and a connector asks for with
-``isinstance``. Allocation, eviction, cache reset, block objects and reference
-counts are never reachable through a view.
+protocols (:mod:`kvview.pool.queries`, :mod:`kvview.pool.leases`) that an implementer
+adds one by one and a connector asks for with ``isinstance``. Allocation, eviction, cache
+reset, block objects and reference counts are never reachable through a view.
 
 The laws, numbered as in the errors and in the conformance kit:
 
@@ -20,13 +20,14 @@ The laws, numbered as in the errors and in the conformance kit:
 - POOL-5 The null block **must** be skipped by touch and free, and never
   yielded: block tables of sliding-window groups are full of it.
 - POOL-6 ``iter_free_block_ids_with_hash`` **must** yield each (free block,
-  hash) once, next victim first, and lazily: taking k items costs O(k)
+  key) once, next victim first, and lazily: taking k items costs O(k)
   amortised, not O(pool). A block with several hashes yields each.
 - POOL-7 Touching and freeing while walking **must** be allowed, the walk goes
   on, and at the moment of yielding what is yielded is true. A block that joins
   the queue after the walk began is not part of that walk.
-- POOL-8 A hash **must** be ``block hash + 4-byte big-endian group index``: the
-  packing of an :data:`~kvview.OffloadKey`.
+- POOL-8 A free block is yielded with an :data:`~kvview.OffloadKey`, and whatever is asked
+  for by key **must** raise :class:`~kvview.NotAnOffloadKeyError` for bytes that cannot be
+  one (KEY-3): a block hash handed over by mistake is never a miss in silence.
 - POOL-9 The engine's cache reset **must** be refused, or wait, while a view
   holds blocks; ``held_blocks`` says what is held.
 - POOL-10 After ``close()`` every call **must** raise
@@ -35,21 +36,32 @@ The laws, numbered as in the errors and in the conformance kit:
   given, after the hashed blocks freed before them; of several mentions of a block
   the last one counts. Where an unhashed block goes is the engine's affair.
 
+- POOL-12 ``give_back_blocks``, where a view has it, **must** make what becomes free the
+  next victims, in the order given, hashed or not: a block that was held only to be read
+  is no more recent for it. Such a block never outlives one that was free all the time.
+- POOL-13 A resumed walk **must** yield what is behind the items taken before, then what
+  joined since. A block that left and came back is behind all that stayed, and comes again.
+- POOL-14 ``free_blocks_with_notice`` **must** tell of each block once: when it is handed
+  out again, or when its key is dropped by a reset, whichever comes first. A touch in
+  between does not end the wait.
+
 Source: vLLM PR #39654 (the raw pool handed to connectors), the review thread
 of PR #41120 (the narrow view asked for), and ``vllm/v1/core/block_pool.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
+
+from kvview.keys import OffloadKey
 
 
 @runtime_checkable
 class GPUBlockPoolView(Protocol):
     """All that a connector needs of a GPU block pool: hold, release, look ahead."""
 
-    def touch_blocks(self, block_ids: Sequence[int], /) -> None:
+    def touch_blocks(self, block_ids: Sequence[int]) -> None:
         """Take one reference on each block named, once per occurrence.
 
         1. A free block must leave the free queue before this returns (POOL-1).
@@ -67,7 +79,7 @@ class GPUBlockPoolView(Protocol):
         """
         ...
 
-    def free_blocks(self, block_ids: Sequence[int], /) -> None:
+    def free_blocks(self, block_ids: Sequence[int]) -> None:
         """Give back one reference on each block named, once per occurrence.
 
         1. Only references taken through this view can be given back (POOL-4).
@@ -87,109 +99,19 @@ class GPUBlockPoolView(Protocol):
         """
         ...
 
-    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, bytes]]:
+    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         """Walk the free blocks that still hold reusable KV, next victim first.
 
         Laws POOL-5 to POOL-8. The walk covers the free queue as it stood at the
         first ``next()``, less what has been taken since.
 
         Returns:
-            A lazy iterator of ``(block_id, hash)``, valid until exhausted; one
-            item per hash, primary first.
+            A lazy iterator of ``(block_id, key)``, valid until exhausted; one
+            item per key, primary first.
 
         Raises:
             ViewClosedError: At the first ``next()`` after the view was closed.
 
         Source: PR #41120; ``FreeKVCacheBlockQueue``, vllm/v1/core/kv_cache_utils.py.
-        """
-        ...
-
-
-@runtime_checkable
-class SupportsPoolSize(Protocol):
-    """The view knows the size of the pool and which block is the null block."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the pool, the null block included; ids are 0..num_blocks-1."""
-        ...
-
-    @property
-    def null_block_id(self) -> int:
-        """Id of the placeholder block that is never allocated."""
-        ...
-
-
-@runtime_checkable
-class SupportsFreeCount(Protocol):
-    """The view can tell how much room the engine has."""
-
-    def num_free_blocks(self) -> int:
-        """Blocks that could be allocated now, hashed or not."""
-        ...
-
-
-@runtime_checkable
-class SupportsIsFree(Protocol):
-    """The view can tell whether one block is in the free queue."""
-
-    def is_free(self, block_id: int, /) -> bool:
-        """Whether the block is free now. False for the null block.
-
-        Raises:
-            UnknownBlockError: The id is no block of this pool.
-        """
-        ...
-
-
-@runtime_checkable
-class SupportsBlockHashes(Protocol):
-    """The view can tell which KV a block holds."""
-
-    def block_hashes(self, block_id: int, /) -> tuple[bytes, ...]:
-        """Hashes registered for the block, primary first; empty when unhashed.
-
-        Raises:
-            UnknownBlockError: The id is no block of this pool.
-        """
-        ...
-
-
-@runtime_checkable
-class SupportsFindCachedBlock(Protocol):
-    """The view can find a block by the KV it holds."""
-
-    def find_cached_block(self, block_hash: bytes, /) -> int | None:
-        """Id of a block that holds this hash (POOL-8), free or in use, or None."""
-        ...
-
-
-@runtime_checkable
-class SupportsFreeOrder(Protocol):
-    """The view can walk the whole free queue, so that eviction rank is known."""
-
-    def iter_free_block_ids(self) -> Iterator[int]:
-        """All free blocks, hashed or not, next victim first; lazy as POOL-6."""
-        ...
-
-
-@runtime_checkable
-class SupportsHolds(Protocol):
-    """The view keeps a ledger of what it holds (POOL-9)."""
-
-    def held_blocks(self) -> Mapping[int, int]:
-        """References held through this view, ``{block_id: count}``; a snapshot."""
-        ...
-
-
-@runtime_checkable
-class SupportsClose(Protocol):
-    """The view can be closed by whoever made it (POOL-10)."""
-
-    def close(self) -> Mapping[int, int]:
-        """Close the view and report what it still held, ``{block_id: count}``.
-
-        The references themselves are the engine's to clean up: after a rebind
-        the pool that they belong to may be gone. Closing twice reports nothing.
         """
         ...

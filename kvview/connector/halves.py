@@ -8,7 +8,9 @@ connector overrides what it needs, and a later release may add methods.
 - CONN-1 Binding is opt-in and a no-op by default. It **must** be the first event
   after construction; a connector that holds children **must** forward it to each.
 - CONN-2 ``match_prefix`` **must not** promise what ``on_blocks_allocated`` cannot
-  load: what is promised is protected, or checked again when the blocks come.
+  load: what is promised is protected, or checked again when the blocks come. Other
+  calls may come between the two, a reset among them, which ends the promise; the
+  second may never come.
 - CONN-3 Every job of a plan **must** be reported exactly once, succeeded or failed.
 - CONN-4 Every block touched **must** be freed once: on success, failure, abort,
   preemption, reset and shutdown alike.
@@ -16,10 +18,24 @@ connector overrides what it needs, and a later release may add methods.
   again while jobs of its first life are in flight.
 - CONN-6 A source block **must** be held (or belong to a scheduled request) until
   its store is reported, so that it is not overwritten while it is read.
+- CONN-7 *Computed* means launched, in stream order, wherever the contract counts or
+  names KV: an engine may schedule steps while earlier ones run. Tables and scheduled
+  tokens **may** then go past ``num_tokens`` and past the hashes; a request that ends
+  **may** have a step in flight, whose tokens nobody takes in. A connector **must not**
+  look up the hash of a block that it has only counted: :func:`~kvview.full_blocks`
+  gives those that are there. Its worker half keeps XFER-6.
+- CONN-8 A store's key **must** name KV that is wholly in its source block:
+  ``num_computed_tokens`` covers the block's last token. The last token known of a
+  finished request is not computed.
+- CONN-9 A class **must not** define a public method whose name is close to a hook's,
+  or another engine's name for one, or a hook that cannot be called as the engine
+  calls it: :class:`~kvview.ConnectorDefinitionError` when the class is made.
 
 The engine, for its part: calls the scheduler half from one thread; runs loads
 of a request before computing what follows them; never hands a block of an
 unfinished load to anyone else; and treats a failed load as not computed.
+
+The life of a request is drawn in ``docs/architecture.md``.
 
 Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` (0.33.0), and
 vLLM PRs #39654 (bind) and #41011 (engine facts for the scheduler half).
@@ -30,15 +46,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, ClassVar
 
+from kvview.connector.hooks import check_hooks
+from kvview.connector.plan import StepPlan
+from kvview.connector.request import BlockIds, RequestInfo, StepInfo
 from kvview.events import OffloadingEvent
 from kvview.geometry import CacheGeometry
 from kvview.pool import GPUBlockPoolView
-from kvview.transfer import CanonicalKVCaches, LoadStoreSpec, TransferResult
-
-BlockIds = tuple[Sequence[int], ...]
-"""Block ids per KV-cache group, in block order; the null block where KV is skipped."""
+from kvview.transfer import CanonicalKVCaches, TransferResult
+from kvview.version import CONTRACT_VERSION
 
 
 class FinishReason(Enum):
@@ -77,89 +94,13 @@ class EngineFacts:
     max_blocks_per_step: int
 
 
-@dataclass(frozen=True)
-class RequestInfo:
-    """A request, as far as a connector needs to know it.
-
-    Args:
-        request_id: Unique among unfinished requests only (CONN-5).
-        num_tokens: Tokens known now: the prompt and what was generated.
-        block_hashes: One hash for each full ``hash_block_size`` tokens, each
-            covering the whole prefix; grows as tokens come. Without group index.
-    """
-
-    request_id: str
-    num_tokens: int
-    block_hashes: Sequence[bytes]
-
-
-@dataclass(frozen=True)
-class RequestStep:
-    """What one step does for one request.
-
-    Args:
-        request: The request as of this step.
-        block_ids: Its whole block table, per group; to be read during the call only.
-        num_computed_tokens: Tokens whose KV exists before the step.
-        num_scheduled_tokens: Tokens computed in the step.
-    """
-
-    request: RequestInfo
-    block_ids: BlockIds
-    num_computed_tokens: int
-    num_scheduled_tokens: int
-
-
-@dataclass(frozen=True)
-class StepInfo:
-    """One scheduler step, after allocation and before compute.
-
-    Args:
-        scheduled: The requests computed in this step.
-        preempted: Ids of the requests preempted since the last step.
-    """
-
-    scheduled: Sequence[RequestStep] = ()
-    preempted: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class TransferJob:
-    """One transfer for the worker half.
-
-    Args:
-        job_id: Unique in the life of the connector (CONN-5).
-        src: Where the bytes are.
-        dst: Where they go.
-        request_id: The request that waits for it; None for stores. A failed
-            job with a request makes the engine compute its blocks anew.
-    """
-
-    job_id: int
-    src: LoadStoreSpec
-    dst: LoadStoreSpec
-    request_id: str | None = None
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What the worker half starts in one step; must survive pickling.
-
-    Args:
-        loads: Started before the step's compute.
-        stores: Started before or after the step's compute; they read blocks that
-            earlier steps computed.
-    """
-
-    loads: Sequence[TransferJob] = ()
-    stores: Sequence[TransferJob] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.loads or self.stores)
-
-
 class SchedulerConnector:
     """The half beside the scheduler. Every method has a default that does nothing."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse what looks like a hook and is none (CONN-9)."""
+        super().__init_subclass__(**kwargs)
+        check_hooks(cls, SchedulerConnector)
 
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
         """Receive the pool: the first event after construction (CONN-1).
@@ -174,9 +115,12 @@ class SchedulerConnector:
     def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
         """How much more of the prefix could be loaded than the GPU holds.
 
+        May be asked again, in this step or a later one, before any blocks come.
+
         Args:
-            request: The request to be scheduled.
-            num_computed_tokens: Tokens that the GPU prefix cache already hits.
+            request: The request to be scheduled; it has no blocks yet.
+            num_computed_tokens: Tokens that the GPU prefix cache already hits; the
+                same as ``request.num_computed_tokens``.
 
         Returns:
             Tokens beyond ``num_computed_tokens``; the sum is a multiple of
@@ -199,7 +143,8 @@ class SchedulerConnector:
             block_ids: Its whole block table, per group.
             num_computed_tokens: Tokens that the GPU prefix cache hit.
             num_external_tokens: Tokens to load, right behind those: at most what
-                ``match_prefix`` promised, 0 when nothing is to be loaded.
+                ``match_prefix`` promised, 0 when nothing is to be loaded. Of each group
+                the blocks of ``required_blocks`` of the sum are needed, no others.
         """
 
     def plan_step(self, step: StepInfo) -> StepPlan:
@@ -217,7 +162,7 @@ class SchedulerConnector:
         """A request loses its blocks, or has just lost them; it comes back later.
 
         Args:
-            request: The request.
+            request: The request; ``num_computed_tokens`` says how much KV its blocks have.
             block_ids: Its block table, per group; a block that is no longer its
                 own is the null block here.
         """
@@ -225,7 +170,14 @@ class SchedulerConnector:
     def on_request_finished(
         self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
     ) -> None:
-        """A request is about to give its blocks back; touch what must stay."""
+        """A request is about to give its blocks back; touch what must stay.
+
+        Args:
+            request: The request; ``num_computed_tokens`` says how much KV its blocks have,
+                which is less than ``num_tokens``.
+            block_ids: Its block table, per group; empty when it never had blocks.
+            reason: Whether it came to its end.
+        """
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Events since the last call (EVENT-1 to EVENT-5)."""
@@ -245,6 +197,11 @@ class SchedulerConnector:
 
 class WorkerConnector:
     """The half beside the KV bytes. Every method has a default that does nothing."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse what looks like a hook and is none (CONN-9)."""
+        super().__init_subclass__(**kwargs)
+        check_hooks(cls, WorkerConnector)
 
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
         """Receive the KV-cache tensors, once, before the first plan."""
@@ -275,6 +232,15 @@ class Connector:
     Raises:
         ConfigError: An option is unknown or has an impossible value.
     """
+
+    contract_version: ClassVar[str] = CONTRACT_VERSION
+    """The version of the contract that the class was written to, "1.0" for example; an
+    engine refuses one that this kvview does not keep. Left out: the installed one."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse what looks like a hook and is none (CONN-9)."""
+        super().__init_subclass__(**kwargs)
+        check_hooks(cls, Connector)
 
     def __init__(self, config: ConnectorConfig) -> None:
         self.config = config

@@ -1,0 +1,40 @@
+"""The connector contract: two halves, one file, any engine."""
+
+from kvview.connector.halves import (
+    Connector,
+    ConnectorConfig,
+    EngineFacts,
+    FinishReason,
+    SchedulerConnector,
+    WorkerConnector,
+)
+from kvview.connector.plan import StepPlan, TransferJob
+from kvview.connector.request import (
+    BlockIds,
+    ExtraKeys,
+    FullBlock,
+    RequestContent,
+    RequestInfo,
+    RequestStep,
+    StepInfo,
+    full_blocks,
+)
+
+__all__ = [
+    "BlockIds",
+    "Connector",
+    "ConnectorConfig",
+    "EngineFacts",
+    "ExtraKeys",
+    "FinishReason",
+    "FullBlock",
+    "RequestContent",
+    "RequestInfo",
+    "RequestStep",
+    "SchedulerConnector",
+    "StepInfo",
+    "StepPlan",
+    "TransferJob",
+    "WorkerConnector",
+    "full_blocks",
+]

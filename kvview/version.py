@@ -1,0 +1,42 @@
+"""The version of the package, and of the contract that it keeps.
+
+What may change when is written in ``docs/compatibility.md``.
+"""
+
+from __future__ import annotations
+
+from kvview.errors import UnsupportedContractError
+
+__version__ = "1.0.0"
+
+CONTRACT_VERSION = "1.0"
+"""Major and minor: a minor release adds what is optional, a major one may break."""
+
+
+def require_contract(written_to: str, who: str) -> None:
+    """Refuse what was written to a contract that this kvview does not keep.
+
+    Args:
+        written_to: A version as in :data:`CONTRACT_VERSION`.
+        who: Named in the error.
+
+    Raises:
+        UnsupportedContractError: Another major version, a later minor one, or no version.
+    """
+    try:
+        major, minor = map(int, written_to.split("."))
+    except (AttributeError, ValueError):
+        raise UnsupportedContractError(
+            f"{who}: contract_version {written_to!r} is no version such as {CONTRACT_VERSION!r}"
+        ) from None
+    kept_major, kept_minor = map(int, CONTRACT_VERSION.split("."))
+    if major != kept_major or minor > kept_minor:
+        raise UnsupportedContractError(
+            f"{who} was written to contract {written_to}, and this kvview ({__version__}) keeps "
+            f"{CONTRACT_VERSION}: "
+            + (
+                "upgrade kvview"
+                if (major, minor) > (kept_major, kept_minor)
+                else "see CHANGELOG.md for what changed since, or install an older kvview"
+            )
+        )
