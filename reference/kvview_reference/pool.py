@@ -43,6 +43,7 @@ from kvview import (
     make_offload_key,
     require_offload_key,
 )
+from kvview_reference.events import EventLog
 
 NULL_BLOCK_ID = 0
 _MAX_STALE_SHARE = 8  # stale entries per block before they are dropped
@@ -88,7 +89,7 @@ class BlockPool:
         self._more_hashes: dict[int, list[OffloadKey]] = {}
         self._blocks_by_hash: dict[OffloadKey, int | dict[int, None]] = {}
         self._walks: list[_Walk] = []
-        self._events: list[GPUEvent] | None = [] if enable_events else None
+        self._events: EventLog[GPUEvent] | None = EventLog() if enable_events else None
 
     # --- references and the free queue ---
 
@@ -450,10 +451,7 @@ class BlockPool:
 
     def take_events(self) -> list[GPUEvent]:
         """Events since the last call, in order."""
-        events = self._events or []
-        if events:
-            self._events = []
-        return events
+        return [] if self._events is None else self._events.take()
 
     def view(self, owner: str = "connector") -> BlockPoolView:
         """What a connector gets; errors and reports name the owner."""

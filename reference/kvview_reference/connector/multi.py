@@ -10,8 +10,7 @@ Source: ``vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py`` (0.3
 
 from __future__ import annotations
 
-import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -30,7 +29,6 @@ from kvview import (
     GPUBlockPoolView,
     GuardedView,
     OffloadingEvent,
-    OffloadKey,
     RequestInfo,
     SchedulerConnector,
     StepInfo,
@@ -41,6 +39,8 @@ from kvview import (
 )
 from kvview.options import parse_options
 from kvview.targets import load_connector
+from kvview_reference.events import EventMerger
+from kvview_reference.guard import guard_children
 
 
 class ChildOptions(BaseModel):
@@ -111,15 +111,11 @@ class MultiScheduler(SchedulerConnector):
         self._job_ids = count()
         self._jobs: dict[int, tuple[int, int]] = {}  # job id -> child, its own job id
         self._chosen: dict[str, int] = {}  # request -> child that promised
-        self._holders: Counter[tuple[str, OffloadKey]] = Counter()
+        self._events = EventMerger()
         self._guards: list[GuardedView] = []
 
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
-        # A guard each: one child can not give back what another holds.
-        clock = (lambda: view.now()) if isinstance(view, GuardedView) else time.monotonic
-        self._guards = [
-            GuardedView(view, owner=type(child).__name__, clock=clock) for child in self._children
-        ]
+        self._guards = guard_children(view, [type(child).__name__ for child in self._children])
         for child, guard in zip(self._children, self._guards, strict=True):
             child.bind_gpu_block_pool_view(guard)
 
@@ -182,25 +178,9 @@ class MultiScheduler(SchedulerConnector):
         self._each(lambda child: child.on_request_finished(request, block_ids, reason))
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        events = []
-        for child in self._children:
-            for event in child.take_events():
-                keys = [key for key in event.keys if self._changes(event, key)]
-                if keys:
-                    events.append(replace(event, keys=keys))
-        return events
-
-    def _changes(self, event: OffloadingEvent, key: OffloadKey) -> bool:
-        """Count a holder in or out; whether the medium as a whole gained or lost the key."""
-        held = event.medium, key
-        if not event.removed:
-            self._holders[held] += 1
-            return self._holders[held] == 1
-        self._holders[held] -= 1
-        if self._holders[held] > 0:
-            return False
-        del self._holders[held]
-        return True
+        return self._events.merge(
+            event for child in self._children for event in child.take_events()
+        )
 
     def has_pending_work(self) -> bool:
         return any(child.has_pending_work() for child in self._children)

@@ -26,7 +26,6 @@ from kvview import (
     EngineFacts,
     FinishReason,
     GPULoadStoreSpec,
-    GuardedView,
     LoadStoreSpec,
     OffloadingEvent,
     OffloadKey,
@@ -39,6 +38,7 @@ from kvview import (
 from kvview.testing.connector.kv_bytes import KVBytes
 from kvview_reference.engine.request import Request, Status
 from kvview_reference.geometry.kv_cache_manager import KVCacheManager
+from kvview_reference.guard import guard_pool
 from kvview_reference.pool import NULL_BLOCK_ID
 from kvview_reference.transfer.pages import check_host_bytes
 
@@ -153,7 +153,7 @@ class Engine:
         self.worker_connector = connector.make_worker()
         self.worker_connector.register_kv_caches(self.kv_bytes.caches)
         owner = type(connector).__name__
-        self.view = GuardedView(self.kv_cache.pool.view(owner), owner=owner)
+        self.view = guard_pool(self.kv_cache.pool, owner)
         self.scheduler_connector = connector.make_scheduler()
         self.scheduler_connector.bind_gpu_block_pool_view(self.view)
         self.scheduler_connector.on_engine_ready(
