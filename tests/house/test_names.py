@@ -29,7 +29,7 @@ SAME_MODULE_NAME = {
 
 WAITING = {
     "Capability": "of an implementation (the kit's harness), and of a vLLM release",
-    "scheduler": "three in the adapter: ViewScheduler, half of a connector, vLLM's under simulation",
+    "scheduler": "three in the adapter: ViewScheduler, half of a connector, a real one on a CPU",
 }
 """Names that still mislead; to be emptied."""
 

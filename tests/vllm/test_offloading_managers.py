@@ -133,6 +133,7 @@ def manager(request: pytest.FixtureRequest) -> VLLMOffloadingManager:
 
 @parametrize_with_checks(BareTier, broken_laws("lru"), select=SCENARIOS)
 def test_bare_lru(check: BoundCheck) -> None:
+    # VOFF-1
     check()
 
 
@@ -181,6 +182,7 @@ def test_unknown_shape_is_refused() -> None:
 
 
 def test_spec_without_pages_is_refused() -> None:
+    # VOFF-2
     class Remote(type(make_manager())):  # type: ignore[misc]
         def prepare_load(self, keys: Any, req_context: Any = None) -> Any:
             return object()

@@ -135,6 +135,7 @@ def test_eviction_pressure(make_engine: MakeEngine) -> None:
 
 
 def test_used_keys_are_touched_head_first(make_engine: MakeEngine) -> None:
+    # VOFF-4
     engine = make_engine()
     serve(engine, "first")
     forget(engine)
@@ -147,6 +148,7 @@ def test_used_keys_are_touched_head_first(make_engine: MakeEngine) -> None:
 
 
 def test_no_key_is_named_twice(make_engine: MakeEngine) -> None:
+    # VOFF-3
     engine = make_engine()
     shown = engine.scheduler.connector.connector_scheduler.manager
     kind = find_class("ReqContext")  # 0.20
@@ -158,6 +160,7 @@ def test_no_key_is_named_twice(make_engine: MakeEngine) -> None:
 
 
 def test_reset_leaves_nothing_in_flight(make_engine: MakeEngine) -> None:
+    # VOFF-5
     if not hasattr(find_class("OffloadingManager"), "reset_cache"):
         pytest.skip("on this release a reset does not reach the manager")
     engine = make_engine()
