@@ -22,6 +22,7 @@ CONTRACT_ORDER = (
     "guard",
     "options",
     "targets",
+    "config",
     "cli",
 )
 
