@@ -43,7 +43,7 @@ def run(installed: Path, project: Path, tmp_path: Path) -> Run:
             env={**environment, "PYTHONPATH": f"{installed}{os.pathsep}{project}"},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
         )
 
     return call
