@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 import pytest
@@ -37,6 +38,7 @@ from kvview import (
 )
 from kvview_reference.geometry.coordinator import (
     HybridKVCacheCoordinator,
+    KVCacheCoordinator,
     KVCacheCoordinatorNoPrefixCache,
     UnitaryKVCacheCoordinator,
     make_coordinator,
@@ -113,6 +115,31 @@ class Snapshot:
     hashes: list[tuple[bytes, ...]]
 
 
+def make_manager(geometry: CacheGeometry, num_blocks: int, **options: bool) -> KVCacheManager:
+    return KVCacheManager(
+        geometry.groups,
+        num_blocks,
+        scheduler_block_size=geometry.scheduler_block_size,
+        hash_block_size=geometry.hash_block_size,
+        **options,
+    )
+
+
+def coordinator_of(
+    make: Callable[..., KVCacheCoordinator],
+    pool: BlockPool,
+    geometry: CacheGeometry,
+    **options: bool,
+) -> KVCacheCoordinator:
+    return make(
+        geometry.groups,
+        pool,
+        scheduler_block_size=geometry.scheduler_block_size,
+        hash_block_size=geometry.hash_block_size,
+        **options,
+    )
+
+
 class CacheMachine(RuleBasedStateMachine):
     """Requests that share prefixes come, grow, skip, load, are preempted and go."""
 
@@ -127,7 +154,7 @@ class CacheMachine(RuleBasedStateMachine):
     def build(self, geometry: CacheGeometry, num_blocks: int) -> None:
         self.geometry = geometry
         self.num_blocks = num_blocks
-        self.manager = KVCacheManager(geometry, num_blocks, enable_events=True)
+        self.manager = make_manager(geometry, num_blocks, enable_kv_cache_events=True)
         self.pool = self.manager.pool
         expected = (
             UnitaryKVCacheCoordinator if len(geometry.groups) == 1 else HybridKVCacheCoordinator
@@ -418,22 +445,28 @@ def run_prompt(manager: KVCacheManager, name: str, tokens: Tokens) -> int:
 def test_make_coordinator_takes_the_one_that_fits() -> None:
     one, two = CacheGeometry.single(4), CacheGeometry(4, 4, (FullAttention(4), Mamba(4)))
     pool = BlockPool(8)
-    assert type(make_coordinator(pool, one, True)) is UnitaryKVCacheCoordinator
-    assert type(make_coordinator(pool, two, True)) is HybridKVCacheCoordinator
+    assert (
+        type(coordinator_of(make_coordinator, pool, one, enable_caching=True))
+        is UnitaryKVCacheCoordinator
+    )
+    assert (
+        type(coordinator_of(make_coordinator, pool, two, enable_caching=True))
+        is HybridKVCacheCoordinator
+    )
     for geometry in (one, two):
-        none = make_coordinator(pool, geometry, False)
+        none = coordinator_of(make_coordinator, pool, geometry, enable_caching=False)
         assert type(none) is KVCacheCoordinatorNoPrefixCache
 
 
 def test_unitary_refuses_two_groups() -> None:
     geometry = CacheGeometry(4, 4, (FullAttention(4), Mamba(4)))
-    with pytest.raises(GeometryError, match="takes 1 KV-cache group, got 2"):
-        UnitaryKVCacheCoordinator(BlockPool(8), geometry)
+    with pytest.raises(GeometryError, match=r"GEO-4: .* takes 1 KV-cache group, got 2"):
+        coordinator_of(UnitaryKVCacheCoordinator, BlockPool(8), geometry)
 
 
 def test_hybrid_serves_one_group_too() -> None:
     pool, tokens = BlockPool(8), (1,) * 9
-    coordinator = HybridKVCacheCoordinator(pool, CacheGeometry.single(4))
+    coordinator = coordinator_of(HybridKVCacheCoordinator, pool, CacheGeometry.single(4))
     blocks = pool.allocate_blocks(2)
     pool.cache_blocks(blocks, make_hashes(tokens, 4), block_size=4)
     assert coordinator.find_longest_cache_hit(make_hashes(tokens, 4), 8) == ((blocks,), 8)
@@ -441,7 +474,7 @@ def test_hybrid_serves_one_group_too() -> None:
 
 @pytest.mark.parametrize("groups", [(FullAttention(4),), (FullAttention(4), SlidingWindow(4, 6))])
 def test_without_prefix_cache_nothing_is_a_hit(groups: tuple[CacheGroup, ...]) -> None:
-    manager = KVCacheManager(CacheGeometry(4, 4, groups), 40, enable_caching=False)
+    manager = make_manager(CacheGeometry(4, 4, groups), 40, enable_caching=False)
     assert run_prompt(manager, "a", (1,) * 17) == 0
     assert run_prompt(manager, "b", (1,) * 17) == 0
     assert list(manager.pool.iter_free_block_ids_with_hash()) == []
@@ -449,7 +482,7 @@ def test_without_prefix_cache_nothing_is_a_hit(groups: tuple[CacheGroup, ...]) -
 
 
 def test_without_prefix_cache_no_hashes_are_needed() -> None:
-    manager = KVCacheManager(CacheGeometry.single(4), 8, enable_caching=False)
+    manager = make_manager(CacheGeometry.single(4), 8, enable_caching=False)
     assert manager.allocate_slots("a", 17)
     manager.cache_blocks("a", [], 17)
     manager.free("a")
@@ -457,7 +490,7 @@ def test_without_prefix_cache_no_hashes_are_needed() -> None:
 
 
 def test_a_hit_leaves_a_token_to_compute() -> None:
-    manager = KVCacheManager(CacheGeometry.single(4), 20)
+    manager = make_manager(CacheGeometry.single(4), 20)
     assert run_prompt(manager, "a", (1,) * 16) == 0
     assert run_prompt(manager, "b", (1,) * 16) == 12
     assert run_prompt(manager, "c", (1,) * 17) == 16
@@ -472,23 +505,25 @@ def test_geo1_hits_are_aligned_to_the_given_scheduler_block_size(
     groups: tuple[CacheGroup, ...], multiple: int
 ) -> None:
     scheduler = multiple * math.lcm(*(group.block_size for group in groups))
-    manager = KVCacheManager(CacheGeometry(scheduler, 4, groups), 60)
+    manager = make_manager(CacheGeometry(scheduler, 4, groups), 60)
     assert run_prompt(manager, "a", (1,) * 50) == 0
     assert run_prompt(manager, "b", (1,) * 50) == 49 // scheduler * scheduler
 
 
 def test_geo1_geometry_is_threaded_to_every_manager() -> None:
     geometry = CacheGeometry(16, 2, (FullAttention(4), Mamba(8)))
-    manager = KVCacheManager(geometry, 8)
-    assert manager.coordinator.geometry is geometry
-    assert [single.geometry for single in manager.coordinator.managers] == [geometry] * 2
+    manager = make_manager(geometry, 8)
+    assert manager.geometry == manager.coordinator.geometry == geometry
+    assert [single.geometry for single in manager.coordinator.managers] == [
+        replace(geometry, groups=(group,)) for group in geometry.groups
+    ]
 
 
 # --- by hand ---
 
 
 def test_a_hit_of_the_same_allocation_is_not_evicted_by_it() -> None:
-    manager = KVCacheManager(CacheGeometry.single(4), 5)
+    manager = make_manager(CacheGeometry.single(4), 5)
     run_prompt(manager, "a", (1,) * 16)  # fills the pool: 4 cached blocks, all free
     tokens = (1,) * 12 + (2,) * 4
     hits, num_hit = manager.find_computed_blocks(make_hashes(tokens, 4), 16)
@@ -501,7 +536,7 @@ def test_a_hit_of_the_same_allocation_is_not_evicted_by_it() -> None:
 
 def test_a_hit_of_one_group_is_not_evicted_by_the_allocation_of_another() -> None:
     geometry = CacheGeometry(4, 4, (FullAttention(4), FullAttention(4)))
-    manager = KVCacheManager(geometry, 5)
+    manager = make_manager(geometry, 5)
     run_prompt(manager, "a", (1,) * 8)  # two blocks a group fill the pool
     tokens = (1,) * 4 + (2,) * 4
     hits, num_hit = manager.find_computed_blocks(make_hashes(tokens, 4), 8)
@@ -517,7 +552,7 @@ def test_a_hit_of_one_group_is_not_evicted_by_the_allocation_of_another() -> Non
 
 def test_a_window_behind_an_external_hit_has_nulls_and_says_its_parent() -> None:
     geometry = CacheGeometry(4, 4, (SlidingWindow(4, 5),))
-    manager = KVCacheManager(geometry, 20, enable_events=True)
+    manager = make_manager(geometry, 20, enable_kv_cache_events=True)
     hashes = make_hashes(tuple(range(24)), 4)
     assert manager.allocate_slots("a", 16, num_computed_tokens=16)  # all 16 to be loaded
     (table,) = manager.block_ids("a")
@@ -527,7 +562,7 @@ def test_a_window_behind_an_external_hit_has_nulls_and_says_its_parent() -> None
 
 
 def test_skipped_blocks_can_be_hit_by_others_until_they_are_evicted() -> None:
-    manager = KVCacheManager(CacheGeometry(4, 4, (SlidingWindow(4, 4),)), 20)
+    manager = make_manager(CacheGeometry(4, 4, (SlidingWindow(4, 4),)), 20)
     tokens = (1,) * 33
     assert manager.allocate_slots("a", 32)
     manager.cache_blocks("a", make_hashes(tokens, 4), 32)

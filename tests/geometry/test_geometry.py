@@ -116,14 +116,14 @@ def test_geo2_error_names_the_numbers(
 ) -> None:
     with pytest.raises(GeometryError) as caught:
         CacheGeometry(*sizes)
-    assert str(caught.value) == message
+    assert str(caught.value) == f"GEO-2: {message}"
     assert isinstance(caught.value, ValueError)
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0, "4", None])
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_geo2_group_sizes_are_positive_ints(kind: str, size: int) -> None:
-    with pytest.raises(GeometryError, match=r"^block_size must be a positive int \(tokens\), got "):
+    with pytest.raises(GeometryError, match=r"^GEO-2: block_size must be a positive int \(tokens\), got "):
         KINDS[kind](size, 1)
 
 
@@ -132,7 +132,7 @@ def test_geo2_group_sizes_are_positive_ints(kind: str, size: int) -> None:
     ("kind", "field"), [("window", "sliding_window"), ("chunked", "attention_chunk_size")]
 )
 def test_geo2_spans_are_positive_ints(kind: str, field: str, span: int) -> None:
-    with pytest.raises(GeometryError, match=f"^{field} must be a positive int .*{span}$"):
+    with pytest.raises(GeometryError, match=f"^GEO-2: {field} must be a positive int .*{span}$"):
         KINDS[kind](4, span)
 
 

@@ -22,6 +22,8 @@ from kvview import (
     SlidingWindow,
 )
 
+_SHARE_OF_NEXT_TURNS = 0.3
+
 NUM_SHARED_BLOCKS = 2
 """Hash blocks at the start of every prompt, the same for all families."""
 
@@ -33,14 +35,18 @@ class Add:
     Args:
         request_id: May have been used before.
         family: Prompts of one family are prefixes of each other.
-        num_prompt_tokens: Tokens of the prompt.
+        num_prompt_tokens: Tokens of the prompt; of a next turn, those that are new.
         num_output_tokens: Tokens to generate.
+        continues: Id of a request that has ended: this one is the next turn of its
+            conversation, with a prompt that begins with all its tokens, generated ones
+            too. Left out while there is none. None: a prompt of its own.
     """
 
     request_id: str
     family: int
     num_prompt_tokens: int
     num_output_tokens: int = 0
+    continues: str | None = None
 
 
 @dataclass(frozen=True)
@@ -221,6 +227,8 @@ def _generate_events(
 ) -> tuple[Event, ...]:
     num_families = draw.number(1, 4)
     num_ids = 1
+    most_tokens = longest + 3 * size  # the pool has room for them
+    num_tokens: dict[str, int] = {}  # of the requests so far
     events: list[Event] = []
     for _ in range(draw.number(30, 100)):
         kind = draw.number(0, 99)
@@ -233,7 +241,19 @@ def _generate_events(
             family = draw.number(1, num_families)
             length = longest - draw.number(0, longest - 1) * draw.number(0, 1)
             num_output = draw.number(0, size) * draw.one_of([0, 1, 3])
-            events.append(Add(f"r{name}", family, length, num_output))
+            continues = None
+            if num_tokens and draw.chance(_SHARE_OF_NEXT_TURNS):
+                continues = draw.one_of(list(num_tokens)[-3:])
+                before = num_tokens[continues]
+                length = draw.number(1, 2 * size)
+                num_output = draw.number(1, size)
+                if before + length + num_output > most_tokens:
+                    continue
+            else:
+                before = 0
+            events.append(Add(f"r{name}", family, length, num_output, continues))
+            num_tokens.pop(f"r{name}", None)
+            num_tokens[f"r{name}"] = before + length + num_output
         elif kind < 68:
             events.append(Step(draw.number(1, 3)))
         elif kind < 77:
