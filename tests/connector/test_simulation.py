@@ -35,6 +35,7 @@ from kvview.testing.connector.page import write_report
 from kvview_reference.connector import LazyOffloadConnector, MultiConnector
 from tests.mutants import connector as connectors
 from tests.mutants.connector import (
+    AtTheEnd,
     CountsFailedLoads,
     EagerConnector,
     FreesWhenPlanned,
@@ -54,7 +55,8 @@ CHILDREN = [
 
 
 @pytest.mark.parametrize(
-    "connector", [LazyOffloadConnector, HostCacheConnector, EagerConnector, Two, Connector]
+    "connector",
+    [LazyOffloadConnector, HostCacheConnector, EagerConnector, AtTheEnd, Two, Connector],
 )
 def test_no_false_alarm(connector: type[Connector]) -> None:
     report = check_connector(connector, seeds=50)
@@ -81,6 +83,7 @@ def test_everything_that_should_happen_happens() -> None:
         "preemptions",
         "ids again",
         "resets",
+        "next turns",
     ):
         assert coverage[name] >= 8, name
 

@@ -187,7 +187,7 @@ def generate_scenario(seed: int) -> Scenario:
     return Scenario(
         geometry,
         num_gpu_blocks,
-        _generate_events(draw, longest, size, num_gpu_blocks),
+        _generate_events(draw, _Draw(seed + 2**40), longest, size, num_gpu_blocks),
         _generate_fates(draw),
         cpu_blocks=draw.one_of([draw.number(2, 8), num_gpu_blocks, 6 * num_gpu_blocks]),
         num_connectors=2 if draw.chance(0.2) else 1,
@@ -223,7 +223,7 @@ def _generate_geometry(draw: _Draw) -> CacheGeometry:
 
 
 def _generate_events(
-    draw: _Draw, longest: int, size: int, num_gpu_blocks: int
+    draw: _Draw, turns: _Draw, longest: int, size: int, num_gpu_blocks: int
 ) -> tuple[Event, ...]:
     num_families = draw.number(1, 4)
     num_ids = 1
@@ -241,19 +241,18 @@ def _generate_events(
             family = draw.number(1, num_families)
             length = longest - draw.number(0, longest - 1) * draw.number(0, 1)
             num_output = draw.number(0, size) * draw.one_of([0, 1, 3])
-            continues = None
-            if num_tokens and draw.chance(_SHARE_OF_NEXT_TURNS):
-                continues = draw.one_of(list(num_tokens)[-3:])
-                before = num_tokens[continues]
-                length = draw.number(1, 2 * size)
-                num_output = draw.number(1, size)
-                if before + length + num_output > most_tokens:
-                    continue
-            else:
-                before = 0
-            events.append(Add(f"r{name}", family, length, num_output, continues))
-            num_tokens.pop(f"r{name}", None)
-            num_tokens[f"r{name}"] = before + length + num_output
+            add = Add(f"r{name}", family, length, num_output)
+            if num_tokens and turns.chance(_SHARE_OF_NEXT_TURNS):
+                before = turns.one_of(list(num_tokens)[-3:])
+                room = most_tokens - num_tokens[before]
+                if room >= 2:
+                    length = turns.number(1, min(2 * size, room - 1))
+                    num_output = turns.number(1, min(size, room - length))
+                    add = Add(f"r{name}", family, length, num_output, before)
+                    num_output += num_tokens[before]
+            events.append(add)
+            num_tokens.pop(add.request_id, None)
+            num_tokens[add.request_id] = length + num_output
         elif kind < 68:
             events.append(Step(draw.number(1, 3)))
         elif kind < 77:
