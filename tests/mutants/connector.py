@@ -502,6 +502,15 @@ class StoresTooEarly(EagerConnector):
             return int(scheduled.num_computed_tokens + scheduled.num_scheduled_tokens)
 
 
+@breaks("CONN-8", "takes the tokens of a request for those that are computed")
+class NamesByTokens(EagerConnector):
+    class scheduler(EagerScheduler):
+        def num_ready_tokens(self, scheduled: Any) -> int:
+            groups = zip(self._geometry.groups, scheduled.block_ids, strict=True)
+            room = min(len(table) * group.block_size for group, table in groups)
+            return min(room, int(scheduled.request.num_tokens))
+
+
 class AtTheEndScheduler(EagerScheduler):
     """Stores what requests leave behind, whatever ended them."""
 
@@ -546,26 +555,13 @@ class StoresTheLastToken(AtTheEnd):
             super().on_request_finished(request, block_ids, reason)
 
 
-@breaks("CONN-8", "counts the tokens of a preempted request: the last one was not computed")
-class StoresTheLastTokenOfThePreempted(AtTheEnd):
-    class scheduler(AtTheEndScheduler):
-        def on_request_finished(
-            self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
-        ) -> None:
-            super().on_request_preempted(request, block_ids)
-
-        def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
-            request = replace(request, num_computed_tokens=request.num_tokens)
-            super().on_request_preempted(request, block_ids)
-
-
 @breaks("CONN-8", "stores the last block that is begun, under a name of its own")
 class StoresThePartialBlock(AtTheEnd):
     class scheduler(AtTheEndScheduler):
         def num_stored_tokens(self, request: RequestInfo, block_ids: BlockIds) -> int:
             (size, *_) = (group.block_size for group in self._geometry.groups)
-            number = request.num_computed_tokens // size
-            if len(block_ids[0]) > number and request.num_computed_tokens % size:
+            number, is_begun = divmod(request.num_tokens, size)
+            if is_begun and len(block_ids[0]) > number and block_ids[0][number]:
                 hashed = BlockHash(request.request_id.encode() + bytes([number]))
                 key = make_offload_key(hashed, 0)
                 if job := self.store({key: block_ids[0][number]}):

@@ -164,6 +164,7 @@ class VLLMConnectorHarness:
         self._added: dict[str, Any] = {}  # the last request of each id
         self._loading: set[str] = set()
         self._computed: dict[int, OffloadKey] = {}  # of blocks, whether vLLM caches them or not
+        self._uncomputed: set[int] = set()  # blocks that the step has yet to fill
         self._squeezed: list[Any] = []
 
     # --- what happens to it ---
@@ -225,10 +226,19 @@ class VLLMConnectorHarness:
             requests[request_id].status is self._preempted for request_id in was_running
         )
         self._poison()
+        starts = cpu_scheduler.computed_before(output)
+        self._uncomputed = {
+            block_id
+            for request_id, num_tokens in output.num_scheduled_tokens.items()
+            for blocks, _ in self._full_blocks(
+                request_id, starts[request_id], starts[request_id] + num_tokens
+            )
+            for block_id in blocks
+        }
         with _named("the worker's side"):
             cpu_scheduler.start_transfers(self._worker, output, output.kv_connector_metadata)
-        starts = cpu_scheduler.computed_before(output)
         self._write(output, starts)
+        self._uncomputed = set()
         with _named("the worker's side"):
             transfers = cpu_scheduler.take_transfers(self._worker, output)
             cpu_scheduler.end_transfers(self._worker)
@@ -322,9 +332,15 @@ class VLLMConnectorHarness:
         return count
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
-        """What each holds: vLLM caches whole scheduler blocks, and more is computed."""
+        """What each holds.
+
+        vLLM caches whole scheduler blocks, and more is computed; it caches when it
+        schedules, and what a step computes is not there when its transfers start.
+        """
         return [
-            tuple(dict.fromkeys([*cached, *filter(None, [self._computed.get(block_id)])]))
+            ()
+            if block_id in self._uncomputed
+            else tuple(dict.fromkeys([*cached, *filter(None, [self._computed.get(block_id)])]))
             for block_id, cached in zip(block_ids, self._look.block_keys(block_ids), strict=True)
         ]
 
