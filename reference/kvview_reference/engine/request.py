@@ -267,4 +267,5 @@ class Request:
             if keys is None and parent == (tokens[block - 1] if block else b""):
                 named.append(tokens[block])
             else:
-                named += chain_hashes([(tokens[block].hex(), keys)], parent)
+                beside = self.lora_name, self.lora_id, keys  # a LoRA may be called as a salt is
+                named += chain_hashes([(tokens[block].hex(), *beside)], parent)
