@@ -16,7 +16,6 @@ from kvview import (
     WorkerConnector,
     make_offload_key,
 )
-from kvview.testing.connector.harness import expiring_references
 from kvview.testing.connector.scenario import NUM_SHARED_BLOCKS, Add, Scenario
 from kvview_reference.connector.multi import MultiScheduler, MultiWorker
 from kvview_reference.engine import Engine
@@ -150,9 +149,6 @@ class ReferenceConnectorHarness:
                     position = self._geometry.block_hash_index(index, number)
                     expected[block_id] = make_offload_key(request.block_hashes[position], index)
         return expected
-
-    def expiring_blocks(self) -> Counter[int]:
-        return expiring_references(self._engine.view)
 
     def engine_refs(self) -> Counter[int]:
         refs = Counter(self._engine.held_blocks())

@@ -364,15 +364,6 @@ class VLLMConnectorHarness:
             held.update(connector.block_pool_view.held_blocks())
         return held
 
-    def expiring_blocks(self) -> Mapping[int, int]:
-        """Of them, those of leases with a deadline."""
-        from kvview.testing.connector.harness import expiring_references
-
-        expiring: Counter[int] = Counter()
-        for connector in self._connectors():
-            expiring.update(expiring_references(connector.block_pool_view))
-        return expiring
-
     def _connectors(self) -> Iterator[Any]:
         """The ``KVViewConnector`` of each child."""
         for connector in walk_connectors(self._scheduler.connector):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Protocol
 
-from kvview import Connector, GuardedView, OffloadKey
+from kvview import Connector, OffloadKey
 from kvview.errors import ConfigError
 from kvview.testing.connector.scenario import Add, Scenario
 
@@ -127,9 +127,6 @@ class ConnectorHarness(Protocol):
     def engine_refs(self) -> Counter[int]:
         """References by block of the requests and of what is squeezed out."""
 
-    def expiring_blocks(self) -> Mapping[int, int]:
-        """Of ``held_blocks``, the references of leases that end by themselves."""
-
     def held_blocks(self) -> Mapping[int, int]:
         """References by block that the connectors' views count."""
 
@@ -164,12 +161,6 @@ class EngineFactory(Protocol):
             owner: Named in reports of the view.
             clock: Seconds, by which leases expire where the engine has them.
         """
-
-
-def expiring_references(view: GuardedView) -> Counter[int]:
-    """References by block of the leases that have a deadline."""
-    leases = {lease for _, _, lease in view.deadlines if lease.is_active}
-    return Counter(block_id for lease in leases for block_id in lease.block_ids)
 
 
 def load_engines(name: str = "reference") -> EngineFactory:

@@ -183,6 +183,11 @@ class _Run:
         """Jobs that are not reported yet."""
         return sum(worker.num_in_flight for worker in self._workers)
 
+    def _expiring_blocks(self) -> Counter[int]:
+        """References of leases that end by themselves."""
+        parts = (part.scheduler.expiring_blocks() for part in self._parts)
+        return sum(parts, Counter())
+
     # --- the run ---
 
     def run(self) -> SimulationResult:
@@ -281,7 +286,7 @@ class _Run:
     def _drain(self) -> None:
         """Let everything come to its end."""
         self._play(Squeeze(0))
-        still, ended = 0, -1
+        still, ended, has_waited = 0, -1, False
         for number in range(_MAX_DRAIN_STEPS):
             if not self.engine.has_work() and not self._num_in_flight:
                 break
@@ -293,11 +298,12 @@ class _Run:
             before, ended = ended, stats.finished + stats.aborted
             ended += sum(worker.num_reported for worker in self._workers)
             still = still + 1 if ended == before else 0
+            has_waited &= still > 0
             if still > _MAX_STILL_STEPS:
-                if not self.engine.expiring_blocks():
+                if has_waited or not self._expiring_blocks():
                     self._raise_stuck()
                 self._seconds += _SECONDS_A_LEASE_MAY_LAST
-                still = 0
+                still, has_waited = 0, True
         else:
             raise InvariantBroken(
                 "CONN-3", f"the connector still starts jobs after {_MAX_DRAIN_STEPS} idle steps"
@@ -375,5 +381,5 @@ class _Run:
             part.scheduler.fold_events()
             part.ledger.check()
         if is_step:
-            held_for_good = Counter(held) - Counter(engine.expiring_blocks())
+            held_for_good = Counter(held) - self._expiring_blocks()
             self._watch.check(len(self._timeline), held_for_good, in_flight)

@@ -12,6 +12,7 @@ from kvview import (
     EngineFacts,
     FinishReason,
     GPUBlockPoolView,
+    GuardedView,
     OffloadingEvent,
     OffloadKey,
     RequestInfo,
@@ -170,6 +171,7 @@ class WatchedScheduler(SchedulerConnector):
     def __init__(self, inner: SchedulerConnector, ledger: Ledger) -> None:
         self._inner = inner
         self._ledger = ledger
+        self._view: GPUBlockPoolView | None = None
         self._untaken: list[OffloadingEvent] = []  # in the ledger, not with the engine
         self.unanswered: set[str] = set()  # requests that are to be asked about again
 
@@ -183,7 +185,16 @@ class WatchedScheduler(SchedulerConnector):
         self._untaken += events
         self._ledger.events.apply(events)
 
+    def expiring_blocks(self) -> Counter[int]:
+        """References by block of its leases that have a deadline."""
+        view = self._view
+        if not isinstance(view, GuardedView):
+            return Counter()
+        leases = {lease for _, _, lease in view.deadlines if lease.is_active}
+        return Counter(block_id for lease in leases for block_id in lease.block_ids)
+
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
+        self._view = view
         self._call("bind_gpu_block_pool_view", view)
 
     def on_engine_ready(self, facts: EngineFacts) -> None:
