@@ -6,27 +6,19 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 from xml.etree import ElementTree
 
 import pytest
 
 from examples.host_cache import HostCacheConnector
 from kvview import (
-    BlockIds,
     CacheGeometry,
     ConfigError,
     Connector,
-    FinishReason,
     FullAttention,
-    GPUBlockPoolView,
-    Lease,
     OffloadingEvent,
     RequestInfo,
     SchedulerConnector,
-    StepInfo,
-    StepPlan,
-    SupportsLeases,
     make_offload_key,
 )
 from kvview.testing import Mutant
@@ -63,6 +55,13 @@ from tests.mutants.connector import (
     PinsByRequest,
     StoresTheLastToken,
     Two,
+)
+from tests.mutants.leasing import (
+    LeasesAndTouches,
+    LeasesForAWhile,
+    LeasesForEver,
+    LeasesForLong,
+    RenewsForEver,
 )
 
 LAZY = "kvview_reference.connector:LazyOffloadConnector"
@@ -335,63 +334,6 @@ def test_the_promises_of_several_requests_are_kept_apart() -> None:
     ledger.on_blocks_allocated("b")
     with pytest.raises(InvariantBroken, match="CONN-2: match_prefix promised key"):
         ledger.on_blocks_allocated("a")
-
-
-class LeasingScheduler(SchedulerConnector):
-    """Keeps what finished requests leave behind for somebody who may come and read it."""
-
-    ttl: float | None = 5.0
-
-    def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
-        assert isinstance(view, SupportsLeases)
-        self.view = view
-        self.leases: list[Lease] = []
-
-    def on_request_finished(
-        self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
-    ) -> None:
-        blocks = [block for table in block_ids for block in table]
-        if blocks and reason is FinishReason.FINISHED:
-            self.leases.append(self.view.lease(blocks, job=request.request_id, ttl=self.ttl))
-
-    def shutdown(self) -> None:
-        for lease in self.leases:
-            lease.release()
-
-
-class LeasesForAWhile(Connector):
-    scheduler: ClassVar[type[LeasingScheduler]] = LeasingScheduler
-
-    def make_scheduler(self) -> SchedulerConnector:
-        return self.scheduler()
-
-
-class LeasesForLong(LeasesForAWhile):
-    class scheduler(LeasingScheduler):
-        ttl = 500.0
-
-
-class LeasesForEver(LeasesForAWhile):
-    class scheduler(LeasingScheduler):
-        ttl = None
-
-
-class LeasesAndTouches(LeasesForAWhile):
-    class scheduler(LeasingScheduler):
-        def on_request_finished(
-            self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
-        ) -> None:
-            super().on_request_finished(request, block_ids, reason)
-            self.view.touch_blocks([block for table in block_ids for block in table])
-
-
-class RenewsForEver(LeasesForAWhile):
-    class scheduler(LeasingScheduler):
-        def plan_step(self, step: StepInfo) -> StepPlan:
-            for lease in self.leases:
-                if lease.is_active:
-                    lease.renew(8 * 24 * 3600.0)  # longer than any run goes on
-            return StepPlan()
 
 
 @pytest.mark.parametrize("connector", [LeasesForAWhile, LeasesForLong])
