@@ -258,7 +258,7 @@ class FaultyWorker(WorkerConnector):
             raise InvariantBroken(
                 "CONN-8",
                 f"{what}: store what num_computed_tokens covers (kvview.full_blocks); the last "
-                f"token of a finished request is not computed, nor is what a step schedules",
+                f"token that a request sampled is not computed, nor is what a step schedules",
             )
         raise InvariantBroken(
             "CONN-6", f"{what} any more: nobody held them when they were given to somebody else"
