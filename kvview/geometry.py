@@ -32,7 +32,7 @@ IsCached = Callable[[int], bool]
 
 def _require_positive(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise GeometryError(f"{name} must be a positive int (tokens), got {value!r}")
+        raise GeometryError(f"GEO-2: {name} must be a positive int (tokens), got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class CacheGeometry:
         _require_positive("hash_block_size", self.hash_block_size)
         object.__setattr__(self, "groups", tuple(self.groups))
         if not self.groups:
-            raise GeometryError("groups is empty: a cache needs at least one KV-cache group")
+            raise GeometryError("GEO-2: groups is empty: a cache needs at least one KV-cache group")
         for index, group in enumerate(self.groups):
             _require_divides(
                 f"the block size of group {index}",
@@ -249,6 +249,6 @@ class CacheGeometry:
 def _require_divides(what: str, value: int, divisor_name: str, divisor: int) -> None:
     if value % divisor:
         raise GeometryError(
-            f"{what} ({value}) must be a multiple of {divisor_name} ({divisor}); "
+            f"GEO-2: {what} ({value}) must be a multiple of {divisor_name} ({divisor}); "
             f"{value} % {divisor} == {value % divisor}"
         )

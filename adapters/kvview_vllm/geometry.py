@@ -148,7 +148,7 @@ def _check_hash_of_larger_blocks(hash_block_size: int, groups: Sequence[CacheGro
     convert = getattr(utils, "BlockHashListWithBlockSize", None)
     if convert is None or convert([b"a", b"b"], 1, 2)[0] != b"b":
         raise GeometryError(
-            f"block sizes {[group.block_size for group in groups]} over hash_block_size "
+            f"GEO-2: block sizes {[group.block_size for group in groups]} over hash_block_size "
             f"{hash_block_size}: this vLLM names a larger block by all its hashes joined, not by "
             f"the last; use one block size for all groups or a newer vLLM"
         )

@@ -25,8 +25,8 @@ connector overrides what it needs, and a later release may add methods.
   look up the hash of a block that it has only counted: :func:`~kvview.full_blocks`
   gives those that are there. Its worker half keeps XFER-6.
 - CONN-8 A store's key **must** name KV that is wholly in its source block:
-  ``num_computed_tokens`` covers the block's last token. The last token known of a
-  finished request is not computed.
+  ``num_computed_tokens`` covers the block's last token. The token that a finished
+  request sampled last is not computed.
 - CONN-9 A class **must not** define a public method whose name is close to a hook's,
   or another engine's name for one, or a hook that cannot be called as the engine
   calls it: :class:`~kvview.ConnectorDefinitionError` when the class is made.
@@ -174,7 +174,7 @@ class SchedulerConnector:
 
         Args:
             request: The request; ``num_computed_tokens`` says how much KV its blocks have,
-                which is less than ``num_tokens``.
+                which is less than ``num_tokens`` when a token was sampled.
             block_ids: Its block table, per group; empty when it never had blocks.
             reason: Whether it came to its end.
         """

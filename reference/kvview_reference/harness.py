@@ -142,7 +142,13 @@ class ReferenceGeometry:
 
     def make_coordinator(self) -> KVCacheCoordinator:
         """The coordinator under test."""
-        return make_coordinator(self.pool, self.geometry, enable_caching=True)
+        return make_coordinator(
+            self.geometry.groups,
+            self.pool,
+            enable_caching=True,
+            scheduler_block_size=self.geometry.scheduler_block_size,
+            hash_block_size=self.geometry.hash_block_size,
+        )
 
     def with_geometry(
         self, scheduler_block_size: int, hash_block_size: int, groups: Sequence[CacheGroup]

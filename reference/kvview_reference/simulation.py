@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING
 
 from kvview import (
     CacheGeometry,
+    ConfigError,
     Connector,
     OffloadKey,
     SchedulerConnector,
@@ -84,6 +86,7 @@ class ReferenceConnectorHarness:
         self._pool = self._engine.kv_cache.pool
         self._squeezed: list[int] = []
         self._num_aliases = 0
+        self._added: dict[str, Request] = {}  # the last of each id
         self.stats = self._engine.stats
         self.num_blocks = self._pool.num_blocks
         self.step = self._engine.step
@@ -96,7 +99,12 @@ class ReferenceConnectorHarness:
         self.held_blocks = self._engine.view.held_blocks
 
     def add(self, add: Add, serial: int) -> None:
-        self._engine.add_request(_make_request(add, self._geometry, serial))
+        before = None
+        if add.continues is not None and (before := self._added.get(add.continues)) is None:
+            raise ConfigError(f"request {add.continues!r} never came: there is nothing to continue")
+        request = _make_request(add, self._geometry, serial, before)
+        self._engine.add_request(request)
+        self._added[add.request_id] = request
 
     def abort(self, request_id: str) -> None:
         self._engine.abort(request_id)
@@ -148,15 +156,23 @@ class ReferenceConnectorHarness:
         return refs
 
 
-def _make_request(add: Add, geometry: CacheGeometry, serial: int) -> Request:
+def _make_request(
+    add: Add, geometry: CacheGeometry, serial: int, before: Request | None
+) -> Request:
     """The request that an event adds.
 
     Args:
         add: The event.
         geometry: For the hash block size.
         serial: Tells what it generates from what others do.
+        before: The turn before it, if it continues one.
     """
     size = geometry.hash_block_size
+    if before is not None:
+        new_ids = (f"{add.family}/{i}" for i in count())
+        return before.next_turn(
+            add.request_id, add.num_prompt_tokens, add.num_output_tokens, new_ids, serial
+        )
     full = add.num_prompt_tokens // size
     ids = [i if i < NUM_SHARED_BLOCKS else f"{add.family}/{i}" for i in range(full)]
     return Request(

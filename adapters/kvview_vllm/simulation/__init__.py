@@ -87,8 +87,8 @@ class VLLMEngines:
         owner: str,
         clock: Callable[[], float],
     ) -> ConnectorHarness:
-        """Build an engine; views in vLLM have no leases that ``clock`` could end."""
-        return VLLMConnectorHarness(scenario, connectors)
+        """Build an engine."""
+        return VLLMConnectorHarness(scenario, connectors, clock)
 
     def _fit_groups(self, scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
         """The groups that this release serves; what keeps the others out is noted."""
@@ -126,7 +126,7 @@ class VLLMEngines:
             geometry = Configs(groups).geometry
             connectors = [Connector(ConnectorConfig(geometry))] * num_connectors
             tried = replace(scenario, geometry=geometry, num_gpu_blocks=200)
-            engine = VLLMConnectorHarness(tried, connectors)
+            engine = VLLMConnectorHarness(tried, connectors, clock=lambda: 0.0)
             for request_id in ("one", "two"):
                 engine.add(Add(request_id, 1, 4 * geometry.scheduler_block_size + 1), 1)
                 while engine.has_work():

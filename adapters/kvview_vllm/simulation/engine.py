@@ -106,9 +106,12 @@ class VLLMConnectorHarness:
     Args:
         scenario: Sizes, as fitted.
         connectors: With several, vLLM's ``MultiConnector`` runs them.
+        clock: Seconds, by which leases expire.
     """
 
-    def __init__(self, scenario: Scenario, connectors: Sequence[Connector]) -> None:
+    def __init__(
+        self, scenario: Scenario, connectors: Sequence[Connector], clock: Callable[[], float]
+    ) -> None:
         from kvview.testing.connector.kv_bytes import KVBytes
 
         self.stats = _Stats()
@@ -127,6 +130,8 @@ class VLLMConnectorHarness:
                 configs.vllm, configs.kv_cache, self._geometry
             )
             self._worker = cpu_scheduler.make_worker_connector(configs.vllm, configs.kv_cache)
+        for connector in self._connectors():
+            connector.block_pool_view.now = clock
         self._bytes = KVBytes(
             scenario.num_gpu_blocks,
             _PAGE_BYTES,
@@ -156,8 +161,10 @@ class VLLMConnectorHarness:
         between_steps = cpu_scheduler.can_load_between_steps()
         self._while_loading = {"loading", None} if between_steps else {"running"}
         self._serials: dict[str, int] = {}
+        self._added: dict[str, Any] = {}  # the last request of each id
         self._loading: set[str] = set()
         self._computed: dict[int, OffloadKey] = {}  # of blocks, whether vLLM caches them or not
+        self._uncomputed: set[int] = set()  # blocks that the step has yet to fill
         self._squeezed: list[Any] = []
 
     # --- what happens to it ---
@@ -165,7 +172,8 @@ class VLLMConnectorHarness:
     def add(self, add: Add, serial: int) -> None:
         """Queue a request; one that asks for no output gets a token: vLLM serves none without."""
         num_output_tokens = max(1, add.num_output_tokens)
-        num_tokens = add.num_prompt_tokens + num_output_tokens
+        prompt = self._prompt(add)
+        num_tokens = len(prompt) + num_output_tokens
         needed = sum(-(-num_tokens // group.block_size) for group in self._geometry.groups)
         if needed >= self.num_blocks or num_tokens > cpu_scheduler.MAX_TOKENS:
             raise ConfigError(
@@ -177,14 +185,29 @@ class VLLMConnectorHarness:
         self.stats.requests += 1
         self._serials[add.request_id] = serial
         with _named("add_request"):
-            self._scheduler.add_request(
-                cpu_scheduler.make_request(
-                    add.request_id,
-                    _prompt(add, self._geometry.hash_block_size),
-                    num_output_tokens,
-                    _block_hasher(self._geometry.hash_block_size),
-                )
+            request = cpu_scheduler.make_request(
+                add.request_id,
+                prompt,
+                num_output_tokens,
+                _block_hasher(self._geometry.hash_block_size),
             )
+            self._scheduler.add_request(request)
+        self._added[add.request_id] = request
+
+    def _prompt(self, add: Add) -> list[int]:
+        """Tokens of which those of all families begin alike, or those of the turn before."""
+        from kvview.testing.connector.scenario import NUM_SHARED_BLOCKS
+
+        before: list[int] = []
+        if add.continues is not None:
+            if add.continues not in self._added:
+                raise ConfigError(f"request {add.continues!r} never came: nothing to continue")
+            before = list(self._added[add.continues].all_token_ids)
+        num_shared = NUM_SHARED_BLOCKS * self._geometry.hash_block_size
+        return before + [
+            position if position < num_shared else add.family * _TOKENS_OF_A_FAMILY + position
+            for position in range(len(before), len(before) + add.num_prompt_tokens)
+        ]
 
     def abort(self, request_id: str) -> None:
         """End a request as a client that went away does."""
@@ -203,10 +226,19 @@ class VLLMConnectorHarness:
             requests[request_id].status is self._preempted for request_id in was_running
         )
         self._poison()
+        starts = cpu_scheduler.computed_before(output)
+        self._uncomputed = {
+            block_id
+            for request_id, num_tokens in output.num_scheduled_tokens.items()
+            for blocks, _ in self._full_blocks(
+                request_id, starts[request_id], starts[request_id] + num_tokens
+            )
+            for block_id in blocks
+        }
         with _named("the worker's side"):
             cpu_scheduler.start_transfers(self._worker, output, output.kv_connector_metadata)
-        starts = cpu_scheduler.computed_before(output)
         self._write(output, starts)
+        self._uncomputed = set()
         with _named("the worker's side"):
             transfers = cpu_scheduler.take_transfers(self._worker, output)
             cpu_scheduler.end_transfers(self._worker)
@@ -300,9 +332,15 @@ class VLLMConnectorHarness:
         return count
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
-        """What each holds: vLLM caches whole scheduler blocks, and more is computed."""
+        """What each holds.
+
+        vLLM caches whole scheduler blocks, and more is computed; it caches when it
+        schedules, and what a step computes is not there when its transfers start.
+        """
         return [
-            tuple(dict.fromkeys([*cached, *filter(None, [self._computed.get(block_id)])]))
+            ()
+            if block_id in self._uncomputed
+            else tuple(dict.fromkeys([*cached, *filter(None, [self._computed.get(block_id)])]))
             for block_id, cached in zip(block_ids, self._look.block_keys(block_ids), strict=True)
         ]
 
@@ -395,17 +433,6 @@ class VLLMConnectorHarness:
     def _sample(self, request_id: str) -> int:
         """A token that no other request has."""
         return _FIRST_SAMPLED_TOKEN + self._serials[request_id]
-
-
-def _prompt(add: Add, hash_block_size: int) -> list[int]:
-    """Tokens of which those of all families begin alike."""
-    from kvview.testing.connector.scenario import NUM_SHARED_BLOCKS
-
-    num_shared = NUM_SHARED_BLOCKS * hash_block_size
-    return [
-        position if position < num_shared else add.family * _TOKENS_OF_A_FAMILY + position
-        for position in range(add.num_prompt_tokens)
-    ]
 
 
 def _block_hasher(hash_block_size: int) -> Callable[[Any], list[bytes]]:

@@ -64,8 +64,11 @@ class Pool(Protocol):
     def is_free(self, block_id: int) -> bool:
         """Whether nobody refers to a block."""
 
+    def is_held(self, block_id: int) -> bool:
+        """Whether a connector holds a block."""
+
     def hashes(self, block_id: int) -> tuple[OffloadKey, ...]:
-        """What a block holds."""
+        """What a block holds: the keys of the KV that is computed in it, and whole."""
 
     def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
         """Per block of a request that waits for loads, what must come into it."""
@@ -234,7 +237,10 @@ class FaultyWorker(WorkerConnector):
                     f"store job {job.job_id} reads blocks {free}, which are free: anyone may "
                     f"overwrite them",
                 )
-            keys = {key for block in blocks for key in self._pool.hashes(block)}
+            keys_of = {block: self._pool.hashes(block) for block in blocks}
+            if nameless := [block for block in blocks if not keys_of[block]]:
+                self._refuse_nameless(job, nameless)
+            keys = {key for keys in keys_of.values() for key in keys}
             source = [tensor[blocks] for tensor in self._tensors]  # a copy
         flight = Flight(job, is_load, fate, blocks, keys, source, _pages(job.src), _pages(job.dst))
         if is_load:
@@ -244,6 +250,19 @@ class FaultyWorker(WorkerConnector):
             for page in job.dst.block_ids:
                 self._stored[page].append(flight)
         return flight
+
+    def _refuse_nameless(self, job: TransferJob, blocks: list[int]) -> None:
+        """Whatever the key of a store is: these blocks do not hold its KV."""
+        what = f"store job {job.job_id} reads blocks {blocks}, in which no KV is computed whole"
+        if all(map(self._pool.is_held, blocks)):
+            raise InvariantBroken(
+                "CONN-8",
+                f"{what}: store what num_computed_tokens covers (kvview.full_blocks); the last "
+                f"token that a request sampled is not computed, nor is what a step schedules",
+            )
+        raise InvariantBroken(
+            "CONN-6", f"{what} any more: nobody held them when they were given to somebody else"
+        )
 
     def _check_load(self, flight: Flight, is_tracked: bool) -> None:
         job, blocks = flight.job, flight.gpu_blocks

@@ -12,6 +12,7 @@ from kvview import (
     EngineFacts,
     FinishReason,
     GPUBlockPoolView,
+    GuardedView,
     OffloadingEvent,
     OffloadKey,
     RequestInfo,
@@ -64,7 +65,8 @@ class Ledger:
         self.coverage: Counter[str] = Counter()
         self._num_blocks_tried = 0
         self._chances: Counter[str] = Counter()
-        self._promise: tuple[str, list[OffloadKey], set[OffloadKey]] = "", [], set()
+        # By request: what was promised since, and what was advertised then.
+        self._promises: dict[str, tuple[list[OffloadKey], set[OffloadKey]]] = {}
 
     @property
     def wants_chances(self) -> bool:
@@ -85,11 +87,12 @@ class Ledger:
         self._current.discard(flight)
 
     def forget(self) -> None:
-        """The caches were reset."""
+        """The caches were reset, which ends every promise (CONN-2)."""
         check_reset(self.events.advertised)
         self.stored.clear()
         self.failed.clear()
         self._current.clear()
+        self._promises.clear()
 
     def check(self) -> None:
         """What is advertised was stored."""
@@ -122,12 +125,12 @@ class Ledger:
             return  # the engine says so
         promised = self._keys_to_load(request, num_computed, num_tokens)
         check_promise(request.request_id, promised, self.stored, None)
-        self._promise = request.request_id, promised, advertised
+        self._promises[request.request_id] = promised, advertised
 
     def on_blocks_allocated(self, request_id: str) -> None:
         """The blocks of a promise came and its loads are planned: was it advertised?"""
-        promised_to, promised, advertised = self._promise
-        if promised_to == request_id and self.events.num_events:
+        promised, advertised = self._promises.pop(request_id, ([], set()))
+        if self.events.num_events:
             check_promise(request_id, promised, self.stored, advertised)
 
     def _lacks_one_key(
@@ -168,6 +171,7 @@ class WatchedScheduler(SchedulerConnector):
     def __init__(self, inner: SchedulerConnector, ledger: Ledger) -> None:
         self._inner = inner
         self._ledger = ledger
+        self._view: GPUBlockPoolView | None = None
         self._untaken: list[OffloadingEvent] = []  # in the ledger, not with the engine
         self.unanswered: set[str] = set()  # requests that are to be asked about again
 
@@ -181,7 +185,16 @@ class WatchedScheduler(SchedulerConnector):
         self._untaken += events
         self._ledger.events.apply(events)
 
+    def expiring_blocks(self) -> Counter[int]:
+        """References by block of its leases that have a deadline."""
+        view = self._view
+        if not isinstance(view, GuardedView):
+            return Counter()
+        leases = {lease for _, _, lease in view.deadlines if lease.is_active}
+        return Counter(block_id for lease in leases for block_id in lease.block_ids)
+
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
+        self._view = view
         self._call("bind_gpu_block_pool_view", view)
 
     def on_engine_ready(self, facts: EngineFacts) -> None:

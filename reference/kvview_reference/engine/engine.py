@@ -12,7 +12,7 @@ Source: the order of calls follows ``vllm/v1/core/sched/scheduler.py`` (0.33.0).
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvview import (
@@ -33,7 +33,7 @@ from kvview import (
     StepInfo,
     StepPlan,
     TransferResult,
-    make_offload_key,
+    full_blocks,
 )
 from kvview.testing.connector.kv_bytes import KVBytes
 from kvview_reference.engine.request import Request, Status
@@ -134,7 +134,13 @@ class Engine:
         self.kv_bytes = KVBytes(
             num_gpu_blocks, page_bytes, num_groups=num_groups, num_layers=num_layers, device=device
         )
-        self.kv_cache = KVCacheManager(geometry, num_gpu_blocks, enable_events=enable_events)
+        self.kv_cache = KVCacheManager(
+            geometry.groups,
+            num_gpu_blocks,
+            scheduler_block_size=geometry.scheduler_block_size,
+            hash_block_size=geometry.hash_block_size,
+            enable_kv_cache_events=enable_events,
+        )
         self.max_running = max_running
         self.max_tokens_per_step = max_tokens_per_step or 32 * geometry.scheduler_block_size
         self.decode_tokens = decode_tokens or geometry.scheduler_block_size
@@ -368,7 +374,7 @@ class Engine:
             )
             num_external: int | None = 0
             if request.use_connector:
-                num_external = self.scheduler_connector.match_prefix(request.info(), num_hit)
+                num_external = self.scheduler_connector.match_prefix(request.info(num_hit), num_hit)
             if num_external is None:
                 put_off.append(request)
                 continue
@@ -381,6 +387,7 @@ class Engine:
             ):
                 self.waiting.appendleft(request)
                 break
+            request.num_computed_tokens = num_hit
             block_ids = self.kv_cache.block_ids(request.request_id)
             self.scheduler_connector.on_blocks_allocated(
                 request.info(), block_ids, num_hit, num_external
@@ -440,9 +447,9 @@ class Engine:
                 left = request.num_output_tokens - request.num_generated_tokens
                 request.generate(min(end + 1 - request.num_tokens, left))
             request.num_computed_tokens = end
-            for ids, group_keys in self._full_blocks(request, start, request.num_computed_tokens):
-                block_ids += ids
-                keys += group_keys
+            new_blocks, new_keys = self._full_blocks(request, start, end)
+            block_ids += new_blocks
+            keys += new_keys
         if block_ids:
             self.kv_bytes.write(block_ids, keys)
         for request in scheduled:
@@ -501,6 +508,7 @@ class Engine:
             # What was hit on the GPU may be skipped in a window of the longer
             # prefix: begin again, without the connector.
             self.kv_cache.free(request.request_id)
+            request.num_computed_tokens = 0
             request.status = Status.WAITING
             request.use_connector = False
             self.waiting.appendleft(request)
@@ -545,26 +553,17 @@ class Engine:
 
     def _full_blocks(
         self, request: Request, start: int, end: int
-    ) -> Iterable[tuple[list[int], list[OffloadKey]]]:
-        """Blocks that become full between two token counts, with their keys, per group."""
-        geometry, hashes = self.geometry, request.block_hashes
-        for index, manager in enumerate(self.kv_cache.coordinator.managers):
-            table = manager.blocks(request.request_id)
-            first, last = start // manager.block_size, end // manager.block_size
-            numbers = [n for n in range(first, last) if table[n] != NULL_BLOCK_ID]
-            yield (
-                [table[n] for n in numbers],
-                [
-                    make_offload_key(hashes[geometry.block_hash_index(index, n)], index)
-                    for n in numbers
-                ],
-            )
+    ) -> tuple[list[int], list[OffloadKey]]:
+        """Blocks that become full between two token counts, and their keys."""
+        tables = self.kv_cache.block_tables(request.request_id)
+        found = list(full_blocks(self.geometry, request.info(end), tables, first_token=start))
+        return [block.block_id for block in found], [block.key for block in found]
 
     def _verify(self, request: Request, start: int, end: int) -> None:
-        for block_ids, keys in self._full_blocks(request, start, end):
-            if block_ids:
-                self.stats.bytes_verified += len(block_ids) * self.kv_bytes.block_bytes
-                self.stats.mismatches += self.kv_bytes.count_mismatches(block_ids, keys)
+        block_ids, keys = self._full_blocks(request, start, end)
+        if block_ids:
+            self.stats.bytes_verified += len(block_ids) * self.kv_bytes.block_bytes
+            self.stats.mismatches += self.kv_bytes.count_mismatches(block_ids, keys)
 
 
 def _num_gpu_blocks(spec: LoadStoreSpec) -> int:
