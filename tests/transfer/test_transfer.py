@@ -633,7 +633,10 @@ def test_a_freed_tensor_fails_the_job_that_needs_it(engine: str, new_size: int) 
         assert results[1].error is not None
         assert "was freed or moved" in results[1].error
         assert (results[1].transfer_size, results[1].transfer_time) == (None, None)
-        assert worker._host.any(axis=1).tolist() == [i == 1 for i in range(12)]
+        # Of the store of both groups, what can be stored is stored, where one copy is one call.
+        partly = [3] if engine != "streams" else []
+        assert results[3].moved == ([False, True] if partly else None)
+        assert worker._host.any(axis=1).tolist() == [i in (1, *partly) for i in range(12)]
 
 
 def test_an_error_in_any_copying_thread_fails_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
