@@ -158,7 +158,7 @@ class KeyedWorker:
     ) -> None:
         if mark is not None:
             mark.synchronize()
-        moved = []
+        moved: list[bool] = []
         for number, (group, block, key, sub) in enumerate(moves):
             pages = [tensor[block, :width] for tensor, width in self._groups[group]]
             moved.append(not fails(number))
