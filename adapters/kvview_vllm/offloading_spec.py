@@ -61,6 +61,7 @@ class KVViewOffloadingOptions(BaseModel):
         worker: Target of the transfer worker, called with the KV caches,
             ``num_blocks``, ``blocks_per_chunk=`` and its options.
         worker_options: Its own options.
+        media: The manager's media to vLLM's names for them, where they differ.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -70,6 +71,7 @@ class KVViewOffloadingOptions(BaseModel):
     manager_options: dict[str, Any] = Field(default_factory=dict)
     worker: str = "kvview_reference.transfer:CPUGPUTransferWorker"
     worker_options: dict[str, Any] = Field(default_factory=dict)
+    media: dict[str, str] = Field(default_factory=dict)
 
 
 class KVViewOffloadingSpec(_Spec):
@@ -81,7 +83,8 @@ class KVViewOffloadingSpec(_Spec):
 
     Raises:
         ConfigError: The key ``kvview`` is missing, has an unknown key, or names a
-            target that does not import or refuses its options.
+            target that does not import or refuses its options; or the manager names
+            a medium that vLLM does not know (VOFF-7).
     """
 
     def __init__(self, *args: Any) -> None:
@@ -100,7 +103,10 @@ class KVViewOffloadingSpec(_Spec):
             options = self._options
             make = load_target(options.manager)
             manager: OffloadingManager = make(options.num_blocks, **options.manager_options)
-            self._manager = ManagerForVLLM(manager, _tokens_per_chunk(self))
+            try:
+                self._manager = ManagerForVLLM(manager, _tokens_per_chunk(self), options.media)
+            except ConfigError as error:
+                raise ConfigError(f"kv_connector_extra_config['kvview']: {error}") from None
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> WorkerForVLLM:

@@ -186,9 +186,14 @@ class Recorder:
     def _code(
         self, receiver: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str:
-        shown = [self._names.get(id(arg)) or repr(arg) for arg in args]
+        shown = [self._shown(arg) for arg in args]
         shown += [f"{key}={value!r}" for key, value in kwargs.items()]
         return f"{self._names[id(receiver)]}.{method}({', '.join(shown)})"
+
+    def _shown(self, value: object) -> str:
+        if type(value) is tuple and len(value) > 1:
+            return f"({', '.join(map(self._shown, value))})"
+        return self._names.get(id(value)) or repr(value)
 
 
 def _source(value: object) -> str:

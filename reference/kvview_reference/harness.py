@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvview import (
@@ -16,7 +17,7 @@ from kvview import (
     GuardedView,
     OffloadingManager,
 )
-from kvview.testing.harness import Capability
+from kvview.testing import Capability, GatedComputeStream
 from kvview_reference.geometry.coordinator import KVCacheCoordinator, make_coordinator
 from kvview_reference.offloading import CPUOffloadingManager
 from kvview_reference.pool import NULL_BLOCK_ID, BlockPool
@@ -186,9 +187,15 @@ class ReferenceManager:
 
 
 class ReferenceTransfer:
-    """The CPU<->GPU worker over CPU tensors with padding, gaps and a shared tensor."""
+    """The CPU<->GPU worker over CPU tensors with padding, gaps and a shared tensor.
 
-    capabilities = frozenset({Capability.FAIL, Capability.PAUSE})
+    It is made as anybody makes it: small jobs are copied on the spot, those of the last group
+    on a thread, and of three blocks on several.
+    """
+
+    capabilities = frozenset(
+        {Capability.FAIL, Capability.PAUSE, Capability.FAIL_BLOCK, Capability.COMPUTE}
+    )
     num_cpu_blocks = 24
     blocks_per_chunk = 3
     num_blocks = 24
@@ -196,7 +203,8 @@ class ReferenceTransfer:
     def __init__(self) -> None:
         import torch
 
-        rows = ((64, 0), (48, 16), (20, 5))  # bytes of a page, bytes to the next
+        self._compute = GatedComputeStream()
+        rows = ((64, 0), (48, 16), (20, 5), (400_000, 0))  # bytes of a page, bytes to the next
         tensors = []
         for page, gap in rows:
             storage = torch.zeros(32 + self.num_blocks * (page + gap) + 32, dtype=torch.int8)
@@ -207,7 +215,9 @@ class ReferenceTransfer:
                 [CanonicalKVCacheRef(0, 64), CanonicalKVCacheRef(1, 40)],
                 [CanonicalKVCacheRef(1, 48)],
                 [CanonicalKVCacheRef(2, 20)],
+                [CanonicalKVCacheRef(3, 399_000)],
             ],
+            self._compute,
         )
         self.worker = self.make_worker()
         self._gate: threading.Event | None = None
@@ -217,30 +227,47 @@ class ReferenceTransfer:
         from kvview_reference.transfer import CPUGPUTransferWorker
 
         return CPUGPUTransferWorker(
-            self.kv_caches,
-            self.num_cpu_blocks,
-            blocks_per_chunk=self.blocks_per_chunk,
-            inline_bytes=0,
+            self.kv_caches, self.num_cpu_blocks, blocks_per_chunk=self.blocks_per_chunk
         )
 
     def pause(self) -> None:
         # All copies go through one lane: what waits in it holds back the rest.
         self._gate = threading.Event()
-        self.worker._copier._lane.submit(self._gate.wait)  # type: ignore[attr-defined]
+        copier: Any = self.worker._copier
+        copier._last = copier._lane.submit(self._gate.wait)
 
     def resume(self) -> None:
         assert self._gate is not None, "resume follows pause"
         self._gate.set()
 
+    def hold_compute(self) -> None:
+        self._compute.hold()
+
+    def release_compute(self) -> None:
+        self._compute.release()
+
     def fail_next(self) -> None:
+        self._free_tensors(lambda number: True)
+
+    def fail_block(self, number: int) -> None:
+        self._free_tensors(lambda at: at == number)
+
+    def _free_tensors(self, fails: Callable[[int], bool]) -> None:
+        """Have the next job find the tensors of some of its blocks freed."""
         copier: Any = self.worker._copier
-        copy = copier._copy
+        submit = copier.submit
 
-        def fail(*copies: Any) -> None:
-            copier._copy = copy
-            raise RuntimeError("the copy failed, as it was told to")
+        def submit_one(job: Any) -> None:
+            copier.submit = submit
+            moves: list[Any] = []
+            for group, blocks, rows in job.moves:
+                freed = replace(group, addresses=group.addresses + 1)
+                for at in range(len(blocks)):
+                    one = freed if fails(len(moves)) else group
+                    moves.append((one, blocks[at : at + 1], rows[at : at + 1]))
+            submit(replace(job, moves=moves))
 
-        copier._copy = fail
+        copier.submit = submit_one
 
 
 def pool() -> ReferencePool:

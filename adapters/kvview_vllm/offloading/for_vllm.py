@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvview import (
     LookupResult,
-    OffloadingEvent,
     OffloadingManager,
     OffloadKey,
     ReqContext,
@@ -28,6 +27,7 @@ from kvview import (
     SupportsStepHooks,
     get_offload_group_idx,
 )
+from kvview_vllm.offloading.media import Media
 from kvview_vllm.offloading.translated import find_class, make_known, require_class
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ else:
 
 _Output: Any = require_class("PrepareStoreOutput")
 _Event: Any = require_class("OffloadingEvent")
-_Medium: Any = find_class("Medium")  # 0.27: an Enum
 _Result: Any = find_class("LookupResult")  # 0.25
 _RequestContext: Any = find_class("RequestOffloadingContext")  # 0.23
 _lookup = inspect.signature(require_class("OffloadingManager").lookup)
@@ -54,10 +53,10 @@ _TOUCH_AT_FINISH = hasattr(find_class("ReqContext"), "get_offload_key_position")
 
 
 class PagesSpec(_LoadStoreSpec):
-    """The pages of a kvview manager, carried to the worker.
+    """What a kvview manager says to its worker, carried to it unread.
 
     Args:
-        spec: What the manager returned.
+        spec: What the manager returned: pages, keys or anything else that pickles.
     """
 
     def __init__(self, spec: Any) -> None:
@@ -75,10 +74,17 @@ class ManagerForVLLM(_Manager):
     Args:
         manager: The kvview manager.
         block_size: Tokens of an offloaded block, for events up to 0.19.
+        media: The manager's media to vLLM's names for them.
+
+    Raises:
+        ConfigError: vLLM knows no such medium (VOFF-7).
     """
 
-    def __init__(self, manager: OffloadingManager, block_size: int) -> None:
+    def __init__(
+        self, manager: OffloadingManager, block_size: int, media: Mapping[str, str] | None = None
+    ) -> None:
         self.manager = manager
+        self._media = Media(manager, media or {})
         self._block_size = block_size
         self._stores: set[OffloadKey] = set()
         self._loads: Counter[OffloadKey] = Counter()
@@ -140,14 +146,15 @@ class ManagerForVLLM(_Manager):
     def take_events(self) -> Iterator[Any]:
         """The manager's events, as vLLM's."""
         for event in self.manager.take_events():
-            yield make_known(
-                _Event,
-                keys=list(event.keys),
-                block_hashes=list(event.keys),
-                block_size=self._block_size,
-                medium=_medium(event),
-                removed=event.removed,
-            )
+            for keys, medium, removed in self._media.publish(event):
+                yield make_known(
+                    _Event,
+                    keys=keys,
+                    block_hashes=keys,
+                    block_size=self._block_size,
+                    medium=medium,
+                    removed=removed,
+                )
 
     def reset_cache(self) -> None:
         """Forget every key; vLLM reports no more of what is in flight (VOFF-5)."""
@@ -216,7 +223,3 @@ def _in_prefix_order(keys: Iterable[OffloadKey], req_context: Any) -> list[Offlo
         return (0 if position is None else position), get_offload_group_idx(key)
 
     return sorted(keys, key=place)
-
-
-def _medium(event: OffloadingEvent) -> Any:
-    return event.medium if _Medium is None else _Medium(event.medium)

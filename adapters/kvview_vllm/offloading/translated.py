@@ -2,7 +2,9 @@
 
 - VOFF-1 What the manager answers is translated and nothing else: where a release
   breaks a law, so does this. :mod:`kvview_vllm.offloading` keeps the laws.
-- VOFF-2 Pages are numbers: a load-store spec without ``block_ids`` is refused.
+- VOFF-2 A spec that lists ``block_ids`` names host pages and becomes kvview's. Any other,
+  one that lists keys or files for example, is handed on as it is: only the worker that
+  belongs to the manager reads it.
 
 Source: ``vllm/v1/kv_offload/``, 0.11.0 to 0.33.0; which shape a manager has,
 :mod:`kvview_vllm.releases.capabilities` says.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -19,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from kvview import (
     ConfigError,
     CPULoadStoreSpec,
+    LoadStoreSpec,
     LookupResult,
     OffloadingEvent,
     OffloadKey,
@@ -68,6 +72,7 @@ class TranslatedManager:
     1. A request's calls share one context of vLLM's, from the first that names it
        to ``on_request_finished``; calls without a request id share none.
     2. What a release has no method for does nothing.
+    3. Whoever calls holds ``lock``, but for ``shutdown`` (0.33).
 
     Args:
         manager: A manager of ``vllm.v1.kv_offload``.
@@ -80,6 +85,12 @@ class TranslatedManager:
         self.capabilities = probe_offloading(manager)
         self.manager: Any = manager
         self._contexts: dict[str, Any] = {}
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """The manager's lock, not re-entrant; before 0.33 there is none to hold."""
+        lock: AbstractContextManager[Any] = getattr(self.manager, "lock", nullcontext())
+        return lock
 
     def lookup(self, key: OffloadKey, ctx: ReqContext = NO_REQUEST, /) -> LookupResult:
         """Whether a key is held; before 0.25 a key that is being stored is a MISS."""
@@ -95,9 +106,9 @@ class TranslatedManager:
 
     def prepare_load(
         self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /
-    ) -> CPULoadStoreSpec:
-        """Protect keys, and name their pages."""
-        return _pages(self.manager.prepare_load(keys, *self._request(ctx)))
+    ) -> LoadStoreSpec:
+        """Protect keys, and say where they are (VOFF-2)."""
+        return _translated(self.manager.prepare_load(keys, *self._request(ctx)))
 
     def complete_load(self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /) -> None:
         """End a load."""
@@ -118,7 +129,7 @@ class TranslatedManager:
             stored, evicted = output.block_hashes_to_store, output.block_hashes_evicted
         else:
             stored, evicted = output.keys_to_store, output.evicted_keys
-        return PrepareStoreOutput(stored, _pages(output.store_spec), evicted)
+        return PrepareStoreOutput(stored, _translated(output.store_spec), evicted)
 
     def complete_store(
         self,
@@ -192,14 +203,11 @@ class TranslatedManager:
         return context
 
 
-def _pages(spec: Any) -> CPULoadStoreSpec:
-    if not hasattr(spec, "block_ids"):
-        raise refusal(
-            OFFLOADING_SEAM,
-            f"a {type(spec).__name__} without block_ids",
-            "the CPULoadStoreSpec of a manager of host pages",
-        )
-    return CPULoadStoreSpec([int(page) for page in spec.block_ids])
+def _translated(spec: Any) -> LoadStoreSpec:
+    if hasattr(spec, "block_ids"):
+        return CPULoadStoreSpec([int(page) for page in spec.block_ids])
+    opaque: LoadStoreSpec = spec
+    return opaque
 
 
 def find_class(name: str) -> Any:

@@ -59,8 +59,8 @@ class CPUOffloadingManager:
         self,
         num_blocks: int,
         cache_policy: str = "lru",
-        *,
         enable_events: bool = False,
+        *,
         store_threshold: int = 1,
         max_tracked_keys: int = 64_000,
     ) -> None:
@@ -279,7 +279,7 @@ class CPUOffloadingManager:
 
 def _not_in_flight(key: OffloadKey, direction: str) -> TransferNotInFlightError:
     return TransferNotInFlightError(
-        f"no {direction} of key {key.hex()} is in flight; complete each transfer once"
+        f"OFF-9: no {direction} of key {key.hex()} is in flight; complete each transfer once"
     )
 
 

@@ -295,4 +295,4 @@ def policy_factory(name: str) -> PolicyFactory:
         return _FACTORIES[name]
     except (KeyError, TypeError):
         known = ", ".join(sorted(_FACTORIES))
-        raise ConfigError(f"unknown cache policy {name!r}; known: {known}") from None
+        raise ConfigError(f"OFF-7: unknown cache policy {name!r}; known: {known}") from None

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvview import ConfigError, TransferResult
+from kvview import ComputeStream, ConfigError, TransferResult
 from kvview_reference.transfer.pages import Ids, Job, failed
 
 STORE, LOAD = 0, 1
@@ -78,9 +78,9 @@ class _Launched:
 class StreamCopier:
     """Runs stores on one stream and loads on another.
 
-    1. A job starts after what the caller's stream holds at submission: a store reads
-       what compute wrote, and a load must not be overtaken by earlier writes to its
-       blocks (zeroing).
+    1. A job starts after what the compute stream holds at submission (XFER-6): a store
+       reads what compute wrote, and a load must not be overtaken by earlier writes to
+       its blocks (zeroing).
     2. Jobs of one direction run in order. A job waits for the last job of the other
        direction that touches one of its pages, and so for those before it (XFER-3).
     3. Pages are told apart by block: two groups with one block id in different
@@ -90,13 +90,21 @@ class StreamCopier:
         driver: The device.
         host: The host tier, shape ``(rows, row_bytes)``; pinned here.
         num_gpu_blocks: Block ids of the KV cache are below this.
+        compute_stream: What jobs come after; None for the caller's current stream.
 
     Raises:
         ConfigError: The host tier cannot be pinned.
     """
 
-    def __init__(self, driver: Driver, host: npt.NDArray[np.uint8], num_gpu_blocks: int) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        host: npt.NDArray[np.uint8],
+        num_gpu_blocks: int,
+        compute_stream: ComputeStream | None = None,
+    ) -> None:
         self._driver = driver
+        self._compute_stream = compute_stream
         self._host = host
         driver.pin(host)
         self._streams = (driver.stream(), driver.stream())
@@ -112,7 +120,10 @@ class StreamCopier:
         stream = self._streams[direction]
         driver = self._driver
         self._count += 1
-        driver.wait_event(stream, driver.record(driver.compute_stream()))
+        if self._compute_stream is not None:
+            driver.wait_event(stream, self._compute_stream.record_event())
+        else:
+            driver.wait_event(stream, driver.record(driver.compute_stream()))
         last = 0
         for _, gpu_blocks, host_rows in job.moves:
             for numbers, ids in ((self._gpu_jobs, gpu_blocks), (self._host_jobs, host_rows)):
