@@ -23,7 +23,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from copy import copy
+from typing import TYPE_CHECKING, Self
 
 from kvview import (
     AllBlocksCleared,
@@ -33,16 +34,14 @@ from kvview import (
     ConfigError,
     GPUBlockPoolView,
     GPUEvent,
-    KVViewError,
     NoFreeBlocksError,
     OffloadKey,
-    UnknownBlockError,
-    ViewClosedError,
     get_offload_block_hash,
     get_offload_group_idx,
     make_offload_key,
     require_offload_key,
 )
+from kvview.guard.ledger import Account, Ledger, LedgerView, check_block_ids, ledger_of
 
 NULL_BLOCK_ID = 0
 _MAX_STALE_SHARE = 8  # stale entries per block before they are dropped
@@ -225,12 +224,7 @@ class BlockPool:
 
     def check_block_ids(self, block_ids: Iterable[object]) -> None:
         """Raise ``UnknownBlockError`` unless each is an int that names a block (POOL-4)."""
-        for block_id in block_ids:
-            if type(block_id) is not int or not 0 <= block_id < self.num_blocks:
-                raise UnknownBlockError(
-                    f"POOL-4: {block_id!r} ({type(block_id).__name__}) is no block of this pool; "
-                    f"block ids are ints from 0 to {self.num_blocks - 1}"
-                )
+        check_block_ids(block_ids, self.num_blocks)
 
     def free_block_ids(self) -> list[int]:
         """The whole free queue at once, next victim first."""
@@ -510,7 +504,7 @@ def _walk_free_block_ids_with_hash(open_pool: OpenPool) -> Iterator[tuple[int, O
 
 
 class BlockPoolView:
-    """The view of one owner over a :class:`BlockPool`, with a ledger of its holds.
+    """The view of one owner over a :class:`BlockPool`, with an account in its ledger.
 
     Keeps every law of :mod:`kvview.pool`, where its methods are described, and
     answers every optional query.
@@ -520,57 +514,25 @@ class BlockPoolView:
         self.owner = owner
         self.num_blocks = pool.num_blocks  # facts, which a closed view still tells
         self.null_block_id = NULL_BLOCK_ID
-        self._pool: BlockPool | None = pool
-        self._held: dict[int, int] = {}
+        self._pool = pool
+        ledger = ledger_of(pool, lambda: Ledger(list(range(pool.num_blocks)), NULL_BLOCK_ID))
+        self.account = Account(ledger, owner, pool.touch_blocks, pool.free_blocks)
+
+    def open_view(self, owner: str, max_blocks: int | None = None) -> Self:
+        """The same view for another owner, with an account under this one's."""
+        view = copy(self)
+        view.owner, view.account = owner, self.account.open(owner, max_blocks)
+        return view
 
     def _open_pool(self) -> BlockPool:
-        if self._pool is None:
-            raise ViewClosedError(
-                f"POOL-10: the view of {self.owner!r} was closed; ask the engine for a new one"
-            )
+        self.account.check_open()
         return self._pool
 
     def touch_blocks(self, block_ids: Sequence[int]) -> None:
-        pool = self._pool or self._open_pool()
-        block_ids = list(block_ids)
-        for block_id in block_ids:
-            if type(block_id) is not int:
-                pool.check_block_ids(block_ids)
-        pool.touch_blocks(block_ids)
-        self._hold(block_ids)
+        self.account.touch(block_ids)
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
-        pool = self._pool or self._open_pool()
-        block_ids = list(block_ids)
-        held = self._held
-        for number, block_id in enumerate(block_ids):
-            if type(block_id) is int:
-                if block_id in held:
-                    if (count := held[block_id]) == 1:
-                        del held[block_id]
-                    else:
-                        held[block_id] = count - 1
-                    continue
-                if block_id == NULL_BLOCK_ID:
-                    continue
-            self._hold(block_ids[:number])
-            pool.check_block_ids(block_ids)
-            raise BlockNotHeldError(
-                f"POOL-4: the view of {self.owner!r} frees block {block_id} too often"
-            )
-        try:
-            pool.free_blocks(block_ids)
-        except KVViewError:  # the engine gave back what this view holds
-            self._hold(block_ids)
-            raise
-
-    def _hold(self, block_ids: list[int]) -> None:
-        held = self._held
-        for block_id in block_ids:
-            if block_id in held:
-                held[block_id] += 1
-            elif block_id != NULL_BLOCK_ID:
-                held[block_id] = 1
+        self.account.free(block_ids)
 
     def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         return _walk_free_block_ids_with_hash(self._open_pool)
@@ -592,15 +554,14 @@ class BlockPoolView:
 
     def held_blocks(self) -> Mapping[int, int]:
         self._open_pool()
-        return dict(self._held)
+        return self.account.held_blocks()
 
     def close(self) -> Mapping[int, int]:
-        for walk in self._pool._walks if self._pool else ():
+        for walk in self._pool._walks:
             walk.entries.clear()  # so that it asks for the pool again
-        self._pool = None
-        still_held, self._held = self._held, {}
-        return still_held
+        return self.account.close()
 
 
 if TYPE_CHECKING:
     _: type[GPUBlockPoolView] = BlockPoolView
+    _ledger: type[LedgerView] = BlockPoolView

@@ -152,7 +152,7 @@ def test_pool_10_after_close_everything_raises_and_what_was_held_is_told(pool: B
         lambda: next(walk),
         guard.held_blocks,
         guard.release_expired,
-        lambda: guard.num_free_blocks(),  # type: ignore[attr-defined]
+        lambda: guard.num_free_blocks(),
     )
     for call in calls:
         with pytest.raises(ViewClosedError, match="POOL-10"):
