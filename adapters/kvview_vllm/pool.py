@@ -2,9 +2,9 @@
 
 How the laws of :mod:`kvview.pool` are kept over a pool that checks nothing:
 
-1. An account in the pool's ledger (:mod:`kvview.guard.ledger`) checks ids, counts
-   the view's own references and looks blocks up in the list taken at bind; a
-   ``KVCacheBlock`` goes nowhere else and nothing of it is ever written.
+1. The pool's ledger (:mod:`kvview.guard.ledger`) checks ids, counts the view's own
+   references and looks blocks up in the list taken at bind; a ``KVCacheBlock`` goes
+   nowhere else and nothing of it is ever written (POOL-3, POOL-4).
 2. The null block is never passed on: older releases count references on it.
 3. A block that leaves the free queue loses its links, so a walk reads some blocks
    ahead and checks each again when it yields it (:class:`_Walk`).
@@ -16,9 +16,8 @@ differs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import copy
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvview import (
     GPUBlockPoolView,
@@ -27,7 +26,7 @@ from kvview import (
     get_offload_group_idx,
     require_offload_key,
 )
-from kvview.guard.ledger import Account, Ledger, LedgerView, check_block_ids, ledger_of
+from kvview.guard.ledger import Ledger, LedgerView, check_block_ids, ledger_of
 from kvview_vllm.releases.probes import probe_pool
 
 NULL_BLOCK_ID = 0
@@ -49,7 +48,7 @@ def view(block_pool: Any, *, owner: str = "connector") -> VLLMBlockPoolView:
     return VLLMBlockPoolView(block_pool, probe_pool(block_pool), owner)
 
 
-class VLLMBlockPoolView:
+class VLLMBlockPoolView(LedgerView):
     """The view of one owner over a real pool, with a ledger of its holds.
 
     1. Keeps every law of :mod:`kvview.pool` and every optional query.
@@ -63,44 +62,20 @@ class VLLMBlockPoolView:
     """
 
     def __init__(self, block_pool: Any, capabilities: frozenset[str], owner: str) -> None:
-        self.owner = owner
+        touch = block_pool.touch
+        if "touch_nested" in capabilities:
+            # Up to 0.13 touch takes one list per KV-cache group.
+            touch = lambda blocks: block_pool.touch((blocks,))  # noqa: E731
+        ledger = ledger_of(block_pool, lambda: Ledger(block_pool.blocks, NULL_BLOCK_ID))
+        super().__init__(ledger, owner, touch, block_pool.free_blocks)
         self.capabilities = capabilities
         self.num_blocks = len(block_pool.blocks)  # facts, which a closed view still tells
         self.null_block_id = NULL_BLOCK_ID
         self._pool: Any = block_pool
         self._blocks: list[Any] = block_pool.blocks
-        self._walks: list[_Walk] = []
-        touch = block_pool.touch
-        if "touch_nested" in capabilities:
-            # Up to 0.13 touch takes one list per KV-cache group.
-            touch = lambda blocks: block_pool.touch((blocks,))  # noqa: E731
-        self._touch = touch
-        ledger = ledger_of(block_pool, lambda: Ledger(block_pool.blocks, NULL_BLOCK_ID))
-        self.account = Account(ledger, owner, self._touch_found, block_pool.free_blocks)
-
-    def open_view(self, owner: str, max_blocks: int | None = None) -> Self:
-        """The same view for another owner, with an account under this one's."""
-        view = copy(self)  # one list of walks: each steps aside for the touches of all
-        view.owner, view.account = owner, self.account.open(owner, max_blocks)
-        return view
-
-    # --- references ---
-
-    def touch_blocks(self, block_ids: Sequence[int]) -> None:
-        """Take one reference on each block named, once per occurrence."""
-        self.account.touch(block_ids)
-
-    def free_blocks(self, block_ids: Sequence[int]) -> None:
-        """Give back one reference on each block named, once per occurrence."""
-        self.account.free(block_ids)
-
-    def _touch_found(self, blocks: list[Any]) -> None:
-        for walk in self._walks:
-            walk.before_touch(blocks)
-        self._touch(blocks)
 
     def _open_pool(self) -> Any:
-        self.account.check_open()
+        self.check_open()
         return self._pool
 
     # --- walks over the free queue ---
@@ -131,11 +106,11 @@ class VLLMBlockPoolView:
 
     def _walk(self, *, hashed_only: bool) -> Iterator[Any]:
         walk = _Walk(self._open_pool().free_block_queue, self.capabilities, hashed_only)
-        self._walks.append(walk)
+        self.before_touch.append(walk.before_touch)
         try:
             yield from walk.blocks()
         finally:
-            self._walks.remove(walk)
+            self.before_touch.remove(walk.before_touch)
 
     # --- queries ---
 
@@ -175,15 +150,6 @@ class VLLMBlockPoolView:
             get_offload_block_hash(key), [get_offload_group_idx(key)]
         )
         return int(found[0].block_id) if found else None
-
-    def held_blocks(self) -> Mapping[int, int]:
-        """References held through this view, ``{block_id: count}``; costs O(pool)."""
-        self._open_pool()
-        return self.account.held_blocks()
-
-    def close(self) -> Mapping[int, int]:
-        """Close the view and report what it still held."""
-        return self.account.close()
 
 
 class _Walk:
@@ -285,4 +251,3 @@ def _is_queued(block: Any) -> bool:
 
 if TYPE_CHECKING:
     _: type[GPUBlockPoolView] = VLLMBlockPoolView
-    _ledger: type[LedgerView] = VLLMBlockPoolView

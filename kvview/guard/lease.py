@@ -101,7 +101,7 @@ class GuardedLease(NotCopyable):
     @property
     def is_active(self) -> bool:
         """False once it was released, expired, or the view was closed."""
-        return self._hold.is_active and self._guard.account.is_open
+        return self._hold.is_active and self._guard.is_open
 
     def renew(self, ttl: float) -> None:
         """Move the deadline to ``ttl`` seconds from now.

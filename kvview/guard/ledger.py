@@ -1,12 +1,12 @@
 """The ledger: the one place where ids are checked, references counted and calls undone.
 
-A pool has one :class:`Ledger`, and everyone who holds blocks of it an :class:`Account`.
-Accounts form a tree: a view's, under it those of the guards over that view, under
-each the one of its leases. A reference stands in one account only, so that nobody
-gives back what another holds, and nothing is counted twice.
+A pool has one :class:`Ledger`; who holds blocks of it has a :class:`LedgerView`. These
+form a tree: a view, under it those that guards opened from it, under each the one of
+its leases. A reference stands in one of them only, so that nobody gives back what
+another holds, and nothing is counted twice.
 
-``BlockPoolView`` of the reference, ``VLLMBlockPoolView`` and, over a view that counts
-nothing itself, :class:`CountedView` use it.
+The views of the reference and of the vLLM adapter are such views; :class:`CheckedView`
+makes one of a view that does not check.
 
 Source: vLLM issue #42571 (a block that one call names twice was queued twice), #42085.
 """
@@ -14,11 +14,10 @@ Source: vLLM issue #42571 (a block that one call names twice was queued twice), 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NoReturn, Protocol, Self, SupportsIndex
+from typing import Any, NoReturn, Self, SupportsIndex
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 from kvview.errors import (
@@ -79,7 +78,7 @@ class _AnyId:
 
 
 class Ledger:
-    """What the accounts of one pool share.
+    """What the views of one pool share.
 
     Args:
         blocks: What the engine calls each block, by id; None if by an id of any size.
@@ -90,21 +89,22 @@ class Ledger:
         self.blocks = _AnyId() if blocks is None else blocks
         self.num_blocks = None if blocks is None else len(blocks)
         self.null_block_id = null_block_id
-        self.accounts: WeakSet[Account] = WeakSet()
-        # For budgets, and kept only where there is one: accounts that hold each block.
+        self.views: WeakSet[LedgerView] = WeakSet()
+        # For budgets, and kept only where there is one: how many views hold each block.
         self.num_holders: list[int] | None = None
         self.num_pinned = 0
+        self.pool: Callable[[], object | None] = lambda: self  # or a weak reference
 
     def count_holders(self) -> None:
-        """Know from now on how many blocks all accounts together hold."""
+        """Know from now on how many blocks all views together hold."""
         if self.num_holders is None and self.num_blocks is not None:
             self.num_holders = [0] * self.num_blocks
-            for account in self.accounts:
-                for block_id, _, _ in account.references():
+            for view in self.views:
+                for block_id, _, _ in view.references():
                     self.add_holder(block_id, 1)
 
     def add_holder(self, block_id: int, step: int) -> None:
-        """Count one account more, or one less, that holds a block."""
+        """Count one view more, or one less, that holds a block."""
         if self.num_holders is not None:
             before = self.num_holders[block_id]
             self.num_holders[block_id] = before + step
@@ -122,6 +122,7 @@ def ledger_of(pool: object, make: Callable[[], Ledger]) -> Ledger:
         if ledger is None:
             ledger = make()
             _LEDGERS[pool] = ref(ledger)
+            ledger.pool = ref(pool)
     except TypeError:  # no weak references, or no hash: each view has a ledger of its own
         ledger = make()
     return ledger
@@ -137,85 +138,84 @@ class NotCopyable:
         )
 
 
-class Account(NotCopyable):
-    """What one owner holds.
+class LedgerView(NotCopyable):
+    """A view that checks, counts in the pool's ledger, and only then tells the engine.
 
-    1. A call that raises, whoever raises, leaves the account as it was (POOL-3).
+    1. A call that raises, whoever raises, has changed nothing (POOL-3).
     2. What reaches the engine is checked, without the null block, and held.
     3. A block that one call gives back several times reaches the engine so that its
        last mention goes alone: releases up to vLLM 0.23 queue each (POOL-2).
+    4. Who subclasses it brings the walks and queries, and asks :meth:`check_open`.
 
     Args:
         ledger: The pool's.
         owner: Named in errors and reports.
         touch: Takes a reference on each block, all or nothing.
         free: Gives a reference back on each block.
-        parent: The account of the view or guard under it.
-        max_blocks: How many blocks the pool's accounts together may hold after a touch
-            through this one; None for its parent's limit.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        owner: str,
-        touch: Move,
-        free: Move,
-        *,
-        parent: Account | None = None,
-        max_blocks: int | None = None,
-    ) -> None:
+    def __init__(self, ledger: Ledger, owner: str, touch: Move, free: Move) -> None:
         self.ledger = ledger
+        self.max_blocks: int | None = None
+        self.stamp: Callable[[], Stamp] | None = None
+        self.stats: GuardStats | None = None
+        self.before_touch: list[Move] = []  # who hears of blocks before they are taken
+        self._touch, self._free = touch, free
+        self._open_account(owner, None)
+
+    def _open_account(self, owner: str, parent: LedgerView | None) -> None:
         self.owner = owner
         self.is_open = True
-        self.parent = parent
-        self.stamp: Callable[[], Stamp] | None = None if parent is None else parent.stamp
-        self.stats = GuardStats()
-        self.children: list[Account] = []
-        limits = [max_blocks, None if parent is None else parent.max_blocks]
-        self.max_blocks: int | None = min((limit for limit in limits if limit is not None), default=None)
-        self._touch: Move = touch
-        self._free: Move = free
+        self._parent = parent
+        self._children: list[LedgerView] = []
         # By block id: references, and the stamp of the first. Lists where the size is
-        # known: dicts cost a third more. The null block has -1, which no test of the
-        # loops has to ask for as long as blocks are real (benchmarks/guard.py).
-        size, null = ledger.num_blocks, ledger.null_block_id
+        # known: dicts cost a third more. The null block has -1, which the loops meet
+        # only after they have asked for what most blocks are (benchmarks/guard.py).
+        size, null = self.ledger.num_blocks, self.ledger.null_block_id
         self._held: list[int] | dict[int, int]
         self._since: list[Stamp | None] | dict[int, Stamp | None]
         self._held = defaultdict(int) if size is None else [0] * size
         self._since = {} if size is None else [None] * size
         if size is None or 0 <= null < size:
             self._held[null] = -1
-        self._last_held = self._held  # what a closed account still tells
-        if self.max_blocks is not None:
-            ledger.count_holders()
-        ledger.accounts.add(self)
-        if parent is not None:
-            parent.children.append(self)
+        self._last_held = self._held  # what a closed view still tells
+        self.ledger.views.add(self)
 
-    def open(self, owner: str, max_blocks: int | None = None) -> Account:
-        """An account under this one, which it closes with itself."""
+    def open_view(self, owner: str, max_blocks: int | None = None) -> Self:
+        """The same view for another owner, who holds apart; closed together with this one.
+
+        Args:
+            owner: Named in errors and reports.
+            max_blocks: How many blocks of the pool may be held, through any view, after
+                a touch through this one; what the views under it allow at most.
+        """
         self.check_open()
-        return Account(
-            self.ledger, owner, self._touch, self._free, parent=self, max_blocks=max_blocks
-        )
+        view = object.__new__(type(self))
+        vars(view).update(vars(self))
+        view._open_account(owner, self)
+        self._children.append(view)
+        if max_blocks is not None:
+            view.max_blocks = min(max_blocks, self.max_blocks or max_blocks)
+            self.ledger.count_holders()
+        return view
 
     # --- references ---
 
-    def touch(self, block_ids: Sequence[int]) -> None:
+    def touch_blocks(self, block_ids: Sequence[int]) -> None:
         """Take one reference on each block named, once per occurrence.
 
         Raises:
             UnknownBlockError: An id is no block of this pool.
-            PinBudgetExceeded: The pool's accounts would hold more than ``max_blocks``.
-            ViewClosedError: The account was closed.
+            PinBudgetExceeded: More than ``max_blocks`` blocks of the pool would be held.
+            ViewClosedError: The view was closed.
         """
         # One loop that checks, counts and looks up; sets, Counter and itemgetter cost
         # more for small batches and as much for large ones (benchmarks/guard.py).
-        ledger, held, since = self.ledger, self._held, self._since
+        ledger, held, since, stats = self.ledger, self._held, self._since, self.stats
         blocks, num_holders = ledger.blocks, ledger.num_holders
         stamp = None if self.stamp is None else self.stamp()
-        block_ids = list(block_ids)
+        if type(block_ids) is not list:
+            block_ids = list(block_ids)
         found: list[Any] = []
         num_new = 0
         try:
@@ -224,7 +224,8 @@ class Account(NotCopyable):
                     raise IndexError
                 if not (count := held[block_id]):
                     held[block_id] = 1
-                    since[block_id] = stamp
+                    if stamp is not None:
+                        since[block_id] = stamp
                     if num_holders is not None:
                         if not num_holders[block_id]:
                             num_new += 1
@@ -238,37 +239,40 @@ class Account(NotCopyable):
             ledger.num_pinned += num_new
             self._undo(block_ids, len(found), -1)
             raise self._refusal(block_ids) from None
-        ledger.num_pinned += num_new
         try:
-            if num_new and self.num_pinnable_blocks() < 0:
-                raise self._over_budget()
+            if num_new:
+                ledger.num_pinned += num_new
+                self._check_budget()
             if found:
+                for hear in self.before_touch:
+                    hear(found)
                 self._touch(found)
             else:
                 self.check_open()
         except BaseException:
             self._undo(block_ids, len(found), -1)
             raise
-        stats = self.stats
-        stats.touched += len(found)
-        if stats.touched - stats.freed > stats.peak_held:
-            stats.peak_held = stats.touched - stats.freed
+        if stats is not None:
+            stats.touched += len(found)
+            if stats.touched - stats.freed > stats.peak_held:
+                stats.peak_held = stats.touched - stats.freed
 
-    def free(self, block_ids: Sequence[int], move: Move | None = None) -> None:
+    def free_blocks(self, block_ids: Sequence[int]) -> None:
         """Give back one reference on each block named, once per occurrence.
-
-        Args:
-            block_ids: Blocks in eviction order: the first is evicted first.
-            move: How the engine takes them, if not as ``free`` does.
 
         Raises:
             UnknownBlockError: An id is no block of this pool.
-            BlockNotHeldError: More than this account holds.
-            ViewClosedError: The account was closed.
+            BlockNotHeldError: More frees than this view holds.
+            ViewClosedError: The view was closed.
         """
+        self.free_with(self._free, block_ids)
+
+    def free_with(self, move: Move, block_ids: Sequence[int]) -> None:
+        """Give back as ``free_blocks`` does, to an engine that takes it with ``move``."""
         ledger, held = self.ledger, self._held
         blocks, num_holders = ledger.blocks, ledger.num_holders
-        block_ids = list(block_ids)
+        if type(block_ids) is not list:
+            block_ids = list(block_ids)
         found: list[Any] = []
         may_repeat = False
         num_gone = 0
@@ -299,15 +303,16 @@ class Account(NotCopyable):
             if not found:
                 self.check_open()
             elif may_repeat:
-                self._free_repeated(block_ids, move or self._free)
+                self._free_repeated(move, block_ids)
             else:
-                (move or self._free)(found)
+                move(found)
         except BaseException:
             self._undo(block_ids, len(found), 1)
             raise
-        self.stats.freed += len(found)
+        if self.stats is not None:
+            self.stats.freed += len(found)
 
-    def _free_repeated(self, block_ids: list[int], move: Move) -> None:
+    def _free_repeated(self, move: Move, block_ids: list[int]) -> None:
         """Surplus mentions go first, none of them the last; then the last ones (POOL-11)."""
         blocks, null = self.ledger.blocks, self.ledger.null_block_id
         last = dict.fromkeys(reversed(block_ids))
@@ -338,7 +343,7 @@ class Account(NotCopyable):
     def check_open(self) -> None:
         """Raise ``ViewClosedError`` after :meth:`close` (POOL-10)."""
         if not self.is_open:
-            self.stats.refused += 1
+            self.count_refused()
             raise ViewClosedError(
                 f"POOL-10: the view of {self.owner!r} was closed; ask the engine for a new one"
             )
@@ -347,7 +352,7 @@ class Account(NotCopyable):
         """Why a call was refused."""
         try:
             self.check_open()
-            self.stats.refused += 1
+            self.count_refused()
             check_block_ids(block_ids, self.ledger.num_blocks)
         except KVViewError as error:
             return error
@@ -355,64 +360,74 @@ class Account(NotCopyable):
             held = self._held[block_id]
             if block_id != self.ledger.null_block_id and freed > held:
                 break
-        others = self.held_blocks().get(block_id, 0) - held
+        others = self._references().get(block_id, 0) - held
         return BlockNotHeldError(
             f"POOL-4: {self.owner!r} frees block {block_id} {freed}x and holds it {held}x"
             + (f", beside {others} leased or held by a guard over it" if others else "")
         )
 
-    def num_pinnable_blocks(self) -> int:
-        """Blocks that no account holds and this one may; negative: too many are held."""
-        return 0 if self.max_blocks is None else self.max_blocks - self.ledger.num_pinned
+    def count_refused(self) -> None:
+        """Count a call that raises."""
+        if self.stats is not None:
+            self.stats.refused += 1
 
-    def _over_budget(self) -> PinBudgetExceeded:
-        self.stats.refused += 1
-        return PinBudgetExceeded(
-            f"GUARD-5: with this hold of {self.owner!r} {self.ledger.num_pinned} blocks would be "
-            f"held of the pool, the budget is {self.max_blocks} of {self.ledger.num_blocks}: "
-            f"ask num_pinnable_blocks, free some first, or store later"
-        )
+    def _check_budget(self) -> None:
+        ledger = self.ledger
+        if self.max_blocks is not None and ledger.num_pinned > self.max_blocks:
+            self.count_refused()
+            raise PinBudgetExceeded(
+                f"GUARD-5: with this hold of {self.owner!r} {ledger.num_pinned} blocks of the "
+                f"pool would be held, the budget is {self.max_blocks} of {ledger.num_blocks}: "
+                f"ask num_pinnable_blocks, free some first, or store later"
+            )
 
     # --- reports ---
 
     def references(self) -> Iterator[tuple[int, int, Stamp | None]]:
-        """``(block_id, references, stamp)`` of each block that this account alone holds."""
+        """``(block_id, references, stamp)`` of each block held, without what others hold."""
         held = self._last_held
         pairs = list(held.items()) if isinstance(held, dict) else enumerate(held)
         for block_id, count in pairs:
             if count > 0:
                 yield block_id, count, self._since[block_id]
 
-    def tree(self) -> Iterator[Account]:
-        """This account and all under it."""
+    def tree(self) -> Iterator[LedgerView]:
+        """This view and all that were opened from it."""
         yield self
-        for child in self.children:
+        for child in self._children:
             yield from child.tree()
 
-    def held_blocks(self) -> dict[int, int]:
-        """References of this account and all under it, ``{block_id: count}``; costs O(pool)."""
+    def _references(self) -> dict[int, int]:
         held: dict[int, int] = {}
-        for account in self.tree():
-            for block_id, count, _ in account.references():
+        for view in self.tree():
+            for block_id, count, _ in view.references():
                 held[block_id] = held.get(block_id, 0) + count
         return held
 
-    def close(self) -> dict[int, int]:
-        """Close it and all under it, and report what they held (POOL-10)."""
+    def held_blocks(self) -> Mapping[int, int]:
+        """References of this view and all opened from it, ``{block_id: count}``.
+
+        Costs O(pool).
+        """
+        self.check_open()
+        return self._references()
+
+    def close(self) -> Mapping[int, int]:
+        """Close it and all opened from it, and report what they held (POOL-10)."""
         if not self.is_open:
             return {}
-        still_held = self.held_blocks()
-        for account in self.tree():
-            if account.is_open:
-                account._shut()
-        if self.parent is not None and not still_held:
-            self.parent.children.remove(self)
+        still_held = self._references()
+        for view in self.tree():
+            if view.is_open:
+                view._shut()
+        if self._parent is not None and not still_held:
+            self._parent._children.remove(self)
         return still_held
 
     def _shut(self) -> None:
         for block_id, _, _ in self.references():
             self.ledger.add_holder(block_id, -1)
-        self.ledger.accounts.discard(self)
+        self.ledger.views.discard(self)
         self.is_open = False
         self._held = []  # no id passes from here on
         self._touch = self._free = _closed
@@ -422,24 +437,11 @@ def _closed(blocks: list[Any]) -> None:
     raise ViewClosedError("POOL-10: the view was closed; ask the engine for a new one")
 
 
-class LedgerView(GPUBlockPoolView, Protocol):
-    """A view that counts in a ledger, and opens others beside it in the same one."""
-
-    @property
-    def account(self) -> Account:
-        """What is held through this view, and through those opened from it."""
-        ...
-
-    def open_view(self, owner: str, max_blocks: int | None = None) -> LedgerView:
-        """The same view with an account of its own, under this one's."""
-        ...
-
-
-class CountedView:
-    """A view that keeps a ledger over one that does not check or count.
+class CheckedView(LedgerView):
+    """A view that keeps a ledger over one that need not check or count anything.
 
     Args:
-        view: The view below.
+        view: The view below; two of it share one ledger.
         owner: Named in errors and reports.
     """
 
@@ -448,30 +450,16 @@ class CountedView:
         null: int = getattr(view, "null_block_id", 0)
         ids = None if size is None else list(range(size))
         ledger = ledger_of(view, lambda: Ledger(ids, null))
-        self.account = Account(ledger, owner, view.touch_blocks, view.free_blocks)
+        super().__init__(ledger, owner, view.touch_blocks, view.free_blocks)
         self._view: Any = view
 
-    def open_view(self, owner: str, max_blocks: int | None = None) -> Self:
-        view = copy(self)
-        view.account = self.account.open(owner, max_blocks)
-        return view
-
-    def touch_blocks(self, block_ids: Sequence[int]) -> None:
-        self.account.touch(block_ids)
-
-    def free_blocks(self, block_ids: Sequence[int]) -> None:
-        self.account.free(block_ids)
-
     def give_back_blocks(self, block_ids: Sequence[int]) -> None:
-        self.account.free(block_ids, self._view.give_back_blocks)
+        """As ``free_blocks``, to the head of the queue, if the view below can."""
+        self.free_with(self._view.give_back_blocks, block_ids)
 
     def free_blocks_with_notice(
         self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
     ) -> None:
-        self.account.free(
-            block_ids, lambda blocks: self._view.free_blocks_with_notice(blocks, on_reuse)
-        )
-
-    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, Any]]:
-        found: Iterator[tuple[int, Any]] = self._view.iter_free_block_ids_with_hash()
-        return found
+        """As ``free_blocks``, and hear of each block once, if the view below can."""
+        tell = self._view.free_blocks_with_notice
+        self.free_with(lambda blocks: tell(blocks, on_reuse), block_ids)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvview.guard.ledger import Account
+from kvview.guard.ledger import LedgerView
 from kvview.keys import OffloadKey
 from kvview.pool import FreeBlockWalk
 
@@ -29,11 +29,10 @@ class GuardedQueries:
     tells at run time which of them the view below has.
     """
 
-    account: Account
     num_blocks: int
     null_block_id: int
     _below: Any  # the view that was guarded
-    _view: Any  # the same with the guard's account
+    _view: LedgerView  # the same, for what the guard holds
 
     if TYPE_CHECKING:
 
@@ -52,12 +51,12 @@ class GuardedQueries:
     def _offer_queries(self) -> None:
         # On the instance, because isinstance looks at the class too.
         names = [name for name in _QUERIES if hasattr(self._below, name)]
-        if self.account.max_blocks is not None or hasattr(self._below, "num_pinnable_blocks"):
+        if self._view.max_blocks is not None or hasattr(self._below, "num_pinnable_blocks"):
             names.append("num_pinnable_blocks")
         for name in names:
             query = getattr(self, f"_{name}", None) or partial(self._query, name)
             setattr(self, name, query)
-        ledger = self.account.ledger
+        ledger = self._view.ledger
         if ledger.num_blocks is not None:
             self.num_blocks, self.null_block_id = ledger.num_blocks, ledger.null_block_id
 
@@ -72,30 +71,32 @@ class GuardedQueries:
     def _iter_free_block_ids(self) -> Iterator[int]:
         self._enter()
         for block_id in self._below.iter_free_block_ids():
-            if block_id != self.account.ledger.null_block_id:
+            if block_id != self._view.ledger.null_block_id:
                 yield block_id
                 self._enter()
 
     def _walk_free_blocks(self) -> FreeBlockWalk:
         self._enter()
-        null = self.account.ledger.null_block_id
+        null = self._view.ledger.null_block_id
         return _GuardedWalk(self._below.walk_free_blocks(), self._enter, null)
 
     def _give_back_blocks(self, block_ids: Sequence[int]) -> None:
         self._enter()
-        self._view.give_back_blocks(block_ids)
+        view: Any = self._view
+        view.give_back_blocks(block_ids)
 
     def _free_blocks_with_notice(
         self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
     ) -> None:
         self._enter()
-        self._view.free_blocks_with_notice(block_ids, on_reuse)
+        view: Any = self._view
+        view.free_blocks_with_notice(block_ids, on_reuse)
 
     def _num_pinnable_blocks(self) -> int:
         self._enter()
         allowed = []
-        if self.account.max_blocks is not None:
-            allowed.append(self.account.num_pinnable_blocks())
+        if self._view.max_blocks is not None:
+            allowed.append(self._view.max_blocks - self._view.ledger.num_pinned)
         if hasattr(self._below, "num_pinnable_blocks"):
             allowed.append(self._below.num_pinnable_blocks())
         return max(0, min(allowed))

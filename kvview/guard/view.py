@@ -47,7 +47,7 @@ from weakref import WeakSet
 from kvview.errors import ConfigError, StaleBlockError, WrongThreadError
 from kvview.guard.lease import GuardedLease, Hold, Leak
 from kvview.guard.ledger import (
-    CountedView,
+    CheckedView,
     GuardStats,
     LedgerView,
     NotCopyable,
@@ -68,13 +68,11 @@ _guards: WeakSet[GuardedView] = WeakSet()
 
 
 def _open_view(view: GPUBlockPoolView, owner: str, max_blocks: int | None) -> LedgerView:
-    """An account over a view, in the view's own ledger if it keeps one."""
-    # Asked of the class: one that passes every attribute on answers for itself alone.
-    if not hasattr(type(view), "open_view"):
-        view = CountedView(view, owner)
-    below: Any = view
-    opened: LedgerView = below.open_view(owner, max_blocks)
-    return opened
+    """A view of its own for a guard, in the ledger of the view below if that has one."""
+    if isinstance(view, GuardedView):
+        return view.open_view(owner, max_blocks)
+    below = view if isinstance(view, LedgerView) else CheckedView(view, owner)
+    return below.open_view(owner, max_blocks)
 
 
 class GuardedView(GuardedQueries, NotCopyable):
@@ -123,12 +121,12 @@ class GuardedView(GuardedQueries, NotCopyable):
         self._below: Any = view
         self._trace = trace
         self._thread: int | None = get_ident()
-        self._view: Any = _open_view(view, owner, max_blocks)
-        self.account = self._view.account
-        self.account.stamp = self._stamp if trace else clock
-        self.stats: GuardStats = self.account.stats
-        self._lease_view: Any = None
-        self._null = self.account.ledger.null_block_id
+        self.stats = GuardStats()
+        self._view = _open_view(view, owner, max_blocks)
+        self._view.stamp = self._stamp if trace else clock
+        self._view.stats = self.stats
+        self._lease_view: LedgerView | None = None
+        self._null = self._view.ledger.null_block_id
         self._offer_queries()
         self._holds: set[Hold] = set()  # of leases, until their blocks are back
         self.deadlines: list[tuple[float, int, Hold]] = []  # a heap; empty: none can expire
@@ -159,10 +157,9 @@ class GuardedView(GuardedQueries, NotCopyable):
                 self._enter()
 
     def open_view(self, owner: str, max_blocks: int | None = None) -> LedgerView:
-        """A view with an account of its own under this guard's, for a guard over this one."""
+        """The view under this guard for another owner, as a guard over this one needs it."""
         self._enter()
-        view: LedgerView = self._view.open_view(owner, max_blocks)
-        return view
+        return self._view.open_view(owner, max_blocks)
 
     # --- leases ---
 
@@ -197,12 +194,11 @@ class GuardedView(GuardedQueries, NotCopyable):
             _check_ttl(ttl)
         block_ids = list(block_ids)
         if expected_keys is not None:
-            check_block_ids(block_ids, self.account.ledger.num_blocks)
+            check_block_ids(block_ids, self._view.ledger.num_blocks)
             self._check_keys(block_ids, expected_keys)
         taken_at = self._caller() if self._trace else None
         if self._lease_view is None:
             self._lease_view = self._view.open_view(self.owner)
-            self._lease_view.account.stats = self.stats
         self._lease_view.touch_blocks(block_ids)
         real = tuple(block_id for block_id in block_ids if block_id != self._null)
         hold = Hold(real, job, self.now(), taken_at)
@@ -282,6 +278,7 @@ class GuardedView(GuardedQueries, NotCopyable):
         return True
 
     def _end(self, hold: Hold) -> None:
+        assert self._lease_view is not None, "whoever holds has taken"
         self._lease_view.free_blocks(hold.block_ids)
         self._forget_deadline(hold)
         self._holds.discard(hold)
@@ -291,17 +288,17 @@ class GuardedView(GuardedQueries, NotCopyable):
     def held_blocks(self) -> Mapping[int, int]:
         """References held, plain, leased and by guards over this one, ``{block_id: count}``."""
         self._enter()
-        return self.account.held_blocks()
+        return self._view.held_blocks()
 
     def leaks(self, older_than: float = 0.0) -> list[Leak]:
         """What is held for at least ``older_than`` seconds, oldest first."""
         now = self.now()
         plain: dict[tuple[str, Stamp | None], list[int]] = {}
-        leased = None if self._lease_view is None else self._lease_view.account
-        for account in self.account.tree():
-            if account is not leased:
-                for block_id, times, stamp in account.references():
-                    plain.setdefault((account.owner, stamp), []).extend([block_id] * times)
+        leased = self._lease_view
+        for view in self._view.tree():
+            if view is not leased:
+                for block_id, times, stamp in view.references():
+                    plain.setdefault((view.owner, stamp), []).extend([block_id] * times)
         leaks = [self._leak(hold) for hold in self._holds]
         for (owner, stamp), block_ids in plain.items():
             since, taken_at = stamp if isinstance(stamp, tuple) else (stamp, None)
@@ -319,7 +316,7 @@ class GuardedView(GuardedQueries, NotCopyable):
         ``leaks`` still tells more about it afterwards.
         """
         below, self._below = self._below, None
-        still_held = self.account.close()
+        still_held = self._view.close()
         close = getattr(below, "close", None)
         if close is not None:
             close()
@@ -327,11 +324,11 @@ class GuardedView(GuardedQueries, NotCopyable):
 
     def __del__(self) -> None:
         with suppress(Exception):  # nothing may come out of here, also at the interpreter's end
-            if not self.is_at_home or not self.account.is_open:
+            if not self.is_at_home or not self._view.is_open:
                 return
-            if not (still_held := self.account.held_blocks()):
-                self.account.close()
-            else:
+            if not (still_held := self._view.held_blocks()):
+                self._view.close()
+            elif self._view.ledger.pool() is not None:  # else the pool goes with it
                 _logger.warning(
                     "GUARD-9: the guard of %r was dropped and still holds %d blocks, which nobody "
                     "can give back any more: %s; close it first",
@@ -341,6 +338,11 @@ class GuardedView(GuardedQueries, NotCopyable):
                 )
 
     # --- checks ---
+
+    @property
+    def is_open(self) -> bool:
+        """Whether neither the guard nor the view under it was closed."""
+        return self._view.is_open
 
     @property
     def is_at_home(self) -> bool:
@@ -359,7 +361,7 @@ class GuardedView(GuardedQueries, NotCopyable):
                 f"GUARD-4: the guard of {self.owner!r} belongs to thread {self._thread}, called "
                 f"from {get_ident()}: call it on the scheduler's thread only"
             )
-        self.account.check_open()
+        self._view.check_open()
 
     def _enter(self) -> None:
         self._check_open()
@@ -411,4 +413,3 @@ if hasattr(os, "register_at_fork"):
 if TYPE_CHECKING:
     _: type[GPUBlockPoolView] = GuardedView
     _leases: type[SupportsLeases] = GuardedView
-    _ledger: type[LedgerView] = GuardedView

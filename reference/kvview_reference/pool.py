@@ -23,8 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import copy
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from kvview import (
     AllBlocksCleared,
@@ -41,7 +40,7 @@ from kvview import (
     make_offload_key,
     require_offload_key,
 )
-from kvview.guard.ledger import Account, Ledger, LedgerView, check_block_ids, ledger_of
+from kvview.guard.ledger import Ledger, LedgerView, check_block_ids, ledger_of
 
 NULL_BLOCK_ID = 0
 _MAX_STALE_SHARE = 8  # stale entries per block before they are dropped
@@ -503,36 +502,23 @@ def _walk_free_block_ids_with_hash(open_pool: OpenPool) -> Iterator[tuple[int, O
                 walk.num_stale += 1
 
 
-class BlockPoolView:
-    """The view of one owner over a :class:`BlockPool`, with an account in its ledger.
+class BlockPoolView(LedgerView):
+    """The view of one owner over a :class:`BlockPool`.
 
     Keeps every law of :mod:`kvview.pool`, where its methods are described, and
-    answers every optional query.
+    answers every optional query; the ledger checks ids and counts.
     """
 
     def __init__(self, pool: BlockPool, owner: str) -> None:
-        self.owner = owner
+        ledger = ledger_of(pool, lambda: Ledger(list(range(pool.num_blocks)), NULL_BLOCK_ID))
+        super().__init__(ledger, owner, pool.touch_blocks, pool.free_blocks)
         self.num_blocks = pool.num_blocks  # facts, which a closed view still tells
         self.null_block_id = NULL_BLOCK_ID
         self._pool = pool
-        ledger = ledger_of(pool, lambda: Ledger(list(range(pool.num_blocks)), NULL_BLOCK_ID))
-        self.account = Account(ledger, owner, pool.touch_blocks, pool.free_blocks)
-
-    def open_view(self, owner: str, max_blocks: int | None = None) -> Self:
-        """The same view for another owner, with an account under this one's."""
-        view = copy(self)
-        view.owner, view.account = owner, self.account.open(owner, max_blocks)
-        return view
 
     def _open_pool(self) -> BlockPool:
-        self.account.check_open()
+        self.check_open()
         return self._pool
-
-    def touch_blocks(self, block_ids: Sequence[int]) -> None:
-        self.account.touch(block_ids)
-
-    def free_blocks(self, block_ids: Sequence[int]) -> None:
-        self.account.free(block_ids)
 
     def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         return _walk_free_block_ids_with_hash(self._open_pool)
@@ -552,16 +538,11 @@ class BlockPoolView:
     def find_cached_block(self, key: OffloadKey) -> int | None:
         return self._open_pool().find_cached_block(key)
 
-    def held_blocks(self) -> Mapping[int, int]:
-        self._open_pool()
-        return self.account.held_blocks()
-
     def close(self) -> Mapping[int, int]:
         for walk in self._pool._walks:
             walk.entries.clear()  # so that it asks for the pool again
-        return self.account.close()
+        return super().close()
 
 
 if TYPE_CHECKING:
     _: type[GPUBlockPoolView] = BlockPoolView
-    _ledger: type[LedgerView] = BlockPoolView
