@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Any, NoReturn, Self, SupportsIndex
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
 from kvview.errors import (
     BlockNotHeldError,
@@ -93,7 +93,22 @@ class Ledger:
         # For budgets, and kept only where there is one: how many views hold each block.
         self.num_holders: list[int] | None = None
         self.num_pinned = 0
-        self.pool: Callable[[], object | None] = lambda: self  # or a weak reference
+        self._token: int | None = None
+
+    def remember(self, pool: object) -> None:
+        """Be the ledger of this pool from now on.
+
+        Raises:
+            TypeError: There are no weak references to it, or it has no hash.
+        """
+        _LEDGERS[pool] = ref(self)
+        self._token = next(_tokens)
+        _POOLS[self._token] = pool
+
+    @property
+    def has_pool(self) -> bool:
+        """Whether the pool is there still, also when this ledger is being collected."""
+        return self._token is None or self._token in _POOLS
 
     def count_holders(self) -> None:
         """Know from now on how many blocks all views together hold."""
@@ -112,6 +127,9 @@ class Ledger:
 
 
 _LEDGERS: WeakKeyDictionary[object, ref[Ledger]] = WeakKeyDictionary()
+# Here, because the collector clears also the weak references that it collects.
+_POOLS: WeakValueDictionary[int, object] = WeakValueDictionary()
+_tokens = count()
 
 
 def ledger_of(pool: object, make: Callable[[], Ledger]) -> Ledger:
@@ -121,8 +139,7 @@ def ledger_of(pool: object, make: Callable[[], Ledger]) -> Ledger:
         ledger = None if known is None else known()
         if ledger is None:
             ledger = make()
-            _LEDGERS[pool] = ref(ledger)
-            ledger.pool = ref(pool)
+            ledger.remember(pool)
     except TypeError:  # no weak references, or no hash: each view has a ledger of its own
         ledger = make()
     return ledger
@@ -222,7 +239,7 @@ class LedgerView(NotCopyable):
             for block_id in block_ids:
                 if type(block_id) is not int or block_id < 0:
                     raise IndexError
-                if not (count := held[block_id]):
+                if not (times := held[block_id]):
                     held[block_id] = 1
                     if stamp is not None:
                         since[block_id] = stamp
@@ -230,8 +247,8 @@ class LedgerView(NotCopyable):
                         if not num_holders[block_id]:
                             num_new += 1
                         num_holders[block_id] += 1
-                elif count > 0:
-                    held[block_id] = count + 1
+                elif times > 0:
+                    held[block_id] = times + 1
                 else:
                     continue
                 found.append(blocks[block_id])
@@ -280,16 +297,16 @@ class LedgerView(NotCopyable):
             for block_id in block_ids:
                 if type(block_id) is not int or block_id < 0:
                     raise IndexError
-                if (count := held[block_id]) == 1:
+                if (times := held[block_id]) == 1:
                     held[block_id] = 0
                     if num_holders is not None:
                         num_holders[block_id] -= 1
                         if not num_holders[block_id]:
                             num_gone += 1
-                elif count > 1:
-                    held[block_id] = count - 1
+                elif times > 1:
+                    held[block_id] = times - 1
                     may_repeat = True
-                elif count:
+                elif times:
                     continue
                 else:
                     raise IndexError
@@ -376,9 +393,9 @@ class LedgerView(NotCopyable):
         if self.max_blocks is not None and ledger.num_pinned > self.max_blocks:
             self.count_refused()
             raise PinBudgetExceeded(
-                f"GUARD-5: with this hold of {self.owner!r} {ledger.num_pinned} blocks of the "
-                f"pool would be held, the budget is {self.max_blocks} of {ledger.num_blocks}: "
-                f"ask num_pinnable_blocks, free some first, or store later"
+                f"GUARD-5: with this hold of {self.owner!r} {ledger.num_pinned} blocks of the pool "
+                f"would be held, its budget is {self.max_blocks} of {ledger.num_blocks}: ask "
+                f"num_pinnable_blocks, free some first, or store later"
             )
 
     # --- reports ---
@@ -387,9 +404,9 @@ class LedgerView(NotCopyable):
         """``(block_id, references, stamp)`` of each block held, without what others hold."""
         held = self._last_held
         pairs = list(held.items()) if isinstance(held, dict) else enumerate(held)
-        for block_id, count in pairs:
-            if count > 0:
-                yield block_id, count, self._since[block_id]
+        for block_id, times in pairs:
+            if times > 0:
+                yield block_id, times, self._since[block_id]
 
     def tree(self) -> Iterator[LedgerView]:
         """This view and all that were opened from it."""
@@ -400,8 +417,8 @@ class LedgerView(NotCopyable):
     def _references(self) -> dict[int, int]:
         held: dict[int, int] = {}
         for view in self.tree():
-            for block_id, count, _ in view.references():
-                held[block_id] = held.get(block_id, 0) + count
+            for block_id, times, _ in view.references():
+                held[block_id] = held.get(block_id, 0) + times
         return held
 
     def held_blocks(self) -> Mapping[int, int]:

@@ -328,7 +328,7 @@ class GuardedView(GuardedQueries, NotCopyable):
                 return
             if not (still_held := self._view.held_blocks()):
                 self._view.close()
-            elif self._view.ledger.pool() is not None:  # else the pool goes with it
+            elif self._view.ledger.has_pool:  # else the pool goes with it
                 _logger.warning(
                     "GUARD-9: the guard of %r was dropped and still holds %d blocks, which nobody "
                     "can give back any more: %s; close it first",

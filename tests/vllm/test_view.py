@@ -404,8 +404,6 @@ def test_pool_10_closed_view_refuses_everything(
         lambda: next(walk),
         lambda: next(late_walk),
         lambda: next(pool_view.iter_free_block_ids_with_hash()),
-        lambda: pool_view.num_blocks,
-        lambda: pool_view.null_block_id,
         pool_view.num_free_blocks,
         pool_view.held_blocks,
         lambda: pool_view.is_free(1),
