@@ -244,9 +244,11 @@ class LedgerView(NotCopyable):
                     if stamp is not None:
                         since[block_id] = stamp
                     if num_holders is not None:
-                        if not num_holders[block_id]:
+                        if others := num_holders[block_id]:
+                            num_holders[block_id] = others + 1
+                        else:
+                            num_holders[block_id] = 1
                             num_new += 1
-                        num_holders[block_id] += 1
                 elif times > 0:
                     held[block_id] = times + 1
                 else:
@@ -300,9 +302,9 @@ class LedgerView(NotCopyable):
                 if (times := held[block_id]) == 1:
                     held[block_id] = 0
                     if num_holders is not None:
-                        num_holders[block_id] -= 1
-                        if not num_holders[block_id]:
+                        if (others := num_holders[block_id]) == 1:
                             num_gone += 1
+                        num_holders[block_id] = others - 1
                 elif times > 1:
                     held[block_id] = times - 1
                     may_repeat = True

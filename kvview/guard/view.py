@@ -138,13 +138,15 @@ class GuardedView(GuardedQueries, NotCopyable):
 
     def touch_blocks(self, block_ids: Sequence[int]) -> None:
         """Take one reference on each block named, once per occurrence."""
-        if self.deadlines or get_ident() != self._thread:
+        deadlines = self.deadlines
+        if get_ident() != self._thread or (deadlines and deadlines[0][0] <= self.now()):
             self._enter()
         self._view.touch_blocks(block_ids)
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
         """Give back one plain reference on each block named, once per occurrence."""
-        if self.deadlines or get_ident() != self._thread:
+        deadlines = self.deadlines
+        if get_ident() != self._thread or (deadlines and deadlines[0][0] <= self.now()):
             self._enter()
         self._view.free_blocks(block_ids)
 
