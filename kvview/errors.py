@@ -37,7 +37,11 @@ class PinBudgetExceeded(KVViewError, RuntimeError):
 
 
 class WrongThreadError(KVViewError, RuntimeError):
-    """A guard was called from another thread than the scheduler's (GUARD-4)."""
+    """A guard was called from another thread, or a forked process (GUARD-4, GUARD-6)."""
+
+
+class NotCopyableError(KVViewError, TypeError):
+    """A guard, a lease or an account was copied or pickled (GUARD-6)."""
 
 
 class NoFreeBlocksError(KVViewError, ValueError):

@@ -69,6 +69,9 @@ class Capability(StrEnum):
     """The view is a guard: it has ``lease``; ``advance(seconds)`` moves its clock."""
     PIN_BUDGET = "pin_budget"
     """``budgeted(num_blocks)``: a new harness whose guard may hold so many blocks."""
+    GUARDS = "guards"
+    """``guard_over(view, num_blocks)``: another guard, with the clock of the first, over any
+    view; it may hold so many blocks, or any number with None."""
     ONE_THREAD = "one_thread"
     """The view refuses calls from another thread than the one that made it."""
 
@@ -331,6 +334,7 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         Capability.HOLDS: (Need("view", "held_blocks", 0),),
         Capability.LEASES: (Need("view", "lease", 1), Need("harness", "advance", 1)),
         Capability.PIN_BUDGET: (Need("harness", "budgeted", 1),),
+        Capability.GUARDS: (Need("harness", "guard_over", 2),),
         Capability.ONE_THREAD: (),
     },
     "geometry": {

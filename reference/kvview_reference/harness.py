@@ -92,9 +92,12 @@ class ReferencePool:
 class GuardedReferencePool(ReferencePool):
     """The same pool behind a guard, with a clock that stands still until it is moved."""
 
+    Guard: type[GuardedView] = GuardedView
+
     capabilities = ReferencePool.capabilities | {
         Capability.LEASES,
         Capability.PIN_BUDGET,
+        Capability.GUARDS,
         Capability.ONE_THREAD,
     }
 
@@ -104,12 +107,16 @@ class GuardedReferencePool(ReferencePool):
         super().__init__(num_blocks)
 
     def make_view(self) -> GPUBlockPoolView:
-        return GuardedView(
+        return self.Guard(
             super().make_view(),
             owner="conformance",
             pin_budget=self.pin_budget,
             clock=lambda: self.seconds,
         )
+
+    def guard_over(self, view: GPUBlockPoolView, num_blocks: int | None) -> GuardedView:
+        budget = None if num_blocks is None else num_blocks / self.num_blocks
+        return self.Guard(view, owner="another", pin_budget=budget, clock=lambda: self.seconds)
 
     def advance(self, seconds: float) -> None:
         self.seconds += seconds

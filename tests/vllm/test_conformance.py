@@ -111,6 +111,7 @@ class GuardedVLLMPool(VLLMPool):
         return super().capabilities | {
             Capability.LEASES,
             Capability.PIN_BUDGET,
+            Capability.GUARDS,
             Capability.ONE_THREAD,
         }
 
@@ -126,6 +127,10 @@ class GuardedVLLMPool(VLLMPool):
         guard: Any = self.view
         still_held: Mapping[int, int] = guard.close()
         return still_held
+
+    def guard_over(self, view: GPUBlockPoolView, num_blocks: int | None) -> GuardedView:
+        budget = None if num_blocks is None else num_blocks / self.num_blocks
+        return GuardedView(view, owner="another", pin_budget=budget, clock=lambda: self.seconds)
 
     def advance(self, seconds: float) -> None:
         self.seconds += seconds

@@ -357,9 +357,9 @@ def test_pool_7_cache_reset_ends_a_walk(engine: Engine, pool_view: VLLMBlockPool
 def test_dropped_walks_are_forgotten(pool_view: VLLMBlockPoolView) -> None:
     walks = [pool_view.iter_free_block_ids() for _ in range(3)]
     assert [next(walk) for walk in walks] == [1, 1, 1]
-    assert len(pool_view._walks) == 3
+    assert len(pool_view.before_touch) == 3
     walks.clear()
-    assert not pool_view._walks
+    assert not pool_view.before_touch
 
 
 def test_pool_8_hash_is_an_offload_key(engine: Engine, pool_view: VLLMBlockPoolView) -> None:
@@ -404,8 +404,6 @@ def test_pool_10_closed_view_refuses_everything(
         lambda: next(walk),
         lambda: next(late_walk),
         lambda: next(pool_view.iter_free_block_ids_with_hash()),
-        lambda: pool_view.num_blocks,
-        lambda: pool_view.null_block_id,
         pool_view.num_free_blocks,
         pool_view.held_blocks,
         lambda: pool_view.is_free(1),
