@@ -40,8 +40,8 @@ from kvview import (
     make_offload_key,
     require_offload_key,
 )
-from kvview_reference.events import EventLog
 from kvview.guard.ledger import Ledger, LedgerView, check_block_ids, ledger_of
+from kvview_reference.events import EventLog
 
 NULL_BLOCK_ID = 0
 _MAX_STALE_SHARE = 8  # stale entries per block before they are dropped
