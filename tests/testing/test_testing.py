@@ -513,7 +513,7 @@ def test_ctrl_c_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(vars(harness), "interrupts", Interrupts)
     result = run("kvview_reference.harness:interrupts", "--select", "POOL-6", "--seed", "9")
-    assert result.exit_code == 2
+    assert result.exit_code == ExitCode.INTERRUPTED
     assert "seed 9" in result.output
     assert "interrupted after" in result.output
 
