@@ -70,7 +70,7 @@ def load_target(target: str) -> Any:
     location, colon, name = target.rpartition(":")
     if not colon or not location or not name:
         raise ConfigError(
-            f"target {target!r}: expected 'path/to/file.py:Class' or 'package.module:Class'"
+            f"target {target!r}: expected 'path/to/file.py:Name' or 'package.module:Name'"
         )
     module = _import(target, location)
     found: Any = module
@@ -168,8 +168,11 @@ class _Files:
 
     @classmethod
     def was_edited(cls, name: str) -> bool:
-        """Whether a module that is loaded comes from another version of its file."""
-        return name in sys.modules and cls._stats.get(name) != cls._stat(cls.paths[name])
+        """Whether the file of a module was edited after it was loaded; True once an edit."""
+        before, now = cls._stats.get(name), cls._stat(cls.paths[name])
+        if name in sys.modules:
+            cls._stats[name] = now
+        return name in sys.modules and before != now
 
     @staticmethod
     def _stat(path: str) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import click
 
 from kvview.cli.output import EXIT_CODES, ExitCode, missing_extra, tell_error
-from kvview.errors import ConfigError, one_line
+from kvview.errors import ConfigError, line_of, one_line
 from kvview.version import __version__
 
 GROUP = "kvview.commands"
@@ -58,7 +58,7 @@ class EntryPointGroup(click.Group):
             click.echo("kvview: interrupted", err=True)
             code = ExitCode.INTERRUPTED
         except click.ClickException as error:
-            error.show()
+            _tell_usage(error)
             code = ExitCode.COULD_NOT_RUN
         sys.exit(code if isinstance(code, int) else ExitCode.CLEAN)
 
@@ -66,6 +66,16 @@ class EntryPointGroup(click.Group):
         # Own ones last: nobody takes the place of a command of kvview's.
         points = sorted(entry_points(group=GROUP), key=lambda point: _package(point) == "kvview")
         return {point.name: point for point in points}
+
+
+def _tell_usage(error: click.ClickException) -> None:
+    text = error.format_message()
+    if "\n" in text:  # the help, for a group without a command
+        error.show()
+        return
+    ctx = error.ctx if isinstance(error, click.UsageError) else None
+    hint = f" See '{ctx.command_path} --help'." if ctx is not None else ""
+    click.echo(f"kvview: {line_of(text)}{hint}", err=True)
 
 
 def _package(point: EntryPoint) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,16 @@ def tell_error(error: Exception, is_verbose: bool) -> ExitCode:
         click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
     click.echo(f"kvview: {text}", err=True)
     return code
+
+
+@contextmanager
+def naming(target: str) -> Iterator[None]:
+    """Say which connector an error is about."""
+    try:
+        yield
+    except ConnectorError as error:
+        error.args = (f"connector {target}: {error}",)
+        raise
 
 
 def missing_extra(error: BaseException) -> str | None:

@@ -172,7 +172,7 @@ def _why_not_called(value: Any, hook: Callable[..., Any]) -> str | None:
     try:
         signature.bind(*([None] * (len(inspect.signature(hook).parameters) - 1)))
     except TypeError as error:
-        return f"{signature} cannot be called: {error}"
+        return f"cannot be called: {error}, it takes {signature}"
     if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
         return "is async: nobody awaits it"
     if inspect.isgeneratorfunction(method) and hook.__name__ != "take_events":

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvview.cli.output import ExitCode, require_writable, write_json
+from kvview.cli.output import ExitCode, naming, require_writable, write_json
 from kvview.connector import Connector
 from kvview.errors import ConfigError
 from kvview.targets import is_connector, load_connector
@@ -144,6 +144,9 @@ def _finish(code: ExitCode, report: dict[str, Any], json_file: str | None) -> No
 @contextmanager
 def _status(title: str) -> Iterator[Callable[[str], None]]:
     console = Console(stderr=True)
+    if not console.is_terminal:  # it would write empty lines
+        yield lambda text: None
+        return
     with console.status(title) as status:
         yield lambda text: status.update(f"{title}: {text}")
 
@@ -167,7 +170,7 @@ def _check_connector(
     if seeds < 1:
         raise ConfigError(f"--seeds must be at least 1, got {seeds}")
     engines = load_engines(engine)
-    with _status(f"simulating {target}") as on_progress:
+    with naming(target), _status(f"simulating {target}") as on_progress:
         report = check_connector(
             connector_class,
             seeds=seeds,

@@ -21,7 +21,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from kvview.cli.output import ExitCode, require_writable, write_json
+from kvview.cli.output import ExitCode, naming, require_writable, write_json
 from kvview.errors import ConfigError, KVViewError
 from kvview.targets import load_connector
 
@@ -127,7 +127,8 @@ def replay(
             else:
                 bar.update(task, completed=source.bytes_read, total=source.total_bytes)
 
-        result = run(_take(rows, requests), block_size, connector_class, config, on_progress)
+        with naming(connector):
+            result = run(_take(rows, requests), block_size, connector_class, config, on_progress)
     _show(result, title, len(malformed))
     write_json(json_file, {**asdict(result), "malformed_rows": len(malformed)})
     sys.exit(ExitCode.CLEAN if result.is_clean else ExitCode.WRONG)
@@ -154,14 +155,16 @@ def _parse_options(options: Iterable[str], **named: object) -> dict[str, Any]:
 
 
 def _progress() -> Progress:
+    console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
+        disable=not console.is_terminal,  # it would write empty lines
     )
 
 
