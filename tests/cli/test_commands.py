@@ -197,9 +197,7 @@ def test_what_a_command_returns_is_its_exit_code_when_it_is_one(
     assert [run(name).exit_code for name in ("three", "none", "text", "code")] == [3, 0, 0, 1]
 
 
-@pytest.mark.parametrize(
-    "args", [("bogus",), ("--bogus",), ("check", "--bogus"), ("check", "a", "b")]
-)
+@pytest.mark.parametrize("args", ["bogus", "--bogus", "check --bogus", "check a b"])
 def test_errors_of_click_are_one_line(args: str) -> None:
     result = run(*args.split())
     assert result.exit_code == ExitCode.COULD_NOT_RUN
