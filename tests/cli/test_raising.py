@@ -119,6 +119,7 @@ def test_a_hook_that_raises_is_named_with_its_line(tmp_path: Path, part: str, ho
         ("raise kvview.ConfigError('no')", "ConfigError: no"),
         ("self.view.free_blocks([1])", "POOL-4"),
         ("import json; json.loads('{')", "JSONDecodeError"),
+        ("from rich.markup import render; render('[/x]')", "MarkupError"),
         ("raise ExceptionGroup('many', [ValueError('a'), KeyError('b')])", "ExceptionGroup: many"),
     ],
 )
