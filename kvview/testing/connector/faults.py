@@ -32,6 +32,8 @@ from kvview import (
     TransferSpecError,
     WorkerConnector,
 )
+from kvview.connector.calls import wrong_type
+from kvview.errors import line_of
 from kvview.testing.connector.invariants import InvariantBroken, short
 from kvview.testing.connector.scenario import Fate
 
@@ -45,10 +47,10 @@ def hook(name: str, law: str) -> Iterator[None]:
     """What a connector's method raises breaks a law, unless the error names another."""
     try:
         yield
-    except InvariantBroken:
+    except (InvariantBroken, KeyboardInterrupt):
         raise
-    except Exception as error:
-        text = str(error)
+    except BaseException as error:  # sys.exit() in a hook must not end the check
+        text = line_of(error)
         if isinstance(error, TransferSpecError):
             law = "XFER-1"
         elif (named := _LAW.match(text)) and not (law == "CONN-2" and text.startswith("OFF-2")):
@@ -56,6 +58,13 @@ def hook(name: str, law: str) -> Iterator[None]:
         kind = type(error).__name__
         text = f"{kind}: {text}" if isinstance(error, KVViewError) else f"{kind} {text}"
         raise InvariantBroken(law, f"{name} raised {text}") from error
+
+
+def require_type(hook: str, answer: object, law: str) -> None:
+    """Refuse an answer that no engine can use."""
+    if expected := wrong_type(hook, answer):
+        told = line_of(answer, repr)
+        raise InvariantBroken(law, f"{hook} returned {told}: expected {expected}")
 
 
 class Pool(Protocol):
@@ -332,6 +341,7 @@ class FaultyWorker(WorkerConnector):
     def _poll(self) -> None:
         with hook("get_finished of the worker half", "CONN-3"):
             results = self._inner.get_finished()
+            require_type("get_finished", results, "CONN-3")
         started = {
             flight.job.job_id for unit in self._units if unit.has_moved for flight in unit.flights
         }

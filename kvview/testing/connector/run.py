@@ -17,7 +17,8 @@ from kvview import (
     SchedulerConnector,
     WorkerConnector,
 )
-from kvview.testing.connector.faults import FaultyWorker, Pool, hook
+from kvview.connector.calls import build_connector
+from kvview.testing.connector.faults import FaultyWorker, Pool, hook, require_type
 from kvview.testing.connector.harness import ConnectorHarness, EngineFactory, load_engines
 from kvview.testing.connector.invariants import (
     HoldWatch,
@@ -71,6 +72,7 @@ def simulate(
     Raises:
         ConfigError: The connector refuses the options, or the scenario has a size
             that no engine takes.
+        HookError: The connector's constructor raised.
     """
     return _Run(
         connector_class, scenario, dict(options or {}), unique_ids, engines or load_engines()
@@ -86,8 +88,8 @@ def _build(
     for extra in ({**cpu_blocks, **events}, cpu_blocks, events):
         with suppress(ConfigError):
             config = ConnectorConfig(scenario.geometry, {**extra, **options})
-            return connector_class(config), "cpu_blocks" in extra
-    return connector_class(ConnectorConfig(scenario.geometry, options)), False
+            return build_connector(connector_class, config), "cpu_blocks" in extra
+    return build_connector(connector_class, ConnectorConfig(scenario.geometry, options)), False
 
 
 class _Part(Connector):
@@ -110,12 +112,14 @@ class _Part(Connector):
     def make_scheduler(self) -> SchedulerConnector:
         with hook("make_scheduler", "CONN-1"):
             half = self._connector.make_scheduler()
+        require_type("make_scheduler", half, "CONN-1")
         self.scheduler = WatchedScheduler(half, self.ledger)
         return self.scheduler
 
     def make_worker(self) -> WorkerConnector:
         with hook("make_worker", "CONN-1"):
             half = self._connector.make_worker()
+        require_type("make_worker", half, "CONN-1")
         fate_of_load = self._scenario.fate_of_load
         self.worker = FaultyWorker(half, self._fates, fate_of_load, self._pool, self.ledger)
         return self.worker

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from random import Random
 from typing import Any, Literal, TypeVar
 
@@ -21,6 +20,7 @@ from kvview import (
     Mamba,
     SlidingWindow,
 )
+from kvview.targets import target_of
 
 _SHARE_OF_NEXT_TURNS = 0.3
 
@@ -355,14 +355,10 @@ def to_script(
 def _import_of(connector_class: type[object]) -> tuple[list[str], str]:
     """How a script gets the class, and what it calls it."""
     module, name = connector_class.__module__, connector_class.__qualname__
-    if module.startswith("kvview_target_"):  # from a file, by kvview.targets.load_connector
-        import sys
-
-        path = Path(sys.modules[module].__file__ or "connector.py")
-        if path.is_relative_to(Path.cwd()):
-            path = path.relative_to(Path.cwd())
-        loading = f"{name} = load_connector({f'{path.as_posix()}:{name}'!r})"
-        return ["from kvview.targets import load_connector", "", loading], name
+    last = name.split(".")[-1]
+    if target := target_of(connector_class):
+        loading = f"{last} = load_connector({target!r})"
+        return ["from kvview.targets import load_connector", "", loading], last
     if "<locals>" in name:
-        return [f"# {name} of {module}: it lives in a function, bring it here"], name.split(".")[-1]
+        return [f"# {name} of {module}: it lives in a function, bring it here"], last
     return [f"from {module} import {name.split('.')[0]}"], name

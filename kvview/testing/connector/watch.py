@@ -22,10 +22,9 @@ from kvview import (
     TransferResult,
     make_offload_key,
 )
-from kvview.testing.connector.faults import Flight, hook
+from kvview.testing.connector.faults import Flight, hook, require_type
 from kvview.testing.connector.invariants import (
     EventFold,
-    InvariantBroken,
     check_advertised,
     check_ever_hits,
     check_promise,
@@ -181,7 +180,9 @@ class WatchedScheduler(SchedulerConnector):
 
     def fold_events(self) -> None:
         """Take the events so far into the ledger."""
-        events = list(self._call("take_events"))
+        with hook("take_events", "EVENT-3"):  # it may be a generator
+            events = list(self._call("take_events"))
+            require_type("take_events", events, "EVENT-3")
         self._untaken += events
         self._ledger.events.apply(events)
 
@@ -201,15 +202,12 @@ class WatchedScheduler(SchedulerConnector):
         self._call("on_engine_ready", facts)
 
     def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
-        answer = self._call("match_prefix", request, num_computed_tokens)
+        answer: int | None = self._call("match_prefix", request, num_computed_tokens)
         if answer is None:
             self.unanswered.add(request.request_id)
             return None
         self.unanswered.discard(request.request_id)
-        if type(answer) is not int:
-            raise InvariantBroken(
-                "CONN-2", f"match_prefix returned {answer!r}: expected a number of tokens or None"
-            )
+        require_type("match_prefix", answer, "CONN-2")
         self.fold_events()
         self._ledger.on_promise(request, num_computed_tokens, answer)
         return answer
@@ -227,9 +225,8 @@ class WatchedScheduler(SchedulerConnector):
         self._ledger.on_blocks_allocated(request.request_id)
 
     def plan_step(self, step: StepInfo) -> StepPlan:
-        plan = self._call("plan_step", step)
-        if not isinstance(plan, StepPlan):
-            raise InvariantBroken("CONN-3", f"plan_step returned {plan!r}: expected a StepPlan")
+        plan: StepPlan = self._call("plan_step", step)
+        require_type("plan_step", plan, "CONN-3")
         return plan
 
     def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
@@ -249,11 +246,13 @@ class WatchedScheduler(SchedulerConnector):
         return events
 
     def has_pending_work(self) -> bool:
-        return bool(self._call("has_pending_work"))
+        with hook("has_pending_work", _LAW_OF_HOOK["has_pending_work"]):
+            return bool(self._call("has_pending_work"))
 
     def reset_cache(self) -> bool:
-        if not self._call("reset_cache"):
-            return False
+        with hook("reset_cache", "CONN-4"):
+            if not self._call("reset_cache"):
+                return False
         self.fold_events()
         self._ledger.forget()
         return True

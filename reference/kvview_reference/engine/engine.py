@@ -36,6 +36,7 @@ from kvview import (
     full_blocks,
 )
 from kvview.testing.connector.kv_bytes import KVBytes
+from kvview.version import require_contract
 from kvview_reference.engine.request import Request, Status
 from kvview_reference.geometry.kv_cache_manager import KVCacheManager
 from kvview_reference.guard import guard_pool
@@ -103,6 +104,7 @@ class Engine:
 
     Raises:
         ConfigError: A size is impossible, or the blocks do not fit in memory.
+        UnsupportedContractError: The connector was written to another contract.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class Engine:
         self._lone_preemptions = 0  # of a request that runs alone, since anything else happened
 
         connector = connector or Connector(ConnectorConfig(geometry))
+        require_contract(connector.contract_version, type(connector).__qualname__)
         # The worker half first: it refuses a host tier that does not fit in memory.
         self.worker_connector = connector.make_worker()
         self.worker_connector.register_kv_caches(self.kv_bytes.caches)
