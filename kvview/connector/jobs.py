@@ -10,8 +10,28 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvview.connector.plan import StepPlan, TransferJob
+from kvview.connector.request import RequestInfo
 from kvview.errors import ConnectorError
+from kvview.geometry import CacheGeometry
 from kvview.transfer import TransferResult
+
+
+def check_promise(
+    geometry: CacheGeometry, request: RequestInfo, num_computed_tokens: int, num_tokens: int
+) -> None:
+    """Check what ``match_prefix`` answered.
+
+    Raises:
+        ConnectorError: The prefix ends inside a block, or leaves nothing to compute (CONN-2).
+    """
+    end = num_computed_tokens + num_tokens
+    alignment = geometry.scheduler_block_size
+    if num_tokens < 0 or (num_tokens and end % alignment) or end >= request.num_tokens:
+        raise ConnectorError(
+            f"CONN-2: match_prefix promised {num_tokens} tokens beyond {num_computed_tokens} to "
+            f"request {request.request_id!r} of {request.num_tokens} tokens: the sum must be a "
+            f"multiple of {alignment} and leave a token to compute"
+        )
 
 
 class EndedJob(NamedTuple):

@@ -16,11 +16,11 @@ from typing import Any
 
 from kvview import CacheGeometry, CacheGroup, FullAttention, SlidingWindow
 from kvview_vllm.geometry import read_geometry
+from kvview_vllm.releases.calls import complete_torch as complete_torch
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.scheduler import (  # for the tests, under one name
     can_fail_loads as can_fail_loads,
 )
-from kvview_vllm.simulation.scheduler import complete_torch as complete_torch
 from kvview_vllm.simulation.scheduler import make_model_output as make_model_output
 from kvview_vllm.simulation.scheduler import multi_config as multi_config
 from kvview_vllm.simulation.scheduler import refuses_several_groups as refuses_several_groups
@@ -104,7 +104,7 @@ class Engine:
         """Schedule, compute and take the output in."""
         output = self.scheduler.schedule()
         transfers = self._run_worker(output)
-        self._compute(output, getattr(transfers, "invalid_block_ids", None) or ())
+        self._compute(output, cpu_scheduler.invalid_blocks(transfers))
         if not self.hold_loads:
             cpu_scheduler.end_transfers(self.worker)
         self.scheduler.update_from_output(

@@ -17,7 +17,8 @@ pytest.importorskip(  # a submodule: this very folder is named vllm
 
 import engine as lane  # type: ignore[import-not-found]
 from kvview import ConfigError, CPULoadStoreSpec, make_offload_key
-from kvview_vllm.offloading.translated import find_class, make_known
+from kvview_vllm.releases.calls import make_known
+from kvview_vllm.releases.release import find_class
 
 STRICT = f"{Path(__file__).with_name('strict_manager.py')}:StrictManager"
 TOKENS = range(10, 10 + 6 * lane.BLOCK_SIZE + 4)

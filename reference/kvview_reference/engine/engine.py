@@ -32,11 +32,10 @@ from kvview import (
     OffloadKey,
     RequestStep,
     StepInfo,
-    StepPlan,
     TransferResult,
     make_offload_key,
 )
-from kvview.connector.jobs import EndedJob, JobBook
+from kvview.connector.jobs import EndedJob, JobBook, check_promise
 from kvview.testing.connector.kv_bytes import KVBytes
 from kvview_reference.engine.request import Request, Status
 from kvview_reference.geometry.kv_cache_manager import KVCacheManager
@@ -348,7 +347,7 @@ class Engine:
             if num_external is None:
                 put_off.append(request)
                 continue
-            self._check_promise(request, num_hit, num_external)
+            check_promise(self.geometry, request.info(), num_hit, num_external)
             num_ready = num_hit + num_external
             num_tokens = min(request.num_tokens - num_ready, budget)
             room = num_ready if num_external else num_ready + num_tokens
@@ -480,16 +479,6 @@ class Engine:
         self._verify(request, load.num_gpu_tokens, num_ready)
         self.kv_cache.cache_blocks(request.request_id, request.block_hashes, num_ready)
         self._start(request, load.num_gpu_tokens, num_ready)
-
-    def _check_promise(self, request: Request, num_hit: int, num_external: int) -> None:
-        end = num_hit + num_external
-        aligned = end % self.geometry.scheduler_block_size == 0
-        if num_external < 0 or end >= request.num_tokens or (num_external and not aligned):
-            raise ConnectorError(
-                f"CONN-2: match_prefix promised {num_external} tokens beyond {num_hit} to request "
-                f"{request.request_id!r} of {request.num_tokens} tokens: the sum must be a "
-                f"multiple of {self.geometry.scheduler_block_size} and leave a token to compute"
-            )
 
     # --- blocks and bytes ---
 
