@@ -381,6 +381,7 @@ def test_pool_10_closed_view_refuses_everything(
     late_walk = pool_view.iter_free_block_ids()
     assert pool_view.close() == {4: 2, 5: 1}
     assert pool_view.close() == {}
+    assert (pool_view.num_blocks, pool_view.null_block_id) == (16, NULL), "facts stay"
     for block_ids in ([4], [NULL], [], [99], ["x"]):
         with pytest.raises(ViewClosedError, match="tester"):
             pool_view.touch_blocks(block_ids)  # type: ignore[arg-type]
@@ -390,8 +391,6 @@ def test_pool_10_closed_view_refuses_everything(
         lambda: next(walk),
         lambda: next(late_walk),
         lambda: next(pool_view.iter_free_block_ids_with_hash()),
-        lambda: pool_view.num_blocks,
-        lambda: pool_view.null_block_id,
         pool_view.num_free_blocks,
         pool_view.held_blocks,
         lambda: pool_view.is_free(1),

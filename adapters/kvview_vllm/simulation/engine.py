@@ -76,7 +76,7 @@ class Configs:
         groups: Sequence[CacheGroup],
         transfer_config: dict[str, Any] | None = None,
         num_blocks: int = 8,
-        **sizes: int,
+        **sizes: Any,
     ) -> None:
         self.kv_cache = cpu_scheduler.make_kv_cache_config(groups, num_blocks, _NUM_LAYERS)
         with tempfile.TemporaryDirectory(prefix="kvview-") as folder:

@@ -142,6 +142,7 @@ def make_vllm_config(
     num_blocks: int,
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = MAX_TOKENS,
+    async_scheduling: bool = False,
 ) -> Any:
     """A ``VllmConfig`` for the CPU.
 
@@ -154,6 +155,7 @@ def make_vllm_config(
         num_blocks: Blocks of the pool.
         max_num_seqs: Requests that may run together.
         max_num_batched_tokens: Token budget of one step.
+        async_scheduling: Whether steps are scheduled while earlier ones run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_MODEL))
@@ -201,6 +203,8 @@ def make_vllm_config(
     # Afterwards: old releases name the sizes that a user may choose.
     vllm_config.cache_config.block_size = block_size
     vllm_config.cache_config.num_gpu_blocks = num_blocks
+    # Afterwards too: the CPU platform has it switched off.
+    vllm_config.scheduler_config.async_scheduling = async_scheduling
     if num_groups > 1:
         vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = False
     return vllm_config
@@ -264,14 +268,14 @@ def make_kv_cache_config(
 
 
 def make_scheduler(vllm_config: Any, kv_cache_config: Any, geometry: Any) -> Any:
-    """A :class:`~kvview_vllm.scheduler.ViewScheduler`, connector and all.
+    """A ``ViewScheduler`` or ``AsyncViewScheduler``, connector and all.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
         kv_cache_config: Its ``KVCacheConfig``.
         geometry: As :func:`~kvview_vllm.geometry.read_geometry` reads it from them.
     """
-    from kvview_vllm.scheduler import ViewScheduler
+    from kvview_vllm.scheduler import AsyncViewScheduler, ViewScheduler
 
     structured: Any = importlib.import_module("vllm.v1.structured_output")
     scheduler: Any = importlib.import_module("vllm.v1.core.sched.scheduler")
@@ -286,7 +290,8 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any, geometry: Any) -> Any
     known = known_arguments(scheduler.Scheduler, values)
     if "block_size" in known and "hash_block_size" not in known:
         known["block_size"] = geometry.hash_block_size  # the one size is that of hashes then
-    return ViewScheduler(**known)
+    asynchronous = vllm_config.scheduler_config.async_scheduling
+    return AsyncViewScheduler(**known) if asynchronous else ViewScheduler(**known)
 
 
 def reset_caches(scheduler: Any) -> bool:
