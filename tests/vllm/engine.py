@@ -103,7 +103,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request as a client that went away does."""
-        from vllm.v1.request import RequestStatus  # type: ignore[import-not-found]
+        from vllm.v1.request import RequestStatus
 
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
