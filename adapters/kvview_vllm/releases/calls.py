@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from kvview import ConfigError, OffloadingEvent, RequestContent, UnsupportedEngineError
-from kvview_vllm.releases.release import GeometrySeam, find_class
+from kvview_vllm.releases.release import GeometrySeam
 from kvview_vllm.releases.versions import engine_version
 
 EVENT_FIELDS = (
@@ -36,11 +36,6 @@ def known_arguments(target: Callable[..., Any], values: dict[str, Any]) -> dict[
 def make_known(target: Callable[..., Any], **values: Any) -> Any:
     """Call with only the arguments that this release has."""
     return target(**known_arguments(target, values))
-
-
-def optional(module: str, name: str, default: Any) -> Any:
-    """What a module of vLLM may lack, or the default."""
-    return getattr(import_module(module), name, default)
 
 
 # --- the pool ---
@@ -270,9 +265,3 @@ def complete_torch() -> None:
     for name in ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported"):
         if not hasattr(cpu, name):
             setattr(cpu, name, lambda: False)
-
-
-def find_offloading_class(name: str) -> Any:
-    """A class that only some releases have; None without."""
-    engine_version()
-    return find_class(name)
