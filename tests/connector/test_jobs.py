@@ -158,6 +158,10 @@ def test_a_plan_without_jobs_reaches_the_worker_and_is_no_work() -> None:
     assert isinstance(engine.worker_connector, Hears)
     engine.step()
     assert engine.worker_connector.plans == [Drops(dropped=["a key"])]
-    with pytest.raises(ConnectorError, match="has_pending_work was true"):
+
+    def run() -> None:
         for _ in range(1100):
             engine.step()
+
+    with pytest.raises(ConnectorError, match="has_pending_work was true"):
+        run()
