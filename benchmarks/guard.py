@@ -35,7 +35,7 @@ from rich.table import Table
 from kvview import GPUBlockPoolView, GuardedView
 from kvview_reference.pool import BlockPool
 from kvview_vllm import view
-from kvview_vllm.releases.capabilities import engine_version
+from kvview_vllm.releases import engine_version
 
 BATCHES = (4, 64, 1000)
 VIEW_TARGET, GUARD_TARGET = 1.25, 1.5
@@ -131,7 +131,7 @@ def main() -> int:
         pool = make_pool()
         pool_view = view(pool)
         turns = {
-            "direct": direct_turn(pool, "touch_nested" in pool_view.capabilities),
+            "direct": direct_turn(pool, pool_view.release.touch_nested),
             "view": view_turn(pool_view),
             "guard": view_turn(GuardedView(view(pool))),
             "busy guard": view_turn(busy_guard(view(make_pool()))),  # a budget is the pool's

@@ -10,8 +10,7 @@ How the laws of :mod:`kvview.pool` are kept over a pool that checks nothing:
    ahead and checks each again when it yields it (:class:`_Walk`).
 
 Source: ``vllm/v1/core/block_pool.py`` and ``FreeKVCacheBlockQueue`` in
-``vllm/v1/core/kv_cache_utils.py``; :mod:`kvview_vllm.releases.capabilities` says what
-differs.
+``vllm/v1/core/kv_cache_utils.py``; :mod:`kvview_vllm.releases` says what differs.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from kvview import (
     require_offload_key,
 )
 from kvview.guard.ledger import Ledger, LedgerView, check_block_ids, ledger_of
-from kvview_vllm.releases.probes import probe_pool
+from kvview_vllm.releases import PoolSeam, probe_pool
 
 NULL_BLOCK_ID = 0
 _FIRST_CHUNK = 16
@@ -57,18 +56,18 @@ class VLLMBlockPoolView(LedgerView):
 
     Args:
         block_pool: The pool, as :func:`probe_pool` recognised it.
-        capabilities: What :func:`probe_pool` returned for it.
+        release: What :func:`probe_pool` returned for it.
         owner: Named in errors and reports.
     """
 
-    def __init__(self, block_pool: Any, capabilities: frozenset[str], owner: str) -> None:
+    def __init__(self, block_pool: Any, release: PoolSeam, owner: str) -> None:
         touch = block_pool.touch
-        if "touch_nested" in capabilities:
+        if release.touch_nested:
             # Up to 0.13 touch takes one list per KV-cache group.
             touch = lambda blocks: block_pool.touch((blocks,))  # noqa: E731
         ledger = ledger_of(block_pool, lambda: Ledger(block_pool.blocks, NULL_BLOCK_ID))
         super().__init__(ledger, owner, touch, block_pool.free_blocks)
-        self.capabilities = capabilities
+        self.release = release
         self.num_blocks = len(block_pool.blocks)  # facts, which a closed view still tells
         self.null_block_id = NULL_BLOCK_ID
         self._pool: Any = block_pool
@@ -105,7 +104,7 @@ class VLLMBlockPoolView(LedgerView):
             self._open_pool()
 
     def _walk(self, *, hashed_only: bool) -> Iterator[Any]:
-        walk = _Walk(self._open_pool().free_block_queue, self.capabilities, hashed_only)
+        walk = _Walk(self._open_pool().free_block_queue, self.release, hashed_only)
         self.before_touch.append(walk.before_touch)
         try:
             yield from walk.blocks()
@@ -138,7 +137,7 @@ class VLLMBlockPoolView(LedgerView):
 
     def _more_keys(self, block_id: int) -> list[OffloadKey]:
         """Hashes beside the primary one, in one order whatever the process."""
-        if "several_hashes" not in self.capabilities:  # before 0.24, PR #45939
+        if not self.release.several_hashes:  # before 0.24, PR #45939
             return []
         return sorted(self._pool.cached_block_hashes_by_block.get(block_id, ()))
 
@@ -165,7 +164,7 @@ class _Walk:
        hashed ones that were missed.
     """
 
-    def __init__(self, queue: Any, capabilities: frozenset[str], hashed_only: bool) -> None:
+    def __init__(self, queue: Any, release: PoolSeam, hashed_only: bool) -> None:
         self._gone: set[int] = set()  # touched through the view since the start
         self._seen: set[int] = set()
         self._head = queue.fake_free_list_head
@@ -173,7 +172,7 @@ class _Walk:
         self._cursor = self._head.next_free_block  # the first block not read yet
         self._last = self._tail.prev_free_block
         self._unseen = queue.num_free_blocks
-        self._joins_in_front = bool(capabilities & {"unhashed_first", "free_prepend"})
+        self._joins_in_front = release.joins_in_front
         self._hashed_only = hashed_only
         self._rescanned = False
 

@@ -10,7 +10,7 @@ from kvview import ConfigError
 from kvview.testing import Capability
 from kvview_vllm.offloading import VLLMOffloadingManager
 from kvview_vllm.offloading.translated import TranslatedManager, make_cpu_manager
-from kvview_vllm.releases.probes import probe_offloading
+from kvview_vllm.releases import probe_offloading
 
 CAPACITY = 8
 POLICIES = ("lru", "arc")
@@ -21,7 +21,7 @@ def make_manager(policy: str = "lru", **options: Any) -> Any:
     return make_cpu_manager(CAPACITY, policy, enable_events=True, **options)
 
 
-FLAGS = probe_offloading(make_manager())
+SEAM = probe_offloading(make_manager())
 
 
 def known_policies() -> tuple[str, ...]:
@@ -49,7 +49,7 @@ class BareTier:
     @property
     def capabilities(self) -> frozenset[Capability]:
         has = {Capability.EVENTS, Capability.PAGES, Capability.POLICIES}
-        if "cache_reset" in FLAGS:
+        if SEAM.cache_reset:
             has.add(Capability.RESET)
         return frozenset(has)
 

@@ -61,7 +61,7 @@ class VLLMPool:
         }
         if hasattr(self.pool, "evict_blocks"):
             has.add(Capability.EVICT)
-        if "several_hashes" in self.plain_view.capabilities:
+        if self.plain_view.release.several_hashes:
             has.add(Capability.MANY_HASHES)
         return frozenset(has)
 

@@ -37,7 +37,7 @@ with warnings.catch_warnings():
     complete_torch()
     from offloading_tiers import (  # type: ignore[import-not-found]
         CAPACITY,
-        FLAGS,
+        SEAM,
         ARCTier,
         BareARCTier,
         BareTier,
@@ -48,8 +48,9 @@ with warnings.catch_warnings():
     )
 
 from kvview_vllm.offloading import VLLMOffloadingManager
-from kvview_vllm.offloading.translated import find_class
-from kvview_vllm.releases import capabilities
+from kvview_vllm.releases import NEWEST_TESTED
+from kvview_vllm.releases.calls import pages_of_backend
+from kvview_vllm.releases.release import find_class
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 CTX = ReqContext("r")
@@ -60,7 +61,7 @@ def number(release: str) -> tuple[int, ...]:
     return tuple(map(int, release.split(".")))
 
 
-RELEASE = number(_RELEASE[0]) if _RELEASE else number(capabilities.NEWEST_TESTED)
+RELEASE = number(_RELEASE[0]) if _RELEASE else number(NEWEST_TESTED)
 
 _ASSERTS = "asserts where OFF-2 raises, after protecting keys: vllm/v1/kv_offload, all releases"
 _ONCE = "a completion too many is asserted at best: vllm/v1/kv_offload, all releases"
@@ -87,7 +88,7 @@ def broken_laws(policy: str) -> dict[str, str]:
         "check_off_9_refused_completion_of_stores_changes_nothing": _ONCE,
         "check_off_9_refused_completion_of_loads_changes_nothing": _ONCE,
     }
-    if "lookup_results" not in FLAGS:
+    if not SEAM.lookup_results:
         broken |= {
             "check_off_1_key_under_store_is_not_evicted": _NO_PENDING,
             "check_off_3_store_leaves_out_what_is_held": _NO_PENDING,
@@ -100,9 +101,9 @@ def broken_laws(policy: str) -> dict[str, str]:
             "check_off_1_two_loads_of_a_key_need_two_completions": _OWN_INPUT,
             "check_off_3_store_never_evicts_its_own_input": _OWN_INPUT,
         }
-    if policy == "arc" and "page_backend" in FLAGS:
+    if policy == "arc" and pages_of_backend(make_manager()) is not None:
         broken["check_off_3_refused_store_changes_nothing"] = _PARTIAL
-    if "cache_reset" in FLAGS:
+    if SEAM.cache_reset:
         broken |= {
             "check_off_8_reset_forgets_every_key": _ASSERTS,
             "check_off_8_late_store_is_not_taken_for_a_newer_one": _RESET,
@@ -164,19 +165,6 @@ if "arc" in BareTier.policies:
 
 
 # --- what the kit does not ask ---
-
-
-def test_capabilities_are_where_the_table_says() -> None:
-    if _RELEASE is None:
-        pytest.skip(f"no release: {vllm.__version__}")
-    expected = {
-        capability.name
-        for capability in capabilities.CAPABILITIES
-        if capability.seam == "offloading"
-        and number(capability.first_release) <= RELEASE
-        and number(capability.last_release or capabilities.NEWEST_TESTED) >= RELEASE
-    }
-    assert expected == FLAGS
 
 
 def test_unknown_shape_is_refused() -> None:

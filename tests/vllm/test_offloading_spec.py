@@ -18,7 +18,8 @@ pytest.importorskip(  # a submodule: this very folder is named vllm
 
 import engine as lane  # type: ignore[import-not-found]
 from kvview import ConfigError, CPULoadStoreSpec, OffloadingEvent, make_offload_key
-from kvview_vllm.offloading.translated import find_class, make_known
+from kvview_vllm.releases.calls import make_known
+from kvview_vllm.releases.release import find_class
 from tests.offloading.keyed_tier import DISK
 
 KEYED = "tests.offloading.keyed_tier"

@@ -74,7 +74,7 @@ def test_stored_reset_loaded(make_engine: MakeEngine, windows: tuple[int | None,
     again = engine.add("again", TOKENS)
     engine.run()
     assert again.is_finished()
-    loads = len(windows) == 1 or not side(engine)._caches_whole_span  # SCHED-5
+    loads = len(windows) == 1 or side(engine)._release.null_window_blocks  # SCHED-5
     assert engine.hits == {"first": 0, "again": HIT_TOKENS if loads else 0}
     assert engine.num_free_blocks() == free
     assert not side(engine).has_pending_work()

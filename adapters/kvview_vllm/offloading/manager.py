@@ -29,7 +29,8 @@ from kvview import (
     make_offload_key,
 )
 from kvview_vllm.offloading.translated import NO_REQUEST, TranslatedManager
-from kvview_vllm.releases.capabilities import OFFLOADING_SEAM, refusal
+from kvview_vllm.releases import OffloadingSeam, refusal
+from kvview_vllm.releases.calls import loses_touched_stores, pages_of_backend, store_threshold
 
 if TYPE_CHECKING:
     from kvview import OffloadingManager, SupportsRequestHooks, SupportsStepHooks
@@ -96,10 +97,8 @@ class VLLMOffloadingManager:
         self._events: list[OffloadingEvent] = []
         self._advertised: dict[str, dict[OffloadKey, None]] = {}  # by medium, in order
         self._manager = TranslatedManager(make())
-        self.capabilities = self._manager.capabilities
-        self._capacity: int | None = None
-        if "page_backend" in self.capabilities:
-            self._capacity = self._manager.manager.backend.get_num_free_blocks()
+        self.release = self._manager.release
+        self._capacity = pages_of_backend(self._manager.manager)
 
     @_locked
     def lookup(self, key: OffloadKey, ctx: ReqContext = NO_REQUEST, /) -> LookupResult:
@@ -152,8 +151,7 @@ class VLLMOffloadingManager:
     @_locked
     def touch(self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /) -> None:
         """Say that a request used these keys; the first one becomes the most recent."""
-        if hasattr(self._manager.manager, "t1"):
-            # An ARC manager of a release up to 0.16 loses a key touched while it is stored.
+        if loses_touched_stores(self._manager.manager):
             keys = [key for key in keys if key not in self._stores]
         self._manager.touch(keys, ctx)
 
@@ -225,7 +223,7 @@ class VLLMOffloadingManager:
         in_flight += [(key, page, self._loads[key]) for key, page in self._load_pages.items()]
         for forgotten in (self._late, self._stores, self._loads, self._load_pages):
             forgotten.clear()
-        if "cache_reset" in self.capabilities:
+        if self.release.cache_reset:
             self._manager.reset()
         else:
             self._manager = TranslatedManager(self._make())
@@ -294,7 +292,7 @@ class VLLMOffloadingManager:
             return {}
         wanted = [make_offload_key(b"kvview placeholder %d" % n, 0) for n in range(max(pages) + 1)]
         output = None
-        for _ in range(getattr(self._manager.manager, "store_threshold", 1)):
+        for _ in range(store_threshold(self._manager.manager)):
             for key in wanted:  # up to 0.28 lookups count towards the threshold, then offers
                 self._manager.lookup(key)
             output = self._manager.prepare_store(wanted)
@@ -304,7 +302,7 @@ class VLLMOffloadingManager:
         held = {page: key for key, page in given.items() if page is not None}
         if not pages <= held.keys():
             raise refusal(
-                OFFLOADING_SEAM,
+                OffloadingSeam.seam,
                 f"an empty manager that gives out the pages {sorted(held)}, when pages up to "
                 f"{max(pages)} are in flight",
                 "pages from 0 on, so that pages in flight can be kept",

@@ -16,11 +16,11 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from kvview import MEDIUM_CPU, ConfigError, OffloadingEvent, OffloadingManager, SupportsMedia
-from kvview_vllm.offloading.translated import find_class
-from kvview_vllm.releases.capabilities import engine_version
+from kvview_vllm.releases import engine_version
+from kvview_vllm.releases.calls import known_media, make_medium
 
 _logger = logging.getLogger(__name__)
-_Medium: Any = find_class("Medium")  # 0.27
+_KNOWN = known_media()
 
 
 class Media:
@@ -45,8 +45,8 @@ class Media:
             if not _is_known(self._names.setdefault(medium, medium)):
                 raise ConfigError(
                     f"media: vLLM {engine_version()} knows no medium {self._names[medium]!r}, it "
-                    f"knows {', '.join(_known())}; name one for it: "
-                    f'"media": {{"{medium}": "{_known()[-1]}"}}'
+                    f"knows {', '.join(_KNOWN or ())}; name one for it: "
+                    f'"media": {{"{medium}": "{(_KNOWN or [MEDIUM_CPU])[-1]}"}}'
                 )
 
     def publish(self, event: OffloadingEvent) -> Iterator[tuple[list[bytes], Any, bool]]:
@@ -63,7 +63,7 @@ class Media:
         if others:
             keys = [key for key in keys if not any(key in other for other in others)]
         if keys:
-            yield keys, name if _Medium is None else _Medium(name), event.removed
+            yield keys, make_medium(name), event.removed
 
     def _name(self, medium: str) -> str:
         if medium not in self._names:
@@ -77,9 +77,5 @@ class Media:
         return self._names[medium]
 
 
-def _known() -> list[str]:
-    return [] if _Medium is None else [medium.value for medium in _Medium]
-
-
 def _is_known(medium: str) -> bool:
-    return _Medium is None or medium in _known()
+    return _KNOWN is None or medium in _KNOWN

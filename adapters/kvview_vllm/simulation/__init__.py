@@ -13,10 +13,9 @@ Source: :mod:`kvview_vllm.simulation.engine`, which is what is tried.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvview import (
     CacheGroup,
@@ -27,7 +26,8 @@ from kvview import (
     KVViewError,
 )
 from kvview.testing.connector.invariants import InvariantBroken
-from kvview_vllm.releases.capabilities import engine_version, refusal
+from kvview_vllm.releases import engine_version, probe_pool, refusal
+from kvview_vllm.releases.calls import make_block_pool
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.engine import Configs, VLLMConnectorHarness
 
@@ -142,8 +142,7 @@ def _several(groups: Sequence[CacheGroup]) -> str:
 
 
 def _can_alias() -> bool:
-    pool: Any = importlib.import_module("vllm.v1.core.block_pool")
-    return hasattr(pool.BlockPool, "cache_partial_block")
+    return probe_pool(make_block_pool(2)).several_hashes
 
 
 if TYPE_CHECKING:

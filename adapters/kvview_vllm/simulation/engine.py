@@ -17,7 +17,7 @@ import importlib
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.binding import walk_connectors
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.pool import NULL_BLOCK_ID, view
+from kvview_vllm.releases.calls import child_connectors
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Configs:
         groups: Sequence[CacheGroup],
         transfer_config: dict[str, Any] | None = None,
         num_blocks: int = 8,
-        **sizes: int,
+        **sizes: Any,
     ) -> None:
         self.kv_cache = cpu_scheduler.make_kv_cache_config(groups, num_blocks, _NUM_LAYERS)
         with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
@@ -242,7 +243,7 @@ class VLLMConnectorHarness:
         with _named("the worker's side"):
             transfers = cpu_scheduler.take_transfers(self._worker, output)
             cpu_scheduler.end_transfers(self._worker)
-        self._verify(output, starts, getattr(transfers, "invalid_block_ids", None) or ())
+        self._verify(output, starts, cpu_scheduler.invalid_blocks(transfers))
         num_unfinished = len(self.unfinished())
         with _named("update_from_output"):
             answer = cpu_scheduler.make_model_output(
@@ -367,7 +368,7 @@ class VLLMConnectorHarness:
     def _connectors(self) -> Iterator[Any]:
         """The ``KVViewConnector`` of each child."""
         for connector in walk_connectors(self._scheduler.connector):
-            if not hasattr(connector, "_connectors"):
+            if not child_connectors(connector):
                 yield connector
 
     # --- bytes ---
@@ -402,9 +403,7 @@ class VLLMConnectorHarness:
                 self._bytes.write(blocks, keys)
                 self._computed.update(zip(blocks, keys, strict=True))
 
-    def _verify(
-        self, output: Any, starts: Mapping[str, int], invalid: Sequence[int] | set[int]
-    ) -> None:
+    def _verify(self, output: Any, starts: Mapping[str, int], invalid: Collection[int]) -> None:
         """Compare what the computed tokens read; the scheduler knows of ``invalid`` itself."""
         for request_id in output.num_scheduled_tokens:
             start = starts[request_id]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvview import (
     BlockIds,
@@ -31,10 +31,10 @@ from kvview import (
     OffloadKey,
     RequestStep,
     StepInfo,
-    StepPlan,
     TransferResult,
     full_blocks,
 )
+from kvview.connector.jobs import EndedJob, JobBook, check_promise
 from kvview.testing.connector.kv_bytes import KVBytes
 from kvview.version import require_contract
 from kvview_reference.engine.request import Request, Status
@@ -82,8 +82,6 @@ class _Load:
     request: Request
     num_gpu_tokens: int
     num_external_tokens: int
-    jobs: set[int] = field(default_factory=set)
-    failed: bool = False
 
 
 class Engine:
@@ -150,8 +148,7 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._loads: dict[str, _Load] = {}
-        self._load_of_job: dict[int, _Load] = {}
-        self._blocks_of_job: dict[int, tuple[bool, int]] = {}  # is a load, blocks moved
+        self._jobs = JobBook()
         self._preempted: list[str] = []
         self._idle_steps = 0
         self._lone_preemptions = 0  # of a request that runs alone, since anything else happened
@@ -288,43 +285,21 @@ class Engine:
         ]
         preempted, self._preempted = self._preempted, []
         plan = self.scheduler_connector.plan_step(StepInfo(steps, preempted))
-        self._note_jobs(plan)
+        self._jobs.check(plan)
+        for spec in (*(job.dst for job in plan.loads), *(job.src for job in plan.stores)):
+            _num_gpu_blocks(spec)
+        self._jobs.begin(plan)
         if plan:
             self.worker_connector.start_plan(plan)
         self._compute(scheduled)
-        if scheduled or plan:
+        if scheduled or plan.loads or plan.stores:
             self._idle_steps = 0
         else:
             self._idle_steps += 1
-            if self._blocks_of_job:
-                self.worker_connector.wait(list(self._blocks_of_job))  # nothing else to do
+            if self._jobs:
+                self.worker_connector.wait(list(self._jobs))  # nothing else to do
         if max(self._idle_steps, self._lone_preemptions) > _MAX_IDLE_STEPS:
             raise ConnectorError(self._why_stuck())
-
-    def _note_jobs(self, plan: StepPlan) -> None:
-        for is_load, jobs in ((True, plan.loads), (False, plan.stores)):
-            for job in jobs:
-                if job.job_id in self._blocks_of_job:
-                    raise ConnectorError(
-                        f"CONN-5: job id {job.job_id} is in flight and was planned again"
-                    )
-                num_blocks = _num_gpu_blocks(job.dst if is_load else job.src)
-                self._blocks_of_job[job.job_id] = is_load, num_blocks
-        for job in plan.loads:
-            load = self._loads.get(job.request_id or "")
-            if load is None:
-                raise ConnectorError(
-                    f"CONN-2: load job {job.job_id} names request {job.request_id!r}, "
-                    f"which waits for no load"
-                )
-            load.jobs.add(job.job_id)
-            self._load_of_job[job.job_id] = load
-        for load in self._loads.values():
-            if not load.jobs:
-                raise ConnectorError(
-                    f"CONN-2: the connector promised {load.num_external_tokens} tokens to request "
-                    f"{load.request.request_id!r} and planned no load for it"
-                )
 
     def _why_stuck(self) -> str:
         holds = (
@@ -333,9 +308,9 @@ class Engine:
         )
         if self._lone_preemptions > _MAX_IDLE_STEPS:
             return f"a request that runs alone was preempted {_MAX_IDLE_STEPS} times: {holds}"
-        if self._blocks_of_job:
+        if self._jobs:
             return (
-                f"jobs {sorted(self._blocks_of_job)[:10]} were never reported, in "
+                f"jobs {sorted(self._jobs)[:10]} were never reported, in "
                 f"{_MAX_IDLE_STEPS} steps that did nothing but wait for them"
             )
         if self.waiting:
@@ -381,7 +356,7 @@ class Engine:
             if num_external is None:
                 put_off.append(request)
                 continue
-            self._check_promise(request, num_hit, num_external)
+            check_promise(self.geometry, request.info(), num_hit, num_external)
             num_ready = num_hit + num_external
             num_tokens = min(request.num_tokens - num_ready, budget)
             room = num_ready if num_external else num_ready + num_tokens
@@ -399,6 +374,7 @@ class Engine:
                 self.kv_bytes.poison(self._blocks_to_load(block_ids, num_hit, num_ready))
                 request.status = Status.LOADING
                 self._loads[request.request_id] = _Load(request, num_hit, num_external)
+                self._jobs.promise(request.request_id, num_external)
                 continue
             self._start(request, num_hit, num_hit)
             scheduled[request] = num_tokens
@@ -479,35 +455,29 @@ class Engine:
     # --- transfers ---
 
     def _hear_of_transfers(self, results: Sequence[TransferResult]) -> None:
-        for result in results:
-            if result.job_id not in self._blocks_of_job:
-                raise ConnectorError(
-                    f"CONN-3: job {result.job_id} was reported and is not in flight"
-                )
-            is_load, num_blocks = self._blocks_of_job.pop(result.job_id)
-            if not result.success:
+        ended = [end for end in map(self._jobs.end, results) if end is not None]
+        for end in ended:
+            num_blocks = _num_gpu_blocks(end.job.dst if end.is_load else end.job.src)
+            if not end.result.success:
                 self.stats.failed_transfers += 1
-            elif is_load:
+            elif end.is_load:
                 self.stats.loaded_blocks += num_blocks
             else:
                 self.stats.offloaded_blocks += num_blocks
-            load = self._load_of_job.pop(result.job_id, None)
-            if load is not None:
-                load.jobs.remove(result.job_id)
-                load.failed |= not result.success
         if results:
             self._idle_steps = self._lone_preemptions = 0
             self.scheduler_connector.on_transfers_finished(results)
-        for load in [load for load in self._loads.values() if not load.jobs]:
-            self._end_load(load)
+        for end in ended:
+            if end.is_last_load:
+                self._end_load(end)
 
-    def _end_load(self, load: _Load) -> None:
+    def _end_load(self, end: EndedJob) -> None:
+        load = self._loads.pop(end.job.request_id or "")
         request = load.request
-        del self._loads[request.request_id]
         if request.status is Status.ABORTED:
             self.kv_cache.free(request.request_id)
             return
-        if load.failed:
+        if end.load_failed:
             # What was hit on the GPU may be skipped in a window of the longer
             # prefix: begin again, without the connector.
             self.kv_cache.free(request.request_id)
@@ -520,16 +490,6 @@ class Engine:
         self._verify(request, load.num_gpu_tokens, num_ready)
         self.kv_cache.cache_blocks(request.request_id, request.block_hashes, num_ready)
         self._start(request, load.num_gpu_tokens, num_ready)
-
-    def _check_promise(self, request: Request, num_hit: int, num_external: int) -> None:
-        end = num_hit + num_external
-        aligned = end % self.geometry.scheduler_block_size == 0
-        if num_external < 0 or end >= request.num_tokens or (num_external and not aligned):
-            raise ConnectorError(
-                f"CONN-2: match_prefix promised {num_external} tokens beyond {num_hit} to request "
-                f"{request.request_id!r} of {request.num_tokens} tokens: the sum must be a "
-                f"multiple of {self.geometry.scheduler_block_size} and leave a token to compute"
-            )
 
     # --- blocks and bytes ---
 
