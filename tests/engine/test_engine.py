@@ -40,7 +40,7 @@ from kvview import (
     make_offload_key,
 )
 from kvview_reference.connector import MultiConnector
-from kvview_reference.connector.lazy_offload import LazyOffloadConnector, LazyOffloadScheduler
+from kvview_reference.connector.offload import OffloadConnector, OffloadScheduler
 from kvview_reference.engine import Engine
 from kvview_reference.engine.request import Request, Status, chain_hashes
 
@@ -126,8 +126,8 @@ class ScriptedWorker(WorkerConnector):
                 self.results += self.inner.get_finished()
 
 
-class Scripted(LazyOffloadConnector):
-    """The lazy connector over a :class:`ScriptedWorker`."""
+class Scripted(OffloadConnector):
+    """The default connector over a :class:`ScriptedWorker`."""
 
     script = Script()
 
@@ -215,7 +215,7 @@ def run(engine: Engine, *requests: Request) -> None:
 
 def end(engine: Engine) -> None:
     """Nothing is held, nothing was wrong."""
-    if isinstance(engine.scheduler_connector, LazyOffloadScheduler):
+    if isinstance(engine.scheduler_connector, OffloadScheduler):
         assert engine.scheduler_connector._manager.num_protected_blocks() == 0
     assert in_use(engine) == 0
     assert engine.stats.mismatches == 0

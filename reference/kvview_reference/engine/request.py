@@ -100,4 +100,6 @@ class Request:
 
     def info(self) -> RequestInfo:
         """What a connector may know of it."""
-        return RequestInfo(self.request_id, self.num_tokens, self.block_hashes)
+        return RequestInfo(
+            self.request_id, self.num_tokens, self.block_hashes, self.num_computed_tokens
+        )
