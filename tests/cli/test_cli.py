@@ -134,7 +134,7 @@ def test_gzip_and_json_to_stdout(tmp_path: Path) -> None:
         (["--option", "cpu_blokcs=5"], "cpu_blokcs"),
         (["--option", "cpu_blocks"], "KEY=VALUE"),
         (["--policy", "mru"], "lru"),
-        (["--cpu-blocks", "0"], "cpu_blocks"),
+        (["--cpu-blocks", "-1"], "cpu_blocks"),
         (["--cpu-blocks", "1000000000000"], "host"),
         (["--gpu-blocks", "1000000000000"], "GPU blocks"),
         (["--gpu-blocks", "1"], "num_blocks"),

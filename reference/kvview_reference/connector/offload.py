@@ -54,7 +54,7 @@ from kvview_reference.offloading import CPUOffloadingManager
 from kvview_reference.transfer import CPUGPUTransferWorker
 
 LOOKAHEAD_STEPS = 4  # a store takes about two, and blocks are allocated meanwhile
-_SMALLEST_SHARE = 8  # of the pool is left to the engine: a small pool is all lookahead
+_SMALLEST_SHARE = 16  # of the pool is left to the engine: a small pool is all lookahead
 
 
 class OffloadOptions(BaseModel):
