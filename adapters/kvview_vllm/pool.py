@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvview import (
@@ -81,6 +82,11 @@ class VLLMBlockPoolView:
             # Up to 0.13 touch takes one list per KV-cache group.
             self._touch = lambda blocks: block_pool.touch((blocks,))
         self._free = block_pool.free_blocks
+        if "free_prepend" in capabilities:
+            # 0.23.0 alone: before it everything freed goes to the tail, after it all that
+            # is hashed; to the head goes only what has lost its KV (PR #42656).
+            # On the instance, so that isinstance(view, SupportsGiveBack) tells the truth.
+            self.give_back_blocks = self._give_back_blocks
 
     # --- references ---
 
@@ -146,6 +152,17 @@ class VLLMBlockPoolView:
             if surplus:
                 self._free(surplus)
         self._free(found)
+
+    def _give_back_blocks(self, block_ids: Sequence[int]) -> None:
+        """Give back as :meth:`free_blocks` does, to the head of the queue (POOL-12)."""
+        free = self._free
+        self._free = partial(free, prepend=True) if free else None
+        try:
+            self.free_blocks(block_ids)
+        finally:
+            self._free = free
+        for walk in self._walks:
+            walk.pass_over(block_ids)
 
     def _open_pool(self) -> Any:
         if self._pool is None:
@@ -301,6 +318,10 @@ class _Walk:
             self._last = self._last.prev_free_block
         self._unseen -= len(leaving - self._gone - self._seen)
         self._gone.update(block.block_id for block in blocks)
+
+    def pass_over(self, block_ids: Iterable[int]) -> None:
+        """Leave out what joined in front after the walk began."""
+        self._gone.update(block_ids)
 
     def _read(self, size: int) -> list[Any]:
         """The next blocks of the queue, at most ``size``; none at the end."""

@@ -49,6 +49,7 @@ class ReferencePool:
             Capability.BLOCK_KEYS,
             Capability.FIND_CACHED,
             Capability.FREE_ORDER,
+            Capability.GIVE_BACK,
             Capability.HOLDS,
         }
     )
@@ -91,7 +92,7 @@ class ReferencePool:
 class GuardedReferencePool(ReferencePool):
     """The same pool behind a guard, with a clock that stands still until it is moved."""
 
-    capabilities = ReferencePool.capabilities | {
+    capabilities = ReferencePool.capabilities - {Capability.GIVE_BACK} | {
         Capability.LEASES,
         Capability.PIN_BUDGET,
         Capability.ONE_THREAD,
