@@ -119,7 +119,8 @@ class PoolDriver(Recorder):
 
     def cache(self, blocks: Sequence[int], group_idx: int = 0) -> list[bytes]:
         """Let the engine cache blocks under new hashes; returns the keys."""
-        hashes = [b"h%d" % next(self._serial) for _ in blocks]
+        # Wide enough that order of names is order of time: views may sort them.
+        hashes = [b"h%04d" % next(self._serial) for _ in blocks]
         self.call(self.harness, "cache", list(blocks), hashes, group_idx)
         keys = [make_offload_key(block_hash, group_idx) for block_hash in hashes]
         for block, key in zip(blocks, keys, strict=True):
