@@ -38,9 +38,6 @@ from kvview_reference.pool import BlockPool
 from kvview_reference.replay import ReplayConfig, ReplayReport, replay
 from kvview_reference.replay.workload import generate_trace
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from connector_hits import Counting
-
 BLOCK_SIZE = 512
 GEOMETRY = CacheGeometry.single(4)
 CONNECTORS: list[type[Connector]] = [OffloadConnector, LazyOffloadConnector, HostCacheConnector]
