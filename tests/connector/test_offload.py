@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ CONNECTORS: list[type[Connector]] = [OffloadConnector, LazyOffloadConnector, Hos
 def run(
     connector: type[Connector], num_gpu: int, options: dict[str, Any], num_requests: int = 400
 ) -> tuple[ReplayReport, Counting]:
-    """A part of the generated workload."""
+    """The generated workload; of 400 requests each is 0.2 points."""
     watch = Counting()
     rows = generate_trace(num_requests=num_requests, seed=1, block_size=BLOCK_SIZE)
     config = ReplayConfig(num_gpu, 8, options=options)
@@ -56,25 +57,27 @@ def run(
 # --- hits ---
 
 
-@pytest.mark.parametrize("cpu_blocks", [0, 20, 100, 500, 5000])
+@cache
+def hits_alone(num_requests: int) -> float:
+    return run(Connector, 400, {}, num_requests)[0].gpu_hit_rate
+
+
+@pytest.mark.parametrize("cpu_blocks", [0, 20, 100, 5000])
 @pytest.mark.parametrize("connector", CONNECTORS, ids=lambda connector: connector.__name__)
 def test_hits_are_those_without_it_at_least(connector: type[Connector], cpu_blocks: int) -> None:
-    for num_gpu in (400, 900):
-        alone, _ = run(Connector, num_gpu, {})
-        report, watch = run(connector, num_gpu, {"cpu_blocks": cpu_blocks})
-        hits = report.gpu_hit_rate + report.cpu_hit_rate
-        assert hits >= alone.gpu_hit_rate - 0.002, (num_gpu, hits, alone.gpu_hit_rate)
-        assert report.offloaded_blocks <= watch.num_computed
-        assert report.cpu_hit_rate > 0 or cpu_blocks < 5000
-        assert report.is_clean
+    """In a pool that the requests in flight fill: the worst case for what is held."""
+    report, watch = run(connector, 400, {"cpu_blocks": cpu_blocks}, 1500)
+    assert report.gpu_hit_rate + report.cpu_hit_rate >= hits_alone(1500) - 0.002
+    assert report.offloaded_blocks <= watch.num_computed
+    assert report.cpu_hit_rate > 0 or cpu_blocks < 5000
+    assert report.is_clean
 
 
 def test_several_connectors_are_no_worse_either() -> None:
     target = "kvview_reference.connector:OffloadConnector"
     children = [{"connector": target, "options": {"cpu_blocks": size}} for size in (0, 50, 3000)]
-    alone, _ = run(Connector, 400, {})
     report, watch = run(MultiConnector, 400, {"connectors": children})
-    assert report.gpu_hit_rate + report.cpu_hit_rate >= alone.gpu_hit_rate
+    assert report.gpu_hit_rate + report.cpu_hit_rate >= hits_alone(400)
     assert report.cpu_hit_rate > 0
     assert report.offloaded_blocks <= 2 * watch.num_computed  # once a child that stores
 
@@ -142,7 +145,7 @@ class Bench:
         self.pool = BlockPool(num_blocks)
         self.guard = GuardedView(self.pool.view("test"), pin_budget=pin_budget)
         self.half: Any = connector(
-            ConnectorConfig(GEOMETRY, {"cpu_blocks": 100, **options})
+            ConnectorConfig(GEOMETRY, {"cpu_blocks": 60, **options})
         ).make_scheduler()
         self.half.bind_gpu_block_pool_view(view(self.guard))
         self.half.on_engine_ready(EngineFacts(num_blocks, (8,), 4))
