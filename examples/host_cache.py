@@ -21,7 +21,9 @@ from kvview import (
     Connector,
     ConnectorConfig,
     CPULoadStoreSpec,
+    EngineFacts,
     FinishReason,
+    FullBlock,
     GPUBlockPoolView,
     GPULoadStoreSpec,
     OffloadKey,
@@ -29,10 +31,12 @@ from kvview import (
     SchedulerConnector,
     StepInfo,
     StepPlan,
-    SupportsBlockKeys,
+    SupportsFreeCount,
+    SupportsPinBudget,
     TransferJob,
     TransferResult,
     WorkerConnector,
+    full_blocks,
     make_offload_key,
 )
 
@@ -40,12 +44,14 @@ from kvview import (
 class HostCacheConnector(Connector):
     """Build both halves. Option ``cpu_blocks``: how many blocks the host keeps."""
 
+    contract_version = "1.0"
+
     def __init__(self, config: ConnectorConfig) -> None:
         super().__init__(config)
         self.cpu_blocks = config.options.get("cpu_blocks", 1000)
         unknown = set(config.options) - {"cpu_blocks"}
-        if unknown or not isinstance(self.cpu_blocks, int) or self.cpu_blocks < 1:
-            raise ConfigError(f"expected cpu_blocks=N with N >= 1, got {dict(config.options)}")
+        if unknown or not isinstance(self.cpu_blocks, int) or self.cpu_blocks < 0:
+            raise ConfigError(f"expected cpu_blocks=N with N >= 0, got {dict(config.options)}")
 
     def make_scheduler(self) -> SchedulerConnector:
         return HostCacheScheduler(self.config, self.cpu_blocks)
@@ -60,6 +66,7 @@ class HostCacheScheduler(SchedulerConnector):
     def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
         self.geometry = config.geometry
         self.view: GPUBlockPoolView | None = None
+        self.reserve = 0  # free blocks that are the engine's
         self.slots: OrderedDict[OffloadKey, int] = OrderedDict()  # least recently used first
         self.free_slots = list(range(cpu_blocks))
         self.loading: Counter[OffloadKey] = Counter()  # must not be evicted
@@ -68,9 +75,14 @@ class HostCacheScheduler(SchedulerConnector):
         self.planned_stores: list[TransferJob] = []
         self.loads: dict[int, list[OffloadKey]] = {}
         self.stores: dict[int, tuple[dict[OffloadKey, int], list[int]]] = {}
+        self.num_reused: dict[str, int] = {}  # leading tokens that a request did not compute
+        self.num_not_stored = 0
 
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
         self.view = view
+
+    def on_engine_ready(self, facts: EngineFacts) -> None:
+        self.reserve = min(4 * facts.max_blocks_per_step, facts.num_gpu_blocks // 16)
 
     # Loading: promise a prefix, get blocks for it, plan the copy, hear of its end.
 
@@ -90,9 +102,10 @@ class HostCacheScheduler(SchedulerConnector):
         num_computed_tokens: int,
         num_external_tokens: int,
     ) -> None:
+        num_tokens = num_computed_tokens + num_external_tokens
+        self.num_reused[request.request_id] = num_tokens
         if not num_external_tokens:
             return
-        num_tokens = num_computed_tokens + num_external_tokens
         keys: list[OffloadKey] = []
         gpu_blocks: list[int] = []
         sizes: list[int] = []
@@ -124,33 +137,37 @@ class HostCacheScheduler(SchedulerConnector):
         self.store(request, block_ids)
 
     def store(self, request: RequestInfo, block_ids: BlockIds) -> None:
-        view = self.view
-        if not isinstance(view, SupportsBlockKeys):
+        view, first = self.view, self.num_reused.pop(request.request_id, None)
+        if view is None or first is None:
             return
         in_flight = {key for slots, _ in self.stores.values() for key in slots}
-        for index, table in enumerate(block_ids):
-            new: dict[OffloadKey, int] = {}  # key -> GPU block
-            # The pool is asked what the blocks hold: not all of them may be computed.
-            for block_id, keys in zip(table, view.block_keys(table), strict=True):
-                for key in keys:
-                    if key not in self.slots and key not in in_flight:
-                        new[key] = block_id
-            slots = {}
-            for key in new:
-                slot = self.take_slot()
-                if slot is None:
-                    break
-                slots[key] = slot
-            if not slots:
-                continue
-            gpu_blocks = [new[key] for key in slots]
-            view.touch_blocks(gpu_blocks)
-            sizes = [len(slots) if group == index else 0 for group in range(len(block_ids))]
-            source = GPULoadStoreSpec(gpu_blocks, sizes, [0] * len(sizes))
-            target = CPULoadStoreSpec(list(slots.values()))
-            job = TransferJob(next(self.job_ids), source, target)
-            self.stores[job.job_id] = slots, gpu_blocks
-            self.planned_stores.append(job)
+        new: dict[OffloadKey, FullBlock] = {}
+        for block in full_blocks(self.geometry, request, block_ids, first_token=first):
+            if block.key not in self.slots and block.key not in in_flight:
+                new[block.key] = block
+        # What is held is missing to others: store less rather than too much.
+        room = len(new)
+        if isinstance(view, SupportsFreeCount):
+            room = min(room, view.num_free_blocks() - self.reserve)
+        if isinstance(view, SupportsPinBudget):
+            room = min(room, view.num_pinnable_blocks())
+        slots: dict[OffloadKey, int] = {}
+        for key in new:
+            if len(slots) >= room or (slot := self.take_slot()) is None:
+                break
+            slots[key] = slot
+        self.num_not_stored += len(new) - len(slots)
+        if not slots:
+            return
+        blocks = [new[key] for key in slots]  # group after group
+        gpu_blocks = [block.block_id for block in blocks]
+        view.touch_blocks(gpu_blocks)
+        sizes = Counter(block.group_idx for block in blocks)
+        groups = range(len(self.geometry.groups))
+        source = GPULoadStoreSpec(gpu_blocks, [sizes[group] for group in groups], [0] * len(groups))
+        job = TransferJob(next(self.job_ids), source, CPULoadStoreSpec(list(slots.values())))
+        self.stores[job.job_id] = slots, gpu_blocks
+        self.planned_stores.append(job)
 
     def take_slot(self) -> int | None:
         if self.free_slots:
@@ -194,7 +211,7 @@ class HostCacheScheduler(SchedulerConnector):
 
     def release(self, gpu_blocks: list[int]) -> None:
         if self.view is not None:
-            self.view.free_blocks(gpu_blocks)
+            self.view.free_blocks(gpu_blocks[::-1])  # the end of a prefix is evicted first
 
     def key(self, request: RequestInfo, group: int, block: int) -> OffloadKey:
         index = self.geometry.block_hash_index(group, block)

@@ -44,7 +44,9 @@ def view(block_pool: Any, *, owner: str = "connector") -> VLLMBlockPoolView:
         UnsupportedEngineError: The pool has a shape that no tested release has.
         VLLMNotInstalledError: No vLLM can be imported.
     """
-    return VLLMBlockPoolView(block_pool, probe_pool(block_pool), owner)
+    release = probe_pool(block_pool)
+    kind = _PrependingView if release.free_prepend else VLLMBlockPoolView
+    return kind(block_pool, release, owner)
 
 
 class VLLMBlockPoolView(LedgerView):
@@ -72,6 +74,7 @@ class VLLMBlockPoolView(LedgerView):
         self.null_block_id = NULL_BLOCK_ID
         self._pool: Any = block_pool
         self._blocks: list[Any] = block_pool.blocks
+        self._walks: list[_Walk] = []
 
     def _open_pool(self) -> Any:
         self.check_open()
@@ -106,10 +109,12 @@ class VLLMBlockPoolView(LedgerView):
     def _walk(self, *, hashed_only: bool) -> Iterator[Any]:
         walk = _Walk(self._open_pool().free_block_queue, self.release, hashed_only)
         self.before_touch.append(walk.before_touch)
+        self._walks.append(walk)
         try:
             yield from walk.blocks()
         finally:
             self.before_touch.remove(walk.before_touch)
+            self._walks.remove(walk)
 
     # --- queries ---
 
@@ -149,6 +154,23 @@ class VLLMBlockPoolView(LedgerView):
             get_offload_block_hash(key), [get_offload_group_idx(key)]
         )
         return int(found[0].block_id) if found else None
+
+
+class _PrependingView(VLLMBlockPoolView):
+    """The view of 0.23.0, the one release that can give back to the head (PR #42656).
+
+    Before it everything freed goes to the tail, after it all that is hashed: to the head
+    goes only what has lost its KV.
+    """
+
+    def give_back_blocks(self, block_ids: Sequence[int]) -> None:
+        """Give back as ``free_blocks`` does, to the head of the queue (POOL-12)."""
+        block_ids = list(block_ids)
+        self.free_with(
+            lambda blocks: self._open_pool().free_blocks(blocks, prepend=True), block_ids
+        )
+        for walk in self._walks:
+            walk.pass_over(block_ids)
 
 
 class _Walk:
@@ -194,6 +216,10 @@ class _Walk:
             self._last = self._last.prev_free_block
         self._unseen -= len(leaving - self._gone - self._seen)
         self._gone.update(block.block_id for block in blocks)
+
+    def pass_over(self, block_ids: Iterable[int]) -> None:
+        """Leave out what joined in front after the walk began."""
+        self._gone.update(block_ids)
 
     def _read(self, size: int) -> list[Any]:
         """The next blocks of the queue, at most ``size``; none at the end."""

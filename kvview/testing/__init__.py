@@ -23,6 +23,7 @@ from kvview.testing.offloading import checks as offloading_checks
 from kvview.testing.offloading import completions as completion_checks
 from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
 from kvview.testing.pool import checks as pool_checks
+from kvview.testing.pool import give_back as give_back_checks
 from kvview.testing.pool import walks as walk_checks
 from kvview.testing.profiles import PROFILES, Profile
 from kvview.testing.recorder import LawBroken
@@ -55,6 +56,7 @@ __all__ = [
     "completion_checks",
     "event_checks",
     "geometry_checks",
+    "give_back_checks",
     "guard_checks",
     "inspect_factory",
     "load_mutants",

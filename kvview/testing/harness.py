@@ -63,6 +63,8 @@ class Capability(StrEnum):
     """The view has ``find_cached_block(hash)``."""
     FREE_ORDER = "free_order"
     """The view has ``iter_free_block_ids()``."""
+    GIVE_BACK = "give_back"
+    """The view has ``give_back_blocks(block_ids)``."""
     HOLDS = "holds"
     """The view has ``held_blocks()``."""
     LEASES = "leases"
@@ -331,6 +333,7 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         Capability.BLOCK_KEYS: (Need("view", "block_keys", 1),),
         Capability.FIND_CACHED: (Need("view", "find_cached_block", 1),),
         Capability.FREE_ORDER: (Need("view", "iter_free_block_ids", 0),),
+        Capability.GIVE_BACK: (Need("view", "give_back_blocks", 1),),
         Capability.HOLDS: (Need("view", "held_blocks", 0),),
         Capability.LEASES: (Need("view", "lease", 1), Need("harness", "advance", 1)),
         Capability.PIN_BUDGET: (Need("harness", "budgeted", 1),),

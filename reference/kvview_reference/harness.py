@@ -50,6 +50,7 @@ class ReferencePool:
             Capability.BLOCK_KEYS,
             Capability.FIND_CACHED,
             Capability.FREE_ORDER,
+            Capability.GIVE_BACK,
             Capability.HOLDS,
         }
     )

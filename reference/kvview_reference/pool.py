@@ -83,6 +83,7 @@ class BlockPool:
         self._back_start = num_blocks
         self._head = 0
         self._num_free = num_blocks - 1
+        self._is_hashed_in_front = False  # since a move to the head; until it runs empty
         self._hash: list[OffloadKey | None] = [None] * num_blocks
         self._more_hashes: dict[int, list[OffloadKey]] = {}
         self._blocks_by_hash: dict[OffloadKey, int | dict[int, None]] = {}
@@ -115,7 +116,7 @@ class BlockPool:
             start = self._front_start()
             entries = front[: -missing - 1 : -1]
             del front[-missing:]
-            if nothing_stale:
+            if nothing_stale and not self._is_hashed_in_front:
                 block_ids = entries
                 for block_id in entries:
                     ref_cnt[block_id] = 1
@@ -124,6 +125,9 @@ class BlockPool:
                 if ref_cnt[block_id] == 0 and positions[block_id] == position:
                     ref_cnt[block_id] = 1
                     block_ids.append(block_id)
+                    self._evict_hashes(block_id)
+        if not front:
+            self._is_hashed_in_front = False
         while missing := num_blocks - len(block_ids):
             entries = self._back[self._head : self._head + missing]
             for position, block_id in enumerate(entries, self._back_start + self._head):
@@ -214,6 +218,17 @@ class BlockPool:
             self._front += unhashed
         self._back += hashed
         self._num_free += len(unhashed) + len(hashed)
+
+    def move_to_head(self, block_ids: Iterable[int]) -> None:
+        """Make those of the blocks that are free the next victims, in the order given."""
+        ref_cnt, hashes, positions = self._ref_cnt, self._hash, self._position
+        position = self._front_start()
+        for block_id in dict.fromkeys(reversed(list(block_ids))):
+            if ref_cnt[block_id] == 0 and block_id != NULL_BLOCK_ID:
+                position -= 1
+                positions[block_id] = position  # its entry elsewhere is stale from now on
+                self._front.append(block_id)
+                self._is_hashed_in_front |= hashes[block_id] is not None
 
     def _add_references(self, block_ids: list[int], remaining: Iterator[int], change: int) -> None:
         """Undo a loop over ``block_ids`` that failed at the item before ``remaining``."""
@@ -435,6 +450,7 @@ class BlockPool:
         self._renumber(block_ids, self._front_start(), self._back_start + len(self._back), 1)
         self._front, self._back = block_ids[::-1], []
         self._back_start, self._head = self.num_blocks, 0
+        self._is_hashed_in_front = False
         self._hash[:] = [None] * self.num_blocks  # in place: walks hold the list
         self._more_hashes.clear()
         self._blocks_by_hash.clear()
@@ -482,7 +498,8 @@ def _walk_free_block_ids_with_hash(open_pool: OpenPool) -> Iterator[tuple[int, O
     ref_cnt, positions, hashes = pool._ref_cnt, pool._position, pool._hash
     more_hashes = pool._more_hashes
     any_has_more = bool(more_hashes)  # a free block gets no hash, so this stays
-    walk = _Walk(pool._back_start + pool._head, pool._back_start + len(pool._back))
+    start = pool._front_start() if pool._is_hashed_in_front else pool._back_start + pool._head
+    walk = _Walk(start, pool._back_start + len(pool._back))
     for entries in pool._look(walk, open_pool):
         for position, block_id in entries:
             if ref_cnt[block_id] == 0 and positions[block_id] == position:
@@ -517,6 +534,16 @@ class BlockPoolView(LedgerView):
     def _open_pool(self) -> BlockPool:
         self.check_open()
         return self._pool
+
+    def give_back_blocks(self, block_ids: Sequence[int]) -> None:
+        """Give back as ``free_blocks`` does, to the head of the queue (POOL-12)."""
+        pool = self._open_pool()
+
+        def move(block_ids: Sequence[int]) -> None:
+            pool.free_blocks(block_ids)
+            pool.move_to_head(block_ids)
+
+        self.free_with(move, block_ids)
 
     def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         return _walk_free_block_ids_with_hash(self._open_pool)

@@ -134,7 +134,7 @@ def test_gzip_and_json_to_stdout(tmp_path: Path) -> None:
         (["--option", "cpu_blokcs=5"], "cpu_blokcs"),
         (["--option", "cpu_blocks"], "KEY=VALUE"),
         (["--policy", "mru"], "lru"),
-        (["--cpu-blocks", "0"], "cpu_blocks"),
+        (["--cpu-blocks", "-1"], "cpu_blocks"),
         (["--cpu-blocks", "1000000000000"], "host"),
         (["--gpu-blocks", "1000000000000"], "GPU blocks"),
         (["--gpu-blocks", "1"], "num_blocks"),
@@ -167,21 +167,21 @@ def test_connector_that_does_not_import_says_why(tmp_path: Path) -> None:
 
 
 LEAKY = """
-from kvview_reference.connector.lazy_offload import LazyOffloadConnector, LazyOffloadScheduler
+from kvview_reference.connector import OffloadConnector, OffloadScheduler
 
-class Scheduler(LazyOffloadScheduler):
+class Scheduler(OffloadScheduler):
     def _free(self, block_ids):
         super()._free(block_ids[1:])
 
-class Leaky(LazyOffloadConnector):
+class Leaky(OffloadConnector):
     def make_scheduler(self):
         return Scheduler(self.config, self.options)
 """
 
 CORRUPT = """
-from kvview_reference.connector import LazyOffloadConnector, LazyOffloadWorker
+from kvview_reference.connector import OffloadConnector, OffloadWorker
 
-class Worker(LazyOffloadWorker):
+class Worker(OffloadWorker):
     def register_kv_caches(self, kv_caches):
         super().register_kv_caches(kv_caches)
         self.gpu = kv_caches.tensors[0].tensor
@@ -192,7 +192,7 @@ class Worker(LazyOffloadWorker):
             self.wait([job.job_id])
             self.gpu[job.dst.block_ids[0], 3] += 1
 
-class Corrupt(LazyOffloadConnector):
+class Corrupt(OffloadConnector):
     def make_worker(self):
         return Worker(self.options)
 """

@@ -43,7 +43,7 @@ from kvview.testing.connector.invariants import (
 )
 from kvview.testing.connector.page import write_report
 from kvview.testing.connector.watch import Ledger
-from kvview_reference.connector import LazyOffloadConnector, MultiConnector
+from kvview_reference.connector import LazyOffloadConnector, MultiConnector, OffloadConnector
 from kvview_reference.engine import chain_hashes
 from tests.mutants import connector as connectors
 from tests.mutants.connector import (
@@ -55,6 +55,7 @@ from tests.mutants.connector import (
     PinsByRequest,
     StoresTheLastToken,
     Two,
+    WalkingConnector,
 )
 from tests.mutants.leasing import (
     LeasesAndTouches,
@@ -65,8 +66,9 @@ from tests.mutants.leasing import (
 )
 
 LAZY = "kvview_reference.connector:LazyOffloadConnector"
+EAGER = "kvview_reference.connector:OffloadConnector"
 CHILDREN = [
-    {"connector": LAZY, "options": {"cpu_blocks": 7, "enable_events": True}},
+    {"connector": EAGER, "options": {"cpu_blocks": 7, "enable_events": True}},
     {"connector": LAZY, "options": {"cpu_blocks": 40, "enable_events": True}},
 ]
 
@@ -76,7 +78,10 @@ CHILDREN = [
 
 @pytest.mark.parametrize(
     "connector",
-    [LazyOffloadConnector, HostCacheConnector, EagerConnector, AtTheEnd, Two, Connector],
+    [
+        *(OffloadConnector, LazyOffloadConnector, HostCacheConnector),
+        *(WalkingConnector, EagerConnector, AtTheEnd, Two, Connector),
+    ],
 )
 def test_no_false_alarm(connector: type[Connector]) -> None:
     report = check_connector(connector, seeds=50)
@@ -90,7 +95,7 @@ def test_no_false_alarm_for_a_multi_connector() -> None:
 
 
 def test_everything_that_should_happen_happens() -> None:
-    coverage = check_connector(LazyOffloadConnector, seeds=100).coverage
+    coverage = check_connector(OffloadConnector, seeds=100).coverage
     for name in (
         "loads",
         "stores",
@@ -126,7 +131,7 @@ def test_there_are_mutants_of_real_incidents() -> None:
 # --- replay ---
 
 
-@pytest.mark.parametrize("connector", [LazyOffloadConnector, Two, CountsFailedLoads])
+@pytest.mark.parametrize("connector", [OffloadConnector, Two, CountsFailedLoads])
 def test_a_seed_gives_the_same_run_twice(connector: type[Connector]) -> None:
     for seed in range(12):
         first = simulate(connector, generate_scenario(seed))
@@ -139,7 +144,7 @@ def test_a_seed_gives_the_same_run_twice(connector: type[Connector]) -> None:
 def test_a_seed_gives_the_same_run_in_another_process() -> None:
     code = (
         "from kvview.testing.connector import generate_scenario, simulate\n"
-        "from kvview_reference.connector import LazyOffloadConnector as C\n"
+        "from kvview_reference.connector import OffloadConnector as C\n"
         "print([simulate(C, generate_scenario(seed)) for seed in range(4)])"
     )
     outputs = {
@@ -156,7 +161,7 @@ def test_a_failure_is_replayed_by_its_seed() -> None:
     for failure in report.failures[:3]:
         again = replay_seed(LeaksFailedStores, failure.seed, max_shrink_runs=0)
         assert again == failure
-    assert replay_seed(LazyOffloadConnector, 3) is None
+    assert replay_seed(OffloadConnector, 3) is None
 
 
 # --- shrinking ---
@@ -186,14 +191,14 @@ def check_connector_is_clean(connector: type[Connector], seed: int) -> bool:
 
 def test_a_scenario_by_hand() -> None:
     scenario = replace(generate_scenario(0), events=(), fates=())
-    assert simulate(LazyOffloadConnector, scenario).failure is None
+    assert simulate(OffloadConnector, scenario).failure is None
     small = Scenario(
         geometry=replace(scenario.geometry, groups=(FullAttention(4),)),
         num_gpu_blocks=12,
         events=(Add("a", 1, 20), Step(4), Squeeze(11), Squeeze(0), Add("a", 1, 20), Step(4)),
         fates=(Fate(is_lost=True),),
     )
-    result = simulate(LazyOffloadConnector, small)
+    result = simulate(OffloadConnector, small)
     assert result.failure is None
     assert max(snapshot.held for snapshot in result.timeline) > 0
 
@@ -217,7 +222,7 @@ def test_a_report_says_what_a_person_needs() -> None:
     assert f"seed {report.failures[0].seed}" in summary
     assert report.failures[0].script in summary
     assert report.to_dict()["failures"][0]["law"] == "CONN-6"
-    clean = check_connector(LazyOffloadConnector, seeds=2).summary()
+    clean = check_connector(OffloadConnector, seeds=2).summary()
     assert "2 seeds from 0" in clean
     assert "no law broken" in clean
 
@@ -227,7 +232,7 @@ def test_ctrl_c_leaves_the_summary_so_far() -> None:
         if done == 2:
             raise KeyboardInterrupt
 
-    report = check_connector(LazyOffloadConnector, seeds=9, on_progress=stop)
+    report = check_connector(OffloadConnector, seeds=9, on_progress=stop)
     assert report.is_interrupted
     assert report.num_seeds == 2
     assert not report.failures
@@ -269,7 +274,7 @@ def test_invariants_name_the_law_and_the_blocks() -> None:
     assert EventFold().advertised == set()
 
 
-class Crashes(LazyOffloadConnector):
+class Crashes(OffloadConnector):
     def make_scheduler(self) -> None:  # type: ignore[override]
         raise OSError("no such host")
 
@@ -280,7 +285,7 @@ def test_what_a_connector_raises_is_a_failure_not_a_crash() -> None:
     assert str(failure) == "CONN-1: make_scheduler raised OSError no such host (step 0)"
 
 
-class NeverAnswers(LazyOffloadConnector):
+class NeverAnswers(OffloadConnector):
     def make_scheduler(self) -> SchedulerConnector:
         half = super().make_scheduler()
         half.match_prefix = lambda request, num_computed_tokens: None  # type: ignore[method-assign]

@@ -42,14 +42,15 @@ def engines() -> VLLMEngines:
 def test_every_mutant_is_killed_with_its_law(engines: VLLMEngines, mutant: Mutant) -> None:
     connector = mutant.factory
     assert isinstance(connector, type)
+    seen = set()
     for seed in range(SEEDS):
         report = check_connector(
             connector, seeds=1, first_seed=seed, engines=engines, max_shrink_runs=0
         )
-        if not report.is_clean:
-            assert report.failures[0].law == mutant.law, report.failures[0]
+        seen |= {failure.law for failure in report.failures}
+        if mutant.law in seen:
             return
-    pytest.fail("no seed showed it")
+    pytest.fail(f"no seed showed {mutant.law}; seen: {sorted(seen)}")
 
 
 @pytest.mark.parametrize("connector", [LeasesForAWhile, LeasesForLong, LazyOffloadConnector])

@@ -40,7 +40,7 @@ from kvview import (
     make_offload_key,
 )
 from kvview_reference.connector import MultiConnector
-from kvview_reference.connector.lazy_offload import LazyOffloadConnector, LazyOffloadScheduler
+from kvview_reference.connector.offload import OffloadConnector, OffloadScheduler
 from kvview_reference.engine import Engine
 from kvview_reference.engine.request import Request, Status, chain_hashes
 
@@ -126,8 +126,8 @@ class ScriptedWorker(WorkerConnector):
                 self.results += self.inner.get_finished()
 
 
-class Scripted(LazyOffloadConnector):
-    """The lazy connector over a :class:`ScriptedWorker`."""
+class Scripted(OffloadConnector):
+    """The default connector over a :class:`ScriptedWorker`."""
 
     script = Script()
 
@@ -136,7 +136,7 @@ class Scripted(LazyOffloadConnector):
 
 
 def lazy(geometry: CacheGeometry, script: Script | None = None, **options: object) -> Scripted:
-    options = {"cpu_blocks": 200, "enable_events": True, **options}
+    options = {"cpu_blocks": 500, "enable_events": True, **options}
     connector = Scripted(ConnectorConfig(geometry, options))
     connector.script = script or Script()
     return connector
@@ -145,7 +145,7 @@ def lazy(geometry: CacheGeometry, script: Script | None = None, **options: objec
 def multi(geometry: CacheGeometry, *scripts: Script, **options: object) -> MultiConnector:
     child = {
         "connector": f"{__name__}:Scripted",
-        "options": {"cpu_blocks": 200, "enable_events": True, **options},
+        "options": {"cpu_blocks": 500, "enable_events": True, **options},
     }
     connector = MultiConnector(ConnectorConfig(geometry, {"connectors": [child] * len(scripts)}))
     for made, script in zip(connector.children, scripts, strict=True):
@@ -215,7 +215,7 @@ def run(engine: Engine, *requests: Request) -> None:
 
 def end(engine: Engine) -> None:
     """Nothing is held, nothing was wrong."""
-    if isinstance(engine.scheduler_connector, LazyOffloadScheduler):
+    if isinstance(engine.scheduler_connector, OffloadScheduler):
         assert engine.scheduler_connector._manager.num_protected_blocks() == 0
     assert in_use(engine) == 0
     assert engine.stats.mismatches == 0
@@ -509,7 +509,7 @@ def longest_loadable(geometry: CacheGeometry, request: Request, keys: set[Offloa
 @pytest.mark.parametrize("name", sorted(GEOMETRIES))
 def test_event2_what_is_advertised_can_be_loaded_and_nothing_else(name: str) -> None:
     geometry = GEOMETRIES[name]
-    engine = build(lazy(geometry, cpu_blocks=60), geometry, 24 * len(geometry.groups))
+    engine = build(lazy(geometry, cpu_blocks=60), geometry, 40 * len(geometry.groups))
     events: list[OffloadingEvent] = []
     for i in range(30):
         run(engine, prompt(str(i), i * 7 % 12, 50, geometry=geometry))
@@ -673,7 +673,7 @@ def test_any_mix_of_requests_aborts_resets_and_failures_drains(
 @pytest.mark.parametrize("name", sorted(GEOMETRIES))
 def test_wrong_bytes_are_seen(name: str, script: Script) -> None:
     geometry = GEOMETRIES[name]
-    engine = build(lazy(geometry, script), geometry, 24 * len(geometry.groups))
+    engine = build(lazy(geometry, script), geometry, 40 * len(geometry.groups))
     for wave in range(2):
         run(engine, *[prompt(f"{wave}.{i}", i, 50, geometry=geometry) for i in range(8)])
     assert engine.stats.loaded_blocks > 0

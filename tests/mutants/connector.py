@@ -1,8 +1,9 @@
 """Wrong connectors: each a few lines over a right one, each tagged with the law it breaks.
 
-They live over :class:`~kvview_reference.connector.LazyOffloadConnector` (stores what
-is about to be evicted), over the example (stores what a request leaves behind), or
-over :class:`EagerConnector` below (stores what was just computed).
+They live over :class:`~kvview_reference.connector.OffloadConnector` (stores what the last
+step computed, once), over the example (stores what a request leaves behind), or over two
+more right ones below: :class:`WalkingConnector` (stores what is about to be evicted) and
+:class:`EagerConnector` (offers all of a request in every step).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvview import (
     ConnectorConfig,
     EngineFacts,
     FinishReason,
+    FullBlock,
     GPUBlockPoolView,
     GPULoadStoreSpec,
     LookupResult,
@@ -41,14 +43,14 @@ from kvview import (
 )
 from kvview.testing import LawBroken, Mutant
 from kvview.testing.connector import check_connector
-from kvview_reference.connector.lazy_offload import (
-    LazyOffloadConnector,
-    LazyOffloadOptions,
-    LazyOffloadScheduler,
-    LazyOffloadWorker,
+from kvview_reference.connector.multi import MultiScheduler, MultiWorker
+from kvview_reference.connector.offload import (
+    OffloadConnector,
+    OffloadOptions,
+    OffloadScheduler,
+    OffloadWorker,
     _Store,
 )
-from kvview_reference.connector.multi import MultiScheduler, MultiWorker
 
 SEEDS = 60
 """Seeds in which every one of them must show itself."""
@@ -88,14 +90,14 @@ def breaks(
     return register
 
 
-# --- over the lazy connector ---
+# --- over the default connector ---
 
 
-class Lazy(LazyOffloadConnector):
+class Offload(OffloadConnector):
     """The right one, with places to put wrong halves."""
 
-    scheduler: ClassVar[type[LazyOffloadScheduler]] = LazyOffloadScheduler
-    worker: ClassVar[type[LazyOffloadWorker]] = LazyOffloadWorker
+    scheduler: ClassVar[type[OffloadScheduler]] = OffloadScheduler
+    worker: ClassVar[type[OffloadWorker]] = OffloadWorker
 
     def make_scheduler(self) -> SchedulerConnector:
         return self.scheduler(self.config, self.options)
@@ -104,9 +106,29 @@ class Lazy(LazyOffloadConnector):
         return self.worker(self.options)
 
 
+class WalkingScheduler(OffloadScheduler):
+    """Stores what is about to be evicted, under every hash that it has."""
+
+    def _plan_store(self, step: StepInfo) -> TransferJob | None:
+        if self._view is None or not step.scheduled:
+            return None
+        items = islice(self._view.iter_free_block_ids_with_hash(), 8)
+        blocks = [FullBlock(0, 0, block_id, key) for block_id, key in items]
+        return self._store(blocks, self._room())
+
+    def _let_go(self, blocks: Sequence[FullBlock], *, may_hold: bool) -> None:
+        pass
+
+
+class WalkingConnector(Offload):
+    """The right one: looks at the next victims in every step."""
+
+    scheduler = WalkingScheduler
+
+
 @breaks("POOL-4", "touches a block with two hashes once, frees it twice", "vllm#42571")
-class FreesDuplicates(Lazy):
-    class scheduler(LazyOffloadScheduler):
+class FreesDuplicates(WalkingConnector):
+    class scheduler(WalkingScheduler):
         def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
             class Deduplicating:
                 def __init__(self) -> None:
@@ -120,15 +142,15 @@ class FreesDuplicates(Lazy):
 
 
 @breaks("CONN-4", "touches a block with two hashes twice, frees it once")
-class FreesASet(Lazy):
-    class scheduler(LazyOffloadScheduler):
+class FreesASet(WalkingConnector):
+    class scheduler(WalkingScheduler):
         def _free(self, block_ids: Sequence[int]) -> None:
             super()._free(list(set(block_ids)))
 
 
 @breaks("CONN-3", "counts loads under way, and a failed one stays counted", "vllm#43742")
-class CountsFailedLoads(Lazy):
-    class scheduler(LazyOffloadScheduler):
+class CountsFailedLoads(Offload):
+    class scheduler(OffloadScheduler):
         num_loading = 0
 
         def plan_step(self, step: StepInfo) -> StepPlan:
@@ -145,8 +167,8 @@ class CountsFailedLoads(Lazy):
 
 
 @breaks("CONN-4", "forgets the blocks of a store that failed")
-class LeaksFailedStores(Lazy):
-    class scheduler(LazyOffloadScheduler):
+class LeaksFailedStores(Offload):
+    class scheduler(OffloadScheduler):
         def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
             for result in results:
                 if not result.success and result.job_id in self._stores:
@@ -155,9 +177,9 @@ class LeaksFailedStores(Lazy):
 
 
 @breaks("CONN-4", "pins the blocks of a load, an abort forgets the pin", "ascend#16662")
-class AbortLeaks(Lazy):
-    class scheduler(LazyOffloadScheduler):
-        def __init__(self, config: ConnectorConfig, options: LazyOffloadOptions) -> None:
+class AbortLeaks(Offload):
+    class scheduler(OffloadScheduler):
+        def __init__(self, config: ConnectorConfig, options: OffloadOptions) -> None:
             super().__init__(config, options)
             self.pinned: dict[str, list[int]] = {}
 
@@ -192,12 +214,12 @@ class AbortLeaks(Lazy):
 
 
 @breaks("CONN-6", "chooses blocks in one step, stores them unpinned in the next", "vllm#46951")
-class StoresAStepLater(Lazy):
-    class scheduler(LazyOffloadScheduler):
+class StoresAStepLater(Offload):
+    class scheduler(OffloadScheduler):
         chosen: TransferJob | None = None
 
-        def _plan_store(self) -> TransferJob | None:
-            ready, self.chosen = self.chosen, super()._plan_store()
+        def _plan_store(self, step: StepInfo) -> TransferJob | None:
+            ready, self.chosen = self.chosen, super()._plan_store(step)
             if self.chosen is not None:
                 store = self._stores[self.chosen.job_id]
                 self._free(store.block_ids)
@@ -206,10 +228,10 @@ class StoresAStepLater(Lazy):
 
 
 @breaks("CONN-6", "gives the source blocks back when the store is planned")
-class FreesWhenPlanned(Lazy):
-    class scheduler(LazyOffloadScheduler):
-        def _plan_store(self) -> TransferJob | None:
-            job = super()._plan_store()
+class FreesWhenPlanned(Offload):
+    class scheduler(OffloadScheduler):
+        def _plan_store(self, step: StepInfo) -> TransferJob | None:
+            job = super()._plan_store(step)
             if job is not None:
                 store = self._stores[job.job_id]
                 self._free(store.block_ids)
@@ -218,17 +240,17 @@ class FreesWhenPlanned(Lazy):
 
 
 @breaks("EVENT-2", "looks keys up under a hash that nothing is stored under", "vllm#53498")
-class NeverHits(Lazy):
-    class scheduler(LazyOffloadScheduler):
+class NeverHits(Offload):
+    class scheduler(OffloadScheduler):
         def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
             stamped = [BlockHash(block_hash[::-1]) for block_hash in request.block_hashes]
             return super().match_prefix(replace(request, block_hashes=stamped), num_computed_tokens)
 
 
 @breaks("CONN-2", "remembers that a key was there, evicted since or not", "vllm#42289")
-class RemembersHits(Lazy):
-    class scheduler(LazyOffloadScheduler):
-        def __init__(self, config: ConnectorConfig, options: LazyOffloadOptions) -> None:
+class RemembersHits(Offload):
+    class scheduler(OffloadScheduler):
+        def __init__(self, config: ConnectorConfig, options: OffloadOptions) -> None:
             super().__init__(config, options)
             self.seen: set[OffloadKey] = set()
             lookup = self._manager.lookup
@@ -243,16 +265,16 @@ class RemembersHits(Lazy):
 
 
 @breaks("CONN-2", "promises blocks, not whole scheduler blocks, and the last token too")
-class PromisesTheLastToken(Lazy):
-    class scheduler(LazyOffloadScheduler):
+class PromisesTheLastToken(Offload):
+    class scheduler(OffloadScheduler):
         def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
             one_more = replace(request, num_tokens=request.num_tokens + 1)
             return super().match_prefix(one_more, num_computed_tokens)
 
 
 @breaks("CONN-2", "loads what the GPU has too, which the host may not have", "vllm#43884")
-class LoadsLocalHits(Lazy):
-    class scheduler(LazyOffloadScheduler):
+class LoadsLocalHits(Offload):
+    class scheduler(OffloadScheduler):
         def on_blocks_allocated(
             self,
             request: RequestInfo,
@@ -267,8 +289,8 @@ class LoadsLocalHits(Lazy):
 
 
 @breaks("CONN-2", "plans the loads of a step only when nothing is computed in it")
-class PlansLoadsLate(Lazy):
-    class scheduler(LazyOffloadScheduler):
+class PlansLoadsLate(Offload):
+    class scheduler(OffloadScheduler):
         def plan_step(self, step: StepInfo) -> StepPlan:
             plan = super().plan_step(step)
             if step.scheduled:
@@ -278,8 +300,8 @@ class PlansLoadsLate(Lazy):
 
 
 @breaks("CONN-4", "keeps every block that it sees, so that it is not evicted", "vllm#42085")
-class PinsEverything(Lazy):
-    class scheduler(LazyOffloadScheduler):
+class PinsEverything(Offload):
+    class scheduler(OffloadScheduler):
         def plan_step(self, step: StepInfo) -> StepPlan:
             plan = super().plan_step(step)
             if self._view is not None:
@@ -290,8 +312,8 @@ class PinsEverything(Lazy):
 
 
 @breaks("CONN-3", "asserts at completion that the block is still the one found", "vllm#57505")
-class AssertsTheHash(Lazy):
-    class scheduler(LazyOffloadScheduler):
+class AssertsTheHash(Offload):
+    class scheduler(OffloadScheduler):
         def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
             view: Any = self._view
             for result in results:
@@ -302,10 +324,10 @@ class AssertsTheHash(Lazy):
 
 
 @breaks("CONN-5", "one job id for all stores")
-class OneStoreJobId(Lazy):
-    class scheduler(LazyOffloadScheduler):
-        def _plan_store(self) -> TransferJob | None:
-            job = super()._plan_store()
+class OneStoreJobId(Offload):
+    class scheduler(OffloadScheduler):
+        def _plan_store(self, step: StepInfo) -> TransferJob | None:
+            job = super()._plan_store(step)
             if job is None:
                 return None
             self._stores[-1] = self._stores.pop(job.job_id)
@@ -313,27 +335,27 @@ class OneStoreJobId(Lazy):
 
 
 @breaks("CONN-4", "leaves the pins of stores in flight behind at shutdown")
-class LeaksAtShutdown(Lazy):
-    class scheduler(LazyOffloadScheduler):
+class LeaksAtShutdown(Offload):
+    class scheduler(OffloadScheduler):
         def shutdown(self) -> None:
             self._stores.clear()
             super().shutdown()
 
 
 @breaks("EVENT-4", "takes a failed store for a successful one")
-class AdvertisesFailedStores(Lazy):
-    class scheduler(LazyOffloadScheduler):
+class AdvertisesFailedStores(Offload):
+    class scheduler(OffloadScheduler):
         def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
             super().on_transfers_finished([replace(result, success=True) for result in results])
 
 
 @breaks("EVENT-2", "advertises keys when their store starts", "vllm#57159")
-class AdvertisesEarly(Lazy):
-    class scheduler(LazyOffloadScheduler):
+class AdvertisesEarly(Offload):
+    class scheduler(OffloadScheduler):
         early: tuple[OffloadingEvent, ...] = ()
 
-        def _plan_store(self) -> TransferJob | None:
-            job = super()._plan_store()
+        def _plan_store(self, step: StepInfo) -> TransferJob | None:
+            job = super()._plan_store(step)
             if job is not None:
                 keys = tuple(self._stores[job.job_id].keys)
                 self.early += (OffloadingEvent(keys, "CPU", removed=False),)
@@ -345,8 +367,8 @@ class AdvertisesEarly(Lazy):
 
 
 @breaks("EVENT-1", "says twice that a key is gone")
-class RemovesTwice(Lazy):
-    class scheduler(LazyOffloadScheduler):
+class RemovesTwice(Offload):
+    class scheduler(OffloadScheduler):
         def take_events(self) -> Iterable[OffloadingEvent]:
             for event in super().take_events():
                 yield event
@@ -355,8 +377,8 @@ class RemovesTwice(Lazy):
 
 
 @breaks("EVENT-5", "a reset says nothing of what is gone")
-class ResetsSilently(Lazy):
-    class scheduler(LazyOffloadScheduler):
+class ResetsSilently(Offload):
+    class scheduler(OffloadScheduler):
         before: tuple[OffloadingEvent, ...] = ()
 
         def reset_cache(self) -> bool:
@@ -374,8 +396,8 @@ class ResetsSilently(Lazy):
 
 
 @breaks("XFER-1", "reports stores as done that another stream has yet to run", "vllm#45704")
-class ReportsTooEarly(Lazy):
-    class worker(LazyOffloadWorker):
+class ReportsTooEarly(Offload):
+    class worker(OffloadWorker):
         late: Sequence[TransferJob] = ()
         early: tuple[TransferResult, ...] = ()
 
@@ -392,8 +414,8 @@ class ReportsTooEarly(Lazy):
 
 
 @breaks("CONN-3", "the fifth report of all never arrives", "ROCm/ATOM#2261")
-class LosesAReport(Lazy):
-    class worker(LazyOffloadWorker):
+class LosesAReport(Offload):
+    class worker(OffloadWorker):
         num_reported = 0
 
         def get_finished(self) -> list[TransferResult]:
@@ -404,8 +426,8 @@ class LosesAReport(Lazy):
 
 
 @breaks("CONN-3", "reports what it reported in the last step once more")
-class ReportsTwice(Lazy):
-    class worker(LazyOffloadWorker):
+class ReportsTwice(Offload):
+    class worker(OffloadWorker):
         last: tuple[TransferResult, ...] = ()
 
         def get_finished(self) -> list[TransferResult]:
@@ -414,16 +436,16 @@ class ReportsTwice(Lazy):
 
 
 @breaks("XFER-1", "copies the first layer only")
-class CopiesOneLayer(Lazy):
-    class worker(LazyOffloadWorker):
+class CopiesOneLayer(Offload):
+    class worker(OffloadWorker):
         def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
             refs = [group_refs[:1] for group_refs in kv_caches.group_data_refs]
             super().register_kv_caches(replace(kv_caches, group_data_refs=refs))
 
 
 @breaks("XFER-2", "loads into another block than the one named")
-class LoadsElsewhere(Lazy):
-    class worker(LazyOffloadWorker):
+class LoadsElsewhere(Offload):
+    class worker(OffloadWorker):
         def start_plan(self, plan: StepPlan) -> None:
             super().start_plan(replace(plan, loads=[self.shifted(job) for job in plan.loads]))
 
@@ -437,13 +459,12 @@ class LoadsElsewhere(Lazy):
 # --- over the eager connector ---
 
 
-class EagerScheduler(LazyOffloadScheduler):
+class EagerScheduler(OffloadScheduler):
     """Stores what earlier steps computed of the requests of this step."""
 
     null_block = 0
 
-    def plan_step(self, step: StepInfo) -> StepPlan:
-        loads, self._planned_loads = self._planned_loads, []
+    def _plan_store(self, step: StepInfo) -> TransferJob | None:
         victims: dict[OffloadKey, int] = {}
         for scheduled in step.scheduled:
             for index, group in enumerate(self._geometry.groups):
@@ -452,19 +473,21 @@ class EagerScheduler(LazyOffloadScheduler):
                     key = self.key_of(scheduled.request, index, number)
                     if table[number] != self.null_block and key is not None:
                         victims.setdefault(key, table[number])
-        job = self.store(victims)
-        return StepPlan(loads, [job] if job else [])
+        return self.store(victims)
+
+    def _let_go(self, blocks: Sequence[FullBlock], *, may_hold: bool) -> None:
+        pass
 
     def num_ready_tokens(self, scheduled: Any) -> int:
         return int(scheduled.num_computed_tokens)
 
     def key_of(self, request: RequestInfo, group: int, number: int) -> OffloadKey | None:
-        return self._key(request, group, number)
+        return self._geometry.block_key(request.block_hashes, group, number)
 
     def store(self, victims: dict[OffloadKey, int]) -> TransferJob | None:
         ctx = ReqContext()
         missing = [k for k in victims if self._manager.lookup(k, ctx) is LookupResult.MISS]
-        output = self._manager.prepare_store(missing[: self._cpu_blocks], ctx)
+        output = self._manager.prepare_store(missing[: self._manager.num_blocks], ctx)
         if output is None or not output.keys_to_store:
             return None
         block_ids = [victims[key] for key in output.keys_to_store]
@@ -479,7 +502,7 @@ class EagerScheduler(LazyOffloadScheduler):
         self._view.touch_blocks(block_ids)
 
 
-class EagerConnector(Lazy):
+class EagerConnector(Offload):
     """The right one: stores at once, holds until it is reported."""
 
     scheduler = EagerScheduler
@@ -579,13 +602,13 @@ class StoresNullBlocks(EagerConnector):
 class NamesTheBlockBefore(EagerConnector):
     class scheduler(EagerScheduler):
         def key_of(self, request: RequestInfo, group: int, number: int) -> OffloadKey | None:
-            return self._key(request, group, max(0, number - 1))
+            return super().key_of(request, group, max(0, number - 1))
 
 
 @breaks("CONN-4", "pins of one life of a request id are lost with the next life", "vllm#46014")
 class HoldsByRequest(EagerConnector):
     class scheduler(EagerScheduler):
-        def __init__(self, config: ConnectorConfig, options: LazyOffloadOptions) -> None:
+        def __init__(self, config: ConnectorConfig, options: OffloadOptions) -> None:
             super().__init__(config, options)
             self.job_of: dict[str, int] = {}
 
@@ -699,10 +722,10 @@ class ForgetsLate(Host):
 # --- several side by side ---
 
 
-class NeedsTheView(Lazy):
+class NeedsTheView(Offload):
     """Says so when it was not bound."""
 
-    class scheduler(LazyOffloadScheduler):
+    class scheduler(OffloadScheduler):
         def on_engine_ready(self, facts: EngineFacts) -> None:
             if self._view is None:
                 raise ViewNotBoundError("this connector needs the view of the block pool")
@@ -742,6 +765,6 @@ class SharesPins(Two):
         def __init__(self, children: Sequence[SchedulerConnector]) -> None:
             super().__init__(children)
             one, other = children
-            assert isinstance(one, LazyOffloadScheduler)
-            assert isinstance(other, LazyOffloadScheduler)
+            assert isinstance(one, OffloadScheduler)
+            assert isinstance(other, OffloadScheduler)
             other._stores = one._stores

@@ -29,6 +29,7 @@ class ListPool:
             Capability.HOLDS,
             Capability.FREE_COUNT,
             Capability.FREE_ORDER,
+            Capability.GIVE_BACK,
         }
     )
     num_blocks = 24
@@ -129,6 +130,11 @@ class ListPool:
         self.check_held(block_ids)
         self.held = +(self.held - Counter(block_ids))
         self.release(block_ids)
+
+    def give_back_blocks(self, block_ids: Sequence[int], /) -> None:
+        self.free_blocks(block_ids)
+        freed = [block for block in self.in_order(block_ids) if block in self.queue]
+        self.queue = freed + [block for block in self.queue if block not in freed]
 
     def check_held(self, block_ids: Sequence[int]) -> None:
         if Counter(block_ids) - self.held:

@@ -416,6 +416,84 @@ class PutsBackWhereItWas(ListPool):
             self.queue = back + [block for block in self.queue if block not in back]
 
 
+# --- POOL-12 ---
+
+
+@planted("POOL-12", "check_pool_12_what_is_given_back_is_evicted_next")
+class GivesBackAsItFrees(ListPool):
+    """What was held to be read comes back as the most recent block (LazyOffload's churn)."""
+
+    def give_back_blocks(self, block_ids: Sequence[int], /) -> None:
+        self.free_blocks(block_ids)
+
+
+@planted("POOL-12", "check_pool_12_what_is_given_back_is_evicted_next")
+class ForgetsWhatIsGivenBack(ListPool):
+    """A block gets to the head by losing its hash: its KV is lost while it is free."""
+
+    def give_back_blocks(self, block_ids: Sequence[int], /) -> None:
+        super().give_back_blocks(block_ids)
+        self.evict([block for block in block_ids if block in self.queue])
+
+
+@planted("POOL-12", "check_pool_12_order_given_counts_hashed_or_not")
+class PutsUnhashedFirst(ListPool):
+    """Unhashed blocks of a call overtake the hashed ones."""
+
+    def give_back_blocks(self, block_ids: Sequence[int], /) -> None:
+        super().give_back_blocks(sorted(block_ids, key=lambda block: block in self.hashes))
+
+
+@planted("POOL-12", "check_pool_12_order_given_counts_hashed_or_not")
+class PrependsOneByOne(ListPool):
+    """Each block goes to the head by itself: the last of a call is evicted first."""
+
+    def give_back_blocks(self, block_ids: Sequence[int], /) -> None:
+        super().give_back_blocks(block_ids[::-1])
+
+
+@planted("POOL-12", "check_pool_12_later_calls_come_first")
+class QueuesBehindWhatWasGivenBack(ListPool):
+    """Blocks join the end of those given back before, not the head."""
+
+    given: tuple[int, ...] = ()
+
+    def give_back_blocks(self, block_ids: Sequence[int], /) -> None:
+        super().give_back_blocks(block_ids)
+        self.given = (*[b for b in self.given if b not in block_ids], *block_ids)
+        head = [block for block in self.given if block in self.queue]
+        self.queue = head + [block for block in self.queue if block not in head]
+
+
+@planted("POOL-12", "check_pool_12_last_mention_of_a_block_counts")
+class GivesBackByTheFirstMention(ListPool):
+    """A block that a call names twice stands where it was named first."""
+
+    def give_back_blocks(self, block_ids: Sequence[int], /) -> None:
+        self.free_blocks(block_ids)
+        freed = [block for block in dict.fromkeys(block_ids) if block in self.queue]
+        self.queue = freed + [block for block in self.queue if block not in freed]
+
+
+@planted("POOL-12", "check_pool_12_block_in_use_stays_in_use")
+class QueuesWhatIsInUse(ListPool):
+    """Every block named is put at the head, in use or not."""
+
+    def give_back_blocks(self, block_ids: Sequence[int], /) -> None:
+        self.free_blocks(block_ids)
+        real = self.in_order(self.real(block_ids))
+        self.queue = real + [block for block in self.queue if block not in real]
+
+
+@planted("POOL-12", "check_pool_12_refusals_change_nothing")
+class GivesBackUntilAnIdIsWrong(ListPool):
+    """Blocks are given back one by one, on the way."""
+
+    def give_back_blocks(self, block_ids: Sequence[int], /) -> None:
+        for block in block_ids[::-1]:
+            super().give_back_blocks([block])
+
+
 @planted("POOL-1", "check_pool_any_sequence_of_calls")
 class LosesABlockOnceInAWhile(ListPool):
     """A block that is evicted while it is held never comes back: no scenario here has that."""

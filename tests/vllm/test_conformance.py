@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvview import GPUBlockPoolView, GuardedView
+from kvview import GPUBlockPoolView, GuardedView, SupportsGiveBack
 from kvview.testing import BoundCheck, Capability, Outcome, parametrize_with_checks, run_checks
 from kvview_vllm.pool import view as make_view
 
@@ -59,6 +59,8 @@ class VLLMPool:
             *(Capability.BLOCK_KEYS, Capability.FIND_CACHED, Capability.FREE_ORDER),
             Capability.HOLDS,
         }
+        if isinstance(self.view, SupportsGiveBack):
+            has.add(Capability.GIVE_BACK)
         if hasattr(self.pool, "evict_blocks"):
             has.add(Capability.EVICT)
         if self.plain_view.release.several_hashes:
@@ -155,4 +157,5 @@ def test_only_what_the_release_lacks_is_skipped() -> None:
     pool = VLLMPool().pool
     lacks = [] if hasattr(pool, "evict_blocks") else ["evict"]
     lacks += [] if hasattr(pool, "cached_block_hashes_by_block") else ["many_hashes"]
+    lacks += [] if isinstance(GuardedVLLMPool().view, SupportsGiveBack) else ["give_back"]
     assert skipped == {f"the harness does not declare {name}" for name in lacks}

@@ -19,6 +19,7 @@ import kvview
 from kvview import (
     BlockNotHeldError,
     OffloadKey,
+    SupportsGiveBack,
     UnknownBlockError,
     UnsupportedEngineError,
     ViewClosedError,
@@ -430,3 +431,25 @@ def test_caching_off() -> None:
     pool_view.free_blocks([3, 2])
     assert sorted(engine.queue()) == list(range(1, 8))
     assert list(pool_view.iter_free_block_ids()) == engine.queue()
+
+
+def test_pool12_only_what_the_release_can_do_is_offered() -> None:
+    """0.23.0 puts freed blocks at the head; no other release does, short of dropping their KV."""
+    engine = Engine(12)
+    pool_view = view(engine.pool)
+    assert isinstance(pool_view, SupportsGiveBack) is ("free_prepend" in engine.flags)
+
+
+def test_pool12_what_is_given_back_while_walking_is_not_part_of_the_walk() -> None:
+    engine = Engine(12)
+    pool_view = view(engine.pool)
+    if not isinstance(pool_view, SupportsGiveBack):
+        pytest.skip("this release cannot give back to the head")
+    free = list(engine.cached_and_free(5))
+    pool_view.touch_blocks(free[:2])
+    walk = pool_view.iter_free_block_ids_with_hash()
+    assert next(walk)[0] == free[2]
+    pool_view.give_back_blocks(free[:2])
+    assert engine.queue()[:2] == free[:2]
+    assert [block_id for block_id, _ in walk] == free[3:]
+    assert [block_id for block_id, _ in pool_view.iter_free_block_ids_with_hash()] == free

@@ -119,7 +119,8 @@ class PoolDriver(Recorder):
 
     def cache(self, blocks: Sequence[int], group_idx: int = 0) -> list[bytes]:
         """Let the engine cache blocks under new hashes; returns the keys."""
-        hashes = [b"h%d" % next(self._serial) for _ in blocks]
+        # Wide enough that order of names is order of time: views may sort them.
+        hashes = [b"h%04d" % next(self._serial) for _ in blocks]
         self.call(self.harness, "cache", list(blocks), hashes, group_idx)
         keys = [make_offload_key(block_hash, group_idx) for block_hash in hashes]
         for block, key in zip(blocks, keys, strict=True):
@@ -156,8 +157,15 @@ class PoolDriver(Recorder):
         self.held = +(self.held - Counter(blocks))
         self._queue(blocks)
 
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Give references back, to the head of the queue."""
+        self.call(self.view, "give_back_blocks", list(blocks))
+        self.held = +(self.held - Counter(blocks))
+        freed = [block for block in _by_last_mention(blocks) if block in self.free_blocks]
+        self.hashed_free[:0] = [block for block in freed if block in self.hashes]
+
     def refuse(self, error: type[Exception], method: str, blocks: Sequence[object]) -> None:
-        """Call ``touch_blocks`` or ``free_blocks`` with what it must refuse."""
+        """Call ``touch_blocks``, or what gives back, with what it must refuse."""
         law = "POOL-10" if issubclass(error, ViewClosedError) else "POOL-4"
         self.refused(error, self.view, method, list(blocks), law=law)
 
@@ -234,7 +242,11 @@ class PoolDriver(Recorder):
 
     def _queue(self, blocks: Sequence[int]) -> None:
         free = self.free_blocks
-        # Of a block that is named several times, the last mention sets it free.
-        for block in reversed(dict.fromkeys(reversed(blocks))):
+        for block in _by_last_mention(blocks):
             if block in self.hashes and block in free:
                 self.hashed_free.append(block)
+
+
+def _by_last_mention(blocks: Sequence[int]) -> list[int]:
+    """Each block once: of one that is named several times, the last mention sets it free."""
+    return list(dict.fromkeys(reversed(blocks)))[::-1]

@@ -80,6 +80,12 @@ def pool_machine(factory: Factory) -> type[RuleBasedStateMachine]:
             chosen = [held[i] for i in dict.fromkeys(i % len(held) for i in picks)]
             self.pool.free(chosen)
 
+        @precondition(lambda self: has(Capability.GIVE_BACK) and self.pool.held)
+        @rule(picks=picks)
+        def give_back(self, picks: list[int]) -> None:
+            held = sorted(self.pool.held.elements())
+            self.pool.give_back([held[i] for i in dict.fromkeys(i % len(held) for i in picks)])
+
         @rule(picks=picks)
         def free_too_much(self, picks: list[int]) -> None:
             pool = self.pool

@@ -1,25 +1,28 @@
-"""Complete connectors: lazy offloading to host memory, and several side by side."""
+"""Complete connectors: offloading to host memory, and several side by side."""
 
-from kvview_reference.connector.lazy_offload import (
-    LazyOffloadConnector,
-    LazyOffloadOptions,
-    LazyOffloadScheduler,
-    LazyOffloadWorker,
-)
+from kvview_reference.connector.lazy_offload import LazyOffloadConnector, LazyOffloadScheduler
 from kvview_reference.connector.multi import (
     MultiConnector,
     MultiOptions,
     MultiScheduler,
     MultiWorker,
 )
+from kvview_reference.connector.offload import (
+    OffloadConnector,
+    OffloadOptions,
+    OffloadScheduler,
+    OffloadWorker,
+)
 
 __all__ = [
     "LazyOffloadConnector",
-    "LazyOffloadOptions",
     "LazyOffloadScheduler",
-    "LazyOffloadWorker",
     "MultiConnector",
     "MultiOptions",
     "MultiScheduler",
     "MultiWorker",
+    "OffloadConnector",
+    "OffloadOptions",
+    "OffloadScheduler",
+    "OffloadWorker",
 ]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvview_reference.replay.run import ReplayReport
     from kvview_reference.replay.traces import Trace, TraceRequest
 
-DEFAULT_CONNECTOR = "kvview_reference.connector:LazyOffloadConnector"
+DEFAULT_CONNECTOR = "kvview_reference.connector:OffloadConnector"
 _SYNTHETIC_BLOCK_SIZE = 512
 
 

@@ -1,0 +1,382 @@
+"""Offloading to host memory that leaves the engine's eviction order as it is.
+
+``OffloadConnector`` stores each block once for each time that it is computed: it is held
+from the step that computes it, and stored in the next. Its request has it then, so what
+is held is in use anyway, but for what a window gives back or a request leaves meanwhile;
+and nothing is held while free blocks are short: a request that waits for the blocks of a
+store may lose its prefix to others. So the GPU hits what it hits without a connector.
+
+Source: vLLM 0.33.0, ``vllm/v1/simple_kv_offload/manager.py`` (the eager mode); PR #39654.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+
+from kvview import (
+    BlockIds,
+    CanonicalKVCaches,
+    Connector,
+    ConnectorConfig,
+    CPULoadStoreSpec,
+    EngineFacts,
+    FinishReason,
+    FullBlock,
+    GPUBlockPoolView,
+    GPULoadStoreSpec,
+    LookupResult,
+    OffloadingEvent,
+    OffloadKey,
+    PinBudgetExceeded,
+    ReqContext,
+    RequestInfo,
+    SchedulerConnector,
+    StepInfo,
+    StepPlan,
+    SupportsFreeCount,
+    SupportsPinBudget,
+    SupportsPoolSize,
+    TransferJob,
+    TransferResult,
+    WorkerConnector,
+    full_blocks,
+    get_offload_group_idx,
+)
+from kvview.options import parse_options
+from kvview_reference.offloading import CPUOffloadingManager
+from kvview_reference.transfer import CPUGPUTransferWorker
+
+LOOKAHEAD_STEPS = 4  # a store takes about two, and blocks are allocated meanwhile
+_SMALLEST_SHARE = 16  # of the pool is left to the engine: a small pool is all lookahead
+
+
+class OffloadOptions(BaseModel):
+    """Settings of :class:`OffloadConnector`.
+
+    Args:
+        cpu_blocks: Blocks of the host tier; 0 offloads nothing.
+        policy: Its cache policy, by name.
+        store_threshold: A block is stored the N-th time that it is computed.
+        lookahead_blocks: Free blocks without which nothing is held (and how many of the
+            next victims are looked at, when lazy); None takes ``LOOKAHEAD_STEPS`` times
+            what a step may allocate, and leaves an eighth of the pool at most.
+        enable_events: Whether offloading events are recorded.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    cpu_blocks: NonNegativeInt = 10_000
+    policy: str = "lru"
+    store_threshold: PositiveInt = 1
+    lookahead_blocks: PositiveInt | None = None
+    enable_events: bool = False
+
+
+class OffloadConnector(Connector):
+    """Offloads to host memory what was computed, once."""
+
+    contract_version = "1.0"
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        super().__init__(config)
+        self.options = parse_options(OffloadOptions, config.options)
+
+    def make_scheduler(self) -> SchedulerConnector:
+        if not self.options.cpu_blocks:
+            return SchedulerConnector()
+        return OffloadScheduler(self.config, self.options)
+
+    def make_worker(self) -> WorkerConnector:
+        if not self.options.cpu_blocks:
+            return WorkerConnector()
+        return OffloadWorker(self.options)
+
+
+@dataclass(frozen=True)
+class _Store:
+    keys: Sequence[OffloadKey]
+    block_ids: Sequence[int]  # held; the most recent first, as a prefix goes
+
+
+@dataclass(frozen=True)
+class _Load:
+    keys: Sequence[OffloadKey]
+    ctx: ReqContext
+
+
+class OffloadScheduler(SchedulerConnector):
+    """The scheduler half: what to load, what to save, what to hold meanwhile.
+
+    ``num_skipped_blocks`` counts what could have been stored and was not: too few blocks
+    were free, the pin budget was used up, or the tier was busy.
+    """
+
+    def __init__(self, config: ConnectorConfig, options: OffloadOptions) -> None:
+        self._geometry = config.geometry
+        self._options = options
+        self._manager = CPUOffloadingManager(
+            options.cpu_blocks,
+            options.policy,
+            enable_events=options.enable_events,
+            store_threshold=options.store_threshold,
+        )
+        self._view: GPUBlockPoolView | None = None
+        self._null_block_id = 0
+        self._lookahead = self._reserve = options.lookahead_blocks or 0
+        self._job_ids = count()
+        self._planned_loads: list[TransferJob] = []
+        self._planned_stores: list[TransferJob] = []
+        self._next_store: TransferJob | None = None  # of what is being computed
+        self._loads: dict[int, _Load] = {}
+        self._stores: dict[int, _Store] = {}
+        self._num_seen_tokens: dict[str, int] = {}  # of running requests: hit, loaded or seen
+        self.num_skipped_blocks = 0
+
+    def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
+        self._view = view
+        if isinstance(view, SupportsPoolSize):
+            self._null_block_id = view.null_block_id
+
+    def on_engine_ready(self, facts: EngineFacts) -> None:
+        if self._options.lookahead_blocks is None:
+            self._lookahead = LOOKAHEAD_STEPS * facts.max_blocks_per_step
+            self._reserve = min(self._lookahead, facts.num_gpu_blocks // _SMALLEST_SHARE)
+
+    def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
+        ctx = ReqContext(request.request_id)
+        geometry, lookup = self._geometry, self._manager.lookup
+
+        def is_loadable(group: int, block: int) -> bool:
+            if (block + 1) * geometry.groups[group].block_size <= num_computed_tokens:
+                return True  # the GPU has what it needs of these
+            key = geometry.block_key(request.block_hashes, group, block)
+            return key is not None and lookup(key, ctx) is LookupResult.HIT
+
+        num_tokens = geometry.longest_prefix(request.num_tokens - 1, is_loadable)
+        return max(0, num_tokens - num_computed_tokens)
+
+    def on_blocks_allocated(
+        self,
+        request: RequestInfo,
+        block_ids: BlockIds,
+        num_computed_tokens: int,
+        num_external_tokens: int,
+    ) -> None:
+        ctx, block_key = ReqContext(request.request_id), self._geometry.block_key
+        num_tokens = num_computed_tokens + num_external_tokens
+        self._num_seen_tokens[request.request_id] = num_tokens
+        keys: list[OffloadKey] = []
+        gpu_block_ids: list[int] = []
+        group_sizes: list[int] = []
+        block_indices: list[int] = []
+        for index, group in enumerate(self._geometry.groups):
+            first = num_computed_tokens // group.block_size
+            numbers = [n for n in group.required_blocks(num_tokens) if n >= first]
+            keys += [
+                key
+                for n in numbers
+                if (key := block_key(request.block_hashes, index, n)) is not None
+            ]
+            gpu_block_ids += [block_ids[index][n] for n in numbers]
+            group_sizes.append(len(numbers))
+            block_indices.append(numbers[0] if numbers else 0)
+        # Head first: a chain is evicted from its tail.
+        self._manager.touch(self._keys_of_prefix(request, num_tokens), ctx)
+        if not num_external_tokens:
+            return
+        job = TransferJob(
+            next(self._job_ids),
+            self._manager.prepare_load(keys, ctx),
+            GPULoadStoreSpec(gpu_block_ids, group_sizes, block_indices),
+            request.request_id,
+        )
+        self._loads[job.job_id] = _Load(keys, ctx)
+        self._planned_loads.append(job)
+
+    def plan_step(self, step: StepInfo) -> StepPlan:
+        stores, self._planned_stores = self._planned_stores, []
+        if job := self._plan_store(step):
+            stores.append(job)
+        loads, self._planned_loads = self._planned_loads, []
+        return StepPlan(loads, stores)
+
+    def _plan_store(self, step: StepInfo) -> TransferJob | None:
+        """The store of this step: what the step before it computed."""
+        job, self._next_store = self._next_store, None
+        if (room := self._room()) > 0:  # else the same requests are asked again, if they run
+            self._next_store = self._store(self._computed(step), room)
+        return job
+
+    def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
+        # Blocks are short: this is the wrong moment to hold some.
+        self._let_go(self._last_computed(request, block_ids), may_hold=False)
+
+    def on_request_finished(
+        self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
+    ) -> None:
+        self._let_go(self._last_computed(request, block_ids), may_hold=True)
+
+    def _let_go(self, blocks: Sequence[FullBlock], *, may_hold: bool) -> None:
+        """What to do with the last new blocks of a request that is about to lose them."""
+        if job := self._store(blocks, self._room() if may_hold else 0):
+            self._planned_stores.append(job)
+
+    def _computed(self, step: StepInfo) -> list[FullBlock]:
+        """What is full after this step; generated blocks have no hash before the next."""
+        blocks = []
+        for running in step.scheduled:
+            end = running.num_computed_tokens + running.num_scheduled_tokens
+            request = replace(running.request, num_computed_tokens=end)
+            self._num_seen_tokens.setdefault(request.request_id, running.num_computed_tokens)
+            blocks += self._newly_computed(request, running.block_ids)
+        return blocks
+
+    def _last_computed(self, request: RequestInfo, block_ids: BlockIds) -> list[FullBlock]:
+        if request.request_id not in self._num_seen_tokens:
+            return []  # it never had blocks
+        blocks = self._newly_computed(request, block_ids)
+        del self._num_seen_tokens[request.request_id]
+        return blocks
+
+    def _newly_computed(self, request: RequestInfo, block_ids: BlockIds) -> list[FullBlock]:
+        """Blocks of a request that became full since it was asked last; each comes once."""
+        name, computed = request.request_id, request.num_computed_tokens
+        first = self._num_seen_tokens[name]
+        hashed = len(request.block_hashes) * self._geometry.hash_block_size
+        self._num_seen_tokens[name] = max(first, min(computed, hashed))
+        return list(
+            full_blocks(
+                self._geometry,
+                request,
+                block_ids,
+                null_block_id=self._null_block_id,
+                first_token=first,
+            )
+        )
+
+    def _room(self) -> int:
+        """How many blocks may be held for stores now."""
+        view = self._view
+        if view is None:
+            return 0  # never bound: nothing can be held, so nothing is offloaded
+        room = self._manager.num_blocks - self._manager.num_protected_blocks()
+        if isinstance(view, SupportsFreeCount):
+            room = min(room, view.num_free_blocks() - self._reserve)
+        if isinstance(view, SupportsPinBudget):
+            room = min(room, view.num_pinnable_blocks())
+        return room
+
+    def _store(self, blocks: Iterable[FullBlock], room: int) -> TransferJob | None:
+        """Hold blocks and store them, as many as there is room for; prefixes in order."""
+        view, ctx, lookup = self._view, ReqContext(), self._manager.lookup
+        block_of = {block.key: block.block_id for block in blocks}
+        missing = [key for key in block_of if lookup(key, ctx) is LookupResult.MISS]
+        wanted = missing[: max(room, 0)]
+        output = self._manager.prepare_store(wanted, ctx) if wanted else None
+        self.num_skipped_blocks += len(missing) - (len(wanted) if output else 0)
+        if view is None or output is None or not output.keys_to_store:
+            return None
+        keys = output.keys_to_store
+        block_ids = [block_of[key] for key in keys]
+        try:
+            view.touch_blocks(block_ids)
+        except PinBudgetExceeded:  # of a view that does not say what is left of it
+            self._manager.complete_store(keys, ctx, success=False)
+            self.num_skipped_blocks += len(keys)
+            return None
+        job_id = next(self._job_ids)
+        self._stores[job_id] = _Store(keys, block_ids)
+        return TransferJob(job_id, *self._by_group(keys, block_ids, output.store_spec))
+
+    def _by_group(
+        self, keys: Sequence[OffloadKey], block_ids: Sequence[int], dst: Any
+    ) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
+        """Order a store by group, both sides alike."""
+        num_groups = len(self._geometry.groups)
+        groups = [get_offload_group_idx(key) for key in keys]
+        order = sorted(range(len(keys)), key=groups.__getitem__)
+        sizes = Counter(groups)
+        return (
+            GPULoadStoreSpec(
+                [block_ids[i] for i in order],
+                [sizes[group] for group in range(num_groups)],
+                [0] * num_groups,
+            ),
+            CPULoadStoreSpec([dst.block_ids[i] for i in order]),
+        )
+
+    def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
+        for result in results:
+            if load := self._loads.pop(result.job_id, None):
+                self._manager.complete_load(load.keys, load.ctx)
+            elif store := self._stores.pop(result.job_id, None):
+                self._manager.complete_store(store.keys, ReqContext(), success=result.success)
+                self._free(store.block_ids)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return self._manager.take_events()
+
+    def has_pending_work(self) -> bool:
+        return bool(self._planned_loads or self._loads or self._stores)
+
+    def reset_cache(self) -> bool:
+        self._manager.reset()
+        return True
+
+    def shutdown(self) -> None:
+        stores, self._stores = self._stores, {}
+        for store in stores.values():
+            self._free(store.block_ids)
+        self._view = None
+        self._manager.shutdown()
+
+    def _free(self, block_ids: Sequence[int]) -> None:
+        """Give the blocks of a store back, the end of a prefix to be evicted first."""
+        if self._view is not None:
+            self._view.free_blocks(block_ids[::-1])
+
+    def _keys_of_prefix(self, request: RequestInfo, num_tokens: int) -> list[OffloadKey]:
+        return [
+            key
+            for index, group in enumerate(self._geometry.groups)
+            for block in group.required_blocks(num_tokens)
+            if (key := self._geometry.block_key(request.block_hashes, index, block)) is not None
+        ]
+
+
+class OffloadWorker(WorkerConnector):
+    """The worker half: a transfer worker that follows the plan."""
+
+    def __init__(self, options: OffloadOptions) -> None:
+        self._options = options
+        self._worker: CPUGPUTransferWorker | None = None
+        self._refused: list[TransferResult] = []
+
+    def register_kv_caches(self, kv_caches: CanonicalKVCaches[torch.Tensor]) -> None:
+        self._worker = CPUGPUTransferWorker(kv_caches, self._options.cpu_blocks)
+
+    def start_plan(self, plan: StepPlan) -> None:
+        assert self._worker is not None, "register_kv_caches comes first"
+        for job in (*plan.loads, *plan.stores):
+            if not self._worker.transfer_async(job.job_id, (job.src, job.dst)):
+                # The worker will not report it: CONN-3 is for us to keep.
+                self._refused.append(TransferResult(job.job_id, False, error="refused"))
+
+    def get_finished(self) -> list[TransferResult]:
+        refused, self._refused = self._refused, []
+        return refused + (self._worker.get_finished() if self._worker else [])
+
+    def wait(self, job_ids: Sequence[int]) -> None:
+        if self._worker:
+            self._worker.wait(job_ids)
+
+    def shutdown(self) -> None:
+        if self._worker:
+            self._worker.shutdown()

@@ -1,0 +1,288 @@
+"""The shipped connectors never make serving worse, and store what is computed once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from benchmarks.connector_hits import Counting
+from examples.host_cache import HostCacheConnector, HostCacheScheduler
+from kvview import (
+    CacheGeometry,
+    Connector,
+    ConnectorConfig,
+    EngineFacts,
+    FinishReason,
+    GuardedView,
+    OffloadKey,
+    PinBudgetExceeded,
+    RequestInfo,
+    RequestStep,
+    SchedulerConnector,
+    StepInfo,
+    SupportsGiveBack,
+)
+from kvview_reference.connector import (
+    LazyOffloadConnector,
+    LazyOffloadScheduler,
+    MultiConnector,
+    OffloadConnector,
+    OffloadScheduler,
+)
+from kvview_reference.engine import Engine
+from kvview_reference.engine.request import chain_hashes
+from kvview_reference.pool import BlockPool
+from kvview_reference.replay import ReplayConfig, ReplayReport, replay
+from kvview_reference.replay.workload import generate_trace
+
+BLOCK_SIZE = 512
+GEOMETRY = CacheGeometry.single(4)
+CONNECTORS: list[type[Connector]] = [OffloadConnector, LazyOffloadConnector, HostCacheConnector]
+
+
+def run(
+    connector: type[Connector], num_gpu: int, options: dict[str, Any], num_requests: int = 400
+) -> tuple[ReplayReport, Counting]:
+    """The generated workload; of 400 requests each is 0.2 points."""
+    watch = Counting()
+    rows = generate_trace(num_requests=num_requests, seed=1, block_size=BLOCK_SIZE)
+    config = ReplayConfig(num_gpu, 8, options=options)
+    return replay(rows, BLOCK_SIZE, watch.around(connector), config), watch
+
+
+# --- hits ---
+
+
+@cache
+def hits_alone(num_requests: int) -> float:
+    return run(Connector, 400, {}, num_requests)[0].gpu_hit_rate
+
+
+@pytest.mark.parametrize("cpu_blocks", [0, 20, 100, 5000])
+@pytest.mark.parametrize("connector", CONNECTORS, ids=lambda connector: connector.__name__)
+def test_hits_are_those_without_it_at_least(connector: type[Connector], cpu_blocks: int) -> None:
+    """In a pool that the requests in flight fill: the worst case for what is held."""
+    report, watch = run(connector, 400, {"cpu_blocks": cpu_blocks}, 1500)
+    assert report.gpu_hit_rate + report.cpu_hit_rate >= hits_alone(1500) - 0.002
+    assert report.offloaded_blocks <= watch.num_computed
+    assert report.cpu_hit_rate > 0 or cpu_blocks < 5000
+    assert report.is_clean
+
+
+def test_several_connectors_are_no_worse_either() -> None:
+    target = "kvview_reference.connector:OffloadConnector"
+    children = [{"connector": target, "options": {"cpu_blocks": size}} for size in (0, 50, 3000)]
+    report, watch = run(MultiConnector, 400, {"connectors": children})
+    assert report.gpu_hit_rate + report.cpu_hit_rate >= hits_alone(400)
+    assert report.cpu_hit_rate > 0
+    assert report.offloaded_blocks <= 2 * watch.num_computed  # once a child that stores
+
+
+def test_the_lazy_one_gains_most_where_the_tier_is_as_large_as_the_pool() -> None:
+    num_gpu = 900
+    watched, watch = run(LazyOffloadConnector, num_gpu, {"cpu_blocks": num_gpu})
+    if not watch.scheduler._is_lazy:
+        pytest.skip("the guard of this engine cannot give back")
+    eager, _ = run(OffloadConnector, num_gpu, {"cpu_blocks": num_gpu})
+    gain = watched.gpu_hit_rate + watched.cpu_hit_rate - eager.gpu_hit_rate - eager.cpu_hit_rate
+    assert gain > 0.01
+    assert watched.offloaded_blocks <= watch.num_computed
+    # The same head is not walked in every step: it was 7 visits a block stored.
+    assert watch.scheduler.num_visited_blocks < 3 * watched.offloaded_blocks
+
+
+def test_no_key_is_stored_more_often_than_it_is_computed() -> None:
+    """In a tier that forgets most of them."""
+    stored: Counter[OffloadKey] = Counter()
+    computed: Counter[OffloadKey] = Counter()
+
+    class Scheduler(OffloadScheduler):
+        def plan_step(self, step: StepInfo) -> Any:
+            for running in step.scheduled:
+                first = running.num_computed_tokens // BLOCK_SIZE
+                last = (running.num_computed_tokens + running.num_scheduled_tokens) // BLOCK_SIZE
+                for number in range(first, last):
+                    key = self._geometry.block_key(running.request.block_hashes, 0, number)
+                    if key is not None:
+                        computed[key] += 1
+            return super().plan_step(step)
+
+        def on_transfers_finished(self, results: Any) -> None:
+            for result in results:
+                if result.job_id in self._stores:
+                    stored.update(self._stores[result.job_id].keys)
+            super().on_transfers_finished(results)
+
+    class Watched(OffloadConnector):
+        def make_scheduler(self) -> SchedulerConnector:
+            return Scheduler(self.config, self.options)
+
+    run(Watched, 400, {"cpu_blocks": 30})
+    assert stored.total() > 1000
+    generated = {key for key in stored if key not in computed}  # hashed when they were computed
+    assert all(stored[key] <= computed[key] for key in stored if key not in generated)
+    assert all(stored[key] == 1 for key in generated)
+
+
+# --- by hand ---
+
+
+class Bench:
+    """A scheduler half over a pool of its own, without an engine."""
+
+    def __init__(
+        self,
+        connector: type[Connector],
+        pin_budget: float | None = None,
+        view: Callable[[GuardedView], Any] = lambda guard: guard,
+        num_blocks: int = 64,
+        **options: Any,
+    ) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.guard = GuardedView(self.pool.view("test"), pin_budget=pin_budget)
+        self.half: Any = connector(
+            ConnectorConfig(GEOMETRY, {"cpu_blocks": 60, **options})
+        ).make_scheduler()
+        self.half.bind_gpu_block_pool_view(view(self.guard))
+        self.half.on_engine_ready(EngineFacts(num_blocks, (8,), 4))
+
+    def request(self, num_blocks: int) -> tuple[RequestInfo, tuple[list[int]]]:
+        """A request that computed so many blocks and is told to end."""
+        table = (self.pool.allocate_blocks(num_blocks),)
+        hashes = chain_hashes(range(num_blocks))
+        self.pool.cache_blocks(table[0], hashes, block_size=4)
+        request = RequestInfo("r", 4 * num_blocks + 1, hashes, 4 * num_blocks)
+        before = RequestInfo("r", 4 * num_blocks + 1, hashes, 0)
+        self.half.on_blocks_allocated(before, table, 0, 0)
+        return request, table
+
+    def end(self, num_blocks: int) -> int:
+        """The same, ended; how many blocks are stored."""
+        request, table = self.request(num_blocks)
+        self.half.on_request_finished(request, table, FinishReason.FINISHED)
+        self.pool.free_blocks(table[0][::-1])
+        plan = self.half.plan_step(StepInfo())
+        return sum(len(job.src.block_ids) for job in plan.stores)
+
+
+class Budgeted:
+    """A guard that says what is left of its budget."""
+
+    def __init__(self, guard: GuardedView) -> None:
+        self._guard = guard
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._guard, name)
+
+    def num_pinnable_blocks(self) -> int:
+        assert self._guard._max_held is not None
+        return self._guard._max_held - len(self._guard.held_blocks())
+
+
+@pytest.mark.parametrize("connector", CONNECTORS, ids=lambda connector: connector.__name__)
+def test_a_pin_budget_is_used_and_not_exceeded(connector: type[Connector]) -> None:
+    """What does not fit is counted; a touch too much out of a hook would end the engine."""
+    bench = Bench(connector, 0.2, Budgeted)
+    assert bench.end(20) == 12  # a fifth of 64
+    assert len(bench.guard.held_blocks()) == 12
+    half = bench.half
+    not_stored = (
+        half.num_not_stored if isinstance(half, HostCacheScheduler) else half.num_skipped_blocks
+    )
+    assert not_stored == 8
+    assert bench.guard.stats.refused == 0
+
+
+def test_a_budget_that_nobody_tells_of_stores_nothing_and_raises_nothing() -> None:
+    bench = Bench(OffloadConnector, 0.2, _Plain)
+    with pytest.raises(PinBudgetExceeded):
+        bench.guard.touch_blocks(range(1, 20))
+    assert bench.end(20) == 0
+    assert bench.half.num_skipped_blocks == 20
+    assert bench.half._manager.num_protected_blocks() == 0
+    assert bench.end(10) == 10
+
+
+@pytest.mark.parametrize("connector", CONNECTORS, ids=lambda connector: connector.__name__)
+def test_nothing_is_held_while_free_blocks_are_short(connector: type[Connector]) -> None:
+    bench = Bench(connector)
+    others = bench.pool.allocate_blocks(40)
+    assert bench.end(20) == 0  # 3 are free, an engine of 64 keeps 4
+    bench.pool.free_blocks(others)
+    assert bench.end(20) == 20
+
+
+@pytest.mark.parametrize("connector", CONNECTORS, ids=lambda connector: connector.__name__)
+def test_a_tier_of_no_blocks_holds_and_loads_nothing(connector: type[Connector]) -> None:
+    bench = Bench(connector, cpu_blocks=0)
+    assert bench.end(20) == 0
+    assert bench.guard.held_blocks() == {}
+    engine = Engine(
+        GEOMETRY, connector(ConnectorConfig(GEOMETRY, {"cpu_blocks": 0})), num_gpu_blocks=20
+    )
+    assert engine.shutdown() == {}
+
+
+def test_what_a_step_computes_is_held_in_it_and_stored_in_the_next() -> None:
+    """A window gives blocks back between the two; a decode step has its hash in the next."""
+    bench = Bench(OffloadConnector)
+    request, table = bench.request(6)
+    started = RequestInfo("r", 25, request.block_hashes[:5], 0)
+    step = StepInfo([RequestStep(started, table, 0, 24)])
+    assert bench.half.plan_step(step).stores == []
+    assert set(bench.guard.held_blocks()) == set(table[0][:5])
+    (job,) = bench.half.plan_step(StepInfo([RequestStep(request, table, 24, 1)])).stores
+    assert job.src.block_ids == table[0][:5]
+    assert set(bench.guard.held_blocks()) == set(table[0])
+    (job,) = bench.half.plan_step(StepInfo()).stores
+    assert job.src.block_ids == table[0][5:]
+
+
+def test_pool12_the_view_of_the_reference_gives_back() -> None:
+    """Hashed blocks at the head are evicted, events and all, and walks go past both ends."""
+    pool = BlockPool(12, enable_events=True)
+    view = pool.view("test")
+    assert isinstance(view, SupportsGiveBack)
+    blocks = pool.allocate_blocks(6)
+    keys = chain_hashes(range(6))
+    pool.cache_blocks(blocks, keys, block_size=4)
+    pool.free_blocks(blocks)
+    for _ in range(100):  # more than the queue keeps stale entries for
+        view.touch_blocks(blocks[2:4])
+        view.give_back_blocks(blocks[2:4])
+    order = [*blocks[2:4], *(block for block in blocks if block not in blocks[2:4])]
+    assert [block for block, _ in view.iter_free_block_ids_with_hash()] == order
+    pool.take_events()
+    assert pool.allocate_blocks(1) == blocks[2:3]
+    assert [event.block_hashes for event in pool.take_events()] == [[keys[2]]]  # type: ignore[union-attr]
+    assert [block for block, _ in view.iter_free_block_ids_with_hash()] == order[1:]
+    pool.free_blocks(blocks[2:3])
+    assert pool.reset_prefix_cache()
+    assert list(view.iter_free_block_ids_with_hash()) == []
+    assert len(pool.allocate_blocks(11)) == 11
+
+
+def test_lazy_needs_a_view_that_gives_back_and_a_tier_of_the_pools_size() -> None:
+    for with_give_back in (False, True):
+        for cpu_blocks in (10, 64):
+            half = LazyOffloadConnector(
+                ConnectorConfig(GEOMETRY, {"cpu_blocks": cpu_blocks})
+            ).make_scheduler()
+            assert isinstance(half, LazyOffloadScheduler)
+            view: Any = BlockPool(64).view("test")
+            half.bind_gpu_block_pool_view(view if with_give_back else _Plain(view))
+            half.on_engine_ready(EngineFacts(64, (8,), 4))
+            assert half._is_lazy is (with_give_back and cpu_blocks == 64)
+
+
+class _Plain:
+    """The three methods of the core and no more."""
+
+    def __init__(self, view: Any) -> None:
+        self.touch_blocks = view.touch_blocks
+        self.free_blocks = view.free_blocks
+        self.iter_free_block_ids_with_hash = view.iter_free_block_ids_with_hash
