@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from kvview import (
     CacheGeometry,
     CacheGroup,
@@ -66,27 +68,34 @@ class ReferencePool:
         return self.pool.view("conformance")
 
     def allocate(self, num_blocks: int) -> list[int]:
+        """Take blocks for a request, one reference each; their hashes are evicted."""
         return self.pool.allocate_blocks(num_blocks)
 
     def release(self, block_ids: Sequence[int]) -> None:
+        """Give back one of the engine's references on each; the first is evicted first."""
         self.pool.free_blocks(block_ids)
 
     def cache(
         self, block_ids: Sequence[int], block_hashes: Sequence[bytes], group_idx: int
     ) -> None:
+        """Register full blocks in the prefix cache."""
         self.pool.cache_blocks(block_ids, block_hashes, block_size=_BLOCK_SIZE, group_idx=group_idx)
 
     def evict(self, block_ids: Sequence[int]) -> None:
+        """Drop blocks from the prefix cache."""
         self.pool.evict_blocks(block_ids)
 
     def reset(self) -> bool:
+        """Reset the prefix cache; False when refused."""
         return self.pool.reset_prefix_cache()
 
     def close(self) -> Mapping[int, int]:
+        """Close the view, as an engine that goes."""
         still_held: Mapping[int, int] = self.view.close()  # type: ignore[attr-defined]
         return still_held
 
     def sized(self, num_blocks: int) -> ReferencePool:
+        """A new harness over a pool of another size."""
         return type(self)(num_blocks)
 
 
@@ -107,6 +116,7 @@ class GuardedReferencePool(ReferencePool):
         self.pin_budget = pin_budget
         super().__init__(num_blocks)
 
+    @override
     def make_view(self) -> GPUBlockPoolView:
         return self.Guard(
             super().make_view(),
@@ -116,13 +126,16 @@ class GuardedReferencePool(ReferencePool):
         )
 
     def guard_over(self, view: GPUBlockPoolView, num_blocks: int | None) -> GuardedView:
+        """A guard over a view of this kind."""
         budget = None if num_blocks is None else num_blocks / self.num_blocks
         return self.Guard(view, owner="another", pin_budget=budget, clock=lambda: self.seconds)
 
     def advance(self, seconds: float) -> None:
+        """Let time pass."""
         self.seconds += seconds
 
     def budgeted(self, num_blocks: int) -> GuardedReferencePool:
+        """A new harness whose guard has a budget."""
         return type(self)(self.num_blocks, pin_budget=num_blocks / self.num_blocks)
 
 
@@ -162,9 +175,11 @@ class ReferenceGeometry:
     def with_geometry(
         self, scheduler_block_size: int, hash_block_size: int, groups: Sequence[CacheGroup]
     ) -> ReferenceGeometry:
+        """A new harness of another geometry; sizes that do not divide are refused (GEO-2)."""
         return type(self)(CacheGeometry(scheduler_block_size, hash_block_size, tuple(groups)))
 
     def cache(self, block_hashes: Sequence[bytes], group_idx: int, block: int) -> int:
+        """Cache block number ``block`` of a request in a group, alone; returns its id."""
         blocks = self.pool.allocate_blocks(1)
         block_hash = block_hashes[self.geometry.block_hash_index(group_idx, block)]
         block_size = self.geometry.groups[group_idx].block_size
@@ -191,6 +206,7 @@ class ReferenceManager:
         self.manager: OffloadingManager = self.with_policy(cache_policy)
 
     def with_policy(self, name: str) -> OffloadingManager:
+        """A new manager with another policy."""
         return CPUOffloadingManager(self.capacity, name, enable_events=True)
 
 
@@ -240,24 +256,30 @@ class ReferenceTransfer:
 
     def pause(self) -> None:
         # All copies go through one lane: what waits in it holds back the rest.
+        """Keep copies from starting."""
         self._gate = threading.Event()
         copier: Any = self.worker._copier
         copier._last = copier._lane.submit(self._gate.wait)
 
     def resume(self) -> None:
+        """Let them start again."""
         assert self._gate is not None, "resume follows pause"
         self._gate.set()
 
     def hold_compute(self) -> None:
+        """Leave the compute stream busy."""
         self._compute.hold()
 
     def release_compute(self) -> None:
+        """Let the compute stream come to its end."""
         self._compute.release()
 
     def fail_next(self) -> None:
+        """Make the next copy fail."""
         self._free_tensors(lambda number: True)
 
     def fail_block(self, number: int) -> None:
+        """Make the copy of one block fail."""
         self._free_tensors(lambda at: at == number)
 
     def _free_tensors(self, fails: Callable[[int], bool]) -> None:

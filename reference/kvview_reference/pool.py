@@ -25,6 +25,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from kvview import (
     AllBlocksCleared,
     BlockNotHeldError,
@@ -546,23 +548,30 @@ class BlockPoolView(LedgerView):
         self.free_with(move, block_ids)
 
     def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
+        """Walk the free blocks that still hold reusable KV, next victim first."""
         return _walk_free_block_ids_with_hash(self._open_pool)
 
     def iter_free_block_ids(self) -> Iterator[int]:
+        """All free blocks, hashed or not, next victim first; lazy as POOL-6."""
         return _walk_free_block_ids(self._open_pool)
 
     def num_free_blocks(self) -> int:
+        """Blocks that could be allocated now, hashed or not."""
         return self._open_pool().num_free_blocks()
 
     def is_free(self, block_id: int) -> bool:
+        """Whether the block is free now. False for the null block."""
         return self._open_pool().ref_cnt(block_id) == 0 and block_id != NULL_BLOCK_ID
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
+        """The keys registered for each block, in one call."""
         return self._open_pool().block_keys(block_ids)
 
     def find_cached_block(self, key: OffloadKey) -> int | None:
+        """Id of a block that holds this key (POOL-8), free or in use, or None."""
         return self._open_pool().find_cached_block(key)
 
+    @override
     def close(self) -> Mapping[int, int]:
         for walk in self._pool._walks:
             walk.entries.clear()  # so that it asks for the pool again

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from kvview import (
     CacheGeometry,
     ConfigError,
@@ -35,6 +37,7 @@ class ReferenceEngines:
     name = "reference"
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
+        """The nearest scenario that the engine can play."""
         return scenario, ()
 
     def build(
@@ -45,6 +48,7 @@ class ReferenceEngines:
         owner: str,
         clock: Callable[[], float],
     ) -> ConnectorHarness:
+        """Build an engine."""
         connector = connectors[0] if len(connectors) == 1 else _SideBySide(connectors)
         return ReferenceConnectorHarness(scenario, connector, owner, clock)
 
@@ -56,9 +60,11 @@ class _SideBySide(Connector):
         super().__init__(children[0].config)
         self._children = children
 
+    @override
     def make_scheduler(self) -> SchedulerConnector:
         return MultiScheduler([child.make_scheduler() for child in self._children])
 
+    @override
     def make_worker(self) -> WorkerConnector:
         return MultiWorker([child.make_worker() for child in self._children])
 
@@ -99,6 +105,7 @@ class ReferenceConnectorHarness:
         self.held_blocks = self._engine.view.held_blocks
 
     def add(self, add: Add, serial: int) -> None:
+        """Queue a request."""
         before = None
         if add.continues is not None and (before := self._added.get(add.continues)) is None:
             raise ConfigError(f"request {add.continues!r} never came: there is nothing to continue")
@@ -107,14 +114,17 @@ class ReferenceConnectorHarness:
         self._added[add.request_id] = request
 
     def abort(self, request_id: str) -> None:
+        """End an unfinished request early."""
         self._engine.abort(request_id)
 
     def squeeze(self, num_blocks: int) -> None:
+        """Give back what was squeezed out before, and allocate this many, if as many are free."""
         pool = self._pool
         pool.free_blocks(self._squeezed)
         self._squeezed = pool.allocate_blocks(min(num_blocks, pool.num_free_blocks()))
 
     def alias(self) -> bool:
+        """Give the first cached block of a running request a second hash, if there is one."""
         for request in self._engine.running:
             for index, table in enumerate(self._engine.kv_cache.block_tables(request.request_id)):
                 for block_id in table:
@@ -130,6 +140,7 @@ class ReferenceConnectorHarness:
         return False
 
     def unfinished(self) -> Mapping[str, str]:
+        """Requests that are not finished, ``{request_id: "waiting", "loading" or "running"}``."""
         engine = self._engine
         requests = [*engine.waiting, *engine.running]
         for request_id in list(engine._loads):
@@ -139,6 +150,7 @@ class ReferenceConnectorHarness:
         return {request.request_id: request.status.name.lower() for request in requests}
 
     def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
+        """Per block of a request that waits for loads, what must come into it."""
         request = self._engine.loading_request(request_id)
         expected: dict[int, OffloadKey] = {}
         if request is None:
@@ -151,6 +163,7 @@ class ReferenceConnectorHarness:
         return expected
 
     def engine_refs(self) -> Counter[int]:
+        """References by block of the requests and of what is squeezed out."""
         refs = Counter(self._engine.held_blocks())
         refs.update(self._squeezed)
         return refs

@@ -537,7 +537,7 @@ class NamesByTokens(EagerConnector):
 class AtTheEndScheduler(EagerScheduler):
     """Stores what requests leave behind, whatever ended them."""
 
-    def __init__(self, config: ConnectorConfig, options: LazyOffloadOptions) -> None:
+    def __init__(self, config: ConnectorConfig, options: OffloadOptions) -> None:
         super().__init__(config, options)
         self.ready: list[TransferJob] = []
 
@@ -562,7 +562,7 @@ class AtTheEndScheduler(EagerScheduler):
         return StepPlan(loads, stores)
 
 
-class AtTheEnd(Lazy):
+class AtTheEnd(Offload):
     """The right one: stores what is computed when a request lets go of its blocks."""
 
     scheduler = AtTheEndScheduler

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from kvview import (
     CacheGroup,
     ConfigError,
@@ -61,9 +63,11 @@ class HandedConnector(Connector):
         super().__init__(config)
         self._connector: Connector = config.options["connector"]
 
+    @override
     def make_scheduler(self) -> SchedulerConnector:
         return self._connector.make_scheduler()
 
+    @override
     def make_worker(self) -> WorkerConnector:
         return self._connector.make_worker()
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from kvview import (
     CanonicalKVCaches,
@@ -183,11 +184,13 @@ class FaultyWorker(WorkerConnector):
 
     # --- the worker half ---
 
+    @override
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[torch.Tensor]) -> None:
         self._tensors = [cache.tensor for cache in kv_caches.tensors]
         with hook("register_kv_caches", "XFER-1"):
             self._inner.register_kv_caches(kv_caches)
 
+    @override
     def start_plan(self, plan: StepPlan) -> None:
         with hook("pickling the plan", "CONN-3"):
             plan = pickle.loads(pickle.dumps(plan))
@@ -205,6 +208,7 @@ class FaultyWorker(WorkerConnector):
             self._units.append(_Unit(plan, flights))
         self._move_due()
 
+    @override
     def get_finished(self) -> list[TransferResult]:
         for flight in self._flights.values():
             flight.age += 1
@@ -223,9 +227,11 @@ class FaultyWorker(WorkerConnector):
         self._units = [unit for unit in self._units if any(f in flying for f in unit.flights)]
         return results
 
+    @override
     def wait(self, job_ids: Sequence[int]) -> None:
         pass
 
+    @override
     def shutdown(self) -> None:
         with hook("shutdown of the worker half", "CONN-4"):
             self._inner.shutdown()

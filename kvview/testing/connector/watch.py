@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from kvview import (
     BlockIds,
     CacheGeometry,
@@ -194,13 +196,16 @@ class WatchedScheduler(SchedulerConnector):
         leases = {lease for _, _, lease in view.deadlines if lease.is_active}
         return Counter(block_id for lease in leases for block_id in lease.block_ids)
 
+    @override
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
         self._view = view
         self._call("bind_gpu_block_pool_view", view)
 
+    @override
     def on_engine_ready(self, facts: EngineFacts) -> None:
         self._call("on_engine_ready", facts)
 
+    @override
     def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
         answer: int | None = self._call("match_prefix", request, num_computed_tokens)
         if answer is None:
@@ -212,6 +217,7 @@ class WatchedScheduler(SchedulerConnector):
         self._ledger.on_promise(request, num_computed_tokens, answer)
         return answer
 
+    @override
     def on_blocks_allocated(
         self,
         request: RequestInfo,
@@ -224,31 +230,38 @@ class WatchedScheduler(SchedulerConnector):
         )
         self._ledger.on_blocks_allocated(request.request_id)
 
+    @override
     def plan_step(self, step: StepInfo) -> StepPlan:
         plan: StepPlan = self._call("plan_step", step)
         require_type("plan_step", plan, "CONN-3")
         return plan
 
+    @override
     def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
         self._call("on_transfers_finished", results)
 
+    @override
     def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
         self._call("on_request_preempted", request, block_ids)
 
+    @override
     def on_request_finished(
         self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
     ) -> None:
         self._call("on_request_finished", request, block_ids, reason)
 
+    @override
     def take_events(self) -> Iterable[OffloadingEvent]:
         self.fold_events()
         events, self._untaken = self._untaken, []
         return events
 
+    @override
     def has_pending_work(self) -> bool:
         with hook("has_pending_work", _LAW_OF_HOOK["has_pending_work"]):
             return bool(self._call("has_pending_work"))
 
+    @override
     def reset_cache(self) -> bool:
         with hook("reset_cache", "CONN-4"):
             if not self._call("reset_cache"):
@@ -257,5 +270,6 @@ class WatchedScheduler(SchedulerConnector):
         self._ledger.forget()
         return True
 
+    @override
     def shutdown(self) -> None:
         self._call("shutdown")

@@ -22,6 +22,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from kvview import CacheGeometry, CacheGroup, GeometryError, make_offload_key
 from kvview_reference.pool import NULL_BLOCK_ID, BlockPool
 
@@ -284,6 +286,7 @@ class KVCacheCoordinator(ABC):
 class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
     """Prefix caching is off: nothing is ever a hit."""
 
+    @override
     def find_longest_cache_hit(
         self, block_hashes: Sequence[bytes], max_tokens: int
     ) -> tuple[tuple[list[int], ...], int]:
@@ -302,6 +305,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
             )
         super().__init__(kv_cache_groups, block_pool, **sizes)
 
+    @override
     def find_longest_cache_hit(
         self, block_hashes: Sequence[bytes], max_tokens: int
     ) -> tuple[tuple[list[int], ...], int]:
@@ -312,6 +316,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
 class HybridKVCacheCoordinator(KVCacheCoordinator):
     """Several groups: the longest hit that all of them share."""
 
+    @override
     def find_longest_cache_hit(
         self, block_hashes: Sequence[bytes], max_tokens: int
     ) -> tuple[tuple[list[int], ...], int]:

@@ -116,6 +116,7 @@ class StreamCopier:
         self._count = 0
 
     def submit(self, job: Job) -> None:
+        """Start a job; whatever goes wrong becomes a failed result."""
         direction = STORE if job.to_host else LOAD
         stream = self._streams[direction]
         driver = self._driver
@@ -143,6 +144,7 @@ class StreamCopier:
         self._numbers[job.job_id] = self._count
 
     def poll(self) -> list[TransferResult]:
+        """Results since the last call, in order of completion; never blocks."""
         results = []
         for number, launched in list(self._launched.items()):
             try:
@@ -159,10 +161,12 @@ class StreamCopier:
         return results
 
     def wait(self, job_id: int) -> None:
+        """Block until a job has ended; returns at once for a job it does not know."""
         if job_id in self._numbers:
             self._driver.wait(self._launched[self._numbers[job_id]].end)
 
     def close(self) -> None:
+        """Finish every job and give back threads and pinned memory."""
         try:
             for launched in self._launched.values():
                 self._driver.wait(launched.end)
@@ -226,29 +230,36 @@ class CudaDriver:
         self._batch = self._find_batch()
 
     def pin(self, host: npt.NDArray[np.uint8]) -> None:
+        """Lock host memory, so that the device can copy from and to it by itself."""
         status = _cuda.cudart().cudaHostRegister(host.ctypes.data, host.nbytes, 0)
         if int(status) != 0:
             raise ConfigError(f"cannot pin {host.nbytes} bytes of host memory: {status}")
 
     def unpin(self, host: npt.NDArray[np.uint8]) -> None:
+        """Undo ``pin``."""
         _cuda.cudart().cudaHostUnregister(host.ctypes.data)
 
     def stream(self) -> torch.cuda.Stream:
+        """Make a stream: what is put on it runs in order, beside other streams."""
         stream: torch.cuda.Stream = _cuda.Stream(self._device)
         return stream
 
     def compute_stream(self) -> torch.cuda.Stream:
+        """The stream on which the caller computes just now."""
         return torch.cuda.current_stream(self._device)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Put an event on a stream."""
         event: torch.cuda.Event = _cuda.Event(enable_timing=True)
         event.record(stream)
         return event
 
     def wait_event(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """What comes on the stream from now on waits for an event of another stream."""
         stream.wait_event(event)
 
     def copy(self, stream: torch.cuda.Stream, dst: Ids, src: Ids, sizes: Ids) -> None:
+        """Put copies on a stream, all or in part; their order among themselves is free."""
         with torch.cuda.device(self._device):
             if self._batch is not None:
                 batch_copy(self._batch, stream.cuda_stream, dst, src, sizes)
@@ -259,12 +270,15 @@ class CudaDriver:
                     raise RuntimeError(f"cuMemcpyAsync failed with CUDA error {status}")
 
     def done(self, event: torch.cuda.Event) -> bool:
+        """Whether an event has happened; raises what went wrong on the device."""
         return bool(_cuda.Event.query(event))
 
     def wait(self, event: torch.cuda.Event) -> None:
+        """Block until an event has happened."""
         event.synchronize()
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Time between two events that have happened."""
         return float(start.elapsed_time(end)) / 1000
 
     def _find_batch(self) -> Any:

@@ -96,6 +96,7 @@ class ThreadCopier:
         self._finished: deque[TransferResult] = deque()
 
     def submit(self, job: Job) -> None:
+        """Start a job; whatever goes wrong becomes a failed result."""
         mark = None
         try:
             if self._compute_stream is not None:
@@ -112,6 +113,7 @@ class ThreadCopier:
             self._last = self._futures[job.job_id] = self._lane.submit(self._run, job, mark)
 
     def poll(self) -> list[TransferResult]:
+        """Results since the last call, in order of completion; never blocks."""
         results = []
         while self._finished:
             results.append(self._finished.popleft())
@@ -119,11 +121,13 @@ class ThreadCopier:
         return results
 
     def wait(self, job_id: int) -> None:
+        """Block until a job has ended; returns at once for a job it does not know."""
         future = self._futures.get(job_id)
         if future is not None:
             future.result()
 
     def close(self) -> None:
+        """Finish every job and give back threads and pinned memory."""
         self._lane.shutdown()
         self._helpers.shutdown()
 
@@ -274,6 +278,7 @@ class CPUGPUTransferWorker:
         return self._host.nbytes
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        """Start one job."""
         if self._closed:
             return False
         if isinstance(job_id, bool) or not isinstance(job_id, int):
@@ -290,15 +295,18 @@ class CPUGPUTransferWorker:
         return True
 
     def get_finished(self) -> list[TransferResult]:
+        """Jobs that ended since the last call, as their ends were seen; never blocks."""
         results = self._copier.poll()
         self._in_flight.difference_update(result.job_id for result in results)
         return results
 
     def wait(self, job_ids: Collection[int]) -> None:
+        """Block until each named job has ended; unknown ids are ignored."""
         for job_id in job_ids:
             self._copier.wait(job_id)
 
     def shutdown(self) -> None:
+        """Finish or drop what is in flight and release memory; callable twice."""
         if not self._closed:
             self._closed = True
             self._copier.close()
