@@ -52,10 +52,10 @@ def hook(name: str, law: str) -> Iterator[None]:
         raise
     except BaseException as error:  # sys.exit() in a hook must not end the check
         text = line_of(error)
-        if isinstance(error, TransferSpecError):
-            law = "XFER-1"
-        elif (named := _LAW.match(text)) and not (law == "CONN-2" and text.startswith("OFF-2")):
+        if (named := _LAW.match(text)) and not (law == "CONN-2" and text.startswith("OFF-2")):
             law, text = named[1], text[named.end() :]
+        elif isinstance(error, TransferSpecError):
+            law = "XFER-1"
         kind = type(error).__name__
         text = f"{kind}: {text}" if isinstance(error, KVViewError) else f"{kind} {text}"
         raise InvariantBroken(law, f"{name} raised {text}") from error

@@ -109,7 +109,7 @@ def check_xfer_1_wrong_specs_are_refused(worker: TransferDriver) -> None:
 
 @transfer_check("XFER-1")
 def check_xfer_1_destination_is_named_once(worker: TransferDriver) -> None:
-    """Two pages for one destination raise in either direction: which would be left?"""
+    """Two pages for one destination raise, in either direction."""
     blocks, chunks = worker.blocks_of(0), worker.chunks_of(0)
     across = Part(blocks[:2], chunks[:2], worker.k - 1)  # the end of a chunk, the next one's begin
     worker.store({0: across})

@@ -42,7 +42,7 @@ class GatedComputeEvent:
     """
 
     _MANY_QUERIES = 10_000
-    _PATIENCE = 20.0  # seconds; longer than any check holds compute
+    _PATIENCE = 10.0  # seconds; longer than any check holds compute
 
     def __init__(self, gate: threading.Event | None, model_thread: int) -> None:
         self._gate = gate
