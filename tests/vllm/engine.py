@@ -51,6 +51,7 @@ class Engine:
         num_blocks: Blocks of the pool.
         depth: Batches in flight; several take the asynchronous scheduler, in the order of
             `EngineCore.step_with_batch_queue`, and no byte is checked.
+        tokens_per_step: Token budget of one step.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Engine:
         windows: Sequence[int | None] = (None,),
         num_blocks: int = NUM_BLOCKS,
         depth: int = 1,
+        tokens_per_step: int = cpu_scheduler.MAX_TOKENS,
     ) -> None:
         import torch
 
@@ -71,6 +73,7 @@ class Engine:
             block_size=BLOCK_SIZE,
             num_groups=len(windows),
             num_blocks=num_blocks,
+            max_num_batched_tokens=tokens_per_step,
             async_scheduling=depth > 1,
         )
         self.geometry: CacheGeometry = read_geometry(self.vllm_config, self.kv_cache_config)

@@ -141,6 +141,37 @@ def test_a_preempted_request_says_what_was_computed(make_engine: MakeEngine, dep
         assert not any(seen), "without steps in flight the count is vLLM's own"
 
 
+def test_a_request_preempted_in_its_prefill_has_a_part_of_it(make_engine: MakeEngine) -> None:
+    # The long one just fits when it starts; the first grows meanwhile.
+    engine = make_engine(num_blocks=12, tokens_per_step=8)
+    engine.add("first", range(20), max_tokens=60)
+    long = engine.add("long", range(200, 340), max_tokens=2)
+    before = 0
+    for _ in range(60):
+        if not told(engine, "preempted"):
+            before = long.num_computed_tokens
+            engine.step()
+    info = told(engine, "preempted")[0]
+    assert info.request_id == "long"
+    assert 0 < info.num_computed_tokens == before < info.num_tokens - 1
+
+
+def test_after_a_failed_load_nothing_counts_until_it_is_scheduled(make_engine: MakeEngine) -> None:
+    if not lane.can_fail_loads():
+        pytest.skip("0.11.0 has no word for a load that failed")
+    engine = make_engine(num_blocks=16)
+    outputs: Any = importlib.import_module("vllm.v1.outputs")
+    for index in range(3):
+        engine.add(f"r{index}", range(index * 100, index * 100 + 80), max_tokens=40)
+    for _ in range(100):
+        engine.step()
+        failed = outputs.KVConnectorOutput(invalid_block_ids={1})
+        engine.scheduler.connector.update_connector_output(failed)
+    preempted = told(engine, "preempted")
+    assert preempted
+    assert not any(info.num_computed_tokens for info in preempted)
+
+
 def test_an_aborted_load_counts_for_nothing(make_engine: MakeEngine) -> None:
     engine = make_engine(lane.EXAMPLE_CONNECTOR)
     if not engine.scheduler.connector._scheduler_side.asynchronous:
