@@ -26,7 +26,7 @@ SMALL = ("--requests", "60", "--gpu-blocks", "200")
 # One connector that does what LazyOffload does, but for one method.
 SOURCE = """
 import kvview
-from kvview_reference.connector import LazyOffloadConnector, LazyOffloadWorker
+from kvview_reference.connector import LazyOffloadConnector, OffloadWorker
 from kvview_reference.connector.lazy_offload import LazyOffloadScheduler
 
 class Odd(Exception):
@@ -36,7 +36,7 @@ class Odd(Exception):
 class Scheduler(LazyOffloadScheduler):
     {scheduler}
 
-class Worker(LazyOffloadWorker):
+class Worker(OffloadWorker):
     {worker}
 
 class Mine(LazyOffloadConnector):
