@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from kvview.cli.commands import cli
 from kvview.cli.output import ExitCode
-from kvview_reference.connector import LazyOffloadConnector
+from kvview_reference.connector import OffloadConnector
 from kvview_reference.engine import Engine
 
 pytest.importorskip("torch")
@@ -221,7 +221,7 @@ def test_what_a_connector_of_kvviews_own_raises_has_a_line_too(
     def make_worker(self: object) -> Any:
         raise OSError("no memory")
 
-    monkeypatch.setattr(LazyOffloadConnector, "make_worker", make_worker)
+    monkeypatch.setattr(OffloadConnector, "make_worker", make_worker)
     result = run("replay", *SMALL)
     require_one_line(result, ExitCode.CONNECTOR_RAISED, "make_worker raised OSError: no memory")
 
