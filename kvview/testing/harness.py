@@ -58,11 +58,15 @@ class Capability(StrEnum):
     IS_FREE = "is_free"
     """The view has ``is_free(block_id)``."""
     BLOCK_KEYS = "block_keys"
-    """The view has ``block_hashes(block_id)``."""
+    """The view has ``block_keys(block_ids)``."""
     FIND_CACHED = "find_cached"
-    """The view has ``find_cached_block(hash)``."""
+    """The view has ``find_cached_block(key)``."""
     FREE_ORDER = "free_order"
     """The view has ``iter_free_block_ids()``."""
+    RESUMABLE_WALK = "resumable_walk"
+    """The view has ``walk_free_blocks()``."""
+    REUSE_NOTICE = "reuse_notice"
+    """The view has ``free_blocks_with_notice(block_ids, on_reuse)``."""
     HOLDS = "holds"
     """The view has ``held_blocks()``."""
     LEASES = "leases"
@@ -319,6 +323,8 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         Capability.BLOCK_KEYS: (Need("view", "block_keys", 1),),
         Capability.FIND_CACHED: (Need("view", "find_cached_block", 1),),
         Capability.FREE_ORDER: (Need("view", "iter_free_block_ids", 0),),
+        Capability.RESUMABLE_WALK: (Need("view", "walk_free_blocks", 0),),
+        Capability.REUSE_NOTICE: (Need("view", "free_blocks_with_notice", 2),),
         Capability.HOLDS: (Need("view", "held_blocks", 0),),
         Capability.LEASES: (Need("view", "lease", 1), Need("harness", "advance", 1)),
         Capability.PIN_BUDGET: (Need("harness", "budgeted", 1),),

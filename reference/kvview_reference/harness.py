@@ -49,6 +49,8 @@ class ReferencePool:
             Capability.BLOCK_KEYS,
             Capability.FIND_CACHED,
             Capability.FREE_ORDER,
+            Capability.RESUMABLE_WALK,
+            Capability.REUSE_NOTICE,
             Capability.HOLDS,
         }
     )

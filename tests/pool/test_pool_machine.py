@@ -27,6 +27,7 @@ from kvview import (
     UnknownBlockError,
 )
 from kvview_reference import pool as pool_module
+from kvview_reference import walks
 from kvview_reference.pool import BlockPool
 
 
@@ -134,13 +135,13 @@ IDS = st.lists(ID, max_size=4)
 
 class PoolMachine(RuleBasedStateMachine):
     max_stale_share = pool_module._MAX_STALE_SHARE
-    entries_per_look = pool_module._ENTRIES_PER_LOOK
+    entries_per_look = walks._ENTRIES_PER_LOOK
 
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(pool_module, "_MAX_STALE_SHARE", self.max_stale_share)
-        self.patch.setattr(pool_module, "_ENTRIES_PER_LOOK", self.entries_per_look)
+        self.patch.setattr(walks, "_ENTRIES_PER_LOOK", self.entries_per_look)
         self.pool = BlockPool(NUM_BLOCKS, enable_events=True)
         self.oracle = Oracle(NUM_BLOCKS)
         self.engine_holds: Counter[int] = Counter()
