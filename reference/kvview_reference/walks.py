@@ -17,7 +17,7 @@ from kvview import FreeBlockWalk, OffloadKey, ViewClosedError
 if TYPE_CHECKING:
     from kvview_reference.pool import BlockPool
 
-_ENTRIES_PER_LOOK = (32, 1024)  # copied at a time: at first, at most
+_ENTRIES_PER_LOOK = (32, 1024)  # copied at a time: at first and among stale ones, at most
 
 OpenPool = Callable[[], "BlockPool"]  # or raises, when the view was closed
 
@@ -127,7 +127,8 @@ def walk_free_block_ids_with_hash(open_pool: OpenPool) -> Iterator[tuple[int, Of
 def _look(pool: BlockPool, walk: Walk, open_pool: OpenPool) -> Iterator[Iterator[tuple[int, int]]]:
     """The ``(position, block_id)`` entries of a walk, some at a time, stale ones too."""
     pool.add_walk(walk)
-    num_entries, most = _ENTRIES_PER_LOOK
+    fewest, most = _ENTRIES_PER_LOOK
+    num_entries = fewest
     try:
         while True:
             open_pool()
@@ -135,10 +136,14 @@ def _look(pool: BlockPool, walk: Walk, open_pool: OpenPool) -> Iterator[Iterator
             stop = start + len(walk.entries)
             if start == stop:
                 return
+            num_stale = walk.num_stale
             yield enumerate(walk.entries, start)
             if walk.entries:  # else they moved
                 walk.position = stop - 1
-                num_entries = min(2 * num_entries, most)
+                if 2 * (walk.num_stale - num_stale) > stop - start:
+                    num_entries = fewest  # a walk that ends here leaves few behind, untidied
+                else:
+                    num_entries = min(2 * num_entries, most)
                 pool.tidy(walk, stop)
     finally:
         pool.remove_walk(walk)
