@@ -39,7 +39,7 @@ from kvview.errors import (
 )
 from kvview.guard.lease import GuardedLease, Leak
 from kvview.keys import OffloadKey, require_offload_key
-from kvview.pool import GPUBlockPoolView
+from kvview.pool import GPUBlockPoolView, SupportsReuseNotice
 
 _OPTIONAL_QUERIES = (
     "num_free_blocks",
@@ -47,6 +47,7 @@ _OPTIONAL_QUERIES = (
     "block_keys",
     "find_cached_block",
     "iter_free_block_ids",
+    "walk_free_blocks",
 )
 
 
@@ -123,6 +124,8 @@ class GuardedView:
             if hasattr(view, name):
                 # On the instance, so that isinstance(guard, Supports...) tells the truth.
                 setattr(self, name, partial(self._query, name))
+        if isinstance(view, SupportsReuseNotice):
+            self.free_blocks_with_notice = partial(self._free_with_notice, view)
         # By block id: all references, and when and where the last plain one was taken.
         # Lists where the size is known: dicts cost a third more (benchmarks/guard.py).
         self._held: list[int] | dict[int, int] = defaultdict(int) if size is None else [0] * size
@@ -376,6 +379,26 @@ class GuardedView:
         if self._max_held is not None:
             self._pinned.difference_update(b for b in block_ids if not self._held[b])
         self.stats.freed += len(block_ids)
+
+    def _free_with_notice(
+        self, view: SupportsReuseNotice, block_ids: Sequence[int], on_reuse: Callable[[int], None]
+    ) -> None:
+        self._enter()
+        block_ids = list(block_ids)
+        self._check_block_ids(block_ids)
+        real = [block_id for block_id in block_ids if block_id != self._null]
+        for block_id, times in Counter(real).items():
+            if times > self._held[block_id] - self._leased[block_id]:
+                raise self._not_held(block_id, real)
+        self._count(real, -1)
+        try:
+            view.free_blocks_with_notice(real, on_reuse)
+        except BaseException:
+            self._count(real, 1)
+            raise
+        if self._max_held is not None:
+            self._pinned.difference_update(b for b in real if not self._held[b])
+        self.stats.freed += len(real)
 
     def _count(self, block_ids: Sequence[int], step: int) -> None:
         held = self._held
