@@ -10,7 +10,7 @@ How the laws of :mod:`kvview.pool` are kept over a pool that checks nothing:
 4. A block that one call frees several times reaches the engine so that its last
    reference goes alone: older releases would queue it twice (vLLM #42571).
 5. A block that leaves the free queue loses its links, so a walk reads some blocks
-   ahead and checks each again when it yields it (:class:`_Walk`).
+   ahead and checks each again when it yields it (:mod:`kvview_vllm.walks`).
 
 Source: ``vllm/v1/core/block_pool.py`` and ``FreeKVCacheBlockQueue`` in
 ``vllm/v1/core/kv_cache_utils.py``; :mod:`kvview_vllm.releases.capabilities` says what
@@ -19,12 +19,14 @@ differs.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvview import (
     BlockNotHeldError,
+    FreeBlockWalk,
     GPUBlockPoolView,
     OffloadKey,
     UnknownBlockError,
@@ -34,10 +36,11 @@ from kvview import (
     require_offload_key,
 )
 from kvview_vllm.releases.probes import probe_pool
+from kvview_vllm.walks import Place, ResumedWalk, Walk, is_queued
 
 NULL_BLOCK_ID = 0
-_FIRST_CHUNK = 16
-_LARGEST_CHUNK = 1024
+
+_logger = logging.getLogger(__name__)
 
 
 def view(block_pool: Any, *, owner: str = "connector") -> VLLMBlockPoolView:
@@ -51,13 +54,17 @@ def view(block_pool: Any, *, owner: str = "connector") -> VLLMBlockPoolView:
         UnsupportedEngineError: The pool has a shape that no tested release has.
         VLLMNotInstalledError: No vLLM can be imported.
     """
-    return VLLMBlockPoolView(block_pool, probe_pool(block_pool), owner)
+    capabilities = probe_pool(block_pool)
+    if "reuse_watchers" in capabilities:
+        return NotifyingBlockPoolView(block_pool, capabilities, owner)
+    return VLLMBlockPoolView(block_pool, capabilities, owner)
 
 
 class VLLMBlockPoolView:
     """The view of one owner over a real pool, with a ledger of its holds.
 
-    1. Keeps every law of :mod:`kvview.pool` and every optional query.
+    1. Keeps every law of :mod:`kvview.pool` and every optional query that the engine
+       can answer in all releases; :class:`NotifyingBlockPoolView` adds one.
     2. Views of several owners may be open at once; each counts its own.
     3. Use it on the scheduler's thread only.
 
@@ -75,7 +82,7 @@ class VLLMBlockPoolView:
         self._pool: Any = block_pool
         self._blocks: list[Any] = block_pool.blocks
         self._holds = [0] * len(self._blocks)  # references of this view, by block id
-        self._walks: list[_Walk] = []
+        self._walks: list[Walk | Place] = []
         self._touch = block_pool.touch
         if "touch_nested" in capabilities:
             # Up to 0.13 touch takes one list per KV-cache group.
@@ -155,6 +162,13 @@ class VLLMBlockPoolView:
         return self._pool
 
     def _check_block_ids(self, block_ids: Iterable[object]) -> None:
+        block_ids = list(block_ids)
+        if not block_ids or (
+            set(map(type, block_ids)) == {int}
+            and min(block_ids) >= 0  # type: ignore[type-var, operator]
+            and max(block_ids) < len(self._blocks)  # type: ignore[type-var, operator]
+        ):
+            return
         for block_id in block_ids:
             # A negative id would silently name a block from the end.
             if type(block_id) is not int or not 0 <= block_id < len(self._blocks):
@@ -188,7 +202,7 @@ class VLLMBlockPoolView:
                 yield block_id, primary
                 self._open_pool()
                 for block_hash in self._more_keys(block_id):
-                    if _is_queued(block) and block_hash in self._more_keys(block_id):
+                    if is_queued(block) and block_hash in self._more_keys(block_id):
                         yield block_id, block_hash
                         self._open_pool()
 
@@ -199,12 +213,16 @@ class VLLMBlockPoolView:
             self._open_pool()
 
     def _walk(self, *, hashed_only: bool) -> Iterator[Any]:
-        walk = _Walk(self._open_pool().free_block_queue, self.capabilities, hashed_only)
+        walk = Walk(self._open_pool().free_block_queue, self.capabilities, hashed_only)
         self._walks.append(walk)
         try:
             yield from walk.blocks()
         finally:
             self._walks.remove(walk)
+
+    def walk_free_blocks(self) -> FreeBlockWalk:
+        """A walk that goes on in later steps (POOL-13)."""
+        return ResumedWalk(self._open_pool, self._more_keys, self.num_blocks, self._walks)
 
     # --- queries ---
 
@@ -216,13 +234,18 @@ class VLLMBlockPoolView:
         """Whether the block is free now."""
         self._open_pool()
         self._check_block_ids((block_id,))
-        return _is_queued(self._blocks[block_id])
+        return is_queued(self._blocks[block_id])
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
         """The keys registered for each block, primary first."""
         self._open_pool()
         self._check_block_ids(block_ids)
         blocks = self._blocks
+        if not getattr(self._pool, "cached_block_hashes_by_block", None):
+            return [
+                () if (key := blocks[block_id].block_hash) is None else (key,)
+                for block_id in block_ids
+            ]
         return [
             ()
             if (key := blocks[block_id].block_hash) is None
@@ -238,12 +261,14 @@ class VLLMBlockPoolView:
 
     def find_cached_block(self, key: OffloadKey) -> int | None:
         """Id of a block that holds this key, or None."""
-        key = require_offload_key(key)
         # The map behind get_cached_block is replaced at every cache reset.
         found = self._open_pool().get_cached_block(
             get_offload_block_hash(key), [get_offload_group_idx(key)]
         )
-        return int(found[0].block_id) if found else None
+        if not found:
+            require_offload_key(key)
+            return None
+        return int(found[0].block_id)
 
     def held_blocks(self) -> Mapping[int, int]:
         """References held through this view, ``{block_id: count}``; costs O(pool)."""
@@ -258,101 +283,52 @@ class VLLMBlockPoolView:
         return still_held
 
 
-class _Walk:
-    """One walk over the real free queue, in chunks read ahead.
+class NotifyingBlockPoolView(VLLMBlockPoolView):
+    """The view of a release that says when a block is handed out again: 0.30 and later."""
 
-    1. A chunk doubles in size: taking k blocks reads at most about 2k of them.
-    2. What leaves the queue loses its links, and what joins it stands in front of
-       the cursor or behind ``_last``; both move out of the way of the view's own
-       touches (:meth:`before_touch`).
-    3. If the engine took the block under the cursor, the walk finds its place from
-       the front, passing over what it has seen: nothing is yielded twice.
-    4. If fewer blocks were seen than were free at the start, a last pass looks for
-       hashed ones that were missed.
-    """
+    def __init__(self, block_pool: Any, capabilities: frozenset[str], owner: str) -> None:
+        super().__init__(block_pool, capabilities, owner)
+        self._watched: dict[int, Callable[[int], None]] = {}
 
-    def __init__(self, queue: Any, capabilities: frozenset[str], hashed_only: bool) -> None:
-        self._gone: set[int] = set()  # touched through the view since the start
-        self._seen: set[int] = set()
-        self._head = queue.fake_free_list_head
-        self._tail = queue.fake_free_list_tail
-        self._cursor = self._head.next_free_block  # the first block not read yet
-        self._last = self._tail.prev_free_block
-        self._unseen = queue.num_free_blocks
-        self._joins_in_front = bool(capabilities & {"unhashed_first", "free_prepend"})
-        self._hashed_only = hashed_only
-        self._rescanned = False
+    def free_blocks_with_notice(
+        self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
+    ) -> None:
+        """Give back as :meth:`free_blocks` does, and hear of each block once (POOL-14)."""
+        block_ids, free = list(block_ids), self._free
+        self._free = self._unpin
+        try:
+            self.free_blocks(block_ids)
+        finally:
+            self._free = free
+        self._watched.update((b, on_reuse) for b in block_ids if b != NULL_BLOCK_ID)
 
-    def blocks(self) -> Iterator[Any]:
-        """Blocks that are free when they are yielded, next victim first."""
-        size = _FIRST_CHUNK
-        while chunk := self._read(size):
-            for block in chunk:
-                if _is_queued(block) and block.block_id not in self._gone:
-                    yield block
-            size = min(2 * size, _LARGEST_CHUNK)
+    def _unpin(self, blocks: list[Any]) -> None:
+        # The engine keeps one watcher a block: what others had there is told by ours.
+        watchers = self._pool._reuse_watchers
+        others = {block.block_id: watchers.get(block.block_id) for block in blocks}
 
-    def before_touch(self, blocks: Iterable[Any]) -> None:
-        """Step aside before the view takes these blocks out of the queue."""
-        leaving = {block.block_id for block in blocks if _is_queued(block)}
-        while self._cursor.block_id in leaving:
-            self._cursor = self._cursor.next_free_block
-        while self._last.block_id in leaving:
-            self._last = self._last.prev_free_block
-        self._unseen -= len(leaving - self._gone - self._seen)
-        self._gone.update(block.block_id for block in blocks)
+        def on_reuse(block: Any) -> None:
+            self._notify(block.block_id)
+            other = others[block.block_id]
+            if other is not None:
+                other(block)
 
-    def _read(self, size: int) -> list[Any]:
-        """The next blocks of the queue, at most ``size``; none at the end."""
-        seen, gone, tail, last = self._seen, self._gone, self._tail, self._last
-        num_seen = len(seen)
-        chunk: list[Any] = []
-        block = self._place()
-        while len(chunk) < size:
-            if block is tail:
-                if self._rescanned or self._unseen <= len(seen) - num_seen:
-                    break
-                self._rescanned = True
-                # From 0.24 unhashed blocks join in front (PR #42656): the last pass
-                # could not tell them from missed ones.
-                self._hashed_only = self._hashed_only or self._joins_in_front
-                block = self._head.next_free_block
-                continue
-            block_id = block.block_id
-            if block_id not in seen and block_id not in gone:
-                if not self._hashed_only or block.block_hash is not None:
-                    chunk.append(block)
-                seen.add(block_id)
-            block = tail if block is last else block.next_free_block
-        self._unseen -= len(seen) - num_seen
-        self._cursor = block
-        return chunk
+        self._pool.unpin_blocks(blocks, on_reuse)
 
-    def _place(self) -> Any:
-        """Where to read on: the cursor if it kept its place, else the front."""
-        block, last = self._cursor, self._last
-        if not self._rescanned and (
-            last is self._head or (last.block_id in self._seen and _is_queued(last))
-        ):
-            return self._tail
-        if block is self._tail:
-            return block
-        if _is_queued(block):
-            before = block.prev_free_block
-            if (
-                before is self._head
-                or before.block_id in self._seen
-                or before.block_id in self._gone
-            ):
-                return block
-            if self._joins_in_front and before.block_hash is None:
-                return block
-        return self._head.next_free_block
+    def _notify(self, block_id: int) -> None:
+        on_reuse = self._watched.pop(block_id, None)
+        if on_reuse is not None:
+            try:
+                on_reuse(block_id)
+            except Exception:
+                _logger.exception(
+                    "POOL-14: on_reuse(%d) of %r raised; the engine goes on", block_id, self.owner
+                )
 
-
-def _is_queued(block: Any) -> bool:
-    """Whether a block is in the free queue: only there it has links."""
-    return block.next_free_block is not None
+    def close(self) -> Mapping[int, int]:
+        """Close the view and report what it still held; it is told nothing any more."""
+        self._watched.clear()
+        return super().close()
 
 
 def _split_repeated(blocks: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -57,8 +57,10 @@ class VLLMPool:
             *(Capability.CACHE, Capability.RESET, Capability.CLOSE, Capability.SIZED),
             *(Capability.POOL_SIZE, Capability.FREE_COUNT, Capability.IS_FREE),
             *(Capability.BLOCK_KEYS, Capability.FIND_CACHED, Capability.FREE_ORDER),
-            Capability.HOLDS,
+            *(Capability.HOLDS, Capability.RESUMABLE_WALK),
         }
+        if "reuse_watchers" in self.plain_view.capabilities:
+            has.add(Capability.REUSE_NOTICE)
         if hasattr(self.pool, "evict_blocks"):
             has.add(Capability.EVICT)
         if "several_hashes" in self.plain_view.capabilities:

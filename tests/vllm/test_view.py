@@ -24,11 +24,11 @@ from kvview import (
     ViewClosedError,
     make_offload_key,
 )
-from kvview_vllm import pool, view
+from kvview_vllm import view, walks
 from kvview_vllm.pool import VLLMBlockPoolView
 from kvview_vllm.releases import capabilities
 
-CHUNK_SIZES = (pool._FIRST_CHUNK, pool._LARGEST_CHUNK)
+CHUNK_SIZES = (walks._FIRST_CHUNK, walks._LARGEST_CHUNK)
 
 
 @pytest.fixture
@@ -45,11 +45,17 @@ def pool_view(engine: Engine) -> VLLMBlockPoolView:
 
 
 @pytest.mark.parametrize("name", [name for name in kvview.__all__ if name.startswith("Supports")])
-def test_view_has_every_pool_query(pool_view: VLLMBlockPoolView, name: str) -> None:
+def test_view_has_every_pool_query(engine: Engine, pool_view: VLLMBlockPoolView, name: str) -> None:
     protocol = getattr(kvview, name)
-    if protocol.__module__ != "kvview.pool":
+    if protocol.__module__ != "kvview.pool.queries":
         pytest.skip("not a query of the pool")
-    assert isinstance(pool_view, protocol)
+    if name == "SupportsGiveBack":
+        pytest.skip("POOL-12 is tested where it is built")
+    if name == "SupportsReuseNotice":
+        has_it = "reuse_watchers" in engine.flags
+        assert isinstance(pool_view, protocol) == has_it
+    else:
+        assert isinstance(pool_view, protocol)
 
 
 def test_no_block_object_is_reachable_by_a_public_name(pool_view: VLLMBlockPoolView) -> None:
@@ -404,8 +410,6 @@ def test_pool_10_closed_view_refuses_everything(
         lambda: next(walk),
         lambda: next(late_walk),
         lambda: next(pool_view.iter_free_block_ids_with_hash()),
-        lambda: pool_view.num_blocks,
-        lambda: pool_view.null_block_id,
         pool_view.num_free_blocks,
         pool_view.held_blocks,
         lambda: pool_view.is_free(1),

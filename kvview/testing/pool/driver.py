@@ -47,7 +47,7 @@ class PoolDriver(Recorder):
     def __init__(self, factory: Factory, law: str, *, has_order: bool = False) -> None:
         super().__init__(factory, law, "view")
         self.has_order = has_order
-        self._serial = count(1)
+        self._serial, self._times = count(1), count()
         self._start()
 
     def _start(self) -> None:
@@ -125,7 +125,8 @@ class PoolDriver(Recorder):
 
     def cache(self, blocks: Sequence[int], group_idx: int = 0) -> list[bytes]:
         """Let the engine cache blocks under new hashes; returns the keys."""
-        hashes = [b"h%d" % next(self._serial) for _ in blocks]
+        # Padded: the order of a block's further keys is the engine's affair, and some sort.
+        hashes = [b"h%04d" % next(self._serial) for _ in blocks]
         self.call(self.harness, "cache", list(blocks), hashes, group_idx)
         keys = [make_offload_key(block_hash, group_idx) for block_hash in hashes]
         for block, key in zip(blocks, keys, strict=True):
@@ -296,5 +297,5 @@ class PoolDriver(Recorder):
         # Of a block that is named several times, the last mention sets it free.
         for block in reversed(dict.fromkeys(reversed(blocks))):
             if block in self.hashes and block in free:
-                self.joined[block] = next(self._serial)
+                self.joined[block] = next(self._times)
                 self.hashed_free.append(block)
