@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from kvview import (
@@ -88,6 +89,9 @@ class VLLMBlockPoolView:
             # Up to 0.13 touch takes one list per KV-cache group.
             self._touch = lambda blocks: block_pool.touch((blocks,))
         self._free = block_pool.free_blocks
+        # ``block_hash`` is a property over this field: a Python call for each block.
+        has_field = hasattr(block_pool.null_block, "_block_hash")
+        self._hash_of = attrgetter("_block_hash" if has_field else "block_hash")
 
     # --- references ---
 
@@ -162,13 +166,6 @@ class VLLMBlockPoolView:
         return self._pool
 
     def _check_block_ids(self, block_ids: Iterable[object]) -> None:
-        block_ids = list(block_ids)
-        if not block_ids or (
-            set(map(type, block_ids)) == {int}
-            and min(block_ids) >= 0  # type: ignore[type-var, operator]
-            and max(block_ids) < len(self._blocks)  # type: ignore[type-var, operator]
-        ):
-            return
         for block_id in block_ids:
             # A negative id would silently name a block from the end.
             if type(block_id) is not int or not 0 <= block_id < len(self._blocks):
@@ -210,7 +207,8 @@ class VLLMBlockPoolView:
         """All free blocks, next victim first."""
         for block in self._walk(hashed_only=False):
             yield block.block_id
-            self._open_pool()
+            if self._pool is None:
+                self._open_pool()
 
     def _walk(self, *, hashed_only: bool) -> Iterator[Any]:
         walk = Walk(self._open_pool().free_block_queue, self.capabilities, hashed_only)
@@ -239,18 +237,19 @@ class VLLMBlockPoolView:
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
         """The keys registered for each block, primary first."""
         self._open_pool()
-        self._check_block_ids(block_ids)
-        blocks = self._blocks
+        # In C as far as it goes: connectors ask for all that they wait for, every step.
+        if set(map(type, block_ids)) - {int} or min(block_ids, default=0) < 0:
+            self._check_block_ids(block_ids)
+        try:
+            hashes = list(map(self._hash_of, map(self._blocks.__getitem__, block_ids)))
+        except IndexError:
+            self._check_block_ids(block_ids)
+            raise
         if not getattr(self._pool, "cached_block_hashes_by_block", None):
-            return [
-                () if (key := blocks[block_id].block_hash) is None else (key,)
-                for block_id in block_ids
-            ]
+            return [() if key is None else (key,) for key in hashes]
         return [
-            ()
-            if (key := blocks[block_id].block_hash) is None
-            else (key, *self._more_keys(block_id))
-            for block_id in block_ids
+            () if key is None else (key, *self._more_keys(block_id))
+            for block_id, key in zip(block_ids, hashes, strict=True)
         ]
 
     def _more_keys(self, block_id: int) -> list[OffloadKey]:

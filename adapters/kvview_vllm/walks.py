@@ -50,10 +50,10 @@ class Walk:
 
     def blocks(self) -> Iterator[Any]:
         """Blocks that are free when they are yielded, next victim first."""
-        size = _FIRST_CHUNK
+        size, gone = _FIRST_CHUNK, self._gone
         while chunk := self._read(size):
             for block in chunk:
-                if is_queued(block) and block.block_id not in self._gone:
+                if block.next_free_block is not None and block.block_id not in gone:
                     yield block
             size = min(2 * size, _LARGEST_CHUNK)
 
@@ -71,22 +71,24 @@ class Walk:
         """The next blocks of the queue, at most ``size``; none at the end."""
         seen, gone, tail, last = self._seen, self._gone, self._tail, self._last
         num_seen = len(seen)
+        hashed_only, missing = self._hashed_only, size
         chunk: list[Any] = []
         block = self._place()
-        while len(chunk) < size:
+        while missing:
             if block is tail:
                 if self._rescanned or self._unseen <= len(seen) - num_seen:
                     break
                 self._rescanned = True
                 # From 0.24 unhashed blocks join in front (PR #42656): the last pass
                 # could not tell them from missed ones.
-                self._hashed_only = self._hashed_only or self._joins_in_front
+                self._hashed_only = hashed_only = hashed_only or self._joins_in_front
                 block = self._head.next_free_block
                 continue
             block_id = block.block_id
             if block_id not in seen and block_id not in gone:
-                if not self._hashed_only or block.block_hash is not None:
+                if not hashed_only or block.block_hash is not None:
                     chunk.append(block)
+                    missing -= 1
                 seen.add(block_id)
             block = tail if block is last else block.next_free_block
         self._unseen -= len(seen) - num_seen

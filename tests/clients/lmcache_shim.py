@@ -1,9 +1,9 @@
 """LMCache's lazy-offload manager over a view: its own code, and what it takes to run it.
 
 :class:`PoolShim` is the plain way: the manager unmodified, and a pool that looks to it
-like vLLM's. It asks for the hash of one block at a time, though. :func:`make_manager`
-is what a port would do: the two places that read the pool in every step ask for all
-that they need in one call.
+like vLLM's. It asks for the hash of one block at a time, though, which costs.
+:class:`ViewManager` is what a port would do: where the manager reads the pool, it asks
+for all that it needs in one call. Nothing private of a pool is reached either way.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PoolShim:
 
     def __init__(self, view: Any) -> None:
         self.view = view
-        self.blocks = [Block(view, block_id) for block_id in range(view.num_blocks)]
+        self.blocks: list[Any] = [Block(view, block_id) for block_id in range(view.num_blocks)]
 
     @property
     def free_block_queue(self) -> PoolShim:
@@ -58,11 +58,39 @@ class PoolShim:
     def fake_free_list_head(self) -> Block:
         return Block(self.view, -1, self.view.iter_free_block_ids())
 
-    def touch(self, blocks: Sequence[Block]) -> None:
+    def touch(self, blocks: Sequence[Any]) -> None:
         self.view.touch_blocks([block.block_id for block in blocks])
 
-    def free_blocks(self, blocks: Sequence[Block]) -> None:
+    def free_blocks(self, blocks: Sequence[Any]) -> None:
         self.view.free_blocks([block.block_id for block in blocks])
+
+
+class ReadBlock:
+    """A block whose hash was read together with those of others."""
+
+    __slots__ = ("block_hash", "block_id")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.block_hash: Any = None
+
+
+class ReadPool(PoolShim):
+    """The same for :class:`ViewManager`, which says when it will read."""
+
+    def __init__(self, view: Any) -> None:
+        super().__init__(view)
+        self.blocks = [ReadBlock(block_id) for block_id in range(view.num_blocks)]
+
+    def read(self, block_ids: Sequence[int]) -> None:
+        blocks = self.blocks
+        for block_id, keys in zip(block_ids, self.view.block_keys(block_ids), strict=True):
+            blocks[block_id].block_hash = keys[0] if keys else None
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        block_ids = [block.block_id for block in blocks]
+        self.view.touch_blocks(block_ids)
+        self.read(block_ids)
 
 
 class ViewStoreQueue(_policy.EvictionAwareStoreQueue):  # type: ignore[misc]
@@ -74,11 +102,26 @@ class ViewStoreQueue(_policy.EvictionAwareStoreQueue):  # type: ignore[misc]
 
     def _drop_evicted_suffix(self, request_id: str, ops: list[Any]) -> list[Any]:
         snapshots = [op.block_hashes for op in ops]
-        keys = self._pool.view.block_keys(list(chain.from_iterable(snapshots)))
-        if keys == list(zip(chain.from_iterable(map(dict.values, snapshots)))):
+        block_ids = list(chain.from_iterable(snapshots))
+        expected = list(zip(chain.from_iterable(map(dict.values, snapshots))))
+        if self._pool.view.block_keys(block_ids) == expected:
             return ops
+        self._pool.read(block_ids)
         ops_left: list[Any] = super()._drop_evicted_suffix(request_id, ops)
         return ops_left
+
+
+class ViewManager(_manager.LazyOffloadManager):  # type: ignore[misc]
+    """LMCache's manager over a :class:`ReadPool`."""
+
+    def bind_block_pool(self, gpu_block_pool: ReadPool) -> None:
+        super().bind_block_pool(gpu_block_pool)
+        config = _policy.EvictionAwarePolicyConfig.from_configs(self._configs)
+        self._policy = ViewStoreQueue(config, gpu_block_pool)
+
+    def add_store_candidate(self, metadata: Any) -> None:
+        self._require_block_pool().read(metadata.op.flat_block_ids)
+        super().add_store_candidate(metadata)
 
 
 class AllWorkersAtOnce:
@@ -88,19 +131,10 @@ class AllWorkersAtOnce:
         return True
 
 
-def make_manager(pool: Any, *, in_batches: bool, **options: Any) -> Any:
-    """LMCache's manager.
-
-    Args:
-        pool: vLLM's own pool, or a :class:`PoolShim`.
-        in_batches: Whether its policy asks the view for many blocks at once.
-        options: Of its policy, ``horizon_steps`` for one.
-    """
-    configs = {f"lmcache.mp.lazy_offload_{name}": value for name, value in options.items()}
-    manager = _manager.LazyOffloadManager(configs, [16], AllWorkersAtOnce())
+def make_manager(pool: Any, *, max_drain_per_step: int = 64) -> Any:
+    """LMCache's manager over vLLM's own pool or a :class:`PoolShim`, or the port of it."""
+    configs = {"lmcache.mp.lazy_offload_max_drain_per_step": max_drain_per_step}
+    kind = ViewManager if isinstance(pool, ReadPool) else _manager.LazyOffloadManager
+    manager = kind(configs, [16], AllWorkersAtOnce())
     manager.bind_block_pool(pool)
-    if in_batches:
-        manager._policy = ViewStoreQueue(
-            _policy.EvictionAwarePolicyConfig.from_configs(configs), pool
-        )
     return manager
