@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -193,28 +194,31 @@ class VLLMBlockPoolView:
         back between two items cannot be told from what stayed where it was: such
         a block may still be yielded, if what is yielded is true then.
         """
-        for block in self._walk(hashed_only=True):
-            block_id: int = block.block_id
-            if (primary := block.block_hash) is not None:
-                yield block_id, primary
-                self._open_pool()
-                for block_hash in self._more_keys(block_id):
-                    if is_queued(block) and block_hash in self._more_keys(block_id):
-                        yield block_id, block_hash
-                        self._open_pool()
+        with self._walking(hashed_only=True) as walk:
+            for block in walk.blocks():
+                block_id: int = block.block_id
+                if (primary := block.block_hash) is not None:
+                    yield block_id, primary
+                    self._open_pool()
+                    for block_hash in self._more_keys(block_id):
+                        if is_queued(block) and block_hash in self._more_keys(block_id):
+                            yield block_id, block_hash
+                            self._open_pool()
 
     def iter_free_block_ids(self) -> Iterator[int]:
         """All free blocks, next victim first."""
-        for block in self._walk(hashed_only=False):
-            yield block.block_id
-            if self._pool is None:
-                self._open_pool()
+        with self._walking(hashed_only=False) as walk:
+            for block in walk.blocks():
+                yield block.block_id
+                if self._pool is None:
+                    self._open_pool()
 
-    def _walk(self, *, hashed_only: bool) -> Iterator[Any]:
+    @contextmanager
+    def _walking(self, *, hashed_only: bool) -> Iterator[Walk]:
         walk = Walk(self._open_pool().free_block_queue, self.capabilities, hashed_only)
         self._walks.append(walk)
         try:
-            yield from walk.blocks()
+            yield walk
         finally:
             self._walks.remove(walk)
 
@@ -236,21 +240,25 @@ class VLLMBlockPoolView:
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
         """The keys registered for each block, primary first."""
+        keys = self.primary_keys(block_ids)
+        if not getattr(self._pool, "cached_block_hashes_by_block", None):
+            return [() if key is None else (key,) for key in keys]
+        return [
+            () if key is None else (key, *self._more_keys(block_id))
+            for block_id, key in zip(block_ids, keys, strict=True)
+        ]
+
+    def primary_keys(self, block_ids: Sequence[int]) -> list[OffloadKey | None]:
+        """The first key of each block, or None."""
         self._open_pool()
         # In C as far as it goes: connectors ask for all that they wait for, every step.
         if set(map(type, block_ids)) - {int} or min(block_ids, default=0) < 0:
             self._check_block_ids(block_ids)
         try:
-            hashes = list(map(self._hash_of, map(self._blocks.__getitem__, block_ids)))
+            return list(map(self._hash_of, map(self._blocks.__getitem__, block_ids)))
         except IndexError:
             self._check_block_ids(block_ids)
             raise
-        if not getattr(self._pool, "cached_block_hashes_by_block", None):
-            return [() if key is None else (key,) for key in hashes]
-        return [
-            () if key is None else (key, *self._more_keys(block_id))
-            for block_id, key in zip(block_ids, hashes, strict=True)
-        ]
 
     def _more_keys(self, block_id: int) -> list[OffloadKey]:
         """Hashes beside the primary one, in one order whatever the process."""

@@ -45,6 +45,7 @@ _OPTIONAL_QUERIES = (
     "num_free_blocks",
     "is_free",
     "block_keys",
+    "primary_keys",
     "find_cached_block",
     "iter_free_block_ids",
     "walk_free_blocks",

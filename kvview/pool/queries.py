@@ -67,6 +67,23 @@ class SupportsBlockKeys(Protocol):
         """
         ...
 
+    def primary_keys(self, block_ids: Sequence[int]) -> list[OffloadKey | None]:
+        """The first key of each block, for those who look at thousands in every step.
+
+        What :meth:`block_keys` tells costs a tuple a block; a snapshot of keys is compared
+        with this at about the price of the engine's own objects (benchmarks/clients.py).
+
+        Args:
+            block_ids: As for :meth:`block_keys`.
+
+        Returns:
+            Per block, in the order given, its primary key; None where it has none.
+
+        Raises:
+            UnknownBlockError: An id is no block of this pool.
+        """
+        ...
+
 
 @runtime_checkable
 class SupportsFindCachedBlock(Protocol):

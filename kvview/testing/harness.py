@@ -58,7 +58,7 @@ class Capability(StrEnum):
     IS_FREE = "is_free"
     """The view has ``is_free(block_id)``."""
     BLOCK_KEYS = "block_keys"
-    """The view has ``block_keys(block_ids)``."""
+    """The view has ``block_keys(block_ids)`` and ``primary_keys(block_ids)``."""
     FIND_CACHED = "find_cached"
     """The view has ``find_cached_block(key)``."""
     FREE_ORDER = "free_order"
@@ -320,7 +320,7 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         ),
         Capability.FREE_COUNT: (Need("view", "num_free_blocks", 0),),
         Capability.IS_FREE: (Need("view", "is_free", 1),),
-        Capability.BLOCK_KEYS: (Need("view", "block_keys", 1),),
+        Capability.BLOCK_KEYS: (Need("view", "block_keys", 1), Need("view", "primary_keys", 1)),
         Capability.FIND_CACHED: (Need("view", "find_cached_block", 1),),
         Capability.FREE_ORDER: (Need("view", "iter_free_block_ids", 0),),
         Capability.RESUMABLE_WALK: (Need("view", "walk_free_blocks", 0),),

@@ -24,7 +24,6 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from kvview import (
@@ -436,21 +435,19 @@ class BlockPool:
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
         """Keys of each block, primary first; none of one that holds nothing reusable."""
-        self.check_block_ids(block_ids)
-        if not block_ids:
-            return []
-        # In C as far as it goes: connectors ask for all that they wait for, every step.
-        primaries, more = self._hash, self._more_hashes
-        if len(block_ids) == 1:
-            keys: tuple[OffloadKey | None, ...] = (primaries[block_ids[0]],)
-        else:
-            keys = itemgetter(*block_ids)(primaries)
+        keys, more = self.primary_keys(block_ids), self._more_hashes
         if not more:
             return [() if key is None else (key,) for key in keys]
         return [
             () if key is None else (key, *more.get(block_id, ()))
             for block_id, key in zip(block_ids, keys, strict=True)
         ]
+
+    def primary_keys(self, block_ids: Sequence[int]) -> list[OffloadKey | None]:
+        """The first key of each block, or None."""
+        self.check_block_ids(block_ids)
+        # In C: connectors ask for all that they wait for, every step.
+        return list(map(self._hash.__getitem__, block_ids))
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Drop blocks from the prefix cache; references and queue stay as they are."""
@@ -618,6 +615,9 @@ class BlockPoolView:
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
         return self._open_pool().block_keys(block_ids)
+
+    def primary_keys(self, block_ids: Sequence[int]) -> list[OffloadKey | None]:
+        return self._open_pool().primary_keys(block_ids)
 
     def find_cached_block(self, key: OffloadKey) -> int | None:
         return self._open_pool().find_cached_block(key)

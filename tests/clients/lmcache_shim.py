@@ -30,8 +30,8 @@ class Block:
 
     @property
     def block_hash(self) -> Any:
-        (keys,) = self._view.block_keys((self.block_id,))
-        return keys[0] if keys else None
+        (key,) = self._view.primary_keys((self.block_id,))
+        return key
 
     @property
     def next_free_block(self) -> Block | None:
@@ -84,8 +84,8 @@ class ReadPool(PoolShim):
 
     def read(self, block_ids: Sequence[int]) -> None:
         blocks = self.blocks
-        for block_id, keys in zip(block_ids, self.view.block_keys(block_ids), strict=True):
-            blocks[block_id].block_hash = keys[0] if keys else None
+        for block_id, key in zip(block_ids, self.view.primary_keys(block_ids), strict=True):
+            blocks[block_id].block_hash = key
 
     def touch(self, blocks: Sequence[Any]) -> None:
         block_ids = [block.block_id for block in blocks]
@@ -103,8 +103,8 @@ class ViewStoreQueue(_policy.EvictionAwareStoreQueue):  # type: ignore[misc]
     def _drop_evicted_suffix(self, request_id: str, ops: list[Any]) -> list[Any]:
         snapshots = [op.block_hashes for op in ops]
         block_ids = list(chain.from_iterable(snapshots))
-        expected = list(zip(chain.from_iterable(map(dict.values, snapshots))))
-        if self._pool.view.block_keys(block_ids) == expected:
+        expected = list(chain.from_iterable(map(dict.values, snapshots)))
+        if self._pool.view.primary_keys(block_ids) == expected:
             return ops
         self._pool.read(block_ids)
         ops_left: list[Any] = super()._drop_evicted_suffix(request_id, ops)

@@ -12,8 +12,6 @@ from kvview import GuardedView
 from .serving import BLOCK_SIZE, EnginePool, Request, Serving, Step
 from .simple_offload import SimpleOffload
 
-CHUNK = 4  # blocks of one store operation of LMCache, and at least as many are computed
-
 Decisions = list[tuple[Any, ...]]
 
 
@@ -60,12 +58,24 @@ class SimpleOffloadRun(Run):
 
 
 class LMCacheRun(Run):
-    """LMCache's lazy-offload manager, told what its connector would tell it."""
+    """LMCache's lazy-offload manager, told what its connector would tell it.
+
+    Args:
+        serving: The engine.
+        manager: LMCache's, bound to a pool.
+        store: Makes LMCache's metadata of a store of some blocks of a request.
+        chunk: Blocks of one store; LMCache's default is 256 tokens.
+    """
 
     def __init__(
-        self, serving: Serving, manager: Any, store: Callable[[Request, int, int], Any]
+        self,
+        serving: Serving,
+        manager: Any,
+        store: Callable[[Request, int, int], Any],
+        chunk: int = 16,
     ) -> None:
         super().__init__(serving)
+        self.chunk = chunk
         self.manager = manager
         self.store = store
         self.due: list[list[str]] = [[], []]
@@ -83,10 +93,9 @@ class LMCacheRun(Run):
         for request in step.arrived:
             ended += manager.on_request_arrived(request.request_id).sessions_to_end
         for request in self.serving.running.values():
-            end = len(request.block_ids) // CHUNK * CHUNK
-            while request.num_offered < end:
-                start, request.num_offered = request.num_offered, request.num_offered + CHUNK
-                manager.add_store_candidate(self.store(request, start, start + CHUNK))
+            while (end := request.num_offered + self.chunk) <= len(request.block_ids):
+                manager.add_store_candidate(self.store(request, request.num_offered, end))
+                request.num_offered = end
         new_blocks = [([ids],) for ids in step.grown.values()]
         output = SimpleNamespace(
             total_num_scheduled_tokens=1 + BLOCK_SIZE * sum(len(r.block_ids) for r in step.arrived),

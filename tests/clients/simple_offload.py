@@ -131,8 +131,8 @@ class SimpleOffload:
     def not_stored(self, block_ids: list[int]) -> list[int]:
         return [
             block_id
-            for block_id, keys in zip(block_ids, self.view.block_keys(block_ids), strict=True)
-            if keys and self.is_new(block_id, keys[0])
+            for block_id, key in zip(block_ids, self.view.primary_keys(block_ids), strict=True)
+            if key is not None and self.is_new(block_id, key)
         ]
 
     def next_victims(self, num_blocks: int) -> list[int]:

@@ -42,7 +42,7 @@ def run(pool: str, client: str, seed: int) -> LMCacheRun:
         make = shim.ReadPool if client.endswith("batches") else shim.PoolShim
         gpu_pool = make(guarded(view) if client.startswith("guard") else view)
     manager = shim.make_manager(gpu_pool)
-    return LMCacheRun(serving_over(engine_pool, NUM_BLOCKS, seed), manager, store)
+    return LMCacheRun(serving_over(engine_pool, NUM_BLOCKS, seed), manager, store, chunk=4)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -179,6 +179,9 @@ class ListPool:
         self.check(block_ids)
         return [tuple(map(OffloadKey, self.hashes.get(block, ()))) for block in block_ids]
 
+    def primary_keys(self, block_ids: Sequence[int], /) -> list[OffloadKey | None]:
+        return [next(iter(keys), None) for keys in self.block_keys(block_ids)]
+
     def find_cached_block(self, key: OffloadKey, /) -> int | None:
         self.check_open()
         self.check_key(key)

@@ -345,6 +345,14 @@ class MissesWhatIsNoKey(ListPool):
         pass
 
 
+@planted("POOL-6", "check_pool_6_queries_tell_what_the_walk_tells")
+class LeavesOutWhatHasNoKey(ListPool):
+    """A block without a key makes the list shorter: all others answer for a neighbour."""
+
+    def primary_keys(self, block_ids: Sequence[int], /) -> list[OffloadKey | None]:
+        return [key for key in super().primary_keys(block_ids) if key is not None]
+
+
 @planted("POOL-8", "check_pool_8_lease_refuses_what_is_no_key")
 class CallsWhatIsNoKeyReused(GuardedReferencePool):
     """A lease that expects a block hash says that the block was reused."""

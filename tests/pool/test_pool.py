@@ -390,6 +390,24 @@ def test_pool_6_a_block_with_several_hashes_yields_each(pool: BlockPool) -> None
     ]
 
 
+def test_pool_13_a_dropped_walk_is_forgotten(pool: BlockPool, view: BlockPoolView) -> None:
+    walk = view.walk_free_blocks()
+    assert len(pool._walks) == 1
+    del walk
+    gc.collect()
+    assert not pool._walks
+
+
+def test_pool_14_views_of_two_owners_are_both_told(pool: BlockPool) -> None:
+    told: list[tuple[str, int]] = []
+    for name in ("a", "b"):
+        view = pool.view(name)
+        view.touch_blocks([1])
+        view.free_blocks_with_notice([1], lambda block_id, name=name: told.append((name, block_id)))  # type: ignore[misc]
+    pool.allocate_blocks(pool.num_free_blocks())
+    assert told == [("a", 1), ("b", 1)]
+
+
 def steps(call: Callable[[], object]) -> int:
     """Lines of the pool that a call runs through: its cost, without a clock."""
     count = 0

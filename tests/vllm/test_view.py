@@ -368,6 +368,31 @@ def test_dropped_walks_are_forgotten(pool_view: VLLMBlockPoolView) -> None:
     assert not pool_view._walks
 
 
+def test_dropped_resumed_walks_are_forgotten(pool_view: VLLMBlockPoolView) -> None:
+    walks_open = [pool_view.walk_free_blocks() for _ in range(2)]
+    assert len(pool_view._walks) == 2
+    walks_open[0].close()
+    walks_open.clear()
+    assert not pool_view._walks
+
+
+def test_pool_13_a_run_that_moved_unseen_is_found_again() -> None:
+    """The engine takes and gives back both sides of the place, in order, in one piece."""
+    engine = Engine(40)
+    pool_view = view(engine.pool)
+    order = list(engine.cached_and_free(20))
+    walk = pool_view.walk_free_blocks()
+    taken = [block_id for block_id, _ in walk.take(5)]
+    engine.hit(order[2:8])
+    engine.free(order[2:8])
+    for _ in range(12):  # steps of an engine, until as many were read as are free
+        taken += [block_id for block_id, _ in walk.take(8)]
+        block_ids = list(pool_view.iter_free_block_ids_with_hash())[-4:]
+        pool_view.touch_blocks([block_id for block_id, _ in block_ids])
+        pool_view.free_blocks([block_id for block_id, _ in block_ids])
+    assert set(order) <= set(taken)
+
+
 def test_pool_8_hash_is_an_offload_key(engine: Engine, pool_view: VLLMBlockPoolView) -> None:
     (block_id,) = engine.allocate(1)
     assert pool_view.block_keys([block_id])[0] == ()

@@ -219,10 +219,12 @@ def check_pool_4_view_knows_the_size_of_the_pool(pool: PoolDriver) -> None:
 
 @pool_check("POOL-4", Capability.IS_FREE, Capability.BLOCK_KEYS)
 def check_pool_4_queries_refuse_unknown_ids(pool: PoolDriver) -> None:
-    """``is_free`` and ``block_keys`` raise UnknownBlockError as touch does."""
+    """``is_free``, ``block_keys`` and ``primary_keys`` raise UnknownBlockError as touch does."""
+    known = pool.blocks[0]
     for wrong in (pool.num_blocks, -1, "1", True):
         pool.refused(UnknownBlockError, pool.view, "is_free", wrong)
-        pool.refused(UnknownBlockError, pool.view, "block_keys", [wrong])
+        pool.refused(UnknownBlockError, pool.view, "block_keys", [known, wrong])
+        pool.refused(UnknownBlockError, pool.view, "primary_keys", [known, wrong])
 
 
 # --- POOL-5: the null block ---
@@ -472,6 +474,7 @@ def check_pool_10_closed_view_refuses_every_call(pool: PoolDriver) -> None:
         (Capability.FREE_COUNT, "num_free_blocks", ()),
         (Capability.IS_FREE, "is_free", (block,)),
         (Capability.BLOCK_KEYS, "block_keys", ([block],)),
+        (Capability.BLOCK_KEYS, "primary_keys", ([block],)),
         (Capability.FIND_CACHED, "find_cached_block", (b"hash\0\0\0\0",)),
         (Capability.RESUMABLE_WALK, "walk_free_blocks", ()),
         (Capability.REUSE_NOTICE, "free_blocks_with_notice", ([block], id)),

@@ -291,6 +291,9 @@ class PoolDriver(Recorder):
                 told = [tuple(keys) for keys in self.call(self.view, "block_keys", blocks)]
                 known = [tuple(self.hashes.get(block, ())) for block in blocks]
                 self.equal(told, known, "block_keys tells the keys, primary first", "POOL-8")
+                primaries = self.call(self.view, "primary_keys", blocks)
+                first = [keys[0] if keys else None for keys in known]
+                self.equal(primaries, first, "primary_keys tells the first key", "POOL-8")
 
     def _queue(self, blocks: Sequence[int]) -> None:
         free = self.free_blocks
