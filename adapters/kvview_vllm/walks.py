@@ -177,10 +177,10 @@ class ResumedWalk:
 class Place:
     """Where a resumed walk stands in the real free queue.
 
-    1. Its place is between ``_before``, a block passed, and ``_after``, the first one not
-       read; both step aside before the view's own touches. One of them is enough: queued,
-       with the key it had, and behind what was passed too.
-    2. If the engine moved both, it reads from the front and passes over what it has
+    1. Its place is behind ``_before``, the last block passed, which steps back before the
+       view's own touches. It stayed if it is queued, with the key it had, and what stands
+       before it was passed too.
+    2. If the engine moved it, the walk reads from the front and passes over what it has
        seen, so nothing that stayed is missed or comes twice.
     3. A run that the engine took and gave back in one piece, keys and all, between two
        calls hides its move. So at the end of the queue, once as many blocks were read as
@@ -196,16 +196,15 @@ class Place:
 
     def restart(self) -> None:
         """Go back to the next victim."""
-        self._before, self._after = self._head, self._head.next_free_block
-        self._after_key: OffloadKey | None = None  # None: not to be relied on
+        self._before = self._head
         self._seen[:] = [None] * len(self._seen)
         self._is_lost = False  # then what was seen is passed over, up to the end
         self._num_read = 0  # since the last pass from the front
 
     def blocks(self) -> Iterator[tuple[int, OffloadKey]]:
         """Read on, up to the end of the queue or where the caller stops."""
-        seen, tail, block = self._seen, self._tail, self._find()
-        num_read, before = 0, block.prev_free_block
+        seen, tail, before = self._seen, self._tail, self._find()
+        num_read, block = 0, before.next_free_block
         try:
             while block is not tail or self._begins_again(num_read):
                 if block is tail:
@@ -222,7 +221,7 @@ class Place:
                         yield block_id, key
         finally:
             self._num_read += num_read
-            self._before, self._after, self._after_key = before, block, block.block_hash
+            self._before = before
 
     def before_touch(self, blocks: list[Any]) -> None:
         """Step aside before the view takes these blocks out of the queue."""
@@ -230,13 +229,10 @@ class Place:
         block_ids = [block.block_id for block in blocks]
         for block_id in block_ids:
             seen[block_id] = None
-        if self._before.block_id in block_ids or self._after.block_id in block_ids:
+        if self._before.block_id in block_ids:
             leaving = set(block_ids)
             while self._before.block_id in leaving and is_queued(self._before):
                 self._before = self._before.prev_free_block
-            while self._after.block_id in leaving and is_queued(self._after):
-                self._after = self._after.next_free_block
-                self._after_key = self._after.block_hash
 
     def _begins_again(self, num_read: int) -> bool:
         """Whether to read from the front once more, having come to the end."""
@@ -248,18 +244,16 @@ class Place:
         return self._is_lost
 
     def _find(self) -> Any:
-        """The first block to read: behind the place, if one side of it stayed."""
-        before, after = self._before, self._after
-        if self._after_key is not None and self._stayed(after, self._after_key):
-            return after
-        if before is self._head or self._stayed(before, self._seen[before.block_id]):
-            return before.next_free_block
-        self._is_lost = True
-        return self._head.next_free_block
+        """The block to go on behind."""
+        before, head = self._before, self._head
+        if before is not head and not self._stayed(before):
+            self._is_lost = True
+            return head
+        return before
 
-    def _stayed(self, block: Any, key: OffloadKey | None) -> bool:
-        """Whether a block can be where it was: what stands before it was passed too."""
-        if key is None or block.block_hash != key or not is_queued(block):
+    def _stayed(self, block: Any) -> bool:
+        key = block.block_hash
+        if key is None or self._seen[block.block_id] != key or not is_queued(block):
             return False
         before = block.prev_free_block
         key = before.block_hash

@@ -180,6 +180,11 @@ def check_pool_13_engine_may_take_what_the_walk_passed(pool: PoolDriver) -> None
     pool.cache(list(pool.engine))
     pool.release(list(pool.engine))
     pool.take(walk, 9)
+    pool.take(walk, pool.num_blocks)
+    pool.restart(walk)
+    pool.take(walk, 2)
+    pool.allocate(5)
+    pool.take(walk, pool.num_blocks)
 
 
 @pool_check("POOL-13", CACHE, RESUMABLE_WALK)
@@ -239,23 +244,27 @@ def check_pool_13_closed_walk_is_refused(pool: PoolDriver) -> None:
 
 @pool_check("POOL-13", CACHE, RESUMABLE_WALK, Capability.SIZED)
 def check_pool_13_taking_a_few_costs_the_same_in_a_large_pool(pool: PoolDriver) -> None:
-    """In the steady state of an engine, and when what was taken is stored and comes back."""
-    costs = []
-    for num_blocks in (256, 4096):
-        pool.resize(num_blocks)
-        pool.hashed(len(pool.blocks))
-        walk = pool.open_walk()
-        for _ in range(8):
-            _serve(pool, walk)
-        costs.append(cost_of(lambda walk=walk: walk.take(8)))  # type: ignore[misc]
-    small, large = costs
-    limit = small.times(3)
-    pool.true(
-        large.lines <= limit.lines and large.num_bytes <= limit.num_bytes,
-        "a walk goes on where it stopped: taking 8 blocks costs O(8), not O(pool)",
-        large,
-        f"at most {limit} (3 x that of 256 blocks, and a little)",
-    )
+    """In the steady state of an engine, near the head of the queue and at its end."""
+    for is_at_the_end in (False, True):
+        costs = []
+        for num_blocks in (256, 4096):
+            pool.resize(num_blocks)
+            pool.hashed(len(pool.blocks))
+            walk = pool.open_walk()
+            if is_at_the_end:
+                pool.take(walk, num_blocks)
+                pool.take(walk, num_blocks)
+            for _ in range(8):
+                _serve(pool, walk)
+            costs.append(cost_of(lambda walk=walk: walk.take(8)))  # type: ignore[misc]
+        small, large = costs
+        limit = small.times(3)
+        pool.true(
+            large.lines <= limit.lines and large.num_bytes <= limit.num_bytes,
+            "a walk goes on where it stopped: taking 8 blocks costs O(8), not O(pool)",
+            large,
+            f"at most {limit} (3 x that of 256 blocks, and a little)",
+        )
 
 
 @pool_check("POOL-13", CACHE, RESUMABLE_WALK, Capability.SIZED)
@@ -282,8 +291,8 @@ def check_pool_13_open_walk_does_not_grow(pool: PoolDriver) -> None:
 def _serve(pool: PoolDriver, walk: Any) -> None:
     """One step of an engine and of a connector that stores what is about to be evicted."""
     taken = pool.take(walk, 8)
-    pool.touch(taken[::2])
+    pool.touch(taken[1::2])
     used = pool.allocate(8)
     pool.cache(used)
     pool.release(used)
-    pool.free(taken[::2])
+    pool.free(taken[1::2])
