@@ -404,6 +404,17 @@ def test_pool_13_what_stayed_comes_once_when_the_engine_took_the_place() -> None
     assert [block_id for block_id, _ in walk.take(99)] == order[9:]
 
 
+def test_pool_13_nothing_is_skipped_when_the_place_comes_back_at_the_tail() -> None:
+    engine = Engine(40)
+    pool_view = view(engine.pool)
+    order = list(engine.cached_and_free(20))
+    walk = pool_view.walk_free_blocks()
+    assert [block_id for block_id, _ in walk.take(5)] == order[:5]
+    engine.hit([order[4]])
+    engine.free([order[4]])
+    assert [block_id for block_id, _ in walk.take(15)] == order[5:]
+
+
 def test_pool_8_hash_is_an_offload_key(engine: Engine, pool_view: VLLMBlockPoolView) -> None:
     (block_id,) = engine.allocate(1)
     assert pool_view.block_keys([block_id])[0] == ()
