@@ -67,6 +67,23 @@ class SupportsBlockKeys(Protocol):
         """
         ...
 
+    def primary_keys(self, block_ids: Sequence[int]) -> list[OffloadKey | None]:
+        """The first key of each block, for those who look at thousands in every step.
+
+        What :meth:`block_keys` tells costs a tuple a block; a snapshot of keys is compared
+        with this at about the price of the engine's own objects (benchmarks/clients.py).
+
+        Args:
+            block_ids: As for :meth:`block_keys`.
+
+        Returns:
+            Per block, in the order given, its primary key; None where it has none.
+
+        Raises:
+            UnknownBlockError: An id is no block of this pool.
+        """
+        ...
+
 
 @runtime_checkable
 class SupportsFindCachedBlock(Protocol):
@@ -94,19 +111,34 @@ class FreeBlockWalk(Protocol):
     """A walk over the free blocks with keys that goes on in later steps (POOL-13)."""
 
     def take(self, max_blocks: int) -> list[tuple[int, OffloadKey]]:
-        """The next items, at most ``max_blocks`` blocks; empty at the end of the queue.
+        """The next items, of at most ``max_blocks`` blocks; empty at the end of the queue.
 
-        An empty answer is no end: blocks that join the queue later come then. Items are
-        true when they are returned; touch at once what must stay.
+        1. An empty answer is no end: blocks that join behind come then.
+        2. Items are true when they are returned; touch at once what must stay.
+        3. Costs O(``max_blocks``) amortised, however many steps lie between two calls.
+
+        Args:
+            max_blocks: Blocks wanted, 0 or more. A block with several keys counts once.
+
+        Returns:
+            ``(block_id, key)`` in the order of POOL-13, all keys of a block together,
+            primary first.
+
+        Raises:
+            ViewClosedError: The walk, or the view that it is of, was closed.
         """
         ...
 
     def restart(self) -> None:
-        """Begin again with the next victim."""
+        """Begin again with the next victim.
+
+        Raises:
+            ViewClosedError: As for :meth:`take`.
+        """
         ...
 
     def close(self) -> None:
-        """End the walk; callable twice."""
+        """End the walk; callable twice, and after the view was closed."""
         ...
 
 
@@ -115,7 +147,15 @@ class SupportsResumableWalk(Protocol):
     """The view can go on in a later step where a walk stopped."""
 
     def walk_free_blocks(self) -> FreeBlockWalk:
-        """Open a walk; each is independent, and open ones cost the pool something."""
+        """Open a walk at the next victim.
+
+        Returns:
+            A walk of its own, open until it is closed or dropped. While it is open it costs
+            memory: at most some bytes for each block of the pool.
+
+        Source: ``FreeKVCacheBlockQueue.iter_blocks_after``, vllm/v1/core/kv_cache_utils.py,
+        0.26.0 and later, and ``SimpleCPUOffloadScheduler``, which keeps its cursor.
+        """
         ...
 
 
@@ -147,10 +187,21 @@ class SupportsReuseNotice(Protocol):
     ) -> None:
         """Give back as ``free_blocks`` does, and hear of each block once (POOL-14).
 
+        1. What is in use elsewhere too is watched until all have given it back.
+        2. A view watches a block once: a later call puts its ``on_reuse`` in the place
+           of the earlier one. Views of several owners are all told.
+        3. A closed view is told nothing any more.
+
         Args:
             block_ids: Blocks in eviction order: the first is evicted first.
             on_reuse: Called with a block id, on the scheduler's thread, from inside the
-                engine's allocation: it must not call the view.
+                engine's allocation: it must not call the view. What it raises is logged
+                and the engine goes on.
+
+        Raises:
+            UnknownBlockError: An id is no block of this pool.
+            BlockNotHeldError: More than this view holds.
+            ViewClosedError: The view was closed.
 
         Source: ``BlockPool.unpin_blocks``, vllm/v1/core/block_pool.py, 0.30.0 and later.
         """

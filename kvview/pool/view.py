@@ -40,10 +40,13 @@ The laws, numbered as in the errors and in the conformance kit:
   next victims, in the order given, hashed or not: a block that was held only to be read
   is no more recent for it. Such a block never outlives one that was free all the time.
 - POOL-13 A resumed walk **must** yield what is behind the items taken before, then what
-  joined since. A block that left and came back is behind all that stayed, and comes again.
+  joined behind since: nothing that stayed is missed or comes twice. A block that left and
+  came back is behind all that stayed, and comes again; of what the engine itself took and
+  gave back between two calls this is not promised. What joins at the head, in front of the
+  items taken before, comes after ``restart``.
 - POOL-14 ``free_blocks_with_notice`` **must** tell of each block once: when it is handed
-  out again, or when its key is dropped by a reset, whichever comes first. A touch in
-  between does not end the wait.
+  out again, or at a reset of the prefix cache, whichever comes first. A touch in between
+  does not end the wait.
 
 Source: vLLM PR #39654 (the raw pool handed to connectors), the review thread
 of PR #41120 (the narrow view asked for), and ``vllm/v1/core/block_pool.py``.

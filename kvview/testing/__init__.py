@@ -24,6 +24,7 @@ from kvview.testing.offloading import completions as completion_checks
 from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
 from kvview.testing.pool import checks as pool_checks
 from kvview.testing.pool import give_back as give_back_checks
+from kvview.testing.pool import notices as notice_checks
 from kvview.testing.pool import walks as walk_checks
 from kvview.testing.profiles import PROFILES, Profile
 from kvview.testing.recorder import LawBroken
@@ -61,6 +62,7 @@ __all__ = [
     "inspect_factory",
     "load_mutants",
     "load_target",
+    "notice_checks",
     "offloading_checks",
     "parametrize_with_checks",
     "pool_checks",

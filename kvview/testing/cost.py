@@ -32,10 +32,12 @@ class Cost:
 
 
 def cost_of_first(start: Callable[[], Iterator[Any]], num_items: int) -> Cost:
-    """What the first items of an iterator cost, its start included.
+    """What the first items of an iterator cost, its start included."""
+    return cost_of(lambda: list(islice(start(), num_items)))
 
-    A loop shows in the lines, a copy by one call into C in the bytes.
-    """
+
+def cost_of(call: Callable[[], object]) -> Cost:
+    """What a call costs: a loop shows in the lines, a copy by one call into C in the bytes."""
     lines = 0
 
     def count_lines(frame: FrameType, event: str, arg: object) -> Any:
@@ -50,11 +52,11 @@ def cost_of_first(start: Callable[[], Iterator[Any]], num_items: int) -> Cost:
     before = tracemalloc.get_traced_memory()[0]
     sys.settrace(count_lines)
     try:
-        taken = list(islice(start(), num_items))
+        result = call()
     finally:
         sys.settrace(traced)
         peak = tracemalloc.get_traced_memory()[1]
         if not was_tracing:
             tracemalloc.stop()
-    del taken
+    del result
     return Cost(lines, peak - before)

@@ -58,13 +58,17 @@ class Capability(StrEnum):
     IS_FREE = "is_free"
     """The view has ``is_free(block_id)``."""
     BLOCK_KEYS = "block_keys"
-    """The view has ``block_hashes(block_id)``."""
+    """The view has ``block_keys(block_ids)`` and ``primary_keys(block_ids)``."""
     FIND_CACHED = "find_cached"
-    """The view has ``find_cached_block(hash)``."""
+    """The view has ``find_cached_block(key)``."""
     FREE_ORDER = "free_order"
     """The view has ``iter_free_block_ids()``."""
     GIVE_BACK = "give_back"
     """The view has ``give_back_blocks(block_ids)``."""
+    RESUMABLE_WALK = "resumable_walk"
+    """The view has ``walk_free_blocks()``."""
+    REUSE_NOTICE = "reuse_notice"
+    """The view has ``free_blocks_with_notice(block_ids, on_reuse)``."""
     HOLDS = "holds"
     """The view has ``held_blocks()``."""
     LEASES = "leases"
@@ -330,10 +334,12 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         ),
         Capability.FREE_COUNT: (Need("view", "num_free_blocks", 0),),
         Capability.IS_FREE: (Need("view", "is_free", 1),),
-        Capability.BLOCK_KEYS: (Need("view", "block_keys", 1),),
+        Capability.BLOCK_KEYS: (Need("view", "block_keys", 1), Need("view", "primary_keys", 1)),
         Capability.FIND_CACHED: (Need("view", "find_cached_block", 1),),
         Capability.FREE_ORDER: (Need("view", "iter_free_block_ids", 0),),
         Capability.GIVE_BACK: (Need("view", "give_back_blocks", 1),),
+        Capability.RESUMABLE_WALK: (Need("view", "walk_free_blocks", 0),),
+        Capability.REUSE_NOTICE: (Need("view", "free_blocks_with_notice", 2),),
         Capability.HOLDS: (Need("view", "held_blocks", 0),),
         Capability.LEASES: (Need("view", "lease", 1), Need("harness", "advance", 1)),
         Capability.PIN_BUDGET: (Need("harness", "budgeted", 1),),

@@ -83,6 +83,13 @@ class Recorder:
         self._kept.append(value)
         self._last = None
 
+    def give_name(self, value: object, name: str, line: str) -> None:
+        """Give what the check made itself a name; ``line`` makes it in the script."""
+        if line not in self._header:
+            self._header.append(line)
+        self._names[id(value)] = name
+        self._kept.append(value)
+
     def call(self, receiver: object, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method; an exception breaks the law that is checked."""
         code = self._code(receiver, method, args, kwargs)

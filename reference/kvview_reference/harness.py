@@ -53,6 +53,8 @@ class ReferencePool:
             Capability.FIND_CACHED,
             Capability.FREE_ORDER,
             Capability.GIVE_BACK,
+            Capability.RESUMABLE_WALK,
+            Capability.REUSE_NOTICE,
             Capability.HOLDS,
         }
     )

@@ -12,8 +12,8 @@ How the free queue is kept, without an object a block, in plain lists of ints:
   an entry is live when its block is free and ``_position`` points at it. Stale
   entries are dropped when an allocation reaches them, where a walk meets more of
   them than of live ones, and all at once when they outnumber the blocks.
-- A walk copies a few entries at a time and checks each at the moment it yields
-  it. Whoever moves entries empties these copies, so that the walk looks again.
+- A walk (:mod:`kvview_reference.walks`) is a position on that axis. Whoever moves
+  entries empties the copies that a walk looks at, so that it looks again.
 
 Source: vLLM 0.33.0, ``vllm/v1/core/block_pool.py`` and ``FreeKVCacheBlockQueue``
 in ``vllm/v1/core/kv_cache_utils.py`` (the eviction order); PR #39654.
@@ -21,6 +21,7 @@ in ``vllm/v1/core/kv_cache_utils.py`` (the eviction order); PR #39654.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ from kvview import (
     BlockRemoved,
     BlockStored,
     ConfigError,
+    FreeBlockWalk,
     GPUBlockPoolView,
     GPUEvent,
     NoFreeBlocksError,
@@ -44,10 +46,17 @@ from kvview import (
 )
 from kvview.guard.ledger import Ledger, LedgerView, check_block_ids, ledger_of
 from kvview_reference.events import EventLog
+from kvview_reference.walks import (
+    ResumedWalk,
+    Walk,
+    walk_free_block_ids,
+    walk_free_block_ids_with_hash,
+)
 
 NULL_BLOCK_ID = 0
 _MAX_STALE_SHARE = 8  # stale entries per block before they are dropped
-_ENTRIES_PER_LOOK = (32, 1024)  # copied at a time: at first and near stale ones, at most
+
+_logger = logging.getLogger(__name__)
 
 
 class BlockPool:
@@ -89,7 +98,8 @@ class BlockPool:
         self._hash: list[OffloadKey | None] = [None] * num_blocks
         self._more_hashes: dict[int, list[OffloadKey]] = {}
         self._blocks_by_hash: dict[OffloadKey, int | dict[int, None]] = {}
-        self._walks: list[_Walk] = []
+        self._walks: list[Walk] = []
+        self._watchers: dict[int, dict[object, Callable[[int], None]]] = {}  # by block, by owner
         self._events: EventLog[GPUEvent] | None = EventLog() if enable_events else None
 
     # --- references and the free queue ---
@@ -143,6 +153,8 @@ class BlockPool:
         for walk in self._walks:
             walk.entries.clear()
             walk.position = max(walk.position, self._front_start() - 1)
+        if self._watchers:
+            self._notify_reuse(block_ids)
         return block_ids
 
     def touch_blocks(self, block_ids: Iterable[int]) -> None:
@@ -247,15 +259,58 @@ class BlockPool:
         """The whole free queue at once, next victim first."""
         if self._num_entries() == self._num_free:  # nothing is stale
             return self._front[::-1] + self._back[self._head :]
-        return list(self.iter_free_block_ids())
+        ref_cnt, positions = self._ref_cnt, self._position
+        front, back = self._front[::-1], self._back[self._head :]
+        return [
+            block_id
+            for entries in (
+                enumerate(front, self._front_start()),
+                enumerate(back, self._back_start + self._head),
+            )
+            for position, block_id in entries
+            if ref_cnt[block_id] == 0 and positions[block_id] == position
+        ]
 
     def iter_free_block_ids(self) -> Iterator[int]:
         """The whole free queue, next victim first; lazy, and safe as POOL-7."""
-        return _walk_free_block_ids(lambda: self)
+        return walk_free_block_ids(lambda: self)
 
     def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         """Free blocks that hold reusable KV, next victim first (POOL-5 to POOL-8)."""
-        return _walk_free_block_ids_with_hash(lambda: self)
+        return walk_free_block_ids_with_hash(lambda: self)
+
+    # --- for walks ---
+
+    def add_walk(self, walk: Walk) -> None:
+        """Move this walk along from now on, whenever entries move."""
+        self._walks.append(walk)
+
+    def remove_walk(self, walk: Walk) -> None:
+        """Forget a walk."""
+        # A new list, because the old one may be in use when a walk is dropped.
+        self._walks = [other for other in self._walks if other is not walk]
+
+    def positions(self) -> tuple[int, int]:
+        """Where the queue starts, and where it ends."""
+        return self._front_start(), self._back_start + len(self._back)
+
+    def first_hashed_position(self) -> int:
+        """Where a walk over hashed blocks starts: none of them lies before."""
+        return self._front_start() if self._is_hashed_in_front else self._back_start + self._head
+
+    def entries_after(self, walk: Walk, num_entries: int) -> tuple[int, list[int]]:
+        """A copy of the next entries of a walk, stale ones too, and where they start."""
+        start, stop = walk.position + 1, self.num_blocks
+        if start >= stop:
+            start = max(start, self._back_start + self._head)
+            stop = self._back_start + len(self._back)
+        stop = min(start + num_entries, stop, walk.end)
+        return start, self._entries(start, stop) if start < stop else []
+
+    def tidy(self, walk: Walk, stop: int) -> None:
+        """Drop the stale entries before ``stop``, where a walk met more than live ones."""
+        if 2 * walk.num_stale > stop - self._first_position(stop):
+            self._drop_stale_entries(stop)
 
     def _front_start(self) -> int:
         return self.num_blocks - len(self._front)
@@ -316,33 +371,6 @@ class BlockPool:
                 walk.position = new_start - 1 + bisect_right(old_positions, walk.position)
             if start <= walk.end <= stop:
                 walk.end = new_start + bisect_left(old_positions, walk.end)
-
-    def _look(self, walk: _Walk, open_pool: OpenPool) -> Iterator[Iterator[tuple[int, int]]]:
-        """The ``(position, block_id)`` entries of a walk, some at a time, stale ones too."""
-        self._walks.append(walk)
-        fewest, most = _ENTRIES_PER_LOOK
-        num_entries = fewest
-        try:
-            while True:
-                open_pool()
-                start = walk.position + 1
-                list_end = self.num_blocks
-                if start >= list_end:
-                    start = max(start, self._back_start + self._head)
-                    list_end = walk.end
-                stop = min(start + num_entries, walk.end, list_end)
-                if start >= stop:
-                    return
-                walk.entries = self._entries(start, stop)
-                yield enumerate(walk.entries, start)
-                if walk.entries:  # else they moved
-                    walk.position = stop - 1
-                    num_entries = fewest if walk.num_stale else min(2 * num_entries, most)
-                    if 2 * walk.num_stale > stop - self._first_position(stop):
-                        self._drop_stale_entries(stop)
-        finally:
-            # A new list, because the old one may be in use when a walk is dropped.
-            self._walks = [other for other in self._walks if other is not walk]
 
     # --- the prefix cache ---
 
@@ -411,12 +439,19 @@ class BlockPool:
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
         """Keys of each block, primary first; none of one that holds nothing reusable."""
-        self.check_block_ids(block_ids)
-        primaries, more = self._hash, self._more_hashes
+        keys, more = self.primary_keys(block_ids), self._more_hashes
+        if not more:
+            return [() if key is None else (key,) for key in keys]
         return [
-            () if (primary := primaries[block_id]) is None else (primary, *more.get(block_id, ()))
-            for block_id in block_ids
+            () if key is None else (key, *more.get(block_id, ()))
+            for block_id, key in zip(block_ids, keys, strict=True)
         ]
+
+    def primary_keys(self, block_ids: Sequence[int]) -> list[OffloadKey | None]:
+        """The first key of each block, or None."""
+        self.check_block_ids(block_ids)
+        # In C: connectors ask for all that they wait for, every step.
+        return list(map(self._hash.__getitem__, block_ids))
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Drop blocks from the prefix cache; references and queue stay as they are."""
@@ -458,7 +493,33 @@ class BlockPool:
         self._blocks_by_hash.clear()
         if self._events is not None:
             self._events.append(AllBlocksCleared())
+        self._notify_reuse(list(self._watchers))
         return True
+
+    # --- notices of reuse ---
+
+    def watch_reuse(
+        self, block_ids: Iterable[int], owner: object, on_reuse: Callable[[int], None]
+    ) -> None:
+        """Tell an owner, once, when these blocks are handed out again (POOL-14)."""
+        for block_id in block_ids:
+            if block_id != NULL_BLOCK_ID:
+                self._watchers.setdefault(block_id, {})[owner] = on_reuse
+
+    def _notify_reuse(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            for on_reuse in self._watchers.pop(block_id, {}).values():
+                try:
+                    on_reuse(block_id)
+                except Exception:
+                    _logger.exception("POOL-14: on_reuse(%d) raised; the pool goes on", block_id)
+
+    def forget_owner(self, owner: object) -> None:
+        """Tell an owner nothing any more, and make its walks ask for the pool again."""
+        for walk in self._walks:
+            walk.entries.clear()
+        for watchers in self._watchers.values():
+            watchers.pop(owner, None)
 
     def take_events(self) -> list[GPUEvent]:
         """Events since the last call, in order."""
@@ -467,56 +528,6 @@ class BlockPool:
     def view(self, owner: str = "connector") -> BlockPoolView:
         """What a connector gets; errors and reports name the owner."""
         return BlockPoolView(self, owner)
-
-
-OpenPool = Callable[[], BlockPool]  # or raises, when the view was closed
-
-
-class _Walk:
-    """Where a walk over the free queue stands, and the entries that it looks at."""
-
-    def __init__(self, start: int, end: int) -> None:
-        self.position = start - 1  # of the entry yielded last
-        self.end = end
-        self.entries: list[int] = []
-        self.num_stale = 0
-
-
-def _walk_free_block_ids(open_pool: OpenPool) -> Iterator[int]:
-    pool = open_pool()
-    ref_cnt, positions = pool._ref_cnt, pool._position
-    walk = _Walk(pool._front_start(), pool._back_start + len(pool._back))
-    for entries in pool._look(walk, open_pool):
-        for position, block_id in entries:
-            if ref_cnt[block_id] == 0 and positions[block_id] == position:
-                walk.position = position
-                yield block_id
-            else:
-                walk.num_stale += 1
-
-
-def _walk_free_block_ids_with_hash(open_pool: OpenPool) -> Iterator[tuple[int, OffloadKey]]:
-    pool = open_pool()
-    ref_cnt, positions, hashes = pool._ref_cnt, pool._position, pool._hash
-    more_hashes = pool._more_hashes
-    any_has_more = bool(more_hashes)  # a free block gets no hash, so this stays
-    start = pool._front_start() if pool._is_hashed_in_front else pool._back_start + pool._head
-    walk = _Walk(start, pool._back_start + len(pool._back))
-    for entries in pool._look(walk, open_pool):
-        for position, block_id in entries:
-            if ref_cnt[block_id] == 0 and positions[block_id] == position:
-                if (key := hashes[block_id]) is not None:
-                    walk.position = position
-                    yield block_id, key
-                    if any_has_more and block_id in more_hashes:
-                        for key in tuple(more_hashes[block_id]):
-                            if ref_cnt[block_id] or positions[block_id] != walk.position:
-                                break  # taken since, and perhaps freed anew
-                            if hashes[block_id] is None:
-                                break
-                            yield block_id, key
-            else:
-                walk.num_stale += 1
 
 
 class BlockPoolView(LedgerView):
@@ -549,11 +560,23 @@ class BlockPoolView(LedgerView):
 
     def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         """Walk the free blocks that still hold reusable KV, next victim first."""
-        return _walk_free_block_ids_with_hash(self._open_pool)
+        return walk_free_block_ids_with_hash(self._open_pool)
 
     def iter_free_block_ids(self) -> Iterator[int]:
         """All free blocks, hashed or not, next victim first; lazy as POOL-6."""
-        return _walk_free_block_ids(self._open_pool)
+        return walk_free_block_ids(self._open_pool)
+
+    def walk_free_blocks(self) -> FreeBlockWalk:
+        """A walk that goes on in later steps (POOL-13)."""
+        return ResumedWalk(self._open_pool)
+
+    def free_blocks_with_notice(
+        self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
+    ) -> None:
+        """Give back as ``free_blocks`` does, and hear of each block once (POOL-14)."""
+        block_ids = list(block_ids)
+        self.free_blocks(block_ids)
+        self._open_pool().watch_reuse(block_ids, self, on_reuse)
 
     def num_free_blocks(self) -> int:
         """Blocks that could be allocated now, hashed or not."""
@@ -567,14 +590,17 @@ class BlockPoolView(LedgerView):
         """The keys registered for each block, in one call."""
         return self._open_pool().block_keys(block_ids)
 
+    def primary_keys(self, block_ids: Sequence[int]) -> list[OffloadKey | None]:
+        """The first key of each block, or None."""
+        return self._open_pool().primary_keys(block_ids)
+
     def find_cached_block(self, key: OffloadKey) -> int | None:
         """Id of a block that holds this key (POOL-8), free or in use, or None."""
         return self._open_pool().find_cached_block(key)
 
     @override
     def close(self) -> Mapping[int, int]:
-        for walk in self._pool._walks:
-            walk.entries.clear()  # so that it asks for the pool again
+        self._pool.forget_owner(self)
         return super().close()
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from kvview import (
     BlockNotHeldError,
+    FreeBlockWalk,
     GPUBlockPoolView,
     OffloadKey,
     UnknownBlockError,
     ViewClosedError,
     make_offload_key,
+    require_offload_key,
 )
 from kvview.testing import Capability
 
@@ -30,12 +33,16 @@ class ListPool:
             Capability.FREE_COUNT,
             Capability.FREE_ORDER,
             Capability.GIVE_BACK,
+            Capability.BLOCK_KEYS,
+            Capability.FIND_CACHED,
+            Capability.RESUMABLE_WALK,
+            Capability.REUSE_NOTICE,
         }
     )
-    num_blocks = 24
     null_block_id: int | None = 0
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int = 24) -> None:
+        self.num_blocks = num_blocks
         self.queue = list(range(1, self.num_blocks))
         self.refs = [0] * self.num_blocks
         self.hashes: dict[int, list[bytes]] = {}
@@ -43,6 +50,10 @@ class ListPool:
         self.time = 0
         self.held: Counter[int] = Counter()
         self.is_closed = False
+        self.watched: dict[int, Callable[[int], None]] = {}
+
+    def sized(self, num_blocks: int, /) -> ListPool:
+        return type(self)(num_blocks)
 
     @property
     def view(self) -> GPUBlockPoolView:
@@ -56,7 +67,14 @@ class ListPool:
         for block in blocks:
             self.refs[block] = 1
             self.hashes.pop(block, None)
+        self.tell(blocks)
         return blocks
+
+    def tell(self, block_ids: Sequence[int]) -> None:
+        for block in block_ids:
+            if block in self.watched:
+                with suppress(Exception):
+                    self.watched.pop(block)(block)
 
     def release(self, block_ids: Sequence[int], /) -> None:
         for block in block_ids:
@@ -90,11 +108,13 @@ class ListPool:
         if any(self.refs):
             return False
         self.hashes.clear()
+        self.tell(list(self.watched))
         return True
 
     def close(self) -> Mapping[int, int]:
         held, self.held = dict(self.held), Counter()
         self.is_closed = True
+        self.watched.clear()
         return held
 
     # --- the view ---
@@ -150,6 +170,32 @@ class ListPool:
                     yield block, OffloadKey(block_hash)
                     self.check_open()
 
+    def walk_free_blocks(self) -> FreeBlockWalk:
+        self.check_open()
+        return ListWalk(self)
+
+    def free_blocks_with_notice(
+        self, block_ids: Sequence[int], on_reuse: Callable[[int], None], /
+    ) -> None:
+        self.free_blocks(block_ids)
+        self.watched.update((block, on_reuse) for block in self.real(block_ids))
+
+    def block_keys(self, block_ids: Sequence[int], /) -> list[tuple[OffloadKey, ...]]:
+        self.check_open()
+        self.check(block_ids)
+        return [tuple(map(OffloadKey, self.hashes.get(block, ()))) for block in block_ids]
+
+    def primary_keys(self, block_ids: Sequence[int], /) -> list[OffloadKey | None]:
+        return [next(iter(keys), None) for keys in self.block_keys(block_ids)]
+
+    def find_cached_block(self, key: OffloadKey, /) -> int | None:
+        self.check_open()
+        self.check_key(key)
+        return next((block for block, keys in self.hashes.items() if key in keys), None)
+
+    def check_key(self, key: bytes) -> None:
+        require_offload_key(key)
+
     def iter_free_block_ids(self) -> Iterator[int]:
         self.check_open()
         yield from list(self.queue)
@@ -161,3 +207,40 @@ class ListPool:
     def held_blocks(self) -> Mapping[int, int]:
         self.check_open()
         return dict(self.held)
+
+
+class ListWalk:
+    """A walk that goes on: the queue, less what was passed and has stayed since."""
+
+    def __init__(self, pool: ListPool) -> None:
+        self.pool = pool
+        self.is_closed = False
+        self.passed: dict[int, int] = {}  # by block: when it had joined
+
+    def check_open(self) -> None:
+        self.pool.check_open()
+        if self.is_closed:
+            raise ViewClosedError("POOL-13: closed")
+
+    def ahead(self) -> list[int]:
+        pool = self.pool
+        passed = max(self.passed.values(), default=-1)
+        return [b for b in pool.queue if b in pool.hashes and self.is_ahead(b, passed)]
+
+    def is_ahead(self, block: int, passed: int) -> bool:
+        # A call to free is one moment: what joined with it is told apart by name.
+        joined = self.pool.joined[block]
+        return joined > passed or (joined == passed and self.passed.get(block) != joined)
+
+    def take(self, max_blocks: int, /) -> list[tuple[int, OffloadKey]]:
+        self.check_open()
+        taken = self.ahead()[:max_blocks]
+        self.passed.update((block, self.pool.joined[block]) for block in taken)
+        return [(block, OffloadKey(key)) for block in taken for key in self.pool.hashes[block]]
+
+    def restart(self) -> None:
+        self.check_open()
+        self.passed.clear()
+
+    def close(self) -> None:
+        self.is_closed = True

@@ -41,6 +41,7 @@ from kvview import (
     make_offload_key,
 )
 from kvview_reference import pool as pool_module
+from kvview_reference import walks
 from kvview_reference.pool import BlockPool, BlockPoolView
 
 NO_IDS: list[Any] = [
@@ -389,13 +390,31 @@ def test_pool_6_a_block_with_several_hashes_yields_each(pool: BlockPool) -> None
     ]
 
 
+def test_pool_13_a_dropped_walk_is_forgotten(pool: BlockPool, view: BlockPoolView) -> None:
+    walk = view.walk_free_blocks()
+    assert len(pool._walks) == 1
+    del walk
+    gc.collect()
+    assert not pool._walks
+
+
+def test_pool_14_views_of_two_owners_are_both_told(pool: BlockPool) -> None:
+    told: list[tuple[str, int]] = []
+    for name in ("a", "b"):
+        view = pool.view(name)
+        view.touch_blocks([1])
+        view.free_blocks_with_notice([1], lambda block_id, name=name: told.append((name, block_id)))  # type: ignore[misc]
+    pool.allocate_blocks(pool.num_free_blocks())
+    assert told == [("a", 1), ("b", 1)]
+
+
 def steps(call: Callable[[], object]) -> int:
     """Lines of the pool that a call runs through: its cost, without a clock."""
     count = 0
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
         nonlocal count
-        if frame.f_code.co_filename != pool_module.__file__:
+        if frame.f_code.co_filename not in (pool_module.__file__, walks.__file__):
             return None
         count += event == "line"
         return trace
@@ -423,7 +442,7 @@ def test_pool_6_taking_k_items_costs_k_not_the_pool(walk: str) -> None:
     # across them pays for it, and no other.
     view.touch_blocks(range(2, 4001))
     take(2)
-    assert take(2) < 2 * pool_module._ENTRIES_PER_LOOK[0] * 10
+    assert take(2) < 2 * walks._ENTRIES_PER_LOOK[0] * 10
     assert list(islice(view.iter_free_block_ids(), 3)) == [1, 4001, 4002]
 
 
@@ -441,7 +460,7 @@ def test_pool_6_after_a_reset_a_walk_does_not_pass_what_was_hashed() -> None:
 def test_pool_7_touching_and_freeing_while_walking(
     pool: BlockPool, view: BlockPoolView, monkeypatch: pytest.MonkeyPatch, per_look: int
 ) -> None:
-    monkeypatch.setattr(pool_module, "_ENTRIES_PER_LOOK", (per_look, 256))
+    monkeypatch.setattr(walks, "_ENTRIES_PER_LOOK", (per_look, 256))
     seen = []
     for block_id, block_hash in view.iter_free_block_ids_with_hash():
         assert view.is_free(block_id)

@@ -21,12 +21,14 @@ from kvview import (
     BlockNotHeldError,
     BlockRemoved,
     BlockStored,
+    FreeBlockWalk,
     GPUEvent,
     NoFreeBlocksError,
     OffloadKey,
     UnknownBlockError,
 )
 from kvview_reference import pool as pool_module
+from kvview_reference import walks
 from kvview_reference.pool import BlockPool
 
 
@@ -134,19 +136,20 @@ IDS = st.lists(ID, max_size=4)
 
 class PoolMachine(RuleBasedStateMachine):
     max_stale_share = pool_module._MAX_STALE_SHARE
-    entries_per_look = pool_module._ENTRIES_PER_LOOK
+    entries_per_look = walks._ENTRIES_PER_LOOK
 
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(pool_module, "_MAX_STALE_SHARE", self.max_stale_share)
-        self.patch.setattr(pool_module, "_ENTRIES_PER_LOOK", self.entries_per_look)
+        self.patch.setattr(walks, "_ENTRIES_PER_LOOK", self.entries_per_look)
         self.pool = BlockPool(NUM_BLOCKS, enable_events=True)
         self.oracle = Oracle(NUM_BLOCKS)
         self.engine_holds: Counter[int] = Counter()
         self.views = [self.pool.view("a"), self.pool.view("b")]
         self.holds: list[Counter[int]] = [Counter(), Counter()]
         self.walks: list[Walk] = []
+        self.resumed: list[tuple[FreeBlockWalk, list[int]]] = []  # and when what it passed joined
 
     def teardown(self) -> None:
         self.patch.undo()
@@ -270,6 +273,23 @@ class PoolMachine(RuleBasedStateMachine):
         assert item == self.oracle.step(walk)
         if item is not None:
             self.view_touches(0, [item[0] if isinstance(item, tuple) else item])
+
+    @rule(who=st.integers(0, 1))
+    def open_resumed_walk(self, who: int) -> None:
+        self.resumed = [*self.resumed[-2:], (self.views[who].walk_free_blocks(), [-1])]
+
+    @precondition(lambda self: self.resumed)
+    @rule(num_blocks=st.integers(0, 4), begins_again=st.sampled_from([False, False, True]))
+    def go_on_later(self, num_blocks: int, begins_again: bool) -> None:
+        oracle = self.oracle
+        for walk, passed in self.resumed:
+            if begins_again:
+                walk.restart()
+                passed[:] = [-1]
+            due = [b for b in oracle.queue if oracle.hashes[b] and oracle.joined[b] > passed[-1]]
+            due = due[:num_blocks]
+            assert walk.take(num_blocks) == [(b, key) for b in due for key in oracle.hashes[b]]
+            passed += [oracle.joined[b] for b in due]
 
     @invariant()
     def pool_is_what_the_oracle_says(self) -> None:

@@ -57,10 +57,12 @@ class VLLMPool:
             *(Capability.CACHE, Capability.RESET, Capability.CLOSE, Capability.SIZED),
             *(Capability.POOL_SIZE, Capability.FREE_COUNT, Capability.IS_FREE),
             *(Capability.BLOCK_KEYS, Capability.FIND_CACHED, Capability.FREE_ORDER),
-            Capability.HOLDS,
+            *(Capability.HOLDS, Capability.RESUMABLE_WALK),
         }
         if isinstance(self.view, SupportsGiveBack):
             has.add(Capability.GIVE_BACK)
+        if self.plain_view.release.reuse_watchers:
+            has.add(Capability.REUSE_NOTICE)
         if hasattr(self.pool, "evict_blocks"):
             has.add(Capability.EVICT)
         if self.plain_view.release.several_hashes:
@@ -158,4 +160,5 @@ def test_only_what_the_release_lacks_is_skipped() -> None:
     lacks = [] if hasattr(pool, "evict_blocks") else ["evict"]
     lacks += [] if hasattr(pool, "cached_block_hashes_by_block") else ["many_hashes"]
     lacks += [] if isinstance(GuardedVLLMPool().view, SupportsGiveBack) else ["give_back"]
+    lacks += [] if hasattr(pool, "unpin_blocks") else ["reuse_notice"]
     assert skipped == {f"the harness does not declare {name}" for name in lacks}

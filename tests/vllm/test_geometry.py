@@ -41,5 +41,5 @@ def test_vgeo_2_a_group_that_cannot_be_said_is_refused() -> None:
         block_size = 16
 
     configs.kv_cache.kv_cache_groups[0].kv_cache_spec = CrossAttentionSpec()
-    with pytest.raises(UnsupportedEngineError, match="KV-cache group 0 has a .*known: "):
+    with pytest.raises(UnsupportedEngineError, match=r"KV-cache group 0 has a .*known: "):
         read_geometry(configs.vllm, configs.kv_cache)

@@ -16,10 +16,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pools import NULL, Engine  # type: ignore[import-not-found]
 
-from kvview import BlockNotHeldError, OffloadKey, UnknownBlockError
-from kvview_vllm import pool, view
+from kvview import (
+    BlockNotHeldError,
+    FreeBlockWalk,
+    OffloadKey,
+    SupportsReuseNotice,
+    UnknownBlockError,
+)
+from kvview_vllm import view, walks
 
-CHUNK_SIZES = (pool._FIRST_CHUNK, pool._LARGEST_CHUNK)
+CHUNK_SIZES = (walks._FIRST_CHUNK, walks._LARGEST_CHUNK)
 
 
 class Walked:
@@ -34,6 +40,17 @@ class Walked:
         """Whether the engine took free blocks since: then order is not promised."""
 
 
+class Resumed:
+    """A walk that goes on in later steps, and what the oracle knows of it."""
+
+    def __init__(self, walk: FreeBlockWalk) -> None:
+        self.walk = walk
+        self.passed: set[int] = set()
+        """What it yielded and has stayed in the queue since."""
+        self.engine_took = False
+        """Whether the engine hit free blocks since: if it gave them back, order is open."""
+
+
 class PoolMachine(RuleBasedStateMachine):
     """The scheduler and two owners' views on one pool, against dicts and sets."""
 
@@ -42,7 +59,7 @@ class PoolMachine(RuleBasedStateMachine):
     )
     def start(self, num_blocks: int, share: float, chunk: int) -> None:
         # Chunks smaller than the real ones, so that small pools fill several.
-        pool._FIRST_CHUNK, pool._LARGEST_CHUNK = chunk, 2 * chunk
+        walks._FIRST_CHUNK, walks._LARGEST_CHUNK = chunk, 2 * chunk
         self.engine = Engine(num_blocks)
         self.null_references = self.engine.pool.null_block.ref_cnt
         self.views = [view(self.engine.pool, owner=name) for name in ("first", "second")]
@@ -50,13 +67,16 @@ class PoolMachine(RuleBasedStateMachine):
         self.engine_held: Counter[int] = Counter()
         self.hashes: dict[int, list[bytes]] = {}
         self.walks: list[Walked] = []
+        self.resumed: list[Resumed] = []
+        self.told: list[tuple[int, int]] = []
+        self.watched: set[tuple[int, int]] = set()
         self.num_blocks = num_blocks
         self.num_hashes = 0
         keys = self.engine.cached_and_free(int(share * (num_blocks - 1)))
         self.hashes.update({block_id: [key] for block_id, key in keys.items()})
 
     def teardown(self) -> None:
-        pool._FIRST_CHUNK, pool._LARGEST_CHUNK = CHUNK_SIZES
+        walks._FIRST_CHUNK, walks._LARGEST_CHUNK = CHUNK_SIZES
 
     def references(self, block_id: int) -> int:
         return self.engine_held[block_id] + self.held[0][block_id] + self.held[1][block_id]
@@ -76,6 +96,8 @@ class PoolMachine(RuleBasedStateMachine):
         for walked in self.walks:
             walked.gone.update(block_ids)
             walked.engine_took |= owner != 0 and any(map(self.is_free, block_ids))
+        for resumed in self.resumed:
+            resumed.passed.difference_update(block_ids)
 
     @rule(data=st.data())
     def engine_allocates(self, data: st.DataObject) -> None:
@@ -84,6 +106,7 @@ class PoolMachine(RuleBasedStateMachine):
         expected = self.engine.queue()[:count]
         self.leave(expected, None)
         assert self.engine.allocate(count) == expected
+        self.hear(expected)
         for block_id in expected:
             self.engine_held[block_id] = 1
             self.hashes.pop(block_id, None)
@@ -98,6 +121,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def engine_hits(self, data: st.DataObject) -> None:
         block_ids = list(dict.fromkeys(self.pick(data, sorted(self.hashes), max_size=6)))
+        for resumed in self.resumed:
+            resumed.engine_took |= any(map(self.is_free, block_ids))
         self.leave(block_ids, None)
         self.engine.hit(block_ids)
         self.engine_held.update(block_ids)
@@ -127,16 +152,25 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.engine.reset() == nothing_held
         if nothing_held:
             self.hashes.clear()
+            self.hear(range(self.num_blocks))
+
+    def hear(self, block_ids: Sequence[int]) -> None:
+        due = {(owner, b) for owner, b in self.watched if b in block_ids}
+        assert sorted(self.told) == sorted(due)  # POOL-14
+        self.watched -= due
+        self.told.clear()
 
     @rule(data=st.data(), owner=st.integers(0, 1))
     def touch(self, data: st.DataObject, owner: int) -> None:
         block_ids = self.pick(data, range(self.num_blocks), max_size=12)
+        for resumed in self.resumed:
+            resumed.engine_took |= owner != 0 and any(map(self.is_free, block_ids))
         self.leave(block_ids, owner)
         self.views[owner].touch_blocks(block_ids)
         self.held[owner].update(b for b in block_ids if b != NULL)
 
-    @rule(data=st.data(), owner=st.integers(0, 1))
-    def free(self, data: st.DataObject, owner: int) -> None:
+    @rule(data=st.data(), owner=st.integers(0, 1), with_notice=st.booleans())
+    def free(self, data: st.DataObject, owner: int, with_notice: bool) -> None:
         block_ids = data.draw(st.permutations([*self.held[owner].elements(), NULL]))
         block_ids = block_ids[: data.draw(st.integers(0, len(block_ids)))]
         last_references = Counter(block_ids)
@@ -145,7 +179,12 @@ class PoolMachine(RuleBasedStateMachine):
             for b in list(dict.fromkeys(reversed(block_ids)))[::-1]
             if b in self.hashes and self.references(b) == last_references[b]
         ]
-        self.views[owner].free_blocks(block_ids)
+        pool_view = self.views[owner]
+        if with_notice and isinstance(pool_view, SupportsReuseNotice):
+            pool_view.free_blocks_with_notice(block_ids, lambda b: self.told.append((owner, b)))
+            self.watched.update((owner, b) for b in block_ids if b != NULL)
+        else:
+            pool_view.free_blocks(block_ids)
         self.held[owner] -= Counter(b for b in block_ids if b != NULL)
         hashed = [b for b in self.engine.queue() if b in self.hashes]
         assert hashed[len(hashed) - len(freed) :] == freed  # POOL-11
@@ -203,6 +242,38 @@ class PoolMachine(RuleBasedStateMachine):
             assert item == walked.to_come[0]
         walked.yielded.add(item)
         walked.to_come = [due for due in walked.to_come if due != item]
+
+    @precondition(lambda self: len(self.resumed) < 3)
+    @rule()
+    def open_resumed_walk(self) -> None:
+        self.resumed.append(Resumed(self.views[0].walk_free_blocks()))
+
+    @precondition(lambda self: self.resumed)
+    @rule(data=st.data(), count=st.integers(0, 12))
+    def take(self, data: st.DataObject, count: int) -> None:
+        resumed = data.draw(st.sampled_from(self.resumed))
+        due = [b for b in self.engine.queue() if b in self.hashes and b not in resumed.passed]
+        items = resumed.walk.take(count)
+        block_ids = list(dict.fromkeys(block_id for block_id, _ in items))
+        assert items == [(b, h) for b in block_ids for h in self.in_order(b)]
+        assert all(map(self.is_free, block_ids))
+        assert not resumed.passed.intersection(block_ids)  # what stayed never comes twice
+        if not resumed.engine_took:
+            assert block_ids == due[:count]
+        resumed.passed.update(block_ids)
+
+    @precondition(lambda self: self.resumed)
+    @rule(data=st.data(), how=st.sampled_from(["restart", "close", "drop"]))
+    def begin_again(self, data: st.DataObject, how: str) -> None:
+        resumed = data.draw(st.sampled_from(self.resumed))
+        if how == "restart":
+            resumed.walk.restart()
+            resumed.passed.clear()
+            resumed.engine_took = False
+            return
+        if how == "close":
+            resumed.walk.close()
+        self.resumed.remove(resumed)
 
     @rule()
     def walk_ids(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import Any
 
 from kvview import ConfigError, OffloadingEvent, RequestContent, UnsupportedEngineError
@@ -40,6 +41,21 @@ def make_known(target: Callable[..., Any], **values: Any) -> Any:
 
 
 # --- the pool ---
+
+
+def hash_getter(block_pool: Any) -> Callable[[Any], Any]:
+    """Reads the primary hash of a block.
+
+    ``block_hash`` is a property over a field since 0.24: a Python call for each block.
+    """
+    has_field = hasattr(block_pool.null_block, "_block_hash")
+    return attrgetter("_block_hash" if has_field else "block_hash")
+
+
+def reuse_watchers(block_pool: Any) -> dict[int, Any]:
+    """Who hears when a block is handed out again, by block id (0.30)."""
+    watchers: dict[int, Any] = block_pool._reuse_watchers
+    return watchers
 
 
 def make_block_pool(num_blocks: int) -> Any:

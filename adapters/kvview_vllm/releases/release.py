@@ -179,6 +179,12 @@ class PoolSeam(Seam):
         "vllm-project/vllm PR #45939",
         since="0.24.0",
     )
+    reuse_watchers: bool = _difference(
+        "unpin_blocks frees blocks and says when they are handed out again",
+        lambda pool: hasattr(pool, "unpin_blocks"),
+        _BLOCK_POOL,
+        since="0.30.0",
+    )
 
     @property
     def joins_in_front(self) -> bool:

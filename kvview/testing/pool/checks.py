@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from kvview.errors import BlockNotHeldError, UnknownBlockError, ViewClosedError
+from kvview.errors import (
+    BlockNotHeldError,
+    NotAnOffloadKeyError,
+    UnknownBlockError,
+    ViewClosedError,
+)
 from kvview.keys import make_offload_key
 from kvview.testing.checks import check
 from kvview.testing.cost import cost_of_first
@@ -214,10 +219,12 @@ def check_pool_4_view_knows_the_size_of_the_pool(pool: PoolDriver) -> None:
 
 @pool_check("POOL-4", Capability.IS_FREE, Capability.BLOCK_KEYS)
 def check_pool_4_queries_refuse_unknown_ids(pool: PoolDriver) -> None:
-    """``is_free`` and ``block_keys`` raise UnknownBlockError as touch does."""
+    """``is_free``, ``block_keys`` and ``primary_keys`` raise UnknownBlockError as touch does."""
+    known = pool.blocks[0]
     for wrong in (pool.num_blocks, -1, "1", True):
         pool.refused(UnknownBlockError, pool.view, "is_free", wrong)
-        pool.refused(UnknownBlockError, pool.view, "block_keys", [wrong])
+        pool.refused(UnknownBlockError, pool.view, "block_keys", [known, wrong])
+        pool.refused(UnknownBlockError, pool.view, "primary_keys", [known, wrong])
 
 
 # --- POOL-5: the null block ---
@@ -382,6 +389,30 @@ def check_pool_8_find_cached_block_takes_the_packed_hash(pool: PoolDriver) -> No
     pool.equal(found, None, "an evicted hash is not found")
 
 
+@pool_check("POOL-8", CACHE, Capability.FIND_CACHED)
+def check_pool_8_what_is_no_key_is_refused(pool: PoolDriver) -> None:
+    """A block hash handed over for a key is no miss in silence (KEY-3)."""
+    (block,) = pool.allocate(1)
+    block_hash = bytes(range(32, 64))
+    pool.call(pool.harness, "cache", [block], [block_hash], 0)
+    pool.hashes[block] = [make_offload_key(block_hash, 0)]
+    pool.release([block])
+    for wrong in (block_hash, b"", bytes(4), block_hash + bytes([0, 1, 0, 0])):
+        pool.refused(NotAnOffloadKeyError, pool.view, "find_cached_block", wrong)
+    found = pool.call(pool.view, "find_cached_block", pool.hashes[block][0])
+    pool.equal(found, block, "find_cached_block finds a cached block")
+
+
+@pool_check("POOL-8", CACHE, Capability.LEASES, Capability.BLOCK_KEYS)
+def check_pool_8_lease_refuses_what_is_no_key(pool: PoolDriver) -> None:
+    """A block hash among ``expected_keys`` is no stale block, but a mistake (KEY-3)."""
+    blocks = pool.hashed(2)
+    key = pool.hashes[blocks[0]][0]
+    for wrong in (bytes(range(32, 64)), b""):
+        pool.refused(NotAnOffloadKeyError, pool.view, "lease", blocks, expected_keys=[key, wrong])
+    pool.check_free(*blocks)
+
+
 @pool_check("POOL-9", Capability.RESET)
 def check_pool_9_reset_is_refused_while_the_view_holds(pool: PoolDriver) -> None:
     """The engine's cache reset returns False as long as one reference is held."""
@@ -443,7 +474,10 @@ def check_pool_10_closed_view_refuses_every_call(pool: PoolDriver) -> None:
         (Capability.FREE_COUNT, "num_free_blocks", ()),
         (Capability.IS_FREE, "is_free", (block,)),
         (Capability.BLOCK_KEYS, "block_keys", ([block],)),
+        (Capability.BLOCK_KEYS, "primary_keys", ([block],)),
         (Capability.FIND_CACHED, "find_cached_block", (b"hash\0\0\0\0",)),
+        (Capability.RESUMABLE_WALK, "walk_free_blocks", ()),
+        (Capability.REUSE_NOTICE, "free_blocks_with_notice", ([block], id)),
         (Capability.HOLDS, "held_blocks", ()),
     ):
         if pool.can(capability):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import wraps
 from itertools import count
+from math import inf
 from typing import Any
 
 from kvview.errors import ViewClosedError
@@ -46,7 +47,7 @@ class PoolDriver(Recorder):
     def __init__(self, factory: Factory, law: str, *, has_order: bool = False) -> None:
         super().__init__(factory, law, "view")
         self.has_order = has_order
-        self._serial = count(1)
+        self._serial, self._times = count(1), count()
         self._start()
 
     def _start(self) -> None:
@@ -56,6 +57,10 @@ class PoolDriver(Recorder):
         self.held: Counter[int] = Counter()
         self.hashes: dict[int, list[bytes]] = {}
         self.hashed_free: list[int] = []  # in the order in which they must be evicted
+        self.joined: dict[int, int] = {}  # of each of them: a number that grows along the queue
+        self.passed: dict[int, float] = {}  # of each resumed walk: how far along it is
+        self.watched: set[int] = set()
+        self.told: list[int] = []
 
     @property
     def view(self) -> Any:
@@ -109,6 +114,7 @@ class PoolDriver(Recorder):
             self.engine[block] = 1
             self.hashes.pop(block, None)
         self.hashed_free = [block for block in self.hashed_free if block not in seen]
+        self.check_told(self.watched & seen, "when its block is handed out again")
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -119,7 +125,7 @@ class PoolDriver(Recorder):
 
     def cache(self, blocks: Sequence[int], group_idx: int = 0) -> list[bytes]:
         """Let the engine cache blocks under new hashes; returns the keys."""
-        # Wide enough that order of names is order of time: views may sort them.
+        # Padded: the order of a block's further keys is the engine's affair, and some sort.
         hashes = [b"h%04d" % next(self._serial) for _ in blocks]
         self.call(self.harness, "cache", list(blocks), hashes, group_idx)
         keys = [make_offload_key(block_hash, group_idx) for block_hash in hashes]
@@ -133,6 +139,15 @@ class PoolDriver(Recorder):
         for block in blocks:
             self.hashes.pop(block, None)
         self.hashed_free = [block for block in self.hashed_free if block not in blocks]
+
+    def reset(self) -> bool:
+        """Let the engine reset its prefix cache; returns whether it did."""
+        done: bool = self.call(self.harness, "reset")
+        if done:
+            self.hashes.clear()
+            self.hashed_free.clear()
+            self.check_told(self.watched, "at a reset of the prefix cache")
+        return done
 
     def hashed(self, num_blocks: int, *, reverse: bool = False) -> list[int]:
         """Free blocks with hashes, next victim first: allocated, cached, released."""
@@ -164,6 +179,26 @@ class PoolDriver(Recorder):
         freed = [block for block in _by_last_mention(blocks) if block in self.free_blocks]
         self.hashed_free[:0] = [block for block in freed if block in self.hashes]
 
+    def free_with_notice(self, blocks: Sequence[int]) -> None:
+        """Give references back through the view, and listen."""
+        on_reuse = self.told.append
+        self.give_name(on_reuse, "told.append", "told = []")
+        self.call(self.view, "free_blocks_with_notice", list(blocks), on_reuse)
+        self.held = +(self.held - Counter(blocks))
+        self.watched.update(block for block in blocks if block != self.null)
+        self._queue(blocks)
+        self.check_told(set(), "not before its block is handed out again")
+
+    def check_told(self, blocks: Set[int], when: str) -> None:
+        """Compare what was told since the last time, each block once."""
+        told, expected = sorted(self.told), sorted(blocks)
+        self.told.clear()
+        self.watched = self.watched - blocks
+        if told or expected:
+            self.line(f"assert sorted(told) == {expected}, told")
+            self.line("told.clear()")
+        self.equal(told, expected, f"a notice comes once, {when}", "POOL-14")
+
     def refuse(self, error: type[Exception], method: str, blocks: Sequence[object]) -> None:
         """Call ``touch_blocks``, or what gives back, with what it must refuse."""
         law = "POOL-10" if issubclass(error, ViewClosedError) else "POOL-4"
@@ -178,6 +213,30 @@ class PoolDriver(Recorder):
         walk: Iterator[tuple[int, bytes]] = self.call(self.view, "iter_free_block_ids_with_hash")
         self.name(walk, "walk")
         return walk
+
+    def open_walk(self) -> Any:
+        """A walk that goes on in later steps, to take from with :meth:`take`."""
+        walk = self.call(self.view, "walk_free_blocks")
+        self.name(walk, f"walk_{len(self.passed) + 1}")
+        self.passed[id(walk)] = -inf
+        return walk
+
+    def take(self, walk: Any, max_blocks: int) -> list[int]:
+        """Take from a resumed walk, and compare with what it must yield next."""
+        passed = self.passed[id(walk)]
+        blocks = [b for b in self.hashed_free if self.joined[b] > passed][:max_blocks]
+        items = [(block, key) for block in blocks for key in self.hashes[block]]
+        got = [tuple(item) for item in self.call(walk, "take", max_blocks)]
+        what = "a resumed walk yields what is behind what it took before, next victim first"
+        self.equal(got, items, what, "POOL-13")
+        if blocks:
+            self.passed[id(walk)] = self.joined[blocks[-1]]
+        return blocks
+
+    def restart(self, walk: Any) -> None:
+        """Let a resumed walk begin again."""
+        self.call(walk, "restart")
+        self.passed[id(walk)] = -inf
 
     def rest(self, walk: Iterator[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
         """What is left of a walk; more items than there can be break the law."""
@@ -239,11 +298,15 @@ class PoolDriver(Recorder):
                 told = [tuple(keys) for keys in self.call(self.view, "block_keys", blocks)]
                 known = [tuple(self.hashes.get(block, ())) for block in blocks]
                 self.equal(told, known, "block_keys tells the keys, primary first", "POOL-8")
+                primaries = self.call(self.view, "primary_keys", blocks)
+                first = [keys[0] if keys else None for keys in known]
+                self.equal(primaries, first, "primary_keys tells the first key", "POOL-8")
 
     def _queue(self, blocks: Sequence[int]) -> None:
         free = self.free_blocks
         for block in _by_last_mention(blocks):
             if block in self.hashes and block in free:
+                self.joined[block] = next(self._times)
                 self.hashed_free.append(block)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -29,6 +30,7 @@ def pool_machine(factory: Factory) -> type[RuleBasedStateMachine]:
         def __init__(self) -> None:
             super().__init__()
             self.pool = PoolDriver(factory, "POOL-*", has_order=True)
+            self.walks: list[Any] = []
 
         # Half of the rules are off in a run (swarm testing), and without this most runs
         # would never see a free block with a hash.
@@ -86,6 +88,31 @@ def pool_machine(factory: Factory) -> type[RuleBasedStateMachine]:
             held = sorted(self.pool.held.elements())
             self.pool.give_back([held[i] for i in dict.fromkeys(i % len(held) for i in picks)])
 
+        @precondition(lambda self: has(Capability.REUSE_NOTICE) and self.pool.held)
+        @rule(picks=picks)
+        def free_with_notice(self, picks: list[int]) -> None:
+            held = sorted(self.pool.held.elements())
+            chosen = [held[i] for i in dict.fromkeys(i % len(held) for i in picks)]
+            self.pool.free_with_notice(chosen)
+
+        @precondition(lambda self: has(Capability.RESUMABLE_WALK, Capability.CACHE))
+        @rule(picks=picks, is_touched=st.booleans())
+        def walk_on(self, picks: list[int], is_touched: bool) -> None:
+            pool = self.pool
+            if len(self.walks) < 2:
+                self.walks.append(pool.open_walk())
+            taken = pool.take(self.walks[picks[0] % len(self.walks)], picks[-1])
+            if is_touched and taken:
+                pool.touch([taken[i % len(taken)] for i in picks])
+
+        @precondition(lambda self: self.walks)
+        @rule(is_closed=st.booleans())
+        def restart_walk(self, is_closed: bool) -> None:
+            if is_closed:
+                self.pool.call(self.walks.pop(0), "close")
+            else:
+                self.pool.restart(self.walks[0])
+
         @rule(picks=picks)
         def free_too_much(self, picks: list[int]) -> None:
             pool = self.pool
@@ -113,11 +140,8 @@ def pool_machine(factory: Factory) -> type[RuleBasedStateMachine]:
             if not is_rare:
                 return
             is_idle = not pool.held and not pool.engine
-            done = pool.call(pool.harness, "reset")
+            done = pool.reset()
             pool.equal(done, is_idle, "a reset is done exactly when nothing is held", "POOL-9")
-            if done:
-                pool.hashes.clear()
-                pool.hashed_free.clear()
 
         @precondition(lambda self: has(Capability.CACHE) and self.pool.hashed_free)
         @rule(picks=picks)

@@ -1,11 +1,18 @@
-"""POOL-7: a walk goes on, and tells the truth, while blocks come and go."""
+"""POOL-7 and POOL-13: a walk goes on, and tells the truth, while blocks come and go."""
 
 from __future__ import annotations
 
+import tracemalloc
+from typing import Any
+
+from kvview.errors import ViewClosedError
+from kvview.testing.cost import cost_of
 from kvview.testing.harness import Capability
 from kvview.testing.pool.driver import PoolDriver, pool_check
 
 CACHE = Capability.CACHE
+RESUMABLE_WALK = Capability.RESUMABLE_WALK
+_TOLERATED_GROWTH = 32_768  # bytes
 
 
 @pool_check("POOL-7", CACHE)
@@ -108,3 +115,184 @@ def check_pool_7_two_walks_do_not_disturb_each_other(pool: PoolDriver) -> None:
     pool.touch(blocks[1:2])
     rest = [block for block, _ in pool.rest(walk)]
     pool.equal(rest, blocks[2:], "the first walk goes on")
+
+
+# --- POOL-13: walks that go on in later steps ---
+
+
+@pool_check("POOL-13", CACHE, RESUMABLE_WALK)
+def check_pool_13_walk_goes_on_where_it_stopped(pool: PoolDriver) -> None:
+    """Each call takes what is behind the one before; an empty answer is no end."""
+    pool.hashed(5)
+    walk = pool.open_walk()
+    for max_blocks in (2, 0, 2, 9, 9):
+        pool.take(walk, max_blocks)
+    pool.hashed(2)
+    pool.take(walk, 9)
+    pool.take(walk, 9)
+
+
+@pool_check("POOL-13", CACHE, RESUMABLE_WALK)
+def check_pool_13_what_came_back_comes_again(pool: PoolDriver) -> None:
+    """What was taken, touched and freed comes again, behind all that stayed."""
+    blocks = pool.hashed(6)
+    walk = pool.open_walk()
+    taken = pool.take(walk, 3)
+    pool.touch(taken)
+    pool.free(taken[:2])
+    pool.take(walk, 2)
+    pool.free(taken[2:])
+    pool.take(walk, 9)
+    pool.touch(blocks)
+    pool.take(walk, 9)
+    pool.free(blocks)
+    pool.take(walk, 9)
+
+
+@pool_check("POOL-13", CACHE, RESUMABLE_WALK)
+def check_pool_13_walk_goes_on_when_its_place_is_gone(pool: PoolDriver) -> None:
+    """The blocks around the place where it stopped may be touched, and come back."""
+    blocks = pool.hashed(8)
+    for place in range(1, 8):
+        walk = pool.open_walk()
+        pool.take(walk, place)
+        around = blocks[place - 1 : place + 1]
+        pool.touch(around)
+        pool.take(walk, 1)
+        pool.free(around)
+        pool.take(walk, 9)
+        pool.touch(blocks)
+        pool.free(blocks)
+        pool.call(walk, "close")
+
+
+@pool_check("POOL-13", CACHE, RESUMABLE_WALK)
+def check_pool_13_engine_may_take_what_the_walk_passed(pool: PoolDriver) -> None:
+    """The engine takes less than the walk has passed, more, and all of it."""
+    pool.hashed(len(pool.blocks))
+    walk = pool.open_walk()
+    pool.take(walk, 4)
+    for num_blocks in (2, 5):
+        pool.allocate(num_blocks)
+        pool.take(walk, 1)
+    pool.allocate(len(pool.free_blocks))
+    pool.take(walk, 9)
+    pool.cache(list(pool.engine))
+    pool.release(list(pool.engine))
+    pool.take(walk, 9)
+    pool.take(walk, pool.num_blocks)
+    pool.restart(walk)
+    pool.take(walk, 2)
+    pool.allocate(5)
+    pool.take(walk, pool.num_blocks)
+
+
+@pool_check("POOL-13", CACHE, RESUMABLE_WALK)
+def check_pool_13_what_is_taken_is_true(pool: PoolDriver) -> None:
+    """Blocks held by now, unhashed ones and dropped hashes are passed over."""
+    blocks = pool.hashed(6)
+    walk = pool.open_walk()
+    pool.take(walk, 1)
+    pool.touch([blocks[1], blocks[3]])
+    if pool.can(Capability.EVICT):
+        pool.evict([blocks[2]])
+    pool.release(pool.allocate(1))
+    pool.take(walk, 9)
+
+
+@pool_check("POOL-13", CACHE, RESUMABLE_WALK, Capability.MANY_HASHES)
+def check_pool_13_block_with_several_hashes_is_one_block(pool: PoolDriver) -> None:
+    """All keys of a block come in one call, whatever the limit."""
+    blocks = pool.allocate(3)
+    pool.cache(blocks)
+    pool.cache(blocks[:1], group_idx=1)
+    pool.cache(blocks[:1], group_idx=2)
+    pool.release(blocks)
+    walk = pool.open_walk()
+    for _ in range(4):
+        pool.take(walk, 1)
+
+
+@pool_check("POOL-13", CACHE, RESUMABLE_WALK)
+def check_pool_13_walk_begins_again(pool: PoolDriver) -> None:
+    """``restart`` goes back to the next victim; other walks go on where they are."""
+    pool.hashed(4)
+    walk, other = pool.open_walk(), pool.open_walk()
+    pool.take(walk, 3)
+    pool.take(other, 1)
+    pool.restart(walk)
+    pool.take(walk, 9)
+    pool.take(other, 9)
+
+
+@pool_check("POOL-13", CACHE, RESUMABLE_WALK)
+def check_pool_13_closed_walk_is_refused(pool: PoolDriver) -> None:
+    """A closed walk takes nothing in silence; its view, and other walks, go on."""
+    pool.hashed(2)
+    walk, other = pool.open_walk(), pool.open_walk()
+    for _ in range(2):
+        pool.call(walk, "close")
+    pool.refused(ViewClosedError, walk, "take", 1)
+    pool.refused(ViewClosedError, walk, "restart")
+    pool.take(other, 1)
+    if pool.can(Capability.CLOSE):
+        pool.call(pool.harness, "close")
+        pool.refused(ViewClosedError, other, "take", 1)
+        pool.refused(ViewClosedError, other, "restart")
+        pool.call(other, "close")
+
+
+@pool_check("POOL-13", CACHE, RESUMABLE_WALK, Capability.SIZED)
+def check_pool_13_taking_a_few_costs_the_same_in_a_large_pool(pool: PoolDriver) -> None:
+    """In the steady state of an engine, near the head of the queue and at its end."""
+    for is_at_the_end in (False, True):
+        costs = []
+        for num_blocks in (256, 4096):
+            pool.resize(num_blocks)
+            pool.hashed(len(pool.blocks))
+            walk = pool.open_walk()
+            if is_at_the_end:
+                pool.take(walk, num_blocks)
+                pool.take(walk, num_blocks)
+            for _ in range(8):
+                _serve(pool, walk)
+            costs.append(cost_of(lambda walk=walk: walk.take(8)))  # type: ignore[misc]
+        small, large = costs
+        limit = small.times(3)
+        pool.true(
+            large.lines <= limit.lines and large.num_bytes <= limit.num_bytes,
+            "a walk goes on where it stopped: taking 8 blocks costs O(8), not O(pool)",
+            large,
+            f"at most {limit} (3 x that of 256 blocks, and a little)",
+        )
+
+
+@pool_check("POOL-13", CACHE, RESUMABLE_WALK, Capability.SIZED)
+def check_pool_13_open_walk_does_not_grow(pool: PoolDriver) -> None:
+    """What a walk keeps is bounded by the pool, however many blocks it has passed."""
+    pool.resize(128)
+    pool.hashed(len(pool.blocks))
+    walk = pool.open_walk()
+    sizes = []
+    tracemalloc.start()
+    try:
+        for num_steps in (48, 480):  # of 8 blocks each: 3 and 30 times the pool
+            for _ in range(num_steps):
+                with pool.unrecorded():
+                    _serve(pool, walk)
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    grown = sizes[1] - sizes[0]
+    limit = f"at most {_TOLERATED_GROWTH} bytes"
+    pool.true(grown <= _TOLERATED_GROWTH, "an open walk does not grow", grown, limit)
+
+
+def _serve(pool: PoolDriver, walk: Any) -> None:
+    """One step of an engine and of a connector that stores what is about to be evicted."""
+    taken = pool.take(walk, 8)
+    pool.touch(taken[1::2])
+    used = pool.allocate(8)
+    pool.cache(used)
+    pool.release(used)
+    pool.free(taken[1::2])

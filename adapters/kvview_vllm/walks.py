@@ -1,0 +1,276 @@
+"""Walks over the free queue of a real vLLM pool: one-shot ones, and ones that go on.
+
+What leaves the real queue loses its links, and what joins it is linked in front or
+behind; a view sees its own touches only. Both kinds of walk step aside before the
+view touches, and check their place against what they have seen when they read on.
+
+Source: ``FreeKVCacheBlockQueue`` in ``vllm/v1/core/kv_cache_utils.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from kvview import FreeBlockWalk, OffloadKey, ViewClosedError
+from kvview_vllm.releases import PoolSeam
+
+_FIRST_CHUNK = 16
+_LARGEST_CHUNK = 1024
+
+
+def is_queued(block: Any) -> bool:
+    """Whether a block is in the free queue: only there it has links."""
+    return bool(block.next_free_block is not None)
+
+
+class Walk:
+    """One walk over the real free queue, in chunks read ahead.
+
+    1. A chunk doubles in size: taking k blocks reads at most about 2k of them.
+    2. What leaves the queue loses its links, and what joins it stands in front of
+       the cursor or behind ``_last``; both move out of the way of the view's own
+       touches (:meth:`before_touch`).
+    3. If the engine took the block under the cursor, the walk finds its place from
+       the front, passing over what it has seen: nothing is yielded twice.
+    4. If fewer blocks were seen than were free at the start, a last pass looks for
+       hashed ones that were missed.
+    """
+
+    def __init__(self, queue: Any, release: PoolSeam, hashed_only: bool) -> None:
+        self._gone: set[int] = set()  # touched through the view since the start
+        self._seen: set[int] = set()
+        self._head = queue.fake_free_list_head
+        self._tail = queue.fake_free_list_tail
+        self._cursor = self._head.next_free_block  # the first block not read yet
+        self._last = self._tail.prev_free_block
+        self._unseen = queue.num_free_blocks
+        self._joins_in_front = release.joins_in_front
+        self._hashed_only = hashed_only
+        self._rescanned = False
+
+    def blocks(self) -> Iterator[Any]:
+        """Blocks that are free when they are yielded, next victim first."""
+        size, gone = _FIRST_CHUNK, self._gone
+        while chunk := self._read(size):
+            for block in chunk:
+                if block.next_free_block is not None and block.block_id not in gone:
+                    yield block
+            size = min(2 * size, _LARGEST_CHUNK)
+
+    def before_touch(self, blocks: Iterable[Any]) -> None:
+        """Step aside before the view takes these blocks out of the queue."""
+        leaving = {block.block_id for block in blocks if is_queued(block)}
+        while self._cursor.block_id in leaving:
+            self._cursor = self._cursor.next_free_block
+        while self._last.block_id in leaving:
+            self._last = self._last.prev_free_block
+        self._unseen -= len(leaving - self._gone - self._seen)
+        self._gone.update(block.block_id for block in blocks)
+
+    def pass_over(self, block_ids: Iterable[int]) -> None:
+        """Leave out what joined in front after the walk began."""
+        self._gone.update(block_ids)
+
+    def _read(self, size: int) -> list[Any]:
+        """The next blocks of the queue, at most ``size``; none at the end."""
+        seen, gone, tail, last = self._seen, self._gone, self._tail, self._last
+        num_seen = len(seen)
+        hashed_only, missing = self._hashed_only, size
+        chunk: list[Any] = []
+        block = self._place()
+        while missing:
+            if block is tail:
+                if self._rescanned or self._unseen <= len(seen) - num_seen:
+                    break
+                self._rescanned = True
+                # From 0.24 unhashed blocks join in front (PR #42656): the last pass
+                # could not tell them from missed ones.
+                self._hashed_only = hashed_only = hashed_only or self._joins_in_front
+                block = self._head.next_free_block
+                continue
+            block_id = block.block_id
+            if block_id not in seen and block_id not in gone:
+                if not hashed_only or block.block_hash is not None:
+                    chunk.append(block)
+                    missing -= 1
+                seen.add(block_id)
+            block = tail if block is last else block.next_free_block
+        self._unseen -= len(seen) - num_seen
+        self._cursor = block
+        return chunk
+
+    def _place(self) -> Any:
+        """Where to read on: the cursor if it kept its place, else the front."""
+        block, last = self._cursor, self._last
+        if not self._rescanned and (
+            last is self._head or (last.block_id in self._seen and is_queued(last))
+        ):
+            return self._tail
+        if block is self._tail:
+            return block
+        if is_queued(block):
+            before = block.prev_free_block
+            if (
+                before is self._head
+                or before.block_id in self._seen
+                or before.block_id in self._gone
+            ):
+                return block
+            if self._joins_in_front and before.block_hash is None:
+                return block
+        return self._head.next_free_block
+
+
+class ResumedWalk:
+    """A :class:`~kvview.FreeBlockWalk` over the real free queue (POOL-13).
+
+    Args:
+        open_pool: The pool, or raises when the view was closed.
+        more_keys: Keys of a block beside its primary one.
+        has_more_keys: Whether any block has some.
+        num_blocks: Blocks in the pool.
+        before_touch: Whom the view tells of its touches; an open walk is among them.
+    """
+
+    def __init__(
+        self,
+        open_pool: Callable[[], Any],
+        more_keys: Callable[[int], list[OffloadKey]],
+        has_more_keys: Callable[[], bool],
+        num_blocks: int,
+        before_touch: list[Any],
+    ) -> None:
+        self._open_pool = open_pool
+        self._more_keys = more_keys
+        self._has_more_keys = has_more_keys
+        self._before_touch = before_touch
+        self._is_closed = False
+        self._place = Place(open_pool().free_block_queue, num_blocks)
+        before_touch.append(self._place.before_touch)
+
+    def take(self, max_blocks: int) -> list[tuple[int, OffloadKey]]:
+        """The next items, at most ``max_blocks`` blocks; empty at the end of the queue."""
+        self._open()
+        place, has_more = self._place, self._has_more_keys()
+        items: list[tuple[int, OffloadKey]] = []
+        missing = max_blocks
+        if missing > 0:
+            for block_id, key in place.blocks():
+                items.append((block_id, key))
+                if has_more:
+                    items += [(block_id, other) for other in self._more_keys(block_id)]
+                missing -= 1
+                if not missing:
+                    break
+        return items
+
+    def restart(self) -> None:
+        """Begin again with the next victim."""
+        self._open()
+        self._place.restart()
+
+    def close(self) -> None:
+        """End the walk; callable twice."""
+        self._is_closed = True
+        hears = self._place.before_touch
+        self._before_touch[:] = [other for other in self._before_touch if other != hears]
+
+    def _open(self) -> Any:
+        if self._is_closed:
+            raise ViewClosedError("POOL-13: the walk was closed; open one with walk_free_blocks()")
+        return self._open_pool()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_place"):  # else it was never opened
+            self.close()
+
+
+class Place:
+    """Where a resumed walk stands in the real free queue.
+
+    1. Its place is behind ``_before``, the last block passed, which steps back before the
+       view's own touches. It stayed if it is queued, with the key it had, and what stands
+       before it was passed too.
+    2. If the engine moved it, the walk reads from the front and passes over what it has
+       seen, so nothing that stayed is missed or comes twice.
+    3. A run that the engine took and gave back in one piece, keys and all, between two
+       calls hides its move. So at the end of the queue, once as many blocks were read as
+       are free, one more pass from the front looks for what was missed.
+    """
+
+    def __init__(self, queue: Any, num_blocks: int) -> None:
+        self._queue = queue
+        self._head, self._tail = queue.fake_free_list_head, queue.fake_free_list_tail
+        # By block id: the key under which it was passed. A list costs 8 bytes a block.
+        self._seen: list[OffloadKey | None] = [None] * num_blocks
+        self.restart()
+
+    def restart(self) -> None:
+        """Go back to the next victim."""
+        self._before = self._head
+        self._seen[:] = [None] * len(self._seen)
+        self._is_lost = False  # then what was seen is passed over, up to the end
+        self._num_read = 0  # since the last pass from the front
+
+    def blocks(self) -> Iterator[tuple[int, OffloadKey]]:
+        """Read on, up to the end of the queue or where the caller stops."""
+        seen, tail, before = self._seen, self._tail, self._find()
+        num_read, block = 0, before.next_free_block
+        try:
+            while block is not tail or self._begins_again(num_read):
+                if block is tail:
+                    before, num_read = self._head, 0
+                    block = before.next_free_block
+                    continue
+                key = block.block_hash
+                this, block = block, block.next_free_block
+                num_read += 1
+                if key is not None:
+                    before, block_id = this, this.block_id
+                    if not (self._is_lost and seen[block_id] == key):
+                        seen[block_id] = key
+                        yield block_id, key
+        finally:
+            self._num_read += num_read
+            self._before = before
+
+    def before_touch(self, blocks: list[Any]) -> None:
+        """Step aside before the view takes these blocks out of the queue."""
+        seen = self._seen
+        block_ids = [block.block_id for block in blocks]
+        for block_id in block_ids:
+            seen[block_id] = None
+        if self._before.block_id in block_ids:
+            leaving = set(block_ids)
+            while self._before.block_id in leaving and is_queued(self._before):
+                self._before = self._before.prev_free_block
+
+    def _begins_again(self, num_read: int) -> bool:
+        """Whether to read from the front once more, having come to the end."""
+        was_lost, self._is_lost = self._is_lost, False
+        if not was_lost and self._num_read + num_read >= self._queue.num_free_blocks > 0:
+            self._is_lost = True
+        if was_lost or self._is_lost:
+            self._num_read = -num_read
+        return self._is_lost
+
+    def _find(self) -> Any:
+        """The block to go on behind."""
+        before, head = self._before, self._head
+        if before is not head and not self._stayed(before):
+            self._is_lost = True
+            return head
+        return before
+
+    def _stayed(self, block: Any) -> bool:
+        key = block.block_hash
+        if key is None or self._seen[block.block_id] != key or not is_queued(block):
+            return False
+        before = block.prev_free_block
+        key = before.block_hash
+        return key is None or bool(self._seen[before.block_id] == key)
+
+
+if TYPE_CHECKING:
+    _: type[FreeBlockWalk] = ResumedWalk

@@ -1,0 +1,156 @@
+"""Walks over the free queue of :class:`~kvview_reference.pool.BlockPool`.
+
+A walk is a position on the queue's axis. A one-shot walk copies a few entries at a
+time and checks each at the moment it yields it; whoever moves entries empties these
+copies, so that the walk looks again. A resumed walk keeps nothing but its position
+between two calls.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from kvview import FreeBlockWalk, OffloadKey, ViewClosedError
+
+if TYPE_CHECKING:
+    from kvview_reference.pool import BlockPool
+
+_ENTRIES_PER_LOOK = (32, 1024)  # copied at a time: at first and among stale ones, at most
+
+OpenPool = Callable[[], "BlockPool"]  # or raises, when the view was closed
+
+
+class Walk:
+    """Where a walk over the free queue stands, and the entries that it looks at."""
+
+    def __init__(self, start: int, end: int = sys.maxsize) -> None:
+        self.position = start - 1  # of the entry yielded last
+        self.end = end
+        self.entries: list[int] = []
+        self.num_stale = 0
+
+
+class ResumedWalk:
+    """A :class:`~kvview.FreeBlockWalk` over the reference pool (POOL-13).
+
+    Args:
+        open_pool: The pool, or raises when the view was closed.
+    """
+
+    def __init__(self, open_pool: OpenPool) -> None:
+        self._open_pool = open_pool
+        self._pool: BlockPool | None = open_pool()
+        self._walk = Walk(self._pool.first_hashed_position())
+        self._pool.add_walk(self._walk)
+
+    def _open(self) -> BlockPool:
+        if self._pool is None:
+            raise ViewClosedError("POOL-13: the walk was closed; open one with walk_free_blocks()")
+        return self._open_pool()
+
+    def take(self, max_blocks: int) -> list[tuple[int, OffloadKey]]:
+        """The next items, at most ``max_blocks`` blocks; empty at the end of the queue."""
+        pool, walk = self._open(), self._walk
+        ref_cnt, positions, hashes = pool._ref_cnt, pool._position, pool._hash
+        more_hashes = pool._more_hashes
+        items: list[tuple[int, OffloadKey]] = []
+        missing = max_blocks
+        while missing > 0:
+            start, entries = pool.entries_after(walk, max(missing, _ENTRIES_PER_LOOK[0]))
+            if not entries:
+                break
+            for position, block_id in enumerate(entries, start):
+                if ref_cnt[block_id] == 0 and positions[block_id] == position:
+                    key = hashes[block_id]
+                    if key is not None:
+                        items.append((block_id, key))
+                        if more_hashes and block_id in more_hashes:
+                            items += [(block_id, other) for other in more_hashes[block_id]]
+                        missing -= 1
+                        if missing == 0:
+                            break
+            walk.position = position
+        return items
+
+    def restart(self) -> None:
+        """Begin again with the next victim."""
+        self._walk.position = self._open().first_hashed_position() - 1
+
+    def close(self) -> None:
+        """End the walk; callable twice."""
+        if self._pool is not None:
+            self._pool.remove_walk(self._walk)
+            self._pool = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_walk"):  # else it was never opened
+            self.close()
+
+
+def walk_free_block_ids(open_pool: OpenPool) -> Iterator[int]:
+    """All free blocks, next victim first, as the queue stands at the first ``next()``."""
+    pool = open_pool()
+    ref_cnt, positions = pool._ref_cnt, pool._position
+    walk = Walk(*pool.positions())
+    for entries in _look(pool, walk, open_pool):
+        for position, block_id in entries:
+            if ref_cnt[block_id] == 0 and positions[block_id] == position:
+                walk.position = position
+                yield block_id
+            else:
+                walk.num_stale += 1
+
+
+def walk_free_block_ids_with_hash(open_pool: OpenPool) -> Iterator[tuple[int, OffloadKey]]:
+    """Free blocks with each of their keys, as the queue stands at the first ``next()``."""
+    pool = open_pool()
+    ref_cnt, positions, hashes = pool._ref_cnt, pool._position, pool._hash
+    more_hashes = pool._more_hashes
+    any_has_more = bool(more_hashes)  # a free block gets no hash, so this stays
+    walk = Walk(pool.first_hashed_position(), pool.positions()[1])
+    for entries in _look(pool, walk, open_pool):
+        for position, block_id in entries:
+            if ref_cnt[block_id] == 0 and positions[block_id] == position:
+                if (key := hashes[block_id]) is not None:
+                    walk.position = position
+                    yield block_id, key
+                    if any_has_more and block_id in more_hashes:
+                        for key in tuple(more_hashes[block_id]):
+                            if ref_cnt[block_id] or positions[block_id] != walk.position:
+                                break  # taken since, and perhaps freed anew
+                            if hashes[block_id] is None:
+                                break
+                            yield block_id, key
+            else:
+                walk.num_stale += 1
+
+
+def _look(pool: BlockPool, walk: Walk, open_pool: OpenPool) -> Iterator[Iterator[tuple[int, int]]]:
+    """The ``(position, block_id)`` entries of a walk, some at a time, stale ones too."""
+    pool.add_walk(walk)
+    fewest, most = _ENTRIES_PER_LOOK
+    num_entries = fewest
+    try:
+        while True:
+            open_pool()
+            start, walk.entries = pool.entries_after(walk, num_entries)
+            stop = start + len(walk.entries)
+            if start == stop:
+                return
+            num_stale = walk.num_stale
+            yield enumerate(walk.entries, start)
+            if walk.entries:  # else they moved
+                walk.position = stop - 1
+                if 2 * (walk.num_stale - num_stale) > stop - start:
+                    num_entries = fewest  # a walk that ends here leaves few behind, untidied
+                else:
+                    num_entries = min(2 * num_entries, most)
+                pool.tidy(walk, stop)
+    finally:
+        pool.remove_walk(walk)
+
+
+if TYPE_CHECKING:
+    _: type[FreeBlockWalk] = ResumedWalk
