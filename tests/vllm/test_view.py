@@ -53,7 +53,7 @@ def test_view_has_every_pool_query(engine: Engine, pool_view: VLLMBlockPoolView,
     if name == "SupportsGiveBack":
         pytest.skip("POOL-12 is tested where it is built")
     if name == "SupportsReuseNotice":
-        has_it = "reuse_watchers" in engine.flags
+        has_it = pool_view.release.reuse_watchers
         assert isinstance(pool_view, protocol) == has_it
     else:
         assert isinstance(pool_view, protocol)
@@ -357,10 +357,10 @@ def test_dropped_walks_are_forgotten(pool_view: VLLMBlockPoolView) -> None:
 
 def test_dropped_resumed_walks_are_forgotten(pool_view: VLLMBlockPoolView) -> None:
     walks_open = [pool_view.walk_free_blocks() for _ in range(2)]
-    assert len(pool_view._walks) == 2
+    assert len(pool_view.before_touch) == 2
     walks_open[0].close()
     walks_open.clear()
-    assert not pool_view._walks
+    assert not pool_view.before_touch
 
 
 def test_pool_13_a_run_that_moved_unseen_is_found_again() -> None:
@@ -490,7 +490,7 @@ def test_pool12_only_what_the_release_can_do_is_offered() -> None:
     """0.23.0 puts freed blocks at the head; no other release does, short of dropping their KV."""
     engine = Engine(12)
     pool_view = view(engine.pool)
-    assert isinstance(pool_view, SupportsGiveBack) is ("free_prepend" in engine.flags)
+    assert isinstance(pool_view, SupportsGiveBack) is pool_view.release.free_prepend
 
 
 def test_pool12_what_is_given_back_while_walking_is_not_part_of_the_walk() -> None:
