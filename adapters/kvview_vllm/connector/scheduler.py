@@ -21,10 +21,11 @@ Source: the order of calls in vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0.
 from __future__ import annotations
 
 import uuid
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvview import (
     BlockIds,
@@ -47,6 +48,7 @@ from kvview_vllm.connector.steps import LazySteps, request_info, resumed_request
 from kvview_vllm.releases import ConnectorSeam
 from kvview_vllm.releases.calls import request_content
 
+_RECENT_STEPS = 64
 _NULL_BLOCK_ID = 0  # the first block that every release takes from its pool
 
 
@@ -68,6 +70,15 @@ class _Tracked:
             groups = zip(*self.chunks, strict=True)
             self.chunks = [[list(chain.from_iterable(parts)) for parts in groups]]
         return self.chunks[0] if self.chunks else ()
+
+
+class _Computed(NamedTuple):
+    """One step, in the lists of vLLM's output."""
+
+    lengths: Mapping[str, int]
+    started: Mapping[str, int]  # requests that began, and the tokens before
+    request_ids: Sequence[str]  # those that went on
+    starts: Sequence[int]
 
 
 class SchedulerSide:
@@ -103,9 +114,8 @@ class SchedulerSide:
         self._tracked: dict[str, _Tracked] = {}
         self._unseen: dict[str, int] = {}  # allocated with blocks that we were not shown
         self._lost: set[str] = set()  # preempted and asked about again in one step
-        # By request, of the last step that computed it; vLLM has lost both at a preemption.
-        self._starts: dict[str, int] = {}
-        self._lengths: dict[str, int] = {}
+        # What each of the last steps computed: vLLM has lost it at a preemption.
+        self._recent: deque[_Computed] = deque(maxlen=_RECENT_STEPS)
         self._jobs = JobBook(num_workers)
         self._acknowledged: list[int] = []
 
@@ -213,13 +223,22 @@ class SchedulerSide:
             table = tuple([self._if_free(block) for block in group] for group in tracked.table())
             # What is in flight may have sampled tokens, whose KV is of no use without them.
             num_computed_tokens = min(
-                self._starts.get(request_id, 0) + self._lengths.get(request_id, 0),
-                tracked.request.num_tokens - 1,
+                self._num_launched(request_id), tracked.request.num_tokens - 1
             )
             tracked.chunks, tracked.is_allocated = [], False
             info = request_info(tracked.request, tracked.content, num_computed_tokens)
             self.half.on_request_preempted(info, table)
         return preempted
+
+    def _num_launched(self, request_id: str) -> int:
+        """Tokens of a running request; none when it has not been computed for long."""
+        for step in reversed(self._recent):
+            if (length := step.lengths.get(request_id)) is not None:
+                start = step.started.get(request_id)
+                if start is None:
+                    start = step.starts[step.request_ids.index(request_id)]
+                return start + length
+        return 0
 
     def _if_free(self, block_id: int) -> int:
         view = self._view
@@ -228,16 +247,19 @@ class SchedulerSide:
 
     def _follow_tables(self, output: Any) -> None:
         for new in output.scheduled_new_reqs:
-            self._starts[new.req_id] = new.num_computed_tokens
             tracked = self._tracked.get(new.req_id)
             if tracked is not None:
                 tracked.chunks = [[list(group) for group in new.block_ids]]
         cached = output.scheduled_cached_reqs
+        started = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        self._recent.append(
+            _Computed(
+                output.num_scheduled_tokens, started, cached.req_ids, cached.num_computed_tokens
+            )
+        )
         # The adapter's dearest lines: most requests begin no block in a step, and they are
         # skipped in C; the others' are kept as they come and joined at a look. Without
         # strict=, which costs as much as an addition.
-        self._starts.update(zip(cached.req_ids, cached.num_computed_tokens))  # noqa: B905
-        self._lengths.update(output.num_scheduled_tokens)
         added_to = compress(cached.req_ids, cached.new_block_ids)
         tracked_requests = self._tracked
         for request_id, added in zip(added_to, filter(None, cached.new_block_ids)):  # noqa: B905
@@ -337,8 +359,7 @@ class SchedulerSide:
 
     def forget_computed(self) -> None:
         """Blocks were not loaded: what was launched in the last step may have no KV."""
-        self._starts.clear()
-        self._lengths.clear()
+        self._recent.clear()
 
     # --- a request ends, the engine rests ---
 
@@ -351,8 +372,6 @@ class SchedulerSide:
             del self._tracked[request.request_id]
             self._unseen.pop(request.request_id, None)
             self._lost.discard(request.request_id)
-            self._starts.pop(request.request_id, None)
-            self._lengths.pop(request.request_id, None)
             info = request_info(request, tracked.content, _num_computed_tokens(tracked))
         self.half.on_request_finished(info, block_ids, reason)
 
