@@ -160,24 +160,7 @@ class OffloadScheduler(SchedulerConnector):
             return key is not None and lookup(key, ctx) is LookupResult.HIT
 
         num_tokens = geometry.longest_prefix(request.num_tokens - 1, is_loadable)
-        if num_tokens <= num_computed_tokens or not self._fits(request, num_computed_tokens):
-            return 0
-        return num_tokens - num_computed_tokens
-
-    def _fits(self, request: RequestInfo, num_computed_tokens: int) -> bool:
-        """Whether the rest of a request has room now.
-
-        Else it would sit on what it loads, compute nothing, and have it evict the prefixes
-        of those that could run.
-        """
-        if not isinstance(self._view, SupportsFreeCount):
-            return True
-        end = request.num_tokens
-        num_blocks = sum(
-            -(-(end - max(num_computed_tokens, group.num_skipped_tokens(end))) // group.block_size)
-            for group in self._geometry.groups
-        )
-        return num_blocks <= self._view.num_free_blocks()
+        return max(0, num_tokens - num_computed_tokens)
 
     def on_blocks_allocated(
         self,
