@@ -26,8 +26,7 @@ from rich.table import Table
 
 from kvview import Connector, StepInfo, StepPlan
 from kvview.targets import load_connector
-from kvview_reference.replay import ReplayConfig, replay
-from kvview_reference.replay.run import ReplayReport
+from kvview_reference.replay.run import ReplayConfig, ReplayReport, replay
 from kvview_reference.replay.traces import TraceRequest, open_trace
 from kvview_reference.replay.workload import generate_trace
 

@@ -7,6 +7,13 @@ wrong, where, and what to do; whatever raised has changed nothing.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_LONGEST_LINE = 1000
+
 
 class KVViewError(Exception):
     """Base of every error raised by kvview."""
@@ -37,7 +44,11 @@ class PinBudgetExceeded(KVViewError, RuntimeError):
 
 
 class WrongThreadError(KVViewError, RuntimeError):
-    """A guard was called from another thread than the scheduler's (GUARD-4)."""
+    """A guard was called from another thread, or a forked process (GUARD-4, GUARD-6)."""
+
+
+class NotCopyableError(KVViewError, TypeError):
+    """A guard, a lease or an account was copied or pickled (GUARD-6)."""
 
 
 class NoFreeBlocksError(KVViewError, ValueError):
@@ -72,6 +83,10 @@ class ConnectorError(KVViewError, RuntimeError):
     """A connector broke its contract with the engine (CONN-1 to CONN-6)."""
 
 
+class HookError(ConnectorError):
+    """A hook of a connector raised, or returned what no engine can use; names the line."""
+
+
 class UnsupportedEngineError(KVViewError, RuntimeError):
     """An engine's surface has a shape that no tested release has; nothing was bound."""
 
@@ -90,3 +105,18 @@ class ViewNotBoundError(KVViewError, RuntimeError):
 
 class TransferSpecError(KVViewError, ValueError):
     """A transfer names pages that do not exist or do not pair up (XFER-1)."""
+
+
+def one_line(error: BaseException) -> str:
+    """An exception in one printable line, whatever its text is."""
+    return f"{type(error).__name__}: {line_of(error)}".removesuffix(": ")
+
+
+def line_of(value: object, convert: Callable[[object], str] = str) -> str:
+    """A value in one printable line of limited length, even if it cannot be converted."""
+    try:
+        text = convert(value)
+    except Exception as error:
+        return f"<{type(value).__name__} whose text raises {type(error).__name__}>"
+    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]}..."

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvview.errors import EventOrderError
 from kvview.keys import OffloadKey, make_offload_key
@@ -112,52 +113,87 @@ def fold_events(events: Iterable[OffloadingEvent]) -> dict[str, set[OffloadKey]]
 class BlockSizeIndex:
     """Finds the block size of an offloaded key from the GPU events of its block.
 
-    1. A size stays known while the GPU or any offloading medium holds the key,
-       so a removal on one side in the same batch loses nothing (vLLM #57159).
-    2. A key that nobody holds is forgotten: memory follows what is cached.
+    1. A size is known while the GPU or any offloading medium holds the key, whichever had
+       it first: a GPU block may be gone when the event of its offloading comes (vLLM
+       publishes those of a step last, #57159).
+    2. So a key that nobody holds is remembered for a while, without a size to tell: until
+       as many others were let go after it as were ever held at once, 1,024 at least.
+       Memory follows what is cached.
 
-    Feed every GPU event and every offloading event, each stream in order; of what
-    came in one batch the offloading events first, because a size comes with the
-    GPU's store and may go with the GPU's removal.
+    Feed every GPU event and every offloading event, each stream in order. How the streams
+    mix is free: in any order within a batch, and within 2. from one call to the next.
     """
+
+    _FEWEST_LET_GO = 1024
 
     def __init__(self) -> None:
         self._sizes: dict[OffloadKey, int] = {}
         self._on_gpu: Counter[OffloadKey] = Counter()  # blocks that hold the key
         self._offloaded: dict[str, set[OffloadKey]] = {}  # by medium, as fold_events has it
+        self._let_go: dict[OffloadKey, None] = {}  # of _sizes, held by nobody; oldest first
+        self._most_held = 0
 
     def block_size(self, key: OffloadKey) -> int | None:
-        """Tokens in the block that ``key`` names, or None when never seen."""
-        return self._sizes.get(key)
+        """Tokens in the block that ``key`` names; None when never seen, or held by nobody."""
+        return None if key in self._let_go else self._sizes.get(key)
+
+    def apply_batch(self, events: Iterable[GPUEvent | OffloadingEvent]) -> None:
+        """Learn from all events of one batch; nothing is forgotten in between."""
+        for event in events:
+            if isinstance(event, OffloadingEvent):
+                self._apply_offloading(event)
+            else:
+                self._apply_gpu(event)
+        self._forget()
 
     def apply_gpu_event(self, event: GPUEvent) -> None:
         """Learn from one event of the GPU prefix cache."""
+        self.apply_batch((event,))
+
+    def apply_offloading_event(self, event: OffloadingEvent) -> None:
+        """Learn from one event of an offloading tier."""
+        self.apply_batch((event,))
+
+    def _apply_gpu(self, event: GPUEvent) -> None:
         if isinstance(event, AllBlocksCleared):
             gone, self._on_gpu = self._on_gpu, Counter()
-            self._forget(gone)
+            self._release(gone)
             return
         keys = [make_offload_key(h, event.group_idx) for h in event.block_hashes]
         if isinstance(event, BlockStored):
             self._sizes.update(dict.fromkeys(keys, event.block_size))
             self._on_gpu.update(keys)
+            self._hold(keys)
             return
         for key in keys:
             if self._on_gpu[key] > 1:
                 self._on_gpu[key] -= 1
             else:
                 del self._on_gpu[key]
-        self._forget(keys)
+        self._release(keys)
 
-    def apply_offloading_event(self, event: OffloadingEvent) -> None:
-        """Learn from one event of an offloading tier."""
+    def _apply_offloading(self, event: OffloadingEvent) -> None:
         held = self._offloaded.setdefault(event.medium, set())
         if event.removed:
             held.difference_update(event.keys)
-            self._forget(event.keys)
+            self._release(event.keys)
         else:
             held.update(event.keys)
+            self._hold(event.keys)
 
-    def _forget(self, keys: Iterable[OffloadKey]) -> None:
+    def _hold(self, keys: Iterable[OffloadKey]) -> None:
         for key in keys:
-            if key not in self._on_gpu and not any(key in h for h in self._offloaded.values()):
-                self._sizes.pop(key, None)
+            self._let_go.pop(key, None)
+        self._most_held = max(self._most_held, len(self._sizes) - len(self._let_go))
+
+    def _release(self, keys: Iterable[OffloadKey]) -> None:
+        for key in keys:
+            if key in self._on_gpu or key not in self._sizes:
+                continue
+            if not any(key in held for held in self._offloaded.values()):
+                self._let_go[key] = None
+
+    def _forget(self) -> None:
+        surplus = len(self._let_go) - max(self._most_held, self._FEWEST_LET_GO)
+        for key in list(islice(self._let_go, max(surplus, 0))):
+            del self._let_go[key], self._sizes[key]

@@ -23,6 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
+from typing_extensions import override
+
 from kvview.errors import GeometryError
 from kvview.keys import BlockHash, OffloadKey, make_offload_key
 
@@ -32,7 +34,7 @@ IsCached = Callable[[int], bool]
 
 def _require_positive(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise GeometryError(f"{name} must be a positive int (tokens), got {value!r}")
+        raise GeometryError(f"GEO-2: {name} must be a positive int (tokens), got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class CacheGroup:
 class FullAttention(CacheGroup):
     """Tokens attend to everything before them."""
 
+    @override
     def longest_prefix(self, max_tokens: int, is_cached: IsCached, alignment: int) -> int:
         # Cached prefixes are downward closed here: from the left, stop at a miss.
         num_blocks = max_tokens // self.block_size
@@ -114,6 +117,7 @@ class SlidingWindow(CacheGroup):
 
     sliding_window: int
 
+    @override
     def num_skipped_tokens(self, num_tokens: int) -> int:
         return max(0, num_tokens - self.sliding_window + 1)
 
@@ -128,6 +132,7 @@ class ChunkedLocalAttention(CacheGroup):
 
     attention_chunk_size: int
 
+    @override
     def num_skipped_tokens(self, num_tokens: int) -> int:
         return num_tokens - num_tokens % self.attention_chunk_size
 
@@ -136,6 +141,7 @@ class ChunkedLocalAttention(CacheGroup):
 class Mamba(CacheGroup):
     """A state-space group: the state after the last block is all that is read."""
 
+    @override
     def num_skipped_tokens(self, num_tokens: int) -> int:
         return max(0, num_tokens - 1)
 
@@ -162,7 +168,7 @@ class CacheGeometry:
         _require_positive("hash_block_size", self.hash_block_size)
         object.__setattr__(self, "groups", tuple(self.groups))
         if not self.groups:
-            raise GeometryError("groups is empty: a cache needs at least one KV-cache group")
+            raise GeometryError("GEO-2: groups is empty: a cache needs at least one KV-cache group")
         for index, group in enumerate(self.groups):
             _require_divides(
                 f"the block size of group {index}",
@@ -249,6 +255,6 @@ class CacheGeometry:
 def _require_divides(what: str, value: int, divisor_name: str, divisor: int) -> None:
     if value % divisor:
         raise GeometryError(
-            f"{what} ({value}) must be a multiple of {divisor_name} ({divisor}); "
+            f"GEO-2: {what} ({value}) must be a multiple of {divisor_name} ({divisor}); "
             f"{value} % {divisor} == {value % divisor}"
         )

@@ -1,53 +1,68 @@
-"""Targets: what ``path/to/file.py:Name`` and ``package.module:Name`` stand for."""
+"""Targets: what ``path/to/file.py:Name`` and ``package.module:Name`` stand for.
+
+1. A file is loaded once a process and known by its real path: one file through two
+   spellings is one module, two files with one stem are two.
+2. Its module's name follows from that path alone. What is pickled here can be unpickled
+   in another process that has loaded the same target.
+3. A relative path starts at the working directory of the moment; where there is no such
+   file, at that of the moment when it was loaded before.
+4. A file edited after it was loaded stays as it was loaded, until the process ends;
+   loading it again logs a warning.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
+import inspect
+import logging
+import os
+import re
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvview.connector import Connector
-from kvview.errors import ConfigError
+from kvview.connector import Connector, SchedulerConnector, WorkerConnector
+from kvview.connector.calls import where
+from kvview.errors import ConfigError, one_line
+
+_PREFIX = "kvview_target_"
+_log = logging.getLogger(__name__)
 
 
 def load_connector(target: str) -> type[Connector]:
     """Import the connector class that a target names.
 
     Args:
-        target: ``path/to/file.py:Class`` or ``package.module:Class``.
+        target: ``path/to/file.py:Class`` or ``package.module:Class``; ``Outer.Inner`` for
+            a class in a class.
 
     Raises:
-        ConfigError: The target does not import, or names no ``Connector``.
+        ConfigError: The target does not import, or names no ``Connector`` that can be
+            built from a :class:`~kvview.ConnectorConfig`.
     """
-    location, colon, name = target.rpartition(":")
-    if not colon or not location or not name:
-        raise ConfigError(
-            f"target {target!r}: expected 'path/to/file.py:Class' or 'package.module:Class'"
-        )
-    module = _import(target, location)
-    found = getattr(module, name, None)
-    if not (isinstance(found, type) and issubclass(found, Connector)):
-        connectors = sorted(
-            key
-            for key, value in vars(module).items()
-            if isinstance(value, type) and issubclass(value, Connector) and value is not Connector
-        )
-        what = "no such name" if found is None else "not a subclass of kvview.Connector"
-        raise ConfigError(
-            f"target {target!r}: {name!r} is {what}; connectors there: "
-            f"{', '.join(connectors) or 'none'}"
-        )
-    return found
+    found = load_target(target)
+    if isinstance(found, type) and issubclass(found, Connector):
+        if problem := _why_not_built(found):
+            raise ConfigError(f"target {target!r}: {found.__qualname__} {problem}")
+        return found
+    raise ConfigError(f"target {target!r} is {_what_it_is(found)}, not a subclass of Connector")
+
+
+def is_connector(found: object) -> bool:
+    """Whether a target is meant for :func:`load_connector`, rightly or not."""
+    parts = (Connector, SchedulerConnector, WorkerConnector)
+    return isinstance(found, parts) or (isinstance(found, type) and issubclass(found, parts))
 
 
 def load_target(target: str) -> Any:
     """What a target names: a class or a factory.
 
     Args:
-        target: ``package.module:name`` or ``path/to/file.py:name``.
+        target: ``package.module:name`` or ``path/to/file.py:name``; names may have dots.
 
     Raises:
         ConfigError: It does not import, or there is no such name.
@@ -55,46 +70,139 @@ def load_target(target: str) -> Any:
     location, colon, name = target.rpartition(":")
     if not colon or not location or not name:
         raise ConfigError(
-            f"target {target!r}: expected 'package.module:factory' or 'path/to/file.py:factory'"
+            f"target {target!r}: expected 'path/to/file.py:Name' or 'package.module:Name'"
         )
     module = _import(target, location)
-    if not hasattr(module, name):
-        known = [key for key, value in vars(module).items() if _is_own_factory(value, module)]
-        raise ConfigError(
-            f"target {target!r}: {location} has no {name!r}; "
-            f"it has: {', '.join(known) or 'nothing'}"
-        )
-    return getattr(module, name)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(
+                f"target {target!r}: {location} has no {name!r}; it has: {_names_in(module)}"
+            )
+        found = getattr(found, part)
+    return found
 
 
-def _is_own_factory(value: object, module: object) -> bool:
-    own = getattr(value, "__module__", None) == getattr(module, "__name__", None)
-    return own and callable(value) and not getattr(value, "__name__", "_").startswith("_")
+def target_of(value: Any) -> str | None:
+    """The target of a class or function that came from a file; None for any other."""
+    path = _Files.paths.get(getattr(value, "__module__", None) or "")
+    if path is None:
+        return None
+    return f"{path.removeprefix(os.getcwd() + os.sep)}:{value.__qualname__}"
+
+
+def _names_in(module: ModuleType) -> str:
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    connectors = [
+        name
+        for name, value in public.items()
+        if isinstance(value, type) and issubclass(value, Connector) and value is not Connector
+    ]
+    own = [
+        name
+        for name, value in public.items()
+        if callable(value) and getattr(value, "__module__", None) == module.__name__
+    ]
+    return ", ".join(connectors or own) or "nothing"
+
+
+def _what_it_is(found: Any) -> str:
+    if isinstance(found, Connector):
+        return f"an object of {type(found).__name__}: name the class"
+    if is_connector(found):
+        return "one half of a connector: name the class that builds both"
+    if isinstance(found, type):
+        return "a class"
+    return f"a {type(found).__name__}"
+
+
+def _why_not_built(found: type[Connector]) -> str | None:
+    if found is Connector:
+        return "is the base class, which does nothing: name a subclass of it"
+    if inspect.isabstract(found):
+        lacks: frozenset[str] = vars(found)["__abstractmethods__"]
+        return f"is abstract: it lacks {', '.join(sorted(lacks))}"
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # built in, without a signature
+        return None
+    try:
+        signature.bind(None)
+    except TypeError:
+        return f"must be built from one argument, the ConnectorConfig: it takes {signature}"
+    return None
+
+
+class _Files:
+    """Finds the modules of file targets, by the name that was made from the path.
+
+    They come in through the import system, which locks, cleans up after a failure and
+    lets pickle, dataclasses and ``importlib.reload`` find them.
+    """
+
+    paths: dict[str, str] = {}  # noqa: RUF012 - one table a process, as sys.modules is
+    _locations: dict[str, str] = {}  # noqa: RUF012 - as written, to the path that they had
+    _stats: dict[str, tuple[int, int]] = {}  # noqa: RUF012
+
+    @classmethod
+    def add(cls, location: str) -> str:
+        """The name of a file's module, by which it can be imported from now."""
+        path = os.path.realpath(location)
+        if os.path.isfile(path):
+            cls._locations[location] = path
+        path = cls._locations.get(location, path)
+        stem = re.sub(r"\W", "_", Path(path).stem)
+        digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
+        name = f"{_PREFIX}{stem}_{digest}"
+        cls.paths[name] = path
+        return name
+
+    @classmethod
+    def find_spec(cls, name: str, *_: object) -> ModuleSpec | None:
+        """What the import system asks for."""
+        path = cls.paths.get(name)
+        if path is None:
+            return None
+        cls._stats[name] = cls._stat(path)
+        return importlib.util.spec_from_file_location(name, path)
+
+    @classmethod
+    def was_edited(cls, name: str) -> bool:
+        """Whether the file of a module was edited after it was loaded; True once an edit."""
+        before, now = cls._stats.get(name), cls._stat(cls.paths[name])
+        if name in sys.modules:
+            cls._stats[name] = now
+        return name in sys.modules and before != now
+
+    @staticmethod
+    def _stat(path: str) -> tuple[int, int]:
+        try:
+            found = os.stat(path)
+        except OSError:  # deleted since
+            return (0, 0)
+        return found.st_mtime_ns, found.st_size
+
+
+sys.meta_path.append(_Files)  # asked last: nothing else has names of this kind
 
 
 def _import(target: str, location: str) -> ModuleType:
+    name = location
+    if location.endswith(".py"):
+        name = _Files.add(location)
+        if name not in sys.modules and not os.path.isfile(_Files.paths[name]):
+            seen_from = "" if os.path.isabs(location) else f" in {os.getcwd()}"
+            raise ConfigError(f"target {target!r}: there is no file {location!r}{seen_from}")
+        if _Files.was_edited(name):
+            _log.warning(
+                "target %r: the file was edited after it was loaded; this process goes on with "
+                "what it loaded. Start a new one for the new file.",
+                target,
+            )
     try:
-        if not location.endswith(".py"):
-            return importlib.import_module(location)
-        path = Path(location)
-        if not path.is_file():
-            raise ConfigError(f"target {target!r}: there is no file {location!r}")
-        # Registered under a name of its own, so that dataclasses and pickle find it.
-        name = f"kvview_target_{path.stem}"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None, "a .py file always has a loader"
-        assert spec.loader is not None, "a .py file always has a loader"
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-        return module
-    except ConfigError:
-        raise
-    except Exception as error:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        line = where(error, name) or ""
         raise ConfigError(
-            f"target {target!r} does not import: {type(error).__name__}: {error}"
+            f"target {target!r} does not import: {line}{': ' * bool(line)}{one_line(error)}"
         ) from error

@@ -75,19 +75,23 @@ class GPULoadStoreSpec:
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.group_sizes):
-            raise TransferSpecError(f"group_sizes has a negative size: {list(self.group_sizes)}")
+            raise TransferSpecError(
+                f"XFER-1: group_sizes has a negative size: {list(self.group_sizes)}"
+            )
         if sum(self.group_sizes) != len(self.block_ids):
             raise TransferSpecError(
-                f"sum(group_sizes) must be len(block_ids): {list(self.group_sizes)} sums to "
-                f"{sum(self.group_sizes)}, block_ids has {len(self.block_ids)}"
+                f"XFER-1: sum(group_sizes) must be len(block_ids): {list(self.group_sizes)} "
+                f"sums to {sum(self.group_sizes)}, block_ids has {len(self.block_ids)}"
             )
         if len(self.block_indices) != len(self.group_sizes):
             raise TransferSpecError(
-                f"one block index a group: {len(self.block_indices)} block_indices for "
+                f"XFER-1: one block index a group: {len(self.block_indices)} block_indices for "
                 f"{len(self.group_sizes)} group_sizes"
             )
         if any(index < 0 for index in self.block_indices):
-            raise TransferSpecError(f"block_indices has a negative: {list(self.block_indices)}")
+            raise TransferSpecError(
+                f"XFER-1: block_indices has a negative: {list(self.block_indices)}"
+            )
 
 
 @dataclass(slots=True)
@@ -177,11 +181,12 @@ class TransferResult:
     Args:
         job_id: As given to ``transfer_async``.
         success: Whether every byte was moved.
-        moved: What of a failed store was moved all the same: per GPU block of the job,
-            in its order, whether all its bytes are. None: nothing is promised of any.
         transfer_size: Bytes moved, None when unknown or failed.
         transfer_time: Seconds that the copy took, None when unknown or failed.
         error: What went wrong, None on success.
+        moved: What of a failed store was moved all the same: per GPU block of the job,
+            in its order, whether all its bytes are. None: nothing is promised of any; so
+            it is of a load, and of a job that succeeded.
     """
 
     job_id: int

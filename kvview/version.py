@@ -5,12 +5,16 @@ What may change when is written in ``docs/compatibility.md``.
 
 from __future__ import annotations
 
+import re
+
 from kvview.errors import UnsupportedContractError
 
 __version__ = "1.0.0"
 
 CONTRACT_VERSION = "1.0"
 """Major and minor: a minor release adds what is optional, a major one may break."""
+
+_VERSION = re.compile(r"[0-9]{1,9}\.[0-9]{1,9}")
 
 
 def require_contract(written_to: str, who: str) -> None:
@@ -23,12 +27,11 @@ def require_contract(written_to: str, who: str) -> None:
     Raises:
         UnsupportedContractError: Another major version, a later minor one, or no version.
     """
-    try:
-        major, minor = map(int, written_to.split("."))
-    except (AttributeError, ValueError):
+    if not isinstance(written_to, str) or not _VERSION.fullmatch(written_to):
         raise UnsupportedContractError(
             f"{who}: contract_version {written_to!r} is no version such as {CONTRACT_VERSION!r}"
-        ) from None
+        )
+    major, minor = map(int, written_to.split("."))
     kept_major, kept_minor = map(int, CONTRACT_VERSION.split("."))
     if major != kept_major or minor > kept_minor:
         raise UnsupportedContractError(

@@ -12,15 +12,14 @@ under ``hasattr``), 0.22.0 (a base method), 0.30.0 (``bind_kv_cache_manager``).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, ClassVar
 
-from kvview import GPUBlockPoolView, GuardedView, UnsupportedEngineError, ViewNotBoundError
-from kvview_vllm.releases.capabilities import engine_version
-
-_logger = logging.getLogger(__name__)
+from kvview import GPUBlockPoolView, GuardedView, ViewNotBoundError
+from kvview_vllm.guard import close_view, expire_leases, guarded_view
+from kvview_vllm.releases import engine_version, installed
+from kvview_vllm.releases.calls import child_connectors, pool_of_context
 
 _POOL_HOOK = "bind_gpu_block_pool"
 _FIRST_CALLS_OF_A_STEP = ("get_num_new_matched_tokens", "build_connector_meta")
@@ -34,13 +33,15 @@ class BlockPoolViewMixin:
     2. While :attr:`needs_block_pool_view` is true, a scheduler step without a view
        raises :class:`~kvview.ViewNotBoundError` (BIND-3).
     3. The view is a :class:`~kvview.GuardedView`. Set :attr:`pin_budget` (the largest
-       share of the pool to hold) and :attr:`trace_holds` (note the line that took each
-       hold; slow) before the pool is bound.
+       share of the pool to hold), :attr:`trace_holds` (note the line that took each
+       hold; slow) and :attr:`view_owner` (whom reports name; the class if empty) before
+       the pool is bound.
     """
 
     needs_block_pool_view: bool = True
     pin_budget: float | None = None
     trace_holds: bool = False
+    view_owner: str = ""
     _bound_pool: ClassVar[Any] = None  # shadowed by the instance once bound
     _bound_view: GuardedView | None = None
 
@@ -87,10 +88,13 @@ class BlockPoolViewMixin:
 
     def _not_bound(self) -> ViewNotBoundError:
         return ViewNotBoundError(
-            f"{type(self).__name__} needs the block pool, and vLLM {engine_version()} did not "
+            f"{self._owner()} needs the block pool, and vLLM {engine_version()} did not "
             f"bind it: add --scheduler-cls kvview_vllm.scheduler.ViewScheduler (with "
             f"--async-scheduling: kvview_vllm.scheduler.AsyncViewScheduler)"
         )
+
+    def _owner(self) -> str:
+        return self.view_owner or type(self).__name__
 
     def close_block_pool_view(self) -> None:
         """Close the view, if there is one; what it still held is logged."""
@@ -98,9 +102,7 @@ class BlockPoolViewMixin:
         if view is not None:
             vars(self).pop("_bound_pool", None)
             vars(self).pop("_bound_view", None)
-            for leak in view.leaks():
-                _logger.warning("at close %s", leak)
-            view.close()
+            close_view(view)
 
     # --- for the engine: whichever of these the release calls ---
 
@@ -108,14 +110,11 @@ class BlockPoolViewMixin:
         """Hook of 0.19.0 and later, and of ``ViewScheduler`` (BIND-2)."""
         if gpu_block_pool is self._bound_pool:
             return
-        from kvview_vllm.pool import view
-
-        owner = type(self).__name__
-        bound = GuardedView(
-            view(gpu_block_pool, owner=owner),
-            owner=owner,
+        bound = guarded_view(
+            gpu_block_pool,
+            self._owner(),
             pin_budget=self.pin_budget,
-            trace=self.trace_holds,
+            trace_holds=self.trace_holds,
         )
         self.close_block_pool_view()
         vars(self).update(_bound_pool=gpu_block_pool, _bound_view=bound)
@@ -123,9 +122,8 @@ class BlockPoolViewMixin:
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Hook of 0.30.0 and later, whose base calls :meth:`bind_gpu_block_pool`."""
-        inherited = getattr(super(), "bind_kv_cache_manager", None)
-        if inherited is not None:
-            inherited(kv_cache_manager)
+        if installed().binding.manager_hook:
+            super().bind_kv_cache_manager(kv_cache_manager)  # type: ignore[misc]
         self.bind_gpu_block_pool(kv_cache_manager.block_pool)
 
     def bind_scheduler_context(self, context: Any) -> None:
@@ -134,15 +132,7 @@ class BlockPoolViewMixin:
         Raises:
             UnsupportedEngineError: The context exposes no pool under a known name.
         """
-        names = ("gpu_block_pool", "block_pool")
-        pool = next((found for name in names if (found := getattr(context, name, None))), None)
-        if pool is None:
-            raise UnsupportedEngineError(
-                f"bind_scheduler_context: vLLM {engine_version()} passes a "
-                f"{type(context).__name__} without any of {', '.join(names)}; nothing was bound. "
-                f"Use --scheduler-cls kvview_vllm.scheduler.ViewScheduler"
-            )
-        self.bind_gpu_block_pool(pool)
+        self.bind_gpu_block_pool(pool_of_context(context))
 
 
 def walk_connectors(connector: Any) -> Iterator[Any]:
@@ -152,7 +142,7 @@ def walk_connectors(connector: Any) -> Iterator[Any]:
     """
     if connector is not None:
         yield connector
-        for child in getattr(connector, "_connectors", ()):
+        for child in child_connectors(connector):
             yield from walk_connectors(child)
 
 
@@ -161,9 +151,8 @@ def _on_open_view(method: Callable[..., Any]) -> Callable[..., Any]:
     def checked(self: BlockPoolViewMixin, *args: Any, **kwargs: Any) -> Any:
         if self._bound_view is None:
             self.check_block_pool_view()
-        elif self._bound_view.deadlines:
-            for leak in self._bound_view.release_expired():
-                _logger.warning("a lease expired: %s", leak)
+        else:
+            expire_leases(self._bound_view)
         return method(self, *args, **kwargs)
 
     return checked

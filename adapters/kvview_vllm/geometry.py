@@ -1,7 +1,7 @@
 """The geometry of a real vLLM engine, read from its configuration.
 
 - VGEO-1 Block sizes **must** be those that vLLM resolved; where a release has a
-  function for it, that function is asked (0.20.1 and later).
+  function for it, that function is asked (0.20.0 and later).
 - VGEO-2 A group whose needs a :class:`~kvview.CacheGeometry` cannot say is refused
   with :class:`~kvview.UnsupportedEngineError`, never approximated.
 
@@ -27,6 +27,8 @@ from kvview import (
     SlidingWindow,
     UnsupportedEngineError,
 )
+from kvview_vllm.releases import GeometrySeam, installed
+from kvview_vllm.releases.calls import context_parallel_sizes
 
 # By exact type: a subclass may skip other tokens than its base (RSWASpec does).
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec", "TQFullAttentionSpec")
@@ -49,23 +51,30 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any | None) -> CacheGeometr
         UnsupportedEngineError: A group or a setting that cannot be said.
         GeometryError: Sizes that do not fit each other (GEO-2).
     """
-    parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) != 1:
+    release = installed().geometry
+    for name, size in context_parallel_sizes(vllm_config.parallel_config, release).items():
+        if size != 1:
             raise UnsupportedEngineError(
-                f"{name}={getattr(parallel, name)}: a block's tokens lie on several workers, "
+                f"{name}={size}: a block's tokens lie on several workers, "
                 f"which a CacheGeometry cannot say; tested with 1 only"
             )
     block_size = vllm_config.cache_config.block_size
     if kv_cache_config is None:
         return CacheGeometry.single(block_size)
     groups = tuple(
-        _group(index, group.kv_cache_spec)
+        _group(index, group.kv_cache_spec, release)
         for index, group in enumerate(kv_cache_config.kv_cache_groups)
     )
-    scheduler_block_size, hash_block_size = _block_sizes(vllm_config, kv_cache_config, groups)
-    if any(group.block_size != hash_block_size for group in groups):
-        _check_hash_of_larger_blocks(hash_block_size, groups)
+    scheduler_block_size, hash_block_size = _block_sizes(
+        vllm_config, kv_cache_config, groups, release
+    )
+    sizes = [group.block_size for group in groups]
+    if {*sizes} != {hash_block_size} and not release.named_by_last_hash:
+        raise GeometryError(
+            f"block sizes {sizes} over hash_block_size {hash_block_size}: this vLLM names a larger "
+            f"block by all its hashes joined, not by the last; use one block size for all groups "
+            f"or a newer vLLM"
+        )
     return CacheGeometry(scheduler_block_size, hash_block_size, groups)
 
 
@@ -101,21 +110,21 @@ def read_facts(
     )
 
 
-def _group(index: int, spec: Any) -> CacheGroup:
+def _group(index: int, spec: Any, release: GeometrySeam) -> CacheGroup:
     name = type(spec).__name__
     if name == _UNIFORM:
-        groups = {_group(index, inner) for inner in spec.kv_cache_specs.values()}
+        groups = {_group(index, inner, release) for inner in spec.kv_cache_specs.values()}
         if len(groups) == 1:
             return groups.pop()
     elif name in _FULL:
         return FullAttention(spec.block_size)
     elif name in _WINDOW:
         # 0.30 keeps some blocks longer for speculative decoding: a wider window.
-        window = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
-        return SlidingWindow(spec.block_size, window)
+        retained = spec.extra_retained_tokens if release.retained_tokens else 0
+        return SlidingWindow(spec.block_size, spec.sliding_window + retained)
     elif name in _CHUNKED:
         return ChunkedLocalAttention(spec.block_size, spec.attention_chunk_size)
-    elif name in _MAMBA and _has_cached_states(spec):
+    elif name in _MAMBA and _has_cached_states(spec, release):
         return Mamba(spec.block_size)
     raise UnsupportedEngineError(
         f"KV-cache group {index} has a {spec!r}, whose prefix needs a CacheGeometry cannot say; "
@@ -123,35 +132,24 @@ def _group(index: int, spec: Any) -> CacheGroup:
     )
 
 
-def _has_cached_states(spec: Any) -> bool:
-    cached = getattr(spec, "mamba_cache_mode", "none") != "none"
-    return cached and not getattr(spec, "num_speculative_blocks", 0)
+def _has_cached_states(spec: Any, release: GeometrySeam) -> bool:
+    cached = release.mamba_cache_modes and spec.mamba_cache_mode != "none"
+    return cached and not spec.num_speculative_blocks
 
 
 def _block_sizes(
-    vllm_config: Any, kv_cache_config: Any, groups: Sequence[CacheGroup]
+    vllm_config: Any, kv_cache_config: Any, groups: Sequence[CacheGroup], release: GeometrySeam
 ) -> tuple[int, int]:
-    utils: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
-    resolve = getattr(utils, "resolve_kv_cache_block_sizes", None)
-    if resolve is not None:
-        scheduler_block_size, hash_block_size = resolve(kv_cache_config, vllm_config)
+    if release.block_sizes_resolved:
+        utils: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
+        scheduler_block_size, hash_block_size = utils.resolve_kv_cache_block_sizes(
+            kv_cache_config, vllm_config
+        )
         return scheduler_block_size, hash_block_size
-    # Up to 0.20.0 requests are hashed by the configured block size, and the hybrid
+    # Before, requests are hashed by the configured block size, and the hybrid
     # coordinator alone knows the multiple that hits are aligned to.
     hash_block_size = vllm_config.cache_config.block_size
     return math.lcm(*(group.block_size for group in groups)), hash_block_size
-
-
-def _check_hash_of_larger_blocks(hash_block_size: int, groups: Sequence[CacheGroup]) -> None:
-    """A block is named by the hash at its end; some releases join all its hashes."""
-    utils: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
-    convert = getattr(utils, "BlockHashListWithBlockSize", None)
-    if convert is None or convert([b"a", b"b"], 1, 2)[0] != b"b":
-        raise GeometryError(
-            f"block sizes {[group.block_size for group in groups]} over hash_block_size "
-            f"{hash_block_size}: this vLLM names a larger block by all its hashes joined, not by "
-            f"the last; use one block size for all groups or a newer vLLM"
-        )
 
 
 def _page_bytes_of_model(vllm_config: Any) -> int:

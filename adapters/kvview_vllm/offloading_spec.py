@@ -30,7 +30,8 @@ from kvview import (
 from kvview.options import parse_options
 from kvview.targets import load_target
 from kvview_vllm.offloading.for_vllm import ManagerForVLLM, PagesSpec
-from kvview_vllm.offloading.translated import find_class, require_class
+from kvview_vllm.releases import installed, require_class
+from kvview_vllm.releases.calls import blocks_per_chunk, cache_config_of, tokens_per_chunk
 from kvview_vllm.transfer import canonical_kv_caches
 
 if TYPE_CHECKING:
@@ -45,8 +46,11 @@ if TYPE_CHECKING:
 else:
     _Spec = require_class("OffloadingSpec")
     # Up to 0.24 a handler does what a worker did later.
-    _Worker = find_class("OffloadingHandler") or require_class("OffloadingWorker")
+    _Worker = require_class(
+        "OffloadingHandler" if installed().offloading.handlers else "OffloadingWorker"
+    )
 
+_release = installed().offloading
 _GPUSpec: Any = require_class("GPULoadStoreSpec")
 _Result: Any = require_class("TransferResult")
 
@@ -61,6 +65,7 @@ class KVViewOffloadingOptions(BaseModel):
         worker: Target of the transfer worker, called with the KV caches,
             ``num_blocks``, ``blocks_per_chunk=`` and its options.
         worker_options: Its own options.
+        media: The manager's media to vLLM's names for them, where they differ.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -70,6 +75,7 @@ class KVViewOffloadingOptions(BaseModel):
     manager_options: dict[str, Any] = Field(default_factory=dict)
     worker: str = "kvview_reference.transfer:CPUGPUTransferWorker"
     worker_options: dict[str, Any] = Field(default_factory=dict)
+    media: dict[str, str] = Field(default_factory=dict)
 
 
 class KVViewOffloadingSpec(_Spec):
@@ -81,7 +87,8 @@ class KVViewOffloadingSpec(_Spec):
 
     Raises:
         ConfigError: The key ``kvview`` is missing, has an unknown key, or names a
-            target that does not import or refuses its options.
+            target that does not import or refuses its options; or the manager names
+            a medium that vLLM does not know (VOFF-7).
     """
 
     def __init__(self, *args: Any) -> None:
@@ -100,27 +107,30 @@ class KVViewOffloadingSpec(_Spec):
             options = self._options
             make = load_target(options.manager)
             manager: OffloadingManager = make(options.num_blocks, **options.manager_options)
-            self._manager = ManagerForVLLM(manager, _tokens_per_chunk(self))
+            try:
+                self._manager = ManagerForVLLM(manager, tokens_per_chunk(self), options.media)
+            except ConfigError as error:
+                raise ConfigError(f"kv_connector_extra_config['kvview']: {error}") from None
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> WorkerForVLLM:
         """The worker's side from 0.25 on."""
-        options, blocks_per_chunk = self._options, _blocks_per_chunk(self)
+        options, num_blocks = self._options, blocks_per_chunk(self)
         make = load_target(options.worker)
         worker: TransferWorker = make(
             _canonical(kv_caches),
             options.num_blocks,
-            blocks_per_chunk=blocks_per_chunk,
+            blocks_per_chunk=num_blocks,
             **options.worker_options,
         )
-        return WorkerForVLLM(worker, blocks_per_chunk)
+        return WorkerForVLLM(worker, num_blocks)
 
     def get_handlers(
         self, kv_caches: Any, attn_backends: Any = None
     ) -> Iterator[tuple[Any, Any, WorkerForVLLM]]:
         """The worker's side up to 0.24: one handler for both directions."""
         if isinstance(kv_caches, dict):  # tensors by layer, up to 0.18
-            kv_caches = canonical_kv_caches(kv_caches, getattr(self, "kv_cache_config", None))
+            kv_caches = canonical_kv_caches(kv_caches, cache_config_of(self))
         worker = self.get_worker(kv_caches)
         yield _GPUSpec, PagesSpec, worker
         yield PagesSpec, _GPUSpec, worker
@@ -158,7 +168,7 @@ class WorkerForVLLM(_Worker):
     def get_finished(self) -> list[Any]:
         """Jobs that ended since the last call."""
         results = self.worker.get_finished()
-        if not hasattr(_Result, "__dataclass_fields__"):  # up to 0.15
+        if not _release.transfer_dataclass:
             return [(result.job_id, result.success) for result in results]
         return [
             _Result(
@@ -180,27 +190,13 @@ class WorkerForVLLM(_Worker):
 
     def _blocks(self, spec: Any) -> GPULoadStoreSpec:
         block_ids = [int(block_id) for block_id in spec.block_ids]
-        group_sizes: Sequence[int] | None = getattr(spec, "group_sizes", None)  # 0.19
-        if group_sizes is None:
-            group_sizes = [len(block_ids)]
-        block_indices = getattr(spec, "block_indices", None)
+        group_sizes: Sequence[int] = [len(block_ids)]
+        block_indices: Sequence[int] | None = None
+        if _release.block_indices:
+            group_sizes, block_indices = spec.group_sizes, spec.block_indices
         if block_indices is None:  # up to 0.19 a transfer ends at the end of a chunk
             block_indices = [-size % self._blocks_per_chunk for size in group_sizes]
         return GPULoadStoreSpec(block_ids, list(group_sizes), list(block_indices))
-
-
-def _blocks_per_chunk(spec: Any) -> int:
-    for name in ("blocks_per_chunk", "block_size_factor"):  # 0.26, 0.18
-        if hasattr(spec, name):
-            return int(getattr(spec, name))
-    return int(spec.offloaded_block_size // spec.gpu_block_size)
-
-
-def _tokens_per_chunk(spec: Any) -> int:
-    """What events of 0.19 and before say; 0 from 0.26 on, when nobody asks."""
-    sizes = getattr(spec, "gpu_block_size", 0)
-    block_size = sizes if isinstance(sizes, int) else sizes[0]
-    return block_size * _blocks_per_chunk(spec)
 
 
 def _canonical(kv_caches: Any) -> CanonicalKVCaches[Any]:

@@ -2,39 +2,31 @@
 
 How the laws of :mod:`kvview.pool` are kept over a pool that checks nothing:
 
-1. Ids are checked before the engine is called, and blocks are looked up in the
-   list taken at bind; a ``KVCacheBlock`` never leaves this module and nothing
-   of it is ever written (POOL-3, POOL-4).
-2. The view counts its own references, so that it never drops the engine's.
-3. The null block is never passed on: older releases count references on it.
-4. A block that one call frees several times reaches the engine so that its last
-   reference goes alone: older releases would queue it twice (vLLM #42571).
-5. A block that leaves the free queue loses its links, so a walk reads some blocks
+1. The pool's ledger (:mod:`kvview.guard.ledger`) checks ids, counts the view's own
+   references and looks blocks up in the list taken at bind; a ``KVCacheBlock`` goes
+   nowhere else and nothing of it is ever written (POOL-3, POOL-4).
+2. The null block is never passed on: older releases count references on it.
+3. A block that leaves the free queue loses its links, so a walk reads some blocks
    ahead and checks each again when it yields it (:class:`_Walk`).
 
 Source: ``vllm/v1/core/block_pool.py`` and ``FreeKVCacheBlockQueue`` in
-``vllm/v1/core/kv_cache_utils.py``; :mod:`kvview_vllm.releases.capabilities` says what
-differs.
+``vllm/v1/core/kv_cache_utils.py``; :mod:`kvview_vllm.releases` says what differs.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvview import (
-    BlockNotHeldError,
     GPUBlockPoolView,
     OffloadKey,
-    UnknownBlockError,
-    ViewClosedError,
     get_offload_block_hash,
     get_offload_group_idx,
     require_offload_key,
 )
-from kvview_vllm.releases.probes import probe_pool
+from kvview.guard.ledger import Ledger, LedgerView, check_block_ids, ledger_of
+from kvview_vllm.releases import PoolSeam, probe_pool
 
 NULL_BLOCK_ID = 0
 _FIRST_CHUNK = 16
@@ -52,10 +44,12 @@ def view(block_pool: Any, *, owner: str = "connector") -> VLLMBlockPoolView:
         UnsupportedEngineError: The pool has a shape that no tested release has.
         VLLMNotInstalledError: No vLLM can be imported.
     """
-    return VLLMBlockPoolView(block_pool, probe_pool(block_pool), owner)
+    release = probe_pool(block_pool)
+    kind = _PrependingView if release.free_prepend else VLLMBlockPoolView
+    return kind(block_pool, release, owner)
 
 
-class VLLMBlockPoolView:
+class VLLMBlockPoolView(LedgerView):
     """The view of one owner over a real pool, with a ledger of its holds.
 
     1. Keeps every law of :mod:`kvview.pool` and every optional query.
@@ -64,130 +58,27 @@ class VLLMBlockPoolView:
 
     Args:
         block_pool: The pool, as :func:`probe_pool` recognised it.
-        capabilities: What :func:`probe_pool` returned for it.
+        release: What :func:`probe_pool` returned for it.
         owner: Named in errors and reports.
     """
 
-    def __init__(self, block_pool: Any, capabilities: frozenset[str], owner: str) -> None:
-        self.owner = owner
-        self.capabilities = capabilities
+    def __init__(self, block_pool: Any, release: PoolSeam, owner: str) -> None:
+        touch = block_pool.touch
+        if release.touch_nested:
+            # Up to 0.13 touch takes one list per KV-cache group.
+            touch = lambda blocks: block_pool.touch((blocks,))  # noqa: E731
+        ledger = ledger_of(block_pool, lambda: Ledger(block_pool.blocks, NULL_BLOCK_ID))
+        super().__init__(ledger, owner, touch, block_pool.free_blocks)
+        self.release = release
         self.num_blocks = len(block_pool.blocks)  # facts, which a closed view still tells
         self.null_block_id = NULL_BLOCK_ID
         self._pool: Any = block_pool
         self._blocks: list[Any] = block_pool.blocks
-        self._holds = [0] * len(self._blocks)  # references of this view, by block id
         self._walks: list[_Walk] = []
-        self._touch = block_pool.touch
-        if "touch_nested" in capabilities:
-            # Up to 0.13 touch takes one list per KV-cache group.
-            self._touch = lambda blocks: block_pool.touch((blocks,))
-        self._free = block_pool.free_blocks
-        if "free_prepend" in capabilities:
-            # 0.23.0 alone: before it everything freed goes to the tail, after it all that
-            # is hashed; to the head goes only what has lost its KV (PR #42656).
-            # On the instance, so that isinstance(view, SupportsGiveBack) tells the truth.
-            self.give_back_blocks = self._give_back_blocks
-
-    # --- references ---
-
-    def touch_blocks(self, block_ids: Sequence[int]) -> None:
-        """Take one reference on each block named, once per occurrence."""
-        # One loop that checks, counts and looks up: sets, Counter and itemgetter cost
-        # more for small batches and as much for large ones (benchmarks/guard.py).
-        holds, blocks = self._holds, self._blocks
-        found: list[Any] = []
-        try:
-            for block_id in block_ids:
-                if type(block_id) is int and block_id > 0:
-                    holds[block_id] += 1
-                    found.append(blocks[block_id])
-                elif type(block_id) is not int or block_id:
-                    raise IndexError
-        except IndexError:
-            for block in found:
-                holds[block.block_id] -= 1
-            self._open_pool()
-            self._check_block_ids(block_ids)
-            raise
-        if not found:
-            self._open_pool()
-            return
-        for walk in self._walks:
-            walk.before_touch(found)
-        self._touch(found)
-
-    def free_blocks(self, block_ids: Sequence[int]) -> None:
-        """Give back one reference on each block named, once per occurrence."""
-        holds, blocks = self._holds, self._blocks
-        found: list[Any] = []
-        may_repeat = False
-        try:
-            for block_id in block_ids:
-                if type(block_id) is int and block_id > 0:
-                    count = holds[block_id]
-                    if count == 1:
-                        holds[block_id] = 0
-                    elif count:
-                        holds[block_id] = count - 1
-                        may_repeat = True
-                    else:
-                        raise IndexError
-                    found.append(blocks[block_id])
-                elif type(block_id) is not int or block_id:
-                    raise IndexError
-        except IndexError:
-            for block in found:
-                holds[block.block_id] += 1
-            self._open_pool()
-            self._check_block_ids(block_ids)
-            self._check_held(block_ids)
-            raise
-        if not found:
-            self._open_pool()
-            return
-        if may_repeat:
-            # Up to 0.23 the engine queues a block once per occurrence when its last
-            # reference goes with others of its own in one call (vLLM #42571).
-            surplus, found = _split_repeated(found)
-            if surplus:
-                self._free(surplus)
-        self._free(found)
-
-    def _give_back_blocks(self, block_ids: Sequence[int]) -> None:
-        """Give back as :meth:`free_blocks` does, to the head of the queue (POOL-12)."""
-        free = self._free
-        self._free = partial(free, prepend=True) if free else None
-        try:
-            self.free_blocks(block_ids)
-        finally:
-            self._free = free
-        for walk in self._walks:
-            walk.pass_over(block_ids)
 
     def _open_pool(self) -> Any:
-        if self._pool is None:
-            raise ViewClosedError(
-                f"POOL-10: the view of {self.owner!r} was closed; ask the engine for a new one"
-            )
+        self.check_open()
         return self._pool
-
-    def _check_block_ids(self, block_ids: Iterable[object]) -> None:
-        for block_id in block_ids:
-            # A negative id would silently name a block from the end.
-            if type(block_id) is not int or not 0 <= block_id < len(self._blocks):
-                raise UnknownBlockError(
-                    f"POOL-4: {block_id!r} ({type(block_id).__name__}) is no block of this pool; "
-                    f"block ids are ints from 0 to {len(self._blocks) - 1}"
-                )
-
-    def _check_held(self, block_ids: Sequence[int]) -> None:
-        for block_id, freed in Counter(block_ids).items():
-            held = self._holds[block_id]
-            if block_id != NULL_BLOCK_ID and freed > held:
-                raise BlockNotHeldError(
-                    f"POOL-4: block {block_id} is freed {freed}x in this call and held {held}x "
-                    f"through the view of {self.owner!r}"
-                )
 
     # --- walks over the free queue ---
 
@@ -216,11 +107,13 @@ class VLLMBlockPoolView:
             self._open_pool()
 
     def _walk(self, *, hashed_only: bool) -> Iterator[Any]:
-        walk = _Walk(self._open_pool().free_block_queue, self.capabilities, hashed_only)
+        walk = _Walk(self._open_pool().free_block_queue, self.release, hashed_only)
+        self.before_touch.append(walk.before_touch)
         self._walks.append(walk)
         try:
             yield from walk.blocks()
         finally:
+            self.before_touch.remove(walk.before_touch)
             self._walks.remove(walk)
 
     # --- queries ---
@@ -232,13 +125,13 @@ class VLLMBlockPoolView:
     def is_free(self, block_id: int) -> bool:
         """Whether the block is free now."""
         self._open_pool()
-        self._check_block_ids((block_id,))
+        check_block_ids((block_id,), self.num_blocks)
         return _is_queued(self._blocks[block_id])
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
         """The keys registered for each block, primary first."""
         self._open_pool()
-        self._check_block_ids(block_ids)
+        check_block_ids(block_ids, self.num_blocks)
         blocks = self._blocks
         return [
             ()
@@ -249,7 +142,7 @@ class VLLMBlockPoolView:
 
     def _more_keys(self, block_id: int) -> list[OffloadKey]:
         """Hashes beside the primary one, in one order whatever the process."""
-        if "several_hashes" not in self.capabilities:  # before 0.24, PR #45939
+        if not self.release.several_hashes:  # before 0.24, PR #45939
             return []
         return sorted(self._pool.cached_block_hashes_by_block.get(block_id, ()))
 
@@ -262,17 +155,22 @@ class VLLMBlockPoolView:
         )
         return int(found[0].block_id) if found else None
 
-    def held_blocks(self) -> Mapping[int, int]:
-        """References held through this view, ``{block_id: count}``; costs O(pool)."""
-        self._open_pool()
-        return {block_id: count for block_id, count in enumerate(self._holds) if count}
 
-    def close(self) -> Mapping[int, int]:
-        """Close the view and report what it still held."""
-        still_held = {block_id: count for block_id, count in enumerate(self._holds) if count}
-        self._holds, self._blocks = [], []  # no id passes from here on
-        self._pool = self._touch = self._free = None
-        return still_held
+class _PrependingView(VLLMBlockPoolView):
+    """The view of 0.23.0, the one release that can give back to the head (PR #42656).
+
+    Before it everything freed goes to the tail, after it all that is hashed: to the head
+    goes only what has lost its KV.
+    """
+
+    def give_back_blocks(self, block_ids: Sequence[int]) -> None:
+        """Give back as ``free_blocks`` does, to the head of the queue (POOL-12)."""
+        block_ids = list(block_ids)
+        self.free_with(
+            lambda blocks: self._open_pool().free_blocks(blocks, prepend=True), block_ids
+        )
+        for walk in self._walks:
+            walk.pass_over(block_ids)
 
 
 class _Walk:
@@ -288,7 +186,7 @@ class _Walk:
        hashed ones that were missed.
     """
 
-    def __init__(self, queue: Any, capabilities: frozenset[str], hashed_only: bool) -> None:
+    def __init__(self, queue: Any, release: PoolSeam, hashed_only: bool) -> None:
         self._gone: set[int] = set()  # touched through the view since the start
         self._seen: set[int] = set()
         self._head = queue.fake_free_list_head
@@ -296,7 +194,7 @@ class _Walk:
         self._cursor = self._head.next_free_block  # the first block not read yet
         self._last = self._tail.prev_free_block
         self._unseen = queue.num_free_blocks
-        self._joins_in_front = bool(capabilities & {"unhashed_first", "free_prepend"})
+        self._joins_in_front = release.joins_in_front
         self._hashed_only = hashed_only
         self._rescanned = False
 
@@ -374,18 +272,6 @@ class _Walk:
 def _is_queued(block: Any) -> bool:
     """Whether a block is in the free queue: only there it has links."""
     return block.next_free_block is not None
-
-
-def _split_repeated(blocks: list[Any]) -> tuple[list[Any], list[Any]]:
-    """All occurrences but the last of each block, and the last ones in order."""
-    last: dict[int, Any] = {}
-    surplus = []
-    for block in reversed(blocks):
-        if block.block_id in last:
-            surplus.append(block)
-        else:
-            last[block.block_id] = block
-    return surplus, list(last.values())[::-1]
 
 
 if TYPE_CHECKING:

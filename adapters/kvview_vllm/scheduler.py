@@ -11,19 +11,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.core.sched.async_scheduler import (  # type: ignore[import-not-found,unused-ignore]
-    AsyncScheduler,
-)
-from vllm.v1.core.sched.scheduler import (  # type: ignore[import-not-found,unused-ignore]
-    Scheduler,
-)
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvview_vllm.binding import BlockPoolViewMixin, walk_connectors
 
 __all__ = ["AsyncViewScheduler", "ViewScheduler"]
 
 
-class ViewScheduler(Scheduler):  # type: ignore[misc,unused-ignore]
+class ViewScheduler(Scheduler):  # type: ignore[misc]
     """vLLM's scheduler; binds the pool to every connector that takes the view."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -31,7 +27,7 @@ class ViewScheduler(Scheduler):  # type: ignore[misc,unused-ignore]
         _bind(self)
 
 
-class AsyncViewScheduler(AsyncScheduler):  # type: ignore[misc,unused-ignore]
+class AsyncViewScheduler(AsyncScheduler):  # type: ignore[misc]
     """The same for ``--async-scheduling``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

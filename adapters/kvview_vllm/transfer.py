@@ -4,6 +4,10 @@
   memory is refused with :class:`~kvview.UnsupportedEngineError`.
 - PAGE-2 Layers of several groups that share memory **must** share a tensor.
 
+``compute_stream`` stays None, which is right here: vLLM calls its workers on the thread
+and under the current stream of the forward, so a worker orders itself after that one
+(XFER-6).
+
 Shapes a layer: blocks first (CPU and FlashAttention of late releases), keys and
 values first ``(2, blocks, ...)`` (up to 0.22), kernel blocks smaller than the
 manager's ``(k * blocks, ...)``, and lists of state tensors (Mamba).

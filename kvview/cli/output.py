@@ -1,34 +1,93 @@
-"""What every command does alike: errors in one line, reports in files."""
+"""What every command does alike: exit codes, errors in one line, reports in files."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvview.errors import ConfigError, KVViewError
+from kvview.errors import ConfigError, ConnectorError, HookError, KVViewError, line_of
+
+
+class ExitCode(IntEnum):
+    """How a command ends."""
+
+    CLEAN = 0, "clean"
+    WRONG = 1, "the run found something wrong: a mismatch, a leak, a broken law"
+    COULD_NOT_RUN = 2, "it could not run"
+    CONNECTOR_RAISED = 3, "a hook of the connector raised, or returned nonsense"
+    NOT_CHECKED = 4, "reserved: nothing is wrong, and not all was checked"
+    BUG = 5, "a bug of kvview or of a command"
+    INTERRUPTED = 130, "interrupted, and nothing wrong until then"
+
+    what: str
+
+    def __new__(cls, code: int, what: str) -> ExitCode:
+        """A number that says what it means."""
+        member = int.__new__(cls, code)
+        member._value_ = code
+        member.what = what
+        return member
+
+
+EXIT_CODES = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {code.what}" for code in ExitCode)
+"""For the help of every command."""
+
+_EXTRAS = {
+    "click": "cli",
+    "rich": "cli",
+    "torch": "reference",
+    "numpy": "reference",
+    "hypothesis": "testing",
+    "pytest": "testing",
+}
+
+
+def tell_error(error: Exception, is_verbose: bool) -> ExitCode:
+    """Say on stderr why a command ends: in one line, unless it is a bug of ours.
+
+    Args:
+        error: What the command raised.
+        is_verbose: Whether the traceback is wanted.
+    """
+    text = missing_extra(error) or line_of(error)
+    if isinstance(error, HookError):
+        code = ExitCode.CONNECTOR_RAISED
+    elif isinstance(error, ConnectorError):
+        code = ExitCode.WRONG
+    elif isinstance(error, KVViewError) or missing_extra(error):
+        code = ExitCode.COULD_NOT_RUN
+    else:
+        code = ExitCode.BUG
+        text = "a bug of kvview or of the command, and no verdict: please report the above"
+    if is_verbose or code is ExitCode.BUG:
+        click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
+    click.echo(f"kvview: {text}", err=True)
+    return code
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """What the user can mend is one line and exit code 2, without a traceback."""
+def naming(target: str) -> Iterator[None]:
+    """Say which connector an error is about."""
     try:
         yield
-    except KVViewError as error:
-        click.echo(f"kvview: {error}", err=True)
-        sys.exit(2)
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "numpy", "hypothesis"):
-            raise
-        needed = "testing" if error.name == "hypothesis" else "reference"
-        click.echo(f"kvview: this needs {error.name}: pip install 'kvview[{needed}]'", err=True)
-        sys.exit(2)
+    except ConnectorError as error:
+        error.args = (f"connector {target}: {error}",)
+        raise
+
+
+def missing_extra(error: BaseException) -> str | None:
+    """What to install when a package of an extra is not there; None for any other error."""
+    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
+        return f"this needs {error.name}: pip install 'kvview[{_EXTRAS[error.name]}]'"
+    return None
 
 
 def require_writable(option: str, path: str | None) -> None:

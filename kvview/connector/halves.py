@@ -25,11 +25,13 @@ connector overrides what it needs, and a later release may add methods.
   look up the hash of a block that it has only counted: :func:`~kvview.full_blocks`
   gives those that are there. Its worker half keeps XFER-6.
 - CONN-8 A store's key **must** name KV that is wholly in its source block:
-  ``num_computed_tokens`` covers the block's last token. The last token known of a
-  finished request is not computed.
+  ``num_computed_tokens`` covers the block's last token. The token that a finished
+  request sampled last is not computed.
 - CONN-9 A class **must not** define a public method whose name is close to a hook's,
-  or another engine's name for one, or a hook that cannot be called as the engine
-  calls it: :class:`~kvview.ConnectorDefinitionError` when the class is made.
+  or a hook's of the other half, or another engine's name for one, or a hook that
+  cannot be called as the engine calls it: a generator, a coroutine, a property, a mixin's
+  behind the default. :class:`~kvview.ConnectorDefinitionError` when the class is made;
+  what is assigned to an object is out of reach.
 
 The engine, for its part: calls the scheduler half from one thread; runs loads
 of a request before computing what follows them; never hands a block of an
@@ -48,7 +50,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, ClassVar
 
-from kvview.connector.hooks import check_hooks
+from kvview.connector.hooks import Hooked
 from kvview.connector.plan import StepPlan
 from kvview.connector.request import BlockIds, RequestInfo, StepInfo
 from kvview.events import OffloadingEvent
@@ -94,13 +96,8 @@ class EngineFacts:
     max_blocks_per_step: int
 
 
-class SchedulerConnector:
+class SchedulerConnector(Hooked):
     """The half beside the scheduler. Every method has a default that does nothing."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse what looks like a hook and is none (CONN-9)."""
-        super().__init_subclass__(**kwargs)
-        check_hooks(cls, SchedulerConnector)
 
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
         """Receive the pool: the first event after construction (CONN-1).
@@ -174,7 +171,7 @@ class SchedulerConnector:
 
         Args:
             request: The request; ``num_computed_tokens`` says how much KV its blocks have,
-                which is less than ``num_tokens``.
+                which is less than ``num_tokens`` when a token was sampled.
             block_ids: Its block table, per group; empty when it never had blocks.
             reason: Whether it came to its end.
         """
@@ -195,13 +192,8 @@ class SchedulerConnector:
         """Release everything held; callable twice."""
 
 
-class WorkerConnector:
+class WorkerConnector(Hooked):
     """The half beside the KV bytes. Every method has a default that does nothing."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse what looks like a hook and is none (CONN-9)."""
-        super().__init_subclass__(**kwargs)
-        check_hooks(cls, WorkerConnector)
 
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
         """Receive the KV-cache tensors, once, before the first plan."""
@@ -220,7 +212,7 @@ class WorkerConnector:
         """Release memory; callable twice."""
 
 
-class Connector:
+class Connector(Hooked):
     """What a target names: a class that builds the two halves.
 
     In one process or in two: each side builds its own instance from an equal
@@ -236,11 +228,6 @@ class Connector:
     contract_version: ClassVar[str] = CONTRACT_VERSION
     """The version of the contract that the class was written to, "1.0" for example; an
     engine refuses one that this kvview does not keep. Left out: the installed one."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse what looks like a hook and is none (CONN-9)."""
-        super().__init_subclass__(**kwargs)
-        check_hooks(cls, Connector)
 
     def __init__(self, config: ConnectorConfig) -> None:
         self.config = config

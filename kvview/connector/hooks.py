@@ -1,17 +1,21 @@
-"""Hooks by name: what looks like one and is none is refused when the class is made (CONN-9)."""
+"""Hooks by name: what looks like one and is none is refused when the class is made (CONN-9).
+
+Judged is what stands in a class and in its mixins. What ``__init__`` assigns to the object,
+or anyone to the class later, is out of reach.
+"""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from kvview.errors import ConnectorDefinitionError
 
-_CLOSE = 0.8  # difflib's ratio from which a name is taken for a misspelled hook
-
-# Other names under which people know the hooks: vLLM's, and those of kvview's drafts.
+# Other engines' names for the hooks, and those of kvview's drafts: no helper is called so.
 OTHER_NAMES = {
     "bind_gpu_block_pool": "bind_gpu_block_pool_view",
     "bind_kv_cache_manager": "bind_gpu_block_pool_view",
@@ -27,58 +31,150 @@ OTHER_NAMES = {
     "start_load_kv": "start_plan",
     "get_transfer_results": "get_finished",
 }
+# Other words for one; a class that does not have the hook may use them.
+SYNONYMS = {
+    "bind_pool_view": "bind_gpu_block_pool_view",
+    "bind_gpu_pool_view": "bind_gpu_block_pool_view",
+    "on_engine_started": "on_engine_ready",
+    **{f"{verb}_scheduler": "make_scheduler" for verb in ("build", "create", "get")},
+    **{f"{verb}_worker": "make_worker" for verb in ("build", "create", "get")},
+    "make_scheduler_connector": "make_scheduler",
+    "make_worker_connector": "make_worker",
+}
+_AFTER_ON = dict.fromkeys(("aborted", "complete", "completed", "done", "end", "ended"), "finished")
+# Hooks of one half that are names of their own right in another.
+_ANYONES = {"shutdown", "wait"}
+_SAME_STEM = 5  # letters
+_SAME_WORD, _SAME_NAME = 0.73, 0.9  # difflib's ratio from which one is a misspelling of the other
+
+_bases: list[type] = []
 
 
-def check_hooks(cls: type, base: type) -> None:
-    """Check the methods that a class defines itself.
+class Hooked:
+    """Its direct subclasses declare hooks; theirs are checked against them (CONN-9)."""
 
-    Args:
-        cls: A subclass of ``base``.
-        base: One of the halves, or ``Connector``: its public methods are the hooks.
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse what looks like a hook and is none (CONN-9)."""
+        super().__init_subclass__(**kwargs)
+        if Hooked in cls.__bases__:
+            _bases.append(cls)
+        else:
+            _check_hooks(cls)
 
-    Raises:
-        ConnectorDefinitionError: A name is close to a hook's, or a hook's signature
-            does not take what the engine passes.
-    """
-    hooks = {
+
+def hooks_of(cls: type) -> dict[str, Callable[..., Any]]:
+    """The hooks that a class has, by name, as the contract declares them."""
+    return _declared(base for base in _bases if issubclass(cls, base))
+
+
+def _declared(bases: Iterable[type]) -> dict[str, Callable[..., Any]]:
+    return {
         name: value
+        for base in bases
         for name, value in vars(base).items()
         if inspect.isfunction(value) and not name.startswith("_")
     }
-    for name, value in vars(cls).items():
-        if name.startswith("_") or not callable(value):
-            continue
-        if name in hooks:
-            _check_signature(cls, name, value, hooks[name])
-        elif meant := _meant(name, hooks):
-            raise ConnectorDefinitionError(
-                f"CONN-9: {cls.__module__}.{cls.__qualname__}.{name} is never called: the hook of "
-                f"a {base.__name__} is {meant}{inspect.signature(hooks[meant])}. Rename it, or "
-                f"begin the name of a helper with an underscore"
-            )
+
+
+def _check_hooks(cls: type) -> None:
+    """Check what a class defines, and what its mixins bring.
+
+    Raises:
+        ConnectorDefinitionError: A name is close to a hook's, or a hook cannot be called
+            as the engine calls it, or is never reached.
+    """
+    hooks = hooks_of(cls)
+    mixins = [base for base in cls.__mro__[1:-1] if not issubclass(base, Hooked)]
+    for owner in (cls, *mixins):
+        for name, value in vars(owner).items():
+            if name.startswith("_"):
+                continue
+            what = f"CONN-9: {owner.__module__}.{owner.__qualname__}.{name}"
+            if name in hooks:
+                wanted = f"{name}{inspect.signature(hooks[name])}"
+                if problem := _why_not_called(value, hooks[name]):
+                    raise ConnectorDefinitionError(f"{what} {problem}; the engine calls {wanted}")
+                first = next(base for base in cls.__mro__ if name in vars(base))
+                if first in _bases:
+                    raise ConnectorDefinitionError(
+                        f"{what} is never called: in {cls.__qualname__} the default of "
+                        f"{first.__qualname__} comes before it. Name the mixin first"
+                    )
+            elif _is_method(value) and (meant := _meant(name, hooks)):
+                half = next(base.__name__ for base in _bases if meant in vars(base))
+                raise ConnectorDefinitionError(
+                    f"{what} is never called: the hook is {half}.{meant}"
+                    f"{inspect.signature(_declared(_bases)[meant])}. Rename it, or begin the name "
+                    f"of a helper with an underscore"
+                )
+
+
+def _is_method(value: object) -> bool:
+    wrapped = (classmethod, functools.partialmethod)
+    return isinstance(value, wrapped) or (callable(value) and not isinstance(value, type))
 
 
 def _meant(name: str, hooks: Collection[str]) -> str | None:
-    other = OTHER_NAMES.get(name)
-    if other in hooks:
-        return other
-    close = difflib.get_close_matches(name, hooks, n=1, cutoff=_CLOSE)
-    return close[0] if close else None
+    """The hook that somebody meant who wrote a name, None when it is a name like any other."""
+    everyones = _declared(_bases)
+    if name in everyones and name not in _ANYONES:
+        return name  # of another half
+    if name in OTHER_NAMES:
+        return OTHER_NAMES[name]
+    if SYNONYMS.get(name) in hooks:
+        return SYNONYMS[name]
+    words = _words(name)
+    return next((hook for hook in hooks if _are_alike(words, _words(hook))), None)
 
 
-def _check_signature(cls: type, name: str, method: Any, hook: Callable[..., Any]) -> None:
-    if isinstance(method, (staticmethod, classmethod)):
-        method = method.__func__
+def _words(name: str) -> list[str]:
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_")
+    if words[0] == "on":
+        words = [_AFTER_ON.get(word, word) for word in words[1:]]
+    return [word for word in words if word]
+
+
+def _are_alike(words: list[str], hook: list[str]) -> bool:
+    """Whether each word is the hook's or a misspelling of it, in order, or all are, in any order.
+
+    A helper differs in a whole word: ``plan_loads``, ``has_pending_jobs``, ``make_worker_pool``.
+    """
+    if sorted(words) == sorted(hook):
+        return True
+    if _ratio("".join(words), "".join(hook)) >= _SAME_NAME:
+        return True
+    return len(words) == len(hook) and all(map(_is_same_word, words, hook))
+
+
+def _is_same_word(one: str, other: str) -> bool:
+    if _ratio(one, other) >= _SAME_WORD:
+        return one[0] == other[0]  # take and make are two
+    return len(one) >= _SAME_STEM and one[:_SAME_STEM] == other[:_SAME_STEM]
+
+
+def _ratio(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
+def _why_not_called(value: Any, hook: Callable[..., Any]) -> str | None:
+    """Why an engine cannot call what a class has under a hook's name."""
+    is_bound = hasattr(type(value), "__get__")
+    if isinstance(value, (property, functools.cached_property)) or not (
+        is_bound or callable(value)
+    ):
+        return f"is a {type(value).__name__}, not a method"
     try:
-        signature = inspect.signature(method)
-    except (TypeError, ValueError):  # built in, without a signature
-        return
-    wanted = inspect.signature(hook)
-    skipped = 1 if isinstance(vars(cls)[name], staticmethod) else 0
+        method = value.__get__(object(), object) if is_bound else value
+        # A wrapper is judged by what it takes itself.
+        signature = inspect.signature(method, follow_wrapped=False)
+    except Exception:  # a descriptor or a builtin of its own kind
+        return None
     try:
-        signature.bind(*([None] * (len(wanted.parameters) - skipped)))
+        signature.bind(*([None] * (len(inspect.signature(hook).parameters) - 1)))
     except TypeError as error:
-        raise ConnectorDefinitionError(
-            f"CONN-9: {cls.__module__}.{cls.__qualname__}.{name}{signature} cannot be called as "
-            f"the engine calls it, {name}{wanted}: {error}"
-        ) from None
+        return f"cannot be called: {error}, it takes {signature}"
+    if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+        return "is async: nobody awaits it"
+    if inspect.isgeneratorfunction(method) and hook.__name__ != "take_events":
+        return "is a generator: nothing of it runs when it is called"
+    return None

@@ -54,8 +54,8 @@ class RequestInfo:
             covering the whole prefix; grows as tokens come. Without group index.
         num_computed_tokens: Leading tokens whose KV is in the request's blocks: hit in
             the prefix cache, loaded, or computed, launched steps included (CONN-7). The
-            last token known is never one of them after a step: it is computed in the
-            next. 0 while the request has no blocks.
+            token sampled last is never one of them: it is computed in the next step. 0
+            while the request has no blocks, but for the hit that ``match_prefix`` is told.
         content: What the KV is computed from; the same object at every call.
     """
 

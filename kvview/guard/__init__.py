@@ -1,6 +1,7 @@
 """The guard: what a connector gets by default instead of a bare view."""
 
 from kvview.guard.lease import GuardedLease, Leak
-from kvview.guard.view import GuardedView, GuardStats
+from kvview.guard.ledger import GuardStats
+from kvview.guard.view import GuardedView
 
 __all__ = ["GuardStats", "GuardedLease", "GuardedView", "Leak"]

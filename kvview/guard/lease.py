@@ -1,18 +1,26 @@
 """Leases: references that are given back exactly once, and the report of those that were not.
 
-``GuardedView.lease`` makes them and keeps GUARD-2 and GUARD-3 (:mod:`kvview.guard`).
+``GuardedView.lease`` makes them and keeps GUARD-2, 3 and 7 to 9 (:mod:`kvview.guard`).
 
 Source: vLLM issues #41383 and #46289.
 """
 
 from __future__ import annotations
 
+import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
+
+from kvview.errors import BlockNotHeldError
+from kvview.guard.ledger import NotCopyable
 
 if TYPE_CHECKING:
-    from kvview.guard import GuardedView
+    from kvview.guard.view import GuardedView
+    from kvview.pool import Lease
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -23,8 +31,8 @@ class Leak:
         owner: Whose guard it is.
         job: The lease's job, or None for plain touches.
         block_ids: The blocks, one entry a reference.
-        age: Seconds since the last of them was taken.
-        taken_at: ``file:line in function`` of the caller when tracing, else None.
+        age: Seconds for which they have been held without a break.
+        taken_at: ``file:line in function`` of the first caller when tracing, else None.
     """
 
     owner: str
@@ -41,22 +49,59 @@ class Leak:
         )
 
 
-class GuardedLease:
-    """References that are given back exactly once (GUARD-2); made by ``lease``.
+@dataclass(eq=False)
+class Hold:
+    """What the guard knows of one lease, also when nobody has the lease any more.
 
-    As a context manager it ends with the block; as an object, by ``release``.
+    Args:
+        block_ids: What is held, one entry a reference.
+        job: Named in reports.
+        since: When it was taken, seconds.
+        taken_at: The line that took it, when tracing.
+        deadline: Seconds on the guard's clock, or None.
+        ticket: Of its entry in the heap of deadlines; every other entry is stale.
+        is_active: False once it was released or expired.
     """
 
-    def __init__(
-        self, guard: GuardedView, block_ids: tuple[int, ...], job: object, taken_at: str | None
-    ) -> None:
-        self.block_ids = block_ids
-        self.job = job
-        self.deadline: float | None = None
-        self.is_active = True
+    block_ids: tuple[int, ...]
+    job: object
+    since: float
+    taken_at: str | None
+    deadline: float | None = None
+    ticket: int | None = None
+    is_active: bool = True
+
+
+class GuardedLease(NotCopyable):
+    """References that are given back exactly once (GUARD-2); made by ``lease``.
+
+    The class behind :class:`kvview.Lease`. As a context manager it ends with the
+    block; as an object, by ``release``.
+    """
+
+    def __init__(self, guard: GuardedView, hold: Hold) -> None:
         self._guard = guard
-        self._since = guard.now()
-        self._taken_at = taken_at
+        self._hold = hold
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """What is held, one entry a reference, without the null block."""
+        return self._hold.block_ids
+
+    @property
+    def job(self) -> object:
+        """Named in reports."""
+        return self._hold.job
+
+    @property
+    def deadline(self) -> float | None:
+        """When it ends by itself, seconds on the guard's clock."""
+        return self._hold.deadline
+
+    @property
+    def is_active(self) -> bool:
+        """False once it was released, expired, or the view was closed."""
+        return self._hold.is_active and self._guard.is_open
 
     def renew(self, ttl: float) -> None:
         """Move the deadline to ``ttl`` seconds from now.
@@ -71,12 +116,16 @@ class GuardedLease:
         """Give the references back; False when the lease had ended already."""
         return self._guard._release(self)
 
-    def leak(self) -> Leak:
-        """What a leak report says of this lease."""
-        age = self._guard.now() - self._since
-        return Leak(self._guard.owner, self.job, self.block_ids, age, self._taken_at)
+    def check_active(self) -> None:
+        """Raise ``BlockNotHeldError`` when the lease has ended (GUARD-7)."""
+        if not self.is_active:
+            raise BlockNotHeldError(
+                f"GUARD-7: the lease of job {self.job!r} has ended, its blocks may be anyone's: "
+                f"take a new one"
+            )
 
-    def __enter__(self) -> GuardedLease:
+    def __enter__(self) -> Self:
+        self._guard._check_lease(self)
         return self
 
     def __exit__(
@@ -86,3 +135,19 @@ class GuardedLease:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # nothing may come out of here, also at the interpreter's end
+            if self.is_active and self.deadline is None and self._guard.is_at_home:
+                _logger.warning(
+                    "GUARD-9: a lease of %r was dropped, nobody can release it any more: job %r, "
+                    "%d references, blocks %s; keep it, or give it a ttl",
+                    self._guard.owner,
+                    self.job,
+                    len(self.block_ids),
+                    list(self.block_ids[:8]),
+                )
+
+
+if TYPE_CHECKING:
+    _: type[Lease] = GuardedLease

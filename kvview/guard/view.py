@@ -2,7 +2,7 @@
 
 An engine that does not check lets a connector free twice, free what another one
 holds, or pin the whole pool; what follows is seen hours later (vLLM #42571,
-#42085). ``GuardedView`` keeps a ledger and refuses first.
+#42085). ``GuardedView`` opens accounts in the pool's ledger and refuses first.
 
 - GUARD-1 Everything **must** be checked before anything changes: after an error
   the pool, the ledger and the leases are as they were.
@@ -11,6 +11,21 @@ holds, or pin the whole pool; what follows is seen hours later (vLLM #42571,
 - GUARD-3 Leases **must** expire in the order of their deadlines, whatever the
   order in which they were taken or renewed (vLLM #58222, #50789).
 - GUARD-4 A call from another thread than the guard's **must** raise.
+- GUARD-5 A pin budget is a share of the pool, and what counts is what the engine
+  can not allocate: each block once that *any* view or guard of the pool holds. A
+  touch after which more would be held **must** raise; ``num_pinnable_blocks``
+  **must** say how many more may be. So two guards of 0.5 pin half of the pool
+  together. A budget is rounded down to blocks (0.29 of 100 is 29), to one at least.
+- GUARD-6 Guards and leases **must** refuse to be copied or pickled, and to be used
+  in a forked process: the references are those of the process that took them.
+- GUARD-7 A lease that has ended **must** refuse ``with`` and ``renew``.
+- GUARD-8 Blocks that the engine does not take back at an expiry **must** not fail
+  the call that came by, nor keep the lease active: they are logged, stay in
+  ``leaks`` and are tried again.
+- GUARD-9 A guard that is dropped and still holds blocks, or a lease without a
+  deadline, **must** be told in the log: nobody can give these back any more.
+- GUARD-10 Guards over one view **must** be told apart: none gives back what
+  another one, or the view itself, holds.
 
 Source: vLLM issues #41383 and #46289 (leases), #27046 (pin caps); the incidents
 above.
@@ -19,74 +34,63 @@ above.
 from __future__ import annotations
 
 import heapq
+import logging
+import os
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from contextlib import suppress
 from itertools import count
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
-from kvview.errors import (
-    BlockNotHeldError,
-    ConfigError,
-    PinBudgetExceeded,
-    StaleBlockError,
-    UnknownBlockError,
-    ViewClosedError,
-    WrongThreadError,
+from kvview.errors import ConfigError, StaleBlockError, WrongThreadError
+from kvview.guard.lease import GuardedLease, Hold, Leak
+from kvview.guard.ledger import (
+    CheckedView,
+    GuardStats,
+    LedgerView,
+    NotCopyable,
+    Stamp,
+    check_block_ids,
 )
-from kvview.guard.lease import GuardedLease, Leak
+from kvview.guard.queries import GuardedQueries
 from kvview.keys import OffloadKey, require_offload_key
-from kvview.pool import GPUBlockPoolView
+from kvview.pool import GPUBlockPoolView, SupportsLeases
 
-_OPTIONAL_QUERIES = (
-    "num_free_blocks",
-    "is_free",
-    "block_keys",
-    "find_cached_block",
-    "iter_free_block_ids",
-)
+_logger = logging.getLogger(__name__)
 
+_RETRY_SECONDS = 1.0
+_FEW_STALE = 32
+_NEAR_FRAMES = 8
 
-@dataclass
-class GuardStats:
-    """Counters since the guard was made, for a metrics exporter.
-
-    Args:
-        touched: References taken.
-        freed: References given back.
-        leases: Leases taken.
-        expired: Leases that ended by expiry.
-        refused: Calls that raised.
-        peak_held: Most references held at once.
-    """
-
-    touched: int = 0
-    freed: int = 0
-    leases: int = 0
-    expired: int = 0
-    refused: int = 0
-    peak_held: int = 0
+_guards: WeakSet[GuardedView] = WeakSet()
 
 
-_Taken = tuple[float, str | None]
+def _open_view(view: GPUBlockPoolView, owner: str, max_blocks: int | None) -> LedgerView:
+    """A view of its own for a guard, in the ledger of the view below if that has one."""
+    if isinstance(view, GuardedView):
+        return view.open_view(owner, max_blocks)
+    below = view if isinstance(view, LedgerView) else CheckedView(view, owner)
+    return below.open_view(owner, max_blocks)
 
 
-class GuardedView:
-    """A view with a ledger: checks first, leases, a budget, a leak report.
+class GuardedView(GuardedQueries, NotCopyable):
+    """A view that checks first: leases, a budget, one thread, a leak report.
 
-    1. Keeps POOL-2 to POOL-5 and POOL-10 over a view that does not check.
-    2. Has exactly the optional queries that the view under it has.
+    1. Keeps POOL-2 to POOL-5 and POOL-10 over a view that does not check; over one
+       that keeps a ledger itself, nothing is checked or counted a second time.
+    2. Has exactly the optional queries that the view under it has, which
+       ``isinstance(guard, Supports...)`` tells; ``num_pinnable_blocks`` where there
+       is a budget.
     3. References are either plain (``touch_blocks``/``free_blocks``) or a lease's;
        one kind can not give back the other's.
 
     Args:
         view: The view to guard.
         owner: Named in errors and reports.
-        pin_budget: Largest share of the pool's blocks that may be held at once,
-            0 to 1; None for no limit.
+        pin_budget: Largest share of the pool's blocks that may be held after a touch
+            through this guard, 0 to 1 (GUARD-5); None for no limit.
         clock: Seconds, monotonic; for tests.
         trace: Whether to note the line that took each hold (slow).
 
@@ -105,84 +109,59 @@ class GuardedView:
     ) -> None:
         if pin_budget is not None and not 0 < pin_budget <= 1:
             raise ConfigError(f"pin_budget must be a share of the pool in (0, 1], got {pin_budget}")
-        self.owner = owner
-        self.stats = GuardStats()
-        self.now = clock
-        self._view: GPUBlockPoolView | None = view
-        self._trace = trace
-        self._thread = get_ident()
-        self._null = getattr(view, "null_block_id", 0)
         size: int | None = getattr(view, "num_blocks", None)
         if size is None and pin_budget is not None:
             raise ConfigError("a pin budget needs a view that knows num_blocks")
-        self._size = size
-        self._max_held = None if size is None or pin_budget is None else int(pin_budget * size)
-        if size is not None:
-            self.num_blocks, self.null_block_id = size, self._null
-        for name in _OPTIONAL_QUERIES:
-            if hasattr(view, name):
-                # On the instance, so that isinstance(guard, Supports...) tells the truth.
-                setattr(self, name, partial(self._query, name))
-        # By block id: all references, and when and where the last plain one was taken.
-        # Lists where the size is known: dicts cost a third more (benchmarks/guard.py).
-        self._held: list[int] | dict[int, int] = defaultdict(int) if size is None else [0] * size
-        self._since: list[_Taken | None] | dict[int, _Taken | None]
-        self._since = {} if size is None else [None] * size
-        self._leased: Counter[int] = Counter()  # the leases' part of _held
-        self._pinned: set[int] = set()  # the blocks held, for the budget alone
-        self._leases: set[GuardedLease] = set()
-        self.deadlines: list[tuple[float, int, GuardedLease]] = []  # a heap; empty: none can expire
-        self._serial = count()
+        max_blocks = None
+        if size is not None and pin_budget is not None:
+            # 0.29 * 100 is 28.999...: what is that close to a whole block is one.
+            max_blocks = max(1, int(pin_budget * size + 1e-6))
+        self.owner = owner
+        self.now = clock
+        self._below: Any = view
+        self._trace = trace
+        self._thread: int | None = get_ident()
+        self.stats = GuardStats()
+        self._view = _open_view(view, owner, max_blocks)
+        self._view.stamp = self._stamp if trace else clock
+        self._view.stats = self.stats
+        self._lease_view: LedgerView | None = None
+        self._null = self._view.ledger.null_block_id
+        self._offer_queries()
+        self._holds: set[Hold] = set()  # of leases, until their blocks are back
+        self.deadlines: list[tuple[float, int, Hold]] = []  # a heap; empty: none can expire
+        self._num_stale = 0  # entries in it of leases that were released or renewed
+        self._tickets = count()
+        _guards.add(self)
 
     # --- the contract ---
 
     def touch_blocks(self, block_ids: Sequence[int]) -> None:
         """Take one reference on each block named, once per occurrence."""
-        real = self._take(block_ids)
-        taken = self.now(), self._caller() if self._trace else None
-        since = self._since
-        for block_id in real:
-            since[block_id] = taken
+        deadlines = self.deadlines
+        if get_ident() != self._thread or (deadlines and deadlines[0][0] <= self.now()):
+            self._enter()
+        self._view.touch_blocks(block_ids)
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
         """Give back one plain reference on each block named, once per occurrence."""
-        view = self._view
-        if view is None or self.deadlines or get_ident() != self._thread:
-            view = self._enter()
-        held, null = self._held, self._null
-        real: list[int] = []
-        may_repeat = False
-        try:
-            for block_id in list(block_ids):
-                if type(block_id) is not int or block_id < 0:
-                    raise IndexError
-                if block_id != null:
-                    if (times := held[block_id]) == 1:
-                        held[block_id] = 0
-                    elif times:
-                        held[block_id] = times - 1
-                        may_repeat = True
-                    else:
-                        raise IndexError
-                    real.append(block_id)
-        except IndexError:
-            self._count(real, 1)
-            self._check_block_ids((block_id,))
-            raise self._not_held(block_id, [*real, block_id]) from None
-        try:
-            if self._leased:
-                self._check_not_leased(real)
-            self._give_back(view, real, may_repeat)
-        except BaseException:
-            self._count(real, 1)
-            raise
+        deadlines = self.deadlines
+        if get_ident() != self._thread or (deadlines and deadlines[0][0] <= self.now()):
+            self._enter()
+        self._view.free_blocks(block_ids)
 
     def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         """Walk the free blocks that still hold reusable KV, next victim first."""
-        for block_id, block_hash in self._enter().iter_free_block_ids_with_hash():
+        self._enter()
+        for block_id, key in self._below.iter_free_block_ids_with_hash():
             if block_id != self._null:
-                yield block_id, block_hash
+                yield block_id, key
                 self._enter()
+
+    def open_view(self, owner: str, max_blocks: int | None = None) -> LedgerView:
+        """The view under this guard for another owner, as a guard over this one needs it."""
+        self._enter()
+        return self._view.open_view(owner, max_blocks)
 
     # --- leases ---
 
@@ -207,266 +186,232 @@ class GuardedView:
             A lease, active from now; also a context manager.
 
         Raises:
-            StaleBlockError: A block does not hold the hash expected any more.
+            StaleBlockError: A block does not hold the key expected any more.
+            NotAnOffloadKeyError: An expected key cannot be one.
             PinBudgetExceeded: More blocks than the budget allows.
-            ConfigError: ``ttl`` is not positive, or the view cannot tell hashes.
+            ConfigError: ``ttl`` is not positive, or the view cannot tell keys.
         """
         self._enter()
-        if ttl is not None and not ttl > 0:
-            raise ConfigError(f"ttl must be positive seconds, got {ttl}")
+        if ttl is not None:
+            _check_ttl(ttl)
+        block_ids = list(block_ids)
         if expected_keys is not None:
-            block_ids = list(block_ids)
-            self._check_block_ids(block_ids)
+            check_block_ids(block_ids, self._view.ledger.num_blocks)
             self._check_keys(block_ids, expected_keys)
-        real = self._take(block_ids)
-        lease = GuardedLease(self, tuple(real), job, self._caller() if self._trace else None)
-        self._leased.update(real)
-        self._leases.add(lease)
+        taken_at = self._caller() if self._trace else None
+        if self._lease_view is None:
+            self._lease_view = self._view.open_view(self.owner)
+        self._lease_view.touch_blocks(block_ids)
+        real = tuple(block_id for block_id in block_ids if block_id != self._null)
+        hold = Hold(real, job, self.now(), taken_at)
+        self._holds.add(hold)
         self.stats.leases += 1
         if ttl is not None:
-            self._schedule(lease, ttl)
-        return lease
+            self._schedule(hold, ttl)
+        return GuardedLease(self, hold)
 
     def release_expired(self) -> list[Leak]:
         """Release the leases whose deadline has passed; every other call does so too.
 
         Returns:
-            What was released, earliest deadline first.
+            What ended, earliest deadline first.
         """
         self._check_open()
-        return self._expire() if self.deadlines else []
+        return self._expire()
 
     def _expire(self) -> list[Leak]:
         expired = []
-        now = self.now()
+        now = self.now() if self.deadlines else 0.0
         while self.deadlines and self.deadlines[0][0] <= now:
-            deadline, _, lease = heapq.heappop(self.deadlines)
-            if lease.is_active and lease.deadline == deadline:  # else renewed or released
-                expired.append(lease.leak())
+            _, ticket, hold = heapq.heappop(self.deadlines)
+            if hold.ticket != ticket:
+                self._num_stale -= 1  # renewed or released
+                continue
+            hold.ticket = None
+            leak = self._leak(hold)
+            is_first = hold.is_active
+            if is_first:
+                expired.append(leak)
                 self.stats.expired += 1
-                self._end(lease)
+                hold.is_active = False
+            try:
+                self._end(hold)
+            except Exception:
+                # Not the fault of the call that came by (GUARD-8).
+                if is_first:
+                    _logger.exception("GUARD-8: an expired lease was not taken back: %s", leak)
+                self._schedule(hold, _RETRY_SECONDS)
         return expired
 
-    def _schedule(self, lease: GuardedLease, ttl: float) -> None:
-        lease.deadline = self.now() + ttl
-        heapq.heappush(self.deadlines, (lease.deadline, next(self._serial), lease))
+    def _schedule(self, hold: Hold, ttl: float) -> None:
+        self._forget_deadline(hold)
+        hold.ticket = next(self._tickets)
+        hold.deadline = self.now() + ttl
+        heapq.heappush(self.deadlines, (hold.deadline, hold.ticket, hold))
+
+    def _forget_deadline(self, hold: Hold) -> None:
+        """Leave its entry in the heap stale; drop these when they are the larger part."""
+        if hold.ticket is None:
+            return
+        hold.ticket = None
+        self._num_stale += 1
+        size = len(self.deadlines)
+        if self._num_stale == size or 2 * self._num_stale > size + _FEW_STALE:
+            self.deadlines[:] = [entry for entry in self.deadlines if entry[2].ticket == entry[1]]
+            heapq.heapify(self.deadlines)
+            self._num_stale = 0
+
+    def _check_lease(self, lease: GuardedLease) -> None:
+        self._enter()
+        lease.check_active()
 
     def _renew(self, lease: GuardedLease, ttl: float) -> None:
-        self._enter()
-        if not ttl > 0:
-            raise ConfigError(f"ttl must be positive seconds, got {ttl}")
-        if not lease.is_active:
-            raise BlockNotHeldError(f"the lease of job {lease.job!r} has ended: take a new one")
-        self._schedule(lease, ttl)
+        _check_ttl(ttl)
+        self._check_lease(lease)
+        self._schedule(lease._hold, ttl)
 
     def _release(self, lease: GuardedLease) -> bool:
-        if self._view is None or not lease.is_active:
-            return False  # close() or expiry was first
-        self._enter()
+        if lease.is_active:
+            self._enter()
         if not lease.is_active:
-            return False
-        self._end(lease)
+            return False  # close() or expiry was first
+        self._end(lease._hold)
+        lease._hold.is_active = False
         return True
 
-    def _end(self, lease: GuardedLease) -> None:
-        assert self._view is not None, "only an open guard ends leases"
-        self._count(lease.block_ids, -1)
-        try:
-            self._give_back(self._view, lease.block_ids, may_repeat=True)
-        except BaseException:
-            self._count(lease.block_ids, 1)
-            raise
-        lease.is_active = False
-        self._leases.remove(lease)
-        self._leased -= Counter(lease.block_ids)
+    def _end(self, hold: Hold) -> None:
+        assert self._lease_view is not None, "whoever holds has taken"
+        self._lease_view.free_blocks(hold.block_ids)
+        self._forget_deadline(hold)
+        self._holds.discard(hold)
 
     # --- reports ---
 
     def held_blocks(self) -> Mapping[int, int]:
-        """References held, plain and leased, ``{block_id: count}``."""
+        """References held, plain, leased and by guards over this one, ``{block_id: count}``."""
         self._enter()
-        return self._references()
+        return self._view.held_blocks()
 
     def leaks(self, older_than: float = 0.0) -> list[Leak]:
         """What is held for at least ``older_than`` seconds, oldest first."""
         now = self.now()
-        plain: dict[_Taken, list[int]] = {}
-        for block_id, times in self._references().items():
-            if times > self._leased[block_id]:
-                taken = self._since[block_id]
-                assert taken is not None, "every plain reference is noted"
-                plain.setdefault(taken, []).extend([block_id] * (times - self._leased[block_id]))
-        leaks = [
-            Leak(self.owner, None, tuple(block_ids), now - since, taken_at)
-            for (since, taken_at), block_ids in plain.items()
-        ]
-        leaks += [lease.leak() for lease in self._leases]
+        plain: dict[tuple[str, Stamp | None], list[int]] = {}
+        leased = self._lease_view
+        for view in self._view.tree():
+            if view is not leased:
+                for block_id, times, stamp in view.references():
+                    plain.setdefault((view.owner, stamp), []).extend([block_id] * times)
+        leaks = [self._leak(hold) for hold in self._holds]
+        for (owner, stamp), block_ids in plain.items():
+            since, taken_at = stamp if isinstance(stamp, tuple) else (stamp, None)
+            age = 0.0 if since is None else now - since
+            leaks.append(Leak(owner, None, tuple(block_ids), age, taken_at))
         leaks = [leak for leak in leaks if leak.age >= older_than]
         return sorted(leaks, key=lambda leak: -leak.age)
+
+    def _leak(self, hold: Hold) -> Leak:
+        return Leak(self.owner, hold.job, hold.block_ids, self.now() - hold.since, hold.taken_at)
 
     def close(self) -> Mapping[int, int]:
         """Close the guard and the view under it; reports what was still held.
 
         ``leaks`` still tells more about it afterwards.
         """
-        still_held = self._references()
-        for lease in self._leases:
-            lease.is_active = False
-        view, self._view = self._view, None
-        if view is None:
-            return {}
-        close = getattr(view, "close", None)
+        below, self._below = self._below, None
+        still_held = self._view.close()
+        close = getattr(below, "close", None)
         if close is not None:
             close()
         return still_held
 
-    # --- the ledger ---
-
-    def _take(self, block_ids: Sequence[int]) -> list[int]:
-        """Take references, or raise with nothing changed; the ids without the null block."""
-        view = self._view
-        if view is None or self.deadlines or get_ident() != self._thread:
-            view = self._enter()
-        # One loop that checks and counts; sets and Counter cost more (benchmarks/guard.py).
-        held, null = self._held, self._null
-        real: list[int] = []
-        try:
-            for block_id in list(block_ids):
-                if type(block_id) is not int or block_id < 0:
-                    raise IndexError
-                if block_id != null:
-                    held[block_id] += 1
-                    real.append(block_id)
-        except IndexError:
-            self._count(real, -1)
-            self._check_block_ids((block_id,))
-            raise
-        try:
-            if self._max_held is not None:
-                self._check_budget(real)
-            view.touch_blocks(real)
-        except BaseException:
-            self._count(real, -1)
-            raise
-        if self._max_held is not None:
-            self._pinned.update(real)
-        stats = self.stats
-        stats.touched += len(real)
-        if stats.touched - stats.freed > stats.peak_held:
-            stats.peak_held = stats.touched - stats.freed
-        return real
-
-    def _give_back(
-        self, view: GPUBlockPoolView, block_ids: Sequence[int], may_repeat: bool
-    ) -> None:
-        """Tell the view below; the ledger has let go of these already."""
-        if may_repeat:
-            # Engines up to vLLM 0.23 queue a block twice that one call names twice (vLLM
-            # #42571): surplus mentions go first, and what may set blocks free goes last,
-            # in the order of the last mentions (POOL-11).
-            last = list(dict.fromkeys(reversed(block_ids)))[::-1]
-            surplus = Counter(block_ids)
-            surplus.subtract(last)
-            while surplus := +surplus:
-                view.free_blocks(list(surplus))
-                surplus.subtract(list(surplus))
-            view.free_blocks(last)
-        else:
-            view.free_blocks(block_ids)
-        if self._max_held is not None:
-            self._pinned.difference_update(b for b in block_ids if not self._held[b])
-        self.stats.freed += len(block_ids)
-
-    def _count(self, block_ids: Sequence[int], step: int) -> None:
-        held = self._held
-        for block_id in block_ids:
-            held[block_id] += step
-
-    def _references(self) -> dict[int, int]:
-        held = self._held
-        pairs = held.items() if isinstance(held, dict) else enumerate(held)
-        return {block_id: times for block_id, times in pairs if times}
+    def __del__(self) -> None:
+        with suppress(Exception):  # nothing may come out of here, also at the interpreter's end
+            if not self.is_at_home or not self._view.is_open:
+                return
+            if not (still_held := self._view.held_blocks()):
+                self._view.close()
+            elif self._view.ledger.has_pool:  # else the pool goes with it
+                _logger.warning(
+                    "GUARD-9: the guard of %r was dropped and still holds %d blocks, which nobody "
+                    "can give back any more: %s; close it first",
+                    self.owner,
+                    len(still_held),
+                    list(still_held)[:8],
+                )
 
     # --- checks ---
 
-    def _check_open(self) -> GPUBlockPoolView:
+    @property
+    def is_open(self) -> bool:
+        """Whether neither the guard nor the view under it was closed."""
+        return self._view.is_open
+
+    @property
+    def is_at_home(self) -> bool:
+        """Whether this is the process that made the guard (GUARD-6)."""
+        return self._thread is not None
+
+    def _check_open(self) -> None:
         if get_ident() != self._thread:
             self.stats.refused += 1
+            if self._thread is None:
+                raise WrongThreadError(
+                    f"GUARD-6: the guard of {self.owner!r} came here by a fork, and what it holds "
+                    f"is its first process's: open a pool and a guard of this process's own"
+                )
             raise WrongThreadError(
-                f"the guard of {self.owner!r} belongs to thread {self._thread}, called from "
-                f"{get_ident()}: call it on the scheduler's thread only"
+                f"GUARD-4: the guard of {self.owner!r} belongs to thread {self._thread}, called "
+                f"from {get_ident()}: call it on the scheduler's thread only"
             )
-        if self._view is None:
-            self.stats.refused += 1
-            raise ViewClosedError(
-                f"POOL-10: the view of {self.owner!r} was closed; ask the engine for a new one"
-            )
-        return self._view
+        self._view.check_open()
 
-    def _enter(self) -> GPUBlockPoolView:
-        view = self._check_open()
+    def _enter(self) -> None:
+        self._check_open()
         if self.deadlines and self.deadlines[0][0] <= self.now():
             self._expire()
-        return view
-
-    def _check_block_ids(self, block_ids: Sequence[int]) -> None:
-        last = self._size if self._size is not None else float("inf")
-        for block_id in block_ids:
-            if type(block_id) is not int or not 0 <= block_id < last:
-                self.stats.refused += 1
-                raise UnknownBlockError(
-                    f"POOL-4: {block_id!r} ({type(block_id).__name__}) is no block of the pool "
-                    f"of {self.owner!r}; block ids are ints from 0 to {last - 1:.0f}"
-                )
-
-    def _check_not_leased(self, block_ids: Sequence[int]) -> None:
-        for block_id in block_ids:
-            if self._held[block_id] < self._leased[block_id]:
-                self._count(block_ids, 1)
-                error = self._not_held(block_id, block_ids)
-                self._count(block_ids, -1)
-                raise error
-
-    def _not_held(self, block_id: int, block_ids: Sequence[int]) -> BlockNotHeldError:
-        self.stats.refused += 1
-        leased = self._leased[block_id]
-        return BlockNotHeldError(
-            f"POOL-4: {self.owner!r} frees block {block_id} {block_ids.count(block_id)}x and "
-            f"holds it {self._held[block_id] - leased}x"
-            + (f", beside {leased} leased" if leased else "")
-        )
-
-    def _check_budget(self, block_ids: Sequence[int]) -> None:
-        wanted = len(self._pinned) + len(set(block_ids) - self._pinned)
-        if self._max_held is not None and wanted > self._max_held:
-            self.stats.refused += 1
-            raise PinBudgetExceeded(
-                f"{self.owner!r} would hold {wanted} blocks, its budget is {self._max_held} of "
-                f"{self._size}: free some first, or store later"
-            )
 
     def _check_keys(self, block_ids: Sequence[int], expected: Sequence[OffloadKey]) -> None:
-        keys_of = getattr(self, "block_keys", None)
-        if keys_of is None or len(expected) != len(block_ids):
+        if not hasattr(self, "block_keys") or len(expected) != len(block_ids):
             raise ConfigError(
-                f"expected_keys needs a view with block_keys, and one key a block: "
+                f"GUARD-1: expected_keys needs a view with block_keys, and one key a block: "
                 f"{len(expected)} for {len(block_ids)} blocks"
             )
-        for block_id, key, keys in zip(block_ids, expected, keys_of(block_ids), strict=True):
+        for block_id, key, keys in zip(
+            block_ids, expected, self.block_keys(block_ids), strict=True
+        ):
             if block_id != self._null and require_offload_key(key) not in keys:
                 self.stats.refused += 1
                 raise StaleBlockError(
-                    f"block {block_id} does not hold {key.hex()} any more: it was reused "
+                    f"GUARD-1: block {block_id} does not hold {key.hex()} any more: it was reused "
                     f"or evicted since it was seen"
                 )
 
-    def _query(self, name: str, *args: Any) -> Any:
-        return getattr(self._enter(), name)(*args)
+    def _stamp(self) -> Stamp:
+        return self.now(), self._caller()
 
-    def _caller(self) -> str | None:
+    def _caller(self) -> str:
         import traceback  # a third of the import time of all kvview, for tracing alone
 
-        for frame in reversed(traceback.extract_stack()):
-            if frame.filename != __file__:
-                return f"{frame.filename}:{frame.lineno} in {frame.name}"
-        return None
+        near = traceback.extract_stack(limit=_NEAR_FRAMES)
+        first_own = next(i for i, frame in enumerate(near) if frame.filename == __file__)
+        caller = near[max(first_own - 1, 0)]
+        return f"{caller.filename}:{caller.lineno} in {caller.name}"
+
+
+def _check_ttl(ttl: float) -> None:
+    if not ttl > 0:
+        raise ConfigError(f"GUARD-3: ttl must be positive seconds, got {ttl}")
+
+
+def _leave_home() -> None:
+    """Tell the guards of a forked child that they are copies."""
+    for guard in list(_guards):
+        guard._thread = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_home)
+
+if TYPE_CHECKING:
+    _: type[GPUBlockPoolView] = GuardedView
+    _leases: type[SupportsLeases] = GuardedView

@@ -30,6 +30,7 @@ from kvview.testing.recorder import LawBroken
 from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.testing.runner import read_expected_failures, run_checks
 from kvview.testing.transfer import checks as transfer_checks
+from kvview.testing.transfer.compute import GatedComputeStream
 
 __all__ = [
     "CHECKS",
@@ -38,6 +39,7 @@ __all__ = [
     "Capability",
     "Check",
     "CheckResult",
+    "GatedComputeStream",
     "GeometryHarness",
     "LawBroken",
     "ManagerHarness",

@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvview.cli.output import one_line_errors, require_writable, write_json
+from kvview.cli.output import ExitCode, naming, require_writable, write_json
 from kvview.connector import Connector
 from kvview.errors import ConfigError
+from kvview.targets import is_connector, load_connector
 
 if TYPE_CHECKING:
     from kvview.testing import CheckResult, MutantResult, Report
@@ -89,49 +90,53 @@ def check(
     transfer worker; or a connector class, which is run in an engine under faults.
     """
     console = Console(stderr=json_file == "-")  # stdout is the report's alone then
-    with one_line_errors():
-        require_writable("--json", json_file)
-        require_writable("--report", page_file)
-        if self_test:
-            if page_file is not None:
-                raise ConfigError("--report is for a TARGET: --self-test has no page")
-            if target is not None:
-                raise ConfigError("--self-test takes no TARGET: it brings its own")
-            _finish(*_self_test(console), json_file)
-        if target is None:
-            raise ConfigError("give a TARGET, package.module:factory, or --self-test")
-        from kvview.testing import load_target, read_expected_failures, run_checks
-
-        subject = load_target(target)
-        if isinstance(subject, type) and issubclass(subject, Connector):
-            found = _check_connector(console, subject, target, seed or 0, seeds, engine, page_file)
-            _finish(*found, json_file)
-        if engine != "reference":
-            raise ConfigError(f"--engine is for a connector, and target {target!r} is none")
-        expected = (
-            {} if expected_failures_file is None else read_expected_failures(expected_failures_file)
-        )
-        with _status(f"checking {target}") as on_progress:
-            report = run_checks(
-                subject,
-                expected_failures=expected,
-                profile=profile,
-                select=select,
-                seed=seed,
-                target=target,
-                on_result=lambda result: on_progress(result.check.name),
-            )
-        _show(console, report)
+    require_writable("--json", json_file)
+    require_writable("--report", page_file)
+    if self_test:
         if page_file is not None:
-            from kvview.testing.page import write_checks_report
+            raise ConfigError("--report is for a TARGET: --self-test has no page")
+        if target is not None:
+            raise ConfigError("--self-test takes no TARGET: it brings its own")
+        _finish(*_self_test(console), json_file)
+    if target is None:
+        raise ConfigError("give a TARGET, package.module:factory, or --self-test")
+    from kvview.testing import load_target, read_expected_failures, run_checks
 
-            write_checks_report(page_file, report)
-        interrupted = 1 if report.failures else 2
-        code = interrupted if report.is_interrupted else int(not report.is_clean)
-        _finish(code, report.to_dict(), json_file)
+    subject = load_target(target)
+    if is_connector(subject):
+        connector = load_connector(target)
+        found = _check_connector(console, connector, target, seed or 0, seeds, engine, page_file)
+        _finish(*found, json_file)
+    if engine != "reference":
+        raise ConfigError(f"--engine is for a connector, and target {target!r} is none")
+    expected = (
+        {} if expected_failures_file is None else read_expected_failures(expected_failures_file)
+    )
+    with _status(f"checking {target}") as on_progress:
+        report = run_checks(
+            subject,
+            expected_failures=expected,
+            profile=profile,
+            select=select,
+            seed=seed,
+            target=target,
+            on_result=lambda result: on_progress(result.check.name),
+        )
+    _show(console, report)
+    if page_file is not None:
+        from kvview.testing.page import write_checks_report
+
+        write_checks_report(page_file, report)
+    _finish(_verdict(bool(report.failures), report.is_interrupted), report.to_dict(), json_file)
 
 
-def _finish(code: int, report: dict[str, Any], json_file: str | None) -> None:
+def _verdict(has_failures: bool, is_interrupted: bool) -> ExitCode:
+    if has_failures:
+        return ExitCode.WRONG
+    return ExitCode.INTERRUPTED if is_interrupted else ExitCode.CLEAN
+
+
+def _finish(code: ExitCode, report: dict[str, Any], json_file: str | None) -> None:
     write_json(json_file, report)
     sys.exit(code)
 
@@ -139,6 +144,9 @@ def _finish(code: int, report: dict[str, Any], json_file: str | None) -> None:
 @contextmanager
 def _status(title: str) -> Iterator[Callable[[str], None]]:
     console = Console(stderr=True)
+    if not console.is_terminal:  # it would write empty lines
+        yield lambda text: None
+        return
     with console.status(title) as status:
         yield lambda text: status.update(f"{title}: {text}")
 
@@ -151,7 +159,7 @@ def _check_connector(
     seeds: int,
     engine: str,
     page_file: str | None,
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[ExitCode, dict[str, Any]]:
     try:
         from kvview.testing.connector import check_connector, load_engines
     except ModuleNotFoundError as error:
@@ -162,7 +170,7 @@ def _check_connector(
     if seeds < 1:
         raise ConfigError(f"--seeds must be at least 1, got {seeds}")
     engines = load_engines(engine)
-    with _status(f"simulating {target}") as on_progress:
+    with naming(target), _status(f"simulating {target}") as on_progress:
         report = check_connector(
             connector_class,
             seeds=seeds,
@@ -191,7 +199,7 @@ def _check_connector(
         "coverage": dict(report.coverage),
         "failures": failures,
     }
-    return 1 if failures else 2 * report.is_interrupted, told
+    return _verdict(bool(failures), report.is_interrupted), told
 
 
 # --- what a person sees ---
@@ -258,7 +266,7 @@ def _paste(console: Console, script: str) -> None:
     console.print(script, markup=False, highlight=False, soft_wrap=True)  # never broken
 
 
-def _self_test(console: Console) -> tuple[int, dict[str, Any]]:
+def _self_test(console: Console) -> tuple[ExitCode, dict[str, Any]]:
     from kvview.testing.mutants import load_mutants, run_mutants
 
     mutants = load_mutants()
@@ -277,7 +285,7 @@ def _self_test(console: Console) -> tuple[int, dict[str, Any]]:
         for result in results
     ]
     survivors = [result for result in results if not result.is_killed]
-    return int(bool(survivors)), {"mutants": rows, "num_survivors": len(survivors)}
+    return _verdict(bool(survivors), False), {"mutants": rows, "num_survivors": len(survivors)}
 
 
 def _show_mutants(console: Console, results: Sequence[MutantResult]) -> None:

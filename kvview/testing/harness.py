@@ -71,6 +71,9 @@ class Capability(StrEnum):
     """The view is a guard: it has ``lease``; ``advance(seconds)`` moves its clock."""
     PIN_BUDGET = "pin_budget"
     """``budgeted(num_blocks)``: a new harness whose guard may hold so many blocks."""
+    GUARDS = "guards"
+    """``guard_over(view, num_blocks)``: another guard, with the clock of the first, over any
+    view; it may hold so many blocks, or any number with None."""
     ONE_THREAD = "one_thread"
     """The view refuses calls from another thread than the one that made it."""
 
@@ -97,6 +100,15 @@ class Capability(StrEnum):
     """``fail_next()``: the copy of the job that is submitted next fails."""
     PAUSE = "pause"
     """``pause()`` and ``resume()``: copies submitted in between start at ``resume``."""
+    FAIL_BLOCK = "fail_block"
+    """``fail_block(number)``: in the store that is submitted next, the copy of one GPU block
+    fails, counted in the order of the job; the copies of others need not."""
+    COMPUTE = "compute"
+    """``hold_compute()`` and ``release_compute()``: what the worker's compute stream is given
+    in between ends at ``release_compute`` (:class:`~kvview.testing.GatedComputeStream`)."""
+    TIER_SPEC = "tier_spec"
+    """``tier_spec(pages)``: how the tier names its pages, which may be anything: keys, offsets,
+    files. Without it by :class:`~kvview.CPULoadStoreSpec`, and any other page is refused."""
 
 
 class PoolHarness(Protocol):
@@ -227,7 +239,7 @@ class TransferHarness(Protocol):
 
     @property
     def num_cpu_blocks(self) -> int:
-        """Host blocks; at least 8, and 4 for each group."""
+        """Pages of the tier that the checks may use, from 0; at least 8, and 4 for each group."""
         ...
 
     @property
@@ -325,6 +337,7 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         Capability.HOLDS: (Need("view", "held_blocks", 0),),
         Capability.LEASES: (Need("view", "lease", 1), Need("harness", "advance", 1)),
         Capability.PIN_BUDGET: (Need("harness", "budgeted", 1),),
+        Capability.GUARDS: (Need("harness", "guard_over", 2),),
         Capability.ONE_THREAD: (),
     },
     "geometry": {
@@ -345,6 +358,12 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
     "transfer": {
         Capability.FAIL: (Need("harness", "fail_next", 0),),
         Capability.PAUSE: (Need("harness", "pause", 0), Need("harness", "resume", 0)),
+        Capability.FAIL_BLOCK: (Need("harness", "fail_block", 1),),
+        Capability.COMPUTE: (
+            Need("harness", "hold_compute", 0),
+            Need("harness", "release_compute", 0),
+        ),
+        Capability.TIER_SPEC: (Need("harness", "tier_spec", 1),),
     },
 }
 """Per contract, the capabilities that may be declared, and what each one needs."""

@@ -31,6 +31,7 @@ class BoundCheck:
     profile: Profile
 
     def __call__(self) -> None:
+        """Run the check; raises what it finds."""
         with use_profile(self.profile):
             self.check.function(self.factory)
 

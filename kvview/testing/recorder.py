@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import reprlib
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NoReturn
+
+from kvview.targets import target_of
 
 _RESULT = reprlib.Repr()  # takes no arguments before Python 3.12
 _RESULT.maxlist = _RESULT.maxtuple = _RESULT.maxdict = _RESULT.maxset = 24
@@ -186,9 +187,14 @@ class Recorder:
     def _code(
         self, receiver: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str:
-        shown = [self._names.get(id(arg)) or repr(arg) for arg in args]
+        shown = [self._shown(arg) for arg in args]
         shown += [f"{key}={value!r}" for key, value in kwargs.items()]
         return f"{self._names[id(receiver)]}.{method}({', '.join(shown)})"
+
+    def _shown(self, value: object) -> str:
+        if type(value) is tuple and len(value) > 1:
+            return f"({', '.join(map(self._shown, value))})"
+        return self._names.get(id(value)) or repr(value)
 
 
 def _source(value: object) -> str:
@@ -204,9 +210,8 @@ def _exception(error: BaseException) -> str:
 def _import_line(factory: Callable[[], Any]) -> str:
     module = getattr(factory, "__module__", None)
     name = getattr(factory, "__qualname__", None)
+    if target := target_of(factory):
+        return f"from kvview.testing import load_target\nfactory = load_target({target!r})"
     if module is None or name is None or not name.isidentifier() or module == "__main__":
         return f"factory = ...  # the factory that was checked: {name or factory!r}"
-    if module.startswith("kvview_target_"):
-        path = getattr(sys.modules[module], "__file__", None)
-        return f"from kvview.testing import load_target\nfactory = load_target('{path}:{name}')"
     return f"from {module} import {name} as factory"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
 
 from kvview import (
     CacheGeometry,
@@ -16,7 +19,7 @@ from kvview import (
     GuardedView,
     OffloadingManager,
 )
-from kvview.testing.harness import Capability
+from kvview.testing import Capability, GatedComputeStream
 from kvview_reference.geometry.coordinator import KVCacheCoordinator, make_coordinator
 from kvview_reference.offloading import CPUOffloadingManager
 from kvview_reference.pool import NULL_BLOCK_ID, BlockPool
@@ -65,36 +68,46 @@ class ReferencePool:
         return self.pool.view("conformance")
 
     def allocate(self, num_blocks: int) -> list[int]:
+        """Take blocks for a request, one reference each; their hashes are evicted."""
         return self.pool.allocate_blocks(num_blocks)
 
     def release(self, block_ids: Sequence[int]) -> None:
+        """Give back one of the engine's references on each; the first is evicted first."""
         self.pool.free_blocks(block_ids)
 
     def cache(
         self, block_ids: Sequence[int], block_hashes: Sequence[bytes], group_idx: int
     ) -> None:
+        """Register full blocks in the prefix cache."""
         self.pool.cache_blocks(block_ids, block_hashes, block_size=_BLOCK_SIZE, group_idx=group_idx)
 
     def evict(self, block_ids: Sequence[int]) -> None:
+        """Drop blocks from the prefix cache."""
         self.pool.evict_blocks(block_ids)
 
     def reset(self) -> bool:
+        """Reset the prefix cache; False when refused."""
         return self.pool.reset_prefix_cache()
 
     def close(self) -> Mapping[int, int]:
+        """Close the view, as an engine that goes."""
         still_held: Mapping[int, int] = self.view.close()  # type: ignore[attr-defined]
         return still_held
 
     def sized(self, num_blocks: int) -> ReferencePool:
+        """A new harness over a pool of another size."""
         return type(self)(num_blocks)
 
 
 class GuardedReferencePool(ReferencePool):
     """The same pool behind a guard, with a clock that stands still until it is moved."""
 
-    capabilities = ReferencePool.capabilities - {Capability.GIVE_BACK} | {
+    Guard: type[GuardedView] = GuardedView
+
+    capabilities = ReferencePool.capabilities | {
         Capability.LEASES,
         Capability.PIN_BUDGET,
+        Capability.GUARDS,
         Capability.ONE_THREAD,
     }
 
@@ -103,18 +116,26 @@ class GuardedReferencePool(ReferencePool):
         self.pin_budget = pin_budget
         super().__init__(num_blocks)
 
+    @override
     def make_view(self) -> GPUBlockPoolView:
-        return GuardedView(
+        return self.Guard(
             super().make_view(),
             owner="conformance",
             pin_budget=self.pin_budget,
             clock=lambda: self.seconds,
         )
 
+    def guard_over(self, view: GPUBlockPoolView, num_blocks: int | None) -> GuardedView:
+        """A guard over a view of this kind."""
+        budget = None if num_blocks is None else num_blocks / self.num_blocks
+        return self.Guard(view, owner="another", pin_budget=budget, clock=lambda: self.seconds)
+
     def advance(self, seconds: float) -> None:
+        """Let time pass."""
         self.seconds += seconds
 
     def budgeted(self, num_blocks: int) -> GuardedReferencePool:
+        """A new harness whose guard has a budget."""
         return type(self)(self.num_blocks, pin_budget=num_blocks / self.num_blocks)
 
 
@@ -143,14 +164,22 @@ class ReferenceGeometry:
 
     def make_coordinator(self) -> KVCacheCoordinator:
         """The coordinator under test."""
-        return make_coordinator(self.pool, self.geometry, enable_caching=True)
+        return make_coordinator(
+            self.geometry.groups,
+            self.pool,
+            enable_caching=True,
+            scheduler_block_size=self.geometry.scheduler_block_size,
+            hash_block_size=self.geometry.hash_block_size,
+        )
 
     def with_geometry(
         self, scheduler_block_size: int, hash_block_size: int, groups: Sequence[CacheGroup]
     ) -> ReferenceGeometry:
+        """A new harness of another geometry; sizes that do not divide are refused (GEO-2)."""
         return type(self)(CacheGeometry(scheduler_block_size, hash_block_size, tuple(groups)))
 
     def cache(self, block_hashes: Sequence[bytes], group_idx: int, block: int) -> int:
+        """Cache block number ``block`` of a request in a group, alone; returns its id."""
         blocks = self.pool.allocate_blocks(1)
         block_hash = block_hashes[self.geometry.block_hash_index(group_idx, block)]
         block_size = self.geometry.groups[group_idx].block_size
@@ -177,13 +206,20 @@ class ReferenceManager:
         self.manager: OffloadingManager = self.with_policy(cache_policy)
 
     def with_policy(self, name: str) -> OffloadingManager:
+        """A new manager with another policy."""
         return CPUOffloadingManager(self.capacity, name, enable_events=True)
 
 
 class ReferenceTransfer:
-    """The CPU<->GPU worker over CPU tensors with padding, gaps and a shared tensor."""
+    """The CPU<->GPU worker over CPU tensors with padding, gaps and a shared tensor.
 
-    capabilities = frozenset({Capability.FAIL, Capability.PAUSE})
+    It is made as anybody makes it: small jobs are copied on the spot, those of the last group
+    on a thread, and of three blocks on several.
+    """
+
+    capabilities = frozenset(
+        {Capability.FAIL, Capability.PAUSE, Capability.FAIL_BLOCK, Capability.COMPUTE}
+    )
     num_cpu_blocks = 24
     blocks_per_chunk = 3
     num_blocks = 24
@@ -191,7 +227,8 @@ class ReferenceTransfer:
     def __init__(self) -> None:
         import torch
 
-        rows = ((64, 0), (48, 16), (20, 5))  # bytes of a page, bytes to the next
+        self._compute = GatedComputeStream()
+        rows = ((64, 0), (48, 16), (20, 5), (400_000, 0))  # bytes of a page, bytes to the next
         tensors = []
         for page, gap in rows:
             storage = torch.zeros(32 + self.num_blocks * (page + gap) + 32, dtype=torch.int8)
@@ -202,7 +239,9 @@ class ReferenceTransfer:
                 [CanonicalKVCacheRef(0, 64), CanonicalKVCacheRef(1, 40)],
                 [CanonicalKVCacheRef(1, 48)],
                 [CanonicalKVCacheRef(2, 20)],
+                [CanonicalKVCacheRef(3, 399_000)],
             ],
+            self._compute,
         )
         self.worker = self.make_worker()
         self._gate: threading.Event | None = None
@@ -212,30 +251,53 @@ class ReferenceTransfer:
         from kvview_reference.transfer import CPUGPUTransferWorker
 
         return CPUGPUTransferWorker(
-            self.kv_caches,
-            self.num_cpu_blocks,
-            blocks_per_chunk=self.blocks_per_chunk,
-            inline_bytes=0,
+            self.kv_caches, self.num_cpu_blocks, blocks_per_chunk=self.blocks_per_chunk
         )
 
     def pause(self) -> None:
         # All copies go through one lane: what waits in it holds back the rest.
+        """Keep copies from starting."""
         self._gate = threading.Event()
-        self.worker._copier._lane.submit(self._gate.wait)  # type: ignore[attr-defined]
+        copier: Any = self.worker._copier
+        copier._last = copier._lane.submit(self._gate.wait)
 
     def resume(self) -> None:
+        """Let them start again."""
         assert self._gate is not None, "resume follows pause"
         self._gate.set()
 
+    def hold_compute(self) -> None:
+        """Leave the compute stream busy."""
+        self._compute.hold()
+
+    def release_compute(self) -> None:
+        """Let the compute stream come to its end."""
+        self._compute.release()
+
     def fail_next(self) -> None:
+        """Make the next copy fail."""
+        self._free_tensors(lambda number: True)
+
+    def fail_block(self, number: int) -> None:
+        """Make the copy of one block fail."""
+        self._free_tensors(lambda at: at == number)
+
+    def _free_tensors(self, fails: Callable[[int], bool]) -> None:
+        """Have the next job find the tensors of some of its blocks freed."""
         copier: Any = self.worker._copier
-        copy = copier._copy
+        submit = copier.submit
 
-        def fail(*copies: Any) -> None:
-            copier._copy = copy
-            raise RuntimeError("the copy failed, as it was told to")
+        def submit_one(job: Any) -> None:
+            copier.submit = submit
+            moves: list[Any] = []
+            for group, blocks, rows in job.moves:
+                freed = replace(group, addresses=group.addresses + 1)
+                for at in range(len(blocks)):
+                    one = freed if fails(len(moves)) else group
+                    moves.append((one, blocks[at : at + 1], rows[at : at + 1]))
+            submit(replace(job, moves=moves))
 
-        copier._copy = fail
+        copier.submit = submit_one
 
 
 def pool() -> ReferencePool:

@@ -25,6 +25,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from kvview import (
     AllBlocksCleared,
     BlockNotHeldError,
@@ -33,16 +35,15 @@ from kvview import (
     ConfigError,
     GPUBlockPoolView,
     GPUEvent,
-    KVViewError,
     NoFreeBlocksError,
     OffloadKey,
-    UnknownBlockError,
-    ViewClosedError,
     get_offload_block_hash,
     get_offload_group_idx,
     make_offload_key,
     require_offload_key,
 )
+from kvview.guard.ledger import Ledger, LedgerView, check_block_ids, ledger_of
+from kvview_reference.events import EventLog
 
 NULL_BLOCK_ID = 0
 _MAX_STALE_SHARE = 8  # stale entries per block before they are dropped
@@ -89,7 +90,7 @@ class BlockPool:
         self._more_hashes: dict[int, list[OffloadKey]] = {}
         self._blocks_by_hash: dict[OffloadKey, int | dict[int, None]] = {}
         self._walks: list[_Walk] = []
-        self._events: list[GPUEvent] | None = [] if enable_events else None
+        self._events: EventLog[GPUEvent] | None = EventLog() if enable_events else None
 
     # --- references and the free queue ---
 
@@ -240,12 +241,7 @@ class BlockPool:
 
     def check_block_ids(self, block_ids: Iterable[object]) -> None:
         """Raise ``UnknownBlockError`` unless each is an int that names a block (POOL-4)."""
-        for block_id in block_ids:
-            if type(block_id) is not int or not 0 <= block_id < self.num_blocks:
-                raise UnknownBlockError(
-                    f"POOL-4: {block_id!r} ({type(block_id).__name__}) is no block of this pool; "
-                    f"block ids are ints from 0 to {self.num_blocks - 1}"
-                )
+        check_block_ids(block_ids, self.num_blocks)
 
     def free_block_ids(self) -> list[int]:
         """The whole free queue at once, next victim first."""
@@ -466,10 +462,7 @@ class BlockPool:
 
     def take_events(self) -> list[GPUEvent]:
         """Events since the last call, in order."""
-        events = self._events or []
-        if events:
-            self._events = []
-        return events
+        return [] if self._events is None else self._events.take()
 
     def view(self, owner: str = "connector") -> BlockPoolView:
         """What a connector gets; errors and reports name the owner."""
@@ -526,102 +519,63 @@ def _walk_free_block_ids_with_hash(open_pool: OpenPool) -> Iterator[tuple[int, O
                 walk.num_stale += 1
 
 
-class BlockPoolView:
-    """The view of one owner over a :class:`BlockPool`, with a ledger of its holds.
+class BlockPoolView(LedgerView):
+    """The view of one owner over a :class:`BlockPool`.
 
     Keeps every law of :mod:`kvview.pool`, where its methods are described, and
-    answers every optional query.
+    answers every optional query; the ledger checks ids and counts.
     """
 
     def __init__(self, pool: BlockPool, owner: str) -> None:
-        self.owner = owner
+        ledger = ledger_of(pool, lambda: Ledger(list(range(pool.num_blocks)), NULL_BLOCK_ID))
+        super().__init__(ledger, owner, pool.touch_blocks, pool.free_blocks)
         self.num_blocks = pool.num_blocks  # facts, which a closed view still tells
         self.null_block_id = NULL_BLOCK_ID
-        self._pool: BlockPool | None = pool
-        self._held: dict[int, int] = {}
+        self._pool = pool
 
     def _open_pool(self) -> BlockPool:
-        if self._pool is None:
-            raise ViewClosedError(
-                f"POOL-10: the view of {self.owner!r} was closed; ask the engine for a new one"
-            )
+        self.check_open()
         return self._pool
 
-    def touch_blocks(self, block_ids: Sequence[int]) -> None:
-        pool = self._pool or self._open_pool()
-        block_ids = list(block_ids)
-        for block_id in block_ids:
-            if type(block_id) is not int:
-                pool.check_block_ids(block_ids)
-        pool.touch_blocks(block_ids)
-        self._hold(block_ids)
-
-    def free_blocks(self, block_ids: Sequence[int]) -> None:
-        pool = self._pool or self._open_pool()
-        block_ids = list(block_ids)
-        held = self._held
-        for number, block_id in enumerate(block_ids):
-            if type(block_id) is int:
-                if block_id in held:
-                    if (count := held[block_id]) == 1:
-                        del held[block_id]
-                    else:
-                        held[block_id] = count - 1
-                    continue
-                if block_id == NULL_BLOCK_ID:
-                    continue
-            self._hold(block_ids[:number])
-            pool.check_block_ids(block_ids)
-            raise BlockNotHeldError(
-                f"POOL-4: the view of {self.owner!r} frees block {block_id} too often"
-            )
-        try:
-            pool.free_blocks(block_ids)
-        except KVViewError:  # the engine gave back what this view holds
-            self._hold(block_ids)
-            raise
-
     def give_back_blocks(self, block_ids: Sequence[int]) -> None:
-        block_ids = list(block_ids)
-        self.free_blocks(block_ids)
-        self._open_pool().move_to_head(block_ids)
+        """Give back as ``free_blocks`` does, to the head of the queue (POOL-12)."""
+        pool = self._open_pool()
 
-    def _hold(self, block_ids: list[int]) -> None:
-        held = self._held
-        for block_id in block_ids:
-            if block_id in held:
-                held[block_id] += 1
-            elif block_id != NULL_BLOCK_ID:
-                held[block_id] = 1
+        def move(block_ids: Sequence[int]) -> None:
+            pool.free_blocks(block_ids)
+            pool.move_to_head(block_ids)
+
+        self.free_with(move, block_ids)
 
     def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
+        """Walk the free blocks that still hold reusable KV, next victim first."""
         return _walk_free_block_ids_with_hash(self._open_pool)
 
     def iter_free_block_ids(self) -> Iterator[int]:
+        """All free blocks, hashed or not, next victim first; lazy as POOL-6."""
         return _walk_free_block_ids(self._open_pool)
 
     def num_free_blocks(self) -> int:
+        """Blocks that could be allocated now, hashed or not."""
         return self._open_pool().num_free_blocks()
 
     def is_free(self, block_id: int) -> bool:
+        """Whether the block is free now. False for the null block."""
         return self._open_pool().ref_cnt(block_id) == 0 and block_id != NULL_BLOCK_ID
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
+        """The keys registered for each block, in one call."""
         return self._open_pool().block_keys(block_ids)
 
     def find_cached_block(self, key: OffloadKey) -> int | None:
+        """Id of a block that holds this key (POOL-8), free or in use, or None."""
         return self._open_pool().find_cached_block(key)
 
-    def held_blocks(self) -> Mapping[int, int]:
-        self._open_pool()
-        return dict(self._held)
-
+    @override
     def close(self) -> Mapping[int, int]:
-        for walk in self._pool._walks if self._pool else ():
+        for walk in self._pool._walks:
             walk.entries.clear()  # so that it asks for the pool again
-        self._pool = None
-        still_held, self._held = self._held, {}
-        return still_held
+        return super().close()
 
 
 if TYPE_CHECKING:

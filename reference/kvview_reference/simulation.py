@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING
+
+from typing_extensions import override
 
 from kvview import (
     CacheGeometry,
+    ConfigError,
     Connector,
     OffloadKey,
     SchedulerConnector,
@@ -33,6 +37,7 @@ class ReferenceEngines:
     name = "reference"
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
+        """The nearest scenario that the engine can play."""
         return scenario, ()
 
     def build(
@@ -43,6 +48,7 @@ class ReferenceEngines:
         owner: str,
         clock: Callable[[], float],
     ) -> ConnectorHarness:
+        """Build an engine."""
         connector = connectors[0] if len(connectors) == 1 else _SideBySide(connectors)
         return ReferenceConnectorHarness(scenario, connector, owner, clock)
 
@@ -54,9 +60,11 @@ class _SideBySide(Connector):
         super().__init__(children[0].config)
         self._children = children
 
+    @override
     def make_scheduler(self) -> SchedulerConnector:
         return MultiScheduler([child.make_scheduler() for child in self._children])
 
+    @override
     def make_worker(self) -> WorkerConnector:
         return MultiWorker([child.make_worker() for child in self._children])
 
@@ -84,6 +92,7 @@ class ReferenceConnectorHarness:
         self._pool = self._engine.kv_cache.pool
         self._squeezed: list[int] = []
         self._num_aliases = 0
+        self._added: dict[str, Request] = {}  # the last of each id
         self.stats = self._engine.stats
         self.num_blocks = self._pool.num_blocks
         self.step = self._engine.step
@@ -96,17 +105,26 @@ class ReferenceConnectorHarness:
         self.held_blocks = self._engine.view.held_blocks
 
     def add(self, add: Add, serial: int) -> None:
-        self._engine.add_request(_make_request(add, self._geometry, serial))
+        """Queue a request."""
+        before = None
+        if add.continues is not None and (before := self._added.get(add.continues)) is None:
+            raise ConfigError(f"request {add.continues!r} never came: there is nothing to continue")
+        request = _make_request(add, self._geometry, serial, before)
+        self._engine.add_request(request)
+        self._added[add.request_id] = request
 
     def abort(self, request_id: str) -> None:
+        """End an unfinished request early."""
         self._engine.abort(request_id)
 
     def squeeze(self, num_blocks: int) -> None:
+        """Give back what was squeezed out before, and allocate this many, if as many are free."""
         pool = self._pool
         pool.free_blocks(self._squeezed)
         self._squeezed = pool.allocate_blocks(min(num_blocks, pool.num_free_blocks()))
 
     def alias(self) -> bool:
+        """Give the first cached block of a running request a second hash, if there is one."""
         for request in self._engine.running:
             for index, table in enumerate(self._engine.kv_cache.block_tables(request.request_id)):
                 for block_id in table:
@@ -122,6 +140,7 @@ class ReferenceConnectorHarness:
         return False
 
     def unfinished(self) -> Mapping[str, str]:
+        """Requests that are not finished, ``{request_id: "waiting", "loading" or "running"}``."""
         engine = self._engine
         requests = [*engine.waiting, *engine.running]
         for request_id in list(engine._loads):
@@ -131,6 +150,7 @@ class ReferenceConnectorHarness:
         return {request.request_id: request.status.name.lower() for request in requests}
 
     def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
+        """Per block of a request that waits for loads, what must come into it."""
         request = self._engine.loading_request(request_id)
         expected: dict[int, OffloadKey] = {}
         if request is None:
@@ -143,20 +163,29 @@ class ReferenceConnectorHarness:
         return expected
 
     def engine_refs(self) -> Counter[int]:
+        """References by block of the requests and of what is squeezed out."""
         refs = Counter(self._engine.held_blocks())
         refs.update(self._squeezed)
         return refs
 
 
-def _make_request(add: Add, geometry: CacheGeometry, serial: int) -> Request:
+def _make_request(
+    add: Add, geometry: CacheGeometry, serial: int, before: Request | None
+) -> Request:
     """The request that an event adds.
 
     Args:
         add: The event.
         geometry: For the hash block size.
         serial: Tells what it generates from what others do.
+        before: The turn before it, if it continues one.
     """
     size = geometry.hash_block_size
+    if before is not None:
+        new_ids = (f"{add.family}/{i}" for i in count())
+        return before.next_turn(
+            add.request_id, add.num_prompt_tokens, add.num_output_tokens, new_ids, serial
+        )
     full = add.num_prompt_tokens // size
     ids = [i if i < NUM_SHARED_BLOCKS else f"{add.family}/{i}" for i in range(full)]
     return Request(

@@ -126,11 +126,11 @@ def test_gzip_and_json_to_stdout(tmp_path: Path) -> None:
     [
         (["no/such/trace.jsonl"], "no/such/trace.jsonl"),
         ([str(ROOT)], "a directory"),
-        (["--connector", "nonsense"], "expected 'path/to/file.py:Class'"),
+        (["--connector", "nonsense"], "expected 'path/to/file.py:Name'"),
         (["--connector", "no_such_module:Connector"], "No module named 'no_such_module'"),
         (["--connector", "no_such_file.py:Connector"], "there is no file"),
         (["--connector", "kvview_reference.connector:Nothing"], "LazyOffloadConnector"),
-        (["--connector", "json:loads"], "not a subclass"),
+        (["--connector", "json:loads"], "is a function, not a subclass"),
         (["--option", "cpu_blokcs=5"], "cpu_blokcs"),
         (["--option", "cpu_blocks"], "KEY=VALUE"),
         (["--policy", "mru"], "lru"),

@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvview.cli.commands import cli
+from kvview.cli.output import ExitCode
 from kvview.testing import load_mutants
 from kvview.testing.connector import check_connector
 from kvview.testing.connector.page import timeline_svg, write_report
@@ -170,7 +171,7 @@ def test_interrupted_run_of_a_connector_is_not_clean(tmp_path: Path) -> None:
     file, told = tmp_path / "report.html", tmp_path / "report.json"
     target = f"{tmp_path / 'target.py'}:Interrupted"
     result = run(target, "--seeds", "9", "--report", file, "--json", told)
-    assert result.exit_code == 2, result.output
+    assert result.exit_code == ExitCode.INTERRUPTED, result.output
     report = json.loads(told.read_text())
     assert (report["is_clean"], report["is_interrupted"]) == (False, True)
     assert (report["num_seeds"], report["failures"]) == (3, [])

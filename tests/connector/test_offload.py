@@ -36,7 +36,7 @@ from kvview_reference.connector import (
 from kvview_reference.engine import Engine
 from kvview_reference.engine.request import chain_hashes
 from kvview_reference.pool import BlockPool
-from kvview_reference.replay import ReplayConfig, ReplayReport, replay
+from kvview_reference.replay.run import ReplayConfig, ReplayReport, replay
 from kvview_reference.replay.workload import generate_trace
 
 BLOCK_SIZE = 512
@@ -169,24 +169,10 @@ class Bench:
         return sum(len(job.src.block_ids) for job in plan.stores)
 
 
-class Budgeted:
-    """A guard that says what is left of its budget."""
-
-    def __init__(self, guard: GuardedView) -> None:
-        self._guard = guard
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._guard, name)
-
-    def num_pinnable_blocks(self) -> int:
-        assert self._guard._max_held is not None
-        return self._guard._max_held - len(self._guard.held_blocks())
-
-
 @pytest.mark.parametrize("connector", CONNECTORS, ids=lambda connector: connector.__name__)
 def test_a_pin_budget_is_used_and_not_exceeded(connector: type[Connector]) -> None:
     """What does not fit is counted; a touch too much out of a hook would end the engine."""
-    bench = Bench(connector, 0.2, Budgeted)
+    bench = Bench(connector, 0.2)
     assert bench.end(20) == 12  # a fifth of 64
     assert len(bench.guard.held_blocks()) == 12
     half = bench.half

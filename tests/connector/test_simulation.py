@@ -11,7 +11,16 @@ from xml.etree import ElementTree
 import pytest
 
 from examples.host_cache import HostCacheConnector
-from kvview import ConfigError, Connector, FullAttention, SchedulerConnector
+from kvview import (
+    CacheGeometry,
+    ConfigError,
+    Connector,
+    FullAttention,
+    OffloadingEvent,
+    RequestInfo,
+    SchedulerConnector,
+    make_offload_key,
+)
 from kvview.testing import Mutant
 from kvview.testing.connector import (
     Add,
@@ -24,6 +33,7 @@ from kvview.testing.connector import (
     replay_seed,
     simulate,
 )
+from kvview.testing.connector.faults import FaultyWorker
 from kvview.testing.connector.invariants import (
     EventFold,
     HoldWatch,
@@ -32,16 +42,27 @@ from kvview.testing.connector.invariants import (
     check_free_list,
 )
 from kvview.testing.connector.page import write_report
+from kvview.testing.connector.watch import Ledger
 from kvview_reference.connector import LazyOffloadConnector, MultiConnector, OffloadConnector
+from kvview_reference.engine import chain_hashes
 from tests.mutants import connector as connectors
 from tests.mutants.connector import (
+    AtTheEnd,
     CountsFailedLoads,
     EagerConnector,
     FreesWhenPlanned,
     LeaksFailedStores,
     PinsByRequest,
+    StoresTheLastToken,
     Two,
     WalkingConnector,
+)
+from tests.mutants.leasing import (
+    LeasesAndTouches,
+    LeasesForAWhile,
+    LeasesForEver,
+    LeasesForLong,
+    RenewsForEver,
 )
 
 LAZY = "kvview_reference.connector:LazyOffloadConnector"
@@ -59,7 +80,7 @@ CHILDREN = [
     "connector",
     [
         *(OffloadConnector, LazyOffloadConnector, HostCacheConnector),
-        *(WalkingConnector, EagerConnector, Two, Connector),
+        *(WalkingConnector, EagerConnector, AtTheEnd, Two, Connector),
     ],
 )
 def test_no_false_alarm(connector: type[Connector]) -> None:
@@ -87,6 +108,7 @@ def test_everything_that_should_happen_happens() -> None:
         "preemptions",
         "ids again",
         "resets",
+        "next turns",
     ):
         assert coverage[name] >= 8, name
 
@@ -274,3 +296,94 @@ def test_a_connector_that_never_answers_is_not_the_engines_fault() -> None:
     failure = check_connector(NeverAnswers, seeds=3, max_shrink_runs=0).failures[0]
     assert failure.law == "CONN-2"
     assert "match_prefix never answers" in failure.message
+
+
+# --- what was a false alarm once ---
+
+
+def promised(ledger: Ledger, request: RequestInfo, num_tokens: int) -> None:
+    """A promise of what is stored and advertised."""
+    keys = tuple(make_offload_key(h, 0) for h in request.block_hashes[: num_tokens // 4])
+    ledger.stored.update(keys)
+    ledger.events.apply([OffloadingEvent(keys, "CPU", removed=False)])
+    ledger.on_promise(request, 0, num_tokens)
+
+
+def forget(ledger: Ledger) -> None:
+    gone = tuple(ledger.events.advertised)
+    ledger.events.apply([OffloadingEvent(gone, "CPU", removed=True)])
+    ledger.forget()
+
+
+def test_a_promise_ends_with_a_reset() -> None:
+    ledger = Ledger(CacheGeometry.single(4))
+    promised(ledger, RequestInfo("a", 9, chain_hashes(range(2))), 4)
+    forget(ledger)
+    ledger.on_blocks_allocated("a")  # it starts without a load
+
+
+def test_a_promise_ends_when_the_blocks_come() -> None:
+    ledger = Ledger(CacheGeometry.single(4))
+    promised(ledger, RequestInfo("a", 9, chain_hashes(range(2))), 4)
+    ledger.on_blocks_allocated("a")
+    ledger.stored.clear()  # evicted since, and the load failed
+    ledger.on_blocks_allocated("a")
+
+
+def test_the_promises_of_several_requests_are_kept_apart() -> None:
+    ledger = Ledger(CacheGeometry.single(4))
+    one, two = (RequestInfo(name, 9, chain_hashes([name, 1])) for name in "ab")
+    promised(ledger, one, 8)
+    promised(ledger, two, 8)
+    ledger.stored.discard(make_offload_key(one.block_hashes[1], 0))
+    ledger.on_blocks_allocated("b")
+    with pytest.raises(InvariantBroken, match="CONN-2: match_prefix promised key"):
+        ledger.on_blocks_allocated("a")
+
+
+@pytest.mark.parametrize("connector", [LeasesForAWhile, LeasesForLong])
+def test_a_lease_with_a_deadline_gives_back_by_itself(connector: type[Connector]) -> None:
+    report = check_connector(connector, seeds=40)
+    assert report.is_clean, report.failures[0].script
+
+
+@pytest.mark.parametrize("connector", [LeasesForEver, LeasesAndTouches, RenewsForEver])
+def test_a_hold_without_a_deadline_beside_it_is_found(connector: type[Connector]) -> None:
+    report = check_connector(connector, seeds=10, max_shrink_runs=0)
+    assert {failure.law for failure in report.failures} == {"CONN-4"}
+
+
+# --- conversations ---
+
+
+def test_a_turn_goes_on_where_the_last_one_ended() -> None:
+    scenario = Scenario(
+        geometry=CacheGeometry.single(4),
+        num_gpu_blocks=20,
+        events=(
+            Add("b", 1, 4, 4, continues="a"),  # never came: left out
+            Add("a", 1, 9, 7),
+            Add("c", 1, 4, 4, continues="a"),  # has not ended: left out
+            Step(6),
+            Add("b", 1, 4, 4, continues="a"),
+            Step(6),
+            Add("b", 1, 4, 4, continues="b"),
+        ),
+        cpu_blocks=50,
+    )
+    result = simulate(LazyOffloadConnector, scenario)
+    assert result.failure is None
+    assert result.coverage["requests"] >= 3
+    assert result.coverage["next turns"] == 2
+
+
+def test_there_are_turns_in_generated_scenarios() -> None:
+    assert check_connector(LazyOffloadConnector, seeds=60).coverage["next turns"] >= 60
+
+
+def test_wrong_tokens_die_at_the_load_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the look at what a store reads, a later turn finds what was never computed."""
+    monkeypatch.setattr(FaultyWorker, "_refuse_nameless", lambda self, job, blocks: None)
+    options = {"enable_events": False}  # which would tell at once
+    report = check_connector(StoresTheLastToken, seeds=60, options=options, max_shrink_runs=0)
+    assert {failure.law for failure in report.failures} == {"CONN-2"}

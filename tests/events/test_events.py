@@ -181,11 +181,36 @@ def test_index1_the_size_outlives_the_offloaded_block() -> None:
     assert index_of(gpu_removed(b"a"), index=index).block_size(A) is None
 
 
-def test_index1_of_one_batch_the_offloading_events_come_first() -> None:
-    """Offloaded and evicted from the GPU between two polls (vLLM #57159)."""
+def test_index1_in_the_order_in_which_vllm_publishes() -> None:
+    """Offloaded and evicted from the GPU between two polls: GPU events first (vLLM #57159)."""
     batch = gpu_stored(b"a"), gpu_removed(b"a")
-    index = index_of(stored(A), *batch)
-    assert index.block_size(A) == 16
+    index = index_of(*batch)
+    assert index.block_size(A) is None
+    assert index_of(stored(A), index=index).block_size(A) == 16
+    assert index_of(stored(A), *batch).block_size(A) == 16
+
+
+def test_index1_a_store_that_ends_after_the_gpu_was_reset() -> None:
+    names = [number.to_bytes(8, "big") for number in range(5000)]
+    index = index_of(gpu_stored(*names), AllBlocksCleared())
+    oldest = make_offload_key(names[0], 0)
+    assert index_of(stored(oldest), index=index).block_size(oldest) == 16
+
+
+@given(st.data())
+def test_index1_a_batch_in_any_order(data: st.DataObject) -> None:
+    names = [number.to_bytes(8, "big") for number in range(data.draw(st.sampled_from([3, 2000])))]
+    keys = [make_offload_key(name, 0) for name in names]
+    gpu = [event for name in names for event in (gpu_stored(name), gpu_removed(name))]
+    tier = [stored(*keys), removed(*keys[1:]), stored(keys[-1])]
+    batch: list[BlockStored | BlockRemoved | OffloadingEvent] = list(gpu)
+    places = data.draw(st.lists(st.integers(0, len(gpu)), min_size=3, max_size=3))
+    for place, offloaded in zip(sorted(places, reverse=True), reversed(tier), strict=True):
+        batch.insert(place, offloaded)
+    index = BlockSizeIndex()
+    index.apply_batch(batch)
+    held = {keys[0], keys[-1]}
+    assert [index.block_size(key) for key in keys] == [16 if k in held else None for k in keys]
 
 
 def test_index1_two_gpu_blocks_of_one_hash_count_twice() -> None:
@@ -225,10 +250,11 @@ def churn(index: BlockSizeIndex, numbers: Iterable[int]) -> None:
 
 def test_index2_memory_follows_what_is_cached() -> None:
     index = index_of(gpu_stored(b"a"), stored(A))
-    churn(index, range(10))
+    churn(index, range(2000))
     size = len(pickle.dumps(index))
-    churn(index, range(10, 2000))
+    churn(index, range(2000, 6000))
     assert len(pickle.dumps(index)) == size
+    assert index.block_size(A) == 16
 
 
 @given(
@@ -242,13 +268,13 @@ def test_index_against_plain_counts(moves: list[tuple[bytes, int, str]]) -> None
     index = BlockSizeIndex()
     gpu: list[OffloadKey] = []
     tier: list[OffloadKey] = []
-    known: set[OffloadKey] = set()
+    seen: set[OffloadKey] = set()
     for name, group, move in moves:
         key = make_offload_key(name, group)
         if move == "g":
             index.apply_gpu_event(gpu_stored(name, size=10 + group, group=group))
             gpu.append(key)
-            known.add(key)
+            seen.add(key)
         elif move == "G" and key in gpu:
             index.apply_gpu_event(gpu_removed(name, group=group))
             gpu.remove(key)
@@ -261,7 +287,7 @@ def test_index_against_plain_counts(moves: list[tuple[bytes, int, str]]) -> None
         elif move == "x":
             index.apply_gpu_event(AllBlocksCleared())
             gpu.clear()
-        known &= {*gpu, *tier}
+        known = seen & {*gpu, *tier}
         for one in (make_offload_key(n, g) for n in (b"a", b"b") for g in (0, 1)):
             expected = 10 + get_offload_group_idx(one) if one in known else None
             assert index.block_size(one) == expected

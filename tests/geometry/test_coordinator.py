@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from hashlib import sha256
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -37,7 +39,9 @@ from kvview import (
 )
 from kvview_reference.geometry.coordinator import (
     HybridKVCacheCoordinator,
+    KVCacheCoordinator,
     KVCacheCoordinatorNoPrefixCache,
+    SingleTypeKVCacheManager,
     UnitaryKVCacheCoordinator,
     make_coordinator,
 )
@@ -113,6 +117,31 @@ class Snapshot:
     hashes: list[tuple[bytes, ...]]
 
 
+def make_manager(geometry: CacheGeometry, num_blocks: int, **options: bool) -> KVCacheManager:
+    return KVCacheManager(
+        geometry.groups,
+        num_blocks,
+        scheduler_block_size=geometry.scheduler_block_size,
+        hash_block_size=geometry.hash_block_size,
+        **options,
+    )
+
+
+def coordinator_of(
+    make: Callable[..., KVCacheCoordinator],
+    pool: BlockPool,
+    geometry: CacheGeometry,
+    **options: bool,
+) -> KVCacheCoordinator:
+    return make(
+        geometry.groups,
+        pool,
+        scheduler_block_size=geometry.scheduler_block_size,
+        hash_block_size=geometry.hash_block_size,
+        **options,
+    )
+
+
 class CacheMachine(RuleBasedStateMachine):
     """Requests that share prefixes come, grow, skip, load, are preempted and go."""
 
@@ -127,7 +156,7 @@ class CacheMachine(RuleBasedStateMachine):
     def build(self, geometry: CacheGeometry, num_blocks: int) -> None:
         self.geometry = geometry
         self.num_blocks = num_blocks
-        self.manager = KVCacheManager(geometry, num_blocks, enable_events=True)
+        self.manager = make_manager(geometry, num_blocks, enable_kv_cache_events=True)
         self.pool = self.manager.pool
         expected = (
             UnitaryKVCacheCoordinator if len(geometry.groups) == 1 else HybridKVCacheCoordinator
@@ -278,7 +307,8 @@ class CacheMachine(RuleBasedStateMachine):
         life = self.lives[name]
         if life.room > life.num_computed:
             self.compute(name, data.draw(st.integers(life.num_computed + 1, life.room)))
-        room = max(life.room, min(len(life.tokens), life.num_computed + more))
+        asked = min(len(life.tokens), life.num_computed + more)  # may be less than it has
+        room = max(life.room, asked)
         tables = self.manager.block_ids(name)
         needed = sum(
             max(0, -(-room // group.block_size) - len(table))
@@ -286,7 +316,7 @@ class CacheMachine(RuleBasedStateMachine):
         )
         fits = needed <= self.pool.num_free_blocks()
         before = self.snapshot()
-        assert self.manager.allocate_slots(name, room) == fits
+        assert self.manager.allocate_slots(name, asked) == fits
         if not fits:
             assert self.snapshot() == before
             return
@@ -418,22 +448,28 @@ def run_prompt(manager: KVCacheManager, name: str, tokens: Tokens) -> int:
 def test_make_coordinator_takes_the_one_that_fits() -> None:
     one, two = CacheGeometry.single(4), CacheGeometry(4, 4, (FullAttention(4), Mamba(4)))
     pool = BlockPool(8)
-    assert type(make_coordinator(pool, one, True)) is UnitaryKVCacheCoordinator
-    assert type(make_coordinator(pool, two, True)) is HybridKVCacheCoordinator
+    assert (
+        type(coordinator_of(make_coordinator, pool, one, enable_caching=True))
+        is UnitaryKVCacheCoordinator
+    )
+    assert (
+        type(coordinator_of(make_coordinator, pool, two, enable_caching=True))
+        is HybridKVCacheCoordinator
+    )
     for geometry in (one, two):
-        none = make_coordinator(pool, geometry, False)
+        none = coordinator_of(make_coordinator, pool, geometry, enable_caching=False)
         assert type(none) is KVCacheCoordinatorNoPrefixCache
 
 
 def test_unitary_refuses_two_groups() -> None:
     geometry = CacheGeometry(4, 4, (FullAttention(4), Mamba(4)))
-    with pytest.raises(GeometryError, match="takes 1 KV-cache group, got 2"):
-        UnitaryKVCacheCoordinator(BlockPool(8), geometry)
+    with pytest.raises(GeometryError, match=r"GEO-4: .* takes 1 KV-cache group, got 2"):
+        coordinator_of(UnitaryKVCacheCoordinator, BlockPool(8), geometry)
 
 
 def test_hybrid_serves_one_group_too() -> None:
     pool, tokens = BlockPool(8), (1,) * 9
-    coordinator = HybridKVCacheCoordinator(pool, CacheGeometry.single(4))
+    coordinator = coordinator_of(HybridKVCacheCoordinator, pool, CacheGeometry.single(4))
     blocks = pool.allocate_blocks(2)
     pool.cache_blocks(blocks, make_hashes(tokens, 4), block_size=4)
     assert coordinator.find_longest_cache_hit(make_hashes(tokens, 4), 8) == ((blocks,), 8)
@@ -441,7 +477,7 @@ def test_hybrid_serves_one_group_too() -> None:
 
 @pytest.mark.parametrize("groups", [(FullAttention(4),), (FullAttention(4), SlidingWindow(4, 6))])
 def test_without_prefix_cache_nothing_is_a_hit(groups: tuple[CacheGroup, ...]) -> None:
-    manager = KVCacheManager(CacheGeometry(4, 4, groups), 40, enable_caching=False)
+    manager = make_manager(CacheGeometry(4, 4, groups), 40, enable_caching=False)
     assert run_prompt(manager, "a", (1,) * 17) == 0
     assert run_prompt(manager, "b", (1,) * 17) == 0
     assert list(manager.pool.iter_free_block_ids_with_hash()) == []
@@ -449,7 +485,7 @@ def test_without_prefix_cache_nothing_is_a_hit(groups: tuple[CacheGroup, ...]) -
 
 
 def test_without_prefix_cache_no_hashes_are_needed() -> None:
-    manager = KVCacheManager(CacheGeometry.single(4), 8, enable_caching=False)
+    manager = make_manager(CacheGeometry.single(4), 8, enable_caching=False)
     assert manager.allocate_slots("a", 17)
     manager.cache_blocks("a", [], 17)
     manager.free("a")
@@ -457,7 +493,7 @@ def test_without_prefix_cache_no_hashes_are_needed() -> None:
 
 
 def test_a_hit_leaves_a_token_to_compute() -> None:
-    manager = KVCacheManager(CacheGeometry.single(4), 20)
+    manager = make_manager(CacheGeometry.single(4), 20)
     assert run_prompt(manager, "a", (1,) * 16) == 0
     assert run_prompt(manager, "b", (1,) * 16) == 12
     assert run_prompt(manager, "c", (1,) * 17) == 16
@@ -466,29 +502,158 @@ def test_a_hit_leaves_a_token_to_compute() -> None:
 # --- GEO-1: scheduler_block_size comes from the top ---
 
 
+@pytest.mark.parametrize(
+    ("sizes", "groups", "numbers"),
+    [
+        ((12, 4), (FullAttention(8),), "12.*8"),
+        ((16, 4), (FullAttention(4), Mamba(12)), "16.*12"),
+        ((16, 8), (FullAttention(16), FullAttention(4)), "4.*8"),
+        ((0, 4), (FullAttention(4),), "scheduler_block_size .*0"),
+        ((4, -4), (FullAttention(4),), "hash_block_size .*-4"),
+    ],
+)
+@pytest.mark.parametrize("enable_caching", [True, False])
+def test_geo2_sizes_that_do_not_divide_are_refused_wherever_they_are_given(
+    sizes: tuple[int, int], groups: tuple[CacheGroup, ...], numbers: str, enable_caching: bool
+) -> None:
+    given: dict[str, Any] = {"scheduler_block_size": sizes[0], "hash_block_size": sizes[1]}
+    with pytest.raises(GeometryError, match=f"^GEO-2: .*{numbers}"):
+        KVCacheManager(groups, 8, enable_caching=enable_caching, **given)
+    with pytest.raises(GeometryError, match=f"^GEO-2: .*{numbers}"):
+        make_coordinator(groups, BlockPool(8), enable_caching, **given)
+    with pytest.raises(GeometryError, match=f"^GEO-2: .*{numbers}"):
+        SingleTypeKVCacheManager(groups[-1], BlockPool(8), kv_cache_group_id=0, **given)
+
+
 @pytest.mark.parametrize("multiple", [1, 2, 3])
 @pytest.mark.parametrize("groups", [(FullAttention(4),), (FullAttention(4), Mamba(8))])
 def test_geo1_hits_are_aligned_to_the_given_scheduler_block_size(
     groups: tuple[CacheGroup, ...], multiple: int
 ) -> None:
     scheduler = multiple * math.lcm(*(group.block_size for group in groups))
-    manager = KVCacheManager(CacheGeometry(scheduler, 4, groups), 60)
+    manager = make_manager(CacheGeometry(scheduler, 4, groups), 60)
     assert run_prompt(manager, "a", (1,) * 50) == 0
     assert run_prompt(manager, "b", (1,) * 50) == 49 // scheduler * scheduler
 
 
 def test_geo1_geometry_is_threaded_to_every_manager() -> None:
     geometry = CacheGeometry(16, 2, (FullAttention(4), Mamba(8)))
-    manager = KVCacheManager(geometry, 8)
-    assert manager.coordinator.geometry is geometry
-    assert [single.geometry for single in manager.coordinator.managers] == [geometry] * 2
+    manager = make_manager(geometry, 8)
+    assert manager.geometry == manager.coordinator.geometry == geometry
+    assert [single.geometry for single in manager.coordinator.managers] == [
+        replace(geometry, groups=(group,)) for group in geometry.groups
+    ]
+
+
+# --- TABLE-1 and TABLE-2: what cannot be meant so changes nothing ---
+
+HYBRID = CacheGeometry(8, 4, (FullAttention(4), SlidingWindow(8, 9), Mamba(8)))
+
+
+def state(manager: KVCacheManager) -> object:
+    pool = manager.pool
+    blocks = range(pool.num_blocks)
+    return (
+        list(pool.iter_free_block_ids()),
+        [pool.ref_cnt(block) for block in blocks],
+        pool.block_keys(list(blocks)),
+        [manager.block_ids(name) for name in ("r", "other")],
+    )
+
+
+@pytest.mark.parametrize("fewer", [1, 8, 55, 56, 70, 71])
+@pytest.mark.parametrize("geometry", [CacheGeometry.single(16), HYBRID])
+def test_asking_for_less_room_keeps_what_is_there(geometry: CacheGeometry, fewer: int) -> None:
+    manager = make_manager(geometry, 60)
+    assert manager.allocate_slots("r", 71)
+    before = state(manager)
+    assert manager.allocate_slots("r", fewer)
+    assert state(manager) == before
+    assert manager.allocate_slots("r", 90)
+    manager.free("r")
+    assert manager.pool.num_free_blocks() == 59
+
+
+def test_asking_for_less_room_is_granted_when_nothing_is_free() -> None:
+    manager = make_manager(CacheGeometry.single(16), 6)
+    assert manager.allocate_slots("r", 80)
+    assert manager.allocate_slots("r", 56)
+    assert not manager.allocate_slots("r", 81)
+
+
+@pytest.mark.parametrize("num_tokens", [0, -1, -71])
+@pytest.mark.parametrize("name", ["r", "other"])
+def test_room_for_no_tokens_is_refused(name: str, num_tokens: int) -> None:
+    manager = make_manager(HYBRID, 60)
+    assert manager.allocate_slots("r", 71)
+    before = state(manager)
+    with pytest.raises(ValueError, match=f"^TABLE-1: request '{name}' .* room for {num_tokens} "):
+        manager.allocate_slots(name, num_tokens)
+    assert state(manager) == before
+
+
+def test_room_for_less_than_is_computed_is_refused() -> None:
+    manager = make_manager(CacheGeometry.single(4), 20)
+    run_prompt(manager, "a", (1,) * 17)
+    hits, num_hit = manager.find_computed_blocks(make_hashes((1,) * 17, 4), 17)
+    before = state(manager)
+    for num_tokens, num_computed in ((num_hit - 1, num_hit), (4, 8), (4, -4)):
+        with pytest.raises(ValueError, match=r"^TABLE-1: "):
+            manager.allocate_slots(
+                "r", num_tokens, hit_blocks=hits, num_computed_tokens=num_computed
+            )
+    assert state(manager) == before
+
+
+def test_hits_come_with_the_first_room_only() -> None:
+    manager = make_manager(CacheGeometry.single(4), 20)
+    run_prompt(manager, "a", (1,) * 17)
+    hits, num_hit = manager.find_computed_blocks(make_hashes((1,) * 17, 4), 17)
+    assert manager.allocate_slots("r", 8)
+    before = state(manager)
+    with pytest.raises(ValueError, match=r"^TABLE-2: request 'r' has block tables already"):
+        manager.allocate_slots("r", 17, hit_blocks=hits, num_computed_tokens=num_hit)
+    with pytest.raises(ValueError, match=r"^TABLE-2: "):
+        manager.allocate_slots("r", 17, num_computed_tokens=4)
+    assert state(manager) == before
+
+
+@pytest.mark.parametrize("enable_caching", [True, False])
+def test_what_has_no_room_cannot_be_cached(enable_caching: bool) -> None:
+    manager = make_manager(HYBRID, 60, enable_caching=enable_caching)
+    hashes = make_hashes(tuple(range(90)), 4)
+    assert manager.allocate_slots("r", 30)
+    before = state(manager)
+    for name, num_tokens in (("other", 8), ("other", 0), ("r", 40)):
+        with pytest.raises(ValueError, match=f"^TABLE-2: request '{name}' has . blocks in group"):
+            manager.cache_blocks(name, hashes, num_tokens)
+        assert state(manager) == before
+
+
+def test_what_has_no_hash_cannot_be_cached() -> None:
+    manager = make_manager(HYBRID, 60)
+    assert manager.allocate_slots("r", 30)
+    before = state(manager)
+    with pytest.raises(ValueError, match=r"^TABLE-2: request 'r' has 4 block hashes, 24 .* need 6"):
+        manager.cache_blocks("r", make_hashes(tuple(range(16)), 4), 24)
+    assert state(manager) == before
+    manager.cache_blocks("r", make_hashes(tuple(range(16)), 4), 19)
+
+
+def test_free_may_come_twice_and_for_nobody() -> None:
+    manager = make_manager(HYBRID, 60)
+    assert manager.allocate_slots("r", 71)
+    for name in ("other", "r", "r"):
+        manager.free(name)
+    assert manager.pool.num_free_blocks() == 59
+    assert manager.allocate_slots("r", 71)  # a second life
 
 
 # --- by hand ---
 
 
 def test_a_hit_of_the_same_allocation_is_not_evicted_by_it() -> None:
-    manager = KVCacheManager(CacheGeometry.single(4), 5)
+    manager = make_manager(CacheGeometry.single(4), 5)
     run_prompt(manager, "a", (1,) * 16)  # fills the pool: 4 cached blocks, all free
     tokens = (1,) * 12 + (2,) * 4
     hits, num_hit = manager.find_computed_blocks(make_hashes(tokens, 4), 16)
@@ -501,7 +666,7 @@ def test_a_hit_of_the_same_allocation_is_not_evicted_by_it() -> None:
 
 def test_a_hit_of_one_group_is_not_evicted_by_the_allocation_of_another() -> None:
     geometry = CacheGeometry(4, 4, (FullAttention(4), FullAttention(4)))
-    manager = KVCacheManager(geometry, 5)
+    manager = make_manager(geometry, 5)
     run_prompt(manager, "a", (1,) * 8)  # two blocks a group fill the pool
     tokens = (1,) * 4 + (2,) * 4
     hits, num_hit = manager.find_computed_blocks(make_hashes(tokens, 4), 8)
@@ -517,7 +682,7 @@ def test_a_hit_of_one_group_is_not_evicted_by_the_allocation_of_another() -> Non
 
 def test_a_window_behind_an_external_hit_has_nulls_and_says_its_parent() -> None:
     geometry = CacheGeometry(4, 4, (SlidingWindow(4, 5),))
-    manager = KVCacheManager(geometry, 20, enable_events=True)
+    manager = make_manager(geometry, 20, enable_kv_cache_events=True)
     hashes = make_hashes(tuple(range(24)), 4)
     assert manager.allocate_slots("a", 16, num_computed_tokens=16)  # all 16 to be loaded
     (table,) = manager.block_ids("a")
@@ -527,7 +692,7 @@ def test_a_window_behind_an_external_hit_has_nulls_and_says_its_parent() -> None
 
 
 def test_skipped_blocks_can_be_hit_by_others_until_they_are_evicted() -> None:
-    manager = KVCacheManager(CacheGeometry(4, 4, (SlidingWindow(4, 4),)), 20)
+    manager = make_manager(CacheGeometry(4, 4, (SlidingWindow(4, 4),)), 20)
     tokens = (1,) * 33
     assert manager.allocate_slots("a", 32)
     manager.cache_blocks("a", make_hashes(tokens, 4), 32)

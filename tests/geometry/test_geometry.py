@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvview import (
+    BlockHash,
     CacheGeometry,
     CacheGroup,
     ChunkedLocalAttention,
@@ -18,6 +19,7 @@ from kvview import (
     GeometryError,
     Mamba,
     SlidingWindow,
+    make_offload_key,
 )
 
 KINDS: dict[str, Callable[[int, int], CacheGroup]] = {
@@ -116,14 +118,16 @@ def test_geo2_error_names_the_numbers(
 ) -> None:
     with pytest.raises(GeometryError) as caught:
         CacheGeometry(*sizes)
-    assert str(caught.value) == message
+    assert str(caught.value) == f"GEO-2: {message}"
     assert isinstance(caught.value, ValueError)
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0, "4", None])
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_geo2_group_sizes_are_positive_ints(kind: str, size: int) -> None:
-    with pytest.raises(GeometryError, match=r"^block_size must be a positive int \(tokens\), got "):
+    with pytest.raises(
+        GeometryError, match=r"^GEO-2: block_size must be a positive int \(tokens\), got "
+    ):
         KINDS[kind](size, 1)
 
 
@@ -132,7 +136,7 @@ def test_geo2_group_sizes_are_positive_ints(kind: str, size: int) -> None:
     ("kind", "field"), [("window", "sliding_window"), ("chunked", "attention_chunk_size")]
 )
 def test_geo2_spans_are_positive_ints(kind: str, field: str, span: int) -> None:
-    with pytest.raises(GeometryError, match=f"^{field} must be a positive int .*{span}$"):
+    with pytest.raises(GeometryError, match=f"^GEO-2: {field} must be a positive int .*{span}$"):
         KINDS[kind](4, span)
 
 
@@ -228,6 +232,40 @@ def test_geo4_longest_prefix_of_all_groups(
     assert found == expected
 
 
+@settings(max_examples=300)
+@given(st.data(), geometries(), st.integers(-2, 70))
+def test_longest_prefixes_are_those_of_each_group_alone(
+    data: st.DataObject, geometry: CacheGeometry, max_tokens: int
+) -> None:
+    cached = [
+        data.draw(st.sets(st.integers(0, 69)), label=f"cached {index}")
+        if data.draw(st.booleans())
+        else set(range(70)) - data.draw(st.sets(st.integers(0, 69), max_size=6))
+        for index in range(len(geometry.groups))
+    ]
+    expected = tuple(
+        max(
+            (n for n in range(0, max_tokens + 1, g.block_size) if is_hit(g, n, c)),
+            default=0,
+        )
+        for g, c in zip(geometry.groups, cached, strict=True)
+    )
+
+    def is_cached(group: int, block: int) -> bool:
+        return block in cached[group]
+
+    found = geometry.longest_prefixes(max_tokens, is_cached)
+    assert found == expected
+    assert geometry.longest_prefix(max_tokens, is_cached) <= min(found)
+
+
+def test_longest_prefixes_may_all_be_longer_than_what_they_share() -> None:
+    geometry = CacheGeometry(8, 4, (Mamba(8), FullAttention(4)))
+    cached = ({0, 3}, {0, 1, 2, 3, 4})
+    assert geometry.longest_prefixes(35, lambda group, block: block in cached[group]) == (32, 20)
+    assert geometry.longest_prefix(35, lambda group, block: block in cached[group]) == 8
+
+
 def test_geo4_groups_correct_each_other_to_a_fixed_point() -> None:
     """Full allows 24; the window then allows 16 only; Mamba, at 16, allows 8; all agree on 8."""
     geometry = CacheGeometry(8, 8, (Mamba(8), SlidingWindow(8, 8), FullAttention(8)))
@@ -263,3 +301,17 @@ def test_block_hash_index_is_the_hash_at_the_end_of_the_block(
 
 def test_single_is_one_full_attention_group() -> None:
     assert CacheGeometry.single(16) == CacheGeometry(16, 16, (FullAttention(16),))
+
+
+@given(geometries(), st.integers(0, 20), st.integers(0, 60))
+def test_block_key_names_a_block_when_its_last_token_is_hashed(
+    geometry: CacheGeometry, block: int, num_hashes: int
+) -> None:
+    size = geometry.hash_block_size
+    hashes = [BlockHash(b"covers %d tokens" % ((i + 1) * size)) for i in range(num_hashes)]
+    for index, group in enumerate(geometry.groups):
+        end = (block + 1) * group.block_size
+        expected = None
+        if end <= num_hashes * size:
+            expected = make_offload_key(b"covers %d tokens" % end, index)
+        assert geometry.block_key(hashes, index, block) == expected

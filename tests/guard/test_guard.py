@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import os
+import pickle
 import random
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -14,19 +21,27 @@ from kvview import (
     GPUBlockPoolView,
     GuardedView,
     KVViewError,
+    Lease,
+    NotCopyableError,
     OffloadKey,
     PinBudgetExceeded,
     StaleBlockError,
     SupportsBlockKeys,
     SupportsFreeCount,
+    SupportsGiveBack,
     SupportsHolds,
+    SupportsLeases,
+    SupportsPinBudget,
     SupportsPoolSize,
+    SupportsResumableWalk,
+    SupportsReuseNotice,
     UnknownBlockError,
     ViewClosedError,
     WrongThreadError,
     make_offload_key,
 )
-from kvview_reference.pool import BlockPool
+from kvview.guard import GuardedLease
+from kvview_reference.pool import BlockPool, BlockPoolView
 
 
 class Clock:
@@ -88,6 +103,13 @@ def test_a_guard_is_a_view_and_has_the_queries_of_the_view_under_it(pool: BlockP
     bare = GuardedView(TrustingPool())
     assert not isinstance(bare, SupportsBlockKeys)
     assert not isinstance(bare, SupportsFreeCount)
+    assert isinstance(bare, SupportsLeases)
+    assert not isinstance(bare, SupportsPinBudget)
+    assert isinstance(GuardedView(TrustingPool(), pin_budget=0.5), SupportsPinBudget)
+    lease = bare.lease([1])
+    assert isinstance(lease, Lease)
+    assert isinstance(lease, GuardedLease)
+    lease.release()
     assert guard.block_keys([3])[0] == (key("h3"),)
 
 
@@ -152,7 +174,7 @@ def test_pool_10_after_close_everything_raises_and_what_was_held_is_told(pool: B
         lambda: next(walk),
         guard.held_blocks,
         guard.release_expired,
-        lambda: guard.num_free_blocks(),  # type: ignore[attr-defined]
+        lambda: guard.num_free_blocks(),
     )
     for call in calls:
         with pytest.raises(ViewClosedError, match="POOL-10"):
@@ -296,3 +318,337 @@ def test_random_calls_never_hurt_a_pool_that_does_not_check(seed: int) -> None:
         held = guard.held_blocks()
         assert trusting.ref_cnt == [held.get(block_id, 0) for block_id in range(10)]
         assert sorted(trusting.queue) == [b for b in range(1, 10) if b not in held]
+
+
+# --- one ledger ---
+
+
+def test_two_guards_over_a_view_that_does_not_check_are_told_apart() -> None:
+    trusting = TrustingPool()
+    one, two = GuardedView(trusting), GuardedView(trusting, pin_budget=0.3)
+    one.touch_blocks([1, 2])
+    two.touch_blocks([2, 3])
+    for guard, block_id in ((one, 3), (two, 1)):
+        with pytest.raises(BlockNotHeldError, match="POOL-4"):
+            guard.free_blocks([block_id])
+    with pytest.raises(PinBudgetExceeded, match="its budget is 3 of 10"):
+        two.touch_blocks([4])
+    one.free_blocks([1, 2])
+    two.free_blocks([2, 3])
+    assert sorted(trusting.queue) == list(range(1, 10))
+
+
+def test_a_guard_adds_no_second_count_to_a_view_that_counts(
+    pool: BlockPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[list[int]] = []
+    touch = pool.touch_blocks
+
+    def note(block_ids: Sequence[int]) -> None:
+        calls.append(list(block_ids))
+        touch(block_ids)
+
+    monkeypatch.setattr(pool, "touch_blocks", note)
+    view = pool.view()
+    parent = GuardedView(view, owner="parent")
+    child = GuardedView(parent, owner="child")
+    child.touch_blocks([0, 1, 2])
+    assert calls == [[1, 2]]
+    assert view.held_blocks() == parent.held_blocks() == child.held_blocks() == {1: 1, 2: 1}
+    assert [leak.owner for leak in parent.leaks()] == ["child"]
+    for other in (view, parent):
+        with pytest.raises(BlockNotHeldError, match="beside 1 leased or held"):
+            other.free_blocks([1])
+    assert view.close() == {1: 1, 2: 1}
+    for guard in (parent, child):
+        with pytest.raises(ViewClosedError, match="POOL-10"):
+            guard.touch_blocks([3])
+
+
+def test_a_view_that_overrides_a_call_is_still_asked(pool: BlockPool) -> None:
+    seen: list[list[int]] = []
+
+    class Noting(BlockPoolView):
+        def touch_blocks(self, block_ids: Sequence[int]) -> None:
+            seen.append(list(block_ids))
+            super().touch_blocks(block_ids)
+
+    class Forwarding:
+        def __init__(self, view: BlockPoolView) -> None:
+            self._view = view
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._view, name)
+
+        def touch_blocks(self, block_ids: Sequence[int]) -> None:
+            seen.append(list(block_ids))
+            self._view.touch_blocks(block_ids)
+
+    for view in (Noting(pool, "noting"), Forwarding(pool.view())):
+        guard = GuardedView(view)
+        guard.touch_blocks([4])
+        guard.free_blocks([4])
+    assert seen == [[4], [4]]
+
+
+class AllMovesPool(TrustingPool):
+    """A pool that does not check, with the moves that only some views have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, list[int]]] = []
+        self.on_reuse: Callable[[int], None] | None = None
+
+    def give_back_blocks(self, block_ids: Sequence[int]) -> None:
+        self.calls.append(("give_back", list(block_ids)))
+        self.free_blocks(block_ids)
+
+    def free_blocks_with_notice(
+        self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
+    ) -> None:
+        self.calls.append(("notice", list(block_ids)))
+        self.on_reuse = on_reuse
+        self.free_blocks(block_ids)
+
+    def walk_free_blocks(self) -> AllMovesPool:
+        return self
+
+    def take(self, max_blocks: int) -> list[tuple[int, OffloadKey]]:
+        return list(self.iter_free_block_ids_with_hash())[:max_blocks]
+
+    def restart(self) -> None:
+        self.calls.append(("restart", []))
+
+    def close(self) -> dict[int, int]:
+        return {}
+
+
+def test_the_newer_moves_are_those_of_the_view_below_and_keep_the_ledger_right() -> None:
+    bare = GuardedView(TrustingPool())
+    for protocol in (SupportsGiveBack, SupportsReuseNotice, SupportsResumableWalk):
+        assert not isinstance(bare, protocol)
+    below = AllMovesPool()
+    guard = GuardedView(below)
+    for protocol in (SupportsGiveBack, SupportsReuseNotice, SupportsResumableWalk):
+        assert isinstance(guard, protocol)
+    lease = guard.lease([5])
+    moves: list[Callable[[list[int]], None]] = [
+        guard.give_back_blocks,
+        lambda ids: guard.free_blocks_with_notice(ids, print),
+    ]
+    for move in moves:
+        guard.touch_blocks([1, 2, 2, 3])
+        for wrong, error in (([1, 5], BlockNotHeldError), ([1, -1], UnknownBlockError)):
+            with pytest.raises(error, match="POOL-4"):
+                move(wrong)
+        move([2, 0, 1, 2])
+        assert guard.held_blocks() == {3: 1, 5: 1}
+        move([3])
+    named = [("give_back", [1, 2]), ("give_back", [3]), ("notice", [1, 2]), ("notice", [3])]
+    assert below.calls == named  # surplus mentions are plain frees, before
+    assert below.on_reuse is print
+    lease.release()
+    assert sorted(below.queue) == list(range(1, 10))
+    walk = guard.walk_free_blocks()
+    assert [block_id for block_id, _ in walk.take(3)] == below.queue[:2]  # the null block is not
+    walk.restart()
+    guard.close()
+    with pytest.raises(ViewClosedError, match="POOL-10"):
+        walk.take(1)
+    walk.close()
+
+
+def test_what_fails_below_is_undone_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    below = AllMovesPool()
+    guard = GuardedView(below, pin_budget=0.5)
+    guard.touch_blocks([1, 1, 2])
+
+    def fail(block_ids: Sequence[int]) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(below, "give_back_blocks", fail)
+    with pytest.raises(RuntimeError):
+        guard.give_back_blocks([1, 2, 1])
+    assert guard.held_blocks() == {1: 2, 2: 1}
+    assert below.ref_cnt[1:3] == [2, 1]
+    assert guard.num_pinnable_blocks() == 3
+    guard.free_blocks([1, 2, 1])
+    assert guard.num_pinnable_blocks() == 5
+
+
+# --- budgets ---
+
+
+@pytest.mark.parametrize(
+    ("share", "size", "blocks"),
+    [(0.29, 100, 29), (0.05, 10, 1), (0.57, 100, 57), (1.0, 10, 10), (0.25, 10, 2), (0.1, 2, 1)],
+)
+def test_guard_5_a_budget_is_rounded_down_to_blocks_and_to_one_at_least(
+    share: float, size: int, blocks: int
+) -> None:
+    assert GuardedView(BlockPool(size).view(), pin_budget=share).num_pinnable_blocks() == blocks
+
+
+def test_guard_5_two_guards_of_half_a_pool_pin_half_of_it(pool: BlockPool) -> None:
+    other_view = GuardedView(pool.view("other"), pin_budget=0.5)  # another view of the pool
+    guard = GuardedView(pool.view(), pin_budget=0.5)
+    child = GuardedView(guard)
+    guard.touch_blocks([1, 2])
+    child.lease([2, 3])
+    other_view.touch_blocks([1, 4])
+    assert [g.num_pinnable_blocks() for g in (guard, child, other_view)] == [1, 1, 1]
+    for wide in (guard, child, other_view):
+        with pytest.raises(PinBudgetExceeded, match="GUARD-5"):
+            wide.touch_blocks([5, 6])
+    assert other_view.close() == {1: 1, 4: 1}
+    assert guard.num_pinnable_blocks() == 2
+
+
+def test_guard_5_what_was_held_before_the_first_budget_counts(pool: BlockPool) -> None:
+    view = pool.view()
+    view.touch_blocks([1, 2, 2])
+    guard = GuardedView(view, pin_budget=0.3)
+    assert guard.num_pinnable_blocks() == 1
+    view.free_blocks([2, 1])
+    assert guard.num_pinnable_blocks() == 2
+
+
+# --- leases that end in other ways ---
+
+
+def test_guard_7_an_ended_lease_is_not_entered(pool: BlockPool) -> None:
+    clock = Clock()
+    guard = GuardedView(pool.view(), clock=clock)
+    released, expired = guard.lease([1], job="one"), guard.lease([2], job="two", ttl=1)
+    released.release()
+    clock.time = 2
+    for lease in (released, expired):
+        with pytest.raises(BlockNotHeldError, match="GUARD-7: the lease of job"), lease:
+            pytest.fail("the block ran")
+
+
+def test_guard_8_a_failed_expiry_is_logged_once_and_tried_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trusting, clock = TrustingPool(), Clock()
+    guard = GuardedView(trusting, owner="me", clock=clock)
+    lease = guard.lease([1, 2], job=7, ttl=1)
+
+    def fail(block_ids: Sequence[int]) -> None:
+        raise RuntimeError("no")
+
+    free = trusting.free_blocks
+    guard._lease_view._free = fail  # type: ignore[union-attr]
+    for seconds in (2, 4, 6):
+        clock.time = seconds
+        guard.touch_blocks([3])
+    assert not lease.is_active
+    assert lease.release() is False
+    assert [record.getMessage()[:7] for record in caplog.records] == ["GUARD-8"]
+    assert {leak.job for leak in guard.leaks()} == {7, None}
+    guard._lease_view._free = free  # type: ignore[union-attr]
+    clock.time = 100
+    assert guard.release_expired() == []  # it ended before; its blocks come back now
+    assert guard.held_blocks() == {3: 3}
+    assert guard.stats.expired == 1
+    assert guard.deadlines == []
+
+
+@pytest.mark.parametrize("end", ["release", "renew"])
+def test_what_has_ended_leaves_the_heap(end: str, pool: BlockPool) -> None:
+    guard = GuardedView(pool.view())
+    keep = guard.lease([1], ttl=1e6)
+    for _ in range(2000):
+        if end == "release":
+            guard.lease([2], ttl=1e6).release()
+        else:
+            keep.renew(1e6)
+    assert len(guard.deadlines) < 100
+    keep.release()
+    assert guard.deadlines == []
+
+
+def test_guard_9_what_is_dropped_while_it_holds_is_told(
+    pool: BlockPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    guard = GuardedView(pool.view(), owner="me")
+    guard.lease([1], job=3)
+    guard.touch_blocks([2])
+    del guard
+    gc.collect()
+    lease, dropped = (record.getMessage() for record in caplog.records)
+    assert lease.startswith("GUARD-9: a lease of 'me' was dropped")
+    assert "job 3" in lease
+    assert dropped.startswith("GUARD-9: the guard of 'me' was dropped and still holds 2 blocks")
+    caplog.clear()
+    guard = GuardedView(pool.view())
+    lost = guard.lease([3])
+    guard.close()
+    del lost, guard
+    guard = GuardedView(BlockPool(4).view())
+    guard.touch_blocks([1])
+    del guard  # and the pool with it: there is nothing left to give back to
+    gc.collect()
+    assert caplog.records == []
+
+
+def test_a_guard_that_is_dropped_leaves_nothing_behind_in_the_view(pool: BlockPool) -> None:
+    view = pool.view()
+    for _ in range(3):
+        guard = GuardedView(view)
+        guard.lease([1]).release()
+        del guard
+        gc.collect()
+    assert list(view.tree()) == [view]
+
+
+# --- copies and other processes ---
+
+
+def test_guard_6_nothing_that_counts_is_copied(pool: BlockPool) -> None:
+    view = pool.view()
+    guard = GuardedView(view)
+    lease = guard.lease([1])
+    for thing in (view, guard, lease):
+        for way in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(NotCopyableError, match="GUARD-6"):
+                way(thing)
+    assert lease.release()
+
+
+_FORKED = """
+import os, sys
+from kvview import GuardedView, WrongThreadError
+from kvview_reference.pool import BlockPool
+
+pool = BlockPool(8)
+guard = GuardedView(pool.view(), owner="me")
+lease = guard.lease([1])
+guard.touch_blocks([2])
+child = os.fork()
+if child == 0:
+    for call in (lambda: guard.touch_blocks([3]), lease.release, lambda: guard.free_blocks([2])):
+        try:
+            call()
+        except WrongThreadError as error:
+            print(error)
+    del lease, guard, call
+    import gc
+    gc.collect()
+    sys.stdout.flush()
+    os._exit(0)
+os.waitpid(child, 0)
+assert lease.release()
+guard.free_blocks([2])
+print("parent", guard.close())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_guard_6_a_forked_child_is_told() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _FORKED], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.count("GUARD-6: the guard of 'me' came here by a fork") == 3
+    assert done.stdout.endswith("parent {}\n")
+    assert done.stderr == ""  # the child's copy, dropped, holds nothing

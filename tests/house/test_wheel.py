@@ -7,22 +7,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-    )
-    return next(folder.glob("*.whl"))
-
 
 def test_top_level_names(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:

@@ -38,6 +38,8 @@ from kvview import (
     TransferResult,
     ViewNotBoundError,
     WorkerConnector,
+    full_blocks,
+    make_offload_key,
 )
 from kvview.testing import LawBroken, Mutant
 from kvview.testing.connector import check_connector
@@ -516,11 +518,78 @@ class PreemptedWhileStored(EagerConnector):
             pass
 
 
-@breaks("CONN-6", "stores blocks in the step that computes them")
+@breaks("CONN-8", "stores blocks in the step that computes them")
 class StoresTooEarly(EagerConnector):
     class scheduler(EagerScheduler):
         def num_ready_tokens(self, scheduled: Any) -> int:
             return int(scheduled.num_computed_tokens + scheduled.num_scheduled_tokens)
+
+
+@breaks("CONN-8", "takes the tokens of a request for those that are computed")
+class NamesByTokens(EagerConnector):
+    class scheduler(EagerScheduler):
+        def num_ready_tokens(self, scheduled: Any) -> int:
+            groups = zip(self._geometry.groups, scheduled.block_ids, strict=True)
+            room = min(len(table) * group.block_size for group, table in groups)
+            return min(room, int(scheduled.request.num_tokens))
+
+
+class AtTheEndScheduler(EagerScheduler):
+    """Stores what requests leave behind, whatever ended them."""
+
+    def __init__(self, config: ConnectorConfig, options: OffloadOptions) -> None:
+        super().__init__(config, options)
+        self.ready: list[TransferJob] = []
+
+    def num_stored_tokens(self, request: RequestInfo, block_ids: BlockIds) -> int:
+        return request.num_computed_tokens
+
+    def on_request_finished(
+        self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
+    ) -> None:
+        self.on_request_preempted(request, block_ids)
+
+    def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
+        num_tokens = self.num_stored_tokens(request, block_ids)
+        counted = replace(request, num_computed_tokens=num_tokens)
+        found = full_blocks(self._geometry, counted, block_ids)
+        if job := self.store({block.key: block.block_id for block in found}):
+            self.ready.append(job)
+
+    def plan_step(self, step: StepInfo) -> StepPlan:
+        loads, self._planned_loads = self._planned_loads, []
+        stores, self.ready = self.ready, []
+        return StepPlan(loads, stores)
+
+
+class AtTheEnd(Offload):
+    """The right one: stores what is computed when a request lets go of its blocks."""
+
+    scheduler = AtTheEndScheduler
+
+
+@breaks("CONN-8", "counts a finished request's tokens: the last one was not computed")
+class StoresTheLastToken(AtTheEnd):
+    class scheduler(AtTheEndScheduler):
+        def on_request_finished(
+            self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
+        ) -> None:
+            request = replace(request, num_computed_tokens=request.num_tokens)
+            super().on_request_finished(request, block_ids, reason)
+
+
+@breaks("CONN-8", "stores the last block that is begun, under a name of its own")
+class StoresThePartialBlock(AtTheEnd):
+    class scheduler(AtTheEndScheduler):
+        def num_stored_tokens(self, request: RequestInfo, block_ids: BlockIds) -> int:
+            (size, *_) = (group.block_size for group in self._geometry.groups)
+            number, is_begun = divmod(request.num_tokens, size)
+            if is_begun and len(block_ids[0]) > number and block_ids[0][number]:
+                hashed = BlockHash(request.request_id.encode() + bytes([number]))
+                key = make_offload_key(hashed, 0)
+                if job := self.store({key: block_ids[0][number]}):
+                    self.ready.append(job)
+            return request.num_computed_tokens
 
 
 @breaks("XFER-1", "stores the null blocks of a block table too", "UCM#1053")
@@ -646,6 +715,7 @@ class ForgetsLate(Host):
             kept = dict(self.slots)
             done = super().reset_cache()
             self.slots.update(kept)
+            self.free_slots = [s for s in self.free_slots if s not in kept.values()]
             return done
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvview import (
     CacheGeometry,
@@ -15,7 +16,11 @@ from kvview import (
     SlidingWindow,
 )
 from kvview.testing import Mutant
-from kvview_reference.geometry.coordinator import HybridKVCacheCoordinator, KVCacheCoordinator
+from kvview_reference.geometry.coordinator import (
+    HybridKVCacheCoordinator,
+    KVCacheCoordinator,
+    make_coordinator,
+)
 from kvview_reference.harness import ReferenceGeometry
 
 from .planting import planter
@@ -46,6 +51,20 @@ class WrongGeometry(ReferenceGeometry):
     def make_geometry(self, scheduler: int, hashed: int, groups: Groups) -> CacheGeometry:
         return CacheGeometry(scheduler, hashed, tuple(self.wrong(group) for group in groups))
 
+    def make_coordinator(self) -> KVCacheCoordinator:
+        geometry = self.geometry
+        if not isinstance(geometry, Unchecked):
+            return super().make_coordinator()
+        ones = [FullAttention(1)] * len(geometry.groups)
+        coordinator = make_coordinator(
+            ones, self.pool, True, scheduler_block_size=1, hash_block_size=1
+        )
+        coordinator.geometry = geometry
+        for manager, group in zip(coordinator.managers, geometry.groups, strict=True):
+            manager.group, manager.block_size = group, group.block_size
+            manager.geometry = replace(geometry, groups=(group,))
+        return coordinator
+
     def wrong(self, group: CacheGroup) -> CacheGroup:
         return group
 
@@ -56,7 +75,12 @@ class WrongHit(ReferenceGeometry):
     Coordinator: type[KVCacheCoordinator] = HybridKVCacheCoordinator
 
     def make_coordinator(self) -> KVCacheCoordinator:
-        return self.Coordinator(self.pool, self.geometry)
+        return self.Coordinator(
+            self.geometry.groups,
+            self.pool,
+            scheduler_block_size=self.geometry.scheduler_block_size,
+            hash_block_size=self.geometry.hash_block_size,
+        )
 
 
 class EachAlone(HybridKVCacheCoordinator):
@@ -468,8 +492,11 @@ class ForgetsTheFourthGroup(WrongHit):
 
     class Coordinator(EachAlone):
         def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> Hit:
-            geometry = self.geometry
-            sizes = geometry.scheduler_block_size, geometry.hash_block_size
-            first = HybridKVCacheCoordinator(self.pool, CacheGeometry(*sizes, geometry.groups[:3]))
+            first = HybridKVCacheCoordinator(
+                self.geometry.groups[:3],
+                self.pool,
+                scheduler_block_size=self.geometry.scheduler_block_size,
+                hash_block_size=self.geometry.hash_block_size,
+            )
             _, num_tokens = first.find_longest_cache_hit(block_hashes, max_tokens)
             return self.tables(block_hashes, num_tokens)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, SupportsIndex
 
 from kvview import GPUBlockPoolView, GuardedView, Leak
 from kvview.guard import GuardedLease
+from kvview.guard.lease import Hold
+from kvview.guard.ledger import Ledger
 from kvview.testing import Mutant
 from kvview_reference.harness import GuardedReferencePool
 
@@ -21,19 +24,9 @@ planted = planter(MUTANTS)
 class WrongGuardPool(GuardedReferencePool):
     """The pool behind a guard of the class ``Guard``."""
 
-    Guard: type[GuardedView] = GuardedView
-
-    def make_view(self) -> GPUBlockPoolView:
-        return self.Guard(
-            self.pool.view("mutant"),
-            owner="mutant",
-            pin_budget=self.pin_budget,
-            clock=lambda: self.seconds,
-        )
-
 
 def _is_plainly_held(guard: GuardedView, block_id: int) -> bool:
-    return guard._held[block_id] > guard._leased[block_id]
+    return guard._view._held[block_id] > 0
 
 
 @planted("GUARD-1", "check_guard_1_failed_lease_holds_nothing")
@@ -63,8 +56,9 @@ class HasNoBudget(WrongGuardPool):
     """One connector may hold the whole pool; the next long request finds none."""
 
     class Guard(GuardedView):
-        def _check_budget(self, block_ids: Sequence[int]) -> None:
-            pass
+        def __init__(self, view: GPUBlockPoolView, **options: Any) -> None:
+            super().__init__(view, **options)
+            self._view.max_blocks = None
 
 
 @planted("GUARD-2", "check_guard_2_lease_gives_back_once")
@@ -102,10 +96,10 @@ class CountsLeasesByBlock(WrongGuardPool):
     """The end of one job's lease ends what any other job holds of its blocks."""
 
     class Guard(GuardedView):
-        def _end(self, lease: GuardedLease) -> None:
-            super()._end(lease)
-            for other in list(self._leases):
-                if set(other.block_ids) & set(lease.block_ids):
+        def _end(self, hold: Hold) -> None:
+            super()._end(hold)
+            for other in list(self._holds):
+                if set(other.block_ids) & set(hold.block_ids):
                     super()._end(other)
 
 
@@ -115,10 +109,10 @@ class FreesLeasesAsPlainHolds(WrongGuardPool):
 
     class Guard(GuardedView):
         def free_blocks(self, block_ids: Sequence[int], /) -> None:
-            leased = [b for b in block_ids if b in self._leased and not _is_plainly_held(self, b)]
+            leased = [b for b in block_ids if not _is_plainly_held(self, b)]
             super().free_blocks([block for block in block_ids if block not in leased])
-            if leased and self._view is not None:
-                self._view.free_blocks(leased)
+            if leased and self._lease_view is not None:
+                self._lease_view.free_blocks(leased)
 
 
 @planted("GUARD-2", "check_guard_2_expired_lease_is_not_released_again", "vllm#51637")
@@ -138,7 +132,7 @@ class HoldsForEver(WrongGuardPool):
     """A peer that never reports keeps its blocks until the engine ends."""
 
     class Guard(GuardedView):
-        def _schedule(self, lease: GuardedLease, ttl: float) -> None:
+        def _schedule(self, hold: Hold, ttl: float) -> None:
             pass
 
 
@@ -148,7 +142,7 @@ class ExpiresInTheOrderTaken(WrongGuardPool):
 
     class Guard(GuardedView):
         def _expire(self) -> list[Leak]:
-            oldest = min(self._leases, key=lambda lease: lease._since, default=None)
+            oldest = min(self._holds, key=lambda hold: hold.since, default=None)
             taken = sorted(self.deadlines, key=lambda entry: entry[1])
             if oldest is not None and taken and taken[0][0] > self.now():
                 return []
@@ -169,9 +163,77 @@ class ServesAnyThread(WrongGuardPool):
     """Calls from other threads race with the scheduler's."""
 
     class Guard(GuardedView):
-        def _check_open(self) -> GPUBlockPoolView:
+        def _check_open(self) -> None:
             self._thread = threading.get_ident()
-            return super()._check_open()
+            super()._check_open()
+
+
+@planted("GUARD-5", "check_guard_5_num_pinnable_blocks_tells_what_may_be_held")
+class TellsItsBudget(WrongGuardPool):
+    """A connector that asks is told the whole budget, whatever is held."""
+
+    class Guard(GuardedView):
+        def _num_pinnable_blocks(self) -> int:
+            return self._view.max_blocks or 0
+
+
+@planted("GUARD-5", "check_guard_5_budgets_of_one_pool_are_not_added_up")
+class CountsItsOwnHoldsOnly(WrongGuardPool):
+    """Two connectors with half of the pool each leave the engine nothing."""
+
+    class Guard(GuardedView):
+        def __init__(self, view: GPUBlockPoolView, **options: Any) -> None:
+            super().__init__(view, **options)
+            self._view.ledger = Ledger(range(self.num_blocks), self.null_block_id)
+            self._view.ledger.count_holders()
+
+
+@planted("GUARD-6", "check_guard_6_copies_are_refused")
+class CopiesLikeAnyObject(WrongGuardPool):
+    """A copy of a lease gives back what the original gives back too."""
+
+    class Guard(GuardedView):
+        def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+            return object.__reduce_ex__(self, protocol)
+
+
+@planted("GUARD-7", "check_guard_7_ended_lease_is_not_entered")
+class EntersAnEndedLease(WrongGuardPool):
+    """A ``with`` block copies from blocks that are the engine's again."""
+
+    class Guard(GuardedView):
+        def _check_lease(self, lease: GuardedLease) -> None:
+            pass
+
+
+@planted("GUARD-8", "check_guard_8_failed_expiry_hits_nobody_and_is_tried_again")
+class ForgetsWhatWasNotTakenBack(WrongGuardPool):
+    """A lease that the engine did not take back at its expiry is held for ever."""
+
+    class Guard(GuardedView):
+        def _end(self, hold: Hold) -> None:
+            with suppress(RuntimeError):
+                super()._end(hold)
+
+
+@planted("GUARD-9", "check_guard_9_what_is_dropped_while_it_holds_is_told")
+class GoesInSilence(WrongGuardPool):
+    """A guard that is dropped takes the knowledge of what it held with it."""
+
+    class Guard(GuardedView):
+        def __del__(self) -> None:
+            pass
+
+
+@planted("GUARD-10", "check_guard_10_guards_over_one_view_are_told_apart", "vllm#52372")
+class SharesOneAccount(WrongGuardPool):
+    """Two connectors' guards count together: one gives back what the other holds."""
+
+    class Guard(GuardedView):
+        def __init__(self, view: GPUBlockPoolView, **options: Any) -> None:
+            super().__init__(view, **options)
+            if isinstance(view, GuardedView):
+                self._view = view._view
 
 
 @planted("POOL-10", "check_pool_10_close_reports_what_was_held")

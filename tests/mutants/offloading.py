@@ -11,6 +11,7 @@ from kvview import (
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
+    TransferNotInFlightError,
 )
 from kvview.testing import Mutant
 from kvview_reference.harness import ReferenceManager
@@ -228,6 +229,45 @@ class FailsTheWholeBatch(WrongTier):
             super().complete_store(keys if success else list(self._storing), ctx, success)
 
 
+@planted("OFF-4", "check_off_4_store_may_succeed_in_part")
+class GivesRoomBackWithTheWholeBatch(WrongTier):
+    """Pages of failed keys are free when the last key of their batch is completed."""
+
+    class Manager(CPUOffloadingManager):
+        waiting: tuple[int, ...] = ()
+
+        def complete_store(
+            self, keys: Keys, ctx: ReqContext | None = None, /, success: bool = True
+        ) -> None:
+            num_free = len(self._free_pages)
+            super().complete_store(keys, ctx, success)
+            self.waiting += tuple(self._free_pages[num_free:])
+            del self._free_pages[num_free:]
+            if not self._storing:
+                self._free_pages.extend(self.waiting)
+                self.waiting = ()
+
+
+@planted("OFF-4", "check_off_4_store_may_succeed_in_part")
+class BelievesTheLastCompletion(WrongTier):
+    """What the last call says of a batch goes for all its keys: successes are forgotten."""
+
+    class Manager(CPUOffloadingManager):
+        ended: tuple[OffloadKey, ...] = ()
+
+        def complete_store(
+            self, keys: Keys, ctx: ReqContext | None = None, /, success: bool = True
+        ) -> None:
+            super().complete_store(keys, ctx, success)
+            if success:
+                self.ended += tuple(keys)
+                return
+            for key in self.ended:
+                self._policy.remove({key: None})
+                self._free_pages.append(self._pages.pop(key))
+            self.ended = ()
+
+
 # --- OFF-5 to OFF-8 ---
 
 
@@ -418,6 +458,29 @@ class TakesASecondFailure(WrongTier):
         ) -> None:
             if success or any(key in self._pages for key in keys):
                 super().complete_store(keys, ctx, success)
+
+
+@planted("OFF-9", "check_off_9_store_may_be_completed_in_several_calls")
+class CompletesABatchOnce(WrongTier):
+    """The second completion of one prepare_store is taken for an error."""
+
+    class Manager(CPUOffloadingManager):
+        batch: frozenset[OffloadKey] = frozenset()
+
+        def prepare_store(
+            self, keys: Keys, ctx: ReqContext | None = None, /
+        ) -> PrepareStoreOutput | None:
+            output = super().prepare_store(keys, ctx)
+            self.batch = frozenset(output.keys_to_store if output else ())
+            return output
+
+        def complete_store(
+            self, keys: Keys, ctx: ReqContext | None = None, /, success: bool = True
+        ) -> None:
+            if not self.batch.issuperset(keys):
+                raise TransferNotInFlightError("OFF-9: this store was completed")
+            super().complete_store(keys, ctx, success)
+            self.batch = frozenset()
 
 
 @planted("OFF-9", "check_off_9_page_of_a_failed_store_is_given_back_once")

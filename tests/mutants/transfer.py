@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvview import (
     CanonicalKVCacheRef,
@@ -191,6 +194,219 @@ class LosesFailures(WrongWorker):
     def spoil(self, worker: Any) -> None:
         finished = worker.get_finished
         worker.get_finished = lambda: [result for result in finished() if result.success]
+
+
+def _without_block(job: Any, number: int) -> Any:
+    """The job, but for one of its blocks."""
+    moves, at = [], 0
+    for group, blocks, rows in job.moves:
+        keep = np.arange(at, at + len(blocks)) != number
+        moves.append((group, blocks[keep], rows[keep]))
+        at += len(blocks)
+    return replace(job, moves=moves)
+
+
+@planted("XFER-4", "check_xfer_4_store_that_succeeds_in_part_says_which")
+class ReportsSuccessWithoutABlock(WrongWorker):
+    """A block that cannot be stored is left out, and the store reported as done."""
+
+    def fail_block(self, number: int) -> None:
+        copier: Any = self.worker._copier
+        submit = copier.submit
+
+        def submit_one(job: Any) -> None:
+            copier.submit = submit
+            submit(_without_block(job, number))
+
+        copier.submit = submit_one
+
+
+class ChangesResults(WrongWorker):
+    """A worker whose results are changed by ``change``."""
+
+    def spoil(self, worker: Any) -> None:
+        finished = worker.get_finished
+        worker.get_finished = lambda: [self.change(result) for result in finished()]
+
+    def change(self, result: TransferResult) -> TransferResult:
+        """Make a result wrong."""
+        return result
+
+
+@planted("XFER-4", "check_xfer_4_store_that_succeeds_in_part_says_which")
+class SaysThatAllWasMoved(ChangesResults):
+    """Of a failed store every block is said to be there."""
+
+    def change(self, result: TransferResult) -> TransferResult:
+        return replace(result, moved=result.moved and [True] * len(result.moved))
+
+
+@planted("XFER-4", "check_xfer_4_store_that_succeeds_in_part_says_which")
+class SaysWhatWasMovedInReverse(ChangesResults):
+    """The entries of ``moved`` are those of the blocks from the last to the first."""
+
+    def change(self, result: TransferResult) -> TransferResult:
+        return replace(result, moved=result.moved and list(result.moved)[::-1])
+
+
+@planted("XFER-4", "check_xfer_4_failed_job_says_so")
+class SaysWhatWasMovedByGroup(ChangesResults):
+    """``moved`` has an entry a group, not one a block."""
+
+    def change(self, result: TransferResult) -> TransferResult:
+        return replace(result, moved=result.moved and result.moved[:1])
+
+
+@planted("XFER-4", "check_xfer_4_failed_job_says_so")
+class SaysWhatALoadMoved(ChangesResults):
+    """A load that failed is said to have succeeded in part: its blocks would be computed with."""
+
+    def change(self, result: TransferResult) -> TransferResult:
+        return result if result.success else replace(result, moved=[False, False])
+
+
+@planted("XFER-1", "check_xfer_1_each_group_comes_back_exactly")
+class SkipsTheCopyOnTheSpot(WrongWorker):
+    """Jobs small enough for the caller's thread are reported, and not copied."""
+
+    def spoil(self, worker: Any) -> None:
+        copier = worker._copier
+        copy, caller = copier._copy, threading.get_ident()
+        copier._copy = lambda *sides: threading.get_ident() == caller or copy(*sides)
+
+
+@planted("XFER-1", "check_xfer_1_each_group_comes_back_exactly")
+class LosesTheShareOfTheOtherThreads(WrongWorker):
+    """Of jobs that go to a thread the last copy is left out."""
+
+    def spoil(self, worker: Any) -> None:
+        copier = worker._copier
+        copy, caller = copier._copy, threading.get_ident()
+
+        def copy_less(*sides: Any) -> None:
+            is_caller = threading.get_ident() == caller
+            copy(*(side if is_caller else side[:-1] for side in sides))
+
+        copier._copy = copy_less
+
+
+@planted("XFER-1", "check_xfer_1_destination_is_named_once")
+class TakesADestinationTwice(WrongWorker):
+    """Of two pages for one destination the last one wins."""
+
+    def spoil(self, worker: Any) -> None:
+        start = worker.transfer_async
+
+        def transfer_async(job_id: int, spec: Any) -> bool:
+            try:
+                return bool(start(job_id, spec))
+            except TransferSpecError as error:
+                if "two pages" not in str(error):
+                    raise
+                return True
+
+        worker.transfer_async = transfer_async
+
+
+@planted("XFER-1", "check_xfer_1_source_may_be_named_twice")
+class RefusesASourceTwice(WrongWorker):
+    """A page that two requests of a step want is an error."""
+
+    def spoil(self, worker: Any) -> None:
+        start = worker.transfer_async
+
+        def transfer_async(job_id: int, spec: Any) -> bool:
+            if len({*spec[0].block_ids}) < len(spec[0].block_ids):
+                raise TransferSpecError("XFER-1: a source is named twice")
+            return bool(start(job_id, spec))
+
+        worker.transfer_async = transfer_async
+
+
+@planted("XFER-6", "check_xfer_6_store_reads_what_compute_writes")
+class IgnoresTheComputeStream(WrongWorker):
+    """Blocks are stored when they are submitted: what is computed just now is not in them."""
+
+    def make_worker(self) -> CPUGPUTransferWorker:
+        caches = self.kv_caches
+        self.kv_caches = CanonicalKVCaches(caches.tensors, caches.group_data_refs)
+        worker = super().make_worker()
+        self.kv_caches = caches
+        return worker
+
+
+@planted("XFER-6", "check_xfer_6_load_writes_after_compute")
+class LoadsBesideCompute(WrongWorker):
+    """Only stores wait for compute: kernels of the step before write into what was loaded."""
+
+    def spoil(self, worker: Any) -> None:
+        copier = worker._copier
+        submit = copier.submit
+        copier.submit = lambda job: submit(job) if job.to_host else copier._run(job)
+
+
+@planted("XFER-6", "check_xfer_6_load_writes_after_compute")
+class MarksComputeLate(WrongWorker):
+    """The mark is made, and not waited for, on the worker's thread."""
+
+    def spoil(self, worker: Any) -> None:
+        copier = worker._copier
+        run = copier._run
+        copier._run = lambda job, mark=None: run(job)
+
+
+@planted("XFER-6", "check_xfer_6_caller_is_not_blocked_by_compute")
+class WaitsForComputeOnTheCallersThread(WrongWorker):
+    """The model stands still until its own kernels have ended."""
+
+    def spoil(self, worker: Any) -> None:
+        start = worker.transfer_async
+
+        def transfer_async(job_id: int, spec: Any) -> bool:
+            self._compute.record_event().synchronize()
+            return bool(start(job_id, spec))
+
+        worker.transfer_async = transfer_async
+
+
+@planted("XFER-6", "check_xfer_6_caller_is_not_blocked_by_compute")
+class AsksForComputeUntilItHasEnded(WrongWorker):
+    """The same, by polling."""
+
+    def spoil(self, worker: Any) -> None:
+        start = worker.transfer_async
+
+        def transfer_async(job_id: int, spec: Any) -> bool:
+            mark = self._compute.record_event()
+            while not mark.query():
+                pass
+            return bool(start(job_id, spec))
+
+        worker.transfer_async = transfer_async
+
+
+@planted("XFER-6", "check_xfer_6_caller_is_not_blocked_by_compute")
+class RunsTheLastJobFirst(WrongWorker):
+    """Jobs that wait for compute run in another order than submitted."""
+
+    def spoil(self, worker: Any) -> None:
+        copier = worker._copier
+        submit = copier.submit
+        waiting: list[Any] = []
+
+        def run_last(mark: Any) -> None:
+            mark.synchronize()
+            copier._run(waiting.pop())
+
+        def submit_together(job: Any) -> None:
+            mark = self._compute.record_event()
+            if mark.query():
+                submit(job)
+                return
+            waiting.append(job)
+            copier._last = copier._futures[job.job_id] = copier._lane.submit(run_last, mark)
+
+        copier.submit = submit_together
 
 
 @planted("XFER-5", "check_xfer_5_caller_is_not_blocked", "vllm#46014")

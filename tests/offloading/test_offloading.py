@@ -64,6 +64,20 @@ def test_fits_the_contract(policy: str) -> None:
     assert isinstance(ARCPolicy(1), CachePolicy)
 
 
+def test_events_are_the_third_argument_as_upstream() -> None:
+    manager = CPUOffloadingManager(4, "lru", True)
+    stored(manager, A)
+    assert [event.keys for event in manager.take_events()] == [(A,)]
+
+
+def test_off_9_a_store_of_what_is_held_already_is_not_completed_again(policy: str) -> None:
+    manager = CPUOffloadingManager(4, policy)
+    stored(manager, A)
+    with pytest.raises(TransferNotInFlightError, match=r"^OFF-9: "):
+        manager.complete_store([A], CTX)
+    assert hits(manager) == {A}
+
+
 def test_context_is_optional() -> None:
     manager = CPUOffloadingManager(2)
     assert manager.prepare_store([A]) is not None

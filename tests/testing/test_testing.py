@@ -13,6 +13,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvview import ConfigError
+from kvview.cli.commands import cli
+from kvview.cli.output import ExitCode
 from kvview.testing import (
     CHECKS,
     BoundCheck,
@@ -28,7 +30,6 @@ from kvview.testing import (
     read_expected_failures,
     run_checks,
 )
-from kvview.testing.command import check as check_command
 from kvview.testing.harness import OFFERS
 from kvview.testing.pool.checks import check_pool_4_engine_references_can_not_be_freed
 from kvview.testing.pool.machine import run_pool_machine
@@ -375,7 +376,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
 @pytest.mark.parametrize(
     ("target", "match"),
     [
-        ("nonsense", "expected 'package.module:factory'"),
+        ("nonsense", "expected 'path/to/file.py:Name' or 'package.module:Name'"),
         ("no.such.module:pool", "does not import: ModuleNotFoundError"),
         ("nowhere.py:pool", "there is no file"),
         ("kvview_reference.harness:pol", "has no 'pol'; it has: .*pool"),
@@ -457,7 +458,7 @@ def test_the_plugin_imports_nothing_heavy() -> None:
 
 
 def run(*args: str | Path) -> Result:
-    return CliRunner().invoke(check_command, [str(arg) for arg in args])
+    return CliRunner().invoke(cli, ["check", *map(str, args)])
 
 
 def test_the_command_reports_by_law(tmp_path: Path) -> None:
@@ -513,7 +514,7 @@ def test_ctrl_c_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(vars(harness), "interrupts", Interrupts)
     result = run("kvview_reference.harness:interrupts", "--select", "POOL-6", "--seed", "9")
-    assert result.exit_code == 2
+    assert result.exit_code == ExitCode.INTERRUPTED
     assert "seed 9" in result.output
     assert "interrupted after" in result.output
 

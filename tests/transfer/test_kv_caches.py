@@ -94,6 +94,7 @@ def test_a_block_goes_to_the_host_and_comes_back_elsewhere(name: str) -> None:
 
 
 def test_groups_that_share_memory_share_a_tensor() -> None:
+    # PAGE-2
     shared, own = torch.zeros(N, 16), torch.zeros(N, 16)
     layers = {"full.0": shared, "window.0": shared, "full.1": own}
     caches = canonical_kv_caches(layers, config(["full.0", "full.1"], ["window.0"]))
@@ -127,5 +128,6 @@ def test_0_11_0_gives_no_config() -> None:
     ids=["no blocks", "keys and values apart", "padding inside"],
 )
 def test_what_has_no_pages_is_refused(tensor: torch.Tensor, message: str) -> None:
+    # PAGE-1
     with pytest.raises(UnsupportedEngineError, match=message):
         canonical_kv_caches({"layer": tensor}, config(["layer"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from tests.transfer.test_transfer import (
     ONE,
     Shape,
     SimulatedDriver,
+    SimulatedEvent,
     World,
     finish,
     load,
@@ -61,6 +63,31 @@ def test_stores_wait_for_the_compute_that_came_before() -> None:
         assert (result.transfer_size, result.transfer_time) == (16, 0.5)
         assert set(worker._host[0].tolist()) <= {42, 13}
         worker.shutdown()
+
+
+def test_xfer_6_jobs_wait_for_the_stream_that_is_named_and_no_other() -> None:
+    """The model's stream is not the submitting thread's current one."""
+    named: deque[tuple[str, Any]] = deque()
+
+    class ComputeStream:
+        def record_event(self) -> SimulatedEvent:
+            return driver.record(named)
+
+    for seed in range(20):
+        world = World(ONE)
+        driver = SimulatedDriver(seed)
+        driver.streams.append(named)
+        worker = CPUGPUTransferWorker(world.caches(), world.shape.num_cpu_blocks)
+        blocks = world.shape.num_blocks
+        worker._copier = StreamCopier(driver, worker._host, blocks, ComputeStream())  # type: ignore[arg-type]
+        tensor = world.tensors[0]
+        named.append(("call", lambda: tensor.__setitem__(slice(1, 3), 42)))  # noqa: B023
+        driver.compute.append(("wait", SimulatedEvent()))  # never done: nobody waits for it
+        worker.transfer_async(1, store([1], [0]))
+        worker.transfer_async(2, load([2], [0]))
+        worker.wait([1, 2])
+        worker.shutdown()
+        assert tensor[1:3].eq(42).all()
 
 
 def test_directions_overlap_unless_they_touch_the_same_page() -> None:

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvview import CacheGeometry, CacheGroup, FullAttention, SlidingWindow
 from kvview_vllm.geometry import read_geometry
+from kvview_vllm.releases.calls import complete_torch as complete_torch
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.scheduler import (  # for the tests, under one name
     can_fail_loads as can_fail_loads,
 )
-from kvview_vllm.simulation.scheduler import complete_torch as complete_torch
 from kvview_vllm.simulation.scheduler import make_model_output as make_model_output
 from kvview_vllm.simulation.scheduler import multi_config as multi_config
 from kvview_vllm.simulation.scheduler import refuses_several_groups as refuses_several_groups
@@ -48,6 +49,9 @@ class Engine:
         transfer_config: Arguments of `KVTransferConfig`.
         windows: Sliding windows in tokens, a KV-cache group each; None is full attention.
         num_blocks: Blocks of the pool.
+        depth: Batches in flight; several take the asynchronous scheduler, in the order of
+            `EngineCore.step_with_batch_queue`, and no byte is checked.
+        tokens_per_step: Token budget of one step.
     """
 
     def __init__(
@@ -57,6 +61,8 @@ class Engine:
         *,
         windows: Sequence[int | None] = (None,),
         num_blocks: int = NUM_BLOCKS,
+        depth: int = 1,
+        tokens_per_step: int = cpu_scheduler.MAX_TOKENS,
     ) -> None:
         import torch
 
@@ -67,6 +73,8 @@ class Engine:
             block_size=BLOCK_SIZE,
             num_groups=len(windows),
             num_blocks=num_blocks,
+            max_num_batched_tokens=tokens_per_step,
+            async_scheduling=depth > 1,
         )
         self.geometry: CacheGeometry = read_geometry(self.vllm_config, self.kv_cache_config)
         self.scheduler = cpu_scheduler.make_scheduler(
@@ -86,6 +94,8 @@ class Engine:
         self.requests: dict[str, Any] = {}
         self.hits: dict[str, int] = {}  # tokens that a request never computed
         self.hold_loads = False
+        self.depth = depth
+        self.in_flight: deque[Any] = deque()  # outputs of the scheduler, and their answers
         self._metadata: list[Any] = []
 
     def add(self, request_id: str, tokens: Iterable[int], max_tokens: int = 4) -> Any:
@@ -96,20 +106,22 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request as a client that went away does."""
-        from vllm.v1.request import RequestStatus  # type: ignore[import-not-found]
+        from vllm.v1.request import RequestStatus
 
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> Any:
-        """Schedule, compute and take the output in."""
+        """Schedule, compute and take the oldest output in."""
         output = self.scheduler.schedule()
         transfers = self._run_worker(output)
-        self._compute(output, getattr(transfers, "invalid_block_ids", None) or ())
+        if self.depth == 1:
+            self._compute(output, cpu_scheduler.invalid_blocks(transfers))
         if not self.hold_loads:
             cpu_scheduler.end_transfers(self.worker)
-        self.scheduler.update_from_output(
-            output, make_model_output(self.scheduler, output, transfers)
-        )
+        answer = make_model_output(self.scheduler, output, transfers)
+        self.in_flight.append((output, answer))
+        if len(self.in_flight) >= self.depth or not output.total_num_scheduled_tokens:
+            self.scheduler.update_from_output(*self.in_flight.popleft())
         return output
 
     def run(self, limit: int = 50) -> None:

@@ -75,8 +75,8 @@ def make_model(kind: str, folder: Path) -> Path:
         folder: Where to.
     """
     import torch
-    import transformers  # type: ignore[import-not-found]
-    from tokenizers import (  # type: ignore[import-not-found]
+    import transformers
+    from tokenizers import (
         Tokenizer,
         models,
         pre_tokenizers,

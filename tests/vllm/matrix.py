@@ -36,7 +36,7 @@ from sources import (  # type: ignore[import-not-found]
     sources,
 )
 
-from kvview_vllm.releases.capabilities import CAPABILITIES
+from kvview_vllm.releases import differences
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -178,12 +178,12 @@ def _page(record: Record) -> str:
         "",
         "## What differs between releases",
         "",
-        "The table that the adapter probes (`kvview_vllm/releases/capabilities.py`), seam by seam.",
+        "The table that the adapter probes (`kvview_vllm/releases/release.py`), seam by seam.",
         "",
         "| seam | flag | what | from | to | source |",
         "|---|---|---|---|---|---|",
     ]
-    for flag in CAPABILITIES:
+    for flag in differences():
         row = (flag.seam, f"`{flag.name}`", flag.what, flag.first_release, flag.last_release or "")
         lines.append(f"| {' | '.join(row)} | {flag.source} |")
     return "\n".join(lines) + "\n"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from kvview import ConfigError
 from kvview.testing import Capability
 from kvview_vllm.offloading import VLLMOffloadingManager
 from kvview_vllm.offloading.translated import TranslatedManager, make_cpu_manager
-from kvview_vllm.releases.probes import probe_offloading
+from kvview_vllm.releases import probe_offloading
 
 CAPACITY = 8
 POLICIES = ("lru", "arc")
@@ -19,7 +21,7 @@ def make_manager(policy: str = "lru", **options: Any) -> Any:
     return make_cpu_manager(CAPACITY, policy, enable_events=True, **options)
 
 
-FLAGS = probe_offloading(make_manager())
+SEAM = probe_offloading(make_manager())
 
 
 def known_policies() -> tuple[str, ...]:
@@ -47,7 +49,7 @@ class BareTier:
     @property
     def capabilities(self) -> frozenset[Capability]:
         has = {Capability.EVENTS, Capability.PAGES, Capability.POLICIES}
-        if "cache_reset" in FLAGS:
+        if SEAM.cache_reset:
             has.add(Capability.RESET)
         return frozenset(has)
 
@@ -64,6 +66,50 @@ class Tier(BareTier):
     @property
     def capabilities(self) -> frozenset[Capability]:
         return super().capabilities | {Capability.RESET}
+
+
+class KeysSpec:
+    """What a worker of files is told, as llm-d's: keys, and nothing that is a page."""
+
+    def __init__(self, keys: Iterable[Any]) -> None:
+        self.keys = list(keys)
+
+
+def make_keyed_manager() -> Any:
+    """The release's manager, if it were one that names its blocks by key."""
+    manager = make_manager()
+    kind = type(manager)
+
+    class Keyed(kind):  # type: ignore[misc,valid-type]
+        def prepare_load(self, *args: Any) -> Any:
+            keys = list(args[0])
+            super().prepare_load(keys, *args[1:])
+            return KeysSpec(keys)
+
+        def prepare_store(self, *args: Any) -> Any:
+            output = super().prepare_store(*args)
+            if output is not None:
+                by_hash = hasattr(output, "block_hashes_to_store")
+                stored = output.block_hashes_to_store if by_hash else output.keys_to_store
+                output.store_spec = KeysSpec(stored)
+            return output
+
+    # The adapter looks at signatures.
+    for name in ("prepare_load", "prepare_store"):
+        getattr(Keyed, name).__signature__ = inspect.signature(getattr(kind, name))
+    manager.__class__ = Keyed
+    return manager
+
+
+class KeyedTier(Tier):
+    """The adapter's manager over one whose specs name no pages."""
+
+    def make_tier(self) -> Any:
+        return VLLMOffloadingManager(make_keyed_manager)
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        return super().capabilities - {Capability.PAGES}
 
 
 class BareARCTier(BareTier):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvview import make_offload_key
-from kvview_vllm.releases import probes
+from kvview_vllm.releases import probe_pool
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -32,7 +32,7 @@ class Engine:
         if "hash_block_size" in inspect.signature(block_pool.BlockPool).parameters:
             arguments["hash_block_size"] = BLOCK_SIZE
         self.pool: Any = block_pool.BlockPool(num_blocks, enable_caching, **arguments)
-        self.flags = probes.probe_pool(self.pool)
+        self.release = probe_pool(self.pool)
 
     def blocks(self, block_ids: Sequence[int]) -> list[Any]:
         return [self.pool.blocks[block_id] for block_id in block_ids]
@@ -42,7 +42,7 @@ class Engine:
 
     def hit(self, block_ids: Sequence[int]) -> None:
         blocks = self.blocks(block_ids)
-        self.pool.touch((blocks,) if "touch_nested" in self.flags else blocks)
+        self.pool.touch((blocks,) if self.release.touch_nested else blocks)
 
     def free(self, block_ids: Sequence[int]) -> None:
         self.pool.free_blocks(self.blocks(block_ids))

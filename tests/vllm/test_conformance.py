@@ -63,7 +63,7 @@ class VLLMPool:
             has.add(Capability.GIVE_BACK)
         if hasattr(self.pool, "evict_blocks"):
             has.add(Capability.EVICT)
-        if "several_hashes" in self.plain_view.capabilities:
+        if self.plain_view.release.several_hashes:
             has.add(Capability.MANY_HASHES)
         return frozenset(has)
 
@@ -113,6 +113,7 @@ class GuardedVLLMPool(VLLMPool):
         return super().capabilities | {
             Capability.LEASES,
             Capability.PIN_BUDGET,
+            Capability.GUARDS,
             Capability.ONE_THREAD,
         }
 
@@ -128,6 +129,10 @@ class GuardedVLLMPool(VLLMPool):
         guard: Any = self.view
         still_held: Mapping[int, int] = guard.close()
         return still_held
+
+    def guard_over(self, view: GPUBlockPoolView, num_blocks: int | None) -> GuardedView:
+        budget = None if num_blocks is None else num_blocks / self.num_blocks
+        return GuardedView(view, owner="another", pin_budget=budget, clock=lambda: self.seconds)
 
     def advance(self, seconds: float) -> None:
         self.seconds += seconds

@@ -59,6 +59,7 @@ def test_what_should_happen_happens(coverage: Mapping[str, int]) -> None:
 
 
 def test_what_is_left_out_is_named(engines: VLLMEngines, coverage: Mapping[str, int]) -> None:
+    # VSIM-2
     assert coverage["left out: decode steps of several tokens"] == SEEDS
     if not coverage.get("second hashes"):
         assert coverage["left out: a second hash of a block"]
@@ -120,6 +121,7 @@ def test_a_seed_gives_the_same_run_twice(engines: VLLMEngines) -> None:
 
 
 def test_what_vllm_raises_is_not_laid_at_the_connectors_door(engines: VLLMEngines) -> None:
+    # VSIM-1
     scenario, _ = engines.fit(generate_scenario(0))
     connector = Connector(ConnectorConfig(scenario.geometry))
     engine = engines.build(scenario, [connector], owner="", clock=lambda: 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ pytest.importorskip(  # a submodule: this very folder is named vllm
 )
 
 import engine as lane  # type: ignore[import-not-found]
-from kvview import ConfigError, CPULoadStoreSpec, make_offload_key
-from kvview_vllm.offloading.translated import find_class, make_known
+from kvview import ConfigError, CPULoadStoreSpec, OffloadingEvent, make_offload_key
+from kvview_vllm.releases.calls import make_known
+from kvview_vllm.releases.release import find_class
+from tests.offloading.keyed_tier import DISK
 
+KEYED = "tests.offloading.keyed_tier"
 STRICT = f"{Path(__file__).with_name('strict_manager.py')}:StrictManager"
 TOKENS = range(10, 10 + 6 * lane.BLOCK_SIZE + 4)
 HIT_TOKENS = 6 * lane.BLOCK_SIZE
@@ -59,11 +63,12 @@ def serve(engine: lane.Engine, name: str, tokens: range = TOKENS) -> Any:
 
 
 def settle(engine: lane.Engine) -> None:
-    """Stores go out a step late, and are reported a step later."""
-    for _ in range(20):
+    """Stores go out a step late, and are reported a step later; a worker may have a thread."""
+    for _ in range(2000):
         if not tier(engine).num_protected_blocks():
             return
         engine.step()
+        time.sleep(0.001)
     raise AssertionError("a job is never completed")
 
 
@@ -135,6 +140,7 @@ def test_eviction_pressure(make_engine: MakeEngine) -> None:
 
 
 def test_used_keys_are_touched_head_first(make_engine: MakeEngine) -> None:
+    # VOFF-4
     engine = make_engine()
     serve(engine, "first")
     forget(engine)
@@ -147,6 +153,7 @@ def test_used_keys_are_touched_head_first(make_engine: MakeEngine) -> None:
 
 
 def test_no_key_is_named_twice(make_engine: MakeEngine) -> None:
+    # VOFF-3
     engine = make_engine()
     shown = engine.scheduler.connector.connector_scheduler.manager
     kind = find_class("ReqContext")  # 0.20
@@ -158,6 +165,7 @@ def test_no_key_is_named_twice(make_engine: MakeEngine) -> None:
 
 
 def test_reset_leaves_nothing_in_flight(make_engine: MakeEngine) -> None:
+    # VOFF-5
     if not hasattr(find_class("OffloadingManager"), "reset_cache"):
         pytest.skip("on this release a reset does not reach the manager")
     engine = make_engine()
@@ -178,13 +186,6 @@ def test_reset_leaves_nothing_in_flight(make_engine: MakeEngine) -> None:
 
 
 def test_events_reach_the_publisher(make_engine: MakeEngine) -> None:
-    class Publisher:
-        def __init__(self) -> None:
-            self.events: list[Any] = []
-
-        def publish(self, batch: Any) -> None:
-            self.events += batch.events
-
     engine = make_engine(manager_options={"enable_events": True})
     engine.scheduler.kv_event_publisher = publisher = Publisher()
     serve(engine, "first")
@@ -192,6 +193,87 @@ def test_events_reach_the_publisher(make_engine: MakeEngine) -> None:
     stored = [event for event in publisher.events if event.medium == "CPU"]
     assert {type(event).__name__ for event in stored} == {"BlockStored"}
     assert sum(len(event.block_hashes) for event in stored) >= 6
+
+
+class Publisher:
+    """Takes what the engine publishes."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def publish(self, batch: Any) -> None:
+        self.events += batch.events
+
+
+def keyed(**ours: Any) -> dict[str, Any]:
+    """A tier that is addressed by key, in a medium of its own."""
+    manager, worker = f"{KEYED}:KeyedManager", f"{KEYED}:KeyedWorker"
+    return {
+        "manager": manager,
+        "worker": worker,
+        "media": {DISK: "STORAGE"},
+        "manager_options": {"enable_events": True},
+        **ours,
+    }
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, lane.WINDOW)], ids=["one group", "two groups"])
+def test_a_tier_addressed_by_key(make_engine: MakeEngine, windows: tuple[int | None, ...]) -> None:
+    if len(windows) > 1 and not takes_several_groups():
+        pytest.skip("OffloadingConnector of this release takes one KV-cache group")
+    engine = make_engine(windows=windows, extra={"block_size": 2 * lane.BLOCK_SIZE}, **keyed())
+    engine.scheduler.kv_event_publisher = publisher = Publisher()
+    serve(engine, "first")
+    forget(engine)
+    serve(engine, "again")
+    assert engine.hits == {"first": 0, "again": HIT_TOKENS}
+    engine.step()
+    media = {event.medium for event in publisher.events if hasattr(event, "medium")} - {"GPU"}
+    assert media == {"STORAGE"}
+
+
+def test_a_medium_that_vllm_does_not_know_is_refused_at_start(make_engine: MakeEngine) -> None:
+    if find_class("Medium") is None:  # up to 0.26
+        make_engine(**keyed(media={}))
+        return
+    with pytest.raises(ConfigError) as caught:
+        make_engine(**keyed(media={}))
+    said = str(caught.value)
+    assert "knows no medium 'DISK', it knows CPU, STORAGE" in said
+    assert '"media": {"DISK": "STORAGE"}' in said
+    assert "\n" not in said
+    with pytest.raises(ConfigError, match="knows no medium 'FLASH'"):
+        make_engine(**keyed(media={DISK: "FLASH"}))
+
+
+def test_a_medium_that_was_never_named_ends_no_engine(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(manager_options={"enable_events": True})
+    shown = engine.scheduler.connector.connector_scheduler.manager
+    events: list[OffloadingEvent] = []
+    a, b = make_offload_key(b"a", 0), make_offload_key(b"b", 0)
+    shown.manager.take_events = lambda: events
+    published: list[Any] = []
+    for event in (
+        OffloadingEvent([a, b], "CPU", False),
+        OffloadingEvent([a], "TAPE", False),
+        OffloadingEvent([a, b], "CPU", True),
+        OffloadingEvent([a], "TAPE", True),
+    ):
+        events[:] = [event]
+        published += shown.take_events()
+    named = [
+        (getattr(event, "keys", None) or event.block_hashes, event.medium, event.removed)
+        for event in published
+    ]
+    medium_class = find_class("Medium")
+    if medium_class is None:
+        assert [medium for _, medium, _ in named] == ["CPU", "TAPE", "CPU", "TAPE"]
+        return
+    cpu = medium_class("CPU")  # where a is until both have lost it
+    assert named == [([a, b], cpu, False), ([b], cpu, True), ([a], cpu, True)]
+    assert [record.message.count("'TAPE'") for record in caplog.records] == [1]
 
 
 @pytest.mark.parametrize(

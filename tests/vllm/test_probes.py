@@ -1,17 +1,35 @@
-"""The connector seam of whichever vLLM release can be imported, and forks of it."""
+"""The seams of whichever vLLM can be imported, forks of it, and what a later one renames."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
 
 from kvview import UnsupportedEngineError
-from kvview_vllm.releases import capabilities
-from kvview_vllm.releases.probes import ConnectorSurface, probe_connector
+from kvview_vllm.releases import (
+    NEWEST_TESTED,
+    TESTED,
+    Difference,
+    differences,
+    engine_version,
+    installed,
+    is_newer,
+    is_tested,
+    probe_connector,
+    probe_offloading,
+    probe_pool,
+)
+from kvview_vllm.releases.calls import make_block_pool, make_cpu_manager
+from kvview_vllm.releases.probes import ConnectorSurface
+from kvview_vllm.releases.release import Seam
 
 vllm = pytest.importorskip(  # a submodule: this very folder is named vllm
     "vllm.version",
@@ -20,33 +38,81 @@ vllm = pytest.importorskip(  # a submodule: this very folder is named vllm
 )
 
 
-def number(release: str) -> tuple[int, ...]:
-    return tuple(map(int, release.split(".")))
-
-
 @pytest.fixture
 def surface() -> ConnectorSurface:
     return ConnectorSurface.installed()
 
 
-def test_capabilities_are_where_the_table_says(surface: ConnectorSurface) -> None:
-    match = re.match(r"\d+\.\d+\.\d+", vllm.__version__)
-    if match is None:
+def has(name: str) -> bool:
+    (found,) = (each for each in differences() if each.name == name)
+    return found.is_in(engine_version())
+
+
+SEAMS: dict[str, Callable[[], Seam]] = {
+    "pool": lambda: probe_pool(make_block_pool(4)),
+    "binding": lambda: installed().binding,
+    "geometry": lambda: installed().geometry,
+    "offloading": lambda: installed().offloading,
+    "offloading, of a manager": lambda: probe_offloading(make_cpu_manager(1)),
+    "connector": lambda: installed().connector,
+}
+
+
+@pytest.mark.parametrize("name", SEAMS)
+def test_differences_are_where_the_table_says(name: str) -> None:
+    if not re.match(r"\d+\.\d+\.\d+", vllm.__version__):
         pytest.skip(f"no release: {vllm.__version__}")
-    expected = {
-        capability.name
-        for capability in capabilities.CAPABILITIES
-        if capability.seam == "connector"
-        and number(capability.first_release) <= number(match[0])
-        and number(match[0]) <= number(capability.last_release or capabilities.NEWEST_TESTED)
+    found = SEAMS[name]()
+    assert {each.name for each in found.differences() if vars(found)[each.name]} == {
+        each.name for each in found.differences() if each.is_in(engine_version())
     }
-    assert probe_connector(surface) == expected == probe_connector()
+
+
+def test_a_release_is_probed_once() -> None:
+    assert installed() is installed()
+    assert installed().connector is installed().connector
+
+
+def test_the_table_is_complete() -> None:
+    table = differences()
+    assert len({each.name for each in table}) == len(table) > 30
+    for each in table:
+        assert isinstance(each, Difference)
+        assert each.what
+        assert each.source
+        assert is_tested(each.first_release)
+        assert is_tested(each.last_release or NEWEST_TESTED)
+
+
+@pytest.mark.parametrize(
+    ("version", "tested", "newer"),
+    [
+        (NEWEST_TESTED, True, False),
+        ("0.33.0+cpu", True, False),
+        ("0.33.2", True, False),
+        ("0.33.1rc1.dev211+g0123abc", False, True),  # a nightly: the next release's shapes
+        ("0.32.1rc1.dev7+g0123abc", True, False),
+        ("0.34.0", False, True),
+        ("1.0.0", False, True),
+        ("0.10.2", False, False),
+        ("dev", False, False),
+    ],
+)
+def test_what_a_version_string_says(version: str, tested: bool, newer: bool) -> None:
+    assert (is_tested(version), is_newer(version)) == (tested, newer)
+
+
+@pytest.mark.parametrize("seam", ["binding", "geometry", "offloading", "connector"])
+def test_every_seam_has_the_gate(seam: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.34.0")
+    with pytest.raises(UnsupportedEngineError, match=rf"^the {seam} seam .*KVVIEW_ALLOW_UNTESTED"):
+        getattr(installed(), seam)
 
 
 def refused(surface: ConnectorSurface) -> str:
     with pytest.raises(UnsupportedEngineError) as caught:
         probe_connector(surface)
-    for part in ("connector seam", vllm.__version__, "0.11.0 - 0.33.0", "upgrade kvview"):
+    for part in ("connector seam", vllm.__version__, TESTED, "upgrade kvview"):
         assert part in str(caught.value)
     return str(caught.value)
 
@@ -55,7 +121,7 @@ def test_a_method_with_another_signature_is_refused(surface: ConnectorSurface) -
     class Fork(surface.base):  # type: ignore[misc,name-defined]
         def get_num_new_matched_tokens(self, request: Any, tokens: int, tier: str) -> Any: ...
 
-    assert "get_num_new_matched_tokens(self, request, tokens, tier)" in refused(
+    assert "get_num_new_matched_tokens(request, tokens, tier)" in refused(
         replace(surface, base=Fork)
     )
 
@@ -68,7 +134,62 @@ def test_a_method_that_must_be_written_is_refused(surface: ConnectorSurface) -> 
     assert "requires price_of_load" in refused(replace(surface, base=Fork))
 
 
+def test_a_method_that_must_be_written_is_refused_before_python_does() -> None:
+    code = (
+        "from abc import abstractmethod\n"
+        "from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1 as Base\n"
+        "Base.price_of_load = abstractmethod(lambda self: 0.0)\n"
+        "Base.__abstractmethods__ |= {'price_of_load'}\n"
+        "try: import kvview_vllm.connector\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "UnsupportedEngineError the connector seam" in done.stdout
+    assert "requires price_of_load" in done.stdout
+
+
 @pytest.mark.parametrize("name", ["SchedulerOutput", "CachedRequestData", "KVConnectorOutput"])
 def test_a_field_that_is_gone_is_refused(surface: ConnectorSurface, name: str) -> None:
     fields = {**surface.fields, name: frozenset({"other"})}
     assert f"{name} without " in refused(replace(surface, fields=fields))
+
+
+@pytest.mark.parametrize(
+    ("difference", "kind", "name"),
+    [
+        ("resumed_ids", "CachedRequestData", "resumed_req_ids"),
+        ("preempted_ids", "SchedulerOutput", "preempted_req_ids"),
+        ("worker_metadata", "KVConnectorOutput", "kv_connector_worker_meta"),
+        ("failed_blocks", "KVConnectorOutput", "invalid_block_ids"),
+        ("failed_requests", "KVConnectorOutput", "failed_recving"),
+    ],
+)
+def test_what_is_renamed_is_not_an_older_release(
+    surface: ConnectorSurface, difference: str, kind: str, name: str
+) -> None:
+    if not has(difference):
+        pytest.skip("this release is older")
+    fields = {**surface.fields, kind: surface.fields[kind] - {name} | {f"{name}_v2"}}
+    assert f"({difference})" in refused(replace(surface, fields=fields))
+
+
+def test_an_event_with_a_new_required_field_is_refused(surface: ConnectorSurface) -> None:
+    struct: Any = import_module("msgspec").defstruct
+    stored = struct("BlockStored", [("block_hashes", list), ("tenant", str), ("medium", str, "")])
+    assert "BlockStored that requires tenant" in refused(replace(surface, events=(stored,)))
+
+
+def test_hashes_under_a_new_name_are_not_a_pool_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has("several_hashes"):
+        pytest.skip("this release is older")
+    pool = make_block_pool(4)
+    monkeypatch.delattr(pool, "cached_block_hashes_by_block")
+    with pytest.raises(UnsupportedEngineError, match=r"pool seam .*\(several_hashes\)"):
+        probe_pool(pool)
+
+
+def test_a_queue_without_a_count_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_block_pool(4)
+    monkeypatch.delattr(pool.free_block_queue, "num_free_blocks")
+    with pytest.raises(UnsupportedEngineError, match="FreeKVCacheBlockQueue without num_free"):
+        probe_pool(pool)

@@ -74,7 +74,7 @@ def test_stored_reset_loaded(make_engine: MakeEngine, windows: tuple[int | None,
     again = engine.add("again", TOKENS)
     engine.run()
     assert again.is_finished()
-    loads = len(windows) == 1 or not side(engine)._caches_whole_span  # SCHED-5
+    loads = len(windows) == 1 or side(engine)._release.null_window_blocks  # SCHED-5
     assert engine.hits == {"first": 0, "again": HIT_TOKENS if loads else 0}
     assert engine.num_free_blocks() == free
     assert not side(engine).has_pending_work()
@@ -82,6 +82,7 @@ def test_stored_reset_loaded(make_engine: MakeEngine, windows: tuple[int | None,
 
 
 def test_late_reports(make_engine: MakeEngine) -> None:
+    # MSG-1, WORK-1
     engine = make_engine(lane.connector_config(f"{FAULTY}:SlowConnector", cpu_blocks=64))
     free = engine.num_free_blocks()
     serve_and_forget(engine)
@@ -104,6 +105,7 @@ def test_a_corrupt_block_is_seen(make_engine: MakeEngine) -> None:
 
 
 def test_abort_during_a_load(make_engine: MakeEngine) -> None:
+    # LOAD-1
     engine = make_engine()
     if not side(engine).asynchronous:
         pytest.skip("on this release a load ends within its step")
@@ -124,6 +126,7 @@ def test_abort_during_a_load(make_engine: MakeEngine) -> None:
 
 
 def test_a_failed_load_is_computed_instead(make_engine: MakeEngine) -> None:
+    # LOAD-2, WORK-2
     if not lane.can_fail_loads():
         pytest.skip("0.11.0 has no word for a load that failed")
     engine = make_engine(lane.connector_config(f"{FAULTY}:FailingConnector", cpu_blocks=64))
@@ -138,6 +141,7 @@ def test_a_failed_load_is_computed_instead(make_engine: MakeEngine) -> None:
 
 
 def test_a_failed_load_is_not_tried_again_by_a_sibling(make_engine: MakeEngine) -> None:
+    # SCHED-2
     if not lane.can_fail_loads():
         pytest.skip("0.11.0 has no word for a load that failed")
     failing = lane.connector_config(f"{FAULTY}:FailingConnector", cpu_blocks=64)
@@ -180,6 +184,7 @@ def test_preempted_requests_come_back(make_engine: MakeEngine, connector: str) -
 def test_a_step_shows_the_real_block_tables(
     make_engine: MakeEngine, windows: tuple[int | None, ...]
 ) -> None:
+    # SCHED-1
     if len(windows) > 1 and lane.refuses_several_groups():
         pytest.skip("this release takes one KV-cache group only beside a connector")
     engine = make_engine(windows=windows)
@@ -212,6 +217,7 @@ def test_a_step_shows_the_real_block_tables(
 def test_what_another_request_computes_in_this_step_is_not_there_yet(
     make_engine: MakeEngine,
 ) -> None:
+    # SCHED-3
     engine = make_engine()
     half = side(engine).half
     plan_step = half.plan_step
@@ -261,6 +267,7 @@ def test_events_carry_the_block_size(make_engine: MakeEngine) -> None:
 
 
 def test_children_of_multi_connector_are_bound(make_engine: MakeEngine) -> None:
+    # BIND-1
     child = lane.connector_config(cpu_blocks=64)
     engine = make_engine(lane.multi_config(child, child))
     free = engine.num_free_blocks()
@@ -279,6 +286,7 @@ def test_children_of_multi_connector_are_bound(make_engine: MakeEngine) -> None:
 def test_binding_again_is_harmless_and_another_pool_closes_the_view(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
+    # BIND-2
     engine = make_engine()
     connector = engine.scheduler.connector
     view = connector.block_pool_view
@@ -352,6 +360,7 @@ def test_the_proposed_scheduler_context_binds(make_engine: MakeEngine) -> None:
 
 
 def test_a_missing_view_names_the_flag(make_engine: MakeEngine) -> None:
+    # BIND-3
     engine = make_engine()
     engine.scheduler.connector.close_block_pool_view()
     engine.add("first", TOKENS)
@@ -378,6 +387,7 @@ def test_a_typo_is_an_error_at_start(
 
 
 def test_a_promise_without_a_load_is_an_error(make_engine: MakeEngine) -> None:
+    # SCHED-4
     engine = make_engine()
     serve_and_forget(engine)
     side(engine).half.on_blocks_allocated = lambda *_: None

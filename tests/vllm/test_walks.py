@@ -110,7 +110,7 @@ class PoolMachine(RuleBasedStateMachine):
             block_hash = b"%032d" % (self.num_hashes + self.num_blocks)
             if block_id not in self.hashes:
                 self.hashes[block_id] = [self.engine.cache(block_id, block_hash, group)]
-            elif "several_hashes" in self.engine.flags:
+            elif self.engine.release.several_hashes:
                 self.hashes[block_id].append(self.engine.cache_again(block_id, block_hash, group))
 
     @rule(data=st.data())

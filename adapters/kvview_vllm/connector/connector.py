@@ -32,9 +32,9 @@ from kvview import (
 )
 from kvview.options import parse_options
 from kvview.targets import load_connector
+from kvview.version import require_contract
 from kvview_vllm.binding import BlockPoolViewMixin
 from kvview_vllm.connector.messages import (
-    HAS_WORKER_METADATA,
     KVViewMetadata,
     KVViewStats,
     KVViewWorkerMetadata,
@@ -45,7 +45,8 @@ from kvview_vllm.connector.scheduler import SchedulerSide
 from kvview_vllm.connector.worker import WorkerSide
 from kvview_vllm.events import to_vllm_events
 from kvview_vllm.geometry import read_facts, read_geometry
-from kvview_vllm.releases.probes import probe_connector
+from kvview_vllm.releases import installed
+from kvview_vllm.releases.calls import unfinished_statuses
 
 if TYPE_CHECKING:
     KVConnectorRole: Any
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     class KVConnectorBase_V1:  # noqa: D101 - stands in for vLLM's, which mypy does not see
         def __init__(self, *args: Any) -> None: ...
         def _get_connector_metadata(self) -> Any: ...
-        def get_transfer_results(self, finished_req_ids: set[str]) -> Any: ...
+        def get_transfer_results(self, finished_req_ids: set[str]) -> Any: ...  # noqa: D102
 
     class SupportsHMA:  # noqa: D101
         pass
@@ -66,13 +67,12 @@ else:
     )
     from vllm.v1.request import RequestStatus
 
-    SupportsHMA = getattr(base, "SupportsHMA", object)  # 0.11.1
+    # Here and not at the first instance: Python would refuse a class that lacks an
+    # abstract method before anything could be probed.
+    SupportsHMA = base.SupportsHMA if installed().connector.several_groups else object
 
 
-_NOT_FINISHED_WELL = {
-    getattr(RequestStatus, name, None)
-    for name in ("FINISHED_ABORTED", "FINISHED_IGNORED", "FINISHED_ERROR")
-}
+_NOT_FINISHED_WELL = unfinished_statuses()
 
 
 class KVViewOptions(BaseModel):
@@ -104,13 +104,14 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
     Raises:
         ConfigError: ``kv_connector_extra_config`` has an unknown key or no
             ``connector``, or the connector refuses its options.
+        UnsupportedContractError: The connector was written to another contract.
         UnsupportedEngineError: The interface has an unknown shape, or the engine's
             geometry cannot be said.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
-        flags = probe_connector()
-        config = [kv_cache_config] if "cache_config_argument" in flags else []
+        self._release = release = installed().connector
+        config = [kv_cache_config] if release.cache_config_argument else []
         super().__init__(vllm_config, role, *config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
         try:
@@ -118,11 +119,15 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         except ConfigError as error:
             raise ConfigError(f"kv_connector_extra_config: {error}") from None
         self.pin_budget, self.trace_holds = options.pin_budget, options.trace_holds
+        self.view_owner = target = options.connector
         self._kvview_config = vllm_config, kv_cache_config
         self._geometry = read_geometry(vllm_config, kv_cache_config)
-        connector = load_connector(options.connector)(
-            ConnectorConfig(self._geometry, options.options)
-        )
+        kind = load_connector(target)
+        require_contract(kind.contract_version, target)
+        try:
+            connector = kind(ConnectorConfig(self._geometry, options.options))
+        except ConfigError as error:
+            raise ConfigError(f"options of connector {target}: {error}") from None
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -135,8 +140,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
                 half,
                 self._geometry,
                 vllm_config.parallel_config.world_size,
-                asynchronous="worker_metadata" in flags,
-                caches_whole_span="null_window_blocks" not in flags,
+                release=release,
                 preempted_status=RequestStatus.PREEMPTED,
             )
         else:
@@ -144,7 +148,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
                 connector.make_worker(),
                 kv_cache_config,
                 vllm_config.parallel_config.rank,
-                flags,
+                release,
             )
 
     @property
@@ -189,6 +193,8 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Hear how jobs ended."""
+        if self._release.failed_blocks and connector_output.invalid_block_ids:
+            self._scheduler.forget_computed()
         # Reports of sibling connectors carry another owner.
         self._scheduler.hear(take_reports(connector_output, self._scheduler.owner))
 
@@ -222,7 +228,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         self._worker.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start the plan of this step."""
+        """Start the plan of this step: before its forward, since 0.29 after its launch."""
         self._worker.start(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -231,7 +237,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: stores read blocks that earlier steps computed."""
+        """Nothing: stores read blocks whose compute was launched before (XFER-6)."""
 
     def wait_for_save(self) -> None:
         """Nothing: source blocks are held until their store is reported (CONN-6)."""
@@ -258,7 +264,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVViewStats | None:
         """Report jobs before 0.18.0; called on both sides."""
-        if HAS_WORKER_METADATA or self._worker_side is None:
+        if self._release.worker_metadata or self._worker_side is None:
             return None
         reports = self._worker_side.reports()
         return stats_of(reports) if reports else None

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvview import StepPlan, TransferResult
+from kvview_vllm.releases import installed
 
 if TYPE_CHECKING:
 
@@ -32,14 +33,13 @@ if TYPE_CHECKING:
     class KVConnectorStats:  # noqa: D101
         data: dict[str, Any]
 
-    HAS_WORKER_METADATA: bool
 else:
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-    HAS_WORKER_METADATA = hasattr(base, "KVConnectorWorkerMetadata")
-    KVConnectorWorkerMetadata = getattr(base, "KVConnectorWorkerMetadata", object)
+    _answers = installed().connector.worker_metadata
+    KVConnectorWorkerMetadata = base.KVConnectorWorkerMetadata if _answers else object
 
 _REPORTS = "reports"
 
@@ -117,11 +117,12 @@ def take_reports(connector_output: Any, owner: str) -> list[JobReport]:
             registered connector of this name under ``MultiConnector``.
         owner: Whose reports to take.
     """
-    metadata = getattr(connector_output, "kv_connector_worker_meta", None)
-    if isinstance(metadata, KVViewWorkerMetadata):
-        return [report for report in metadata.reports if report.owner == owner]
+    if installed().connector.worker_metadata:
+        metadata = connector_output.kv_connector_worker_meta
+        reports = metadata.reports if isinstance(metadata, KVViewWorkerMetadata) else ()
+        return [report for report in reports if report.owner == owner]
     found: list[JobReport] = []
-    stats = getattr(connector_output, "kv_connector_stats", None)
+    stats = connector_output.kv_connector_stats
     for data, key in _stats_with_reports(stats):
         found += [report for report in data[key] if report.owner == owner]
         data[key] = [report for report in data[key] if report.owner != owner]
@@ -137,8 +138,9 @@ def _stats_with_reports(stats: Any) -> list[tuple[dict[str, Any], str]]:
     """Where the reports are: in the stats themselves, or one level down (MultiConnector)."""
     if isinstance(stats, KVViewStats):
         return [(stats.data, _REPORTS)] if _REPORTS in stats.data else []
-    children = getattr(stats, "data", None) or {}
-    return [place for child in children.values() for place in _stats_with_reports(child)]
+    if not isinstance(stats, KVConnectorStats):
+        return []
+    return [place for child in stats.data.values() for place in _stats_with_reports(child)]
 
 
 def _is_emptied(child: Any) -> bool:

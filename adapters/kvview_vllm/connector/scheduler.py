@@ -29,11 +29,11 @@ from typing import Any
 from kvview import (
     BlockIds,
     CacheGeometry,
-    ConnectorError,
     EngineFacts,
     FinishReason,
     GPUBlockPoolView,
     OffloadingEvent,
+    RequestContent,
     RequestStep,
     SchedulerConnector,
     StepInfo,
@@ -41,8 +41,11 @@ from kvview import (
     SupportsIsFree,
     TransferResult,
 )
+from kvview.connector.jobs import JobBook, check_promise
 from kvview_vllm.connector.messages import JobReport, KVViewMetadata
 from kvview_vllm.connector.steps import LazySteps, request_info, resumed_request_ids
+from kvview_vllm.releases import ConnectorSeam
+from kvview_vllm.releases.calls import request_content
 
 _NULL_BLOCK_ID = 0  # the first block that every release takes from its pool
 
@@ -52,8 +55,10 @@ class _Tracked:
     """A request that vLLM asked about and has not finished."""
 
     request: Any
+    content: RequestContent
     chunks: list[Sequence[Sequence[int]]] = field(default_factory=list)  # of its block table
     asked_at: int | None = None  # tokens hit on the GPU, until its blocks are allocated
+    num_hit_tokens: int = 0  # when its blocks were allocated
     is_allocated: bool = False  # until it is preempted
     load_failed: bool = False
 
@@ -65,13 +70,6 @@ class _Tracked:
         return self.chunks[0] if self.chunks else ()
 
 
-@dataclass
-class _Job:
-    request_id: str | None
-    ranks: set[int] = field(default_factory=set)
-    failed: TransferResult | None = None
-
-
 class SchedulerSide:
     """The scheduler half, driven by vLLM's scheduler.
 
@@ -79,10 +77,8 @@ class SchedulerSide:
         half: The connector's scheduler half.
         geometry: Of the engine.
         num_workers: Workers that report each job.
-        asynchronous: Whether requests wait for their loads between steps, or the
-            step that loads also computes.
-        caches_whole_span: Whether an allocation of external tokens has blocks for what a
-            window skips, and takes them for loaded.
+        release: Whether requests wait for their loads between steps (LOAD-1), and what
+            its scheduler's output says.
         preempted_status: ``RequestStatus.PREEMPTED``, for releases whose output
             does not name the preempted requests.
     """
@@ -93,15 +89,13 @@ class SchedulerSide:
         geometry: CacheGeometry,
         num_workers: int,
         *,
-        asynchronous: bool,
-        caches_whole_span: bool,
+        release: ConnectorSeam,
         preempted_status: Any,
     ) -> None:
         self.half = half
         self.geometry = geometry
-        self.asynchronous = asynchronous
-        self._num_workers = num_workers
-        self._caches_whole_span = caches_whole_span
+        self.asynchronous = asynchronous = release.worker_metadata
+        self._release = release
         self._preempted_status = preempted_status
         self.owner = uuid.uuid4().hex
         self._nothing_to_do = KVViewMetadata(self.owner, StepPlan(), not asynchronous, ())
@@ -109,8 +103,10 @@ class SchedulerSide:
         self._tracked: dict[str, _Tracked] = {}
         self._unseen: dict[str, int] = {}  # allocated with blocks that we were not shown
         self._lost: set[str] = set()  # preempted and asked about again in one step
-        self._promised: dict[str, int] = {}  # allocated since the last plan, tokens to load
-        self._jobs: dict[int, _Job] = {}
+        # By request, of the last step that computed it; vLLM has lost both at a preemption.
+        self._starts: dict[str, int] = {}
+        self._lengths: dict[str, int] = {}
+        self._jobs = JobBook(num_workers)
         self._acknowledged: list[int] = []
 
     def bind(self, view: GPUBlockPoolView) -> None:
@@ -128,7 +124,7 @@ class SchedulerSide:
         """How many more tokens could be loaded; None to be asked again."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.request is not request:
-            tracked = self._tracked[request.request_id] = _Tracked(request)
+            tracked = self._tracked[request.request_id] = _Tracked(request, self._content(request))
         elif tracked.chunks:
             self._lost.add(request.request_id)
         elif tracked.asked_at is None and tracked.is_allocated:
@@ -138,13 +134,14 @@ class SchedulerSide:
             tracked.load_failed
             or not request.block_hashes
             # Prompt log probabilities and pooling need every token computed.
-            or getattr(request, "skip_reading_prefix_cache", False)
+            or (self._release.unread_prefixes and request.skip_reading_prefix_cache)
         ):
             return 0
-        num_tokens = self.half.match_prefix(request_info(request), num_computed_tokens)
+        info = request_info(request, tracked.content, num_computed_tokens)
+        num_tokens = self.half.match_prefix(info, num_computed_tokens)
         if not num_tokens:
             return num_tokens
-        self._check_promise(request, num_computed_tokens, num_tokens)
+        check_promise(self.geometry, info, num_computed_tokens, num_tokens)
         return num_tokens if self._can_load(request, num_computed_tokens, num_tokens) else 0
 
     def on_allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -153,43 +150,37 @@ class SchedulerSide:
         if tracked is None or tracked.asked_at is None:
             return  # the second call: nothing to load any more
         num_computed_tokens, tracked.asked_at = tracked.asked_at, None
-        tracked.is_allocated = True
+        tracked.num_hit_tokens, tracked.is_allocated = num_computed_tokens, True
         block_ids = blocks.get_block_ids()
         if not any(block_ids):
             # Up to 0.25 a MultiConnector shows a child that does not load no blocks.
             self._unseen[request.request_id] = num_computed_tokens
             return
-        self.half.on_blocks_allocated(
-            request_info(request), block_ids, num_computed_tokens, num_external_tokens
-        )
+        info = request_info(request, tracked.content, num_computed_tokens)
+        self.half.on_blocks_allocated(info, block_ids, num_computed_tokens, num_external_tokens)
         if num_external_tokens:
-            self._promised[request.request_id] = num_external_tokens
+            self._jobs.promise(request.request_id, num_external_tokens)
 
     def _can_load(self, request: Any, num_computed_tokens: int, num_tokens: int) -> bool:
         """Whether this release does right by the load, failed or not (SCHED-5)."""
         if not self.asynchronous and request.num_cached_tokens >= 0:
             return False  # the tokens that a failed load takes back are those of its first start
         end = num_computed_tokens + num_tokens
-        return not self._caches_whole_span or all(
+        return self._release.null_window_blocks or all(
             group.required_blocks(end).start * group.block_size <= num_computed_tokens
             for group in self.geometry.groups
         )
 
-    def _check_promise(self, request: Any, num_computed_tokens: int, num_tokens: int) -> None:
-        end = num_computed_tokens + num_tokens
-        alignment = self.geometry.scheduler_block_size
-        if num_tokens < 0 or end % alignment or end >= request.num_tokens:
-            raise ConnectorError(
-                f"CONN-2: match_prefix promised {num_tokens} tokens beyond {num_computed_tokens} "
-                f"to request {request.request_id!r} of {request.num_tokens} tokens: the sum must "
-                f"be a multiple of {alignment} and leave a token to compute"
-            )
+    def _content(self, request: Any) -> RequestContent:
+        return request_content(request, self.geometry.hash_block_size)
 
     # --- a step ---
 
     def plan(self, output: Any) -> KVViewMetadata:
         """Plan the step that a ``SchedulerOutput`` describes."""
-        named: Collection[str] | None = getattr(output, "preempted_req_ids", None)
+        named: Collection[str] | None = None
+        if self._release.preempted_ids:
+            named = output.preempted_req_ids or ()
         preempted: Sequence[str] = ()
         if named is None or named or self._lost:
             preempted = self._hear_of_preemptions(named)
@@ -198,22 +189,10 @@ class SchedulerSide:
             self._show_unseen(output)
         step = StepInfo(LazySteps(self._request_steps, output), preempted)
         plan = self.half.plan_step(step)
-        for job in (*plan.loads, *plan.stores):
-            if job.job_id in self._jobs:
-                raise ConnectorError(
-                    f"CONN-5: job id {job.job_id} is in flight and was planned again"
-                )
-            self._jobs[job.job_id] = _Job(job.request_id)
-        for job in plan.loads:
-            self._promised.pop(job.request_id or "", None)
-        if self._promised:
-            request_id, num_tokens = next(iter(self._promised.items()))
-            raise ConnectorError(
-                f"CONN-2: the connector promised {num_tokens} tokens to request {request_id!r} and "
-                f"planned no load for it"
-            )
-        if type(plan) is StepPlan and not plan and not self._acknowledged:
-            return self._nothing_to_do  # a plan of another class may say more
+        self._jobs.check(plan)
+        self._jobs.begin(plan)
+        if not plan and not self._acknowledged:
+            return self._nothing_to_do
         acknowledged, self._acknowledged = tuple(self._acknowledged), []
         return KVViewMetadata(self.owner, plan, not self.asynchronous, acknowledged)
 
@@ -232,8 +211,14 @@ class SchedulerSide:
                 continue
             # vLLM freed the blocks in this very step: some may be another's already (SCHED-1).
             table = tuple([self._if_free(block) for block in group] for group in tracked.table())
+            # What is in flight may have sampled tokens, whose KV is of no use without them.
+            num_computed_tokens = min(
+                self._starts.get(request_id, 0) + self._lengths.get(request_id, 0),
+                tracked.request.num_tokens - 1,
+            )
             tracked.chunks, tracked.is_allocated = [], False
-            self.half.on_request_preempted(request_info(tracked.request), table)
+            info = request_info(tracked.request, tracked.content, num_computed_tokens)
+            self.half.on_request_preempted(info, table)
         return preempted
 
     def _if_free(self, block_id: int) -> int:
@@ -243,6 +228,7 @@ class SchedulerSide:
 
     def _follow_tables(self, output: Any) -> None:
         for new in output.scheduled_new_reqs:
+            self._starts[new.req_id] = new.num_computed_tokens
             tracked = self._tracked.get(new.req_id)
             if tracked is not None:
                 tracked.chunks = [[list(group) for group in new.block_ids]]
@@ -250,12 +236,14 @@ class SchedulerSide:
         # The adapter's dearest lines: most requests begin no block in a step, and they are
         # skipped in C; the others' are kept as they come and joined at a look. Without
         # strict=, which costs as much as an addition.
+        self._starts.update(zip(cached.req_ids, cached.num_computed_tokens))  # noqa: B905
+        self._lengths.update(output.num_scheduled_tokens)
         added_to = compress(cached.req_ids, cached.new_block_ids)
         tracked_requests = self._tracked
         for request_id, added in zip(added_to, filter(None, cached.new_block_ids)):  # noqa: B905
             if request_id in tracked_requests:
                 tracked_requests[request_id].chunks.append(added)
-        for request_id in resumed_request_ids(cached):
+        for request_id in resumed_request_ids(cached, self._release):
             if (tracked := self._tracked.get(request_id)) is not None:
                 # A copy: a worker in this process extends these lists.
                 tracked.chunks = [[list(group) for group in last] for last in tracked.chunks[-1:]]
@@ -265,9 +253,8 @@ class SchedulerSide:
             tracked = self._tracked[request_id]
             num_computed_tokens = self._unseen.pop(request_id)
             table = tuple(map(list, tracked.table()))
-            self.half.on_blocks_allocated(
-                request_info(tracked.request), table, num_computed_tokens, 0
-            )
+            info = request_info(tracked.request, tracked.content, num_computed_tokens)
+            self.half.on_blocks_allocated(info, table, num_computed_tokens, 0)
 
     def _request_steps(self, output: Any) -> list[RequestStep]:
         cached = output.scheduled_cached_reqs
@@ -279,7 +266,7 @@ class SchedulerSide:
             if (tracked := self._tracked.get(request_id)) is not None
         }
         begun = [new.req_id for new in output.scheduled_new_reqs] + list(
-            resumed_request_ids(cached)
+            resumed_request_ids(cached, self._release)
         )
         if len(scheduled) > 1 and begun:
             written = self._written_blocks(output, computed)
@@ -289,7 +276,7 @@ class SchedulerSide:
                     computed[request_id] = self._existing(table, computed[request_id], written)
         return [
             RequestStep(
-                request_info(tracked.request),
+                request_info(tracked.request, tracked.content, computed[request_id]),
                 self._live_table(tracked, computed[request_id]),
                 computed[request_id],
                 output.num_scheduled_tokens[request_id],
@@ -335,33 +322,39 @@ class SchedulerSide:
         """Take reports of the workers in; a job ends with its last worker."""
         results: list[TransferResult] = []
         for report in reports:
-            result = report.result
-            job = self._jobs.get(result.job_id)
-            if job is None or report.rank in job.ranks:
+            if not self._jobs.awaits(report.result.job_id, report.rank):
                 continue  # sent again before the acknowledgement arrived
-            job.ranks.add(report.rank)
-            if not result.success:
-                job.failed = result
-            if len(job.ranks) < self._num_workers:
+            ended = self._jobs.end(report.result, report.rank)
+            if ended is None:
                 continue
-            del self._jobs[result.job_id]
-            self._acknowledged.append(result.job_id)
-            results.append(job.failed or result)
-            if job.failed and (tracked := self._tracked.get(job.request_id or "")):
+            self._acknowledged.append(ended.job.job_id)
+            results.append(ended.result)
+            tracked = self._tracked.get(ended.job.request_id or "")
+            if tracked is not None and not ended.result.success:
                 tracked.load_failed = True
         if results:
             self.half.on_transfers_finished(results)
+
+    def forget_computed(self) -> None:
+        """Blocks were not loaded: what was launched in the last step may have no KV."""
+        self._starts.clear()
+        self._lengths.clear()
 
     # --- a request ends, the engine rests ---
 
     def on_finished(self, request: Any, block_ids: BlockIds, reason: FinishReason) -> None:
         """A request is about to give its blocks back."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is not None and tracked.request is request:
+        if tracked is None or tracked.request is not request:  # nobody asked about it
+            info = request_info(request, self._content(request))
+        else:
             del self._tracked[request.request_id]
             self._unseen.pop(request.request_id, None)
             self._lost.discard(request.request_id)
-        self.half.on_request_finished(request_info(request), block_ids, reason)
+            self._starts.pop(request.request_id, None)
+            self._lengths.pop(request.request_id, None)
+            info = request_info(request, tracked.content, _num_computed_tokens(tracked))
+        self.half.on_request_finished(info, block_ids, reason)
 
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping."""
@@ -378,3 +371,11 @@ class SchedulerSide:
     def shutdown(self) -> None:
         """Release everything held."""
         self.half.shutdown()
+
+
+def _num_computed_tokens(tracked: _Tracked) -> int:
+    """Leading tokens whose KV is in the blocks that a request is about to give back."""
+    if not tracked.chunks:  # it never ran: what was to be loaded may not have come
+        return tracked.num_hit_tokens if tracked.is_allocated else 0
+    num_tokens: int = tracked.request.num_tokens
+    return min(int(tracked.request.num_computed_tokens), num_tokens - 1)

@@ -6,20 +6,25 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import compress
 from typing import Any, overload
 
-from kvview import RequestInfo, RequestStep
+from kvview import RequestContent, RequestInfo, RequestStep
+from kvview_vllm.releases import ConnectorSeam
 
 
-def request_info(request: Any) -> RequestInfo:
+def request_info(
+    request: Any, content: RequestContent, num_computed_tokens: int = 0
+) -> RequestInfo:
     """A ``Request`` of vLLM as a connector sees it; the hashes are the living list."""
-    return RequestInfo(request.request_id, request.num_tokens, request.block_hashes)
+    return RequestInfo(
+        request.request_id, request.num_tokens, request.block_hashes, num_computed_tokens, content
+    )
 
 
-def resumed_request_ids(cached: Any) -> Collection[str]:
+def resumed_request_ids(cached: Any, release: ConnectorSeam) -> Collection[str]:
     """The requests of ``CachedRequestData`` whose block tables begin anew."""
-    resumed: Collection[str] | None = getattr(cached, "resumed_req_ids", None)
-    if resumed is None:  # a list of flags in 0.11.0
-        resumed = set(compress(cached.req_ids, cached.resumed_from_preemption))
-    return resumed
+    if release.resumed_ids:
+        resumed: Collection[str] = cached.resumed_req_ids
+        return resumed
+    return set(compress(cached.req_ids, cached.resumed_from_preemption))
 
 
 class LazySteps(Sequence[RequestStep]):

@@ -10,19 +10,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 from kvview import ConnectorError, GPULoadStoreSpec, TransferJob, WorkerConnector
+from kvview.connector.jobs import JobBook
 from kvview_vllm.connector.messages import JobReport, KVViewMetadata
+from kvview_vllm.releases import ConnectorSeam
 from kvview_vllm.transfer import canonical_kv_caches
 
-
-@dataclass
-class _Load:
-    jobs: dict[int, TransferJob] = field(default_factory=dict)
-    failed: bool = False
+_logger = logging.getLogger(__name__)
 
 
 class WorkerSide:
@@ -32,21 +30,24 @@ class WorkerSide:
         half: The connector's worker half.
         kv_cache_config: vLLM's ``KVCacheConfig``, None in 0.11.0.
         rank: Of this worker in its engine.
-        flags: What this vLLM's connector seam can do: how a failed load is said.
+        release: How this vLLM is told of a failed load.
     """
 
     def __init__(
-        self, half: WorkerConnector, kv_cache_config: Any | None, rank: int, flags: Collection[str]
+        self,
+        half: WorkerConnector,
+        kv_cache_config: Any | None,
+        rank: int,
+        release: ConnectorSeam,
     ) -> None:
         self._half = half
         self._kv_cache_config = kv_cache_config
         self._num_groups = len(kv_cache_config.kv_cache_groups) if kv_cache_config else 1
         self._rank = rank
-        self._flags = flags
+        self._release = release
         self._owner = ""
         self._unacknowledged: dict[int, JobReport] = {}
-        self._loads: dict[str, _Load] = {}
-        self._request_of_job: dict[int, str] = {}
+        self._jobs = JobBook()
         self._loaded: set[str] = set()
         self._failed_requests: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -61,11 +62,7 @@ class WorkerSide:
         for job_id in metadata.acknowledged:
             self._unacknowledged.pop(job_id, None)
         plan = metadata.plan
-        for job in plan.loads:
-            request_id = job.request_id
-            if request_id is not None:
-                self._request_of_job[job.job_id] = request_id
-                self._loads.setdefault(request_id, _Load()).jobs[job.job_id] = job
+        self._jobs.begin(plan)
         if plan:
             self._half.start_plan(plan)
         if metadata.wait_for_loads and plan.loads:
@@ -82,18 +79,20 @@ class WorkerSide:
     def poll(self) -> None:
         """Hear of jobs that ended."""
         for result in self._half.get_finished():
-            self._unacknowledged[result.job_id] = JobReport(self._owner, self._rank, result)
-            request_id = self._request_of_job.pop(result.job_id, None)
-            if request_id is None:
+            if not self._jobs.awaits(result.job_id):
+                _logger.warning(
+                    "CONN-3: %s reported job %s, which is not in flight; nobody is told",
+                    *(type(self._half).__name__, result.job_id),
+                )
                 continue
-            load = self._loads[request_id]
-            job = load.jobs.pop(result.job_id)
+            self._unacknowledged[result.job_id] = JobReport(self._owner, self._rank, result)
+            ended = self._jobs.end(result)
+            if ended is None or not ended.is_load:
+                continue
             if not result.success:
-                load.failed = True
-                self._say_failed(request_id, job, result.error)
-            if not load.jobs:
-                del self._loads[request_id]
-                self._loaded.add(request_id)
+                self._say_failed(ended.job, result.error)
+            if ended.is_last_load:
+                self._loaded.add(ended.job.request_id or "")
 
     def take_loaded(self) -> set[str]:
         """Requests whose loads have all ended since the last call (WORK-1)."""
@@ -118,15 +117,16 @@ class WorkerSide:
         """Release memory."""
         self._half.shutdown()
 
-    def _say_failed(self, request_id: str, job: TransferJob, error: str | None) -> None:
-        target = job.dst if self._num_groups == 1 and "failed_blocks" in self._flags else None
+    def _say_failed(self, job: TransferJob, error: str | None) -> None:
+        one_group = self._num_groups == 1
+        target = job.dst if one_group and self._release.failed_blocks else None
         if isinstance(target, GPULoadStoreSpec):
             self._failed_blocks.update(target.block_ids)
-        elif "failed_requests" in self._flags:
-            self._failed_requests.add(request_id)
+        elif self._release.failed_requests:
+            self._failed_requests.add(job.request_id or "")
         else:
             raise ConnectorError(
-                f"load job {job.job_id} of request {request_id!r} failed ({error}), and this vLLM "
-                f"cannot be told so with {self._num_groups} KV-cache groups: it would compute on "
-                f"what was never loaded. Needs 0.11.1 with one group, 0.30 with several"
+                f"load job {job.job_id} of request {job.request_id!r} failed ({error}), and this "
+                f"vLLM cannot be told so with {self._num_groups} KV-cache groups: it would compute "
+                f"on what was never loaded. Needs 0.11.1 with one group, 0.30 with several"
             )

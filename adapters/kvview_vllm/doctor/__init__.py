@@ -6,25 +6,22 @@ connector and the schedulers are imported, nothing is concluded from a version.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
 
 from kvview import make_offload_key
-from kvview_vllm.releases.capabilities import (
-    CAPABILITIES,
-    NEWEST_TESTED,
-    OLDEST_TESTED,
+from kvview_vllm.releases import (
+    TESTED,
+    Release,
     VLLMNotInstalledError,
+    differences,
     engine_version,
+    installed,
     is_tested,
 )
-from kvview_vllm.releases.probes import probe_connector, probe_pool
-
-_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
-_SCHEDULER = "vllm.v1.core.sched.scheduler"
+from kvview_vllm.releases.calls import make_block_pool, make_cpu_manager
+from kvview_vllm.releases.release import Seam
 
 
 @dataclass(frozen=True)
@@ -68,63 +65,33 @@ class Diagnosis:
 
 def diagnose() -> Diagnosis:
     """Look at the installed vLLM; changes nothing and needs no GPU."""
-    tested = f"{OLDEST_TESTED} - {NEWEST_TESTED}"
     try:
         version = engine_version()
     except VLLMNotInstalledError as error:
-        return Diagnosis(None, tested, False, {}, (SeamReport("vllm", False, str(error)),))
-    flags: frozenset[str] = frozenset()
-
-    def check_pool() -> str:
-        nonlocal flags
-        pool = _small_pool()
-        flags = probe_pool(pool)
-        _use_pool(pool)
-        return "touch, free and walk work on a real BlockPool"
-
-    def check_connector() -> str:
-        nonlocal flags
-        flags |= probe_connector()
-        import_module("kvview_vllm.connector")
-        return "KVViewConnector has every method that this vLLM requires"
-
-    def check_offloading() -> str:
-        nonlocal flags
-        flags |= _offloading_flags()
-        return "vLLM's own manager of host pages stores, loads and evicts"
-
-    seams = tuple(
-        _report(seam, check)
-        for seam, check in (
-            ("pool", check_pool),
-            ("binding", _check_binding),
-            ("scheduler", _check_schedulers),
-            ("connector", check_connector),
-            ("offloading", check_offloading),
-        )
-    )
-    capabilities = {capability.name: capability.name in flags for capability in CAPABILITIES}
-    return Diagnosis(version, tested, is_tested(version), capabilities, seams)
+        return Diagnosis(None, TESTED, False, {}, (SeamReport("vllm", False, str(error)),))
+    found: list[Seam] = []
+    seams = tuple(_report(seam, check, found) for seam, check in _CHECKS.items())
+    flags = {name for seam in found for name, has in vars(seam).items() if has is True}
+    capabilities = {each.name: each.name in flags for each in differences()}
+    return Diagnosis(version, TESTED, is_tested(version), capabilities, seams)
 
 
-def _report(seam: str, check: Callable[[], str]) -> SeamReport:
+_Check = Callable[[Release], tuple[Seam, str]]
+
+
+def _report(seam: str, check: _Check, found: list[Seam]) -> SeamReport:
     try:
-        return SeamReport(seam, True, check())
+        probed, detail = check(installed())
     except Exception as error:
         return SeamReport(seam, False, f"{type(error).__name__}: {error}")
+    found.append(probed)
+    return SeamReport(seam, True, detail)
 
 
-def _small_pool() -> Any:
-    pool_class = import_module("vllm.v1.core.block_pool").BlockPool
-    known = {"num_gpu_blocks": 8, "enable_caching": True, "hash_block_size": 16}
-    parameters = inspect.signature(pool_class).parameters
-    return pool_class(**{name: known[name] for name in known if name in parameters})
-
-
-def _use_pool(pool: Any) -> None:
+def _check_pool(_: Release) -> tuple[Seam, str]:
     from kvview_vllm.pool import view
 
-    bound = view(pool, owner="kvview doctor")
+    bound = view(make_block_pool(8), owner="kvview doctor")
     free_before = bound.num_free_blocks()
     bound.touch_blocks([1, 2, 1])
     bound.free_blocks([1, 2, 1])
@@ -132,11 +99,36 @@ def _use_pool(pool: Any) -> None:
     if bound.num_free_blocks() != free_before:
         raise RuntimeError("blocks that were touched and freed are not free again")
     bound.close()
+    return bound.release, "touch, free and walk work on a real BlockPool"
 
 
-def _offloading_flags() -> frozenset[str]:
+def _check_binding(release: Release) -> tuple[Seam, str]:
+    binding = release.binding
+    flag = "add --scheduler-cls kvview_vllm.scheduler.ViewScheduler"
+    if binding.pool_hook:
+        hook = "bind_kv_cache_manager" if binding.manager_hook else "bind_gpu_block_pool"
+        return binding, f"the engine binds through {hook}, children of MultiConnector too"
+    if binding.optional_pool_hook:
+        return binding, (
+            f"the engine binds through bind_gpu_block_pool; for children of MultiConnector {flag}"
+        )
+    return binding, f"this release has no hook: {flag}"
+
+
+def _check_schedulers(release: Release) -> tuple[Seam, str]:
+    module = import_module("kvview_vllm.scheduler")
+    names = f"{module.ViewScheduler.__name__} and {module.AsyncViewScheduler.__name__}"
+    return release.geometry, f"{names} load"
+
+
+def _check_connector(release: Release) -> tuple[Seam, str]:
+    found = release.connector
+    import_module("kvview_vllm.connector")
+    return found, "KVViewConnector has every method that this vLLM requires"
+
+
+def _check_offloading(_: Release) -> tuple[Seam, str]:
     from kvview_vllm.offloading import VLLMOffloadingManager
-    from kvview_vllm.offloading.translated import make_cpu_manager
 
     manager = VLLMOffloadingManager(lambda: make_cpu_manager(1))
     for name in (b"a", b"b"):
@@ -145,25 +137,13 @@ def _offloading_flags() -> frozenset[str]:
         manager.complete_store(keys)
         manager.prepare_load(keys)
         manager.complete_load(keys)
-    return manager.capabilities
+    return manager.release, "vLLM's own manager of host pages stores, loads and evicts"
 
 
-def _check_binding() -> str:
-    base = import_module(_BASE).KVConnectorBase_V1
-    for hook in ("bind_kv_cache_manager", "bind_gpu_block_pool"):
-        if hasattr(base, hook):
-            return f"the engine binds through {hook}, children of MultiConnector too"
-    init = import_module(_SCHEDULER).Scheduler.__init__
-    while hasattr(init, "__wrapped__"):
-        init = init.__wrapped__
-    if "bind_gpu_block_pool" in init.__code__.co_consts:
-        return (
-            "the engine binds through bind_gpu_block_pool; for children of MultiConnector "
-            "add --scheduler-cls kvview_vllm.scheduler.ViewScheduler"
-        )
-    return "this release has no hook: add --scheduler-cls kvview_vllm.scheduler.ViewScheduler"
-
-
-def _check_schedulers() -> str:
-    module = import_module("kvview_vllm.scheduler")
-    return f"{module.ViewScheduler.__name__} and {module.AsyncViewScheduler.__name__} load"
+_CHECKS: dict[str, _Check] = {
+    "pool": _check_pool,
+    "binding": _check_binding,
+    "scheduler": _check_schedulers,
+    "connector": _check_connector,
+    "offloading": _check_offloading,
+}

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvview.cli.output import one_line_errors, require_writable, write_json
+from kvview.cli.output import ExitCode, require_writable, write_json
 from kvview_vllm.doctor import Diagnosis, diagnose
 
 
@@ -20,13 +20,12 @@ from kvview_vllm.doctor import Diagnosis, diagnose
 )
 def doctor(json_file: str | None) -> None:
     """Say which vLLM is installed, and whether kvview fits it."""
-    with one_line_errors():
-        require_writable("--json", json_file)
-        found = diagnose()
-        if json_file != "-":
-            _show_diagnosis(found)
-        write_json(json_file, {**asdict(found), "is_healthy": found.is_healthy})
-    sys.exit(0 if found.is_healthy else 1)
+    require_writable("--json", json_file)
+    found = diagnose()
+    if json_file != "-":
+        _show_diagnosis(found)
+    write_json(json_file, {**asdict(found), "is_healthy": found.is_healthy})
+    sys.exit(ExitCode.CLEAN if found.is_healthy else ExitCode.WRONG)
 
 
 def _show_diagnosis(found: Diagnosis) -> None:

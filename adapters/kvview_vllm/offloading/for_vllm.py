@@ -13,14 +13,12 @@ Source: ``vllm/distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py``
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvview import (
     LookupResult,
-    OffloadingEvent,
     OffloadingManager,
     OffloadKey,
     ReqContext,
@@ -28,7 +26,9 @@ from kvview import (
     SupportsStepHooks,
     get_offload_group_idx,
 )
-from kvview_vllm.offloading.translated import find_class, make_known, require_class
+from kvview_vllm.offloading.media import Media
+from kvview_vllm.releases import installed, require_class
+from kvview_vllm.releases.calls import make_known
 
 if TYPE_CHECKING:
 
@@ -43,21 +43,14 @@ else:
 
 _Output: Any = require_class("PrepareStoreOutput")
 _Event: Any = require_class("OffloadingEvent")
-_Medium: Any = find_class("Medium")  # 0.27: an Enum
-_Result: Any = find_class("LookupResult")  # 0.25
-_RequestContext: Any = find_class("RequestOffloadingContext")  # 0.23
-_lookup = inspect.signature(require_class("OffloadingManager").lookup)
-_LOOKUP_OF_PREFIX = "block_hashes" in _lookup.parameters
-_MAY_RETRY = "None" in str(_lookup.return_annotation)  # 0.15; before, later is a miss
-# Since vLLM touches no keys it tells their positions instead (0.31).
-_TOUCH_AT_FINISH = hasattr(find_class("ReqContext"), "get_offload_key_position")
+_release = installed().offloading
 
 
 class PagesSpec(_LoadStoreSpec):
-    """The pages of a kvview manager, carried to the worker.
+    """What a kvview manager says to its worker, carried to it unread.
 
     Args:
-        spec: What the manager returned.
+        spec: What the manager returned: pages, keys or anything else that pickles.
     """
 
     def __init__(self, spec: Any) -> None:
@@ -75,10 +68,17 @@ class ManagerForVLLM(_Manager):
     Args:
         manager: The kvview manager.
         block_size: Tokens of an offloaded block, for events up to 0.19.
+        media: The manager's media to vLLM's names for them.
+
+    Raises:
+        ConfigError: vLLM knows no such medium (VOFF-7).
     """
 
-    def __init__(self, manager: OffloadingManager, block_size: int) -> None:
+    def __init__(
+        self, manager: OffloadingManager, block_size: int, media: Mapping[str, str] | None = None
+    ) -> None:
         self.manager = manager
+        self._media = Media(manager, media or {})
         self._block_size = block_size
         self._stores: set[OffloadKey] = set()
         self._loads: Counter[OffloadKey] = Counter()
@@ -86,11 +86,11 @@ class ManagerForVLLM(_Manager):
 
     def lookup(self, key: Any, req_context: Any = None) -> Any:
         """One key, or how many of a prefix."""
-        if _LOOKUP_OF_PREFIX:
+        if _release.prefix_lookup:
             return self._count_hits(key)
         answer = self.manager.lookup(key, _context(req_context))
-        if _Result is not None:
-            return _Result[answer.name]
+        if _release.lookup_results:
+            return require_class("LookupResult")[answer.name]
         return None if answer is LookupResult.RETRY else answer is LookupResult.HIT
 
     def prepare_load(self, keys: Iterable[Any], req_context: Any = None) -> PagesSpec:
@@ -140,14 +140,15 @@ class ManagerForVLLM(_Manager):
     def take_events(self) -> Iterator[Any]:
         """The manager's events, as vLLM's."""
         for event in self.manager.take_events():
-            yield make_known(
-                _Event,
-                keys=list(event.keys),
-                block_hashes=list(event.keys),
-                block_size=self._block_size,
-                medium=_medium(event),
-                removed=event.removed,
-            )
+            for keys, medium, removed in self._media.publish(event):
+                yield make_known(
+                    _Event,
+                    keys=keys,
+                    block_hashes=keys,
+                    block_size=self._block_size,
+                    medium=medium,
+                    removed=removed,
+                )
 
     def reset_cache(self) -> None:
         """Forget every key; vLLM reports no more of what is in flight (VOFF-5)."""
@@ -168,7 +169,7 @@ class ManagerForVLLM(_Manager):
         """A request was seen for the first time."""
         if isinstance(self.manager, SupportsRequestHooks):
             self.manager.on_new_request(_context(req_context))
-        return _RequestContext()
+        return require_class("RequestOffloadingContext")()
 
     def on_request_finished(self, req_context: Any) -> None:
         """A request ended: touch what it used, where vLLM does not (VOFF-4)."""
@@ -191,7 +192,7 @@ class ManagerForVLLM(_Manager):
         num_hits = 0
         for key in keys:
             answer = self.manager.lookup(key, ReqContext())
-            if answer is LookupResult.RETRY and _MAY_RETRY:
+            if answer is LookupResult.RETRY and _release.lookup_retry:
                 return None
             if answer is not LookupResult.HIT:
                 break
@@ -199,15 +200,15 @@ class ManagerForVLLM(_Manager):
         return num_hits
 
     def _use(self, keys: Collection[OffloadKey], req_context: Any) -> None:
-        if _TOUCH_AT_FINISH:
+        if _release.key_positions:  # vLLM touches no keys then
             self._used.setdefault(req_context.req_id, {}).update(dict.fromkeys(keys))
 
 
 def _context(req_context: Any) -> ReqContext:
     if req_context is None:  # up to 0.20 not every call has one
         return ReqContext()
-    # No id before 0.22.
-    return ReqContext(getattr(req_context, "req_id", ""), req_context.kv_transfer_params)
+    req_id = req_context.req_id if _release.request_ids else ""
+    return ReqContext(req_id, req_context.kv_transfer_params)
 
 
 def _in_prefix_order(keys: Iterable[OffloadKey], req_context: Any) -> list[OffloadKey]:
@@ -216,7 +217,3 @@ def _in_prefix_order(keys: Iterable[OffloadKey], req_context: Any) -> list[Offlo
         return (0 if position is None else position), get_offload_group_idx(key)
 
     return sorted(keys, key=place)
-
-
-def _medium(event: OffloadingEvent) -> Any:
-    return event.medium if _Medium is None else _Medium(event.medium)

@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from kvview import (
     CPULoadStoreSpec,
     KeyNotLoadableError,
+    LoadStoreSpec,
     LookupResult,
     OffloadingEvent,
     OffloadKey,
@@ -27,19 +29,40 @@ from kvview import (
     make_offload_key,
 )
 from kvview_vllm.offloading.translated import NO_REQUEST, TranslatedManager
-from kvview_vllm.releases.capabilities import OFFLOADING_SEAM, refusal
+from kvview_vllm.releases import OffloadingSeam, refusal
+from kvview_vllm.releases.calls import loses_touched_stores, pages_of_backend, store_threshold
 
 if TYPE_CHECKING:
     from kvview import OffloadingManager, SupportsRequestHooks, SupportsStepHooks
+
+
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
+_Page = int | None
+"""A host page; None where the manager names none, and a key is all there is to protect."""
 
 
 @dataclass(slots=True)
 class _Late:
     """A key that a transfer from before a reset still uses."""
 
-    page: int
+    page: _Page
     num_loads: int  # 0: it is being stored
-    placeholder: OffloadKey  # holds the page inside the manager
+    placeholder: OffloadKey | None  # holds the page inside the manager
+
+
+def _locked(
+    method: Callable[Concatenate[VLLMOffloadingManager, P], ResultT],
+) -> Callable[Concatenate[VLLMOffloadingManager, P], ResultT]:
+    """Hold the manager's lock over a whole call: what it looks up must stay true (0.33)."""
+
+    @wraps(method)
+    def call(self: VLLMOffloadingManager, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        with self._manager.lock:
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class VLLMOffloadingManager:
@@ -49,7 +72,8 @@ class VLLMOffloadingManager:
     2. A key offered twice in one call is stored once.
     3. ``reset`` takes the manager's own ``reset_cache`` or, where there is none,
        a new manager. Pages in flight are kept out of its reach by placeholders,
-       which it believes to be storing, until their transfers end (OFF-8).
+       which it believes to be storing, until their transfers end (OFF-8). Where a
+       manager names no pages, keeping their keys from it is all that is needed.
     4. Events are the manager's own; a reset adds the removals that it lacks.
     5. What a policy does when it refuses a store stays done: it may have learnt from
        the offer, and ARC refuses what fits when only T1 has room (up to 0.29, vLLM
@@ -66,45 +90,42 @@ class VLLMOffloadingManager:
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._is_shut = False
-        self._stores: dict[OffloadKey, int] = {}  # to their pages
+        self._stores: dict[OffloadKey, _Page] = {}
         self._loads: Counter[OffloadKey] = Counter()
-        self._load_pages: dict[OffloadKey, int] = {}
+        self._load_pages: dict[OffloadKey, _Page] = {}
         self._late: dict[OffloadKey, _Late] = {}
         self._events: list[OffloadingEvent] = []
         self._advertised: dict[str, dict[OffloadKey, None]] = {}  # by medium, in order
         self._manager = TranslatedManager(make())
-        self.capabilities = self._manager.capabilities
-        self._capacity: int | None = None
-        if "page_backend" in self.capabilities:
-            self._capacity = self._manager.manager.backend.get_num_free_blocks()
+        self.release = self._manager.release
+        self._capacity = pages_of_backend(self._manager.manager)
 
+    @_locked
     def lookup(self, key: OffloadKey, ctx: ReqContext = NO_REQUEST, /) -> LookupResult:
         """Whether a key is held and loadable now (OFF-6); changes no order."""
-        if key in self._stores:
-            return LookupResult.HIT_PENDING
-        if key in self._late:
-            return LookupResult.MISS
-        return self._manager.lookup(key, ctx)
+        return self._lookup(key, ctx)
 
+    @_locked
     def prepare_load(
         self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /
-    ) -> CPULoadStoreSpec:
-        """Protect keys from eviction until ``complete_load``, and name their pages.
+    ) -> LoadStoreSpec:
+        """Protect keys from eviction until ``complete_load``, and say where they are.
 
         Raises:
             KeyNotLoadableError: A key is not held or not ready; nothing was protected.
         """
         for key in keys:
-            if (answer := self.lookup(key, ctx)) is not LookupResult.HIT:
+            if (answer := self._lookup(key, ctx)) is not LookupResult.HIT:
                 raise KeyNotLoadableError(
                     f"OFF-2: lookup of key {key.hex()} says {answer.name}; load only what it "
                     f"says HIT for"
                 )
         spec = self._manager.prepare_load(keys, ctx)
         self._loads.update(keys)
-        self._load_pages.update(zip(keys, spec.block_ids, strict=True))
+        self._load_pages.update(_pages_of(keys, spec))
         return spec
 
+    @_locked
     def complete_load(self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /) -> None:
         """End what one ``prepare_load`` of these keys began.
 
@@ -127,13 +148,14 @@ class VLLMOffloadingManager:
             if not self._late[key].num_loads:
                 self._give_back([key])
 
+    @_locked
     def touch(self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /) -> None:
         """Say that a request used these keys; the first one becomes the most recent."""
-        if hasattr(self._manager.manager, "t1"):
-            # An ARC manager of a release up to 0.16 loses a key touched while it is stored.
+        if loses_touched_stores(self._manager.manager):
             keys = [key for key in keys if key not in self._stores]
         self._manager.touch(keys, ctx)
 
+    @_locked
     def prepare_store(
         self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /
     ) -> PrepareStoreOutput | None:
@@ -143,7 +165,7 @@ class VLLMOffloadingManager:
         if self._capacity is not None:
             # Up to 0.17 keys of the input may be evicted for it (vLLM #35846), and up to
             # 0.18 a refusal of ARC comes after evictions.
-            answers = {key: self.lookup(key, ctx) for key in offered}
+            answers = {key: self._lookup(key, ctx) for key in offered}
             kept = [key for key in offered if answers[key] is LookupResult.HIT]
             num_new = sum(answer is LookupResult.MISS for answer in answers.values())
             num_protected = len(self._stores) + len(self._late) + len({*self._loads, *kept})
@@ -156,11 +178,12 @@ class VLLMOffloadingManager:
             if kept:
                 self._manager.complete_load(kept, ctx)
         if output is not None:
-            self._stores.update(zip(output.keys_to_store, _page_ids(output), strict=True))
+            self._stores.update(_pages_of(output.keys_to_store, output.store_spec))
         elif self._capacity is not None:
             self._report_lost_keys()
         return output
 
+    @_locked
     def complete_store(
         self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /, success: bool = True
     ) -> None:
@@ -180,12 +203,14 @@ class VLLMOffloadingManager:
             del self._stores[key]
         self._give_back([key for key in ended if key in self._late])
 
+    @_locked
     def take_events(self) -> list[OffloadingEvent]:
         """Events since the last call, in order; empty when the manager's are off."""
         self._gather_events()
         events, self._events = self._events, []
         return events
 
+    @_locked
     def reset(self) -> None:
         """Forget every key (OFF-8, EVENT-5)."""
         self._gather_events()
@@ -198,14 +223,15 @@ class VLLMOffloadingManager:
         in_flight += [(key, page, self._loads[key]) for key, page in self._load_pages.items()]
         for forgotten in (self._late, self._stores, self._loads, self._load_pages):
             forgotten.clear()
-        if "cache_reset" in self.capabilities:
+        if self.release.cache_reset:
             self._manager.reset()
         else:
             self._manager = TranslatedManager(self._make())
         if in_flight:
-            placeholders = self._hold_pages({page for _, page, _ in in_flight})
+            placeholders = self._hold_pages({page for _, page, _ in in_flight if page is not None})
             for key, page, num_loads in in_flight:
-                self._late[key] = _Late(page, num_loads, placeholders[page])
+                placeholder = None if page is None else placeholders[page]
+                self._late[key] = _Late(page, num_loads, placeholder)
 
     def shutdown(self) -> None:
         """Release what the manager holds; callable twice."""
@@ -213,21 +239,32 @@ class VLLMOffloadingManager:
             self._is_shut = True
             self._manager.shutdown()
 
+    @_locked
     def on_new_request(self, ctx: ReqContext, /) -> None:
         """A request was seen for the first time."""
         self._manager.on_new_request(ctx)
 
+    @_locked
     def on_request_finished(self, ctx: ReqContext, /) -> None:
         """A request ended; completions of its transfers may still come."""
         self._manager.on_request_finished(ctx)
 
+    @_locked
     def on_schedule_end(self) -> None:
         """The last call of a step."""
         self._manager.on_schedule_end()
 
+    @_locked
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping although nothing is scheduled."""
         return self._manager.has_pending_work()
+
+    def _lookup(self, key: OffloadKey, ctx: ReqContext) -> LookupResult:
+        if key in self._stores:
+            return LookupResult.HIT_PENDING
+        if key in self._late:
+            return LookupResult.MISS
+        return self._manager.lookup(key, ctx)
 
     def _gather_events(self) -> None:
         for event in self._manager.take_events():
@@ -251,18 +288,21 @@ class VLLMOffloadingManager:
 
     def _hold_pages(self, pages: set[int]) -> dict[int, OffloadKey]:
         """Have an empty manager store placeholders in these pages, and in no others."""
+        if not pages:
+            return {}
         wanted = [make_offload_key(b"kvview placeholder %d" % n, 0) for n in range(max(pages) + 1)]
         output = None
-        for _ in range(getattr(self._manager.manager, "store_threshold", 1)):
+        for _ in range(store_threshold(self._manager.manager)):
             for key in wanted:  # up to 0.28 lookups count towards the threshold, then offers
                 self._manager.lookup(key)
             output = self._manager.prepare_store(wanted)
             if output and output.keys_to_store:
                 break
-        held = dict(zip(_page_ids(output), output.keys_to_store, strict=True)) if output else {}
+        given = _pages_of(output.keys_to_store, output.store_spec) if output else {}
+        held = {page: key for key, page in given.items() if page is not None}
         if not pages <= held.keys():
             raise refusal(
-                OFFLOADING_SEAM,
+                OffloadingSeam.seam,
                 f"an empty manager that gives out the pages {sorted(held)}, when pages up to "
                 f"{max(pages)} are in flight",
                 "pages from 0 on, so that pages in flight can be kept",
@@ -273,15 +313,16 @@ class VLLMOffloadingManager:
 
     def _give_back(self, keys: Collection[OffloadKey]) -> None:
         """Let the manager have the pages of late transfers that ended."""
-        placeholders = [self._late.pop(key).placeholder for key in keys]
+        ended = [self._late.pop(key).placeholder for key in keys]
+        placeholders = [key for key in ended if key is not None]
         if placeholders:
             self._manager.complete_store(placeholders, success=False)
 
 
-def _page_ids(output: PrepareStoreOutput) -> Collection[int]:
-    spec: Any = output.store_spec
-    pages: Collection[int] = spec.block_ids
-    return pages
+def _pages_of(keys: Collection[OffloadKey], spec: LoadStoreSpec) -> dict[OffloadKey, _Page]:
+    if not isinstance(spec, CPULoadStoreSpec):
+        return dict.fromkeys(keys)
+    return dict(zip(keys, spec.block_ids, strict=True))
 
 
 def _not_in_flight(key: OffloadKey, direction: str) -> TransferNotInFlightError:

@@ -1,4 +1,4 @@
-"""Recognise what is bound: shapes are checked once, and flags are read off them.
+"""Recognise what is bound: shapes are checked once, and a seam is read off them.
 
 1. A shape that no tested release has **must** be refused, with nothing bound.
 2. A release after the tested range **must** be refused too: its shapes may mean
@@ -6,73 +6,100 @@
    which is all that a version string that names no known release gets.
 3. Probing **must** change nothing.
 
-Source: every release of the tested range;
-:mod:`kvview_vllm.releases.capabilities` says what differs.
+Source: every release of the tested range; :mod:`.release` says what differs.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache, cached_property
 from importlib import import_module
 from typing import Any
 
-from kvview_vllm.releases.capabilities import (
-    CAPABILITIES,
-    CONNECTOR_SEAM,
-    NEWEST_TESTED,
-    OFFLOADING_SEAM,
-    OLDEST_TESTED,
-    POOL_SEAM,
-    engine_version,
-    is_newer,
-    is_tested,
-    refusal,
+from kvview_vllm.releases.calls import EVENT_FIELDS
+from kvview_vllm.releases.release import (
+    BindingSeam,
+    ConnectorSeam,
+    GeometrySeam,
+    OffloadingSeam,
+    PoolSeam,
+    find_class,
     signature_of,
     takes,
 )
+from kvview_vllm.releases.versions import engine_version, refusal, require_usable
 
-ALLOW_UNTESTED = "KVVIEW_ALLOW_UNTESTED_VLLM"
+_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
-_logger = logging.getLogger(__name__)
+
+@dataclass(frozen=True)
+class Release:
+    """The installed vLLM, each seam probed when it is first asked for.
+
+    Of a pool or a manager at hand, :func:`probe_pool` and :func:`probe_offloading`
+    say more than the classes do.
+
+    Args:
+        version: Its version string.
+    """
+
+    version: str
+
+    @cached_property
+    def binding(self) -> BindingSeam:
+        """How connectors are bound."""
+        return BindingSeam.found_on(import_module(_BASE).KVConnectorBase_V1)
+
+    @cached_property
+    def geometry(self) -> GeometrySeam:
+        """How block sizes are said."""
+        return GeometrySeam.found_on(import_module("vllm.v1.kv_cache_interface"))
+
+    @cached_property
+    def connector(self) -> ConnectorSeam:
+        """What connectors and workers tell each other."""
+        return probe_connector()
+
+    @cached_property
+    def offloading(self) -> OffloadingSeam:
+        """How managers are called."""
+        return probe_offloading(require_class("OffloadingManager"))
+
+
+def installed() -> Release:
+    """The installed vLLM, one object for the process.
+
+    Raises:
+        VLLMNotInstalledError: No vLLM can be imported.
+    """
+    return _release(engine_version())
+
+
+_release = cache(Release)
 
 
 def _check_signatures(seam: str, owner: Any, known: Mapping[str, tuple[str, ...]]) -> None:
+    kind = owner if isinstance(owner, type) else type(owner)
     for method, expected in known.items():
         if (found := signature_of(owner, method)) not in expected:
             wanted = " or ".join(method + signature for signature in expected)
-            raise refusal(seam, f"{type(owner).__name__}.{method}{found}", wanted)
+            raise refusal(seam, f"{kind.__name__}.{method}{found}", wanted)
 
 
-def _flags(seam: str, owner: Any) -> frozenset[str]:
-    """The flags that an object of a known shape has, if its release may be used."""
-    version = engine_version()
-    if is_newer(version) and os.environ.get(ALLOW_UNTESTED) != "1":
+def _check_attributes(seam: str, name: str, owner: Any, wanted: tuple[str, ...]) -> None:
+    missing = [attribute for attribute in wanted if not hasattr(owner, attribute)]
+    if missing:
         raise refusal(
-            seam,
-            "a release after the tested ones, whose known shapes may mean something else",
-            f"a tested release, or {ALLOW_UNTESTED}=1 in the environment, at your own risk",
+            seam, f"{name} without {', '.join(missing)}", f"{name} with {', '.join(wanted)}"
         )
-    if not is_tested(version):
-        _logger.warning(
-            "vLLM %s is outside the tested range %s - %s; its %s seam has a known shape, so "
-            "it is used",
-            *(version, OLDEST_TESTED, NEWEST_TESTED, seam),
-        )
-    return frozenset(
-        capability.name
-        for capability in CAPABILITIES
-        if capability.seam == seam and capability.probe(owner)
-    )
 
 
 # --- the pool seam: vllm.v1.core.block_pool.BlockPool ---
 
 _POOL_ATTRIBUTES = {
     "BlockPool": ("blocks", "null_block", "free_block_queue", "get_num_free_blocks"),
-    "FreeKVCacheBlockQueue": ("fake_free_list_head", "fake_free_list_tail"),
+    "FreeKVCacheBlockQueue": ("fake_free_list_head", "fake_free_list_tail", "num_free_blocks"),
     "KVCacheBlock": ("block_id", "block_hash", "prev_free_block", "next_free_block"),
 }
 _POOL_SIGNATURES: dict[str, tuple[str, ...]] = {
@@ -82,7 +109,7 @@ _POOL_SIGNATURES: dict[str, tuple[str, ...]] = {
 }
 
 
-def probe_pool(block_pool: Any) -> frozenset[str]:
+def probe_pool(block_pool: Any) -> PoolSeam:
     """Recognise a block pool, once, when a view is made of it.
 
     1. Nothing of the pool changes: the only calls are touches of no block at all.
@@ -92,7 +119,7 @@ def probe_pool(block_pool: Any) -> frozenset[str]:
         block_pool: What should be a ``vllm.v1.core.block_pool.BlockPool``.
 
     Returns:
-        The names of its capabilities.
+        What differs in it.
 
     Raises:
         UnsupportedEngineError: The shape is unknown.
@@ -100,40 +127,32 @@ def probe_pool(block_pool: Any) -> frozenset[str]:
     """
     engine_version()
     _check_pool_attributes(block_pool)
-    _check_signatures(POOL_SEAM, block_pool, _POOL_SIGNATURES)
+    _check_signatures(PoolSeam.seam, block_pool, _POOL_SIGNATURES)
     if not takes(block_pool.touch, []):
-        raise refusal(POOL_SEAM, "BlockPool.touch([]) raises", "that touching no block is allowed")
-    return _flags(POOL_SEAM, block_pool)
+        raise refusal(
+            PoolSeam.seam, "BlockPool.touch([]) raises", "that touching no block is allowed"
+        )
+    return PoolSeam.found_on(block_pool)
 
 
 def _check_pool_attributes(pool: Any) -> None:
-    missing = [name for name in _POOL_ATTRIBUTES["BlockPool"] if not hasattr(pool, name)]
-    if missing:
-        raise refusal(
-            POOL_SEAM,
-            f"{type(pool).__module__}.{type(pool).__qualname__} without {', '.join(missing)}",
-            f"a BlockPool with {', '.join(_POOL_ATTRIBUTES['BlockPool'])}",
-        )
+    kind = type(pool)
+    name = "BlockPool" if kind.__name__ == "BlockPool" else f"{kind.__module__}.{kind.__qualname__}"
+    _check_attributes(PoolSeam.seam, name, pool, _POOL_ATTRIBUTES["BlockPool"])
     for name, instance in (
         ("FreeKVCacheBlockQueue", pool.free_block_queue),
         ("KVCacheBlock", pool.null_block),
     ):
-        missing = [
-            attribute for attribute in _POOL_ATTRIBUTES[name] if not hasattr(instance, attribute)
-        ]
-        if missing:
-            raise refusal(
-                POOL_SEAM,
-                f"{name} without {', '.join(missing)}",
-                f"{name} with {', '.join(_POOL_ATTRIBUTES[name])}",
-            )
+        _check_attributes(PoolSeam.seam, name, instance, _POOL_ATTRIBUTES[name])
     blocks = pool.blocks
     if type(blocks) is not list or blocks[0] is not pool.null_block:
         raise refusal(
-            POOL_SEAM, "BlockPool.blocks of another order", "a list with the null block first"
+            PoolSeam.seam, "BlockPool.blocks of another order", "a list with the null block first"
         )
     if pool.null_block.block_id != 0 or blocks[-1].block_id != len(blocks) - 1:
-        raise refusal(POOL_SEAM, "block ids that are no list positions", "blocks[i].block_id == i")
+        raise refusal(
+            PoolSeam.seam, "block ids that are no list positions", "blocks[i].block_id == i"
+        )
 
 
 # --- the offloading seam: vllm.v1.kv_offload's managers ---
@@ -161,14 +180,14 @@ _OFFLOADING_HOOKS: dict[str, tuple[str, ...]] = {
 }
 
 
-def probe_offloading(manager: Any) -> frozenset[str]:
+def probe_offloading(manager: Any) -> OffloadingSeam:
     """Recognise an offloading manager, once, when it is wrapped; nothing is called.
 
     Args:
-        manager: What should be a manager of ``vllm.v1.kv_offload``.
+        manager: What should be a manager of ``vllm.v1.kv_offload``, or its class.
 
     Returns:
-        The names of its capabilities.
+        What differs in it.
 
     Raises:
         UnsupportedEngineError: The shape is unknown.
@@ -178,8 +197,8 @@ def probe_offloading(manager: Any) -> frozenset[str]:
     present = {
         name: _OFFLOADING_HOOKS[name] for name in _OFFLOADING_HOOKS if hasattr(manager, name)
     }
-    _check_signatures(OFFLOADING_SEAM, manager, _OFFLOADING_SIGNATURES | present)
-    return _flags(OFFLOADING_SEAM, manager)
+    _check_signatures(OffloadingSeam.seam, manager, _OFFLOADING_SIGNATURES | present)
+    return OffloadingSeam.found_on(manager)
 
 
 # --- the connector seam: KVConnectorBase_V1 and what the scheduler tells it ---
@@ -193,7 +212,8 @@ class ConnectorSurface:
         base: ``KVConnectorBase_V1``.
         base_module: Where it is.
         blocks: ``KVCacheManager``, which allocates for a load.
-        events: ``BlockStored``.
+        request: ``Request``.
+        events: ``BlockStored`` and ``BlockRemoved``.
         fields: Names of the fields of the classes that the scheduler and the worker
             pass on, by class.
     """
@@ -201,13 +221,15 @@ class ConnectorSurface:
     base: Any
     base_module: Any
     blocks: Any
-    events: Any
+    request: Any
+    events: tuple[Any, ...]
     fields: Mapping[str, frozenset[str]]
 
     @classmethod
     def installed(cls) -> ConnectorSurface:
         """That of the installed vLLM."""
-        base_module: Any = import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
+        base_module: Any = import_module(_BASE)
+        events: Any = import_module("vllm.distributed.kv_events")
         output: Any = import_module("vllm.v1.core.sched.output")
         outputs: Any = import_module("vllm.v1.outputs")
         kinds = [getattr(output, name) for name in _CONNECTOR_FIELDS if hasattr(output, name)]
@@ -215,7 +237,8 @@ class ConnectorSurface:
             base_module.KVConnectorBase_V1,
             base_module,
             import_module("vllm.v1.core.kv_cache_manager").KVCacheManager,
-            import_module("vllm.distributed.kv_events").BlockStored,
+            import_module("vllm.v1.request").Request,
+            (events.BlockStored, events.BlockRemoved),
             {
                 kind.__name__: frozenset(kind.__dataclass_fields__)
                 for kind in (*kinds, outputs.KVConnectorOutput)
@@ -231,28 +254,28 @@ _CONNECTOR_FIELDS = {
 }
 _CONNECTOR_SIGNATURES: dict[str, tuple[str, ...]] = {
     "__init__": (
-        "(self, vllm_config, role)",
-        "(self, vllm_config, role, kv_cache_config=None)",
-        "(self, vllm_config, role, kv_cache_config)",
+        "(vllm_config, role)",
+        "(vllm_config, role, kv_cache_config=None)",
+        "(vllm_config, role, kv_cache_config)",
     ),
-    "get_num_new_matched_tokens": ("(self, request, num_computed_tokens)",),
-    "update_state_after_alloc": ("(self, request, blocks, num_external_tokens)",),
-    "build_connector_meta": ("(self, scheduler_output)",),
-    "update_connector_output": ("(self, connector_output)",),
-    "request_finished": ("(self, request, block_ids)",),
-    "take_events": ("(self)",),
-    "register_kv_caches": ("(self, kv_caches)",),
-    "start_load_kv": ("(self, forward_context, **kwargs)",),
-    "get_finished": ("(self, finished_req_ids)",),
+    "get_num_new_matched_tokens": ("(request, num_computed_tokens)",),
+    "update_state_after_alloc": ("(request, blocks, num_external_tokens)",),
+    "build_connector_meta": ("(scheduler_output)",),
+    "update_connector_output": ("(connector_output)",),
+    "request_finished": ("(request, block_ids)",),
+    "take_events": ("()",),
+    "register_kv_caches": ("(kv_caches)",),
+    "start_load_kv": ("(forward_context, **kwargs)",),
+    "get_finished": ("(finished_req_ids)",),
 }
 _CONNECTOR_HOOKS: dict[str, tuple[str, ...]] = {
-    "bind_gpu_block_pool": ("(self, gpu_block_pool)",),
-    "bind_kv_cache_manager": ("(self, kv_cache_manager)",),
-    "build_connector_worker_meta": ("(self)",),
-    "get_block_ids_with_load_errors": ("(self)",),
-    "get_transfer_results": ("(self, finished_req_ids)",),
-    "has_pending_push_work": ("(self)",),
-    "reset_cache": ("(self)",),
+    "bind_gpu_block_pool": ("(gpu_block_pool)",),
+    "bind_kv_cache_manager": ("(kv_cache_manager)",),
+    "build_connector_worker_meta": ("()",),
+    "get_block_ids_with_load_errors": ("()",),
+    "get_transfer_results": ("(finished_req_ids)",),
+    "has_pending_push_work": ("()",),
+    "reset_cache": ("()",),
 }
 _ABSTRACT = {
     *("build_connector_meta", "get_num_new_matched_tokens", "save_kv_layer", "start_load_kv"),
@@ -260,38 +283,61 @@ _ABSTRACT = {
 }
 
 
-def probe_connector(surface: ConnectorSurface | None = None) -> frozenset[str]:
+def probe_connector(surface: ConnectorSurface | None = None) -> ConnectorSeam:
     """Recognise vLLM's connector interface, once, when a connector is built.
 
     Args:
         surface: The interface; that of the installed vLLM if None.
 
     Returns:
-        The names of its capabilities.
+        What differs in it.
 
     Raises:
         UnsupportedEngineError: The shape is unknown.
         VLLMNotInstalledError: No vLLM can be imported.
     """
-    engine_version()
+    require_usable(ConnectorSeam.seam)
     surface = surface or ConnectorSurface.installed()
     for name, wanted in _CONNECTOR_FIELDS.items():
         missing = [field for field in wanted if field not in surface.fields.get(name, ())]
         if missing:
             raise refusal(
-                CONNECTOR_SEAM,
+                ConnectorSeam.seam,
                 f"{name} without {', '.join(missing)}",
                 f"{name} with {', '.join(wanted)}",
             )
     new = sorted(surface.base.__abstractmethods__ - _ABSTRACT)
     if new:
         raise refusal(
-            CONNECTOR_SEAM,
+            ConnectorSeam.seam,
             f"KVConnectorBase_V1 that requires {', '.join(new)}",
             f"that it requires {', '.join(sorted(_ABSTRACT))}",
         )
+    for event in surface.events:
+        names = event.__struct_fields__
+        required = names[: len(names) - len(event.__struct_defaults__)]
+        if new := [name for name in required if name not in EVENT_FIELDS]:
+            raise refusal(
+                ConnectorSeam.seam,
+                f"{event.__name__} that requires {', '.join(new)}",
+                f"that it requires {', '.join(EVENT_FIELDS)} at most",
+            )
     present = {
         name: known for name, known in _CONNECTOR_HOOKS.items() if hasattr(surface.base, name)
     }
-    _check_signatures(CONNECTOR_SEAM, surface.base, _CONNECTOR_SIGNATURES | present)
-    return _flags(CONNECTOR_SEAM, surface)
+    _check_signatures(ConnectorSeam.seam, surface.base, _CONNECTOR_SIGNATURES | present)
+    return ConnectorSeam.found_on(surface)
+
+
+def require_class(name: str) -> Any:
+    """A class of vLLM's offloading interface that every tested release has.
+
+    Raises:
+        UnsupportedEngineError: This one does not.
+        VLLMNotInstalledError: No vLLM can be imported.
+    """
+    engine_version()
+    found = find_class(name)
+    if found is None:
+        raise refusal(OffloadingSeam.seam, f"no {name}", f"a {name} in vllm.v1.kv_offload")
+    return found

@@ -13,10 +13,9 @@ Source: :mod:`kvview_vllm.simulation.engine`, which is what is tried.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvview import (
     CacheGroup,
@@ -27,7 +26,8 @@ from kvview import (
     KVViewError,
 )
 from kvview.testing.connector.invariants import InvariantBroken
-from kvview_vllm.releases.capabilities import engine_version, refusal
+from kvview_vllm.releases import engine_version, probe_pool, refusal
+from kvview_vllm.releases.calls import make_block_pool
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.engine import Configs, VLLMConnectorHarness
 
@@ -87,8 +87,8 @@ class VLLMEngines:
         owner: str,
         clock: Callable[[], float],
     ) -> ConnectorHarness:
-        """Build an engine; views in vLLM have no leases that ``clock`` could end."""
-        return VLLMConnectorHarness(scenario, connectors)
+        """Build an engine."""
+        return VLLMConnectorHarness(scenario, connectors, clock)
 
     def _fit_groups(self, scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
         """The groups that this release serves; what keeps the others out is noted."""
@@ -126,7 +126,7 @@ class VLLMEngines:
             geometry = Configs(groups).geometry
             connectors = [Connector(ConnectorConfig(geometry))] * num_connectors
             tried = replace(scenario, geometry=geometry, num_gpu_blocks=200)
-            engine = VLLMConnectorHarness(tried, connectors)
+            engine = VLLMConnectorHarness(tried, connectors, clock=lambda: 0.0)
             for request_id in ("one", "two"):
                 engine.add(Add(request_id, 1, 4 * geometry.scheduler_block_size + 1), 1)
                 while engine.has_work():
@@ -142,8 +142,7 @@ def _several(groups: Sequence[CacheGroup]) -> str:
 
 
 def _can_alias() -> bool:
-    pool: Any = importlib.import_module("vllm.v1.core.block_pool")
-    return hasattr(pool.BlockPool, "cache_partial_block")
+    return probe_pool(make_block_pool(2)).several_hashes
 
 
 if TYPE_CHECKING:

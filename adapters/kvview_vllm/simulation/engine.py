@@ -17,11 +17,13 @@ import importlib
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
 
 from kvview import (
     CacheGroup,
@@ -38,6 +40,7 @@ from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.binding import walk_connectors
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.pool import NULL_BLOCK_ID, view
+from kvview_vllm.releases.calls import child_connectors
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 
 if TYPE_CHECKING:
@@ -60,9 +63,11 @@ class HandedConnector(Connector):
         super().__init__(config)
         self._connector: Connector = config.options["connector"]
 
+    @override
     def make_scheduler(self) -> SchedulerConnector:
         return self._connector.make_scheduler()
 
+    @override
     def make_worker(self) -> WorkerConnector:
         return self._connector.make_worker()
 
@@ -75,7 +80,7 @@ class Configs:
         groups: Sequence[CacheGroup],
         transfer_config: dict[str, Any] | None = None,
         num_blocks: int = 8,
-        **sizes: int,
+        **sizes: Any,
     ) -> None:
         self.kv_cache = cpu_scheduler.make_kv_cache_config(groups, num_blocks, _NUM_LAYERS)
         with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
@@ -106,9 +111,12 @@ class VLLMConnectorHarness:
     Args:
         scenario: Sizes, as fitted.
         connectors: With several, vLLM's ``MultiConnector`` runs them.
+        clock: Seconds, by which leases expire.
     """
 
-    def __init__(self, scenario: Scenario, connectors: Sequence[Connector]) -> None:
+    def __init__(
+        self, scenario: Scenario, connectors: Sequence[Connector], clock: Callable[[], float]
+    ) -> None:
         from kvview.testing.connector.kv_bytes import KVBytes
 
         self.stats = _Stats()
@@ -127,6 +135,8 @@ class VLLMConnectorHarness:
                 configs.vllm, configs.kv_cache, self._geometry
             )
             self._worker = cpu_scheduler.make_worker_connector(configs.vllm, configs.kv_cache)
+        for connector in self._connectors():
+            connector.block_pool_view.now = clock
         self._bytes = KVBytes(
             scenario.num_gpu_blocks,
             _PAGE_BYTES,
@@ -156,8 +166,10 @@ class VLLMConnectorHarness:
         between_steps = cpu_scheduler.can_load_between_steps()
         self._while_loading = {"loading", None} if between_steps else {"running"}
         self._serials: dict[str, int] = {}
+        self._added: dict[str, Any] = {}  # the last request of each id
         self._loading: set[str] = set()
         self._computed: dict[int, OffloadKey] = {}  # of blocks, whether vLLM caches them or not
+        self._uncomputed: set[int] = set()  # blocks that the step has yet to fill
         self._squeezed: list[Any] = []
 
     # --- what happens to it ---
@@ -165,7 +177,8 @@ class VLLMConnectorHarness:
     def add(self, add: Add, serial: int) -> None:
         """Queue a request; one that asks for no output gets a token: vLLM serves none without."""
         num_output_tokens = max(1, add.num_output_tokens)
-        num_tokens = add.num_prompt_tokens + num_output_tokens
+        prompt = self._prompt(add)
+        num_tokens = len(prompt) + num_output_tokens
         needed = sum(-(-num_tokens // group.block_size) for group in self._geometry.groups)
         if needed >= self.num_blocks or num_tokens > cpu_scheduler.MAX_TOKENS:
             raise ConfigError(
@@ -177,14 +190,29 @@ class VLLMConnectorHarness:
         self.stats.requests += 1
         self._serials[add.request_id] = serial
         with _named("add_request"):
-            self._scheduler.add_request(
-                cpu_scheduler.make_request(
-                    add.request_id,
-                    _prompt(add, self._geometry.hash_block_size),
-                    num_output_tokens,
-                    _block_hasher(self._geometry.hash_block_size),
-                )
+            request = cpu_scheduler.make_request(
+                add.request_id,
+                prompt,
+                num_output_tokens,
+                _block_hasher(self._geometry.hash_block_size),
             )
+            self._scheduler.add_request(request)
+        self._added[add.request_id] = request
+
+    def _prompt(self, add: Add) -> list[int]:
+        """Tokens of which those of all families begin alike, or those of the turn before."""
+        from kvview.testing.connector.scenario import NUM_SHARED_BLOCKS
+
+        before: list[int] = []
+        if add.continues is not None:
+            if add.continues not in self._added:
+                raise ConfigError(f"request {add.continues!r} never came: nothing to continue")
+            before = list(self._added[add.continues].all_token_ids)
+        num_shared = NUM_SHARED_BLOCKS * self._geometry.hash_block_size
+        return before + [
+            position if position < num_shared else add.family * _TOKENS_OF_A_FAMILY + position
+            for position in range(len(before), len(before) + add.num_prompt_tokens)
+        ]
 
     def abort(self, request_id: str) -> None:
         """End a request as a client that went away does."""
@@ -203,14 +231,23 @@ class VLLMConnectorHarness:
             requests[request_id].status is self._preempted for request_id in was_running
         )
         self._poison()
+        starts = cpu_scheduler.computed_before(output)
+        self._uncomputed = {
+            block_id
+            for request_id, num_tokens in output.num_scheduled_tokens.items()
+            for blocks, _ in self._full_blocks(
+                request_id, starts[request_id], starts[request_id] + num_tokens
+            )
+            for block_id in blocks
+        }
         with _named("the worker's side"):
             cpu_scheduler.start_transfers(self._worker, output, output.kv_connector_metadata)
-        starts = cpu_scheduler.computed_before(output)
         self._write(output, starts)
+        self._uncomputed = set()
         with _named("the worker's side"):
             transfers = cpu_scheduler.take_transfers(self._worker, output)
             cpu_scheduler.end_transfers(self._worker)
-        self._verify(output, starts, getattr(transfers, "invalid_block_ids", None) or ())
+        self._verify(output, starts, cpu_scheduler.invalid_blocks(transfers))
         num_unfinished = len(self.unfinished())
         with _named("update_from_output"):
             answer = cpu_scheduler.make_model_output(
@@ -300,9 +337,15 @@ class VLLMConnectorHarness:
         return count
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
-        """What each holds: vLLM caches whole scheduler blocks, and more is computed."""
+        """What each holds.
+
+        vLLM caches whole scheduler blocks, and more is computed; it caches when it
+        schedules, and what a step computes is not there when its transfers start.
+        """
         return [
-            tuple(dict.fromkeys([*cached, *filter(None, [self._computed.get(block_id)])]))
+            ()
+            if block_id in self._uncomputed
+            else tuple(dict.fromkeys([*cached, *filter(None, [self._computed.get(block_id)])]))
             for block_id, cached in zip(block_ids, self._look.block_keys(block_ids), strict=True)
         ]
 
@@ -329,7 +372,7 @@ class VLLMConnectorHarness:
     def _connectors(self) -> Iterator[Any]:
         """The ``KVViewConnector`` of each child."""
         for connector in walk_connectors(self._scheduler.connector):
-            if not hasattr(connector, "_connectors"):
+            if not child_connectors(connector):
                 yield connector
 
     # --- bytes ---
@@ -364,9 +407,7 @@ class VLLMConnectorHarness:
                 self._bytes.write(blocks, keys)
                 self._computed.update(zip(blocks, keys, strict=True))
 
-    def _verify(
-        self, output: Any, starts: Mapping[str, int], invalid: Sequence[int] | set[int]
-    ) -> None:
+    def _verify(self, output: Any, starts: Mapping[str, int], invalid: Collection[int]) -> None:
         """Compare what the computed tokens read; the scheduler knows of ``invalid`` itself."""
         for request_id in output.num_scheduled_tokens:
             start = starts[request_id]
@@ -395,17 +436,6 @@ class VLLMConnectorHarness:
     def _sample(self, request_id: str) -> int:
         """A token that no other request has."""
         return _FIRST_SAMPLED_TOKEN + self._serials[request_id]
-
-
-def _prompt(add: Add, hash_block_size: int) -> list[int]:
-    """Tokens of which those of all families begin alike."""
-    from kvview.testing.connector.scenario import NUM_SHARED_BLOCKS
-
-    num_shared = NUM_SHARED_BLOCKS * hash_block_size
-    return [
-        position if position < num_shared else add.family * _TOKENS_OF_A_FAMILY + position
-        for position in range(add.num_prompt_tokens)
-    ]
 
 
 def _block_hasher(hash_block_size: int) -> Callable[[Any], list[bytes]]:

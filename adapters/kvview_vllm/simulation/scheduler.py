@@ -14,11 +14,10 @@ Source: vllm/config, vllm/v1/core/sched/scheduler.py and vllm/v1/outputs.py, 0.1
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,14 @@ from kvview import (
     FullAttention,
     SlidingWindow,
     UnsupportedEngineError,
+)
+from kvview_vllm.releases import installed
+from kvview_vllm.releases.calls import (
+    complete_torch,
+    handle_preemptions,
+    known_arguments,
+    make_known,
+    sampled_tokens,
 )
 
 MAX_TOKENS = 512
@@ -96,23 +103,31 @@ def multi_config(*children: dict[str, Any]) -> dict[str, Any]:
 
 def refuses_several_groups() -> bool:
     """Whether this release takes one KV-cache group only beside a connector (0.11.0)."""
-    return not hasattr(_base(), "SupportsHMA")
+    return not installed().connector.several_groups
 
 
 def can_load_between_steps() -> bool:
     """Whether a request waits for its loads between steps; else within one (LOAD-1)."""
-    return hasattr(_base(), "KVConnectorWorkerMetadata")
+    return installed().connector.worker_metadata
 
 
 def can_fail_loads(num_groups: int = 1) -> bool:
     """Whether a worker of this release can say that a load failed (0.11.1; several: 0.30.0)."""
-    fields = _outputs().KVConnectorOutput.__dataclass_fields__
-    return ("invalid_block_ids" if num_groups == 1 else "failed_recving") in fields
+    release = installed().connector
+    return release.failed_blocks if num_groups == 1 else release.failed_requests
 
 
 def can_reset_connectors() -> bool:
     """Whether a reset of the prefix cache reaches the connector (0.13.0)."""
-    return hasattr(_base().KVConnectorBase_V1, "reset_cache")
+    return installed().connector.connector_reset
+
+
+def invalid_blocks(transfers: Any) -> Collection[int]:
+    """Blocks that a worker's report says were not loaded; of no report none."""
+    if transfers is None or not installed().connector.failed_blocks:
+        return ()
+    blocks: Collection[int] = transfers.invalid_block_ids or ()
+    return blocks
 
 
 # --- configuration ---
@@ -127,6 +142,7 @@ def make_vllm_config(
     num_blocks: int,
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = MAX_TOKENS,
+    async_scheduling: bool = False,
 ) -> Any:
     """A ``VllmConfig`` for the CPU.
 
@@ -139,13 +155,14 @@ def make_vllm_config(
         num_blocks: Blocks of the pool.
         max_num_seqs: Requests that may run together.
         max_num_batched_tokens: Token budget of one step.
+        async_scheduling: Whether steps are scheduled while earlier ones run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_MODEL))
     complete_torch()
     config: Any = importlib.import_module("vllm.config")
     _register_model()
-    model = _make(
+    model = make_known(
         config.ModelConfig,
         model=str(folder),
         tokenizer=str(folder),
@@ -155,7 +172,7 @@ def make_vllm_config(
         skip_tokenizer_init=True,
         enforce_eager=True,
     )
-    scheduler = _make(
+    scheduler = make_known(
         config.SchedulerConfig,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
@@ -165,7 +182,7 @@ def make_vllm_config(
         async_scheduling=False,
         scheduler_cls="kvview_vllm.scheduler.ViewScheduler",
     )
-    cache = _make(
+    cache = make_known(
         config.CacheConfig,
         block_size=16,
         gpu_memory_utilization=0.5,
@@ -179,11 +196,15 @@ def make_vllm_config(
         cache_config=cache,
         device_config=config.DeviceConfig("cpu"),
         kv_transfer_config=transfer_config
-        and _make(config.KVTransferConfig, **transfer_config, kv_load_failure_policy="recompute"),
+        and make_known(
+            config.KVTransferConfig, **transfer_config, kv_load_failure_policy="recompute"
+        ),
     )
     # Afterwards: old releases name the sizes that a user may choose.
     vllm_config.cache_config.block_size = block_size
     vllm_config.cache_config.num_gpu_blocks = num_blocks
+    # Afterwards too: the CPU platform has it switched off.
+    vllm_config.scheduler_config.async_scheduling = async_scheduling
     if num_groups > 1:
         vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = False
     return vllm_config
@@ -210,15 +231,13 @@ def make_kv_cache_config(
         if type(group) not in _SPECS:
             raise UnsupportedEngineError(f"no spec of vLLM is made for {type(group).__name__} here")
         specs.append(
-            _make(
+            make_known(
                 getattr(interface, _SPECS[type(group)]),
-                block_size=group.block_size,
+                **{"sliding_window": None, "attention_chunk_size": None, **vars(group)},
                 num_kv_heads=2,
                 head_size=32,
                 dtype=torch.float32,
                 use_mla=False,
-                sliding_window=getattr(group, "sliding_window", None),
-                attention_chunk_size=getattr(group, "attention_chunk_size", None),
             )
         )
     names = [
@@ -227,7 +246,7 @@ def make_kv_cache_config(
     ]
     page = specs[0].page_size_bytes
     tensors = [
-        _make(
+        make_known(
             interface.KVCacheTensor,
             size=page * num_blocks,
             shared_by=[group_names[layer] for group_names in names],
@@ -237,7 +256,7 @@ def make_kv_cache_config(
         )
         for layer in range(layers_per_group)
     ]
-    return _make(
+    return make_known(
         interface.KVCacheConfig,
         num_blocks=num_blocks,
         kv_cache_tensors=tensors,
@@ -249,14 +268,14 @@ def make_kv_cache_config(
 
 
 def make_scheduler(vllm_config: Any, kv_cache_config: Any, geometry: Any) -> Any:
-    """A :class:`~kvview_vllm.scheduler.ViewScheduler`, connector and all.
+    """A ``ViewScheduler`` or ``AsyncViewScheduler``, connector and all.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
         kv_cache_config: Its ``KVCacheConfig``.
         geometry: As :func:`~kvview_vllm.geometry.read_geometry` reads it from them.
     """
-    from kvview_vllm.scheduler import ViewScheduler
+    from kvview_vllm.scheduler import AsyncViewScheduler, ViewScheduler
 
     structured: Any = importlib.import_module("vllm.v1.structured_output")
     scheduler: Any = importlib.import_module("vllm.v1.core.sched.scheduler")
@@ -268,10 +287,11 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any, geometry: Any) -> Any
         "hash_block_size": geometry.hash_block_size,
         "log_stats": True,
     }
-    known = _known(scheduler.Scheduler, values)
+    known = known_arguments(scheduler.Scheduler, values)
     if "block_size" in known and "hash_block_size" not in known:
         known["block_size"] = geometry.hash_block_size  # the one size is that of hashes then
-    return ViewScheduler(**known)
+    asynchronous = vllm_config.scheduler_config.async_scheduling
+    return AsyncViewScheduler(**known) if asynchronous else ViewScheduler(**known)
 
 
 def reset_caches(scheduler: Any) -> bool:
@@ -283,7 +303,7 @@ def reset_caches(scheduler: Any) -> bool:
 def make_worker_connector(vllm_config: Any, kv_cache_config: Any) -> Any:
     """The worker's side of the configured connector."""
     factory: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory")
-    return _make(
+    return make_known(
         factory.KVConnectorFactory.create_connector,
         config=vllm_config,
         role=_base().KVConnectorRole.WORKER,
@@ -310,7 +330,7 @@ def make_request(
     """
     sampling: Any = importlib.import_module("vllm.sampling_params")
     request: Any = importlib.import_module("vllm.v1.request")
-    return _make(
+    return make_known(
         request.Request,
         request_id=request_id,
         prompt_token_ids=list(tokens),
@@ -333,12 +353,7 @@ def computed_before(output: Any) -> dict[str, int]:
 
 def start_transfers(worker: Any, output: Any, metadata: Any) -> None:
     """What a model runner calls before it computes."""
-    handle = getattr(worker, "handle_preemptions", None)  # 0.14
-    if handle is not None:
-        if "preempted_req_ids" not in inspect.signature(handle).parameters:
-            handle(metadata)
-        elif output.preempted_req_ids:  # up to 0.18
-            handle(output.preempted_req_ids)
+    handle_preemptions(worker, output, metadata)
     worker.bind_connector_metadata(metadata)
     worker.start_load_kv(None)
 
@@ -355,17 +370,18 @@ def take_transfers(worker: Any, output: Any) -> Any:
     A model runner takes it at the end of a step; who makes bytes up needs it before.
     """
     values: dict[str, Any] = {}
-    if hasattr(_base().KVConnectorBase_V1, "get_transfer_results"):  # 0.30
+    release = installed().connector
+    if release.failed_requests:
         values.update(vars(worker.get_transfer_results(output.finished_req_ids)))
     else:
         sending, recving = worker.get_finished(output.finished_req_ids)
         values.update(finished_sending=sending, finished_recving=recving)
-    if hasattr(worker, "get_block_ids_with_load_errors"):
+    if release.failed_blocks:
         values["invalid_block_ids"] = worker.get_block_ids_with_load_errors()
     values["kv_connector_stats"] = worker.get_kv_connector_stats()
-    if hasattr(worker, "build_connector_worker_meta"):
+    if release.worker_metadata:
         values["kv_connector_worker_meta"] = worker.build_connector_worker_meta()
-    return _make(_outputs().KVConnectorOutput, **values)
+    return make_known(_outputs().KVConnectorOutput, **values)
 
 
 def make_model_output(
@@ -389,16 +405,11 @@ def make_model_output(
         request = scheduler.requests[request_id]
         is_prefill = request.num_computed_tokens < request.num_tokens
         sampled.append([] if is_prefill else [sample(request_id)])
-    wanted = inspect.signature(outputs.ModelRunnerOutput).parameters["sampled_token_ids"]
-    if "ndarray" in str(wanted.annotation):  # 0.11.1 and 0.11.2
-        import numpy as np
-
-        sampled = [np.array(tokens, dtype=np.int64) for tokens in sampled]
-    return _make(
+    return make_known(
         outputs.ModelRunnerOutput,
         req_ids=request_ids,
         req_id_to_index={name: index for index, name in enumerate(request_ids)},
-        sampled_token_ids=sampled,
+        sampled_token_ids=sampled_tokens(sampled),
         logprobs=None,
         prompt_logprobs_dict={},
         pooler_output=[],
@@ -416,26 +427,6 @@ def _base() -> Any:
 
 def _outputs() -> Any:
     return importlib.import_module("vllm.v1.outputs")
-
-
-def _known(target: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Only the arguments that this release has (CPU-2)."""
-    parameters = inspect.signature(target).parameters
-    return {name: value for name, value in values.items() if name in parameters}
-
-
-def _make(target: Any, **values: Any) -> Any:
-    return target(**_known(target, values))
-
-
-def complete_torch() -> None:
-    """0.17 asks torch for names that 2.13 has no more; nothing here depends on the answers."""
-    import torch
-
-    cpu: Any = torch._C._cpu
-    for name in ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-        if not hasattr(cpu, name):
-            setattr(cpu, name, lambda: False)
 
 
 def _register_model() -> None:

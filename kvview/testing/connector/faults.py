@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from kvview import (
     CanonicalKVCaches,
@@ -32,6 +33,8 @@ from kvview import (
     TransferSpecError,
     WorkerConnector,
 )
+from kvview.connector.calls import wrong_type
+from kvview.errors import line_of
 from kvview.testing.connector.invariants import InvariantBroken, short
 from kvview.testing.connector.scenario import Fate
 
@@ -45,17 +48,24 @@ def hook(name: str, law: str) -> Iterator[None]:
     """What a connector's method raises breaks a law, unless the error names another."""
     try:
         yield
-    except InvariantBroken:
+    except (InvariantBroken, KeyboardInterrupt):
         raise
-    except Exception as error:
-        text = str(error)
-        if isinstance(error, TransferSpecError):
-            law = "XFER-1"
-        elif (named := _LAW.match(text)) and not (law == "CONN-2" and text.startswith("OFF-2")):
+    except BaseException as error:  # sys.exit() in a hook must not end the check
+        text = line_of(error)
+        if (named := _LAW.match(text)) and not (law == "CONN-2" and text.startswith("OFF-2")):
             law, text = named[1], text[named.end() :]
+        elif isinstance(error, TransferSpecError):
+            law = "XFER-1"
         kind = type(error).__name__
         text = f"{kind}: {text}" if isinstance(error, KVViewError) else f"{kind} {text}"
         raise InvariantBroken(law, f"{name} raised {text}") from error
+
+
+def require_type(hook: str, answer: object, law: str) -> None:
+    """Refuse an answer that no engine can use."""
+    if expected := wrong_type(hook, answer):
+        told = line_of(answer, repr)
+        raise InvariantBroken(law, f"{hook} returned {told}: expected {expected}")
 
 
 class Pool(Protocol):
@@ -64,8 +74,11 @@ class Pool(Protocol):
     def is_free(self, block_id: int) -> bool:
         """Whether nobody refers to a block."""
 
+    def is_held(self, block_id: int) -> bool:
+        """Whether a connector holds a block."""
+
     def hashes(self, block_id: int) -> tuple[OffloadKey, ...]:
-        """What a block holds."""
+        """What a block holds: the keys of the KV that is computed in it, and whole."""
 
     def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
         """Per block of a request that waits for loads, what must come into it."""
@@ -171,11 +184,13 @@ class FaultyWorker(WorkerConnector):
 
     # --- the worker half ---
 
+    @override
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[torch.Tensor]) -> None:
         self._tensors = [cache.tensor for cache in kv_caches.tensors]
         with hook("register_kv_caches", "XFER-1"):
             self._inner.register_kv_caches(kv_caches)
 
+    @override
     def start_plan(self, plan: StepPlan) -> None:
         with hook("pickling the plan", "CONN-3"):
             plan = pickle.loads(pickle.dumps(plan))
@@ -193,6 +208,7 @@ class FaultyWorker(WorkerConnector):
             self._units.append(_Unit(plan, flights))
         self._move_due()
 
+    @override
     def get_finished(self) -> list[TransferResult]:
         for flight in self._flights.values():
             flight.age += 1
@@ -211,9 +227,11 @@ class FaultyWorker(WorkerConnector):
         self._units = [unit for unit in self._units if any(f in flying for f in unit.flights)]
         return results
 
+    @override
     def wait(self, job_ids: Sequence[int]) -> None:
         pass
 
+    @override
     def shutdown(self) -> None:
         with hook("shutdown of the worker half", "CONN-4"):
             self._inner.shutdown()
@@ -234,7 +252,10 @@ class FaultyWorker(WorkerConnector):
                     f"store job {job.job_id} reads blocks {free}, which are free: anyone may "
                     f"overwrite them",
                 )
-            keys = {key for block in blocks for key in self._pool.hashes(block)}
+            keys_of = {block: self._pool.hashes(block) for block in blocks}
+            if nameless := [block for block in blocks if not keys_of[block]]:
+                self._refuse_nameless(job, nameless)
+            keys = {key for keys in keys_of.values() for key in keys}
             source = [tensor[blocks] for tensor in self._tensors]  # a copy
         flight = Flight(job, is_load, fate, blocks, keys, source, _pages(job.src), _pages(job.dst))
         if is_load:
@@ -244,6 +265,19 @@ class FaultyWorker(WorkerConnector):
             for page in job.dst.block_ids:
                 self._stored[page].append(flight)
         return flight
+
+    def _refuse_nameless(self, job: TransferJob, blocks: list[int]) -> None:
+        """Whatever the key of a store is: these blocks do not hold its KV."""
+        what = f"store job {job.job_id} reads blocks {blocks}, in which no KV is computed whole"
+        if all(map(self._pool.is_held, blocks)):
+            raise InvariantBroken(
+                "CONN-8",
+                f"{what}: store what num_computed_tokens covers (kvview.full_blocks); the last "
+                f"token that a request sampled is not computed, nor is what a step schedules",
+            )
+        raise InvariantBroken(
+            "CONN-6", f"{what} any more: nobody held them when they were given to somebody else"
+        )
 
     def _check_load(self, flight: Flight, is_tracked: bool) -> None:
         job, blocks = flight.job, flight.gpu_blocks
@@ -313,6 +347,7 @@ class FaultyWorker(WorkerConnector):
     def _poll(self) -> None:
         with hook("get_finished of the worker half", "CONN-3"):
             results = self._inner.get_finished()
+            require_type("get_finished", results, "CONN-3")
         started = {
             flight.job.job_id for unit in self._units if unit.has_moved for flight in unit.flights
         }

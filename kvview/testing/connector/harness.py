@@ -68,8 +68,8 @@ class ConnectorHarness(Protocol):
             serial: Tells what it generates from what others do.
 
         Raises:
-            ConfigError: No engine would queue it: it can never fit, or its id is not
-                free yet. Nothing changed.
+            ConfigError: No engine would queue it: it can never fit, its id is not free
+                yet, or what it continues was never there. Nothing changed.
         """
 
     def abort(self, request_id: str) -> None:

@@ -79,7 +79,8 @@ class HoldWatch:
     """Tells holds that will never end: nothing is in flight, and they stay.
 
     Args:
-        patience: Steps for which a connector may hold a block for no job.
+        patience: Steps for which a connector may hold a block for no job, and under no
+            lease that ends by itself.
     """
 
     def __init__(self, patience: int) -> None:
@@ -91,7 +92,7 @@ class HoldWatch:
 
         Args:
             step: Number of the step.
-            held: Blocks that the connector holds.
+            held: Blocks that the connector holds, those of leases with a deadline left out.
             jobs_in_flight: Jobs that are not reported yet.
 
         Raises:
@@ -106,7 +107,8 @@ class HoldWatch:
             raise InvariantBroken(
                 "CONN-4",
                 f"blocks {old} are held since step {min(self._since[b] for b in old)}, and no job "
-                f"is in flight: nothing will ever give them back",
+                f"is in flight: nothing will ever give them back. What has to wait longer than "
+                f"{self.patience} steps is held by a lease with a ttl",
             )
 
 

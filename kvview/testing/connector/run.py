@@ -17,7 +17,8 @@ from kvview import (
     SchedulerConnector,
     WorkerConnector,
 )
-from kvview.testing.connector.faults import FaultyWorker, Pool, hook
+from kvview.connector.calls import build_connector
+from kvview.testing.connector.faults import FaultyWorker, Pool, hook, require_type
 from kvview.testing.connector.harness import ConnectorHarness, EngineFactory, load_engines
 from kvview.testing.connector.invariants import (
     HoldWatch,
@@ -71,6 +72,7 @@ def simulate(
     Raises:
         ConfigError: The connector refuses the options, or the scenario has a size
             that no engine takes.
+        HookError: The connector's constructor raised.
     """
     return _Run(
         connector_class, scenario, dict(options or {}), unique_ids, engines or load_engines()
@@ -86,8 +88,8 @@ def _build(
     for extra in ({**cpu_blocks, **events}, cpu_blocks, events):
         with suppress(ConfigError):
             config = ConnectorConfig(scenario.geometry, {**extra, **options})
-            return connector_class(config), "cpu_blocks" in extra
-    return connector_class(ConnectorConfig(scenario.geometry, options)), False
+            return build_connector(connector_class, config), "cpu_blocks" in extra
+    return build_connector(connector_class, ConnectorConfig(scenario.geometry, options)), False
 
 
 class _Part(Connector):
@@ -110,12 +112,14 @@ class _Part(Connector):
     def make_scheduler(self) -> SchedulerConnector:
         with hook("make_scheduler", "CONN-1"):
             half = self._connector.make_scheduler()
+        require_type("make_scheduler", half, "CONN-1")
         self.scheduler = WatchedScheduler(half, self.ledger)
         return self.scheduler
 
     def make_worker(self) -> WorkerConnector:
         with hook("make_worker", "CONN-1"):
             half = self._connector.make_worker()
+        require_type("make_worker", half, "CONN-1")
         fate_of_load = self._scenario.fate_of_load
         self.worker = FaultyWorker(half, self._fates, fate_of_load, self._pool, self.ledger)
         return self.worker
@@ -160,6 +164,9 @@ class _Run:
     def is_free(self, block_id: int) -> bool:
         return self.engine.ref_count(block_id) == 0
 
+    def is_held(self, block_id: int) -> bool:
+        return block_id in self.engine.held_blocks()
+
     def hashes(self, block_id: int) -> tuple[OffloadKey, ...]:
         return self.engine.block_keys([block_id])[0]
 
@@ -179,6 +186,11 @@ class _Run:
     def _num_in_flight(self) -> int:
         """Jobs that are not reported yet."""
         return sum(worker.num_in_flight for worker in self._workers)
+
+    def _expiring_blocks(self) -> Counter[int]:
+        """References of leases that end by themselves."""
+        parts = (part.scheduler.expiring_blocks() for part in self._parts)
+        return sum(parts, Counter())
 
     # --- the run ---
 
@@ -240,8 +252,14 @@ class _Run:
 
     def _add(self, add: Add) -> None:
         name = self._names.get(add.request_id)
-        if name in self.engine.unfinished():
+        unfinished = self.engine.unfinished()
+        if name in unfinished:
             return
+        if add.continues is not None:
+            before = self._names.get(add.continues)
+            if before is None or before in unfinished:
+                return
+            add = replace(add, continues=before)
         self._num_added += 1
         is_again = name is not None
         if name is None or self._unique_ids:
@@ -251,6 +269,7 @@ class _Run:
         with suppress(ConfigError):
             self.engine.add(replace(add, request_id=name), self._num_added)
             self._coverage["ids again"] += is_again
+            self._coverage["next turns"] += add.continues is not None
 
     def _abort(self, request_id: str) -> None:
         status = self.engine.unfinished().get(request_id)
@@ -271,7 +290,7 @@ class _Run:
     def _drain(self) -> None:
         """Let everything come to its end."""
         self._play(Squeeze(0))
-        still, ended = 0, -1
+        still, ended, has_waited = 0, -1, False
         for number in range(_MAX_DRAIN_STEPS):
             if not self.engine.has_work() and not self._num_in_flight:
                 break
@@ -283,8 +302,12 @@ class _Run:
             before, ended = ended, stats.finished + stats.aborted
             ended += sum(worker.num_reported for worker in self._workers)
             still = still + 1 if ended == before else 0
+            has_waited &= still > 0
             if still > _MAX_STILL_STEPS:
-                self._raise_stuck()
+                if has_waited or not self._expiring_blocks():
+                    self._raise_stuck()
+                self._seconds += _SECONDS_A_LEASE_MAY_LAST
+                still, has_waited = 0, True
         else:
             raise InvariantBroken(
                 "CONN-3", f"the connector still starts jobs after {_MAX_DRAIN_STEPS} idle steps"
@@ -321,7 +344,7 @@ class _Run:
             return
         longest: dict[int, Add] = {}
         for event in self.scenario.events:
-            if isinstance(event, Add):
+            if isinstance(event, Add) and event.continues is None:
                 known = longest.get(event.family)
                 if known is None or known.num_prompt_tokens < event.num_prompt_tokens:
                     longest[event.family] = replace(event, num_output_tokens=0)
@@ -362,4 +385,5 @@ class _Run:
             part.scheduler.fold_events()
             part.ledger.check()
         if is_step:
-            self._watch.check(len(self._timeline), held.keys(), in_flight)
+            held_for_good = Counter(held) - self._expiring_blocks()
+            self._watch.check(len(self._timeline), held_for_good, in_flight)

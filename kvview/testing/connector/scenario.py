@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from random import Random
 from typing import Any, Literal, TypeVar
 
@@ -21,6 +20,9 @@ from kvview import (
     Mamba,
     SlidingWindow,
 )
+from kvview.targets import target_of
+
+_SHARE_OF_NEXT_TURNS = 0.3
 
 NUM_SHARED_BLOCKS = 2
 """Hash blocks at the start of every prompt, the same for all families."""
@@ -33,14 +35,18 @@ class Add:
     Args:
         request_id: May have been used before.
         family: Prompts of one family are prefixes of each other.
-        num_prompt_tokens: Tokens of the prompt.
+        num_prompt_tokens: Tokens of the prompt; of a next turn, those that are new.
         num_output_tokens: Tokens to generate.
+        continues: Id of a request that has ended: this one is the next turn of its
+            conversation, with a prompt that begins with all its tokens, generated ones
+            too. Left out while there is none. None: a prompt of its own.
     """
 
     request_id: str
     family: int
     num_prompt_tokens: int
     num_output_tokens: int = 0
+    continues: str | None = None
 
 
 @dataclass(frozen=True)
@@ -181,7 +187,7 @@ def generate_scenario(seed: int) -> Scenario:
     return Scenario(
         geometry,
         num_gpu_blocks,
-        _generate_events(draw, longest, size, num_gpu_blocks),
+        _generate_events(draw, _Draw(seed + 2**40), longest, size, num_gpu_blocks),
         _generate_fates(draw),
         cpu_blocks=draw.one_of([draw.number(2, 8), num_gpu_blocks, 6 * num_gpu_blocks]),
         num_connectors=2 if draw.chance(0.2) else 1,
@@ -217,10 +223,12 @@ def _generate_geometry(draw: _Draw) -> CacheGeometry:
 
 
 def _generate_events(
-    draw: _Draw, longest: int, size: int, num_gpu_blocks: int
+    draw: _Draw, turns: _Draw, longest: int, size: int, num_gpu_blocks: int
 ) -> tuple[Event, ...]:
     num_families = draw.number(1, 4)
     num_ids = 1
+    most_tokens = longest + 3 * size  # the pool has room for them
+    num_tokens: dict[str, int] = {}  # of the requests so far
     events: list[Event] = []
     for _ in range(draw.number(30, 100)):
         kind = draw.number(0, 99)
@@ -233,7 +241,18 @@ def _generate_events(
             family = draw.number(1, num_families)
             length = longest - draw.number(0, longest - 1) * draw.number(0, 1)
             num_output = draw.number(0, size) * draw.one_of([0, 1, 3])
-            events.append(Add(f"r{name}", family, length, num_output))
+            add = Add(f"r{name}", family, length, num_output)
+            if num_tokens and turns.chance(_SHARE_OF_NEXT_TURNS):
+                before = turns.one_of(list(num_tokens)[-3:])
+                room = most_tokens - num_tokens[before]
+                if room >= 2:
+                    length = turns.number(1, min(2 * size, room - 1))
+                    num_output = turns.number(1, min(size, room - length))
+                    add = Add(f"r{name}", family, length, num_output, before)
+                    num_output += num_tokens[before]
+            events.append(add)
+            num_tokens.pop(add.request_id, None)
+            num_tokens[add.request_id] = length + num_output
         elif kind < 68:
             events.append(Step(draw.number(1, 3)))
         elif kind < 77:
@@ -336,14 +355,10 @@ def to_script(
 def _import_of(connector_class: type[object]) -> tuple[list[str], str]:
     """How a script gets the class, and what it calls it."""
     module, name = connector_class.__module__, connector_class.__qualname__
-    if module.startswith("kvview_target_"):  # from a file, by kvview.targets.load_connector
-        import sys
-
-        path = Path(sys.modules[module].__file__ or "connector.py")
-        if path.is_relative_to(Path.cwd()):
-            path = path.relative_to(Path.cwd())
-        loading = f"{name} = load_connector({f'{path.as_posix()}:{name}'!r})"
-        return ["from kvview.targets import load_connector", "", loading], name
+    last = name.split(".")[-1]
+    if target := target_of(connector_class):
+        loading = f"{last} = load_connector({target!r})"
+        return ["from kvview.targets import load_connector", "", loading], last
     if "<locals>" in name:
-        return [f"# {name} of {module}: it lives in a function, bring it here"], name.split(".")[-1]
+        return [f"# {name} of {module}: it lives in a function, bring it here"], last
     return [f"from {module} import {name.split('.')[0]}"], name

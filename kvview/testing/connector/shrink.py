@@ -123,6 +123,7 @@ def _simpler_events(scenario: Scenario) -> Iterator[Scenario]:
             others = [
                 replace(event, num_output_tokens=0),
                 replace(event, family=1),
+                replace(event, continues=None),
                 *(replace(event, num_prompt_tokens=n * size + 1) for n in (1, 2, 3)),
             ]
             others = [o for o in others if isinstance(o, Add) and _weight(o) < _weight(event)]
@@ -134,7 +135,8 @@ def _simpler_events(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _weight(add: Add) -> int:
-    return add.num_prompt_tokens + add.num_output_tokens + add.family
+    is_next_turn = add.continues is not None
+    return add.num_prompt_tokens + add.num_output_tokens + add.family + is_next_turn
 
 
 def _simpler_sizes(scenario: Scenario) -> Iterator[Scenario]:

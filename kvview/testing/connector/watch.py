@@ -6,12 +6,15 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from kvview import (
     BlockIds,
     CacheGeometry,
     EngineFacts,
     FinishReason,
     GPUBlockPoolView,
+    GuardedView,
     OffloadingEvent,
     OffloadKey,
     RequestInfo,
@@ -21,10 +24,9 @@ from kvview import (
     TransferResult,
     make_offload_key,
 )
-from kvview.testing.connector.faults import Flight, hook
+from kvview.testing.connector.faults import Flight, hook, require_type
 from kvview.testing.connector.invariants import (
     EventFold,
-    InvariantBroken,
     check_advertised,
     check_ever_hits,
     check_promise,
@@ -64,7 +66,8 @@ class Ledger:
         self.coverage: Counter[str] = Counter()
         self._num_blocks_tried = 0
         self._chances: Counter[str] = Counter()
-        self._promise: tuple[str, list[OffloadKey], set[OffloadKey]] = "", [], set()
+        # By request: what was promised since, and what was advertised then.
+        self._promises: dict[str, tuple[list[OffloadKey], set[OffloadKey]]] = {}
 
     @property
     def wants_chances(self) -> bool:
@@ -85,11 +88,12 @@ class Ledger:
         self._current.discard(flight)
 
     def forget(self) -> None:
-        """The caches were reset."""
+        """The caches were reset, which ends every promise (CONN-2)."""
         check_reset(self.events.advertised)
         self.stored.clear()
         self.failed.clear()
         self._current.clear()
+        self._promises.clear()
 
     def check(self) -> None:
         """What is advertised was stored."""
@@ -122,12 +126,12 @@ class Ledger:
             return  # the engine says so
         promised = self._keys_to_load(request, num_computed, num_tokens)
         check_promise(request.request_id, promised, self.stored, None)
-        self._promise = request.request_id, promised, advertised
+        self._promises[request.request_id] = promised, advertised
 
     def on_blocks_allocated(self, request_id: str) -> None:
         """The blocks of a promise came and its loads are planned: was it advertised?"""
-        promised_to, promised, advertised = self._promise
-        if promised_to == request_id and self.events.num_events:
+        promised, advertised = self._promises.pop(request_id, ([], set()))
+        if self.events.num_events:
             check_promise(request_id, promised, self.stored, advertised)
 
     def _lacks_one_key(
@@ -168,6 +172,7 @@ class WatchedScheduler(SchedulerConnector):
     def __init__(self, inner: SchedulerConnector, ledger: Ledger) -> None:
         self._inner = inner
         self._ledger = ledger
+        self._view: GPUBlockPoolView | None = None
         self._untaken: list[OffloadingEvent] = []  # in the ledger, not with the engine
         self.unanswered: set[str] = set()  # requests that are to be asked about again
 
@@ -177,30 +182,42 @@ class WatchedScheduler(SchedulerConnector):
 
     def fold_events(self) -> None:
         """Take the events so far into the ledger."""
-        events = list(self._call("take_events"))
+        with hook("take_events", "EVENT-3"):  # it may be a generator
+            events = list(self._call("take_events"))
+            require_type("take_events", events, "EVENT-3")
         self._untaken += events
         self._ledger.events.apply(events)
 
+    def expiring_blocks(self) -> Counter[int]:
+        """References by block of its leases that have a deadline."""
+        view = self._view
+        if not isinstance(view, GuardedView):
+            return Counter()
+        leases = {lease for _, _, lease in view.deadlines if lease.is_active}
+        return Counter(block_id for lease in leases for block_id in lease.block_ids)
+
+    @override
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
+        self._view = view
         self._call("bind_gpu_block_pool_view", view)
 
+    @override
     def on_engine_ready(self, facts: EngineFacts) -> None:
         self._call("on_engine_ready", facts)
 
+    @override
     def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
-        answer = self._call("match_prefix", request, num_computed_tokens)
+        answer: int | None = self._call("match_prefix", request, num_computed_tokens)
         if answer is None:
             self.unanswered.add(request.request_id)
             return None
         self.unanswered.discard(request.request_id)
-        if type(answer) is not int:
-            raise InvariantBroken(
-                "CONN-2", f"match_prefix returned {answer!r}: expected a number of tokens or None"
-            )
+        require_type("match_prefix", answer, "CONN-2")
         self.fold_events()
         self._ledger.on_promise(request, num_computed_tokens, answer)
         return answer
 
+    @override
     def on_blocks_allocated(
         self,
         request: RequestInfo,
@@ -213,37 +230,46 @@ class WatchedScheduler(SchedulerConnector):
         )
         self._ledger.on_blocks_allocated(request.request_id)
 
+    @override
     def plan_step(self, step: StepInfo) -> StepPlan:
-        plan = self._call("plan_step", step)
-        if not isinstance(plan, StepPlan):
-            raise InvariantBroken("CONN-3", f"plan_step returned {plan!r}: expected a StepPlan")
+        plan: StepPlan = self._call("plan_step", step)
+        require_type("plan_step", plan, "CONN-3")
         return plan
 
+    @override
     def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
         self._call("on_transfers_finished", results)
 
+    @override
     def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
         self._call("on_request_preempted", request, block_ids)
 
+    @override
     def on_request_finished(
         self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
     ) -> None:
         self._call("on_request_finished", request, block_ids, reason)
 
+    @override
     def take_events(self) -> Iterable[OffloadingEvent]:
         self.fold_events()
         events, self._untaken = self._untaken, []
         return events
 
+    @override
     def has_pending_work(self) -> bool:
-        return bool(self._call("has_pending_work"))
+        with hook("has_pending_work", _LAW_OF_HOOK["has_pending_work"]):
+            return bool(self._call("has_pending_work"))
 
+    @override
     def reset_cache(self) -> bool:
-        if not self._call("reset_cache"):
-            return False
+        with hook("reset_cache", "CONN-4"):
+            if not self._call("reset_cache"):
+                return False
         self.fold_events()
         self._ledger.forget()
         return True
 
+    @override
     def shutdown(self) -> None:
         self._call("shutdown")

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import logging
+import pickle
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from kvview.errors import (
     BlockNotHeldError,
+    NotCopyableError,
     PinBudgetExceeded,
     StaleBlockError,
     UnknownBlockError,
     WrongThreadError,
 )
+from kvview.keys import OffloadKey
+from kvview.pool import SupportsPinBudget
 from kvview.testing.harness import Capability
 from kvview.testing.pool.driver import PoolDriver, pool_check
 
@@ -220,3 +229,200 @@ def check_guard_4_another_thread_is_refused(pool: PoolDriver) -> None:
             "WrongThreadError",
         )
     pool.check_free(block)
+
+
+@pool_check("GUARD-5", Capability.PIN_BUDGET)
+def check_guard_5_num_pinnable_blocks_tells_what_may_be_held(pool: PoolDriver) -> None:
+    """A guard with a budget says how many more blocks it takes; one without does not."""
+    has_query = isinstance(pool.view, SupportsPinBudget)
+    pool.true(not has_query, "a guard without a budget has no num_pinnable_blocks", has_query, "no")
+    pool.use(pool.call(pool.harness, "budgeted", 4), "view")
+    first, second, third, fourth, fifth = pool.blocks[:5]
+    for blocks, left in (([], 4), ([first, first], 3), ([first, second, third], 1)):
+        pool.touch(blocks)
+        told = pool.call(pool.view, "num_pinnable_blocks")
+        pool.equal(told, left, "the budget less the blocks held, each once")
+    pool.refuse(PinBudgetExceeded, "touch_blocks", [fourth, fifth])
+    pool.touch([fourth])
+    pool.equal(pool.call(pool.view, "num_pinnable_blocks"), 0, "the budget is used up")
+
+
+@pool_check("GUARD-5", Capability.GUARDS)
+def check_guard_5_budgets_of_one_pool_are_not_added_up(pool: PoolDriver) -> None:
+    """What another guard, or the view below, holds counts in a budget, each block once."""
+    one = _guard_over(pool, "one", 4)
+    two = _guard_over(pool, "two", 4)
+    first, second, third, fourth, fifth = pool.blocks[:5]
+    pool.call(one, "touch_blocks", [first, second])
+    pool.call(two, "touch_blocks", [second])
+    pool.touch([third])
+    pool.refused(PinBudgetExceeded, two, "touch_blocks", [fourth, fifth])
+    pool.equal(pool.call(two, "num_pinnable_blocks"), 1, "three blocks of four are held")
+    pool.call(two, "touch_blocks", [fourth])
+    pool.refused(PinBudgetExceeded, one, "touch_blocks", [fifth])
+    pool.call(one, "touch_blocks", [fourth])
+    pool.call(two, "free_blocks", [second, fourth])
+    pool.call(one, "free_blocks", [first, second, fourth])
+    pool.free([third])
+    pool.check_free(first, second, third, fourth, fifth)
+
+
+@pool_check("GUARD-6", LEASES)
+def check_guard_6_copies_are_refused(pool: PoolDriver) -> None:
+    """Neither a guard nor a lease is copied or pickled; the original goes on."""
+    block = pool.blocks[1]
+    lease = _lease(pool, "lease", [block])
+    ways: tuple[Callable[[Any], object], ...] = (copy.copy, copy.deepcopy, pickle.dumps)
+    for subject, name in ((pool.view, "view"), (lease, "lease")):
+        for way in ways:
+            code = f"__import__({way.__module__!r}).{way.__name__}({name})"
+            pool.refuses(NotCopyableError, code, lambda s=subject, w=way: w(s))  # type: ignore[misc]
+    pool.call(lease, "release")
+    _ended(pool, [block])
+    pool.check_free(block)
+
+
+@pool_check("GUARD-7", LEASES)
+def check_guard_7_ended_lease_is_not_entered(pool: PoolDriver) -> None:
+    """``with`` and ``renew`` raise on a lease that was released or has expired."""
+    first, second = pool.blocks[1:3]
+    released = _lease(pool, "released", [first])
+    expired = _lease(pool, "expired", [second], ttl=5)
+    pool.call(released, "release")
+    pool.call(pool.harness, "advance", 6)
+    _ended(pool, [first, second])
+    for lease in (released, expired):
+        pool.refused(BlockNotHeldError, lease, "__enter__")
+        pool.refused(BlockNotHeldError, lease, "renew", 5)
+    pool.check_free(first, second)
+
+
+@pool_check("GUARD-8", LEASES, Capability.GUARDS)
+def check_guard_8_failed_expiry_hits_nobody_and_is_tried_again(pool: PoolDriver) -> None:
+    """An engine that does not take blocks back at an expiry gets them later, once."""
+    engine = _TrustingView(pool.num_blocks)
+    pool.line("view = ...  # a view that fails in free_blocks when it is told to")
+    guard = pool.harness.guard_over(engine, None)
+    lease = guard.lease([1, 2], ttl=5)
+    other = guard.lease([3], ttl=6)
+    pool.harness.advance(10)
+    engine.is_failing = True
+    with _logged():
+        try:
+            guard.touch_blocks([4])
+        except Exception as error:
+            pool.fail("a call that meets a failed expiry goes on", repr(error), "no error")
+    active = [lease.is_active, other.is_active]
+    pool.equal(active, [False, False], "leases that have expired are not active")
+    pool.equal(engine.num_held, {1: 1, 2: 1, 3: 1, 4: 1}, "the engine took nothing back")
+    pool.equal(dict(guard.held_blocks()), engine.num_held, "the ledger says what is held")
+    engine.is_failing = False
+    pool.harness.advance(1000)
+    guard.touch_blocks([])
+    pool.equal(engine.num_held, {4: 1}, "what was not taken back is given back again")
+    pool.equal(dict(guard.held_blocks()), {4: 1}, "the ledger says what is held")
+    pool.equal(lease.release(), False, "a lease that has expired is not released")
+    guard.free_blocks([4])
+
+
+@pool_check("GUARD-9", LEASES, Capability.GUARDS)
+def check_guard_9_what_is_dropped_while_it_holds_is_told(pool: PoolDriver) -> None:
+    """A lease without a deadline, and a guard, that are dropped and hold say so in the log."""
+    first, second, third = pool.blocks[1:4]
+    pool.line(f"view.lease([{first}])  # and dropped")
+    with _logged() as messages:
+        pool.view.lease([second], ttl=5)
+        gc.collect()
+        pool.equal(messages, [], "a lease with a deadline ends by itself")
+        pool.view.lease([first])
+        gc.collect()
+        pool.equal(len(messages), 1, "a lease that nobody can release is told")
+        guard = pool.harness.guard_over(pool.view, None)
+        guard.touch_blocks([third])
+        guard.free_blocks([third])
+        del guard
+        gc.collect()
+        pool.equal(len(messages), 1, "a guard that holds nothing goes in silence")
+        guard = pool.harness.guard_over(pool.view, None)
+        guard.touch_blocks([third])
+        del guard
+        gc.collect()
+        pool.equal(len(messages), 2, "a guard that is dropped and holds blocks is told")
+
+
+@pool_check("GUARD-10", Capability.GUARDS)
+def check_guard_10_guards_over_one_view_are_told_apart(pool: PoolDriver) -> None:
+    """One guard gives back nothing of another's, nor of the view's under both."""
+    one = _guard_over(pool, "one", None)
+    two = _guard_over(pool, "two", None)
+    first, second, third = pool.blocks[1:4]
+    pool.call(one, "touch_blocks", [first])
+    pool.call(two, "touch_blocks", [second])
+    pool.touch([third])
+    pool.held.update([first, second])
+    for guard, blocks in ((one, [second, third]), (two, [first, third])):
+        for block in blocks:
+            pool.refused(BlockNotHeldError, guard, "free_blocks", [block])
+    for block in (first, second):
+        pool.refuse(BlockNotHeldError, "free_blocks", [block])
+    pool.check_held(first, second, third)
+    if pool.can(Capability.HOLDS):
+        pool.equal(dict(pool.call(one, "held_blocks")), {first: 1}, "a guard tells what it holds")
+        told = dict(pool.call(pool.view, "held_blocks"))
+        pool.equal(told, dict(pool.held), "the view tells what is held through it, by whomever")
+    pool.call(one, "free_blocks", [first])
+    pool.call(two, "free_blocks", [second])
+    pool.held.subtract([first, second])
+    pool.held = +pool.held
+    pool.free([third])
+    pool.check_free(first, second, third)
+
+
+def _guard_over(pool: PoolDriver, name: str, num_blocks: int | None) -> Any:
+    guard = pool.call(pool.harness, "guard_over", pool.view, num_blocks)
+    pool.name(guard, name)
+    return guard
+
+
+class _TrustingView:
+    """A view that checks nothing, as engines do, and fails when it is told to."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.null_block_id = 0
+        self.num_held: dict[int, int] = {}
+        self.is_failing = False
+
+    def touch_blocks(self, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            self.num_held[block_id] = self.num_held.get(block_id, 0) + 1
+
+    def free_blocks(self, block_ids: Sequence[int]) -> None:
+        if self.is_failing:
+            raise RuntimeError("the engine does not take this back, as it was told to")
+        for block_id in block_ids:
+            self.num_held[block_id] -= 1
+            if not self.num_held[block_id]:
+                del self.num_held[block_id]
+
+    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
+        return iter(())
+
+
+@contextmanager
+def _logged() -> Iterator[list[str]]:
+    """The warnings and errors that anyone logs meanwhile; they go nowhere else."""
+    messages: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    root = logging.getLogger()
+    before, handler = root.handlers, Keep(logging.WARNING)
+    gc.collect()  # what earlier checks dropped is theirs
+    root.handlers = [handler]
+    try:
+        yield messages
+    finally:
+        root.handlers = before

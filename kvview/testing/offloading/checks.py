@@ -225,6 +225,26 @@ def check_off_4_failure_of_some_keys_leaves_the_others(tier: ManagerDriver) -> N
 
 
 @manager_check("OFF-4")
+def check_off_4_store_may_succeed_in_part(tier: ManagerDriver) -> None:
+    """A full batch, completed bit by bit: room comes back with each failure, nothing else goes."""
+    has_events = tier.can(Capability.EVENTS)
+    batch = keys(*range(tier.capacity))
+    tier.must_offer(batch)
+    for number in range(0, tier.capacity - 1, 2):
+        lost, kept = batch[number : number + 1], batch[number + 1 : number + 2]
+        tier.finish(lost, success=False)
+        tier.expect(MISS, lost, "OFF-4")
+        tier.expect(PENDING, batch[number + 1 :], "OFF-4")
+        output = tier.must_offer([key(100 + number)])
+        tier.equal(list(output.evicted_keys), [], "a failed key leaves room for another one")
+        tier.finish(kept)
+        tier.expect(HIT, batch[1 : number + 2 : 2], "OFF-4")
+        tier.finish(output.keys_to_store, success=False)
+        if has_events:
+            tier.equal(tier.changes(), [("+", k) for k in kept], "what succeeded is advertised")
+
+
+@manager_check("OFF-4")
 def check_off_4_failed_key_is_never_evicted(tier: ManagerDriver) -> None:
     """What failed is not among the evicted later on."""
     tier.must_offer(keys(50))

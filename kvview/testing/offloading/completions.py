@@ -37,6 +37,21 @@ def check_off_9_store_is_completed_once(tier: ManagerDriver) -> None:
     tier.expect(HIT, held)
 
 
+@manager_check("OFF-9")
+def check_off_9_store_may_be_completed_in_several_calls(tier: ManagerDriver) -> None:
+    """In any order, in any mixture of success and failure, with other stores in between."""
+    tier.must_offer(keys(0, 1, 2, 3))
+    tier.must_offer(keys(4, 5))
+    tier.finish(keys(2))
+    tier.finish(keys(5, 1), success=False)
+    tier.no_store(keys(2))
+    tier.no_store(keys(1, 3), success=False)
+    tier.finish(keys(4, 3))
+    tier.finish(keys(0), success=False)
+    tier.expect(HIT, keys(2, 3, 4))
+    tier.expect(MISS, keys(0, 1, 5))
+
+
 @manager_check("OFF-9", Capability.PAGES)
 def check_off_9_page_of_a_failed_store_is_given_back_once(tier: ManagerDriver) -> None:
     """After a refused second completion, as many pages are there as before."""

@@ -9,7 +9,7 @@ from kvview.errors import TransferSpecError
 from kvview.testing.harness import Capability
 from kvview.testing.profiles import current_profile
 from kvview.testing.transfer.driver import Part, Parts, TransferDriver, transfer_check
-from kvview.transfer import CPULoadStoreSpec, GPULoadStoreSpec
+from kvview.transfer import GPULoadStoreSpec
 
 
 def _part(worker: TransferDriver, group: int, num_blocks: int = 2, index: int = 0) -> Part:
@@ -78,23 +78,21 @@ def check_xfer_1_unaligned_chunks_come_back_exactly(worker: TransferDriver) -> N
 def check_xfer_1_wrong_specs_are_refused(worker: TransferDriver) -> None:
     """Pages that do not exist and sides that do not pair up raise; nothing is started."""
     part = _part(worker, 0)
-    gpu, cpu = worker.sides({0: part})
-    block, chunk = part.blocks[0], part.chunks[0]
+    gpu, tier = worker.sides({0: part})
     no_block = max(tensor.shape[0] for tensor in worker.tensors)
     rest, more = list(part.blocks[1:]), list(part.chunks[1:])
     one_group_more = GPULoadStoreSpec(gpu.block_ids, [*gpu.group_sizes, 0], [*gpu.block_indices, 0])
     wrong: list[tuple[object, object]] = [
-        (replace(gpu, block_ids=[no_block, *rest]), cpu),
-        (replace(gpu, block_ids=[-1, *rest]), cpu),
-        (gpu, CPULoadStoreSpec([worker.num_cpu_blocks, *more])),
-        (gpu, CPULoadStoreSpec([-1, *more])),
-        (gpu, CPULoadStoreSpec([])),
-        (gpu, CPULoadStoreSpec([*cpu.block_ids, worker.chunks_of(0)[-1]])),
-        (one_group_more, cpu),
+        (replace(gpu, block_ids=[no_block, *rest]), tier),
+        (replace(gpu, block_ids=[-1, *rest]), tier),
+        (gpu, worker.tier([])),
+        (gpu, worker.tier([*part.chunks, worker.chunks_of(0)[-1]])),
+        (one_group_more, tier),
         (gpu, gpu),
-        (cpu, cpu),
+        (tier, tier),
     ]
-    assert block >= 0 <= chunk
+    if not worker.can(Capability.TIER_SPEC):  # else the checks know of no page that is none
+        wrong += [(gpu, worker.tier([no_page, *more])) for no_page in (worker.num_cpu_blocks, -1)]
     worker.store({0: part})  # so that every host block has something in it
     worker.finish()
     for src, dst in wrong:
@@ -107,6 +105,39 @@ def check_xfer_1_wrong_specs_are_refused(worker: TransferDriver) -> None:
     worker.load({0: part})
     worker.finish()
     worker.check_bytes("the worker goes on after a refused job")
+
+
+@transfer_check("XFER-1")
+def check_xfer_1_destination_is_named_once(worker: TransferDriver) -> None:
+    """Two pages for one destination raise, in either direction."""
+    blocks, chunks = worker.blocks_of(0), worker.chunks_of(0)
+    across = Part(blocks[:2], chunks[:2], worker.k - 1)  # the end of a chunk, the next one's begin
+    worker.store({0: across})
+    worker.finish()
+    onto_one_page = worker.sides({0: replace(across, chunks=[chunks[0]] * 2)})
+    onto_one_block, tier = worker.sides({0: replace(across, blocks=[blocks[2]] * 2)})
+    for spec in (onto_one_page, (tier, onto_one_block)):
+        worker.refused(TransferSpecError, worker.worker, "transfer_async", 900, spec)
+    worker.load({0: across})
+    worker.finish()
+    worker.check_bytes("a refused job moves nothing")
+
+
+@transfer_check("XFER-1")
+def check_xfer_1_source_may_be_named_twice(worker: TransferDriver) -> None:
+    """One GPU block fills two pages, and one page two GPU blocks."""
+    blocks, chunks = worker.blocks_of(0), worker.chunks_of(0)
+    across = Part(blocks[:2], chunks[:2], worker.k - 1)
+    worker.store({0: replace(across, blocks=[blocks[0]] * 2)})
+    worker.load({0: replace(across, blocks=blocks[2:4])})
+    worker.finish()
+    worker.check_bytes("a block that is stored twice is in both pages")
+    whole = blocks[: worker.k]
+    if len(whole) == worker.k:
+        worker.store({0: Part(whole, chunks[:1])})
+        worker.load({0: replace(across, blocks=blocks[1:3], chunks=[chunks[0]] * 2)})
+        worker.finish()
+        worker.check_bytes("a page that is loaded twice is in both blocks")
 
 
 # --- XFER-2: nothing else is written ---
@@ -227,6 +258,33 @@ def check_xfer_4_failed_job_says_so(worker: TransferDriver) -> None:
     worker.check_bytes("the worker goes on after failed jobs")
 
 
+@transfer_check("XFER-4", Capability.FAIL_BLOCK)
+def check_xfer_4_store_that_succeeds_in_part_says_which(worker: TransferDriver) -> None:
+    """Whichever block fails, the job does; what it says was moved can be loaded."""
+    parts = {group: _part(worker, group, index=1) for group in range(len(worker.groups))}
+    places = [
+        (group, number) for group, part in parts.items() for number in range(len(part.blocks))
+    ]
+    for lost in range(len(places)):
+        for group, part in parts.items():
+            worker.scramble(group, part.blocks)
+        worker.call(worker.harness, "fail_block", lost)
+        job_id = worker.store(parts)
+        (result,) = worker.results()
+        said = (result.job_id, result.success)
+        worker.equal(said, (job_id, False), "a store that moved not all its blocks has failed")
+        worker.true(bool(result.error), "a failed job says what went wrong", result, "error")
+        moved = list(result.moved or [False] * len(places))
+        worker.equal(moved[lost], False, "a block that was not moved is not said to be")
+        for (group, number), is_moved in zip(places, moved, strict=True):
+            if is_moved:
+                block, at = worker.blocks_of(group)[-1], parts[group].index + number
+                chunk = parts[group].chunks[at // worker.k - parts[group].index // worker.k]
+                worker.load({group: Part([block], [chunk], at)})
+                worker.finish()
+                worker.check_bytes("what is said to be moved can be loaded")
+
+
 # --- XFER-5: reports ---
 
 
@@ -239,8 +297,7 @@ def check_xfer_5_each_job_is_reported_once(worker: TransferDriver) -> None:
         worker.load({0: part})
     worker.finish()
     worker.equal(list(worker.call(worker.worker, "get_finished")), [], "a job is reported once")
-    gpu, cpu = worker.sides({0: part})
-    worker.submit((gpu, cpu), job_id=1)
+    worker.submit(worker.sides({0: part}), job_id=1)
     worker.call(worker.worker, "wait", [1, 77])
     worker.call(worker.worker, "wait", [1])
     worker.finish()
@@ -272,8 +329,8 @@ def check_xfer_5_caller_is_not_blocked(worker: TransferDriver) -> None:
     worker._expected = loaded
     got = list(worker.call(worker.worker, "get_finished"))
     worker.equal(got, [], "a job that has not ended is not reported")
-    gpu, cpu = worker.sides({0: part})
-    worker.refused(TransferSpecError, worker.worker, "transfer_async", job_id, (gpu, cpu))
+    spec = worker.sides({0: part})
+    worker.refused(TransferSpecError, worker.worker, "transfer_async", job_id, spec)
     worker.resume()
     worker.finish()
     worker.check_bytes("the job ends after resume")
@@ -287,6 +344,55 @@ def check_xfer_5_shutdown_may_be_called_twice(worker: TransferDriver) -> None:
     worker.call(worker.worker, "shutdown")
 
 
+# --- XFER-6: launched is not computed ---
+
+
+@transfer_check("XFER-6", Capability.COMPUTE)
+def check_xfer_6_store_reads_what_compute_writes(worker: TransferDriver) -> None:
+    """A store that is submitted while its blocks are computed stores what is computed."""
+    parts = {group: _part(worker, group) for group in range(len(worker.groups))}
+    worker.hold_compute(parts)
+    worker.store(parts)
+    worker.nothing_ends("a store waits for the compute that was launched before it")
+    worker.release_compute()
+    worker.finish()
+    for group, part in parts.items():
+        worker.scramble(group, part.blocks)
+    worker.load(parts)
+    worker.finish()
+    worker.check_bytes("a store reads what the compute before it wrote")
+
+
+@transfer_check("XFER-6", Capability.COMPUTE)
+def check_xfer_6_load_writes_after_compute(worker: TransferDriver) -> None:
+    """A block that kernels still write is loaded into when they have ended."""
+    parts = {group: _part(worker, group) for group in range(len(worker.groups))}
+    worker.store(parts)
+    worker.finish()
+    worker.hold_compute(parts)
+    worker.load(parts)
+    worker.nothing_ends("a load waits for the compute that was launched before it")
+    worker.release_compute()
+    worker.finish()
+    worker.check_bytes("a load is not overwritten by the compute before it")
+
+
+@transfer_check("XFER-6", Capability.COMPUTE)
+def check_xfer_6_caller_is_not_blocked_by_compute(worker: TransferDriver) -> None:
+    """Jobs are accepted while compute runs, keep their order, and end after it."""
+    blocks, chunks = worker.blocks_of(0), worker.chunks_of(0)
+    worker.store({0: Part(blocks[:1], chunks[:1])})  # nothing to wait for: it ends by itself
+    worker.finish()
+    worker.hold_compute({0: Part(blocks[:1], [])})
+    worker.load({0: Part(blocks[2:3], chunks[:1])})
+    worker.store({0: Part(blocks[:1], chunks[:1])})
+    worker.load({0: Part(blocks[3:4], chunks[:1])})
+    worker.nothing_ends("a job waits for the compute that was launched before it")
+    worker.release_compute()
+    worker.finish()
+    worker.check_bytes("jobs that waited for compute run in the order of submission")
+
+
 @transfer_check("XFER-*")
 def check_xfer_any_sequence_of_jobs(worker: TransferDriver) -> None:
     """Random stores and loads of random groups, a few in flight at a time."""
@@ -294,6 +400,12 @@ def check_xfer_any_sequence_of_jobs(worker: TransferDriver) -> None:
     rng = random.Random(profile.seed or 0)
     stored: dict[int, list[tuple[int, Part]]] = {}
     for _ in range(profile.num_examples):
+        is_held = worker.can(Capability.COMPUTE) and rng.random() < 0.3
+        if is_held:
+            worker.finish()
+            worker.hold_compute(
+                {group: _part(worker, group) for group in range(len(worker.groups))}
+            )
         parts: dict[int, Part] = {}
         for group in range(len(worker.groups)):
             if rng.random() < 0.7:
@@ -313,6 +425,8 @@ def check_xfer_any_sequence_of_jobs(worker: TransferDriver) -> None:
             for group, part in (rng.choice(held) for held in stored.values() if held)
         }
         worker.load(loads)
+        if is_held:
+            worker.release_compute()
         if rng.random() < 0.4:
             worker.finish()
             worker.check_bytes("bytes are exact, and nothing else was written", "XFER-1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 from kvview.testing.checks import CheckFunction, check
 from kvview.testing.harness import Capability, Factory
 from kvview.testing.recorder import Recorder
-from kvview.transfer import CPULoadStoreSpec, GPULoadStoreSpec, TransferResult
+from kvview.transfer import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, TransferResult
 
 TransferCheck = Callable[["TransferDriver"], None]
 
@@ -40,13 +41,26 @@ class Part:
 
     Args:
         blocks: GPU blocks.
-        chunks: Host blocks.
+        chunks: Pages of the tier.
         index: Number of the first GPU block in its request.
     """
 
     blocks: Sequence[int]
     chunks: Sequence[int]
     index: int = 0
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """What the result of a job is compared with.
+
+    Args:
+        num_stored: GPU blocks that it stores, None for a load.
+        num_bytes: What it moves, None when that is not judged.
+    """
+
+    num_stored: int | None
+    num_bytes: int | None = None
 
 
 Parts = Mapping[int, Part]
@@ -88,9 +102,10 @@ class TransferDriver(Recorder):
             self._expected[storage.data_ptr()] = bytearray(_to_bytes(flat))
         self._header.append("for cache in h.kv_caches.tensors: cache.tensor.random_(-128, 128)")
         self._host: dict[int, tuple[int, dict[int, list[bytes]]]] = {}
-        self._in_flight: dict[int, int] = {}  # job id to its bytes
+        self._in_flight: dict[int, InFlight] = {}
         self._next_job = 0
         self._is_paused = False
+        self._launched: list[tuple[int, int, int, Any]] | None = None  # while compute is held
 
     def _bytes(self, number: int) -> Any:
         return self._torch.randint(
@@ -112,13 +127,22 @@ class TransferDriver(Recorder):
         return list(reversed(range(group * share, (group + 1) * share)))
 
     def chunks_of(self, group: int) -> list[int]:
-        """Host blocks that are used for one group only."""
+        """Pages of the tier that are used for one group only."""
         share = self.num_cpu_blocks // len(self.groups)
         return list(reversed(range(group * share, (group + 1) * share)))
 
     # --- jobs ---
 
-    def sides(self, parts: Parts) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
+    def tier(self, pages: Sequence[int]) -> LoadStoreSpec:
+        """The spec that names pages of the tier."""
+        if not self.can(Capability.TIER_SPEC):
+            return CPULoadStoreSpec(list(pages))
+        spec: LoadStoreSpec = self.harness.tier_spec(list(pages))
+        self._names[id(spec)] = f"h.tier_spec({list(pages)})"
+        self._kept.append(spec)
+        return spec
+
+    def sides(self, parts: Parts) -> tuple[GPULoadStoreSpec, LoadStoreSpec]:
         """The two specs of a job."""
         groups = [parts.get(group, Part([], [])) for group in range(len(self.groups))]
         return (
@@ -127,13 +151,13 @@ class TransferDriver(Recorder):
                 [len(part.blocks) for part in groups],
                 [part.index for part in groups],
             ),
-            CPULoadStoreSpec([chunk for part in groups for chunk in part.chunks]),
+            self.tier([chunk for part in groups for chunk in part.chunks]),
         )
 
     def store(self, parts: Parts) -> int:
-        """Submit a job from the GPU to the host; returns its id."""
-        gpu, cpu = self.sides(parts)
-        job_id = self.submit((gpu, cpu))
+        """Submit a job from the GPU to the tier; returns its id."""
+        gpu, tier = self.sides(parts)
+        job_id = self.submit((gpu, tier))
         for group, block, chunk, sub in self._pairs(parts):
             owner, held = self._host.get(chunk, (group, {}))
             held = held if owner == group else {}
@@ -141,18 +165,18 @@ class TransferDriver(Recorder):
                 bytes(self._expected[storage][span]) for storage, span in self._pages(group, block)
             ]
             self._host[chunk] = (group, held)
-        self._in_flight[job_id] = self._size(parts)
+        self._in_flight[job_id] = InFlight(len(gpu.block_ids), self._size(parts))
         return job_id
 
     def load(self, parts: Parts) -> int:
-        """Submit a job from the host to the GPU; returns its id."""
-        gpu, cpu = self.sides(parts)
-        job_id = self.submit((cpu, gpu))
+        """Submit a job from the tier to the GPU; returns its id."""
+        gpu, tier = self.sides(parts)
+        job_id = self.submit((tier, gpu))
         for group, block, chunk, sub in self._pairs(parts):
             pages = zip(self._pages(group, block), self._host[chunk][1][sub], strict=True)
             for (storage, span), data in pages:
                 self._expected[storage][span] = data
-        self._in_flight[job_id] = self._size(parts)
+        self._in_flight[job_id] = InFlight(None, self._size(parts))
         return job_id
 
     def submit(self, spec: tuple[object, object], job_id: int | None = None) -> int:
@@ -165,7 +189,9 @@ class TransferDriver(Recorder):
             self.finish()
             accepted = self.call(self.worker, "transfer_async", job_id, spec)
         self.equal(accepted, True, "an idle worker accepts a job")
-        self._in_flight[job_id] = -1
+        gpu = spec[0]
+        num_stored = len(gpu.block_ids) if isinstance(gpu, GPULoadStoreSpec) else None
+        self._in_flight[job_id] = InFlight(num_stored)
         return job_id
 
     def finish(self) -> list[TransferResult]:
@@ -183,9 +209,16 @@ class TransferDriver(Recorder):
         got = sorted(result.job_id for result in results)
         self.equal(got, wanted, "each accepted job is reported exactly once", "XFER-5")
         for result in results:
-            size = self._in_flight[result.job_id]
-            if result.transfer_size is not None and size >= 0 and result.success:
-                self.equal(result.transfer_size, size, "transfer_size is the bytes moved")
+            job = self._in_flight[result.job_id]
+            if None not in (result.transfer_size, job.num_bytes) and result.success:
+                size = result.transfer_size
+                self.equal(size, job.num_bytes, "transfer_size is the bytes moved")
+            if result.moved is not None:
+                is_failed_store = job.num_stored is not None and not result.success
+                what = "only of a failed store it is said what was moved"
+                self.true(is_failed_store, what, result, "moved=None", "XFER-4")
+                what = "moved has an entry for each GPU block of the job"
+                self.equal(len(result.moved), job.num_stored, what, "XFER-4")
         self._in_flight.clear()
         return results
 
@@ -201,11 +234,39 @@ class TransferDriver(Recorder):
             self._is_paused = False
             self.call(self.harness, "resume")
 
+    def hold_compute(self, launched: Parts) -> None:
+        """Have kernels under way that write blocks; for the jobs to come they have done so."""
+        self.call(self.harness, "hold_compute")
+        self._launched = []
+        for group, part in launched.items():
+            for block in part.blocks:
+                for number, width in self.groups[group]:
+                    self._launched.append((number, block, width, self._bytes(width)))
+                new = (data for _, _, _, data in self._launched[-len(self.groups[group]) :])
+                for (storage, span), data in zip(self._pages(group, block), new, strict=True):
+                    self._expected[storage][span] = _to_bytes(data)
+
+    def release_compute(self) -> None:
+        """Let the kernels write, and end."""
+        for number, block, width, data in self._launched or ():
+            self._write(number, block, width, data)
+        self._launched = None
+        self.call(self.harness, "release_compute")
+
+    def nothing_ends(self, what: str) -> None:
+        """No job is reported, though a worker that would has some time to run it."""
+        for _ in range(20):
+            with self.unrecorded():
+                self.equal(list(self.call(self.worker, "get_finished")), [], what)
+            time.sleep(0.001)
+
     def end(self) -> None:
         """Give back threads, also after a failure, which nothing here may hide."""
         with suppress(Exception):
             if self._is_paused:
                 self.harness.resume()
+            if self._launched is not None:
+                self.harness.release_compute()
             self.worker.shutdown()
 
     # --- bytes ---
@@ -214,12 +275,14 @@ class TransferDriver(Recorder):
         """Overwrite pages of GPU blocks, as an engine that computes new KV."""
         for block in blocks:
             for number, width in self.groups[group]:
-                self.tensors[number][block, :width] = self._bytes(width).to(
-                    self.tensors[number].device
-                )
-                self.line(f"h.kv_caches.tensors[{number}].tensor[{block}, :{width}].random_()")
+                self._write(number, block, width, self._bytes(width))
             for storage, span in self._pages(group, block):
                 self._expected[storage][span] = _to_bytes(self._flat[storage][span])
+
+    def _write(self, number: int, block: int, width: int, data: Any) -> None:
+        tensor = self.tensors[number]
+        tensor[block, :width] = data.to(tensor.device)
+        self.line(f"h.kv_caches.tensors[{number}].tensor[{block}, :{width}].random_()")
 
     def forget(self, group: int, blocks: Sequence[int]) -> None:
         """Take whatever is in pages for expected: a failed job may have left anything."""

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
+from typing_extensions import override
+
 from kvview import (
     ConnectorConfig,
     EngineFacts,
@@ -36,6 +38,7 @@ class LazyOffloadConnector(OffloadConnector):
     smaller than the GPU pool and cannot make up for the blocks in flight.
     """
 
+    @override
     def make_scheduler(self) -> SchedulerConnector:
         if not self.options.cpu_blocks:
             return SchedulerConnector()
@@ -52,6 +55,7 @@ class LazyOffloadScheduler(OffloadScheduler):
         self._num_ahead = 0  # next victims that need nothing more
         self.num_visited_blocks = 0
 
+    @override
     def on_engine_ready(self, facts: EngineFacts) -> None:
         super().on_engine_ready(facts)
         view = self._view
@@ -79,6 +83,7 @@ class LazyOffloadScheduler(OffloadScheduler):
         else:
             super()._let_go(blocks, may_hold=may_hold)
 
+    @override
     def reset_cache(self) -> bool:
         self._unsaved.clear()
         return super().reset_cache()

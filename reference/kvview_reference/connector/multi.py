@@ -10,14 +10,14 @@ Source: ``vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py`` (0.3
 
 from __future__ import annotations
 
-import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import override
 
 from kvview import (
     BlockIds,
@@ -30,7 +30,6 @@ from kvview import (
     GPUBlockPoolView,
     GuardedView,
     OffloadingEvent,
-    OffloadKey,
     RequestInfo,
     SchedulerConnector,
     StepInfo,
@@ -41,6 +40,8 @@ from kvview import (
 )
 from kvview.options import parse_options
 from kvview.targets import load_connector
+from kvview_reference.events import EventMerger
+from kvview_reference.guard import guard_children
 
 
 class ChildOptions(BaseModel):
@@ -80,9 +81,11 @@ class MultiConnector(Connector):
             for child in options.connectors
         ]
 
+    @override
     def make_scheduler(self) -> SchedulerConnector:
         return MultiScheduler([child.make_scheduler() for child in self.children])
 
+    @override
     def make_worker(self) -> WorkerConnector:
         return MultiWorker([child.make_worker() for child in self.children])
 
@@ -111,21 +114,20 @@ class MultiScheduler(SchedulerConnector):
         self._job_ids = count()
         self._jobs: dict[int, tuple[int, int]] = {}  # job id -> child, its own job id
         self._chosen: dict[str, int] = {}  # request -> child that promised
-        self._holders: Counter[tuple[str, OffloadKey]] = Counter()
+        self._events = EventMerger()
         self._guards: list[GuardedView] = []
 
+    @override
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
-        # A guard each: one child can not give back what another holds.
-        clock = (lambda: view.now()) if isinstance(view, GuardedView) else time.monotonic
-        self._guards = [
-            GuardedView(view, owner=type(child).__name__, clock=clock) for child in self._children
-        ]
+        self._guards = guard_children(view, [type(child).__name__ for child in self._children])
         for child, guard in zip(self._children, self._guards, strict=True):
             child.bind_gpu_block_pool_view(guard)
 
+    @override
     def on_engine_ready(self, facts: EngineFacts) -> None:
         self._each(lambda child: child.on_engine_ready(facts))
 
+    @override
     def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
         self._chosen.pop(request.request_id, None)
         for index, child in enumerate(self._children):
@@ -135,6 +137,7 @@ class MultiScheduler(SchedulerConnector):
                 return num_tokens
         return 0
 
+    @override
     def on_blocks_allocated(
         self,
         request: RequestInfo,
@@ -147,6 +150,7 @@ class MultiScheduler(SchedulerConnector):
             external = num_external_tokens if index == chosen else 0
             child.on_blocks_allocated(request, block_ids, num_computed_tokens, external)
 
+    @override
     def plan_step(self, step: StepInfo) -> StepPlan:
         plans: list[tuple[StepPlan, Mapping[int, int]]] = []
         loads: list[TransferJob] = []
@@ -164,6 +168,7 @@ class MultiScheduler(SchedulerConnector):
             plans.append((plan, job_ids))
         return MultiPlan(loads, stores, plans)
 
+    @override
     def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
         per_child: defaultdict[int, list[TransferResult]] = defaultdict(list)
         for result in results:
@@ -172,43 +177,33 @@ class MultiScheduler(SchedulerConnector):
         for index, own_results in per_child.items():
             self._children[index].on_transfers_finished(own_results)
 
+    @override
     def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
         self._each(lambda child: child.on_request_preempted(request, block_ids))
 
+    @override
     def on_request_finished(
         self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
     ) -> None:
         self._chosen.pop(request.request_id, None)
         self._each(lambda child: child.on_request_finished(request, block_ids, reason))
 
+    @override
     def take_events(self) -> Iterable[OffloadingEvent]:
-        events = []
-        for child in self._children:
-            for event in child.take_events():
-                keys = [key for key in event.keys if self._changes(event, key)]
-                if keys:
-                    events.append(replace(event, keys=keys))
-        return events
+        return self._events.merge(
+            event for child in self._children for event in child.take_events()
+        )
 
-    def _changes(self, event: OffloadingEvent, key: OffloadKey) -> bool:
-        """Count a holder in or out; whether the medium as a whole gained or lost the key."""
-        held = event.medium, key
-        if not event.removed:
-            self._holders[held] += 1
-            return self._holders[held] == 1
-        self._holders[held] -= 1
-        if self._holders[held] > 0:
-            return False
-        del self._holders[held]
-        return True
-
+    @override
     def has_pending_work(self) -> bool:
         return any(child.has_pending_work() for child in self._children)
 
+    @override
     def reset_cache(self) -> bool:
         answers = [child.reset_cache() for child in self._children]  # each is asked
         return all(answers)
 
+    @override
     def shutdown(self) -> None:
         self._each(lambda child: child.shutdown())
 
@@ -228,10 +223,12 @@ class MultiWorker(WorkerConnector):
         self._children = list(children)
         self._job_ids: list[dict[int, int]] = [{} for _ in children]  # own job id -> the engine's
 
+    @override
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
         for child in self._children:
             child.register_kv_caches(kv_caches)
 
+    @override
     def start_plan(self, plan: StepPlan) -> None:
         assert isinstance(plan, MultiPlan), "a MultiWorker runs the plans of a MultiScheduler"
         for child, job_ids, (own_plan, new_job_ids) in zip(
@@ -241,6 +238,7 @@ class MultiWorker(WorkerConnector):
             if own_plan:
                 child.start_plan(own_plan)
 
+    @override
     def get_finished(self) -> list[TransferResult]:
         results = []
         for child, job_ids in zip(self._children, self._job_ids, strict=True):
@@ -254,11 +252,13 @@ class MultiWorker(WorkerConnector):
                 results.append(replace(result, job_id=job_id))
         return results
 
+    @override
     def wait(self, job_ids: Sequence[int]) -> None:
         wanted = set(job_ids)
         for child, known in zip(self._children, self._job_ids, strict=True):
             child.wait([own for own, job_id in known.items() if job_id in wanted])
 
+    @override
     def shutdown(self) -> None:
         for child in self._children:
             child.shutdown()

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from typing_extensions import override
 
 from kvview import (
     BlockIds,
@@ -88,11 +89,13 @@ class OffloadConnector(Connector):
         super().__init__(config)
         self.options = parse_options(OffloadOptions, config.options)
 
+    @override
     def make_scheduler(self) -> SchedulerConnector:
         if not self.options.cpu_blocks:
             return SchedulerConnector()
         return OffloadScheduler(self.config, self.options)
 
+    @override
     def make_worker(self) -> WorkerConnector:
         if not self.options.cpu_blocks:
             return WorkerConnector()
@@ -139,16 +142,19 @@ class OffloadScheduler(SchedulerConnector):
         self._num_seen_tokens: dict[str, int] = {}  # of running requests: hit, loaded or seen
         self.num_skipped_blocks = 0
 
+    @override
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
         self._view = view
         if isinstance(view, SupportsPoolSize):
             self._null_block_id = view.null_block_id
 
+    @override
     def on_engine_ready(self, facts: EngineFacts) -> None:
         if self._options.lookahead_blocks is None:
             self._lookahead = LOOKAHEAD_STEPS * facts.max_blocks_per_step
             self._reserve = min(self._lookahead, facts.num_gpu_blocks // _SMALLEST_SHARE)
 
+    @override
     def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
         ctx = ReqContext(request.request_id)
         geometry, lookup = self._geometry, self._manager.lookup
@@ -162,6 +168,7 @@ class OffloadScheduler(SchedulerConnector):
         num_tokens = geometry.longest_prefix(request.num_tokens - 1, is_loadable)
         return max(0, num_tokens - num_computed_tokens)
 
+    @override
     def on_blocks_allocated(
         self,
         request: RequestInfo,
@@ -200,6 +207,7 @@ class OffloadScheduler(SchedulerConnector):
         self._loads[job.job_id] = _Load(keys, ctx)
         self._planned_loads.append(job)
 
+    @override
     def plan_step(self, step: StepInfo) -> StepPlan:
         stores, self._planned_stores = self._planned_stores, []
         if job := self._plan_store(step):
@@ -214,10 +222,12 @@ class OffloadScheduler(SchedulerConnector):
             self._next_store = self._store(self._computed(step), room)
         return job
 
+    @override
     def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
         # Blocks are short: this is the wrong moment to hold some.
         self._let_go(self._last_computed(request, block_ids), may_hold=False)
 
+    @override
     def on_request_finished(
         self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
     ) -> None:
@@ -312,6 +322,7 @@ class OffloadScheduler(SchedulerConnector):
             CPULoadStoreSpec([dst.block_ids[i] for i in order]),
         )
 
+    @override
     def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
         for result in results:
             if load := self._loads.pop(result.job_id, None):
@@ -320,16 +331,20 @@ class OffloadScheduler(SchedulerConnector):
                 self._manager.complete_store(store.keys, ReqContext(), success=result.success)
                 self._free(store.block_ids)
 
+    @override
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self._manager.take_events()
 
+    @override
     def has_pending_work(self) -> bool:
         return bool(self._planned_loads or self._loads or self._stores)
 
+    @override
     def reset_cache(self) -> bool:
         self._manager.reset()
         return True
 
+    @override
     def shutdown(self) -> None:
         stores, self._stores = self._stores, {}
         for store in stores.values():
@@ -359,9 +374,11 @@ class OffloadWorker(WorkerConnector):
         self._worker: CPUGPUTransferWorker | None = None
         self._refused: list[TransferResult] = []
 
+    @override
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[torch.Tensor]) -> None:
         self._worker = CPUGPUTransferWorker(kv_caches, self._options.cpu_blocks)
 
+    @override
     def start_plan(self, plan: StepPlan) -> None:
         assert self._worker is not None, "register_kv_caches comes first"
         for job in (*plan.loads, *plan.stores):
@@ -369,14 +386,17 @@ class OffloadWorker(WorkerConnector):
                 # The worker will not report it: CONN-3 is for us to keep.
                 self._refused.append(TransferResult(job.job_id, False, error="refused"))
 
+    @override
     def get_finished(self) -> list[TransferResult]:
         refused, self._refused = self._refused, []
         return refused + (self._worker.get_finished() if self._worker else [])
 
+    @override
     def wait(self, job_ids: Sequence[int]) -> None:
         if self._worker:
             self._worker.wait(job_ids)
 
+    @override
     def shutdown(self) -> None:
         if self._worker:
             self._worker.shutdown()

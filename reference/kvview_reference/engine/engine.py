@@ -12,8 +12,8 @@ Source: the order of calls follows ``vllm/v1/core/sched/scheduler.py`` (0.33.0).
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvview import (
     BlockIds,
@@ -26,19 +26,20 @@ from kvview import (
     EngineFacts,
     FinishReason,
     GPULoadStoreSpec,
-    GuardedView,
     LoadStoreSpec,
     OffloadingEvent,
     OffloadKey,
     RequestStep,
     StepInfo,
-    StepPlan,
     TransferResult,
-    make_offload_key,
+    full_blocks,
 )
+from kvview.connector.jobs import EndedJob, JobBook, check_promise
 from kvview.testing.connector.kv_bytes import KVBytes
+from kvview.version import require_contract
 from kvview_reference.engine.request import Request, Status
 from kvview_reference.geometry.kv_cache_manager import KVCacheManager
+from kvview_reference.guard import guard_pool
 from kvview_reference.pool import NULL_BLOCK_ID
 from kvview_reference.transfer.pages import check_host_bytes
 
@@ -81,8 +82,6 @@ class _Load:
     request: Request
     num_gpu_tokens: int
     num_external_tokens: int
-    jobs: set[int] = field(default_factory=set)
-    failed: bool = False
 
 
 class Engine:
@@ -103,6 +102,7 @@ class Engine:
 
     Raises:
         ConfigError: A size is impossible, or the blocks do not fit in memory.
+        UnsupportedContractError: The connector was written to another contract.
     """
 
     def __init__(
@@ -134,7 +134,13 @@ class Engine:
         self.kv_bytes = KVBytes(
             num_gpu_blocks, page_bytes, num_groups=num_groups, num_layers=num_layers, device=device
         )
-        self.kv_cache = KVCacheManager(geometry, num_gpu_blocks, enable_events=enable_events)
+        self.kv_cache = KVCacheManager(
+            geometry.groups,
+            num_gpu_blocks,
+            scheduler_block_size=geometry.scheduler_block_size,
+            hash_block_size=geometry.hash_block_size,
+            enable_kv_cache_events=enable_events,
+        )
         self.max_running = max_running
         self.max_tokens_per_step = max_tokens_per_step or 32 * geometry.scheduler_block_size
         self.decode_tokens = decode_tokens or geometry.scheduler_block_size
@@ -142,18 +148,18 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._loads: dict[str, _Load] = {}
-        self._load_of_job: dict[int, _Load] = {}
-        self._blocks_of_job: dict[int, tuple[bool, int]] = {}  # is a load, blocks moved
+        self._jobs = JobBook()
         self._preempted: list[str] = []
         self._idle_steps = 0
         self._lone_preemptions = 0  # of a request that runs alone, since anything else happened
 
         connector = connector or Connector(ConnectorConfig(geometry))
+        require_contract(connector.contract_version, type(connector).__qualname__)
         # The worker half first: it refuses a host tier that does not fit in memory.
         self.worker_connector = connector.make_worker()
         self.worker_connector.register_kv_caches(self.kv_bytes.caches)
         owner = type(connector).__name__
-        self.view = GuardedView(self.kv_cache.pool.view(owner), owner=owner)
+        self.view = guard_pool(self.kv_cache.pool, owner)
         self.scheduler_connector = connector.make_scheduler()
         self.scheduler_connector.bind_gpu_block_pool_view(self.view)
         self.scheduler_connector.on_engine_ready(
@@ -279,43 +285,21 @@ class Engine:
         ]
         preempted, self._preempted = self._preempted, []
         plan = self.scheduler_connector.plan_step(StepInfo(steps, preempted))
-        self._note_jobs(plan)
+        self._jobs.check(plan)
+        for spec in (*(job.dst for job in plan.loads), *(job.src for job in plan.stores)):
+            _num_gpu_blocks(spec)
+        self._jobs.begin(plan)
         if plan:
             self.worker_connector.start_plan(plan)
         self._compute(scheduled)
-        if scheduled or plan:
+        if scheduled or plan.loads or plan.stores:
             self._idle_steps = 0
         else:
             self._idle_steps += 1
-            if self._blocks_of_job:
-                self.worker_connector.wait(list(self._blocks_of_job))  # nothing else to do
+            if self._jobs:
+                self.worker_connector.wait(list(self._jobs))  # nothing else to do
         if max(self._idle_steps, self._lone_preemptions) > _MAX_IDLE_STEPS:
             raise ConnectorError(self._why_stuck())
-
-    def _note_jobs(self, plan: StepPlan) -> None:
-        for is_load, jobs in ((True, plan.loads), (False, plan.stores)):
-            for job in jobs:
-                if job.job_id in self._blocks_of_job:
-                    raise ConnectorError(
-                        f"CONN-5: job id {job.job_id} is in flight and was planned again"
-                    )
-                num_blocks = _num_gpu_blocks(job.dst if is_load else job.src)
-                self._blocks_of_job[job.job_id] = is_load, num_blocks
-        for job in plan.loads:
-            load = self._loads.get(job.request_id or "")
-            if load is None:
-                raise ConnectorError(
-                    f"CONN-2: load job {job.job_id} names request {job.request_id!r}, "
-                    f"which waits for no load"
-                )
-            load.jobs.add(job.job_id)
-            self._load_of_job[job.job_id] = load
-        for load in self._loads.values():
-            if not load.jobs:
-                raise ConnectorError(
-                    f"CONN-2: the connector promised {load.num_external_tokens} tokens to request "
-                    f"{load.request.request_id!r} and planned no load for it"
-                )
 
     def _why_stuck(self) -> str:
         holds = (
@@ -324,9 +308,9 @@ class Engine:
         )
         if self._lone_preemptions > _MAX_IDLE_STEPS:
             return f"a request that runs alone was preempted {_MAX_IDLE_STEPS} times: {holds}"
-        if self._blocks_of_job:
+        if self._jobs:
             return (
-                f"jobs {sorted(self._blocks_of_job)[:10]} were never reported, in "
+                f"jobs {sorted(self._jobs)[:10]} were never reported, in "
                 f"{_MAX_IDLE_STEPS} steps that did nothing but wait for them"
             )
         if self.waiting:
@@ -368,11 +352,11 @@ class Engine:
             )
             num_external: int | None = 0
             if request.use_connector:
-                num_external = self.scheduler_connector.match_prefix(request.info(), num_hit)
+                num_external = self.scheduler_connector.match_prefix(request.info(num_hit), num_hit)
             if num_external is None:
                 put_off.append(request)
                 continue
-            self._check_promise(request, num_hit, num_external)
+            check_promise(self.geometry, request.info(), num_hit, num_external)
             num_ready = num_hit + num_external
             num_tokens = min(request.num_tokens - num_ready, budget)
             room = num_ready if num_external else num_ready + num_tokens
@@ -381,6 +365,7 @@ class Engine:
             ):
                 self.waiting.appendleft(request)
                 break
+            request.num_computed_tokens = num_hit
             block_ids = self.kv_cache.block_ids(request.request_id)
             self.scheduler_connector.on_blocks_allocated(
                 request.info(), block_ids, num_hit, num_external
@@ -389,6 +374,7 @@ class Engine:
                 self.kv_bytes.poison(self._blocks_to_load(block_ids, num_hit, num_ready))
                 request.status = Status.LOADING
                 self._loads[request.request_id] = _Load(request, num_hit, num_external)
+                self._jobs.promise(request.request_id, num_external)
                 continue
             self._start(request, num_hit, num_hit)
             scheduled[request] = num_tokens
@@ -440,9 +426,9 @@ class Engine:
                 left = request.num_output_tokens - request.num_generated_tokens
                 request.generate(min(end + 1 - request.num_tokens, left))
             request.num_computed_tokens = end
-            for ids, group_keys in self._full_blocks(request, start, request.num_computed_tokens):
-                block_ids += ids
-                keys += group_keys
+            new_blocks, new_keys = self._full_blocks(request, start, end)
+            block_ids += new_blocks
+            keys += new_keys
         if block_ids:
             self.kv_bytes.write(block_ids, keys)
         for request in scheduled:
@@ -469,38 +455,33 @@ class Engine:
     # --- transfers ---
 
     def _hear_of_transfers(self, results: Sequence[TransferResult]) -> None:
-        for result in results:
-            if result.job_id not in self._blocks_of_job:
-                raise ConnectorError(
-                    f"CONN-3: job {result.job_id} was reported and is not in flight"
-                )
-            is_load, num_blocks = self._blocks_of_job.pop(result.job_id)
-            if not result.success:
+        ended = [end for end in map(self._jobs.end, results) if end is not None]
+        for end in ended:
+            num_blocks = _num_gpu_blocks(end.job.dst if end.is_load else end.job.src)
+            if not end.result.success:
                 self.stats.failed_transfers += 1
-            elif is_load:
+            elif end.is_load:
                 self.stats.loaded_blocks += num_blocks
             else:
                 self.stats.offloaded_blocks += num_blocks
-            load = self._load_of_job.pop(result.job_id, None)
-            if load is not None:
-                load.jobs.remove(result.job_id)
-                load.failed |= not result.success
         if results:
             self._idle_steps = self._lone_preemptions = 0
             self.scheduler_connector.on_transfers_finished(results)
-        for load in [load for load in self._loads.values() if not load.jobs]:
-            self._end_load(load)
+        for end in ended:
+            if end.is_last_load:
+                self._end_load(end)
 
-    def _end_load(self, load: _Load) -> None:
+    def _end_load(self, end: EndedJob) -> None:
+        load = self._loads.pop(end.job.request_id or "")
         request = load.request
-        del self._loads[request.request_id]
         if request.status is Status.ABORTED:
             self.kv_cache.free(request.request_id)
             return
-        if load.failed:
+        if end.load_failed:
             # What was hit on the GPU may be skipped in a window of the longer
             # prefix: begin again, without the connector.
             self.kv_cache.free(request.request_id)
+            request.num_computed_tokens = 0
             request.status = Status.WAITING
             request.use_connector = False
             self.waiting.appendleft(request)
@@ -509,16 +490,6 @@ class Engine:
         self._verify(request, load.num_gpu_tokens, num_ready)
         self.kv_cache.cache_blocks(request.request_id, request.block_hashes, num_ready)
         self._start(request, load.num_gpu_tokens, num_ready)
-
-    def _check_promise(self, request: Request, num_hit: int, num_external: int) -> None:
-        end = num_hit + num_external
-        aligned = end % self.geometry.scheduler_block_size == 0
-        if num_external < 0 or end >= request.num_tokens or (num_external and not aligned):
-            raise ConnectorError(
-                f"CONN-2: match_prefix promised {num_external} tokens beyond {num_hit} to request "
-                f"{request.request_id!r} of {request.num_tokens} tokens: the sum must be a "
-                f"multiple of {self.geometry.scheduler_block_size} and leave a token to compute"
-            )
 
     # --- blocks and bytes ---
 
@@ -545,26 +516,17 @@ class Engine:
 
     def _full_blocks(
         self, request: Request, start: int, end: int
-    ) -> Iterable[tuple[list[int], list[OffloadKey]]]:
-        """Blocks that become full between two token counts, with their keys, per group."""
-        geometry, hashes = self.geometry, request.block_hashes
-        for index, manager in enumerate(self.kv_cache.coordinator.managers):
-            table = manager.blocks(request.request_id)
-            first, last = start // manager.block_size, end // manager.block_size
-            numbers = [n for n in range(first, last) if table[n] != NULL_BLOCK_ID]
-            yield (
-                [table[n] for n in numbers],
-                [
-                    make_offload_key(hashes[geometry.block_hash_index(index, n)], index)
-                    for n in numbers
-                ],
-            )
+    ) -> tuple[list[int], list[OffloadKey]]:
+        """Blocks that become full between two token counts, and their keys."""
+        tables = self.kv_cache.block_tables(request.request_id)
+        found = list(full_blocks(self.geometry, request.info(end), tables, first_token=start))
+        return [block.block_id for block in found], [block.key for block in found]
 
     def _verify(self, request: Request, start: int, end: int) -> None:
-        for block_ids, keys in self._full_blocks(request, start, end):
-            if block_ids:
-                self.stats.bytes_verified += len(block_ids) * self.kv_bytes.block_bytes
-                self.stats.mismatches += self.kv_bytes.count_mismatches(block_ids, keys)
+        block_ids, keys = self._full_blocks(request, start, end)
+        if block_ids:
+            self.stats.bytes_verified += len(block_ids) * self.kv_bytes.block_bytes
+            self.stats.mismatches += self.kv_bytes.count_mismatches(block_ids, keys)
 
 
 def _num_gpu_blocks(spec: LoadStoreSpec) -> int:

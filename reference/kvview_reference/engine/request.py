@@ -1,16 +1,20 @@
-"""A request of the reference engine: lengths, hashes, progress; no token ids."""
+"""A request of the reference engine: lengths, hashes, progress, and tokens that agree with them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from hashlib import blake2b
-from itertools import count
+from itertools import count, islice
+from typing import TypeVar, overload
 
-from kvview import BlockHash, RequestInfo
+from kvview import BlockHash, ExtraKeys, RequestContent, RequestInfo
 
 _serials = count()
+_NUM_TOKEN_IDS = (1 << 31) - 1  # they fit in an int32
+_Item = TypeVar("_Item")
 
 
 def chain_hashes(ids: Iterable[object], parent: bytes = b"") -> list[BlockHash]:
@@ -40,9 +44,77 @@ class Status(Enum):
     ABORTED = auto()
 
 
+class _Living(Sequence[_Item]):
+    """A sequence that grows with its request; an item is computed when it is looked at."""
+
+    @overload
+    def __getitem__(self, index: int) -> _Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[_Item]: ...
+
+    def __getitem__(self, index: int | slice) -> _Item | list[_Item]:
+        where = range(len(self))[index]
+        return self._item(where) if isinstance(where, int) else [self._item(i) for i in where]
+
+    @abstractmethod
+    def _item(self, index: int) -> _Item: ...
+
+
+class _TokenIds(_Living[int]):
+    """Token ids that follow from a hash a block.
+
+    Args:
+        num_tokens: How many there are.
+        block_size: Tokens of a hash.
+        hashes: Of the full blocks.
+        open_hash: What the block after them will have when it is full.
+    """
+
+    def __init__(
+        self, num_tokens: int, block_size: int, hashes: list[BlockHash], open_hash: BlockHash
+    ) -> None:
+        self.num_tokens = num_tokens
+        self.block_size = block_size
+        self.hashes = hashes
+        self.open_hash = open_hash
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    def _item(self, index: int) -> int:
+        block, offset = divmod(index, self.block_size)
+        named = self.hashes[block] if block < len(self.hashes) else self.open_hash
+        return (int.from_bytes(named, "big") + offset) % _NUM_TOKEN_IDS
+
+
+class _ExtraKeysOfBlocks(_Living[ExtraKeys]):
+    """As vLLM has them: the LoRA in each block, the salt in the first."""
+
+    def __init__(self, request: Request, hashes: Sequence[BlockHash]) -> None:
+        self._lora = request.lora_id if request.lora_name is None else request.lora_name
+        self._salt = request.cache_salt
+        self._given = request.extra_keys
+        self._hashes = hashes
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    def _item(self, index: int) -> ExtraKeys:
+        keys: tuple[object, ...] = () if self._lora is None else (self._lora,)
+        if index < len(self._given):
+            keys += self._given[index] or ()
+        if self._salt is not None and index == 0:
+            keys += (self._salt,)
+        return keys or None
+
+
 @dataclass(eq=False)
 class Request:
     """One request.
+
+    Two requests have equal tokens exactly as far as their ``block_hashes`` were given
+    equal. LoRA, salt and extra keys are hashed on top: equal tokens, other hashes.
 
     Args:
         request_id: Unique among unfinished requests.
@@ -50,6 +122,16 @@ class Request:
         num_output_tokens: Tokens to generate.
         hash_block_size: Tokens of one entry of ``block_hashes``.
         block_hashes: Of the prompt's full hash blocks; grows while generating.
+        lora_name: Name of the LoRA.
+        lora_id: Its number.
+        cache_salt: Keeps the prefix caches of tenants apart.
+        extra_keys: Per hash block of the prompt, what its hash covers beside all that,
+            images for example; may be shorter.
+        ends_in: The hash that the block will have in which the prompt ends, when its
+            other tokens are known already; by default nobody else's.
+
+    Raises:
+        ValueError: A count is impossible, or the hashes are not those of full blocks (KEY-1).
     """
 
     request_id: str
@@ -57,26 +139,50 @@ class Request:
     num_output_tokens: int
     hash_block_size: int
     block_hashes: list[BlockHash]
+    lora_name: str | None = None
+    lora_id: int | None = None
+    cache_salt: str | None = None
+    extra_keys: Sequence[ExtraKeys] = ()
+    ends_in: BlockHash | None = None
     status: Status = Status.WAITING
-    num_tokens: int = field(init=False)
     num_computed_tokens: int = 0
     use_connector: bool = True  # False after a failed load
     was_started: bool = False
+    content: RequestContent = field(init=False)
     _serial: int = field(default_factory=lambda: next(_serials))
 
     def __post_init__(self) -> None:
-        self.num_tokens = self.num_prompt_tokens
         full = self.num_prompt_tokens // self.hash_block_size
         if self.num_prompt_tokens < 1 or self.num_output_tokens < 0:
             raise ValueError(
-                f"request {self.request_id!r}: {self.num_prompt_tokens} prompt tokens, "
-                f"{self.num_output_tokens} output tokens"
+                f"KEY-1: request {self.request_id!r}: {self.num_prompt_tokens} prompt tokens, "
+                f"{self.num_output_tokens} output tokens: expected at least 1 and 0"
             )
         if len(self.block_hashes) != full:
             raise ValueError(
-                f"request {self.request_id!r}: {len(self.block_hashes)} block hashes for "
+                f"KEY-1: request {self.request_id!r}: {len(self.block_hashes)} block hashes for "
                 f"{full} full blocks of {self.hash_block_size} tokens"
             )
+        given = self.block_hashes
+        beside_tokens = (self.lora_name, self.lora_id, self.cache_salt) != (None, None, None)
+        if beside_tokens or any(self.extra_keys):
+            self.block_hashes = []  # else one list is both
+        self._tokens = _TokenIds(
+            self.num_prompt_tokens,
+            self.hash_block_size,
+            given,
+            self.ends_in or self._hash_of_output(len(given), given[-1] if given else b""),
+        )
+        keys = () if self.block_hashes is given else _ExtraKeysOfBlocks(self, given)
+        self.content = RequestContent(
+            self._tokens, self.lora_name, self.lora_id, self.cache_salt, keys
+        )
+        self._hash_extra_keys()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far, the prompt's and those generated."""
+        return self._tokens.num_tokens
 
     @property
     def num_generated_tokens(self) -> int:
@@ -90,16 +196,76 @@ class Request:
 
     def generate(self, num_tokens: int) -> None:
         """Append generated tokens; what they are is nobody else's prefix."""
-        self.num_tokens += num_tokens
-        missing = self.num_tokens // self.hash_block_size - len(self.block_hashes)
-        if missing > 0:
-            parent = self.block_hashes[-1] if self.block_hashes else b""
-            self.block_hashes += chain_hashes(
-                (f"out-{self._serial}-{len(self.block_hashes) + i}" for i in range(missing)), parent
-            )
+        tokens = self._tokens
+        tokens.num_tokens += num_tokens
+        while len(tokens.hashes) < tokens.num_tokens // self.hash_block_size:
+            tokens.hashes.append(tokens.open_hash)
+            tokens.open_hash = self._hash_of_output(len(tokens.hashes), tokens.open_hash)
+        self._hash_extra_keys()
 
-    def info(self) -> RequestInfo:
-        """What a connector may know of it."""
-        return RequestInfo(
-            self.request_id, self.num_tokens, self.block_hashes, self.num_computed_tokens
+    def next_turn(
+        self,
+        request_id: str,
+        num_new_tokens: int,
+        num_output_tokens: int,
+        ids: Iterable[object],
+        serial: int | None = None,
+    ) -> Request:
+        """A request whose prompt is all that this one has by now, and more behind it.
+
+        Args:
+            request_id: Of the new request.
+            num_new_tokens: Tokens behind those of this one.
+            num_output_tokens: Tokens to generate.
+            ids: What tells the new blocks' content from others', at least one a block.
+            serial: Tells what it generates from what others do; None: nobody has it.
+        """
+        num_prompt_tokens = self.num_tokens + num_new_tokens
+        full = num_prompt_tokens // self.hash_block_size
+        hashes = list(self._tokens.hashes)
+        ends_in = self._tokens.open_hash if self.num_tokens % self.hash_block_size else None
+        if ends_in is not None and full > len(hashes):
+            hashes.append(ends_in)
+            ends_in = None
+        missing = islice(ids, full - len(hashes))
+        hashes += chain_hashes(missing, hashes[-1] if hashes else b"")
+        return Request(
+            request_id,
+            num_prompt_tokens,
+            num_output_tokens,
+            self.hash_block_size,
+            hashes,
+            self.lora_name,
+            self.lora_id,
+            self.cache_salt,
+            self.extra_keys,
+            ends_in,
+            _serial=next(_serials) if serial is None else serial,
         )
+
+    def info(self, num_computed_tokens: int | None = None) -> RequestInfo:
+        """What a connector may know of it.
+
+        Args:
+            num_computed_tokens: Tokens whose KV it will have, while it has no blocks yet.
+        """
+        if num_computed_tokens is None:
+            num_computed_tokens = self.num_computed_tokens
+        return RequestInfo(
+            self.request_id, self.num_tokens, self.block_hashes, num_computed_tokens, self.content
+        )
+
+    def _hash_of_output(self, block: int, parent: bytes) -> BlockHash:
+        return chain_hashes([f"out-{self._serial}-{block}"], parent)[0]
+
+    def _hash_extra_keys(self) -> None:
+        """Name the blocks that came: by their tokens, and by extra keys from the first on."""
+        named, tokens = self.block_hashes, self._tokens.hashes
+        for block in range(len(named), len(tokens)):
+            keys = self.content.extra_keys[block]
+            parent = named[-1] if block else b""
+            if keys is None and parent == (tokens[block - 1] if block else b""):
+                named.append(tokens[block])
+            else:
+                beside = self.lora_name, self.lora_id, keys  # a LoRA may be called as a salt is
+                named += chain_hashes([(tokens[block].hex(), *beside)], parent)

@@ -4,7 +4,14 @@
 single-type manager a group. What differs between full attention, sliding
 window, chunked local attention and Mamba is which blocks a prefix needs, and
 that is the geometry's knowledge (:mod:`kvview.geometry`): one manager class
-serves all four. ``scheduler_block_size`` comes with the geometry, from the top.
+serves all four. ``scheduler_block_size`` is an argument of each, from the top (GEO-1).
+
+- TABLE-1 Room **must** be asked for a positive number of tokens, those computed
+  already included. Who asks for less than it has keeps what it has: tokens that were
+  speculated and not taken cost nothing.
+- TABLE-2 A request has block tables from its first room to ``free``. Hits **must** come
+  with the first room, and only what has tables can be cached; ``free`` of a request
+  without tables does nothing, so it may come twice.
 
 Source: vLLM PR #44165; ``vllm/v1/core/kv_cache_coordinator.py`` and
 ``single_type_kv_cache_manager.py`` (0.33.0).
@@ -15,7 +22,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from kvview import CacheGeometry, GeometryError, make_offload_key
+from typing_extensions import override
+
+from kvview import CacheGeometry, CacheGroup, GeometryError, make_offload_key
 from kvview_reference.pool import NULL_BLOCK_ID, BlockPool
 
 
@@ -23,24 +32,37 @@ class SingleTypeKVCacheManager:
     """The block tables of all requests in one KV-cache group.
 
     Args:
-        pool: The pool that all groups share.
-        geometry: Block sizes of the engine.
-        group_idx: Which group this is.
+        group: What the group's layers read of a prefix.
+        block_pool: The pool that all groups share.
+        kv_cache_group_id: Index of the group.
+        scheduler_block_size: Tokens; every hit is a multiple of it.
+        hash_block_size: Tokens of one entry of a request's block hashes.
+
+    Raises:
+        GeometryError: A size does not divide (GEO-2).
     """
 
-    def __init__(self, pool: BlockPool, geometry: CacheGeometry, group_idx: int) -> None:
-        self.pool = pool
-        self.geometry = geometry
-        self.group_idx = group_idx
-        self.group = geometry.groups[group_idx]
-        self.block_size = self.group.block_size
+    def __init__(
+        self,
+        group: CacheGroup,
+        block_pool: BlockPool,
+        *,
+        kv_cache_group_id: int,
+        scheduler_block_size: int,
+        hash_block_size: int,
+    ) -> None:
+        self.geometry = CacheGeometry(scheduler_block_size, hash_block_size, (group,))
+        self.pool = block_pool
+        self.group_idx = kv_cache_group_id
+        self.group = group
+        self.block_size = group.block_size
         self._tables: dict[str, list[int]] = {}
         self._num_cached: dict[str, int] = {}  # leading blocks already looked at for caching
         self._num_dropped: dict[str, int] = {}  # leading blocks already given back
 
     def find_cached_block(self, block_hashes: Sequence[bytes], block: int) -> int | None:
         """The pool block that holds block number ``block`` of a prefix, or None."""
-        index = self.geometry.block_hash_index(self.group_idx, block)
+        index = self.geometry.block_hash_index(0, block)
         if index >= len(block_hashes):
             return None
         return self.pool.find_cached_block(make_offload_key(block_hashes[index], self.group_idx))
@@ -97,7 +119,7 @@ class SingleTypeKVCacheManager:
     def extend(self, request_id: str, num_tokens: int) -> None:
         """Take blocks until ``num_tokens`` have a place; the caller knows they are free."""
         table = self._tables[request_id]
-        table += self.pool.allocate_blocks(-(-num_tokens // self.block_size) - len(table))
+        table += self.pool.allocate_blocks(self.num_new_blocks(request_id, num_tokens, 0))
 
     def cache_blocks(
         self, request_id: str, block_hashes: Sequence[bytes], num_computed_tokens: int
@@ -108,10 +130,10 @@ class SingleTypeKVCacheManager:
         if first >= last or not self.pool.enable_caching:
             return
         hash_index = self.geometry.block_hash_index
-        parent = block_hashes[hash_index(self.group_idx, first - 1)] if first else None
+        parent = block_hashes[hash_index(0, first - 1)] if first else None
         self.pool.cache_blocks(
             self._tables[request_id][first:last],
-            [block_hashes[hash_index(self.group_idx, block)] for block in range(first, last)],
+            [block_hashes[hash_index(0, block)] for block in range(first, last)],
             group_idx=self.group_idx,
             block_size=self.block_size,
             parent_hash=parent,
@@ -142,15 +164,34 @@ class KVCacheCoordinator(ABC):
     """Keeps the groups of one engine in step.
 
     Args:
-        pool: The pool that all groups share.
-        geometry: Block sizes of the engine.
+        kv_cache_groups: The KV-cache groups; a group's index is its position.
+        block_pool: The pool that all groups share.
+        scheduler_block_size: Tokens; every hit is a multiple of it.
+        hash_block_size: Tokens of one entry of a request's block hashes.
+
+    Raises:
+        GeometryError: A size does not divide (GEO-2).
     """
 
-    def __init__(self, pool: BlockPool, geometry: CacheGeometry) -> None:
-        self.pool = pool
-        self.geometry = geometry
+    def __init__(
+        self,
+        kv_cache_groups: Sequence[CacheGroup],
+        block_pool: BlockPool,
+        *,
+        scheduler_block_size: int,
+        hash_block_size: int,
+    ) -> None:
+        self.geometry = CacheGeometry(scheduler_block_size, hash_block_size, tuple(kv_cache_groups))
+        self.pool = block_pool
         self.managers = tuple(
-            SingleTypeKVCacheManager(pool, geometry, index) for index in range(len(geometry.groups))
+            SingleTypeKVCacheManager(
+                group,
+                block_pool,
+                kv_cache_group_id=index,
+                scheduler_block_size=scheduler_block_size,
+                hash_block_size=hash_block_size,
+            )
+            for index, group in enumerate(kv_cache_groups)
         )
 
     @abstractmethod
@@ -184,8 +225,21 @@ class KVCacheCoordinator(ABC):
 
         Returns:
             False when the pool has not enough free blocks.
+
+        Raises:
+            ValueError: The counts or the hits cannot be meant so (TABLE-1, TABLE-2).
         """
         is_new = not any(manager.blocks(request_id) for manager in self.managers)
+        if not 0 <= num_computed_tokens <= num_tokens or num_tokens < 1:
+            raise ValueError(
+                f"TABLE-1: request {request_id!r} asks for room for {num_tokens} tokens, "
+                f"{num_computed_tokens} of them computed: expected at least 1, and those computed"
+            )
+        if not is_new and (any(hit_blocks) or num_computed_tokens):
+            raise ValueError(
+                f"TABLE-2: request {request_id!r} has block tables already: hits and computed "
+                f"tokens come with the first room only"
+            )
         needed = 0
         pinned: set[int] = set()
         for manager, hit in zip(self.managers, hit_blocks, strict=True):
@@ -204,10 +258,35 @@ class KVCacheCoordinator(ABC):
             manager.extend(request_id, num_tokens)
         return True
 
+    def check_computed(
+        self, request_id: str, block_hashes: Sequence[bytes], num_computed_tokens: int
+    ) -> None:
+        """Whether so much can be computed: there is room, and every full block has a hash.
+
+        Raises:
+            ValueError: It cannot (TABLE-2); told before any group is changed.
+        """
+        for manager in self.managers:
+            num_blocks = num_computed_tokens // manager.block_size
+            num_hashes = manager.geometry.block_hash_index(0, num_blocks - 1) + 1
+            table = manager.blocks(request_id)
+            if not table or num_blocks > len(table):
+                raise ValueError(
+                    f"TABLE-2: request {request_id!r} has {len(table)} blocks in group "
+                    f"{manager.group_idx}, {num_computed_tokens} tokens fill {num_blocks}: ask for "
+                    f"room first"
+                )
+            if num_hashes > len(block_hashes) and self.pool.enable_caching:
+                raise ValueError(
+                    f"TABLE-2: request {request_id!r} has {len(block_hashes)} block hashes, "
+                    f"{num_computed_tokens} computed tokens need {num_hashes}"
+                )
+
 
 class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
     """Prefix caching is off: nothing is ever a hit."""
 
+    @override
     def find_longest_cache_hit(
         self, block_hashes: Sequence[bytes], max_tokens: int
     ) -> tuple[tuple[list[int], ...], int]:
@@ -217,13 +296,16 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
 class UnitaryKVCacheCoordinator(KVCacheCoordinator):
     """One KV-cache group: its own longest hit is the hit."""
 
-    def __init__(self, pool: BlockPool, geometry: CacheGeometry) -> None:
-        if len(geometry.groups) != 1:
+    def __init__(
+        self, kv_cache_groups: Sequence[CacheGroup], block_pool: BlockPool, **sizes: int
+    ) -> None:
+        if len(kv_cache_groups) != 1:
             raise GeometryError(
-                f"a unitary coordinator takes 1 KV-cache group, got {len(geometry.groups)}"
+                f"GEO-4: a unitary coordinator takes 1 KV-cache group, got {len(kv_cache_groups)}"
             )
-        super().__init__(pool, geometry)
+        super().__init__(kv_cache_groups, block_pool, **sizes)
 
+    @override
     def find_longest_cache_hit(
         self, block_hashes: Sequence[bytes], max_tokens: int
     ) -> tuple[tuple[list[int], ...], int]:
@@ -234,6 +316,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
 class HybridKVCacheCoordinator(KVCacheCoordinator):
     """Several groups: the longest hit that all of them share."""
 
+    @override
     def find_longest_cache_hit(
         self, block_hashes: Sequence[bytes], max_tokens: int
     ) -> tuple[tuple[list[int], ...], int]:
@@ -246,11 +329,26 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
 
 
 def make_coordinator(
-    pool: BlockPool, geometry: CacheGeometry, enable_caching: bool
+    kv_cache_groups: Sequence[CacheGroup],
+    block_pool: BlockPool,
+    enable_caching: bool,
+    *,
+    scheduler_block_size: int,
+    hash_block_size: int,
 ) -> KVCacheCoordinator:
-    """The coordinator that fits: no prefix cache, one group, or several."""
+    """The coordinator that fits: no prefix cache, one group, or several.
+
+    Raises:
+        GeometryError: A size does not divide (GEO-2).
+    """
+    fitting: type[KVCacheCoordinator] = HybridKVCacheCoordinator
     if not enable_caching:
-        return KVCacheCoordinatorNoPrefixCache(pool, geometry)
-    if len(geometry.groups) == 1:
-        return UnitaryKVCacheCoordinator(pool, geometry)
-    return HybridKVCacheCoordinator(pool, geometry)
+        fitting = KVCacheCoordinatorNoPrefixCache
+    elif len(kv_cache_groups) == 1:
+        fitting = UnitaryKVCacheCoordinator
+    return fitting(
+        kv_cache_groups,
+        block_pool,
+        scheduler_block_size=scheduler_block_size,
+        hash_block_size=hash_block_size,
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvview import CacheGeometry
+from kvview import CacheGroup
 from kvview_reference.geometry.coordinator import make_coordinator
 from kvview_reference.pool import BlockPool
 
@@ -16,25 +16,39 @@ class KVCacheManager:
     """What the engine's scheduler calls: hits, room, caching, release.
 
     Args:
-        geometry: Block sizes, given here once (GEO-1).
+        kv_cache_groups: The KV-cache groups; a group's index is its position.
         num_blocks: Blocks of the pool, the null block included.
+        scheduler_block_size: Tokens; every hit is a multiple of it. Given here once, and
+            threaded down (GEO-1).
+        hash_block_size: Tokens of one entry of a request's block hashes.
         enable_caching: Whether there is a prefix cache.
-        enable_events: Whether the pool records GPU events.
+        enable_kv_cache_events: Whether the pool records GPU events.
+
+    Raises:
+        GeometryError: A size does not divide (GEO-2).
     """
 
     def __init__(
         self,
-        geometry: CacheGeometry,
+        kv_cache_groups: Sequence[CacheGroup],
         num_blocks: int,
         *,
+        scheduler_block_size: int,
+        hash_block_size: int,
         enable_caching: bool = True,
-        enable_events: bool = False,
+        enable_kv_cache_events: bool = False,
     ) -> None:
-        self.geometry = geometry
         self.pool = BlockPool(
-            num_blocks, enable_caching=enable_caching, enable_events=enable_events
+            num_blocks, enable_caching=enable_caching, enable_events=enable_kv_cache_events
         )
-        self.coordinator = make_coordinator(self.pool, geometry, enable_caching)
+        self.coordinator = make_coordinator(
+            kv_cache_groups,
+            self.pool,
+            enable_caching,
+            scheduler_block_size=scheduler_block_size,
+            hash_block_size=hash_block_size,
+        )
+        self.geometry = self.coordinator.geometry
 
     def find_computed_blocks(
         self, block_hashes: Sequence[bytes], num_tokens: int
@@ -64,6 +78,9 @@ class KVCacheManager:
 
         Returns:
             False when the pool has not enough free blocks.
+
+        Raises:
+            ValueError: The counts or the hits cannot be meant so (TABLE-1, TABLE-2).
         """
         hits = hit_blocks or ((),) * len(self.geometry.groups)
         return self.coordinator.allocate(request_id, num_tokens, hits, num_computed_tokens)
@@ -79,13 +96,23 @@ class KVCacheManager:
     def cache_blocks(
         self, request_id: str, block_hashes: Sequence[bytes], num_computed_tokens: int
     ) -> None:
-        """Register what is computed, then give back what no later token reads."""
+        """Register what is computed, then give back what no later token reads.
+
+        Args:
+            request_id: The request.
+            block_hashes: Of the request, as far as it is computed.
+            num_computed_tokens: Tokens whose KV is in its blocks.
+
+        Raises:
+            ValueError: It has no room for that, or no hashes (TABLE-2).
+        """
+        self.coordinator.check_computed(request_id, block_hashes, num_computed_tokens)
         for manager in self.coordinator.managers:
             manager.cache_blocks(request_id, block_hashes, num_computed_tokens)
             manager.drop_skipped_blocks(request_id, num_computed_tokens)
 
     def free(self, request_id: str) -> None:
-        """Give all blocks of a request back."""
+        """Give all blocks of a request back; nothing when it has none."""
         for manager in self.coordinator.managers:
             manager.free(request_id)
 

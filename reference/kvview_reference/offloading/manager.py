@@ -23,6 +23,7 @@ from kvview import (
     ReqContext,
     TransferNotInFlightError,
 )
+from kvview_reference.events import EventLog
 from kvview_reference.offloading.policies import InFlight, policy_factory
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ class CPUOffloadingManager:
         self,
         num_blocks: int,
         cache_policy: str = "lru",
-        *,
         enable_events: bool = False,
+        *,
         store_threshold: int = 1,
         max_tracked_keys: int = 64_000,
     ) -> None:
@@ -76,7 +77,7 @@ class CPUOffloadingManager:
         self._late_loads: dict[OffloadKey, int] = {}
         self._free_pages = list(range(num_blocks - 1, -1, -1))
         self._offers: OrderedDict[OffloadKey, int] = OrderedDict()
-        self._events: list[OffloadingEvent] | None = [] if enable_events else None
+        self._events: EventLog[OffloadingEvent] | None = EventLog() if enable_events else None
 
     @property
     def num_blocks(self) -> int:
@@ -223,10 +224,7 @@ class CPUOffloadingManager:
 
     def take_events(self) -> list[OffloadingEvent]:
         """Events since the last call, in order; empty when events are off."""
-        events = self._events or []
-        if events:
-            self._events = []
-        return events
+        return [] if self._events is None else self._events.take()
 
     def reset(self) -> None:
         """Forget every key, what the policy learnt and all counts of offers (OFF-8)."""
@@ -281,7 +279,7 @@ class CPUOffloadingManager:
 
 def _not_in_flight(key: OffloadKey, direction: str) -> TransferNotInFlightError:
     return TransferNotInFlightError(
-        f"no {direction} of key {key.hex()} is in flight; complete each transfer once"
+        f"OFF-9: no {direction} of key {key.hex()} is in flight; complete each transfer once"
     )
 
 

@@ -142,6 +142,7 @@ class LRUPolicy(RecencyOrder):
         super().__init__()
 
     def admit(self, keys: Keys, num_victims: int, in_flight: InFlight, /) -> list[OffloadKey]:
+        """Choose and forget victims, then take new keys."""
         victims = self.pop_oldest(num_victims, in_flight) if num_victims else []
         order = self.order
         for key in reversed(keys):
@@ -149,6 +150,7 @@ class LRUPolicy(RecencyOrder):
         return victims
 
     def touch(self, keys: Keys, in_flight: InFlight, /) -> None:
+        """Count one use of each held key; while it is stored, still its first use."""
         self.recall(keys)
         order, move_to_end = self.order, self.order.move_to_end
         for key in reversed(keys):
@@ -184,6 +186,7 @@ class ARCPolicy:
         self._b2: OrderedDict[OffloadKey, None] = OrderedDict()
 
     def admit(self, keys: Keys, num_victims: int, in_flight: InFlight, /) -> list[OffloadKey]:
+        """Choose and forget victims, then take new keys."""
         b1, b2 = self._b1, self._b2
         again: list[OffloadKey] = []
         found_in_b2 = not b2.keys().isdisjoint(keys)
@@ -205,6 +208,7 @@ class ARCPolicy:
         return victims
 
     def touch(self, keys: Keys, in_flight: InFlight, /) -> None:
+        """Count one use of each held key; while it is stored, still its first use."""
         self._t1.recall(keys)
         self._t2.recall(keys)
         t1, t2, storing = self._t1.order, self._t2.order, in_flight.storing
@@ -220,10 +224,12 @@ class ARCPolicy:
                 t2_move_to_end(key)
 
     def release(self, keys: Iterable[OffloadKey], /) -> None:
+        """Hear that keys are in flight no more; their recency stays as it was."""
         self._t1.release(keys)
         self._t2.release(keys)
 
     def remove(self, keys: Iterable[OffloadKey], /) -> None:
+        """Forget held keys whose store failed, as if they had never come."""
         self._t1.remove(keys)
         self._t2.remove(keys)
 
@@ -295,4 +301,4 @@ def policy_factory(name: str) -> PolicyFactory:
         return _FACTORIES[name]
     except (KeyError, TypeError):
         known = ", ".join(sorted(_FACTORIES))
-        raise ConfigError(f"unknown cache policy {name!r}; known: {known}") from None
+        raise ConfigError(f"OFF-7: unknown cache policy {name!r}; known: {known}") from None

@@ -21,12 +21,12 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from kvview.cli.output import one_line_errors, require_writable, write_json
+from kvview.cli.output import ExitCode, naming, require_writable, write_json
 from kvview.errors import ConfigError, KVViewError
 from kvview.targets import load_connector
 
 if TYPE_CHECKING:
-    from kvview_reference.replay import ReplayReport
+    from kvview_reference.replay.run import ReplayReport
     from kvview_reference.replay.traces import Trace, TraceRequest
 
 DEFAULT_CONNECTOR = "kvview_reference.connector:OffloadConnector"
@@ -89,49 +89,49 @@ def replay(
     Without one, a seeded workload of the same shape is generated. Every byte
     that the connector loads is verified.
     """
-    with one_line_errors():
-        from kvview_reference.replay import ReplayConfig
-        from kvview_reference.replay import replay as run
-        from kvview_reference.replay.traces import open_trace
-        from kvview_reference.replay.workload import generate_trace
+    from kvview_reference.replay.run import ReplayConfig
+    from kvview_reference.replay.run import replay as run
+    from kvview_reference.replay.traces import open_trace
+    from kvview_reference.replay.workload import generate_trace
 
-        if requests is not None and requests < 1:
-            raise ConfigError(f"--requests must be at least 1, got {requests}")
-        connector_options = _parse_options(options, cpu_blocks=cpu_blocks, policy=policy)
-        config = ReplayConfig(gpu_blocks, block_bytes, concurrency, groups, connector_options)
-        connector_class = load_connector(connector)
-        require_writable("--json", json_file)
+    if requests is not None and requests < 1:
+        raise ConfigError(f"--requests must be at least 1, got {requests}")
+    connector_options = _parse_options(options, cpu_blocks=cpu_blocks, policy=policy)
+    config = ReplayConfig(gpu_blocks, block_bytes, concurrency, groups, connector_options)
+    connector_class = load_connector(connector)
+    require_writable("--json", json_file)
 
-        malformed: list[str] = []
-        source: Trace | None = None
-        rows: Iterable[TraceRequest]
-        if trace is None:
-            total = requests or 2000
-            rows = generate_trace(num_requests=total, seed=seed, block_size=_SYNTHETIC_BLOCK_SIZE)
-            block_size = _SYNTHETIC_BLOCK_SIZE
-            title = f"generated workload (seed {seed})"
-        else:
+    malformed: list[str] = []
+    source: Trace | None = None
+    rows: Iterable[TraceRequest]
+    if trace is None:
+        total = requests or 2000
+        rows = generate_trace(num_requests=total, seed=seed, block_size=_SYNTHETIC_BLOCK_SIZE)
+        block_size = _SYNTHETIC_BLOCK_SIZE
+        title = f"generated workload (seed {seed})"
+    else:
 
-            def report(error: KVViewError) -> None:
-                if str(error) not in malformed:
-                    malformed.append(str(error))
-                    click.echo(f"kvview: skipped: {error}", err=True)
+        def report(error: KVViewError) -> None:
+            if str(error) not in malformed:
+                malformed.append(str(error))
+                click.echo(f"kvview: skipped: {error}", err=True)
 
-            source = open_trace(trace, on_error=report)
-            rows, block_size, title = source, source.block_size, Path(trace).name
-        with _progress() as bar:
-            task = bar.add_task(title, total=None if source else total)
+        source = open_trace(trace, on_error=report)
+        rows, block_size, title = source, source.block_size, Path(trace).name
+    with _progress() as bar:
+        task = bar.add_task(title, total=None if source else total)
 
-            def on_progress(num_requests: int) -> None:
-                if source is None:
-                    bar.update(task, completed=num_requests)
-                else:
-                    bar.update(task, completed=source.bytes_read, total=source.total_bytes)
+        def on_progress(num_requests: int) -> None:
+            if source is None:
+                bar.update(task, completed=num_requests)
+            else:
+                bar.update(task, completed=source.bytes_read, total=source.total_bytes)
 
+        with naming(connector):
             result = run(_take(rows, requests), block_size, connector_class, config, on_progress)
-        _show(result, title, len(malformed))
-        write_json(json_file, {**asdict(result), "malformed_rows": len(malformed)})
-    sys.exit(0 if result.is_clean else 1)
+    _show(result, title, len(malformed))
+    write_json(json_file, {**asdict(result), "malformed_rows": len(malformed)})
+    sys.exit(ExitCode.CLEAN if result.is_clean else ExitCode.WRONG)
 
 
 def _take(rows: Iterable[TraceRequest], limit: int | None) -> Iterator[TraceRequest]:
@@ -155,14 +155,16 @@ def _parse_options(options: Iterable[str], **named: object) -> dict[str, Any]:
 
 
 def _progress() -> Progress:
+    console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
+        disable=not console.is_terminal,  # it would write empty lines
     )
 
 

@@ -11,6 +11,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +22,12 @@ from kvview import (
     ConfigError,
     Connector,
     ConnectorConfig,
+    ConnectorError,
     FullAttention,
     Mamba,
     SlidingWindow,
 )
+from kvview.connector.calls import build_connector, watch_hooks
 from kvview_reference.engine import Engine
 from kvview_reference.engine.request import Request, chain_hashes
 from kvview_reference.replay.traces import TraceRequest
@@ -139,7 +142,7 @@ def replay(
     Raises:
         ConfigError: A size is impossible, or a request does not fit in the pool.
         TraceError: A row is malformed and the trace was opened to raise.
-        ConnectorError: The connector broke its contract.
+        ConnectorError: The connector broke its contract, or a hook of it raised.
     """
     if config.concurrency < 1:
         raise ConfigError(f"concurrency must be at least 1, got {config.concurrency}")
@@ -147,7 +150,7 @@ def replay(
     default_blocks = 2**20 // block_size * len(geometry.groups)
     engine = Engine(
         geometry,
-        connector(ConnectorConfig(geometry, config.options)),
+        watch_hooks(build_connector(connector, ConnectorConfig(geometry, config.options))),
         num_gpu_blocks=default_blocks if config.gpu_blocks is None else config.gpu_blocks,
         page_bytes=config.block_bytes,
         max_running=config.concurrency,
@@ -157,8 +160,11 @@ def replay(
         blocks = _run(engine, _requests(trace, geometry), config.concurrency, on_progress)
         pool = engine.kv_cache.pool
         holds = pool.num_blocks - 1 - pool.num_free_blocks()
-    finally:
-        engine.shutdown()
+    except BaseException:
+        with suppress(ConnectorError):  # what came first is told
+            engine.shutdown()
+        raise
+    engine.shutdown()
     seconds = time.perf_counter() - start
     stats = engine.stats
     return ReplayReport(

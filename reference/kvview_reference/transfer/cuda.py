@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvview import ConfigError, TransferResult
+from kvview import ComputeStream, ConfigError, TransferResult
 from kvview_reference.transfer.pages import Ids, Job, failed
 
 STORE, LOAD = 0, 1
@@ -78,9 +78,9 @@ class _Launched:
 class StreamCopier:
     """Runs stores on one stream and loads on another.
 
-    1. A job starts after what the caller's stream holds at submission: a store reads
-       what compute wrote, and a load must not be overtaken by earlier writes to its
-       blocks (zeroing).
+    1. A job starts after what the compute stream holds at submission (XFER-6): a store
+       reads what compute wrote, and a load must not be overtaken by earlier writes to
+       its blocks (zeroing).
     2. Jobs of one direction run in order. A job waits for the last job of the other
        direction that touches one of its pages, and so for those before it (XFER-3).
     3. Pages are told apart by block: two groups with one block id in different
@@ -90,13 +90,21 @@ class StreamCopier:
         driver: The device.
         host: The host tier, shape ``(rows, row_bytes)``; pinned here.
         num_gpu_blocks: Block ids of the KV cache are below this.
+        compute_stream: What jobs come after; None for the caller's current stream.
 
     Raises:
         ConfigError: The host tier cannot be pinned.
     """
 
-    def __init__(self, driver: Driver, host: npt.NDArray[np.uint8], num_gpu_blocks: int) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        host: npt.NDArray[np.uint8],
+        num_gpu_blocks: int,
+        compute_stream: ComputeStream | None = None,
+    ) -> None:
         self._driver = driver
+        self._compute_stream = compute_stream
         self._host = host
         driver.pin(host)
         self._streams = (driver.stream(), driver.stream())
@@ -108,11 +116,15 @@ class StreamCopier:
         self._count = 0
 
     def submit(self, job: Job) -> None:
+        """Start a job; whatever goes wrong becomes a failed result."""
         direction = STORE if job.to_host else LOAD
         stream = self._streams[direction]
         driver = self._driver
         self._count += 1
-        driver.wait_event(stream, driver.record(driver.compute_stream()))
+        if self._compute_stream is not None:
+            driver.wait_event(stream, self._compute_stream.record_event())
+        else:
+            driver.wait_event(stream, driver.record(driver.compute_stream()))
         last = 0
         for _, gpu_blocks, host_rows in job.moves:
             for numbers, ids in ((self._gpu_jobs, gpu_blocks), (self._host_jobs, host_rows)):
@@ -132,6 +144,7 @@ class StreamCopier:
         self._numbers[job.job_id] = self._count
 
     def poll(self) -> list[TransferResult]:
+        """Results since the last call, in order of completion; never blocks."""
         results = []
         for number, launched in list(self._launched.items()):
             try:
@@ -148,10 +161,12 @@ class StreamCopier:
         return results
 
     def wait(self, job_id: int) -> None:
+        """Block until a job has ended; returns at once for a job it does not know."""
         if job_id in self._numbers:
             self._driver.wait(self._launched[self._numbers[job_id]].end)
 
     def close(self) -> None:
+        """Finish every job and give back threads and pinned memory."""
         try:
             for launched in self._launched.values():
                 self._driver.wait(launched.end)
@@ -215,29 +230,36 @@ class CudaDriver:
         self._batch = self._find_batch()
 
     def pin(self, host: npt.NDArray[np.uint8]) -> None:
+        """Lock host memory, so that the device can copy from and to it by itself."""
         status = _cuda.cudart().cudaHostRegister(host.ctypes.data, host.nbytes, 0)
         if int(status) != 0:
             raise ConfigError(f"cannot pin {host.nbytes} bytes of host memory: {status}")
 
     def unpin(self, host: npt.NDArray[np.uint8]) -> None:
+        """Undo ``pin``."""
         _cuda.cudart().cudaHostUnregister(host.ctypes.data)
 
     def stream(self) -> torch.cuda.Stream:
+        """Make a stream: what is put on it runs in order, beside other streams."""
         stream: torch.cuda.Stream = _cuda.Stream(self._device)
         return stream
 
     def compute_stream(self) -> torch.cuda.Stream:
+        """The stream on which the caller computes just now."""
         return torch.cuda.current_stream(self._device)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Put an event on a stream."""
         event: torch.cuda.Event = _cuda.Event(enable_timing=True)
         event.record(stream)
         return event
 
     def wait_event(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """What comes on the stream from now on waits for an event of another stream."""
         stream.wait_event(event)
 
     def copy(self, stream: torch.cuda.Stream, dst: Ids, src: Ids, sizes: Ids) -> None:
+        """Put copies on a stream, all or in part; their order among themselves is free."""
         with torch.cuda.device(self._device):
             if self._batch is not None:
                 batch_copy(self._batch, stream.cuda_stream, dst, src, sizes)
@@ -248,12 +270,15 @@ class CudaDriver:
                     raise RuntimeError(f"cuMemcpyAsync failed with CUDA error {status}")
 
     def done(self, event: torch.cuda.Event) -> bool:
+        """Whether an event has happened; raises what went wrong on the device."""
         return bool(_cuda.Event.query(event))
 
     def wait(self, event: torch.cuda.Event) -> None:
+        """Block until an event has happened."""
         event.synchronize()
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Time between two events that have happened."""
         return float(start.elapsed_time(end)) / 1000
 
     def _find_batch(self) -> Any:

@@ -140,9 +140,9 @@ def _coalesce(gpu: Ids, host: Ids, sizes: Ids, lengths: Sequence[int]) -> tuple[
     return gpu[starts], host[starts], np.add.reduceat(sizes, starts)
 
 
-def failed(job: Job, error: Exception) -> TransferResult:
+def failed(job: Job, error: Exception, moved: Sequence[bool] | None = None) -> TransferResult:
     """The result of a job that could not move all its bytes (XFER-4)."""
-    return TransferResult(job.job_id, False, error=f"{type(error).__name__}: {error}")
+    return TransferResult(job.job_id, False, error=f"{type(error).__name__}: {error}", moved=moved)
 
 
 def check_tensors(caches: Sequence[CanonicalKVCacheTensor[torch.Tensor]]) -> torch.device:

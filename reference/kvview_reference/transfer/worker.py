@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -43,7 +44,7 @@ from kvview_reference.transfer.pages import (
 )
 
 if TYPE_CHECKING:
-    from kvview import TransferWorker
+    from kvview import ComputeEvent, ComputeStream, TransferWorker
 
 SHARED_BYTES, SHARED_COPY_BYTES = 1 << 20, 32 << 10
 """Several threads share a job of at least so many bytes, in copies of on average so
@@ -69,18 +70,25 @@ class Copier(Protocol):
 class ThreadCopier:
     """Copies in CPU memory, off the caller's thread, one job after the other.
 
-    1. A job of up to ``inline_bytes`` is copied on the spot while nothing is in
-       flight: handing it over would take longer than copying it.
+    1. A job of up to ``inline_bytes`` is copied on the spot while nothing is in flight
+       and compute has ended: handing it over would take longer than copying it.
     2. Threads start with the first job that needs one, and end with the engine.
+    3. The thread waits for compute, the caller never does (XFER-6). Marks of one stream
+       are reached in the order in which they were made, so jobs keep theirs.
+    4. Of a store that fails, the groups that can be moved are moved (XFER-4).
 
     Args:
         num_threads: Threads that share one large job.
         inline_bytes: Up to here a job runs on the caller's thread.
+        compute_stream: What jobs come after; None when compute has ended at submission.
     """
 
-    def __init__(self, num_threads: int, inline_bytes: int) -> None:
+    def __init__(
+        self, num_threads: int, inline_bytes: int, compute_stream: ComputeStream | None
+    ) -> None:
         self._num_threads = num_threads
         self._inline_bytes = inline_bytes
+        self._compute_stream = compute_stream
         self._lane = ThreadPoolExecutor(1, "kvview-transfer")
         self._helpers = ThreadPoolExecutor(max(1, num_threads - 1), "kvview-copy")
         self._futures: dict[int, Future[None]] = {}
@@ -88,12 +96,24 @@ class ThreadCopier:
         self._finished: deque[TransferResult] = deque()
 
     def submit(self, job: Job) -> None:
-        if job.num_bytes <= self._inline_bytes and (self._last is None or self._last.done()):
+        """Start a job; whatever goes wrong becomes a failed result."""
+        mark = None
+        try:
+            if self._compute_stream is not None:
+                mark = self._compute_stream.record_event()
+                if mark.query():
+                    mark = None
+        except Exception as error:
+            self._finished.append(failed(job, error))
+            return
+        is_idle = mark is None and (self._last is None or self._last.done())
+        if is_idle and job.num_bytes <= self._inline_bytes:
             self._run(job)
         else:
-            self._last = self._futures[job.job_id] = self._lane.submit(self._run, job)
+            self._last = self._futures[job.job_id] = self._lane.submit(self._run, job, mark)
 
     def poll(self) -> list[TransferResult]:
+        """Results since the last call, in order of completion; never blocks."""
         results = []
         while self._finished:
             results.append(self._finished.popleft())
@@ -101,23 +121,43 @@ class ThreadCopier:
         return results
 
     def wait(self, job_id: int) -> None:
+        """Block until a job has ended; returns at once for a job it does not know."""
         future = self._futures.get(job_id)
         if future is not None:
             future.result()
 
     def close(self) -> None:
+        """Finish every job and give back threads and pinned memory."""
         self._lane.shutdown()
         self._helpers.shutdown()
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: Job, mark: ComputeEvent | None = None) -> None:
+        try:
+            if mark is not None:
+                mark.synchronize()
+        except Exception as error:  # whatever compute has left behind is not stored
+            self._finished.append(failed(job, error))
+            return
         start = time.perf_counter()
         try:
             self._copy(*job.copies())
         except Exception as error:
-            result = failed(job, error)
+            result = failed(job, error, self._store_by_group(job) if job.to_host else None)
         else:
             result = TransferResult(job.job_id, True, job.num_bytes, time.perf_counter() - start)
         self._finished.append(result)
+
+    def _store_by_group(self, job: Job) -> list[bool]:
+        """Move what can be moved; per GPU block of the job, whether all its bytes were."""
+        moved = []
+        for move in job.moves:
+            try:
+                self._copy(*replace(job, moves=[move]).copies())
+            except Exception:
+                moved += [False] * len(move[1])
+            else:
+                moved += [True] * len(move[1])
+        return moved
 
     def _copy(self, dst: Ids, src: Ids, sizes: Ids) -> None:
         num_bytes, share = int(sizes.sum()), len(sizes)
@@ -155,14 +195,15 @@ class CPUGPUTransferWorker:
 
     Args:
         kv_caches: All tensors on one device, CUDA or CPU. They are read and written
-            in place and must outlive the worker.
+            in place and must outlive the worker. The compute stream of CUDA tensors is
+            one of torch's.
         num_cpu_blocks: Host blocks of the tier, numbered from 0.
         blocks_per_chunk: k, the GPU blocks that one host block holds.
         max_host_bytes: Upper bound of the host tier; None for what the machine has.
         num_threads: Threads that share one large copy in CPU memory; None for
             torch's number, at most 8.
         inline_bytes: Up to here a job in CPU memory is copied on the caller's
-            thread when nothing is in flight; 0 to never do so.
+            thread when nothing is in flight and compute has ended; 0 to never do so.
 
     Raises:
         ConfigError: The tensors or references do not fit each other, a number is
@@ -212,12 +253,14 @@ class CPUGPUTransferWorker:
         self._in_flight: set[int] = set()
         self._closed = False
         self._copier: Copier
+        compute_stream = kv_caches.compute_stream
         if device.type == "cuda":
             from kvview_reference.transfer.cuda import CudaDriver, StreamCopier
 
-            self._copier = StreamCopier(CudaDriver(device), self._host, num_gpu_blocks)
+            driver = CudaDriver(device)
+            self._copier = StreamCopier(driver, self._host, num_gpu_blocks, compute_stream)
         else:
-            self._copier = ThreadCopier(num_threads, inline_bytes)
+            self._copier = ThreadCopier(num_threads, inline_bytes, compute_stream)
 
     @property
     def num_cpu_blocks(self) -> int:
@@ -235,13 +278,14 @@ class CPUGPUTransferWorker:
         return self._host.nbytes
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        """Start one job."""
         if self._closed:
             return False
         if isinstance(job_id, bool) or not isinstance(job_id, int):
-            raise TransferSpecError(f"job_id must be an int, got {job_id!r}")
+            raise TransferSpecError(f"XFER-5: job_id must be an int, got {job_id!r}")
         if job_id in self._in_flight:
             raise TransferSpecError(
-                f"job_id {job_id} is in flight: take its result with get_finished() first"
+                f"XFER-5: job_id {job_id} is in flight: take its result with get_finished() first"
             )
         gpu, cpu, to_host = _sides(spec)
         moves = self._pair(gpu, cpu, to_host)
@@ -251,15 +295,18 @@ class CPUGPUTransferWorker:
         return True
 
     def get_finished(self) -> list[TransferResult]:
+        """Jobs that ended since the last call, as their ends were seen; never blocks."""
         results = self._copier.poll()
         self._in_flight.difference_update(result.job_id for result in results)
         return results
 
     def wait(self, job_ids: Collection[int]) -> None:
+        """Block until each named job has ended; unknown ids are ignored."""
         for job_id in job_ids:
             self._copier.wait(job_id)
 
     def shutdown(self) -> None:
+        """Finish or drop what is in flight and release memory; callable twice."""
         if not self._closed:
             self._closed = True
             self._copier.close()
@@ -273,8 +320,8 @@ class CPUGPUTransferWorker:
         gpu_ids, host_ids = _as_ids(MEDIUM_GPU, gpu.block_ids), _as_ids(MEDIUM_CPU, cpu.block_ids)
         if len(gpu.group_sizes) != len(self._groups):
             raise TransferSpecError(
-                f"group_sizes names {len(gpu.group_sizes)} KV-cache groups, this worker has "
-                f"{len(self._groups)}"
+                f"XFER-1: group_sizes names {len(gpu.group_sizes)} KV-cache groups, this worker "
+                f"has {len(self._groups)}"
             )
         k, gpu_end, host_end = self._k, 0, 0
         named = []
@@ -286,14 +333,14 @@ class CPUGPUTransferWorker:
             host_at, host_end = host_end, host_end - (-(skip + size) // k)
             if host_end > len(host_ids):
                 raise TransferSpecError(
-                    f"group {index} needs {host_end - host_at} host blocks for {size} GPU blocks "
-                    f"after {skip} skipped, {k} a host block; the CPU spec has "
+                    f"XFER-1: group {index} needs {host_end - host_at} host blocks for {size} "
+                    f"GPU blocks after {skip} skipped, {k} a host block; the CPU spec has "
                     f"{len(host_ids) - host_at} left of {len(host_ids)}"
                 )
             named.append((index, skip, gpu_ids[gpu_at:gpu_end], host_ids[host_at:host_end]))
         if (gpu_end, host_end) != (len(gpu_ids), len(host_ids)):
             raise TransferSpecError(
-                f"the groups need {gpu_end} GPU and {host_end} host blocks, the specs name "
+                f"XFER-1: the groups need {gpu_end} GPU and {host_end} host blocks, the specs name "
                 f"{len(gpu_ids)} and {len(host_ids)}"
             )
         num_host = len(self._seen_host)
@@ -304,7 +351,9 @@ class CPUGPUTransferWorker:
         if to_host:
             twice = _duplicate(host_ids, self._seen_host)
             if twice is not None:
-                raise TransferSpecError(f"host block {twice} is the destination of two pages")
+                raise TransferSpecError(
+                    f"XFER-1: host block {twice} is the destination of two pages"
+                )
         elif _duplicate(gpu_ids, self._seen_gpu) is not None:
             self._check_gpu_destinations([(index, blocks) for index, _, blocks, _ in named])
         moves = []
@@ -327,7 +376,7 @@ class CPUGPUTransferWorker:
             if twice is not None:
                 groups = [index for index, blocks in users if twice in blocks]
                 raise TransferSpecError(
-                    f"GPU block {twice} is the destination of two pages of one tensor "
+                    f"XFER-1: GPU block {twice} is the destination of two pages of one tensor "
                     f"(groups {groups})"
                 )
 
@@ -343,7 +392,7 @@ def _sides(spec: TransferSpec) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec, bool
         f"{type(side).__name__} (medium {getattr(side, 'medium', None)!r})" for side in (src, dst)
     )
     raise TransferSpecError(
-        f"a transfer pairs a GPULoadStoreSpec with a CPULoadStoreSpec, got {described}"
+        f"XFER-1: a transfer pairs a GPULoadStoreSpec with a CPULoadStoreSpec, got {described}"
     )
 
 
@@ -357,7 +406,7 @@ def _as_ids(medium: str, ids: Sequence[int]) -> Ids:
         return np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise TransferSpecError(
-            f"{medium} block_ids must be a flat sequence of ints, got {reprlib.repr(ids)}"
+            f"XFER-1: {medium} block_ids must be a flat sequence of ints, got {reprlib.repr(ids)}"
         )
     return array.astype(np.int64, copy=False)
 
@@ -371,7 +420,7 @@ def _check_range(medium: str, group: int, ids: Ids, bound: int) -> None:
     bad = ids[(ids < 0) | (ids >= bound)]
     if len(bad):
         raise TransferSpecError(
-            f"{medium} block id {bad[0]} of group {group} is out of range: "
+            f"XFER-1: {medium} block id {bad[0]} of group {group} is out of range: "
             f"ids are 0 to {bound - 1} ({bound} blocks)"
         )
 

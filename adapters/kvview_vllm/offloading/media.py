@@ -1,0 +1,81 @@
+"""A manager's media, by the names that the installed vLLM has for them.
+
+- VOFF-7 A medium that the manager names up front (:class:`~kvview.SupportsMedia`) and vLLM
+  does not know is refused at start. One that it did not name is published as ``"CPU"``,
+  and logged once: an event never ends the engine.
+
+Up to 0.26 any string is a medium; later ``Medium`` lists them.
+
+Source: ``Medium``, vllm/v1/kv_offload/base.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from kvview import MEDIUM_CPU, ConfigError, OffloadingEvent, OffloadingManager, SupportsMedia
+from kvview_vllm.releases import engine_version
+from kvview_vllm.releases.calls import known_media, make_medium
+
+_logger = logging.getLogger(__name__)
+_KNOWN = known_media()
+
+
+class Media:
+    """Renames the media of one manager's events.
+
+    1. Of several media that get one name, a key is published there while one holds it
+       (EVENT-1, EVENT-2).
+
+    Args:
+        manager: Whose events they are.
+        names: The manager's media to vLLM's, where they differ.
+
+    Raises:
+        ConfigError: vLLM does not know a medium of ``names``, or one that the manager names.
+    """
+
+    def __init__(self, manager: OffloadingManager, names: Mapping[str, str]) -> None:
+        self._names = dict(names)
+        self._held: dict[str, set[bytes]] = {}  # by the manager's medium
+        named: Collection[str] = manager.media if isinstance(manager, SupportsMedia) else ()
+        for medium in [*names, *([named] if isinstance(named, str) else named)]:
+            if not _is_known(self._names.setdefault(medium, medium)):
+                raise ConfigError(
+                    f"media: vLLM {engine_version()} knows no medium {self._names[medium]!r}, it "
+                    f"knows {', '.join(_KNOWN or ())}; name one for it: "
+                    f'"media": {{"{medium}": "{(_KNOWN or [MEDIUM_CPU])[-1]}"}}'
+                )
+
+    def publish(self, event: OffloadingEvent) -> Iterator[tuple[list[bytes], Any, bool]]:
+        """The event in vLLM's names: keys, medium, and whether they are gone; or nothing."""
+        name = self._name(event.medium)
+        held = self._held.setdefault(event.medium, set())
+        others = [
+            keys
+            for medium, keys in self._held.items()
+            if medium != event.medium and self._name(medium) == name
+        ]
+        keys: list[bytes] = list(event.keys)
+        (held.difference_update if event.removed else held.update)(keys)
+        if others:
+            keys = [key for key in keys if not any(key in other for other in others)]
+        if keys:
+            yield keys, make_medium(name), event.removed
+
+    def _name(self, medium: str) -> str:
+        if medium not in self._names:
+            self._names[medium] = medium if _is_known(medium) else MEDIUM_CPU
+            if self._names[medium] != medium:
+                _logger.warning(
+                    "VOFF-7: events name medium %r, which vLLM %s does not know and the manager "
+                    "did not name in its media; they are published as %r",
+                    *(medium, engine_version(), MEDIUM_CPU),
+                )
+        return self._names[medium]
+
+
+def _is_known(medium: str) -> bool:
+    return _KNOWN is None or medium in _KNOWN

@@ -1,0 +1,286 @@
+"""vLLM called with what the installed release takes, and asked for what it may lack.
+
+1. Constructors and functions get the arguments that they have, by name (:func:`make_known`).
+2. What is asked of an object here has one answer in every release.
+
+Source: the paths named at each function, 0.11.0 to the newest tested release.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from kvview import ConfigError, OffloadingEvent, RequestContent, UnsupportedEngineError
+from kvview_vllm.releases.release import GeometrySeam, find_class
+from kvview_vllm.releases.versions import engine_version
+
+EVENT_FIELDS = (
+    *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
+    *("lora_name", "group_idx"),  # from 0.14.0, which requires the first, and 0.20.0
+)
+"""What :func:`make_event` can say of blocks that were stored or removed."""
+
+_POLICIES = ("lru", "arc")
+
+
+def known_arguments(target: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Those of the values that a callable has a parameter for."""
+    parameters = inspect.signature(target).parameters
+    return {name: value for name, value in values.items() if name in parameters}
+
+
+def make_known(target: Callable[..., Any], **values: Any) -> Any:
+    """Call with only the arguments that this release has."""
+    return target(**known_arguments(target, values))
+
+
+# --- the pool ---
+
+
+def make_block_pool(num_blocks: int) -> Any:
+    """A pool of its own, ``BlockPool`` of vllm/v1/core/block_pool.py."""
+    pool: Any = import_module("vllm.v1.core.block_pool")
+    return make_known(
+        pool.BlockPool, num_gpu_blocks=num_blocks, enable_caching=True, hash_block_size=16
+    )
+
+
+# --- binding ---
+
+
+def child_connectors(connector: Any) -> Sequence[Any]:
+    """The children of a ``MultiConnector``; of any other connector none."""
+    children: Sequence[Any] = getattr(connector, "_connectors", ())
+    return children
+
+
+def pool_of_context(context: Any) -> Any:
+    """The pool of a scheduler context as PRs #41120 and #53067 propose it.
+
+    Raises:
+        UnsupportedEngineError: The context exposes no pool under a known name.
+    """
+    names = ("gpu_block_pool", "block_pool")
+    pool = next((found for name in names if (found := getattr(context, name, None))), None)
+    if pool is None:
+        raise UnsupportedEngineError(
+            f"bind_scheduler_context: vLLM {engine_version()} passes a "
+            f"{type(context).__name__} without any of {', '.join(names)}; nothing was bound. "
+            f"Use --scheduler-cls kvview_vllm.scheduler.ViewScheduler"
+        )
+    return pool
+
+
+# --- geometry ---
+
+
+def context_parallel_sizes(parallel_config: Any, seam: GeometrySeam) -> dict[str, int]:
+    """Over how many workers the tokens of a block are spread, by setting."""
+    names = ["decode_context_parallel_size"]
+    if seam.prefill_context_parallel:
+        names.append("prefill_context_parallel_size")
+    return {name: getattr(parallel_config, name) for name in names}
+
+
+# --- requests ---
+
+
+class _ExtraKeys(Sequence[Any]):
+    """What the hashes of a request cover beside its tokens, computed at a look."""
+
+    def __init__(self, request: Any, hash_block_size: int) -> None:
+        self._request = request
+        self._size = hash_block_size
+        self._generate: Any = import_module(
+            "vllm.v1.core.kv_cache_utils"
+        ).generate_block_hash_extra_keys
+
+    def __len__(self) -> int:
+        return len(self._request.block_hashes)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        number = range(len(self))[index]
+        start = number * self._size
+        keys, _ = self._generate(self._request, start, start + self._size, 0)
+        return keys
+
+
+def request_content(request: Any, hash_block_size: int) -> RequestContent:
+    """What a ``Request``'s KV is computed from; nothing is copied.
+
+    Args:
+        request: Of vllm/v1/request.py.
+        hash_block_size: Tokens that one of its hashes stands for.
+    """
+    lora = request.lora_request
+    return RequestContent(
+        token_ids=request.all_token_ids,
+        lora_name=lora and lora.lora_name,
+        lora_id=lora and lora.lora_int_id,
+        cache_salt=request.cache_salt,
+        extra_keys=_ExtraKeys(request, hash_block_size),
+    )
+
+
+def unfinished_statuses() -> frozenset[Any]:
+    """Statuses of requests that ended without coming to their end (errors: 0.13.0)."""
+    statuses: Any = import_module("vllm.v1.request").RequestStatus
+    names = ("FINISHED_ABORTED", "FINISHED_IGNORED", "FINISHED_ERROR")
+    return frozenset(statuses[name] for name in names if name in statuses.__members__)
+
+
+# --- events ---
+
+
+def make_event(event: OffloadingEvent, group_idx: int, hashes: list[bytes], size: int) -> Any:
+    """``BlockStored`` or ``BlockRemoved`` of vllm/distributed/kv_events.py.
+
+    Their medium is a string in every release, of any value: the enum of 0.27 is that of
+    the offloading managers' events alone.
+    """
+    kv_events: Any = import_module("vllm.distributed.kv_events")
+    convert = import_module("vllm.v1.core.kv_cache_utils").maybe_convert_block_hash
+    kind = kv_events.BlockRemoved if event.removed else kv_events.BlockStored
+    values = dict.fromkeys(EVENT_FIELDS) | {
+        "block_hashes": [convert(block_hash) for block_hash in hashes],
+        "token_ids": [],
+        "block_size": size,
+        "medium": event.medium,
+        "group_idx": group_idx,
+    }
+    return kind(**{name: values[name] for name in kind.__struct_fields__ if name in values})
+
+
+# --- offloading: vllm/v1/kv_offload ---
+
+
+def make_cpu_manager(num_blocks: int, cache_policy: str = "lru", **options: Any) -> Any:
+    """The installed vLLM's own manager of host pages, as its own spec makes it.
+
+    Args:
+        num_blocks: Capacity, in offloaded blocks.
+        cache_policy: ``"lru"`` or ``"arc"``; late releases know more.
+        options: ``enable_events``, ``store_threshold`` and others of the release's
+            constructor; those that it does not have are left out.
+
+    Raises:
+        ValueError: The policy is unknown (OFF-7).
+    """
+    package = "vllm.v1.kv_offload"
+    try:
+        backends = import_module(f"{package}.backends.cpu")
+    except ImportError:  # one class for all policies, without a backend, from 0.19 on
+        kind = import_module(f"{package}.cpu.manager").CPUOffloadingManager
+        sizes = {"num_blocks": num_blocks, "num_chunks": num_blocks, "block_size": 1}
+        return make_known(kind, cache_policy=cache_policy, **sizes, **options)
+    known = [name for name in _POLICIES if find_spec(f"{package}.{name}_manager")]
+    if cache_policy not in known:  # the oldest release has no ARC
+        raise ConfigError(f"unknown policy {cache_policy!r}; known: {', '.join(known)}")
+    module = import_module(f"{package}.{cache_policy}_manager")
+    kind = getattr(module, f"{cache_policy.upper()}OffloadingManager")
+    return make_known(kind, backend=backends.CPUBackend(1, num_blocks), **options)
+
+
+def pages_of_backend(manager: Any) -> int | None:
+    """Pages of an empty manager that is one policy over a backend (up to 0.18), else None."""
+    backend = getattr(manager, "backend", None)
+    return None if backend is None else int(backend.get_num_free_blocks())
+
+
+def loses_touched_stores(manager: Any) -> bool:
+    """Whether a key is lost that is touched while it is stored: ARC managers up to 0.16."""
+    return hasattr(manager, "t1")
+
+
+def store_threshold(manager: Any) -> int:
+    """How often a key is looked up or offered before it is stored (0.19 asks)."""
+    return int(getattr(manager, "store_threshold", 1))
+
+
+def has_block_ids(spec: Any) -> bool:
+    """Whether a load-store spec names its pages by numbers."""
+    return hasattr(spec, "block_ids")
+
+
+def lock_of(manager: Any) -> AbstractContextManager[Any]:
+    """What every call of a manager but ``shutdown`` must hold (0.33); not re-entrant."""
+    lock: AbstractContextManager[Any] = getattr(manager, "lock", nullcontext())
+    return lock
+
+
+def known_media() -> list[str] | None:
+    """The media that events of offloading managers may name; None where any string is one."""
+    medium = find_class("Medium")
+    return None if medium is None else [known.value for known in medium]
+
+
+def make_medium(name: str) -> Any:
+    """A medium as such an event names it."""
+    medium = find_class("Medium")
+    return name if medium is None else medium(name)
+
+
+def medium_name(medium: Any) -> str:
+    """Name of an event's medium, an enum from 0.27 on."""
+    return str(getattr(medium, "value", medium))
+
+
+def blocks_per_chunk(spec: Any) -> int:
+    """GPU blocks of an offloaded block of an ``OffloadingSpec``."""
+    for name in ("blocks_per_chunk", "block_size_factor"):  # 0.26, 0.18
+        if hasattr(spec, name):
+            return int(getattr(spec, name))
+    return int(spec.offloaded_block_size // spec.gpu_block_size)
+
+
+def tokens_per_chunk(spec: Any) -> int:
+    """What events of 0.19 and before say; 0 from 0.26 on, when nobody asks."""
+    sizes = getattr(spec, "gpu_block_size", 0)
+    return int(sizes if isinstance(sizes, int) else sizes[0]) * blocks_per_chunk(spec)
+
+
+def cache_config_of(spec: Any) -> Any:
+    """The ``KVCacheConfig`` of an ``OffloadingSpec``, None up to 0.13."""
+    return getattr(spec, "kv_cache_config", None)
+
+
+# --- a scheduler and a worker without a model ---
+
+
+def handle_preemptions(worker: Any, output: Any, metadata: Any) -> None:
+    """What a model runner says of preemptions before it starts loads (0.14)."""
+    handle = getattr(worker, "handle_preemptions", None)
+    if handle is None:
+        return
+    if "preempted_req_ids" not in inspect.signature(handle).parameters:
+        handle(metadata)
+    elif output.preempted_req_ids:  # up to 0.18
+        handle(output.preempted_req_ids)
+
+
+def sampled_tokens(tokens: list[list[int]]) -> list[Any]:
+    """Tokens as a ``ModelRunnerOutput`` takes them: arrays in 0.11.1 and 0.11.2."""
+    outputs: Any = import_module("vllm.v1.outputs")
+    wanted = inspect.signature(outputs.ModelRunnerOutput).parameters["sampled_token_ids"]
+    if "ndarray" not in str(wanted.annotation):
+        return tokens
+    import numpy as np
+
+    return [np.array(each, dtype=np.int64) for each in tokens]
+
+
+def complete_torch() -> None:
+    """0.17 asks torch for names that 2.13 has no more; nothing here depends on the answers."""
+    import torch
+
+    cpu: Any = torch._C._cpu
+    for name in ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        if not hasattr(cpu, name):
+            setattr(cpu, name, lambda: False)

@@ -1,0 +1,110 @@
+"""Which vLLM is installed, and whether its version was tested.
+
+A version decides one thing only: whether an object of known shape may be used, and what
+it must have. What an object can do is read off the object (:mod:`.release`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from importlib import import_module
+
+from kvview import KVViewError, UnsupportedEngineError
+
+OLDEST_TESTED = "0.11.0"
+NEWEST_TESTED = "0.33.0"
+TESTED = f"{OLDEST_TESTED} - {NEWEST_TESTED}"
+
+ALLOW_UNTESTED = "KVVIEW_ALLOW_UNTESTED_VLLM"
+
+Number = tuple[int, int, int]
+
+_logger = logging.getLogger(__name__)
+
+
+class VLLMNotInstalledError(KVViewError, ImportError):
+    """Something that needs vLLM was used, and no vLLM can be imported."""
+
+
+def engine_version() -> str:
+    """The version string of the installed vLLM.
+
+    Raises:
+        VLLMNotInstalledError: There is none.
+    """
+    try:
+        vllm = import_module("vllm")
+    except ImportError as error:
+        raise VLLMNotInstalledError(
+            f"kvview_vllm wraps an installed vLLM ({TESTED}), and "
+            f"importing it failed: {error}. Install vLLM, or use kvview_reference, which "
+            f"keeps the same contract without it"
+        ) from error
+    return str(getattr(vllm, "__version__", "of unknown version"))
+
+
+def number(version: str) -> Number | None:
+    """The three numbers that a version string begins with, None without."""
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    return (int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
+
+
+def is_newer(version: str) -> bool:
+    """Whether a version string names what came after the tested releases.
+
+    A patch release of the newest one did not; what its nightlies are named after did:
+    ``0.33.1rc1.dev211+g...`` has the next release's shapes.
+    """
+    found, newest = number(version), number(NEWEST_TESTED)
+    assert newest is not None
+    if found is None or found <= newest:
+        return False
+    return found[:2] > newest[:2] or re.search(r"dev|rc", version) is not None
+
+
+def is_tested(version: str) -> bool:
+    """Whether a version string names a release of the tested range."""
+    found, oldest = number(version), number(OLDEST_TESTED)
+    return found is not None and found >= (oldest or found) and not is_newer(version)
+
+
+def refusal(seam: str, found: str, expected: str) -> UnsupportedEngineError:
+    """The error for a shape that no tested release has.
+
+    Args:
+        seam: Which vLLM surface.
+        found: The shape that was found.
+        expected: The shapes that tested releases have.
+    """
+    return UnsupportedEngineError(
+        f"the {seam} seam of vLLM {engine_version()} is not known, nothing was bound: "
+        f"found {found}; expected {expected}. Tested: vLLM {TESTED}. "
+        f"Run a tested release or upgrade kvview; if the newest kvview refuses too, report "
+        f"this message, and the patches if your vLLM is a fork"
+    )
+
+
+def require_usable(seam: str) -> str:
+    """The installed version, if its known shapes may be trusted.
+
+    A version string that names no known release, a fork's for example, gets a warning.
+
+    Raises:
+        UnsupportedEngineError: It is after the tested range, and nobody allowed it.
+        VLLMNotInstalledError: No vLLM can be imported.
+    """
+    version = engine_version()
+    if is_newer(version) and os.environ.get(ALLOW_UNTESTED) != "1":
+        raise refusal(
+            seam,
+            "a release after the tested ones, whose known shapes may mean something else",
+            f"a tested release, or {ALLOW_UNTESTED}=1 in the environment, at your own risk",
+        )
+    if not is_tested(version):
+        _logger.warning(
+            "vLLM %s is outside the tested range %s; its %s seam has a known shape, so it is used",
+            *(version, TESTED, seam),
+        )
+    return version

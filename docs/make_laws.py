@@ -1,0 +1,173 @@
+"""Writes ``docs/laws.md``: every law, from the docstring where it stands.
+
+    python docs/make_laws.py           # write it
+    python docs/make_laws.py --check   # exit 1 when it is not up to date
+
+Beside each law: the checks of the kit that look for it, the planted faults that break
+it, and the tests that name it. Nothing is imported; all of it is read from the sources.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/laws.md"
+
+_CONTRACT = ("KEY", "POOL", "GEO", "EVENT", "OFF", "XFER", "CONN", "GUARD")
+_LAW = re.compile(r"^- ([A-Z]+-\d+) (.*(?:\n  .*)*)", re.MULTILINE)
+_NAMED = re.compile(r"(?<![A-Za-z0-9_-])[A-Z]{2,}-\d+(?![\d-])")
+_IN_A_NAME = re.compile(r"\bdef (?:test|check)_([a-z]+)_(\d+)(?=[_(])")
+_NOT_ABOUT_ONE_LAW = ("tests/house/test_laws.py",)
+_HEAD = """\
+# The laws
+
+<!-- Written by docs/make_laws.py from the docstrings; edit those and run it again. -->
+
+What every part of kvview may rely on and must keep. A number is never given to another
+law; errors, checks and planted faults repeat it. *Checks* are those of `kvview check` and
+`parametrize_with_checks`, *simulated runs* those of `kvview check` for a connector;
+*planted faults* are wrong implementations that a check must see.
+"""
+
+
+@dataclass
+class Law:
+    """A law, and who is concerned with it.
+
+    Args:
+        number: ``"POOL-4"`` for example.
+        text: As it stands in the docstring, in one line.
+        path: Of the module in whose docstring it stands.
+    """
+
+    number: str
+    text: str
+    path: str
+    checks: list[str] = field(default_factory=list)
+    simulated: set[str] = field(default_factory=set)
+    faults: list[str] = field(default_factory=list)
+    tests: set[str] = field(default_factory=set)
+
+    @property
+    def family(self) -> str:
+        """What stands before the number."""
+        return self.number.partition("-")[0]
+
+
+def laws() -> dict[str, Law]:
+    """Every law of the contract and of the adapter, in the order of the page.
+
+    Raises:
+        ValueError: Two laws have one number.
+    """
+    found: dict[str, Law] = {}
+    for path, tree in _trees("kvview", "reference", "adapters"):
+        for number, text in _LAW.findall(ast.get_docstring(tree) or ""):
+            if number in found:
+                raise ValueError(f"{number} stands in {found[number].path} and in {path}")
+            found[number] = Law(number, " ".join(text.split()), path)
+    for path, tree in _trees("kvview/testing", "tests"):
+        _note_who_names(found, path, tree)
+    return dict(sorted(found.items(), key=_place))
+
+
+def _place(item: tuple[str, Law]) -> tuple[int, str, int]:
+    family, _, number = item[0].partition("-")
+    rank = _CONTRACT.index(family) if family in _CONTRACT else len(_CONTRACT)
+    return rank, family, int(number)
+
+
+def _note_who_names(found: dict[str, Law], path: str, tree: ast.Module) -> None:
+    in_kit, in_faults = path.startswith("kvview/testing/"), path.startswith("tests/mutants/")
+    for number in named_laws((ROOT / path).read_text(encoding="utf-8")):
+        if number in found and path not in _NOT_ABOUT_ONE_LAW:
+            if path.startswith("kvview/testing/connector/"):
+                found[number].simulated.add(path)
+            elif not in_kit and not in_faults:
+                found[number].tests.add(path)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            for decorator in node.decorator_list:
+                number = _first_argument(decorator)
+                if number in found and in_kit:
+                    found[number].checks.append(node.name)
+                elif number in found and in_faults:
+                    found[number].faults.append(node.name)
+
+
+def named_laws(source: str) -> set[str]:
+    """The numbers that a module names: as such, or as ``test_pool_1_...``."""
+    in_names = _IN_A_NAME.findall(source)
+    return {*_NAMED.findall(source), *(f"{name.upper()}-{number}" for name, number in in_names)}
+
+
+def _first_argument(decorator: ast.expr) -> str:
+    if isinstance(decorator, ast.Call) and decorator.args:
+        first = decorator.args[0]
+        if isinstance(first, ast.Constant) and isinstance(first.value, str):
+            return first.value
+    return ""
+
+
+def _trees(*folders: str) -> Iterator[tuple[str, ast.Module]]:
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def page(all_laws: Iterable[Law]) -> str:
+    """The whole of ``docs/laws.md``."""
+    families: defaultdict[str, list[Law]] = defaultdict(list)
+    for law in all_laws:
+        families[law.family].append(law)
+    lines = [_HEAD, "| laws | where they stand |", "|---|---|"]
+    for family in families.values():
+        numbers = " ".join(f"[{law.number}](#{law.number.lower()})" for law in family)
+        paths = ", ".join(_link(path) for path in dict.fromkeys(law.path for law in family))
+        lines.append(f"| {numbers} | {paths} |")
+    for name, family in families.items():
+        lines += ["", f"## {name}"]
+        for law in family:
+            lines += ["", f"### {law.number}", "", _markdown(law.text), ""]
+            lines += [f"- {what}: {', '.join(who)}" for what, who in _concerned(law) if who]
+    return "\n".join(lines) + "\n"
+
+
+def _concerned(law: Law) -> Iterator[tuple[str, list[str]]]:
+    yield "stands in", [_link(law.path)]
+    yield "checks", [f"`{name}`" for name in sorted(law.checks)]
+    yield "simulated runs", [_link(path) for path in sorted(law.simulated)]
+    yield "planted faults", [f"`{name}`" for name in sorted(law.faults)]
+    yield "tests", [_link(path) for path in sorted(law.tests)]
+
+
+def _link(path: str) -> str:
+    return f"[`{path}`](../{path})"
+
+
+def _markdown(text: str) -> str:
+    text = re.sub(r":[a-z]+:`~?([^`]+)`", lambda m: f"``{m[1].removeprefix('kvview.')}``", text)
+    return text.replace("``", "`")
+
+
+def main() -> int:
+    """Write the page, or only compare it."""
+    text = page(laws().values())
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(text, encoding="utf-8")
+        return 0
+    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
+        return 0
+    print("docs/laws.md is not up to date: python docs/make_laws.py", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

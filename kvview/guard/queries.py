@@ -1,0 +1,122 @@
+"""The optional queries of a guard: those that the view under it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvview.guard.ledger import LedgerView
+from kvview.keys import OffloadKey
+from kvview.pool import FreeBlockWalk
+
+_QUERIES = (
+    "num_free_blocks",
+    "is_free",
+    "block_keys",
+    "find_cached_block",
+    "iter_free_block_ids",
+    "walk_free_blocks",
+    "give_back_blocks",
+    "free_blocks_with_notice",
+)
+
+
+class GuardedQueries:
+    """What :class:`~kvview.GuardedView` answers beyond the core, and how it says so.
+
+    A type checker knows every query of a guard; ``isinstance(guard, Supports...)``
+    tells at run time which of them the view below has.
+    """
+
+    num_blocks: int
+    null_block_id: int
+    _below: Any  # the view that was guarded
+    _view: LedgerView  # the same, for what the guard holds
+
+    if TYPE_CHECKING:
+
+        def num_free_blocks(self) -> int: ...
+        def is_free(self, block_id: int) -> bool: ...
+        def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]: ...
+        def find_cached_block(self, key: OffloadKey) -> int | None: ...
+        def iter_free_block_ids(self) -> Iterator[int]: ...
+        def walk_free_blocks(self) -> FreeBlockWalk: ...
+        def give_back_blocks(self, block_ids: Sequence[int]) -> None: ...
+        def free_blocks_with_notice(
+            self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
+        ) -> None: ...
+        def num_pinnable_blocks(self) -> int: ...
+
+    def _offer_queries(self) -> None:
+        # On the instance, because isinstance looks at the class too.
+        names = [name for name in _QUERIES if hasattr(self._below, name)]
+        if self._view.max_blocks is not None or hasattr(self._below, "num_pinnable_blocks"):
+            names.append("num_pinnable_blocks")
+        for name in names:
+            query = getattr(self, f"_{name}", None) or partial(self._query, name)
+            setattr(self, name, query)
+        ledger = self._view.ledger
+        if ledger.num_blocks is not None:
+            self.num_blocks, self.null_block_id = ledger.num_blocks, ledger.null_block_id
+
+    def _enter(self) -> None:
+        """Check what every call checks."""
+        raise NotImplementedError
+
+    def _query(self, name: str, *args: Any) -> Any:
+        self._enter()
+        return getattr(self._below, name)(*args)
+
+    def _iter_free_block_ids(self) -> Iterator[int]:
+        self._enter()
+        for block_id in self._below.iter_free_block_ids():
+            if block_id != self._view.ledger.null_block_id:
+                yield block_id
+                self._enter()
+
+    def _walk_free_blocks(self) -> FreeBlockWalk:
+        self._enter()
+        null = self._view.ledger.null_block_id
+        return _GuardedWalk(self._below.walk_free_blocks(), self._enter, null)
+
+    def _give_back_blocks(self, block_ids: Sequence[int]) -> None:
+        self._enter()
+        view: Any = self._view
+        view.give_back_blocks(block_ids)
+
+    def _free_blocks_with_notice(
+        self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
+    ) -> None:
+        self._enter()
+        view: Any = self._view
+        view.free_blocks_with_notice(block_ids, on_reuse)
+
+    def _num_pinnable_blocks(self) -> int:
+        self._enter()
+        allowed = []
+        if self._view.max_blocks is not None:
+            allowed.append(self._view.max_blocks - self._view.ledger.num_pinned)
+        if hasattr(self._below, "num_pinnable_blocks"):
+            allowed.append(self._below.num_pinnable_blocks())
+        return max(0, min(allowed))
+
+
+class _GuardedWalk:
+    """A walk of the view below, from this guard's thread and while it is open (POOL-13)."""
+
+    def __init__(self, walk: FreeBlockWalk, enter: Callable[[], object], null: int) -> None:
+        self._walk = walk
+        self._enter = enter
+        self._null = null
+
+    def take(self, max_blocks: int) -> list[tuple[int, OffloadKey]]:
+        self._enter()
+        return [item for item in self._walk.take(max_blocks) if item[0] != self._null]
+
+    def restart(self) -> None:
+        self._enter()
+        self._walk.restart()
+
+    def close(self) -> None:
+        self._walk.close()

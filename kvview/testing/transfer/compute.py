@@ -1,0 +1,76 @@
+"""A compute stream that stands still when it is told to (XFER-6)."""
+
+from __future__ import annotations
+
+import threading
+
+
+class GatedComputeStream:
+    """A stand-in for the stream of the model's kernels, for the KV caches of a harness.
+
+    1. What is submitted to it between ``hold`` and ``release`` ends at ``release``.
+    2. The thread that holds it is the one that runs the model: a worker that waits there
+       would wait for ever, so it raises. Another thread waits.
+    """
+
+    def __init__(self) -> None:
+        self._gate: threading.Event | None = None
+        self._model_thread = 0
+
+    def hold(self) -> None:
+        """Have compute under way from now."""
+        self._gate = threading.Event()
+        self._model_thread = threading.get_ident()
+
+    def release(self) -> None:
+        """Let it end."""
+        if self._gate is not None:
+            self._gate.set()
+            self._gate = None
+
+    def record_event(self) -> GatedComputeEvent:
+        """Mark what was submitted until now."""
+        return GatedComputeEvent(self._gate, self._model_thread)
+
+
+class GatedComputeEvent:
+    """A mark in a gated stream.
+
+    Args:
+        gate: What opens when it is reached; None when it was reached at once.
+        model_thread: Where nobody may wait.
+    """
+
+    _MANY_QUERIES = 10_000
+    _PATIENCE = 10.0  # seconds; longer than any check holds compute
+
+    def __init__(self, gate: threading.Event | None, model_thread: int) -> None:
+        self._gate = gate
+        self._model_thread = model_thread
+        self._num_queries = 0
+
+    def query(self) -> bool:
+        """Whether all work before the mark is done."""
+        if self._gate is None or self._gate.is_set():
+            return True
+        self._num_queries += threading.get_ident() == self._model_thread
+        if self._num_queries > self._MANY_QUERIES:
+            raise _waits()
+        return False
+
+    def synchronize(self) -> None:
+        """Block until it is done."""
+        if self.query():
+            return
+        if threading.get_ident() == self._model_thread:
+            raise _waits()
+        assert self._gate is not None, "a mark that is not reached has a gate"
+        if not self._gate.wait(self._PATIENCE):
+            raise _waits()
+
+
+def _waits() -> RuntimeError:
+    return RuntimeError(
+        "XFER-6: the thread that runs the model waits for its own compute; wait on a thread or "
+        "a stream of the worker's"
+    )

@@ -1,0 +1,278 @@
+"""CONN-9: what looks like a hook and is none is refused when the class is made."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, Generic, TypeVar
+
+import pytest
+
+from kvview import Connector, ConnectorDefinitionError, SchedulerConnector, WorkerConnector
+from kvview.connector.hooks import hooks_of
+
+HALVES: dict[str, type] = {
+    "scheduler": SchedulerConnector,
+    "worker": WorkerConnector,
+    "connector": Connector,
+}
+
+MISSPELLED = {
+    "scheduler": """
+        bind_gpu_block_pool bind_block_pool_view bind_gpu_block_pool_veiw bind_gpu_blockpool_view
+        bindGpuBlockPoolView bind_gpu_block_pools_view bind_kv_cache_manager bind_gpu_pool_view
+        on_engine_read on_engine_started on_engin_ready engine_ready engineReady on_engine_redy
+        match_prefx match_prefixes matchPrefix prefix_match mach_prefix match_prefix_ match_perfix
+        get_num_new_matched_tokens matches_prefix on_block_allocated on_blocks_alocated
+        on_blocks_allocation on_blocks_allocate on_allocated_blocks blocks_allocated
+        on_blocks_alloc onBlocksAllocated update_state_after_alloc plan_setp plan_steps planstep
+        step_plan planStep build_connector_meta on_transfer_finished on_transfers_finish
+        on_transfers_completed on_tranfers_finished transfers_finished on_transfer_done
+        on_request_premepted on_request_preempt on_requests_preempted on_request_preemption
+        request_preempted on_request_finish on_requests_finished on_request_finised
+        request_finished on_finished_request on_request_aborted on_request_end take_event
+        takes_events take_evnts has_pending_works has_pending_push_work haspendingwork
+        has_pending_wrok reset_caches rest_cache reset_prefix_cache resetCache shut_down shutdwon
+        start_plan make_worker register_kv_caches
+    """,
+    "worker": """
+        register_kv_cache register_kv_chaches registerKVCaches start_plans plan_start start_paln
+        start_load_kv get_finish get_finshed getFinished get_transfer_results waits shut_down
+        take_events match_prefix plan_step
+    """,
+    "connector": """
+        make_schedular make_sheduler make_workers make_wroker makeScheduler build_scheduler
+        make_scheduler_connector create_worker get_scheduler match_prefix plan_step start_plan
+        get_num_new_matched_tokens bind_gpu_block_pool_view
+    """,
+}
+HELPERS = {
+    "scheduler": """
+        load_blocks plan steps match prefix_length on_start finish get_stats close reset store
+        release key take_slot evict plan_loads plan_stores plan_load next_job has_room
+        has_pending_jobs has_pending_loads has_pending_stores pending_jobs lookup touch match_hash
+        match_tokens match_blocks longest_match on_evicted on_load_finished on_store_finished
+        on_job_finished take_job reset_stats reset_counters request_blocks finished_requests bind
+        engine_facts blocks_to_store block_keys step start stop finish_request start_store
+        free_blocks hold_blocks take_keys take_blocks events is_ready cache_size plan_eviction
+        on_hit on_evict prefix prefix_hash plan_copy plan_prefetch match_keys match_longest
+        request_state end_request on_blocks_stored on_blocks_freed on_transfer take_victims
+        reset_tier bind_tier make_event to_events engine_ready_time complete_store wait
+        create_worker
+    """,
+    "worker": """
+        copy poll finish register_tensor register_pages start_copy start_job start_thread
+        get_finished_jobs get_page finished wait_all wait_for_job shutdown_pool drain run submit
+        close reset flush get_failed get_pages start_stream start_store start_load start_worker
+        plan_for get_result wait_stream waiting gather scatter kv_caches pin_memory create_worker
+    """,
+    "connector": """
+        make_store make_key make_manager make_policy make_tier make_pool from_options name
+        make_worker_pool parse_options worker_options scheduler_options make_client validate close
+        shutdown wait
+    """,
+}
+
+
+def define(half: str, name: str, value: object = lambda self, *args: None) -> type:
+    return type("Mine", (HALVES[half],), {name: value})
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_misspelled_names_are_refused(half: str) -> None:
+    for name in MISSPELLED[half].split():
+        with pytest.raises(ConnectorDefinitionError, match=r"^CONN-9: .* is never called: "):
+            define(half, name)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_names_of_helpers_are_not(half: str) -> None:
+    for name in HELPERS[half].split():
+        define(half, name)
+        define(half, f"_{name}")
+
+
+def test_a_name_of_the_other_half_says_which() -> None:
+    with pytest.raises(ConnectorDefinitionError, match=r"is SchedulerConnector\.match_prefix"):
+        define("connector", "match_prefix")
+    with pytest.raises(ConnectorDefinitionError, match=r"is WorkerConnector\.get_finished"):
+        define("scheduler", "get_transfer_results")
+
+
+# --- what a hook may be ---
+
+
+def two(self: Any, request: Any, num_computed_tokens: int) -> int:
+    return 0
+
+
+untyped_two: Any = two
+
+
+def three(self: Any, request: Any, num_computed_tokens: int, extra: int) -> int:
+    return 0
+
+
+def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
+def locked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Hands one argument more to what it wraps."""
+
+    @functools.wraps(function)
+    def call(self: Any, *args: Any) -> Any:
+        return function(self, *args, threading.Lock())
+
+    return call
+
+
+class Callee:
+    def __call__(self, request: Any, num_computed_tokens: int) -> int:
+        return 0
+
+
+class Descriptor:
+    def __get__(self, instance: object, owner: type) -> Callable[..., int]:
+        return lambda request, num_computed_tokens: 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        two,
+        wrapped(two),
+        locked(three),
+        lambda self, request, n=0, *rest, key=None: 0,
+        lambda *args: 0,
+        staticmethod(lambda request, n: 0),
+        classmethod(two),
+        functools.partialmethod(three, extra=1),
+        functools.partial(three, None, extra=1),
+        functools.lru_cache(two),
+        functools.singledispatchmethod(two),
+        Callee(),
+        Descriptor(),
+        max,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_whatever_takes_what_the_engine_passes_is_a_hook(value: object) -> None:
+    define("scheduler", "match_prefix", value)
+
+
+async def coroutine(self: Any, request: Any, num_computed_tokens: int) -> int:
+    return 0
+
+
+async def async_generator(self: Any, request: Any, num_computed_tokens: int) -> Any:
+    yield 0
+
+
+def generator(self: Any, request: Any, num_computed_tokens: int) -> Any:
+    yield 0
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (lambda self, request: 0, "too many positional arguments"),
+        (three, "missing a required argument: 'extra'"),
+        (lambda self, request, *, num_computed_tokens: 0, "too many positional"),
+        (lambda self, request, n, *, lock: 0, "missing a required"),
+        (staticmethod(two), "missing a required argument"),
+        (classmethod(three), "missing a required argument"),
+        (functools.partialmethod(two, 1), "too many positional"),
+        (functools.partial(two, None, 1), "too many positional"),
+        (property(untyped_two), "is a property, not a method"),
+        (functools.cached_property(untyped_two), "is a cached_property, not a method"),
+        (None, "is a NoneType, not a method"),
+        (5, "is a int, not a method"),
+        (coroutine, "is async"),
+        (classmethod(coroutine), "is async"),
+        (functools.partialmethod(coroutine), "is async"),
+        (async_generator, "is async"),
+        (generator, "is a generator"),
+    ],
+)
+def test_what_the_engine_cannot_call_is_refused(value: object, told: str) -> None:
+    with pytest.raises(ConnectorDefinitionError) as raised:
+        define("scheduler", "match_prefix", value)
+    assert told in str(raised.value)
+    assert "the engine calls match_prefix(self, request: 'RequestInfo'" in str(raised.value)
+
+
+def test_events_may_be_generated_and_plans_may_not() -> None:
+    def take_events(self: Any) -> Any:
+        yield from ()
+
+    def plan_step(self: Any, step: Any) -> Any:
+        yield from ()
+
+    define("scheduler", "take_events", take_events)
+    with pytest.raises(ConnectorDefinitionError, match="is a generator: nothing of it runs"):
+        define("scheduler", "plan_step", plan_step)
+
+
+# --- mixins ---
+
+
+class Misspelled:
+    def match_prefx(self) -> None: ...
+
+
+class TooFew:
+    def plan_step(self) -> None: ...
+
+
+class Plans:
+    def plan_step(self, step: Any) -> Any: ...
+
+
+def test_mixins_are_checked_too() -> None:
+    with pytest.raises(ConnectorDefinitionError, match=r"Misspelled\.match_prefx is never called"):
+        type("Mine", (Misspelled, SchedulerConnector), {})
+    with pytest.raises(ConnectorDefinitionError, match=r"TooFew\.plan_step cannot be called"):
+        type("Mine", (TooFew, SchedulerConnector), {})
+    type("Mine", (Plans, SchedulerConnector), {})
+
+
+def test_a_mixin_behind_the_half_is_never_called() -> None:
+    with pytest.raises(ConnectorDefinitionError, match=r"the default of SchedulerConnector comes"):
+        type("Mine", (SchedulerConnector, Plans), {})
+    first = type("First", (SchedulerConnector,), {"plan_step": Plans.plan_step})
+    type("Mine", (first, Plans), {})
+
+
+def test_mixins_that_are_nobodys_are_left_alone() -> None:
+    T = TypeVar("T")
+
+    class Threaded(WorkerConnector, threading.Thread):
+        pass
+
+    class OfAny(SchedulerConnector, Generic[T]):
+        class Plan:
+            pass
+
+        PlanSteps = SimpleNamespace
+
+    class Both(SchedulerConnector, WorkerConnector):
+        def shutdown(self) -> None: ...
+
+    assert set(hooks_of(Both)) == set(hooks_of(SchedulerConnector)) | set(hooks_of(WorkerConnector))
+    with pytest.raises(ConnectorDefinitionError):
+        type("Mine", (Both,), {"get_finishd": lambda self: []})
+
+
+def test_what_is_assigned_later_is_out_of_reach() -> None:
+    class Late(SchedulerConnector):
+        def __init__(self) -> None:
+            self.match_prefx = lambda request, n: 0
+
+    assert Late().match_prefix(*[None] * 2) == 0  # type: ignore[arg-type]

@@ -1,0 +1,167 @@
+"""The job book: CONN-2, CONN-3 and CONN-5 for any engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from kvview import (
+    CacheGeometry,
+    Connector,
+    ConnectorConfig,
+    ConnectorError,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    RequestInfo,
+    SchedulerConnector,
+    StepInfo,
+    StepPlan,
+    TransferJob,
+    TransferResult,
+    WorkerConnector,
+)
+from kvview.connector.jobs import EndedJob, JobBook, check_promise
+from kvview_reference.engine import Engine
+
+HOST, GPU = CPULoadStoreSpec([0]), GPULoadStoreSpec([1], [1], [0])
+
+
+def load(job_id: int, request_id: str = "r") -> TransferJob:
+    return TransferJob(job_id, HOST, GPU, request_id)
+
+
+def store(job_id: int) -> TransferJob:
+    return TransferJob(job_id, GPU, HOST)
+
+
+def refused(book: JobBook, plan: StepPlan) -> str:
+    before = list(book)
+    with pytest.raises(ConnectorError) as caught:
+        book.check(plan)
+    assert list(book) == before, "a check changes nothing"
+    return str(caught.value)
+
+
+def begin(book: JobBook, plan: StepPlan) -> None:
+    book.check(plan)
+    book.begin(plan)
+
+
+def done(job_id: int, success: bool = True) -> TransferResult:
+    return TransferResult(job_id, success)
+
+
+def test_a_job_id_in_flight_is_refused() -> None:
+    book = JobBook()
+    begin(book, StepPlan(stores=[store(1)]))
+    assert refused(book, StepPlan(stores=[store(1)])).startswith("CONN-5: job id 1 is in flight")
+    assert refused(book, StepPlan(stores=[store(2), store(2)])).startswith("CONN-5: job id 2")
+    book.end(done(1))
+    begin(book, StepPlan(stores=[store(1)]))
+
+
+def test_a_promise_needs_its_load_in_the_same_plan() -> None:
+    book = JobBook()
+    book.promise("r", 32)
+    assert "promised 32 tokens to request 'r' and planned no load" in refused(book, StepPlan())
+    assert refused(book, StepPlan(loads=[load(1, "other")])).startswith("CONN-2: load job 1 names")
+    begin(book, StepPlan(loads=[load(1), load(2)]))
+    assert refused(book, StepPlan(loads=[load(3)])).startswith("CONN-2"), "a step too late"
+    begin(book, StepPlan())
+
+
+def test_a_report_of_no_job_is_refused() -> None:
+    book = JobBook()
+    begin(book, StepPlan(stores=[store(1)]))
+    with pytest.raises(ConnectorError, match="CONN-3: job 2"):
+        book.end(done(2))
+    assert book.end(done(1)) == EndedJob(store(1), False, done(1), False, False)
+    with pytest.raises(ConnectorError, match="CONN-3: job 1"):
+        book.end(done(1))
+
+
+def test_a_job_ends_with_its_last_worker() -> None:
+    book = JobBook(num_workers=3)
+    begin(book, StepPlan(stores=[store(1)]))
+    assert book.end(done(1), rank=2) is None
+    assert book.end(done(1, success=False), rank=0) is None
+    assert not book.awaits(1, rank=2)
+    with pytest.raises(ConnectorError, match="CONN-3"):
+        book.end(done(1), rank=2)
+    assert (len(book), book.awaits(1, rank=1)) == (1, True)
+    ended = book.end(done(1), rank=1)
+    assert ended is not None
+    assert not ended.result.success, "one that failed is enough"
+    assert not len(book)
+
+
+def test_a_request_waits_for_its_last_load() -> None:
+    book = JobBook()
+    book.promise("r", 16)
+    book.promise("other", 16)
+    begin(book, StepPlan(loads=[load(1), load(2, "other"), load(3)]))
+    ends = [book.end(done(3, success=False)), book.end(done(2)), book.end(done(1))]
+    assert [(end.is_last_load, end.load_failed) for end in ends if end] == [
+        *((False, True), (True, False), (True, True))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "is_kept"), [(0, True), (16, True), (-16, False), (8, False), (48, False)]
+)
+def test_a_promise_ends_at_a_block_and_leaves_a_token(num_tokens: int, is_kept: bool) -> None:
+    request = RequestInfo("r", 64, [])
+    if is_kept:
+        check_promise(CacheGeometry.single(16), request, 16, num_tokens)
+        return
+    with pytest.raises(ConnectorError, match=f"CONN-2: match_prefix promised {num_tokens}"):
+        check_promise(CacheGeometry.single(16), request, 16, num_tokens)
+
+
+# --- a plan that says more than jobs (kvview.StepPlan) ---
+
+
+@dataclass(frozen=True)
+class Drops(StepPlan):
+    dropped: Sequence[str] = ()
+
+
+class Busy(SchedulerConnector):
+    def plan_step(self, step: StepInfo) -> StepPlan:
+        return Drops(dropped=["a key"])
+
+    def has_pending_work(self) -> bool:
+        return True
+
+
+class Hears(WorkerConnector):
+    def __init__(self) -> None:
+        self.plans: list[StepPlan] = []
+
+    def start_plan(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+
+
+class DropsKeys(Connector):
+    def make_scheduler(self) -> SchedulerConnector:
+        return Busy()
+
+    def make_worker(self) -> WorkerConnector:
+        return Hears()
+
+
+def test_a_plan_without_jobs_reaches_the_worker_and_is_no_work() -> None:
+    geometry = CacheGeometry.single(16)
+    engine = Engine(geometry, DropsKeys(ConnectorConfig(geometry)), num_gpu_blocks=8)
+    assert isinstance(engine.worker_connector, Hears)
+    engine.step()
+    assert engine.worker_connector.plans == [Drops(dropped=["a key"])]
+
+    def run() -> None:
+        for _ in range(1100):
+            engine.step()
+
+    with pytest.raises(ConnectorError, match="has_pending_work was true"):
+        run()

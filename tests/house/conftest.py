@@ -1,0 +1,35 @@
+"""The wheel, built once for all tests that look at what is installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.house.source_tree import ROOT
+
+collect_ignore = ["sample"]  # a project of its own: test_sample.py runs it
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this tree."""
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder where the wheel is installed, without what it depends on."""
+    folder = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", folder, wheel], check=True, capture_output=True)
+    return folder

@@ -1,0 +1,152 @@
+"""The index of laws: complete, up to date, and repeated by errors, checks and tests."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+
+import pytest
+
+from docs.make_laws import PAGE, laws, page
+from kvview import errors
+from tests.house.source_tree import ROOT, files_of_tests, modules
+
+LAWS = laws()
+
+ERRORS_WITHOUT_A_LAW = {
+    "ConfigError": "what a user set",
+    "TraceError": "what stands in a trace",
+    "NoFreeBlocksError": "what an engine asked of its own pool",
+    "UnsupportedContractError": "what is installed",
+    "UnsupportedEngineError": "what is installed",
+}
+"""Errors that no law speaks of; the message of every other one begins with the law's number."""
+
+WAITING_FOR_A_NUMBER: dict[str, int] = {
+    "kvview/geometry.py": 3,
+    "kvview/guard/view.py": 4,
+    "kvview/transfer.py": 4,
+    "reference/kvview_reference/connector/multi.py": 1,
+    "reference/kvview_reference/engine/engine.py": 2,
+    "reference/kvview_reference/geometry/coordinator.py": 1,
+    "reference/kvview_reference/offloading/manager.py": 1,
+    "reference/kvview_reference/pool.py": 1,
+    "reference/kvview_reference/transfer/worker.py": 10,
+    "adapters/kvview_vllm/binding.py": 1,
+    "adapters/kvview_vllm/connector/worker.py": 2,
+    "adapters/kvview_vllm/geometry.py": 1,
+}
+"""How many messages of laws do not begin with one, by file; to be emptied."""
+
+WAITING_FOR_A_TEST = {
+    "POOL-13",
+    "POOL-14",
+    "XFER-6",
+    "CONN-7",
+    "CONN-8",
+    "CPU-1",
+    "CPU-2",
+    "MSG-2",
+    "VGEO-1",
+    "VGEO-2",
+    "VOFF-6",
+}
+"""Laws that no check, planted fault or test names; to be emptied."""
+
+NOT_LAWS = {"UTF-8", "POOL-99"}  # the last one is a law that tests look for in vain
+
+_LAW_ERRORS = {
+    name
+    for name, value in vars(errors).items()
+    if isinstance(value, type) and issubclass(value, errors.KVViewError)
+} - {"KVViewError", *ERRORS_WITHOUT_A_LAW}
+
+
+def _begins_with_a_law(message: ast.expr) -> bool:
+    if isinstance(message, ast.BinOp):
+        return _begins_with_a_law(message.left)
+    if isinstance(message, ast.JoinedStr):
+        first = message.values[0]
+        if isinstance(first, ast.FormattedValue):  # f"{law}: ..."
+            return ast.unparse(first.value).endswith("law")
+        return _begins_with_a_law(first)
+    return isinstance(message, ast.Constant) and bool(re.match(r"[A-Z]+-\d+: ", str(message.value)))
+
+
+def messages_without_a_law() -> dict[str, list[str]]:
+    """By file, the lines that make an error of a law and do not begin with its number."""
+    found = defaultdict(list)
+    for module in modules():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func).rpartition(".")[2]
+                if name in _LAW_ERRORS and not (node.args and _begins_with_a_law(node.args[0])):
+                    found[module.path].append(f"{module.path}:{node.lineno}: {name}")
+    return found
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(LAWS.values()), "python docs/make_laws.py"
+
+
+def test_the_numbers_of_a_family_have_no_gap() -> None:
+    families = defaultdict(set)
+    for law in LAWS.values():
+        families[law.family].add(int(law.number.rpartition("-")[2]))
+    for family, numbers in families.items():
+        assert numbers == set(range(1, len(numbers) + 1)), family
+
+
+def test_every_law_that_is_named_exists() -> None:
+    known = {*LAWS, *NOT_LAWS}
+    paths = [module.path for module in modules()] + files_of_tests()
+    paths += ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "pyproject.toml"]
+    for folder in ("docs", "examples", "benchmarks"):
+        paths += [path.relative_to(ROOT).as_posix() for path in (ROOT / folder).glob("*.*")]
+    unknown = {
+        f"{path}: {number}"
+        for path in paths
+        for number in re.findall(
+            r"(?<![A-Za-z0-9_-])[A-Z]{2,}-\d+(?![\d-])", (ROOT / path).read_text(encoding="utf-8")
+        )
+        if number not in known
+    }
+    assert not unknown, "\n".join(sorted(unknown))
+
+
+def test_every_law_is_named_by_a_check_or_a_test() -> None:
+    unnamed = {
+        law.number
+        for law in LAWS.values()
+        if not (law.checks or law.simulated or law.faults or law.tests)
+    }
+    assert unnamed == WAITING_FOR_A_TEST
+
+
+def test_every_error_of_a_law_begins_with_its_number() -> None:
+    found = messages_without_a_law()
+    listed = "\n".join(line for lines in found.values() for line in lines)
+    assert {path: len(lines) for path, lines in found.items()} == WAITING_FOR_A_NUMBER, listed
+
+
+@pytest.mark.parametrize("name", sorted(ERRORS_WITHOUT_A_LAW))
+def test_an_error_without_a_law_exists(name: str) -> None:
+    assert issubclass(getattr(errors, name), errors.KVViewError)
+
+
+@pytest.mark.parametrize(
+    ("message", "begins"),
+    [
+        ("'POOL-4: block 7'", True),
+        ("f'POOL-4: {x}'", True),
+        ("f'{self.law}: {x}'", True),
+        ("'POOL-4: ' + why", True),
+        ("'block 7'", False),
+        ("f'{owner}: {x}'", False),
+        ("why", False),
+        ("'POOL-4 block'", False),
+    ],
+)
+def test_a_number_is_recognised(message: str, begins: bool) -> None:
+    assert _begins_with_a_law(ast.parse(message, mode="eval").body) is begins

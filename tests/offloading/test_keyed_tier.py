@@ -1,0 +1,83 @@
+"""A tier that names nothing by page number keeps the contracts, and the kit can say so."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from kvview import LoadStoreSpec, OffloadingManager, SupportsMedia, make_offload_key
+from kvview.testing import BoundCheck, Capability, Outcome, parametrize_with_checks, run_checks
+from kvview_reference.harness import ReferenceManager, ReferenceTransfer
+from tests.offloading.keyed_tier import DISK, KeyedManager, KeyedWorker, KeySpec
+
+
+class KeyedTransfer(ReferenceTransfer):
+    """The worker by key, over the tensors of the reference's harness."""
+
+    capabilities = ReferenceTransfer.capabilities | {Capability.TIER_SPEC}
+
+    def make_worker(self) -> Any:
+        return KeyedWorker(self.kv_caches, blocks_per_chunk=self.blocks_per_chunk)
+
+    def tier_spec(self, pages: Sequence[int]) -> LoadStoreSpec:
+        return KeySpec([b"page %d" % page for page in pages])
+
+    def pause(self) -> None:
+        self._gate = threading.Event()
+        self.worker.lane.submit(self._gate.wait)  # type: ignore[attr-defined]
+
+    def fail_next(self) -> None:
+        self.worker.fails = lambda number: True  # type: ignore[attr-defined]
+
+    def fail_block(self, number: int) -> None:
+        self.worker.fails = lambda at: at == number  # type: ignore[attr-defined]
+
+
+class KeyedManagerHarness(ReferenceManager):
+    capabilities = ReferenceManager.capabilities - {Capability.PAGES}
+
+    def with_policy(self, name: str) -> OffloadingManager:
+        return KeyedManager(self.capacity, name, enable_events=True)
+
+
+@parametrize_with_checks(KeyedTransfer)
+def test_worker(check: BoundCheck) -> None:
+    check()
+
+
+@parametrize_with_checks(KeyedManagerHarness)
+def test_manager(check: BoundCheck) -> None:
+    check()
+
+
+def test_only_checks_that_count_pages_are_left_out() -> None:
+    results = run_checks(KeyedManagerHarness, select=["OFF-2", "OFF-9"]).results
+    reasons = {result.reason for result in results if result.outcome is Outcome.SKIPPED}
+    assert reasons == {"the harness does not declare pages"}
+    results = run_checks(KeyedTransfer, select=["XFER-*"]).results
+    assert not any(result.outcome is Outcome.SKIPPED for result in results)
+
+
+def test_a_script_names_pages_as_the_harness_does() -> None:
+    class Wrong(KeyedTransfer):
+        def tier_spec(self, pages: Sequence[int]) -> LoadStoreSpec:
+            return KeySpec([b"one page for all" for _ in pages])
+
+    (result,) = run_checks(Wrong, select=["check_xfer_1_unaligned_chunks*"]).failures
+    assert result.failure is not None
+    assert "h.tier_spec([" in result.failure.script
+
+
+def test_a_spec_of_keys_pickles_and_the_manager_names_its_medium() -> None:
+    manager = KeyedManager(4, enable_events=True)
+    assert isinstance(manager, SupportsMedia)
+    assert list(manager.media) == [DISK]
+    output = manager.prepare_store([make_offload_key(b"k", 0)])
+    assert output is not None
+    assert pickle.loads(pickle.dumps(output.store_spec)) == output.store_spec
