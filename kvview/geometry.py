@@ -23,8 +23,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
-from typing_extensions import override
-
 from kvview.errors import GeometryError
 from kvview.keys import BlockHash, OffloadKey, make_offload_key
 
@@ -96,9 +94,9 @@ class CacheGroup:
 class FullAttention(CacheGroup):
     """Tokens attend to everything before them."""
 
-    @override
     def longest_prefix(self, max_tokens: int, is_cached: IsCached, alignment: int) -> int:
         # Cached prefixes are downward closed here: from the left, stop at a miss.
+        """The longest cached prefix, found from the left."""
         num_blocks = max_tokens // self.block_size
         hit = 0
         while hit < num_blocks and is_cached(hit):
@@ -117,8 +115,8 @@ class SlidingWindow(CacheGroup):
 
     sliding_window: int
 
-    @override
     def num_skipped_tokens(self, num_tokens: int) -> int:
+        """Tokens before the window."""
         return max(0, num_tokens - self.sliding_window + 1)
 
 
@@ -132,8 +130,8 @@ class ChunkedLocalAttention(CacheGroup):
 
     attention_chunk_size: int
 
-    @override
     def num_skipped_tokens(self, num_tokens: int) -> int:
+        """Tokens before the chunk."""
         return num_tokens - num_tokens % self.attention_chunk_size
 
 
@@ -141,8 +139,8 @@ class ChunkedLocalAttention(CacheGroup):
 class Mamba(CacheGroup):
     """A state-space group: the state after the last block is all that is read."""
 
-    @override
     def num_skipped_tokens(self, num_tokens: int) -> int:
+        """All but the last token: its state holds the rest."""
         return max(0, num_tokens - 1)
 
 

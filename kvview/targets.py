@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from kvview.connector import Connector, SchedulerConnector, WorkerConnector
-from kvview.connector.calls import where
+from kvview.connector.raising import where
 from kvview.errors import ConfigError, one_line
 
 _PREFIX = "kvview_target_"

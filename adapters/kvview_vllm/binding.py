@@ -88,7 +88,7 @@ class BlockPoolViewMixin:
 
     def _not_bound(self) -> ViewNotBoundError:
         return ViewNotBoundError(
-            f"{self._owner()} needs the block pool, and vLLM {engine_version()} did not "
+            f"BIND-3: {self._owner()} needs the block pool, and vLLM {engine_version()} did not "
             f"bind it: add --scheduler-cls kvview_vllm.scheduler.ViewScheduler (with "
             f"--async-scheduling: kvview_vllm.scheduler.AsyncViewScheduler)"
         )

@@ -71,9 +71,9 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any | None) -> CacheGeometr
     sizes = [group.block_size for group in groups]
     if {*sizes} != {hash_block_size} and not release.named_by_last_hash:
         raise GeometryError(
-            f"block sizes {sizes} over hash_block_size {hash_block_size}: this vLLM names a larger "
-            f"block by all its hashes joined, not by the last; use one block size for all groups "
-            f"or a newer vLLM"
+            f"GEO-2: block sizes {sizes} over hash_block_size {hash_block_size}: this vLLM names "
+            f"a larger block by all its hashes joined, not by the last; use one block size for "
+            f"all groups or a newer vLLM"
         )
     return CacheGeometry(scheduler_block_size, hash_block_size, groups)
 

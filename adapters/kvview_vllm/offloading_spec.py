@@ -6,7 +6,7 @@
         "spec_module_path": "kvview_vllm.offloading_spec",
         "kvview": {"num_blocks": 1000}}}'
 
-- VOFF-6 A job that failed ends the engine: vLLM asserts that none does.
+A job that failed ends the engine: vLLM asserts that none does (#39732).
 
 Source: ``OffloadingSpec``, vllm/v1/kv_offload/base.py (before 0.21 spec.py).
 """

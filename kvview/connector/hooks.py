@@ -89,21 +89,23 @@ def _check_hooks(cls: type) -> None:
         for name, value in vars(owner).items():
             if name.startswith("_"):
                 continue
-            what = f"CONN-9: {owner.__module__}.{owner.__qualname__}.{name}"
+            what = f"{owner.__module__}.{owner.__qualname__}.{name}"
             if name in hooks:
                 wanted = f"{name}{inspect.signature(hooks[name])}"
                 if problem := _why_not_called(value, hooks[name]):
-                    raise ConnectorDefinitionError(f"{what} {problem}; the engine calls {wanted}")
+                    raise ConnectorDefinitionError(
+                        f"CONN-9: {what} {problem}; the engine calls {wanted}"
+                    )
                 first = next(base for base in cls.__mro__ if name in vars(base))
                 if first in _bases:
                     raise ConnectorDefinitionError(
-                        f"{what} is never called: in {cls.__qualname__} the default of "
+                        f"CONN-9: {what} is never called: in {cls.__qualname__} the default of "
                         f"{first.__qualname__} comes before it. Name the mixin first"
                     )
             elif _is_method(value) and (meant := _meant(name, hooks)):
                 half = next(base.__name__ for base in _bases if meant in vars(base))
                 raise ConnectorDefinitionError(
-                    f"{what} is never called: the hook is {half}.{meant}"
+                    f"CONN-9: {what} is never called: the hook is {half}.{meant}"
                     f"{inspect.signature(_declared(_bases)[meant])}. Rename it, or begin the name "
                     f"of a helper with an underscore"
                 )

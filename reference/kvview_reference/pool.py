@@ -371,7 +371,7 @@ class BlockPool:
             raise ValueError(f"{len(block_ids)} block_ids, {len(keys)} block_hashes")
         for block_id in block_ids:
             if self._ref_cnt[block_id] == 0 and block_id != NULL_BLOCK_ID:
-                raise BlockNotHeldError(f"cannot cache block {block_id}: it is free")
+                raise BlockNotHeldError(f"POOL-4: cannot cache block {block_id}: it is free")
         if not self.enable_caching:
             return
         stored = [

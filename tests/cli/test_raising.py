@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from kvview.cli.commands import cli
 from kvview.cli.output import ExitCode
-from kvview_reference.connector import LazyOffloadConnector
+from kvview_reference.connector import OffloadConnector
 from kvview_reference.engine import Engine
 
 pytest.importorskip("torch")
@@ -26,7 +26,7 @@ SMALL = ("--requests", "60", "--gpu-blocks", "200")
 # One connector that does what LazyOffload does, but for one method.
 SOURCE = """
 import kvview
-from kvview_reference.connector import LazyOffloadConnector, LazyOffloadWorker
+from kvview_reference.connector import LazyOffloadConnector, OffloadWorker
 from kvview_reference.connector.lazy_offload import LazyOffloadScheduler
 
 class Odd(Exception):
@@ -36,7 +36,7 @@ class Odd(Exception):
 class Scheduler(LazyOffloadScheduler):
     {scheduler}
 
-class Worker(LazyOffloadWorker):
+class Worker(OffloadWorker):
     {worker}
 
 class Mine(LazyOffloadConnector):
@@ -221,7 +221,7 @@ def test_what_a_connector_of_kvviews_own_raises_has_a_line_too(
     def make_worker(self: object) -> Any:
         raise OSError("no memory")
 
-    monkeypatch.setattr(LazyOffloadConnector, "make_worker", make_worker)
+    monkeypatch.setattr(OffloadConnector, "make_worker", make_worker)
     result = run("replay", *SMALL)
     require_one_line(result, ExitCode.CONNECTOR_RAISED, "make_worker raised OSError: no memory")
 

@@ -42,7 +42,7 @@ from kvview.testing.connector.invariants import (
     check_free_list,
 )
 from kvview.testing.connector.page import write_report
-from kvview.testing.connector.watch import Ledger
+from kvview.testing.connector.watch import History
 from kvview_reference.connector import LazyOffloadConnector, MultiConnector, OffloadConnector
 from kvview_reference.engine import chain_hashes
 from tests.mutants import connector as connectors
@@ -301,44 +301,44 @@ def test_a_connector_that_never_answers_is_not_the_engines_fault() -> None:
 # --- what was a false alarm once ---
 
 
-def promised(ledger: Ledger, request: RequestInfo, num_tokens: int) -> None:
+def promised(history: History, request: RequestInfo, num_tokens: int) -> None:
     """A promise of what is stored and advertised."""
     keys = tuple(make_offload_key(h, 0) for h in request.block_hashes[: num_tokens // 4])
-    ledger.stored.update(keys)
-    ledger.events.apply([OffloadingEvent(keys, "CPU", removed=False)])
-    ledger.on_promise(request, 0, num_tokens)
+    history.stored.update(keys)
+    history.events.apply([OffloadingEvent(keys, "CPU", removed=False)])
+    history.on_promise(request, 0, num_tokens)
 
 
-def forget(ledger: Ledger) -> None:
-    gone = tuple(ledger.events.advertised)
-    ledger.events.apply([OffloadingEvent(gone, "CPU", removed=True)])
-    ledger.forget()
+def forget(history: History) -> None:
+    gone = tuple(history.events.advertised)
+    history.events.apply([OffloadingEvent(gone, "CPU", removed=True)])
+    history.forget()
 
 
 def test_a_promise_ends_with_a_reset() -> None:
-    ledger = Ledger(CacheGeometry.single(4))
-    promised(ledger, RequestInfo("a", 9, chain_hashes(range(2))), 4)
-    forget(ledger)
-    ledger.on_blocks_allocated("a")  # it starts without a load
+    history = History(CacheGeometry.single(4))
+    promised(history, RequestInfo("a", 9, chain_hashes(range(2))), 4)
+    forget(history)
+    history.on_blocks_allocated("a")  # it starts without a load
 
 
 def test_a_promise_ends_when_the_blocks_come() -> None:
-    ledger = Ledger(CacheGeometry.single(4))
-    promised(ledger, RequestInfo("a", 9, chain_hashes(range(2))), 4)
-    ledger.on_blocks_allocated("a")
-    ledger.stored.clear()  # evicted since, and the load failed
-    ledger.on_blocks_allocated("a")
+    history = History(CacheGeometry.single(4))
+    promised(history, RequestInfo("a", 9, chain_hashes(range(2))), 4)
+    history.on_blocks_allocated("a")
+    history.stored.clear()  # evicted since, and the load failed
+    history.on_blocks_allocated("a")
 
 
 def test_the_promises_of_several_requests_are_kept_apart() -> None:
-    ledger = Ledger(CacheGeometry.single(4))
+    history = History(CacheGeometry.single(4))
     one, two = (RequestInfo(name, 9, chain_hashes([name, 1])) for name in "ab")
-    promised(ledger, one, 8)
-    promised(ledger, two, 8)
-    ledger.stored.discard(make_offload_key(one.block_hashes[1], 0))
-    ledger.on_blocks_allocated("b")
+    promised(history, one, 8)
+    promised(history, two, 8)
+    history.stored.discard(make_offload_key(one.block_hashes[1], 0))
+    history.on_blocks_allocated("b")
     with pytest.raises(InvariantBroken, match="CONN-2: match_prefix promised key"):
-        ledger.on_blocks_allocated("a")
+        history.on_blocks_allocated("a")
 
 
 @pytest.mark.parametrize("connector", [LeasesForAWhile, LeasesForLong])

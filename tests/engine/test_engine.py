@@ -596,7 +596,7 @@ def test_a_pin_budget_is_not_an_error_for_the_lazy_connector() -> None:
     engine.scheduler_connector.bind_gpu_block_pool_view(guard)
     for wave in range(2):
         run(engine, *[prompt(f"{wave}.{i}", i, 33) for i in range(8)])
-    assert guard.stats.refused > 0
+    assert guard.stats.refused == 0, "it asks how much may be held"
     end(engine)
 
 

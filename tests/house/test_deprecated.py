@@ -8,9 +8,10 @@ import re
 import pytest
 from pydantic import BaseModel
 
-from kvview import CacheGeometry, Connector, ConnectorConfig
+from kvview import CacheGeometry, ConnectorConfig
 from kvview.targets import load_connector, load_target
 from kvview.version import __version__
+from kvview_reference.connector import MultiConnector
 from tests.house.source_tree import modules
 
 
@@ -27,17 +28,18 @@ def test_options_are_parsed_under_the_old_name() -> None:
 def test_a_connector_is_found_under_the_old_name() -> None:
     load = load_target("kvview.config:load_connector")
     with pytest.deprecated_call(match=r"kvview\.targets\.load_connector"):
-        assert load("kvview:Connector") is Connector
+        assert load("kvview_reference.connector:MultiConnector") is MultiConnector
 
 
 def test_settings_of_0_x_still_name_the_multi_connector() -> None:
     found = load_connector("kvview_reference.multi_connector:MultiConnector")
     config = ConnectorConfig(
-        CacheGeometry.single(16), {"connectors": [{"connector": "kvview:Connector"}]}
+        CacheGeometry.single(16),
+        {"connectors": [{"connector": "kvview_reference.connector:OffloadConnector"}]},
     )
     with pytest.deprecated_call(match=r"kvview_reference\.connector:MultiConnector"):
         connector = found(config)
-    assert connector.make_scheduler().take_events() == []
+    assert list(connector.make_scheduler().take_events()) == []
 
 
 def deprecations() -> list[tuple[str, str, str]]:

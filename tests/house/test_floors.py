@@ -52,19 +52,20 @@ ALLOWED_LATER = {
     "vllm": ("kvview_vllm",),
 }
 
-NOT_BUILT_YET = {"kvview_vllm.guard"}
-"""Rooms that are missing; to be emptied."""
-
 NAMES_ABOVE = {
     # Defaults of the user's own settings `manager` and `worker`, loaded as any target is.
     "adapters/kvview_vllm/offloading_spec.py": {"kvview_reference"},
+    # Frames of these packages are not the connector's when it is asked where it raised.
+    "kvview/connector/raising.py": {"kvview_reference", "kvview_vllm"},
 }
 """Modules that may name a floor above theirs in a string, and why."""
 
 MAX_LINES = 700
 MAX_CONTRACT_LINES = 300
 LONG_CONTRACT_MODULES = {
-    "kvview/guard/view.py": 500,  # behaviour, not a protocol: the ledger and its checks
+    # Behaviour, not protocols: the ledger and its checks.
+    "kvview/guard/ledger.py": 500,
+    "kvview/guard/view.py": 500,
 }
 
 
@@ -83,7 +84,7 @@ def _floor(name: str) -> str:
 @pytest.mark.parametrize("floor", ["kvview", "kvview.testing", "kvview_reference", "kvview_vllm"])
 def test_every_contract_has_its_room_on_every_floor(floor: str, room: str) -> None:
     name = f"{floor}.{room}"
-    assert (name in module_names()) != (name in NOT_BUILT_YET)
+    assert name in module_names()
 
 
 @pytest.mark.parametrize("room", ROOMS)

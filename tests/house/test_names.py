@@ -19,6 +19,7 @@ SAME_MODULE_NAME = {
     "machine": "the stateful search of one contract, in its room of the kit",
     "manager": "the offloading manager of a floor",
     "page": "the web page of a report: of all checks, and of a connector's",
+    "queries": "the optional queries of a view, and of the view that guards it",
     "request": "a request: as the connector is told of it, and as the engine has it",
     "run": "one run: of a scenario, and of a trace",
     "simulation": "what a floor's engine is under `kvview check`",

@@ -15,24 +15,6 @@ from tests.house.source_tree import Module, modules
 ALLOWED: dict[str, dict[str, str]] = {}
 """``{file: {expression: why it is no decision by release}}``."""
 
-WAITING: dict[str, int] = {
-    "adapters/kvview_vllm/binding.py": 3,
-    "adapters/kvview_vllm/connector/connector.py": 2,
-    "adapters/kvview_vllm/connector/messages.py": 5,
-    "adapters/kvview_vllm/connector/scheduler.py": 2,
-    "adapters/kvview_vllm/connector/steps.py": 1,
-    "adapters/kvview_vllm/doctor/__init__.py": 3,
-    "adapters/kvview_vllm/geometry.py": 6,
-    "adapters/kvview_vllm/offloading/for_vllm.py": 3,
-    "adapters/kvview_vllm/offloading/manager.py": 2,
-    "adapters/kvview_vllm/offloading/translated.py": 10,
-    "adapters/kvview_vllm/offloading_spec.py": 6,
-    "adapters/kvview_vllm/simulation/__init__.py": 1,
-    "adapters/kvview_vllm/simulation/engine.py": 2,
-    "adapters/kvview_vllm/simulation/scheduler.py": 13,
-}
-"""How many there still are, by file; to be emptied."""
-
 _MISSING = {"ImportError", "ModuleNotFoundError", "AttributeError"}
 
 
@@ -64,7 +46,7 @@ def test_only_the_releases_decide_by_release() -> None:
         if lines:
             found[module.path] = lines
     listed = "\n".join(f"{path}:{line}" for path, lines in found.items() for line in lines)
-    assert {path: len(lines) for path, lines in found.items()} == WAITING, listed
+    assert not found, listed
 
 
 def test_every_exception_is_in_use() -> None:

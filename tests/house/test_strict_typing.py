@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SAMPLE = Path(__file__).parent / "sample" / "strict_typing.py"
+SAMPLE = Path(__file__).with_name("strict_typing.py")
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:

@@ -137,7 +137,7 @@ def test_expected_failures_and_unexpected_passes() -> None:
         ({"expected_failures": {"check_pool_4_unknown_ids_are_refuse": "x"}}, "did you mean"),
         ({"expected_failures": {"check_pool_4_*": "x"}}, "matches no check"),
         ({"expected_failures": {WRONG_CHECK: " "}}, "needs a reason"),
-        ({"select": ["POOL-99"]}, "'POOL-12' matches no check of this contract"),
+        ({"select": ["POOL-99"]}, "'POOL-99' matches no check of this contract"),
         ({"select": ["check_off_*"]}, "matches no check"),
         ({"profile": "quick"}, "known: ci, soak"),
     ],

@@ -179,7 +179,7 @@ def test_unknown_shape_is_refused() -> None:
         assert part in str(caught.value)
 
 
-def test_spec_without_pages_is_handed_on() -> None:
+def test_spec_without_pages_is_handed_on() -> None:  # VOFF-2
     manager = VLLMOffloadingManager(make_keyed_manager)
     output = manager.prepare_store(keys(0, 1), CTX)
     assert output is not None

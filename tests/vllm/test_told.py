@@ -193,7 +193,8 @@ def test_an_aborted_load_counts_for_nothing(make_engine: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize("depth", [2, 3])
-def test_full_blocks_while_batches_are_in_flight(make_engine: MakeEngine, depth: int) -> None:
+def test_full_blocks_while_batches_are_in_flight(  # CONN-7
+    make_engine: MakeEngine, depth: int) -> None:
     engine = make_engine(depth=depth)
     assert "Async" in type(engine.scheduler).__name__
     connector = half(engine)
@@ -244,7 +245,8 @@ def test_a_refused_option_names_the_connector(tmp_path: Path) -> None:
         lane.Engine(tmp_path / "model", config)
 
 
-def test_a_report_of_no_job_is_dropped(
+def test_a_report_of_no_job_is_dropped(  # MSG-2
+    
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine()

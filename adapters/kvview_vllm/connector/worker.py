@@ -71,8 +71,8 @@ class WorkerSide:
             late = [job.job_id for job in plan.loads if job.job_id not in self._unacknowledged]
             if late:
                 raise ConnectorError(
-                    f"{type(self._half).__name__}.wait returned before load jobs {late} were "
-                    f"reported by get_finished, and the step computes on what they load"
+                    f"WORK-1: {type(self._half).__name__}.wait returned before load jobs {late} "
+                    f"were reported by get_finished, and the step computes on what they load"
                 )
             self._loaded.clear()  # the engine waits for asynchronous loads only
 
@@ -126,7 +126,8 @@ class WorkerSide:
             self._failed_requests.add(job.request_id or "")
         else:
             raise ConnectorError(
-                f"load job {job.job_id} of request {job.request_id!r} failed ({error}), and this "
-                f"vLLM cannot be told so with {self._num_groups} KV-cache groups: it would compute "
-                f"on what was never loaded. Needs 0.11.1 with one group, 0.30 with several"
+                f"WORK-2: load job {job.job_id} of request {job.request_id!r} failed ({error}), "
+                f"and this vLLM cannot be told so with {self._num_groups} KV-cache groups: it "
+                f"would compute on what was never loaded. Needs 0.11.1 with one group, 0.30 with "
+                f"several"
             )

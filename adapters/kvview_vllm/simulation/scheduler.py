@@ -3,9 +3,8 @@
 The scheduler, its pool and the connectors are vLLM's; the configuration names a model
 that is never built, and what a model runner would answer is made up.
 
-- CPU-1 Nothing of vLLM **must** be patched; the platform is the one that it chose.
-- CPU-2 Only arguments that the installed release has **must** be passed: names are
-  read from its signatures.
+Nothing of vLLM is patched; the platform is the one that it chose, and arguments are
+those that the installed release has (:mod:`kvview_vllm.releases.calls`).
 
 Source: vllm/config, vllm/v1/core/sched/scheduler.py and vllm/v1/outputs.py, 0.11.0 to
 0.33.0; the order of calls to a worker is that of vllm/v1/worker/gpu_model_runner.py.

@@ -33,7 +33,7 @@ from kvview import (
     TransferSpecError,
     WorkerConnector,
 )
-from kvview.connector.calls import wrong_type
+from kvview.connector.raising import wrong_type
 from kvview.errors import line_of
 from kvview.testing.connector.invariants import InvariantBroken, short
 from kvview.testing.connector.scenario import Fate

@@ -17,7 +17,7 @@ from kvview import (
     SchedulerConnector,
     WorkerConnector,
 )
-from kvview.connector.calls import build_connector
+from kvview.connector.raising import build_connector
 from kvview.testing.connector.faults import FaultyWorker, Pool, hook, require_type
 from kvview.testing.connector.harness import ConnectorHarness, EngineFactory, load_engines
 from kvview.testing.connector.invariants import (
@@ -41,7 +41,7 @@ from kvview.testing.connector.scenario import (
     Squeeze,
     Step,
 )
-from kvview.testing.connector.watch import FEWEST_CHANCES, Ledger, WatchedScheduler
+from kvview.testing.connector.watch import FEWEST_CHANCES, History, WatchedScheduler
 
 _PATIENCE = 30  # steps that a block may be held for no job
 _STEPS_BEFORE_LOST = 12  # of the drain, until what is lost is reported
@@ -103,7 +103,7 @@ class _Part(Connector):
         self, connector: Connector, scenario: Scenario, fates: Iterator[Fate], pool: Pool
     ) -> None:
         super().__init__(ConnectorConfig(scenario.geometry))
-        self.ledger = Ledger(scenario.geometry)
+        self.history = History(scenario.geometry)
         self._connector = connector
         self._scenario = scenario
         self._fates = fates
@@ -113,7 +113,7 @@ class _Part(Connector):
         with hook("make_scheduler", "CONN-1"):
             half = self._connector.make_scheduler()
         require_type("make_scheduler", half, "CONN-1")
-        self.scheduler = WatchedScheduler(half, self.ledger)
+        self.scheduler = WatchedScheduler(half, self.history)
         return self.scheduler
 
     def make_worker(self) -> WorkerConnector:
@@ -121,7 +121,7 @@ class _Part(Connector):
             half = self._connector.make_worker()
         require_type("make_worker", half, "CONN-1")
         fate_of_load = self._scenario.fate_of_load
-        self.worker = FaultyWorker(half, self._fates, fate_of_load, self._pool, self.ledger)
+        self.worker = FaultyWorker(half, self._fates, fate_of_load, self._pool, self.history)
         return self.worker
 
 
@@ -220,7 +220,7 @@ class _Run:
                     with suppress(InvariantBroken):  # threads and memory, whatever happened
                         worker.shutdown()
         for part in self._parts:
-            self._coverage.update(part.ledger.coverage)
+            self._coverage.update(part.history.coverage)
         if self._engine is not None:
             stats = self.engine.stats
             for name in ("requests", "preemptions", "steps"):
@@ -340,7 +340,7 @@ class _Run:
 
     def _probe(self) -> None:
         """Ask again for what was asked for, when none of it is on the GPU any more."""
-        if not any(part.ledger.wants_chances for part in self._parts):
+        if not any(part.history.wants_chances for part in self._parts):
             return
         longest: dict[int, Add] = {}
         for event in self.scenario.events:
@@ -355,7 +355,7 @@ class _Run:
                 self._add(add)
                 self._drain()
         for part in self._parts:
-            part.ledger.check_ever_hits(self.scenario.cpu_blocks if self._knows_cpu_blocks else 0)
+            part.history.check_ever_hits(self.scenario.cpu_blocks if self._knows_cpu_blocks else 0)
 
     def _shutdown(self) -> None:
         left = self.engine.shutdown()
@@ -383,7 +383,7 @@ class _Run:
         check_bytes(self._num_wrong, before)
         for part in self._parts:
             part.scheduler.fold_events()
-            part.ledger.check()
+            part.history.check()
         if is_step:
             held_for_good = Counter(held) - self._expiring_blocks()
             self._watch.check(len(self._timeline), held_for_good, in_flight)

@@ -50,7 +50,7 @@ _LAW_OF_HOOK = {
 }  # the others: CONN-4
 
 
-class Ledger:
+class History:
     """What was stored, failed and advertised so far, and how often what happened.
 
     Args:
@@ -166,14 +166,14 @@ class WatchedScheduler(SchedulerConnector):
 
     Args:
         inner: The real scheduler half.
-        ledger: Where it is noted.
+        history: Where it is noted.
     """
 
-    def __init__(self, inner: SchedulerConnector, ledger: Ledger) -> None:
+    def __init__(self, inner: SchedulerConnector, history: History) -> None:
         self._inner = inner
-        self._ledger = ledger
+        self._history = history
         self._view: GPUBlockPoolView | None = None
-        self._untaken: list[OffloadingEvent] = []  # in the ledger, not with the engine
+        self._untaken: list[OffloadingEvent] = []  # in the history, not with the engine
         self.unanswered: set[str] = set()  # requests that are to be asked about again
 
     def _call(self, name: str, *args: Any) -> Any:
@@ -181,12 +181,12 @@ class WatchedScheduler(SchedulerConnector):
             return getattr(self._inner, name)(*args)
 
     def fold_events(self) -> None:
-        """Take the events so far into the ledger."""
+        """Take the events so far into the history."""
         with hook("take_events", "EVENT-3"):  # it may be a generator
             events = list(self._call("take_events"))
             require_type("take_events", events, "EVENT-3")
         self._untaken += events
-        self._ledger.events.apply(events)
+        self._history.events.apply(events)
 
     def expiring_blocks(self) -> Counter[int]:
         """References by block of its leases that have a deadline."""
@@ -214,7 +214,7 @@ class WatchedScheduler(SchedulerConnector):
         self.unanswered.discard(request.request_id)
         require_type("match_prefix", answer, "CONN-2")
         self.fold_events()
-        self._ledger.on_promise(request, num_computed_tokens, answer)
+        self._history.on_promise(request, num_computed_tokens, answer)
         return answer
 
     @override
@@ -228,7 +228,7 @@ class WatchedScheduler(SchedulerConnector):
         self._call(
             "on_blocks_allocated", request, block_ids, num_computed_tokens, num_external_tokens
         )
-        self._ledger.on_blocks_allocated(request.request_id)
+        self._history.on_blocks_allocated(request.request_id)
 
     @override
     def plan_step(self, step: StepInfo) -> StepPlan:
@@ -267,7 +267,7 @@ class WatchedScheduler(SchedulerConnector):
             if not self._call("reset_cache"):
                 return False
         self.fold_events()
-        self._ledger.forget()
+        self._history.forget()
         return True
 
     @override

@@ -51,7 +51,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class InFlight:
+class JobInFlight:
     """What the result of a job is compared with.
 
     Args:
@@ -102,7 +102,7 @@ class TransferDriver(Recorder):
             self._expected[storage.data_ptr()] = bytearray(_to_bytes(flat))
         self._header.append("for cache in h.kv_caches.tensors: cache.tensor.random_(-128, 128)")
         self._host: dict[int, tuple[int, dict[int, list[bytes]]]] = {}
-        self._in_flight: dict[int, InFlight] = {}
+        self._in_flight: dict[int, JobInFlight] = {}
         self._next_job = 0
         self._is_paused = False
         self._launched: list[tuple[int, int, int, Any]] | None = None  # while compute is held
@@ -165,7 +165,7 @@ class TransferDriver(Recorder):
                 bytes(self._expected[storage][span]) for storage, span in self._pages(group, block)
             ]
             self._host[chunk] = (group, held)
-        self._in_flight[job_id] = InFlight(len(gpu.block_ids), self._size(parts))
+        self._in_flight[job_id] = JobInFlight(len(gpu.block_ids), self._size(parts))
         return job_id
 
     def load(self, parts: Parts) -> int:
@@ -176,7 +176,7 @@ class TransferDriver(Recorder):
             pages = zip(self._pages(group, block), self._host[chunk][1][sub], strict=True)
             for (storage, span), data in pages:
                 self._expected[storage][span] = data
-        self._in_flight[job_id] = InFlight(None, self._size(parts))
+        self._in_flight[job_id] = JobInFlight(None, self._size(parts))
         return job_id
 
     def submit(self, spec: tuple[object, object], job_id: int | None = None) -> int:
@@ -191,7 +191,7 @@ class TransferDriver(Recorder):
         self.equal(accepted, True, "an idle worker accepts a job")
         gpu = spec[0]
         num_stored = len(gpu.block_ids) if isinstance(gpu, GPULoadStoreSpec) else None
-        self._in_flight[job_id] = InFlight(num_stored)
+        self._in_flight[job_id] = JobInFlight(num_stored)
         return job_id
 
     def finish(self) -> list[TransferResult]:

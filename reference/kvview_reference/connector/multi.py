@@ -246,7 +246,7 @@ class MultiWorker(WorkerConnector):
                 job_id = job_ids.pop(result.job_id, None)
                 if job_id is None:
                     raise ConnectorError(
-                        f"{type(child).__name__} reported its job {result.job_id}, "
+                        f"CONN-3: {type(child).__name__} reported its job {result.job_id}, "
                         f"which is not in flight"
                     )
                 results.append(replace(result, job_id=job_id))

@@ -299,26 +299,30 @@ class Engine:
             if self._jobs:
                 self.worker_connector.wait(list(self._jobs))  # nothing else to do
         if max(self._idle_steps, self._lone_preemptions) > _MAX_IDLE_STEPS:
-            raise ConnectorError(self._why_stuck())
+            law, why = self._why_stuck()
+            raise ConnectorError(f"{law}: {why}")
 
-    def _why_stuck(self) -> str:
+    def _why_stuck(self) -> tuple[str, str]:
         holds = (
             f"the connector holds {len(self.view.held_blocks())} of "
             f"{self.kv_cache.pool.num_blocks - 1} blocks"
         )
         if self._lone_preemptions > _MAX_IDLE_STEPS:
-            return f"a request that runs alone was preempted {_MAX_IDLE_STEPS} times: {holds}"
+            times = f"preempted {_MAX_IDLE_STEPS} times"
+            return "CONN-4", f"a request that runs alone was {times}: {holds}"
         if self._jobs:
-            return (
+            return "CONN-3", (
                 f"jobs {sorted(self._jobs)[:10]} were never reported, in "
                 f"{_MAX_IDLE_STEPS} steps that did nothing but wait for them"
             )
         if self.waiting:
-            return (
+            return "CONN-4", (
                 f"{len(self.waiting)} requests wait, nothing runs and nothing is in flight for "
                 f"{_MAX_IDLE_STEPS} steps: {holds}, or never answers match_prefix"
             )
-        return f"has_pending_work was true for {_MAX_IDLE_STEPS} steps in which nothing was planned"
+        return "CONN-3", (
+            f"has_pending_work was true for {_MAX_IDLE_STEPS} steps in which nothing was planned"
+        )
 
     def _schedule_running(self) -> dict[Request, int]:
         scheduled: dict[Request, int] = {}
@@ -532,6 +536,7 @@ class Engine:
 def _num_gpu_blocks(spec: LoadStoreSpec) -> int:
     if not isinstance(spec, GPULoadStoreSpec):
         raise ConnectorError(
-            f"a load ends and a store begins at a GPULoadStoreSpec, got {type(spec).__name__}"
+            f"CONN-3: a load ends and a store begins at a GPULoadStoreSpec, got "
+            f"{type(spec).__name__}"
         )
     return len(spec.block_ids)

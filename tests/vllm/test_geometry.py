@@ -1,0 +1,45 @@
+"""What the adapter reads of a release's KV-cache configuration."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("vllm.version", reason="needs a vLLM release", exc_type=ImportError)
+
+from kvview import FullAttention, SlidingWindow, UnsupportedEngineError
+from kvview_vllm.geometry import read_geometry
+from kvview_vllm.releases import installed
+from kvview_vllm.simulation import scheduler
+from kvview_vllm.simulation.engine import Configs
+
+
+@pytest.fixture(autouse=True)
+def prepared() -> None:
+    scheduler.prepare()
+
+
+def test_vgeo_1_block_sizes_are_those_that_vllm_resolved() -> None:
+    configs = Configs([FullAttention(16), SlidingWindow(16, 40)])
+    sizes = configs.geometry.scheduler_block_size, configs.geometry.hash_block_size
+    if installed().geometry.block_sizes_resolved:
+        utils: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
+        assert sizes == tuple(utils.resolve_kv_cache_block_sizes(configs.kv_cache, configs.vllm))
+    else:
+        assert sizes == (16, 16)
+
+
+def test_vgeo_2_a_group_that_cannot_be_said_is_refused() -> None:
+    configs = Configs([FullAttention(16)])
+
+    class CrossAttentionSpec:
+        block_size = 16
+
+    configs.kv_cache.kv_cache_groups[0].kv_cache_spec = CrossAttentionSpec()
+    with pytest.raises(UnsupportedEngineError, match="KV-cache group 0 has a .*known: "):
+        read_geometry(configs.vllm, configs.kv_cache)
