@@ -759,7 +759,7 @@ class MixesUpChildren(Two):
             self._each(lambda child: child.on_transfers_finished(own))
 
 
-@breaks("OFF-9", "two connectors share one table of pins", "ascend#15990")
+@breaks("POOL-4", "two connectors share one table of pins", "ascend#15990")
 class SharesPins(Two):
     class multi(MultiScheduler):
         def __init__(self, children: Sequence[SchedulerConnector]) -> None:
