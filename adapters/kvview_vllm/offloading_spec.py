@@ -88,7 +88,7 @@ class KVViewOffloadingSpec(_Spec):
     Raises:
         ConfigError: The key ``kvview`` is missing, has an unknown key, or names a
             target that does not import or refuses its options; or the manager names
-            a medium that vLLM does not know (VOFF-7).
+            a medium that vLLM does not know (VOFF-6).
     """
 
     def __init__(self, *args: Any) -> None:

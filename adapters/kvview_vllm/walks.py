@@ -133,6 +133,8 @@ class ResumedWalk:
         before_touch: Whom the view tells of its touches; an open walk is among them.
     """
 
+    _is_closed = True  # until it was opened
+
     def __init__(
         self,
         open_pool: Callable[[], Any],
@@ -145,9 +147,9 @@ class ResumedWalk:
         self._more_keys = more_keys
         self._has_more_keys = has_more_keys
         self._before_touch = before_touch
-        self._is_closed = False
         self._place = Place(open_pool().free_block_queue, num_blocks)
         before_touch.append(self._place.before_touch)
+        self._is_closed = False
 
     def take(self, max_blocks: int) -> list[tuple[int, OffloadKey]]:
         """The next items, at most ``max_blocks`` blocks; empty at the end of the queue."""
@@ -182,7 +184,7 @@ class ResumedWalk:
         return self._open_pool()
 
     def __del__(self) -> None:
-        if hasattr(self, "_place"):  # else it was never opened
+        if not self._is_closed:
             self.close()
 
 

@@ -43,6 +43,7 @@ class ResumedWalk:
         self._open_pool = open_pool
         self._pool: BlockPool | None = open_pool()
         self._walk = Walk(self._pool.first_hashed_position())
+        self._has_begun = False  # until then, what comes to the head is ahead of it
         self._pool.add_walk(self._walk)
 
     def _open(self) -> BlockPool:
@@ -53,6 +54,8 @@ class ResumedWalk:
     def take(self, max_blocks: int) -> list[tuple[int, OffloadKey]]:
         """The next items, at most ``max_blocks`` blocks; empty at the end of the queue."""
         pool, walk = self._open(), self._walk
+        if not self._has_begun:
+            self.restart()
         ref_cnt, positions, hashes = pool._ref_cnt, pool._position, pool._hash
         more_hashes = pool._more_hashes
         items: list[tuple[int, OffloadKey]] = []
@@ -72,11 +75,13 @@ class ResumedWalk:
                         if missing == 0:
                             break
             walk.position = position
+        self._has_begun = bool(items) or self._has_begun
         return items
 
     def restart(self) -> None:
         """Begin again with the next victim."""
         self._walk.position = self._open().first_hashed_position() - 1
+        self._has_begun = False
 
     def close(self) -> None:
         """End the walk; callable twice."""

@@ -46,17 +46,17 @@ from kvview.testing.connector.watch import History
 from kvview_reference.connector import LazyOffloadConnector, MultiConnector, OffloadConnector
 from kvview_reference.engine import chain_hashes
 from tests.mutants import connector as connectors
+from tests.mutants import example, several
 from tests.mutants.connector import (
     AtTheEnd,
     CountsFailedLoads,
     EagerConnector,
     FreesWhenPlanned,
     LeaksFailedStores,
-    PinsByRequest,
     StoresTheLastToken,
-    Two,
     WalkingConnector,
 )
+from tests.mutants.example import PinsByRequest
 from tests.mutants.leasing import (
     LeasesAndTouches,
     LeasesForAWhile,
@@ -64,6 +64,9 @@ from tests.mutants.leasing import (
     LeasesForLong,
     RenewsForEver,
 )
+from tests.mutants.several import Two
+
+MUTANTS = [*connectors.MUTANTS, *example.MUTANTS, *several.MUTANTS]
 
 LAZY = "kvview_reference.connector:LazyOffloadConnector"
 EAGER = "kvview_reference.connector:OffloadConnector"
@@ -116,7 +119,7 @@ def test_everything_that_should_happen_happens() -> None:
 # --- wrong connectors ---
 
 
-@pytest.mark.parametrize("mutant", connectors.MUTANTS, ids=lambda mutant: str(mutant.name))
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: str(mutant.name))
 def test_every_mutant_is_killed_with_its_law(mutant: Mutant) -> None:
     broken = mutant.run()
     assert broken is not None, "no seed showed it"
@@ -124,8 +127,8 @@ def test_every_mutant_is_killed_with_its_law(mutant: Mutant) -> None:
 
 
 def test_there_are_mutants_of_real_incidents() -> None:
-    assert len(connectors.MUTANTS) >= 30
-    assert len({mutant.incident for mutant in connectors.MUTANTS} - {None}) >= 15
+    assert len(MUTANTS) >= 30
+    assert len({mutant.incident for mutant in MUTANTS} - {None}) >= 15
 
 
 # --- replay ---

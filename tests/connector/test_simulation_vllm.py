@@ -19,6 +19,7 @@ from kvview.testing.connector import check_connector, generate_scenario, replay_
 from kvview_reference.connector import LazyOffloadConnector
 from kvview_vllm.simulation import VLLMEngines
 from tests.mutants import connector as connectors
+from tests.mutants import example, several
 from tests.mutants.leasing import (
     LeasesAndTouches,
     LeasesForAWhile,
@@ -26,6 +27,8 @@ from tests.mutants.leasing import (
     LeasesForLong,
     RenewsForEver,
 )
+
+MUTANTS = [*connectors.MUTANTS, *example.MUTANTS, *several.MUTANTS]
 
 SEEDS = 15
 """Seeds in which every one of them must show itself."""
@@ -38,7 +41,7 @@ def engines() -> VLLMEngines:
         return VLLMEngines()
 
 
-@pytest.mark.parametrize("mutant", connectors.MUTANTS, ids=lambda mutant: str(mutant.name))
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: str(mutant.name))
 def test_every_mutant_is_killed_with_its_law(engines: VLLMEngines, mutant: Mutant) -> None:
     connector = mutant.factory
     assert isinstance(connector, type)

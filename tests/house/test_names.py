@@ -7,7 +7,11 @@ from collections import defaultdict
 
 from tests.house.source_tree import ROOMS, modules
 
-SAME_CLASS_NAME = {"MultiConnector": "also under its 0.x name, deprecated"}
+SAME_CLASS_NAME = {
+    "MultiConnector": "also under its 0.x name, deprecated",
+    "ResumedWalk": "over the free queue of a floor's pool",
+    "Walk": "over the free queue of a floor's pool",
+}
 """Class names that mean two things, and why they may."""
 
 SAME_MODULE_NAME = {
@@ -24,6 +28,7 @@ SAME_MODULE_NAME = {
     "run": "one run: of a scenario, and of a trace",
     "simulation": "what a floor's engine is under `kvview check`",
     "view": "the view of the pool, and the view that guards it",
+    "walks": "walks over a pool's free queue: done, and checked",
     "worker": "the half beside the bytes: of transfers, and of vLLM's connector",
 }
 """Modules of one name that are no rooms, and what the name means in each."""

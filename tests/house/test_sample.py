@@ -95,9 +95,6 @@ def test_a_checker_sees_the_types(
     assert "no_such_attribute" in text
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the reference engine does not say yet how much of a request is computed"
-)
 def test_its_own_tests_pass(run: Run) -> None:
     done = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "checks")
     assert done.returncode == 0, done.stdout + done.stderr

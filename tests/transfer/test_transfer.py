@@ -669,30 +669,6 @@ def test_an_error_in_any_copying_thread_fails_the_job(monkeypatch: pytest.Monkey
         assert finish(worker, [2])[0].success
 
 
-class BrokenStream:
-    """A device that was lost while the model computed."""
-
-    def record_event(self) -> Any:
-        return self
-
-    def query(self) -> bool:
-        return False
-
-    def synchronize(self) -> None:
-        raise RuntimeError("device lost")
-
-
-def test_xfer_6_compute_that_fails_fails_the_jobs_behind_it() -> None:
-    world = World(ONE)
-    caches = world.caches()
-    caches = CanonicalKVCaches(caches.tensors, caches.group_data_refs, BrokenStream())
-    worker = CPUGPUTransferWorker(caches, 4)
-    assert worker.transfer_async(1, store([1], [0]))
-    (result,) = finish(worker, [1])
-    worker.shutdown()
-    assert result == TransferResult(1, False, error="RuntimeError: device lost")
-
-
 def test_shutdown_finishes_what_is_in_flight_and_is_callable_twice(gate: Gate) -> None:
     world = World(ONE)
     worker = CPUGPUTransferWorker(world.caches(), 4, inline_bytes=0)

@@ -221,3 +221,27 @@ def test_random_jobs_on_cuda(batched: bool) -> None:
         assert len(results) == 12
         world.check()
         worker.shutdown()
+
+
+class BrokenStream:
+    """A device that was lost while the model computed."""
+
+    def record_event(self) -> Any:
+        return self
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        raise RuntimeError("device lost")
+
+
+def test_xfer_6_compute_that_fails_fails_the_jobs_behind_it() -> None:
+    world = World(ONE)
+    caches = world.caches()
+    caches = CanonicalKVCaches(caches.tensors, caches.group_data_refs, BrokenStream())
+    worker = CPUGPUTransferWorker(caches, 4)
+    assert worker.transfer_async(1, store([1], [0]))
+    (result,) = finish(worker, [1])
+    worker.shutdown()
+    assert result == TransferResult(1, False, error="RuntimeError: device lost")

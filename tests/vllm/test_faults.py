@@ -21,14 +21,13 @@ from kvview_vllm.simulation import VLLMEngines
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.engine import VLLMConnectorHarness
 from tests.mutants.connector import (
-    BindsOneChild,
     CopiesOneLayer,
     EagerConnector,
     FreesWhenPlanned,
     LeaksFailedStores,
     LoadsElsewhere,
-    Two,
 )
+from tests.mutants.several import BindsOneChild, Two
 
 SEEDS = 25
 

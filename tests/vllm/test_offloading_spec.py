@@ -233,7 +233,7 @@ def test_a_tier_addressed_by_key(make_engine: MakeEngine, windows: tuple[int | N
 
 
 def test_a_medium_that_vllm_does_not_know_is_refused_at_start(make_engine: MakeEngine) -> None:
-    # VOFF-7
+    # VOFF-6
     if find_class("Medium") is None:  # up to 0.26
         make_engine(**keyed(media={}))
         return

@@ -71,7 +71,7 @@ class ManagerForVLLM(_Manager):
         media: The manager's media to vLLM's names for them.
 
     Raises:
-        ConfigError: vLLM knows no such medium (VOFF-7).
+        ConfigError: vLLM knows no such medium (VOFF-6).
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """A manager's media, by the names that the installed vLLM has for them.
 
-- VOFF-7 A medium that the manager names up front (:class:`~kvview.SupportsMedia`) and vLLM
+- VOFF-6 A medium that the manager names up front (:class:`~kvview.SupportsMedia`) and vLLM
   does not know is refused at start. One that it did not name is published as ``"CPU"``,
   and logged once: an event never ends the engine.
 
@@ -70,7 +70,7 @@ class Media:
             self._names[medium] = medium if _is_known(medium) else MEDIUM_CPU
             if self._names[medium] != medium:
                 _logger.warning(
-                    "VOFF-7: events name medium %r, which vLLM %s does not know and the manager "
+                    "VOFF-6: events name medium %r, which vLLM %s does not know and the manager "
                     "did not name in its media; they are published as %r",
                     *(medium, engine_version(), MEDIUM_CPU),
                 )

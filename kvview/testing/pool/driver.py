@@ -177,7 +177,10 @@ class PoolDriver(Recorder):
         self.call(self.view, "give_back_blocks", list(blocks))
         self.held = +(self.held - Counter(blocks))
         freed = [block for block in _by_last_mention(blocks) if block in self.free_blocks]
-        self.hashed_free[:0] = [block for block in freed if block in self.hashes]
+        first = [block for block in freed if block in self.hashes]
+        self.hashed_free[:0] = first
+        front = min(self.joined.values(), default=0) - len(first)
+        self.joined.update(zip(first, range(front, front + len(first)), strict=True))
 
     def free_with_notice(self, blocks: Sequence[int]) -> None:
         """Give references back through the view, and listen."""
