@@ -112,6 +112,7 @@ class _Store:
 class _Load:
     keys: Sequence[OffloadKey]
     ctx: ReqContext
+    num_computed_tokens: int  # what the request had before it
 
 
 class OffloadScheduler(SchedulerConnector):
@@ -204,7 +205,7 @@ class OffloadScheduler(SchedulerConnector):
             GPULoadStoreSpec(gpu_block_ids, group_sizes, block_indices),
             request.request_id,
         )
-        self._loads[job.job_id] = _Load(keys, ctx)
+        self._loads[job.job_id] = _Load(keys, ctx, num_computed_tokens)
         self._planned_loads.append(job)
 
     @override
@@ -327,9 +328,23 @@ class OffloadScheduler(SchedulerConnector):
         for result in results:
             if load := self._loads.pop(result.job_id, None):
                 self._manager.complete_load(load.keys, load.ctx)
+                if not result.success:
+                    self._forget_step(load)
             elif store := self._stores.pop(result.job_id, None):
                 self._manager.complete_store(store.keys, ReqContext(), success=result.success)
                 self._free(store.block_ids)
+
+    def _forget_step(self, load: _Load) -> None:
+        """A load failed: where loads end within a step, what that step computed is void."""
+        job, self._next_store = self._next_store, None
+        if job is not None:
+            store = self._stores.pop(job.job_id)
+            self._manager.complete_store(store.keys, ReqContext(), success=False)
+            self._free(store.block_ids)
+            self.num_skipped_blocks += len(store.keys)
+        name = load.ctx.req_id
+        if name in self._num_seen_tokens:
+            self._num_seen_tokens[name] = load.num_computed_tokens
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
