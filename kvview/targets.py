@@ -25,6 +25,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from typing_extensions import TypeIs
+
 from kvview.connector import Connector, SchedulerConnector, WorkerConnector
 from kvview.connector.raising import where
 from kvview.errors import ConfigError, one_line
@@ -45,7 +47,7 @@ def load_connector(target: str) -> type[Connector]:
             built from a :class:`~kvview.ConnectorConfig`.
     """
     found = load_target(target)
-    if isinstance(found, type) and issubclass(found, Connector):
+    if _is_connector_class(found):
         if problem := _why_not_built(found):
             raise ConfigError(f"target {target!r}: {found.__qualname__} {problem}")
         return found
@@ -91,12 +93,16 @@ def target_of(value: Any) -> str | None:
     return f"{path.removeprefix(os.getcwd() + os.sep)}:{value.__qualname__}"
 
 
+def _is_connector_class(found: object) -> TypeIs[type[Connector]]:
+    return isinstance(found, type) and issubclass(found, Connector)
+
+
 def _names_in(module: ModuleType) -> str:
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     connectors = [
         name
         for name, value in public.items()
-        if isinstance(value, type) and issubclass(value, Connector) and value is not Connector
+        if _is_connector_class(value) and value is not Connector
     ]
     own = [
         name
