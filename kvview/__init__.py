@@ -1,7 +1,7 @@
 """kvview: the contract between an LLM engine's KV cache and a connector.
 
-Importing it needs neither torch nor vLLM. Each contract is one file: ``pool``,
-``geometry``, ``events``, ``offloading``, ``transfer``, ``connector``.
+Importing it needs neither torch nor vLLM. Each contract is one module or package:
+``pool``, ``geometry``, ``events``, ``offloading``, ``transfer``, ``connector``, ``guard``.
 """
 
 from kvview.connector import (

@@ -3,7 +3,7 @@
 A command belongs to the package that does the work, which names it among the entry
 points ``kvview.commands``; it is imported when it is called.
 
-Exit codes: see :class:`~kvview.cli.output.ExitCode`.
+Exit codes: see :class:`~kvview.cli.exit_codes.ExitCode`.
 """
 
 from __future__ import annotations

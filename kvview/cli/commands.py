@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 
 import click
 
-from kvview.cli.output import EXIT_CODES, ExitCode, missing_extra, tell_error
+from kvview.cli.exit_codes import EXIT_CODES, ExitCode
+from kvview.cli.output import missing_extra, tell_error
 from kvview.errors import ConfigError, line_of, one_line
 from kvview.version import __version__
 

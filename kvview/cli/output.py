@@ -1,4 +1,4 @@
-"""What every command does alike: exit codes, errors in one line, reports in files."""
+"""What every command does alike: errors in one line, reports in files."""
 
 from __future__ import annotations
 
@@ -7,38 +7,13 @@ import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 import click
 
+from kvview.cli.exit_codes import ExitCode
 from kvview.errors import ConfigError, ConnectorError, HookError, KVViewError, line_of
-
-
-class ExitCode(IntEnum):
-    """How a command ends."""
-
-    CLEAN = 0, "clean"
-    WRONG = 1, "the run found something wrong: a mismatch, a leak, a broken law"
-    COULD_NOT_RUN = 2, "it could not run"
-    CONNECTOR_RAISED = 3, "a hook of the connector raised, or returned nonsense"
-    NOT_CHECKED = 4, "reserved: nothing is wrong, and not all was checked"
-    BUG = 5, "a bug of kvview or of a command"
-    INTERRUPTED = 130, "interrupted, and nothing wrong until then"
-
-    what: str
-
-    def __new__(cls, code: int, what: str) -> ExitCode:
-        """A number that says what it means."""
-        member = int.__new__(cls, code)
-        member._value_ = code
-        member.what = what
-        return member
-
-
-EXIT_CODES = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {code.what}" for code in ExitCode)
-"""For the help of every command."""
 
 _EXTRAS = {
     "click": "cli",

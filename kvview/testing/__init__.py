@@ -8,7 +8,6 @@ A check is a plain function of a factory; one list of them has three runners:
 from kvview.targets import load_target
 from kvview.testing.checks import CHECKS, Check, check, checks_for
 from kvview.testing.events import checks as event_checks
-from kvview.testing.factories import inspect_factory
 from kvview.testing.geometry import checks as geometry_checks
 from kvview.testing.guard import checks as guard_checks
 from kvview.testing.harness import (
@@ -18,6 +17,7 @@ from kvview.testing.harness import (
     PoolHarness,
     TransferHarness,
 )
+from kvview.testing.inspect_factory import inspect_factory
 from kvview.testing.mutants import Mutant, MutantResult, PlantedFault, load_mutants, run_mutants
 from kvview.testing.offloading import checks as offloading_checks
 from kvview.testing.offloading import completions as completion_checks

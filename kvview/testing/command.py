@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvview.cli.output import ExitCode, naming, require_writable, write_json
+from kvview.cli.exit_codes import ExitCode
+from kvview.cli.output import naming, require_writable, write_json
 from kvview.connector import Connector
 from kvview.errors import ConfigError
 from kvview.targets import is_connector, load_connector
@@ -61,7 +62,7 @@ _STYLES = {
 )
 @click.option(
     "--engine",
-    type=click.Choice(["reference", "vllm"]),
+    metavar="NAME",
     default="reference",
     show_default=True,
     help="What runs a connector: vllm is the installed vLLM's own scheduler, without a GPU.",

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from kvview.errors import ConfigError
 from kvview.testing.checks import Check, checks_for
-from kvview.testing.factories import inspect_factory
 from kvview.testing.harness import Contract, Factory
+from kvview.testing.inspect_factory import inspect_factory
 from kvview.testing.profiles import Profile, make_profile, use_profile
 from kvview.testing.recorder import LawBroken
 from kvview.testing.report import CheckResult, Outcome, Report

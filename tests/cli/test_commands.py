@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from kvview.cli import commands
 from kvview.cli.commands import cli
-from kvview.cli.output import ExitCode
+from kvview.cli.exit_codes import ExitCode
 from kvview.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

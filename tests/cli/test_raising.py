@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvview.cli.commands import cli
-from kvview.cli.output import ExitCode
+from kvview.cli.exit_codes import ExitCode
 from kvview_reference.connector import OffloadConnector
 from kvview_reference.engine import Engine
 

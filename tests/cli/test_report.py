@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvview.cli.commands import cli
-from kvview.cli.output import ExitCode
+from kvview.cli.exit_codes import ExitCode
 from kvview.testing import load_mutants
 from kvview.testing.connector import check_connector
 from kvview.testing.connector.page import timeline_svg, write_report

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from kvview import ConfigError
 from kvview.cli.commands import cli
-from kvview.cli.output import ExitCode
+from kvview.cli.exit_codes import ExitCode
 from kvview.testing import (
     CHECKS,
     BoundCheck,

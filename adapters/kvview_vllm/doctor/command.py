@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvview.cli.output import ExitCode, require_writable, write_json
+from kvview.cli.exit_codes import ExitCode
+from kvview.cli.output import require_writable, write_json
 from kvview_vllm.doctor import Diagnosis, diagnose
 
 

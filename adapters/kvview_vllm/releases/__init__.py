@@ -8,8 +8,8 @@ A new release is added in three places:
    :mod:`.probes`.
 3. Where it is called differently: :mod:`.calls`.
 
-``python tests/vllm/matrix.py --releases <it>`` then says what is left, and writes
-``docs/support-matrix.md`` anew.
+``python tests/vllm/matrix.py --releases <it>`` then says what is left, and
+``python tests/vllm/matrix.py --all --markdown docs/support-matrix.md`` writes the page.
 """
 
 from kvview_vllm.releases.probes import (

@@ -21,7 +21,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from kvview.cli.output import ExitCode, naming, require_writable, write_json
+from kvview.cli.exit_codes import ExitCode
+from kvview.cli.output import naming, require_writable, write_json
 from kvview.errors import ConfigError, KVViewError
 from kvview.targets import load_connector
 

@@ -16,7 +16,13 @@ from contextlib import contextmanager
 from io import BufferedIOBase
 
 from kvview.errors import ConfigError, TraceError
-from kvview_reference.replay.trace_rows import RowError, SchemaName, TraceRequest, parse, recognise
+from kvview_reference.replay.trace_schemas import (
+    RowError,
+    SchemaName,
+    TraceRequest,
+    parse,
+    recognise,
+)
 
 __all__ = ["MAX_ROW_BYTES", "OnError", "SchemaName", "Trace", "TraceRequest", "open_trace"]
 

@@ -2,7 +2,7 @@
 
 One plan for every device: a job becomes a list of ``(destination, source, size)``
 byte copies. For tensors in GPU memory the driver runs the list (the module
-``transfer_cuda``); for tensors in CPU memory a background thread does.
+:mod:`kvview_reference.transfer.cuda`); for tensors in CPU memory a background thread does.
 
 Source: vLLM PR #38453; ``vllm/v1/kv_offload/cpu/gpu_worker.py`` (0.33.0).
 """

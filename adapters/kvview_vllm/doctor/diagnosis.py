@@ -1,0 +1,149 @@
+"""What ``kvview doctor`` says: which vLLM is installed, and which seams fit it.
+
+Every answer comes from the installed vLLM itself: a pool is built and used, the
+connector and the schedulers are imported, nothing is concluded from a version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+
+from kvview import make_offload_key
+from kvview_vllm.releases import (
+    TESTED,
+    Release,
+    VLLMNotInstalledError,
+    differences,
+    engine_version,
+    installed,
+    is_tested,
+)
+from kvview_vllm.releases.calls import make_block_pool, make_cpu_manager
+from kvview_vllm.releases.release import Seam
+
+
+@dataclass(frozen=True)
+class SeamReport:
+    """Whether one surface of the installed vLLM fits.
+
+    Args:
+        seam: Which surface.
+        fits: Whether kvview can use it.
+        detail: What was found; what to do when it does not fit.
+    """
+
+    seam: str
+    fits: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything that was found.
+
+    Args:
+        version: Of the installed vLLM, None when there is none.
+        tested: The range of releases that kvview was tested on.
+        is_tested: Whether the version is in it.
+        capabilities: Every flag of the table, and whether this vLLM has it.
+        seams: One report a seam.
+    """
+
+    version: str | None
+    tested: str
+    is_tested: bool
+    capabilities: dict[str, bool]
+    seams: tuple[SeamReport, ...]
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether every seam fits."""
+        return all(seam.fits for seam in self.seams)
+
+
+def diagnose() -> Diagnosis:
+    """Look at the installed vLLM; changes nothing and needs no GPU."""
+    try:
+        version = engine_version()
+    except VLLMNotInstalledError as error:
+        return Diagnosis(None, TESTED, False, {}, (SeamReport("vllm", False, str(error)),))
+    found: list[Seam] = []
+    seams = tuple(_report(seam, check, found) for seam, check in _CHECKS.items())
+    flags = {name for seam in found for name, has in vars(seam).items() if has is True}
+    capabilities = {each.name: each.name in flags for each in differences()}
+    return Diagnosis(version, TESTED, is_tested(version), capabilities, seams)
+
+
+_Check = Callable[[Release], tuple[Seam, str]]
+
+
+def _report(seam: str, check: _Check, found: list[Seam]) -> SeamReport:
+    try:
+        probed, detail = check(installed())
+    except Exception as error:
+        return SeamReport(seam, False, f"{type(error).__name__}: {error}")
+    found.append(probed)
+    return SeamReport(seam, True, detail)
+
+
+def _check_pool(_: Release) -> tuple[Seam, str]:
+    from kvview_vllm.pool import view
+
+    bound = view(make_block_pool(8), owner="kvview doctor")
+    free_before = bound.num_free_blocks()
+    bound.touch_blocks([1, 2, 1])
+    bound.free_blocks([1, 2, 1])
+    list(bound.iter_free_block_ids_with_hash())
+    if bound.num_free_blocks() != free_before:
+        raise RuntimeError("blocks that were touched and freed are not free again")
+    bound.close()
+    return bound.release, "touch, free and walk work on a real BlockPool"
+
+
+def _check_binding(release: Release) -> tuple[Seam, str]:
+    binding = release.binding
+    flag = "add --scheduler-cls kvview_vllm.scheduler.ViewScheduler"
+    if binding.pool_hook:
+        hook = "bind_kv_cache_manager" if binding.manager_hook else "bind_gpu_block_pool"
+        return binding, f"the engine binds through {hook}, children of MultiConnector too"
+    if binding.optional_pool_hook:
+        return binding, (
+            f"the engine binds through bind_gpu_block_pool; for children of MultiConnector {flag}"
+        )
+    return binding, f"this release has no hook: {flag}"
+
+
+def _check_schedulers(release: Release) -> tuple[Seam, str]:
+    module = import_module("kvview_vllm.scheduler")
+    names = f"{module.ViewScheduler.__name__} and {module.AsyncViewScheduler.__name__}"
+    return release.geometry, f"{names} load"
+
+
+def _check_connector(release: Release) -> tuple[Seam, str]:
+    found = release.connector
+    import_module("kvview_vllm.connector")
+    return found, "KVViewConnector has every method that this vLLM requires"
+
+
+def _check_offloading(_: Release) -> tuple[Seam, str]:
+    from kvview_vllm.offloading import VLLMOffloadingManager
+
+    manager = VLLMOffloadingManager(lambda: make_cpu_manager(1))
+    for name in (b"a", b"b"):
+        keys = [make_offload_key(name, 0)]
+        manager.prepare_store(keys)
+        manager.complete_store(keys)
+        manager.prepare_load(keys)
+        manager.complete_load(keys)
+    return manager.release, "vLLM's own manager of host pages stores, loads and evicts"
+
+
+_CHECKS: dict[str, _Check] = {
+    "pool": _check_pool,
+    "binding": _check_binding,
+    "scheduler": _check_schedulers,
+    "connector": _check_connector,
+    "offloading": _check_offloading,
+}

@@ -1,0 +1,30 @@
+"""The exit codes of every command."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """How a command ends."""
+
+    CLEAN = 0, "clean"
+    WRONG = 1, "the run found something wrong: a mismatch, a leak, a broken law"
+    COULD_NOT_RUN = 2, "it could not run"
+    CONNECTOR_RAISED = 3, "a hook of the connector raised, or returned nonsense"
+    NOT_CHECKED = 4, "reserved: nothing is wrong, and not all was checked"
+    BUG = 5, "a bug of kvview or of a command"
+    INTERRUPTED = 130, "interrupted, and nothing wrong until then"
+
+    what: str
+
+    def __new__(cls, code: int, what: str) -> ExitCode:
+        """A number that says what it means."""
+        member = int.__new__(cls, code)
+        member._value_ = code
+        member.what = what
+        return member
+
+
+EXIT_CODES = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {code.what}" for code in ExitCode)
+"""For the help of every command."""
