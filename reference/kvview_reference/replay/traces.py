@@ -1,7 +1,7 @@
 """Request traces of real LLM traffic, read as a stream.
 
 A trace is JSON Lines, gzip-compressed or not (told by the first bytes, not by the
-name), in one of the schemas of ``trace_rows``. Every row is validated before any
+name), in one of the schemas of ``trace_schemas``. Every row is validated before any
 of its requests is yielded, and memory holds one row at a time.
 """
 
