@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -127,7 +128,8 @@ class Engine:
     def run(self, limit: int = 50) -> None:
         """Step until every request has ended and the connector rests."""
         for _ in range(limit):
-            self.step()
+            if not self.step().total_num_scheduled_tokens:
+                time.sleep(0.01)  # a worker with threads of its own gets its turn
             if not self.scheduler.has_unfinished_requests() and not self._is_busy():
                 self.step()  # the last acknowledgement
                 return

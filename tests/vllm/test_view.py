@@ -99,11 +99,11 @@ def test_a_release_of_the_future_is_refused(
     for part in ("pool seam", "0.99.0", TESTED, "KVVIEW_ALLOW_UNTESTED_VLLM=1"):
         assert part in str(caught.value)
     monkeypatch.setenv("KVVIEW_ALLOW_UNTESTED_VLLM", "1")
-    if engine.release.several_hashes:
+    if engine.release.reuse_watchers:
         assert view(engine.pool).release == replace(engine.release, version="0.99.0")
         assert "outside the tested range" in caplog.text
     else:  # what the newest release has is not there: renamed, for all we know
-        with pytest.raises(UnsupportedEngineError, match=r"unhashed_first"):
+        with pytest.raises(UnsupportedEngineError, match=r"unhashed_first|reuse_watchers"):
             view(engine.pool)
 
 
