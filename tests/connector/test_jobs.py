@@ -22,7 +22,7 @@ from kvview import (
     TransferResult,
     WorkerConnector,
 )
-from kvview.connector.jobs import EndedJob, JobBook, check_promise
+from kvview.connector.job_book import EndedJob, JobBook, check_promise
 from kvview_reference.engine import Engine
 
 HOST, GPU = CPULoadStoreSpec([0]), GPULoadStoreSpec([1], [1], [0])

@@ -42,7 +42,7 @@ from kvview import (
     SupportsIsFree,
     TransferResult,
 )
-from kvview.connector.jobs import JobBook, check_promise
+from kvview.connector.job_book import JobBook, check_promise
 from kvview_vllm.connector.messages import JobReport, KVViewMetadata
 from kvview_vllm.connector.steps import LazySteps, request_info, resumed_request_ids
 from kvview_vllm.releases import ConnectorSeam

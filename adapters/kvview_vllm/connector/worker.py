@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvview import ConnectorError, GPULoadStoreSpec, TransferJob, WorkerConnector
-from kvview.connector.jobs import JobBook
+from kvview.connector.job_book import JobBook
 from kvview_vllm.connector.messages import JobReport, KVViewMetadata
 from kvview_vllm.releases import ConnectorSeam
 from kvview_vllm.transfer import canonical_kv_caches

@@ -34,7 +34,7 @@ from kvview import (
     TransferResult,
     full_blocks,
 )
-from kvview.connector.jobs import EndedJob, JobBook, check_promise
+from kvview.connector.job_book import EndedJob, JobBook, check_promise
 from kvview.testing.connector.kv_bytes import KVBytes
 from kvview.version import require_contract
 from kvview_reference.engine.request import Request, Status
