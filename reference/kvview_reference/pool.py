@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
@@ -599,9 +599,9 @@ class BlockPoolView(LedgerView):
         return self._open_pool().find_cached_block(key)
 
     @override
-    def close(self) -> Mapping[int, int]:
+    def _shut(self) -> None:
         self._pool.forget_owner(self)
-        return super().close()
+        super()._shut()
 
 
 if TYPE_CHECKING:

@@ -652,3 +652,15 @@ def test_guard_6_a_forked_child_is_told() -> None:
     assert done.stdout.count("GUARD-6: the guard of 'me' came here by a fork") == 3
     assert done.stdout.endswith("parent {}\n")
     assert done.stderr == ""  # the child's copy, dropped, holds nothing
+
+
+def test_pool_14_a_guard_is_told_nothing_once_the_view_under_it_is_closed() -> None:
+    pool = BlockPool(4)
+    below = pool.view("engine")
+    guard = GuardedView(below)
+    told: list[int] = []
+    guard.touch_blocks([1, 2])
+    guard.free_blocks_with_notice([1], told.append)
+    below.close()
+    pool.allocate_blocks(1)
+    assert told == []
