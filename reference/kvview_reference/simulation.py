@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ class ReferenceEngines:
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
         """The nearest scenario that the engine can play."""
-        return scenario, ()
+        return replace(scenario, steps_in_flight=1, compute_lags=False), ()
 
     def build(
         self,

@@ -59,7 +59,9 @@ class VLLMEngines:
         left_out: list[str] = []
         groups = self._fit_groups(scenario, left_out)
         geometry = Configs(groups).geometry
-        fitted = replace(scenario, geometry=geometry, decode_tokens=1)
+        fitted = replace(
+            scenario, geometry=geometry, decode_tokens=1, steps_in_flight=1, compute_lags=False
+        )
         if scenario.decode_tokens > 1:
             left_out.append("decode steps of several tokens")
         if scenario.num_connectors > 1 and (why := self._why_not(scenario, groups, 2)):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvview.testing.connector.coverage import not_exercised
 from kvview.testing.connector.scenario import Scenario
 
 
@@ -114,8 +115,13 @@ class ConnectorReport:
 
     @property
     def is_clean(self) -> bool:
-        """Whether every seed ended, and none broke a law."""
-        return not self.is_interrupted and not self.failures
+        """Whether every seed ended, none broke a law, and all that must happen did."""
+        return not (self.is_interrupted or self.failures or self.not_exercised)
+
+    @property
+    def not_exercised(self) -> Sequence[str]:
+        """What must happen in a run and did not, a line each."""
+        return not_exercised(self.coverage)
 
     def summary(self) -> str:
         """What a person reads: how it went, and the first failure with its script."""
@@ -124,6 +130,8 @@ class ConnectorReport:
             seeds += f", then interrupted in seed {self.first_seed + self.num_seeds}"
         head = f"{self.connector}: {seeds} in {self.seconds:.1f} s"
         if not self.failures:
+            if self.not_exercised:
+                return f"{head}: not checked: {'; '.join(self.not_exercised)}"
             return f"{head}: no law broken"
         laws = Counter(failure.law for failure in self.failures)
         counts = ", ".join(f"{law} {times}x" for law, times in sorted(laws.items()))
@@ -142,6 +150,7 @@ class ConnectorReport:
             "seconds": self.seconds,
             "is_clean": self.is_clean,
             "is_interrupted": self.is_interrupted,
+            "not_exercised": list(self.not_exercised),
             "coverage": dict(self.coverage),
             "failures": [
                 {

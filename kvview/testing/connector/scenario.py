@@ -133,6 +133,11 @@ class Scenario:
         ends_abruptly: Whether the engine is shut down while jobs are in flight.
         loads_may_fail: Whether loads have the outcomes of their fates; else all succeed.
         loads_may_be_late: Whether they take the steps of their fates; else they end at once.
+        steps_in_flight: Steps that may be launched before the output of the first of them
+            is taken in; 1 for an engine that is not asynchronous.
+        compute_lags: Whether the KV of a step is written only when its output is taken in,
+            so that a worker that does not order itself after the compute stream (XFER-6)
+            reads and writes too early; else when the step is launched.
     """
 
     geometry: CacheGeometry
@@ -147,6 +152,8 @@ class Scenario:
     ends_abruptly: bool = False
     loads_may_fail: bool = True
     loads_may_be_late: bool = True
+    steps_in_flight: int = 1
+    compute_lags: bool = False
 
     def fate_of_load(self, fate: Fate) -> Fate:
         """What becomes of a load that a fate falls to."""
