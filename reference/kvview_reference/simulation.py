@@ -27,6 +27,7 @@ from kvview_reference.pool import NULL_BLOCK_ID
 
 if TYPE_CHECKING:
     from kvview.testing.connector.harness import ConnectorHarness, EngineFactory
+    from kvview.testing.connector.stream import StepStream
 
 _PAGE_BYTES = 64
 _NUM_LAYERS = 2
@@ -48,6 +49,7 @@ class ReferenceEngines:
         *,
         owner: str,
         clock: Callable[[], float],
+        stream: StepStream | None = None,
     ) -> ConnectorHarness:
         """Build an engine."""
         connector = connectors[0] if len(connectors) == 1 else _SideBySide(connectors)

@@ -34,6 +34,7 @@ from kvview_vllm.simulation.engine import Configs, VLLMConnectorHarness
 if TYPE_CHECKING:
     from kvview.testing.connector.harness import ConnectorHarness, EngineFactory
     from kvview.testing.connector.scenario import Scenario
+    from kvview.testing.connector.stream import StepStream
 
 
 class VLLMEngines:
@@ -88,6 +89,7 @@ class VLLMEngines:
         *,
         owner: str,
         clock: Callable[[], float],
+        stream: StepStream | None = None,
     ) -> ConnectorHarness:
         """Build an engine."""
         return VLLMConnectorHarness(scenario, connectors, clock)

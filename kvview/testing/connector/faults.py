@@ -14,7 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -37,6 +37,7 @@ from kvview.connector.raising import wrong_type
 from kvview.errors import line_of
 from kvview.testing.connector.invariants import InvariantBroken, short
 from kvview.testing.connector.scenario import Fate
+from kvview.testing.connector.stream import StepStream
 
 _JUNK = 0x5A
 _LAW = re.compile(r"^([A-Z]+-\d+): ")
@@ -145,6 +146,7 @@ class FaultyWorker(WorkerConnector):
         fate_of_load: What a fate is when it falls to a load.
         pool: For questions about blocks.
         watch: Hears of each job.
+        stream: The engine's compute, when it lags (XFER-6).
     """
 
     def __init__(
@@ -154,12 +156,14 @@ class FaultyWorker(WorkerConnector):
         fate_of_load: Callable[[Fate], Fate],
         pool: Pool,
         watch: JobWatch,
+        stream: StepStream | None = None,
     ) -> None:
         self._inner = inner
         self._fates = fates
         self._fate_of_load = fate_of_load
         self._pool = pool
         self._watch = watch
+        self._stream = stream
         self._flights: dict[int, Flight] = {}
         self._units: list[_Unit] = []
         self._tensors: list[torch.Tensor] = []
@@ -187,6 +191,8 @@ class FaultyWorker(WorkerConnector):
     @override
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[torch.Tensor]) -> None:
         self._tensors = [cache.tensor for cache in kv_caches.tensors]
+        if self._stream is not None:
+            kv_caches = replace(kv_caches, compute_stream=self._stream)
         with hook("register_kv_caches", "XFER-1"):
             self._inner.register_kv_caches(kv_caches)
 

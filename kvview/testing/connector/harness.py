@@ -14,6 +14,7 @@ from typing import Protocol
 from kvview import Connector, OffloadKey
 from kvview.errors import ConfigError
 from kvview.testing.connector.scenario import Add, Scenario
+from kvview.testing.connector.stream import StepStream
 
 ENTRY_POINTS = "kvview.engines"
 
@@ -152,6 +153,7 @@ class EngineFactory(Protocol):
         *,
         owner: str,
         clock: Callable[[], float],
+        stream: StepStream | None = None,
     ) -> ConnectorHarness:
         """Build an engine.
 
@@ -160,6 +162,8 @@ class EngineFactory(Protocol):
             connectors: What it runs, in order of preference for loads.
             owner: Named in reports of the view.
             clock: Seconds, by which leases expire where the engine has them.
+            stream: Told of each launch and each output taken; given with a scenario whose
+                ``compute_lags``. It reaches the worker halves as ``compute_stream``.
         """
 
 

@@ -41,6 +41,7 @@ from kvview.testing.connector.scenario import (
     Squeeze,
     Step,
 )
+from kvview.testing.connector.stream import StepStream
 from kvview.testing.connector.watch import FEWEST_CHANCES, History, WatchedScheduler
 
 _PATIENCE = 30  # steps that a block may be held for no job
@@ -100,7 +101,12 @@ class _Part(Connector):
     """
 
     def __init__(
-        self, connector: Connector, scenario: Scenario, fates: Iterator[Fate], pool: Pool
+        self,
+        connector: Connector,
+        scenario: Scenario,
+        fates: Iterator[Fate],
+        pool: Pool,
+        stream: StepStream | None,
     ) -> None:
         super().__init__(ConnectorConfig(scenario.geometry))
         self.history = History(scenario.geometry)
@@ -108,6 +114,7 @@ class _Part(Connector):
         self._scenario = scenario
         self._fates = fates
         self._pool = pool
+        self._stream = stream
 
     def make_scheduler(self) -> SchedulerConnector:
         with hook("make_scheduler", "CONN-1"):
@@ -121,7 +128,9 @@ class _Part(Connector):
             half = self._connector.make_worker()
         require_type("make_worker", half, "CONN-1")
         fate_of_load = self._scenario.fate_of_load
-        self.worker = FaultyWorker(half, self._fates, fate_of_load, self._pool, self.history)
+        self.worker = FaultyWorker(
+            half, self._fates, fate_of_load, self._pool, self.history, self._stream
+        )
         return self.worker
 
 
@@ -148,7 +157,8 @@ class _Run:
             child, self._knows_cpu_blocks = _build(connector_class, self.scenario, options)
             children.append(child)
         fates = iter(self.scenario.fates)
-        self._parts = [_Part(child, self.scenario, fates, self) for child in children]
+        self._stream = StepStream() if self.scenario.compute_lags else None
+        self._parts = [_Part(child, self.scenario, fates, self, self._stream) for child in children]
         self._watch = HoldWatch(_PATIENCE)
         self._timeline: list[Snapshot] = []
         self._seconds = 0.0
@@ -198,7 +208,11 @@ class _Run:
         failure = None
         try:
             self._engine = self._engines.build(
-                self.scenario, self._parts, owner=self._name, clock=lambda: self._seconds
+                self.scenario,
+                self._parts,
+                owner=self._name,
+                clock=lambda: self._seconds,
+                stream=self._stream,
             )
             for event in self.scenario.events:
                 self._num_begun += 1
