@@ -29,7 +29,8 @@ from kvview import (
 )
 from kvview.connector.raising import build_connector, watch_hooks
 from kvview_reference.engine import Engine
-from kvview_reference.engine.request import Request, chain_hashes
+from kvview_reference.engine.request import Request
+from kvview_reference.replay.conversations import Conversations
 from kvview_reference.replay.traces import TraceRequest
 
 _GROUP = re.compile(r"(?P<kind>[a-z]+)(:(?P<tokens>\d+))?(@(?P<multiple>\d+))?")
@@ -215,13 +216,6 @@ def _run(
 def _requests(
     trace: Iterable[TraceRequest], geometry: CacheGeometry
 ) -> Iterator[tuple[Request, TraceRequest]]:
-    block_size = geometry.hash_block_size
-    for number, row in enumerate(trace):
-        full = row.num_prompt_tokens // block_size
-        hashes = chain_hashes(row.hash_ids[:full], row.scope.encode())
-        # Ids of a trace may repeat; those in flight together must not.
-        request_id = f"{row.request_id}#{number}"
-        yield (
-            Request(request_id, row.num_prompt_tokens, row.num_output_tokens, block_size, hashes),
-            row,
-        )
+    conversations = Conversations(geometry.hash_block_size)
+    for row in trace:
+        yield conversations.make_request(row), row

@@ -34,6 +34,7 @@ class TraceRequest:
             scope mean reusable KV. The last block may be partial.
         scope: Namespace of ``hash_ids``; "" when they hold for the whole trace.
         line: Line of the file, from 1.
+        continues: ``request_id`` of the turn before it, where the trace says so.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class TraceRequest:
     hash_ids: Sequence[int]
     scope: str
     line: int
+    continues: str | None = None
 
 
 class RowError(ValueError):
@@ -88,10 +90,13 @@ class _FlatRow(_Model):
     def num_block_tokens(self) -> int:
         return self.tokens_per_block
 
-    def request(self, request_id: str, arrival_s: float, line: int) -> TraceRequest:
-        _check_num_blocks("hash_ids", self.hash_ids, self.input_length, self.tokens_per_block)
+    def request(
+        self, request_id: str, arrival_s: float, line: int, continues: str | None = None
+    ) -> TraceRequest:
+        ids, tokens = self.hash_ids, self.input_length
+        _check_num_blocks("hash_ids", ids, tokens, self.tokens_per_block)
         return TraceRequest(
-            request_id, arrival_s, self.input_length, self.output_length, self.hash_ids, "", line
+            request_id, arrival_s, tokens, self.output_length, ids, "", line, continues
         )
 
 
@@ -115,7 +120,8 @@ class _BailianRow(_FlatRow):
     turn: int = 1
 
     def requests(self, line: int) -> list[TraceRequest]:
-        return [self.request(str(self.chat_id), self.timestamp, line)]
+        continues = str(self.parent_chat_id) if self.parent_chat_id >= 0 else None
+        return [self.request(str(self.chat_id), self.timestamp, line, continues)]
 
 
 class _CcRequest(_Model):
@@ -148,12 +154,18 @@ class _CcSession(_Model):
     def requests(self, line: int) -> list[TraceRequest]:
         """Requests of the session and of its sub-agents by arrival."""
         scope = self.id if self.hash_id_scope == "local" else ""
-        found = []
+        found: list[TraceRequest] = []
+        last: dict[str, str] = {}  # of the session's and each sub-agent's requests
         for arrival_s, path, field, entry in _flatten(self.requests_, 0.0, "", "requests"):
             tokens, ids = entry.num_prompt_tokens, entry.hash_ids
             _check_num_blocks(f"{field}.hash_ids", ids, tokens, self.block_size)
             request_id, output = f"{self.id}/{path}", entry.num_output_tokens
-            found.append(TraceRequest(request_id, arrival_s, tokens, output, ids, scope, line))
+            agent = path.rpartition(".")[0]
+            continues = last.get(agent)
+            last[agent] = request_id
+            found.append(
+                TraceRequest(request_id, arrival_s, tokens, output, ids, scope, line, continues)
+            )
         return sorted(found, key=lambda request: request.arrival_s)
 
 

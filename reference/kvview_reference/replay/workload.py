@@ -63,6 +63,7 @@ class _Conversation:
     hash_ids: list[int]
     num_prompt_tokens: int
     num_output_tokens: int
+    last: str | None = None  # request id of the turn so far
 
 
 def _draw(random: Random, quantiles: _Quantiles) -> int:
@@ -153,7 +154,9 @@ def _generate(num_requests: int, random: Random, block_size: int) -> Iterator[Tr
             hash_ids=tuple(current.hash_ids),
             scope="",
             line=line,
+            continues=current.last,
         )
+        current.last = str(line)
         if current.num_prompt_tokens == MAX_PROMPT_TOKENS:
             conversations[slot] = conversations[-1]
             conversations.pop()

@@ -1,0 +1,83 @@
+"""Turns of conversations: what a request generated is part of the next turn's prompt.
+
+A trace names the blocks of prompts, not those that are generated. Where it says which
+request a row continues, the row's prompt takes the names that the engine gave to what
+that request generated, so that a block which a request leaves behind is found again by
+the next turn, as in an engine that sees tokens.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from kvview import BlockHash
+from kvview_reference.engine.request import Request, Status, chain_hashes
+from kvview_reference.replay.trace_schemas import TraceRequest
+
+_MAX_TURNS = 4096
+"""Last turns that are remembered: memory does not grow with the trace."""
+
+
+@dataclass
+class _Turn:
+    row: TraceRequest
+    request: Request
+    continued_by: tuple[int, ...] | None = None
+    """Ids of the blocks that the first row which continues it has for what it generated."""
+
+
+class Conversations:
+    """Makes the requests of a trace.
+
+    1. A row is a next turn when the request that it continues has come to its end, has all
+       its tokens in the row's prompt, and the ids of its own prompt agree.
+    2. Of several rows that continue one request with different blocks the first is the next
+       turn; the others (an answer that was edited, for example) share the prompt only.
+
+    Args:
+        block_size: Tokens of a hash id.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._turns: OrderedDict[str, _Turn] = OrderedDict()
+        self._num_requests = 0
+
+    def make_request(self, row: TraceRequest) -> Request:
+        """The request of the next row."""
+        # Ids of a trace may repeat; those in flight together must not.
+        request_id = f"{row.request_id}#{self._num_requests}"
+        self._num_requests += 1
+        before = None if row.continues is None else self._turns.get(row.continues)
+        request = self._continue(request_id, row, before)
+        self._turns[row.request_id] = _Turn(row, request)
+        self._turns.move_to_end(row.request_id)
+        if len(self._turns) > _MAX_TURNS:
+            self._turns.popitem(last=False)
+        return request
+
+    def _continue(self, request_id: str, row: TraceRequest, before: _Turn | None) -> Request:
+        size = self._block_size
+        hashes: list[BlockHash] = []
+        parent = row.scope.encode()
+        if before is not None:
+            num_shared = before.row.num_prompt_tokens // size
+            num_known = -(-before.request.num_tokens // size)
+            if row.hash_ids[:num_shared] == before.row.hash_ids[:num_shared]:
+                generated = tuple(row.hash_ids[num_shared:num_known])
+                is_covered = before.request.num_tokens <= row.num_prompt_tokens
+                is_first = before.continued_by in (None, generated)
+                if before.request.status is Status.FINISHED and is_covered and is_first:
+                    before.continued_by = generated
+                    return before.request.next_turn(
+                        request_id,
+                        row.num_prompt_tokens - before.request.num_tokens,
+                        row.num_output_tokens,
+                        row.hash_ids[num_known:],
+                    )
+                hashes = before.request.block_hashes[:num_shared]
+                parent = hashes[-1] if hashes else parent
+        full = row.num_prompt_tokens // size
+        hashes += chain_hashes(row.hash_ids[len(hashes) : full], parent)
+        return Request(request_id, row.num_prompt_tokens, row.num_output_tokens, size, hashes)

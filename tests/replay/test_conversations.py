@@ -1,0 +1,81 @@
+"""What a request generates is part of the next turn's prompt, in a replay too."""
+
+from __future__ import annotations
+
+from kvview_reference.engine.request import Request, Status
+from kvview_reference.replay.conversations import Conversations
+from kvview_reference.replay.trace_schemas import TraceRequest, parse
+from kvview_reference.replay.workload import generate_trace
+
+SIZE = 4
+
+
+def row(
+    name: str, prompt: int, output: int, ids: str, continues: str | None = None
+) -> TraceRequest:
+    numbers = tuple(map(ord, ids))
+    return TraceRequest(name, 0.0, prompt, output, numbers, "scope", 1, continues)
+
+
+def end(request: Request) -> Request:
+    request.generate(request.num_output_tokens)
+    request.status = Status.FINISHED
+    return request
+
+
+def test_the_next_turn_has_the_names_of_what_was_generated() -> None:
+    turns = Conversations(SIZE)
+    first = end(turns.make_request(row("1", 9, 8, "abx")))  # 17 tokens: 4 full blocks and 1
+    second = turns.make_request(row("2", 30, 1, "abcdefgh", "1"))
+    assert second.block_hashes[:4] == first.block_hashes[:4]
+    assert len(second.block_hashes) == 7
+    assert list(second.content.token_ids[:17]) == list(first.content.token_ids)
+    third = turns.make_request(row("3", 33, 1, "abcdefghi", "2"))  # the second has not ended
+    assert third.block_hashes[:7] == second.block_hashes[:7]
+
+
+def test_an_edited_answer_shares_the_prompt_only() -> None:
+    turns = Conversations(SIZE)
+    first = end(turns.make_request(row("1", 8, 8, "ab")))
+    second = turns.make_request(row("2", 20, 1, "abcde", "1"))
+    other = turns.make_request(row("3", 20, 1, "abxye", "1"))
+    same = turns.make_request(row("4", 20, 1, "abcde", "1"))
+    assert other.block_hashes[:2] == first.block_hashes[:2]
+    assert other.block_hashes[2] != first.block_hashes[2]
+    assert same.block_hashes[:4] == second.block_hashes[:4] == first.block_hashes[:4]
+
+
+def test_what_is_not_a_next_turn_is_named_by_its_ids() -> None:
+    turns = Conversations(SIZE)
+    running = turns.make_request(row("1", 8, 8, "ab"))
+    running.generate(4)
+    early = turns.make_request(row("2", 20, 1, "abcde", "1"))
+    end(running)
+    short = turns.make_request(row("3", 12, 1, "abc", "1"))  # the answer is not all in it
+    plain = turns.make_request(row("4", 12, 1, "abc"))
+    assert early.block_hashes[:3] == short.block_hashes == plain.block_hashes
+    assert plain.block_hashes[2] != running.block_hashes[2]
+    other = turns.make_request(row("5", 16, 1, "zzzz", "1"))
+    assert other.block_hashes[0] != running.block_hashes[0]
+
+
+def test_traces_say_what_a_row_continues() -> None:
+    workload = list(generate_trace(num_requests=300))
+    turns = [one for one in workload if one.continues is not None]
+    assert len(turns) > 60
+    rows = {one.request_id: one for one in workload}
+    assert all(one.num_prompt_tokens > rows[one.continues or ""].num_prompt_tokens for one in turns)
+    bailian = (
+        b'{"chat_id":7,"parent_chat_id":5,"timestamp":1.0,"input_length":16,'
+        b'"output_length":3,"type":"text","turn":2,"hash_ids":[1]}'
+    )
+    assert parse(bailian, 1, "bailian")[1][0].continues == "5"
+    cc = (
+        b'{"id":"s","block_size":4,"requests":['
+        b'{"t":0,"type":"n","in":4,"out":1,"hash_ids":[1]},'
+        b'{"t":1,"type":"subagent","requests":[{"t":1,"type":"n","in":4,"out":1,"hash_ids":[2]},'
+        b'{"t":2,"type":"n","in":8,"out":1,"hash_ids":[2,3]}]},'
+        b'{"t":9,"type":"n","in":8,"out":1,"hash_ids":[1,4]}]}'
+    )
+    found = {one.request_id: one.continues for one in parse(cc, 1, "cc-traces")[1]}
+    assert found == {"s/0": None, "s/1.0": None, "s/1.1": "s/1.0", "s/2": "s/0"}
