@@ -229,6 +229,8 @@ class _Run:
             is_law = bool(colon) and law.startswith("CONN-")
             failure = self._failure(*((law, message) if is_law else ("CONN-3", str(error))))
         finally:
+            if self._stream is not None:
+                self._stream.finish()  # a worker's threads wait for it
             if self._engine is not None:
                 for worker in self._workers:
                     with suppress(InvariantBroken):  # threads and memory, whatever happened
