@@ -61,7 +61,7 @@ def scenario(*events: Event, steps_in_flight: int = 2, compute_lags: bool = Fals
     )
 
 
-# --- wrong connectors that no synchronous engine shows (/probes/async: eager.py, min_lag.py) ---
+# --- wrong connectors that no synchronous engine shows ---
 
 
 class LooksUpWhatItCounts(Connector):
@@ -337,10 +337,10 @@ def test_who_is_preempted_keeps_its_tokens(depth: int, lags: bool) -> None:
 def test_a_request_may_end_while_it_waits() -> None:
     """Its last token was in flight when it was preempted."""
     ended = []
-    for seed in range(40):
+    for seed in range(100):
         random = Random(seed)
-        engine = build(2, num_gpu_blocks=9)
-        requests = [prompt(name, random.randint(5, 9), random.randint(4, 16)) for name in "abc"]
+        engine = build(3, num_gpu_blocks=9)
+        requests = [prompt(name, random.randint(5, 9), random.randint(4, 16)) for name in "abcd"]
         for request in requests:
             request.stops_after = random.randint(1, request.num_output_tokens)
             engine.add_request(request)
@@ -348,7 +348,7 @@ def test_a_request_may_end_while_it_waits() -> None:
         for request in requests:
             assert request.num_generated_tokens == request.num_tokens_to_come
         ended += [computed for _, computed, _ in seen(engine).ends]
-    assert 0 in ended
+    assert ended.count(0) >= 5
 
 
 def test_shutdown_writes_what_is_in_flight_first() -> None:
