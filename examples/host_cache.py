@@ -17,6 +17,7 @@ import torch
 from kvview import (
     BlockIds,
     CanonicalKVCaches,
+    ComputeEvent,
     ConfigError,
     Connector,
     ConnectorConfig,
@@ -219,13 +220,15 @@ class HostCacheScheduler(SchedulerConnector):
 
 
 class HostCacheWorker(WorkerConnector):
-    """Copies pages; here at once, a faster one would use a stream or a thread."""
+    """Copies pages; here on the engine's thread, a faster one would use a stream or its own."""
 
     def __init__(self, cpu_blocks: int) -> None:
         self.cpu_blocks = cpu_blocks
+        self.started: list[tuple[ComputeEvent | None, StepPlan]] = []
         self.finished: list[TransferResult] = []
 
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
+        self.compute = kv_caches.compute_stream
         self.gpu: list[torch.Tensor] = [tensor.tensor for tensor in kv_caches.tensors]
         self.host = [
             torch.empty((self.cpu_blocks, tensor.page_size_bytes), dtype=torch.int8)
@@ -233,10 +236,17 @@ class HostCacheWorker(WorkerConnector):
         ]
 
     def start_plan(self, plan: StepPlan) -> None:
-        for job in plan.loads:
-            self.finished.append(self.copy(job.job_id, job.src, self.host, job.dst, self.gpu))
-        for job in plan.stores:
-            self.finished.append(self.copy(job.job_id, job.src, self.gpu, job.dst, self.host))
+        self.started.append((self.compute.record_event() if self.compute else None, plan))
+        self.copy_started()
+
+    def copy_started(self) -> None:
+        # The model may still compute what a plan reads: wait for the mark, in order (XFER-6).
+        while self.started and ((mark := self.started[0][0]) is None or mark.query()):
+            _, plan = self.started.pop(0)
+            for job in plan.loads:
+                self.finished.append(self.copy(job.job_id, job.src, self.host, job.dst, self.gpu))
+            for job in plan.stores:
+                self.finished.append(self.copy(job.job_id, job.src, self.gpu, job.dst, self.host))
 
     def copy(
         self, job_id: int, src: Any, src_pages: list[torch.Tensor], dst: Any, dst_pages: list[Any]
@@ -247,5 +257,6 @@ class HostCacheWorker(WorkerConnector):
         return TransferResult(job_id, success=True)
 
     def get_finished(self) -> list[TransferResult]:
+        self.copy_started()
         finished, self.finished = self.finished, []
         return finished

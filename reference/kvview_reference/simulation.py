@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -40,7 +39,7 @@ class ReferenceEngines:
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
         """The nearest scenario that the engine can play."""
-        return replace(scenario, steps_in_flight=1, compute_lags=False), ()
+        return scenario, ()
 
     def build(
         self,
@@ -53,7 +52,7 @@ class ReferenceEngines:
     ) -> ConnectorHarness:
         """Build an engine."""
         connector = connectors[0] if len(connectors) == 1 else _SideBySide(connectors)
-        return ReferenceConnectorHarness(scenario, connector, owner, clock)
+        return ReferenceConnectorHarness(scenario, connector, owner, clock, stream)
 
 
 class _SideBySide(Connector):
@@ -76,7 +75,12 @@ class ReferenceConnectorHarness:
     """The reference engine, with what the simulation does to it."""
 
     def __init__(
-        self, scenario: Scenario, connector: Connector, owner: str, clock: Callable[[], float]
+        self,
+        scenario: Scenario,
+        connector: Connector,
+        owner: str,
+        clock: Callable[[], float],
+        stream: StepStream | None,
     ) -> None:
         self._geometry = scenario.geometry
         self._engine = Engine(
@@ -88,6 +92,8 @@ class ReferenceConnectorHarness:
             max_running=scenario.max_running,
             max_tokens_per_step=scenario.max_tokens_per_step,
             decode_tokens=scenario.decode_tokens,
+            steps_in_flight=scenario.steps_in_flight,
+            stream=stream,
         )
         # Leases expire by steps, not by the clock of the machine.
         self._engine.view.now = clock
@@ -186,9 +192,11 @@ def _make_request(
     size = geometry.hash_block_size
     if before is not None:
         new_ids = (f"{add.family}/{i}" for i in count())
-        return before.next_turn(
+        request = before.next_turn(
             add.request_id, add.num_prompt_tokens, add.num_output_tokens, new_ids, serial
         )
+        request.stops_after = add.stops_after
+        return request
     full = add.num_prompt_tokens // size
     ids = [i if i < NUM_SHARED_BLOCKS else f"{add.family}/{i}" for i in range(full)]
     return Request(
@@ -197,6 +205,7 @@ def _make_request(
         add.num_output_tokens,
         size,
         chain_hashes(ids),
+        stops_after=add.stops_after,
         _serial=serial,
     )
 

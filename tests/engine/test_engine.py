@@ -529,13 +529,14 @@ def test_event2_what_is_advertised_can_be_loaded_and_nothing_else(name: str) -> 
 
 def test_pool9_reset_is_refused_while_blocks_are_in_use() -> None:
     engine = build_small(lazy(FULL, Script(delay=4)))
-    engine.add_request(prompt("a", 0, 40))
+    engine.add_request(prompt("a", 99, 40))
     engine.step()
     assert not engine.reset_cache()  # a request runs
     drain(engine)
     request = to_loading(engine)
+    assert engine.scheduler_connector.match_prefix(request.info(), 0) == 32
     assert not engine.reset_cache()  # a load is in flight
-    assert engine.scheduler_connector.match_prefix(request.info(), 0) == 32  # nothing changed
+    assert engine.scheduler_connector.match_prefix(request.info(), 0) == 0  # it was asked
     drain(engine)
     assert request.status is Status.FINISHED
     assert engine.reset_cache()

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from kvview import (
     CanonicalKVCaches,
+    ComputeEvent,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
     KVViewError,
@@ -104,7 +105,7 @@ class Flight:
     fate: Fate
     gpu_blocks: list[int]
     keys: set[OffloadKey]  # what the source blocks of a store hold
-    source: list[torch.Tensor]  # and their bytes, tensor by tensor
+    source: list[torch.Tensor]  # and their bytes, tensor by tensor, as soon as they are computed
     reads: set[_Page]
     writes: set[_Page]
     age: int = 0
@@ -123,11 +124,30 @@ class _Unit:
 
     plan: StepPlan
     flights: list[Flight]
+    mark: ComputeEvent | None = None  # of the compute that comes before it
+    is_given: bool = False  # to the real worker half, ahead of the mark
     has_moved: bool = False
+
+    @property
+    def has_computed(self) -> bool:
+        """Whether the compute that comes before it has ended."""
+        return self.mark is None or self.mark.query()
 
     @property
     def is_due(self) -> bool:
         return not self.has_moved and self.flights[0].age >= self.flights[0].fate.move_after
+
+
+class _StreamOfJobs:
+    """The compute stream as the engine's jobs saw it, however late they are given on."""
+
+    def __init__(self, stream: StepStream) -> None:
+        self._stream = stream
+        self.mark: ComputeEvent | None = None  # of the jobs that are being given
+
+    def record_event(self) -> ComputeEvent:
+        """Mark what was launched until the engine started the jobs."""
+        return self.mark or self._stream.record_event()
 
 
 class FaultyWorker(WorkerConnector):
@@ -139,6 +159,9 @@ class FaultyWorker(WorkerConnector):
        at once, as late as its first job, and only the reports go separate ways.
     3. ``wait`` does nothing: a job is as late as its fate says, and the engine has
        to live with it. The last ones come after :meth:`release_lost`.
+    4. A job that succeeds may be given to the real worker half while the compute before it
+       runs: it has to order itself (XFER-6). It has moved its bytes when that compute has
+       ended.
 
     Args:
         inner: The real worker half.
@@ -163,7 +186,7 @@ class FaultyWorker(WorkerConnector):
         self._fate_of_load = fate_of_load
         self._pool = pool
         self._watch = watch
-        self._stream = stream
+        self._stream = _StreamOfJobs(stream) if stream is not None else None
         self._flights: dict[int, Flight] = {}
         self._units: list[_Unit] = []
         self._tensors: list[torch.Tensor] = []
@@ -200,6 +223,7 @@ class FaultyWorker(WorkerConnector):
     def start_plan(self, plan: StepPlan) -> None:
         with hook("pickling the plan", "CONN-3"):
             plan = pickle.loads(pickle.dumps(plan))
+        mark = self._stream.record_event() if self._stream is not None else None
         flights = [self._begin(job, True, plan) for job in plan.loads]
         flights += [self._begin(job, False, plan) for job in plan.stores]
         for flight in flights:
@@ -209,15 +233,17 @@ class FaultyWorker(WorkerConnector):
             for flight in flights:
                 jobs = [flight.job]
                 own = StepPlan(jobs, []) if flight.is_load else StepPlan([], jobs)
-                self._units.append(_Unit(own, [flight]))
+                self._units.append(_Unit(own, [flight], mark))
         elif flights:
-            self._units.append(_Unit(plan, flights))
+            self._units.append(_Unit(plan, flights, mark))
+        self._end_compute()
         self._move_due()
 
     @override
     def get_finished(self) -> list[TransferResult]:
         for flight in self._flights.values():
             flight.age += 1
+        self._end_compute()
         self._move_due()
         self._poll()
         results = []
@@ -249,7 +275,6 @@ class FaultyWorker(WorkerConnector):
         if is_load:
             fate = self._fate_of_load(fate)
         keys: set[OffloadKey] = set()
-        source: list[torch.Tensor] = []
         blocks = self._gpu_blocks(job.dst if is_load else job.src)
         if not is_load:
             if free := [block for block in blocks if self._pool.is_free(block)]:
@@ -262,8 +287,7 @@ class FaultyWorker(WorkerConnector):
             if nameless := [block for block in blocks if not keys_of[block]]:
                 self._refuse_nameless(job, nameless)
             keys = {key for keys in keys_of.values() for key in keys}
-            source = [tensor[blocks] for tensor in self._tensors]  # a copy
-        flight = Flight(job, is_load, fate, blocks, keys, source, _pages(job.src), _pages(job.dst))
+        flight = Flight(job, is_load, fate, blocks, keys, [], _pages(job.src), _pages(job.dst))
         if is_load:
             # Children of one plan may have a host each, with pages of the same numbers.
             self._check_load(flight, is_tracked=type(plan) is StepPlan)
@@ -317,11 +341,46 @@ class FaultyWorker(WorkerConnector):
             "CONN-6", f"{what}: the blocks held {held} when they were to be copied there"
         )
 
+    def _end_compute(self) -> None:
+        """Note what stores read as soon as it is computed, and end what has waited for it."""
+        for unit in self._units:
+            if not unit.has_computed:
+                continue
+            for flight in unit.flights:
+                if not flight.is_load and not flight.source:
+                    flight.source = [tensor[flight.gpu_blocks] for tensor in self._tensors]
+            if unit.is_given and not unit.has_moved:
+                self._end(unit)
+
     def _move_due(self) -> None:
         for position, unit in enumerate(self._units):
             waits_for = [other for other in self._units[:position] if not other.has_moved]
-            if unit.is_due and not any(_conflict(other, unit) for other in waits_for):
+            if not unit.is_due or any(_conflict(other, unit) for other in waits_for):
+                continue
+            if unit.has_computed:
+                # The real one may take its jobs in order, and wait with some until later.
+                if any(other.is_given and not other.has_moved for other in self._units):
+                    return
                 self._move(unit)
+            elif not unit.is_given and all(f.fate.outcome == "ok" for f in unit.flights):
+                unit.is_given = True
+                before = [tensor.clone() for tensor in self._tensors]
+                self._give(unit)
+                self._check_writes(unit, before)
+
+    def _give(self, unit: _Unit) -> None:
+        if self._stream is not None:
+            self._stream.mark = unit.mark
+        with hook("start_plan of the worker half", "CONN-3"):
+            self._inner.start_plan(unit.plan)
+        if self._stream is not None:
+            self._stream.mark = None
+
+    def _end(self, unit: _Unit) -> None:
+        unit.has_moved = True
+        with hook("wait of the worker half", "CONN-3"):
+            self._inner.wait([flight.job.job_id for flight in unit.flights])
+        self._poll()
 
     def _move(self, unit: _Unit) -> None:
         unit.has_moved = True
@@ -338,11 +397,8 @@ class FaultyWorker(WorkerConnector):
                 spoilt.difference_update(flight.gpu_blocks)
         before = [tensor.clone() for tensor in self._tensors]
         self._spoil(spoilt)
-        with hook("start_plan of the worker half", "CONN-3"):
-            self._inner.start_plan(unit.plan)
-        with hook("wait of the worker half", "CONN-3"):
-            self._inner.wait([flight.job.job_id for flight in unit.flights])
-        self._poll()
+        self._give(unit)
+        self._end(unit)
         for tensor, rows in zip(self._tensors, before, strict=True):
             tensor[list(spoilt)] = rows[list(spoilt)]
         self._check_writes(unit, before)
@@ -355,7 +411,10 @@ class FaultyWorker(WorkerConnector):
             results = self._inner.get_finished()
             require_type("get_finished", results, "CONN-3")
         started = {
-            flight.job.job_id for unit in self._units if unit.has_moved for flight in unit.flights
+            flight.job.job_id
+            for unit in self._units
+            if unit.has_moved or unit.is_given
+            for flight in unit.flights
         }
         for result in results:
             flight = self._flights.get(result.job_id)

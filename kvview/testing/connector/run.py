@@ -150,6 +150,8 @@ class _Run:
         self._coverage["with several groups"] += len(self.scenario.geometry.groups) > 1
         self._coverage["with two connectors"] += self.scenario.num_connectors > 1
         self._coverage["with an abrupt end"] += self.scenario.ends_abruptly
+        self._coverage["with steps in flight"] += self.scenario.steps_in_flight > 1
+        self._coverage["with lagging compute"] += self.scenario.compute_lags
         self._engines = engines
         self._name = connector_class.__name__
         children = []
@@ -229,6 +231,8 @@ class _Run:
             is_law = bool(colon) and law.startswith("CONN-")
             failure = self._failure(*((law, message) if is_law else ("CONN-3", str(error))))
         finally:
+            if self._stream is not None:
+                self._stream.finish()  # a worker's threads wait for it
             if self._engine is not None:
                 for worker in self._workers:
                     with suppress(InvariantBroken):  # threads and memory, whatever happened
@@ -298,6 +302,7 @@ class _Run:
         self._check(is_step=True)
 
     def _reset(self) -> None:
+        self._coverage["resets with jobs in flight"] += bool(self._num_in_flight)
         self._coverage["resets"] += self.engine.reset()
         self._check()
 
@@ -399,5 +404,7 @@ class _Run:
             part.scheduler.fold_events()
             part.history.check()
         if is_step:
+            keys = Counter(key for keys in engine.block_keys(list(refs)) for key in keys)
+            self._coverage["steps with one hash in two blocks"] += max(keys.values(), default=0) > 1
             held_for_good = Counter(held) - self._expiring_blocks()
             self._watch.check(len(self._timeline), held_for_good, in_flight)

@@ -23,6 +23,8 @@ from kvview import (
 from kvview.targets import target_of
 
 _SHARE_OF_NEXT_TURNS = 0.3
+_SHARE_OF_EARLY_ENDS = 0.3
+_SHARE_OF_EARLY_JOBS = 0.6
 
 NUM_SHARED_BLOCKS = 2
 """Hash blocks at the start of every prompt, the same for all families."""
@@ -40,6 +42,9 @@ class Add:
         continues: Id of a request that has ended: this one is the next turn of its
             conversation, with a prompt that begins with all its tokens, generated ones
             too. Left out while there is none. None: a prompt of its own.
+        stops_after: Generated tokens after which it ends before its time, as with a token
+            that ends a text: steps that are in flight then were launched for nothing. None:
+            it ends after ``num_output_tokens``, which every engine foresees.
     """
 
     request_id: str
@@ -47,6 +52,7 @@ class Add:
     num_prompt_tokens: int
     num_output_tokens: int = 0
     continues: str | None = None
+    stops_after: int | None = None
 
 
 @dataclass(frozen=True)
@@ -191,17 +197,49 @@ def generate_scenario(seed: int) -> Scenario:
     longest = size * draw.number(2, 5) + draw.number(0, size)
     blocks_of_longest = sum(-(-(longest + 3 * size) // g.block_size) for g in geometry.groups)
     num_gpu_blocks = 2 + blocks_of_longest * draw.number(5, 10) // 5
-    return Scenario(
-        geometry,
-        num_gpu_blocks,
-        _generate_events(draw, _Draw(seed + 2**40), longest, size, num_gpu_blocks),
-        _generate_fates(draw),
-        cpu_blocks=draw.one_of([draw.number(2, 8), num_gpu_blocks, 6 * num_gpu_blocks]),
-        num_connectors=2 if draw.chance(0.2) else 1,
-        max_running=draw.number(1, 4),
-        max_tokens_per_step=max_tokens_per_step,
-        decode_tokens=draw.number(size // 2, size),
-        ends_abruptly=draw.chance(0.15),
+    return _overlap_steps(
+        _Draw(seed + 2**41),
+        Scenario(
+            geometry,
+            num_gpu_blocks,
+            _generate_events(draw, _Draw(seed + 2**40), longest, size, num_gpu_blocks),
+            _generate_fates(draw),
+            cpu_blocks=draw.one_of([draw.number(2, 8), num_gpu_blocks, 6 * num_gpu_blocks]),
+            num_connectors=2 if draw.chance(0.2) else 1,
+            max_running=draw.number(1, 4),
+            max_tokens_per_step=max_tokens_per_step,
+            decode_tokens=draw.number(size // 2, size),
+            ends_abruptly=draw.chance(0.15),
+        ),
+    )
+
+
+def _overlap_steps(draw: _Draw, scenario: Scenario) -> Scenario:
+    """In half of the scenarios several steps in flight, and ends that nobody foresees."""
+    steps_in_flight = draw.one_of([1, 1, 2, 3])
+    compute_lags = draw.chance(1 / 3)
+    events = scenario.events
+    if steps_in_flight > 1:
+        events = tuple(
+            replace(event, stops_after=draw.number(1, event.num_output_tokens))
+            if isinstance(event, Add)
+            and event.num_output_tokens
+            and draw.chance(_SHARE_OF_EARLY_ENDS)
+            else event
+            for event in events
+        )
+    fates = scenario.fates
+    if compute_lags:  # a job that comes late anyway finds its bytes there
+        fates = tuple(
+            replace(fate, move_after=0) if draw.chance(_SHARE_OF_EARLY_JOBS) else fate
+            for fate in fates
+        )
+    return replace(
+        scenario,
+        events=events,
+        fates=fates,
+        steps_in_flight=steps_in_flight,
+        compute_lags=compute_lags,
     )
 
 

@@ -2,18 +2,26 @@
 
 One step: hear of finished transfers; give running requests room, preempting the
 youngest when the pool is full; start waiting ones (prefix match, connector
-match, allocate); let the connector plan; start the plan; compute; cache what
-is full; finish. The KV bytes of a full block follow from its hash, so that what
-a request reads before it computes is checked byte for byte.
+match, allocate); let the connector plan; start the plan; launch; take the output
+in; cache what is full; finish. The KV bytes of a full block follow from its hash, so
+that what a request reads before it computes is checked byte for byte.
 
-Source: the order of calls follows ``vllm/v1/core/sched/scheduler.py`` (0.33.0).
+With several steps in flight the output of a step is taken in when later ones are launched
+already. Until then a request is scheduled past the tokens it has: what is *computed* is
+what is launched (CONN-7). Where the engine is given a stream, a step writes and reads the
+KV when its output is taken in, in the order of the launches, into the blocks that were its
+requests' at the launch, whosever they are by then.
+
+Source: the order of calls follows ``vllm/v1/core/sched/scheduler.py`` and, of a step,
+``EngineCore.step_with_batch_queue`` in ``vllm/v1/engine/core.py`` (0.33.0).
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 from kvview import (
     BlockIds,
@@ -25,10 +33,12 @@ from kvview import (
     ConnectorError,
     EngineFacts,
     FinishReason,
+    FullBlock,
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingEvent,
     OffloadKey,
+    RequestInfo,
     RequestStep,
     StepInfo,
     TransferResult,
@@ -36,6 +46,7 @@ from kvview import (
 )
 from kvview.connector.job_book import EndedJob, JobBook, check_promise
 from kvview.testing.connector.kv_bytes import KVBytes
+from kvview.testing.connector.stream import StepStream
 from kvview.version import require_contract
 from kvview_reference.engine.request import Request, Status
 from kvview_reference.geometry.kv_cache_manager import KVCacheManager
@@ -84,6 +95,25 @@ class _Load:
     num_external_tokens: int
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """What a step computes of one request."""
+
+    request: Request
+    life: int  # of the request: another one since it has begun again
+    start: int
+    end: int
+    num_sampled: int
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step whose output is not taken in yet."""
+
+    chunks: Sequence[_Chunk]
+    kernels: list[Callable[[], None]] = field(default_factory=list)
+
+
 class Engine:
     """Runs requests over a block pool and one connector.
 
@@ -96,6 +126,9 @@ class Engine:
         max_running: Requests computed at once.
         max_tokens_per_step: Token budget of one step.
         decode_tokens: Tokens that a decoding request generates in one step.
+        steps_in_flight: Steps that may be launched before the output of the first is taken in.
+        stream: Told of launches and outputs; KV is then written and read when an output is
+            taken in. None: at the launch.
         verify_hits: Whether blocks hit on the GPU are compared too, not only loaded ones.
         enable_events: Whether the pool records GPU events.
         device: Where the KV cache is.
@@ -116,12 +149,16 @@ class Engine:
         max_running: int = 16,
         max_tokens_per_step: int | None = None,
         decode_tokens: int | None = None,
+        steps_in_flight: int = 1,
+        stream: StepStream | None = None,
         verify_hits: bool = True,
         enable_events: bool = False,
         device: str = "cpu",
     ) -> None:
         if max_running < 1:
             raise ConfigError(f"max_running must be at least 1, got {max_running}")
+        if steps_in_flight < 1:
+            raise ConfigError(f"steps_in_flight must be at least 1, got {steps_in_flight}")
         self.geometry = geometry
         self.stats = EngineStats()
         num_groups = len(geometry.groups)
@@ -144,10 +181,13 @@ class Engine:
         self.max_running = max_running
         self.max_tokens_per_step = max_tokens_per_step or 32 * geometry.scheduler_block_size
         self.decode_tokens = decode_tokens or geometry.scheduler_block_size
+        self.steps_in_flight = steps_in_flight
         self.verify_hits = verify_hits
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._loads: dict[str, _Load] = {}
+        self._launched: deque[_Launched] = deque()
+        self._stream = stream
         self._jobs = JobBook()
         self._preempted: list[str] = []
         self._idle_steps = 0
@@ -206,10 +246,7 @@ class Engine:
                 return True
         for request in self.waiting:
             if request.request_id == request_id:
-                self.waiting.remove(request)
-                request.status = Status.ABORTED
-                # It has no blocks: those under its id are of a first life that still loads.
-                self._tell_ended(request, ((),) * len(self.geometry.groups))
+                self._end_waiting(request, Status.ABORTED)
                 return True
         return False
 
@@ -223,7 +260,11 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do, the connector's pending work included."""
-        return self.has_unfinished_requests() or self.scheduler_connector.has_pending_work()
+        return (
+            self.has_unfinished_requests()
+            or any(step.chunks for step in self._launched)
+            or self.scheduler_connector.has_pending_work()
+        )
 
     def held_blocks(self) -> dict[int, int]:
         """References of the requests, ``{block_id: count}``, without the connector's."""
@@ -244,15 +285,14 @@ class Engine:
         return list(self.scheduler_connector.take_events())
 
     def reset_cache(self) -> bool:
-        """Forget the GPU prefix cache and what the connector offloaded.
+        """Forget the GPU prefix cache and what the connector offloaded, whatever is in flight.
 
         Returns:
-            False when refused because blocks are in use (POOL-9); nothing changed.
+            False when one of the two refused, the pool because blocks are in use (POOL-9);
+            the other has forgotten all the same.
         """
-        pool = self.kv_cache.pool
-        if pool.num_free_blocks() != pool.num_blocks - 1:
-            return False
-        return self.scheduler_connector.reset_cache() and self.kv_cache.reset_prefix_cache()
+        was_reset = self.kv_cache.reset_prefix_cache()
+        return self.scheduler_connector.reset_cache() and was_reset
 
     def shutdown(self) -> dict[int, int]:
         """Stop both halves and close the view.
@@ -260,6 +300,8 @@ class Engine:
         Returns:
             References that the connector never gave back, ``{block_id: count}``.
         """
+        while self._launched:
+            self._run_kernels(self._launched.popleft())
         self.scheduler_connector.shutdown()
         self.worker_connector.shutdown()
         return dict(self.view.close())
@@ -267,8 +309,19 @@ class Engine:
     # --- one step ---
 
     def step(self) -> None:
-        """Run one scheduler step."""
+        """Schedule and launch a step; take the oldest output in when no more may be launched."""
         self.stats.steps += 1
+        step = self._launch()
+        has_more = bool(step.chunks) or self.has_unfinished_requests()
+        if not has_more:
+            self._launched.pop()
+        if self._launched and (len(self._launched) == self.steps_in_flight or not has_more):
+            self._take_in(self._launched.popleft())
+        if max(self._idle_steps, self._lone_preemptions) > _MAX_IDLE_STEPS:
+            law, why = self._why_stuck()
+            raise ConnectorError(f"{law}: {why}")
+
+    def _launch(self) -> _Launched:
         self.view.release_expired()
         self._hear_of_transfers(self.worker_connector.get_finished())
         scheduled = self._schedule_running()
@@ -291,16 +344,22 @@ class Engine:
         self._jobs.begin(plan)
         if plan:
             self.worker_connector.start_plan(plan)
-        self._compute(scheduled)
-        if scheduled or plan.loads or plan.stores:
+        is_busy = bool(scheduled or plan.loads or plan.stores)
+        if is_busy or any(step.chunks for step in self._launched):
             self._idle_steps = 0
         else:
             self._idle_steps += 1
             if self._jobs:
                 self.worker_connector.wait(list(self._jobs))  # nothing else to do
-        if max(self._idle_steps, self._lone_preemptions) > _MAX_IDLE_STEPS:
-            law, why = self._why_stuck()
-            raise ConnectorError(f"{law}: {why}")
+        step = _Launched([self._begin(request, n) for request, n in scheduled.items()])
+        self._launched.append(step)
+        if self._stream is not None and step.chunks:
+            self._stream.launch()
+        if self.steps_in_flight > 1:  # else its output comes at once, tokens and hashes
+            self._compute(step)
+            for request in scheduled:
+                self._cache(request)
+        return step
 
     def _why_stuck(self) -> tuple[str, str]:
         holds = (
@@ -331,6 +390,9 @@ class Engine:
         while index < len(self.running) and budget > 0:
             request = self.running[index]
             num_tokens = min(self._num_wanted_tokens(request), budget)
+            if not num_tokens:  # its end is in flight
+                index += 1
+                continue
             end = request.num_computed_tokens + num_tokens
             while not self.kv_cache.allocate_slots(request.request_id, end):
                 victim = self.running[-1]
@@ -370,12 +432,14 @@ class Engine:
                 self.waiting.appendleft(request)
                 break
             request.num_computed_tokens = num_hit
+            request.life += 1
             block_ids = self.kv_cache.block_ids(request.request_id)
             self.scheduler_connector.on_blocks_allocated(
                 request.info(), block_ids, num_hit, num_external
             )
             if num_external:
-                self.kv_bytes.poison(self._blocks_to_load(block_ids, num_hit, num_ready))
+                to_load = self._blocks_to_load(block_ids, num_hit, num_ready)
+                self._submit(partial(self.kv_bytes.poison, to_load))
                 request.status = Status.LOADING
                 self._loads[request.request_id] = _Load(request, num_hit, num_external)
                 self._jobs.promise(request.request_id, num_external)
@@ -401,46 +465,108 @@ class Engine:
             self._verify(request, 0, num_hit_tokens)
 
     def _num_wanted_tokens(self, request: Request) -> int:
-        uncomputed = request.num_tokens - request.num_computed_tokens
-        if uncomputed > 1 or request.is_finished:
-            return uncomputed
+        """What to compute next; 0 when the outputs in flight are all that it will need."""
+        uncomputed = request.num_tokens + request.num_pending_tokens - request.num_computed_tokens
         left = request.num_output_tokens - request.num_generated_tokens
+        left -= request.num_pending_tokens
+        if uncomputed > 1 or (left <= 0 and not request.num_pending_tokens):
+            return uncomputed
         return min(self.decode_tokens, left)
 
     def _preempt(self, request: Request) -> None:
         self.stats.preemptions += 1
         self.running.remove(request)
         block_ids = self.kv_cache.block_ids(request.request_id)
-        self.scheduler_connector.on_request_preempted(request.info(), block_ids)
+        self.scheduler_connector.on_request_preempted(_last_info(request), block_ids)
         self.kv_cache.free(request.request_id)
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_pending_tokens = 0
         request.status = Status.WAITING
         self.waiting.appendleft(request)
         self._preempted.append(request.request_id)
 
-    def _compute(self, scheduled: dict[Request, int]) -> None:
+    # --- compute, and what comes of it ---
+
+    def _begin(self, request: Request, num_tokens: int) -> _Chunk:
+        """Count what is launched as computed (CONN-7)."""
+        start = request.num_computed_tokens
+        end = request.num_computed_tokens = start + num_tokens
+        # The token behind the last computed one is known then: one after a prompt,
+        # several after a decode step of several.
+        expected = request.num_tokens + request.num_pending_tokens
+        left = request.num_output_tokens - (expected - request.num_prompt_tokens)
+        num_sampled = max(0, min(end + 1 - expected, left))
+        request.num_pending_tokens += num_sampled
+        return _Chunk(request, request.life, start, end, num_sampled)
+
+    def _compute(self, step: _Launched) -> None:
+        """Write the blocks that a step fills: now, or when the stream is there."""
         block_ids: list[int] = []
         keys: list[OffloadKey] = []
-        for request, num_tokens in scheduled.items():
-            start = request.num_computed_tokens
-            end = start + num_tokens
-            if end >= request.num_tokens and not request.is_finished:
-                # The token behind the last computed one is known now: one after a
-                # prompt, several after a decode step of several.
-                left = request.num_output_tokens - request.num_generated_tokens
-                request.generate(min(end + 1 - request.num_tokens, left))
-            request.num_computed_tokens = end
-            new_blocks, new_keys = self._full_blocks(request, start, end)
-            block_ids += new_blocks
-            keys += new_keys
+        junk: list[int] = []  # what follows an unforeseen end
+        for chunk in step.chunks:
+            request = chunk.request
+            last = request.num_prompt_tokens + request.num_tokens_to_come
+            for block in self._full_blocks(request, chunk.start, chunk.end):
+                if (block.number + 1) * self.geometry.groups[block.group_idx].block_size > last:
+                    junk.append(block.block_id)
+                else:
+                    block_ids.append(block.block_id)
+                    keys.append(block.key)
         if block_ids:
-            self.kv_bytes.write(block_ids, keys)
-        for request in scheduled:
-            self.kv_cache.cache_blocks(
-                request.request_id, request.block_hashes, request.num_computed_tokens
-            )
-            if request.is_finished and request.num_computed_tokens >= request.num_prompt_tokens:
-                self._end_running(request, Status.FINISHED)
+            self._submit(partial(self.kv_bytes.write, block_ids, keys))
+        if junk:
+            self._submit(partial(self.kv_bytes.poison, junk))
+
+    def _submit(self, kernel: Callable[[], None]) -> None:
+        """Touch KV bytes after all that is launched, or now where the launch does all."""
+        launched = [step for step in self._launched if step.chunks] if self._stream else []
+        if launched:
+            launched[-1].kernels.append(kernel)
+        else:
+            kernel()
+
+    def _run_kernels(self, step: _Launched) -> None:
+        for kernel in step.kernels:
+            kernel()
+        if self._stream is not None and step.chunks:
+            self._stream.take()
+
+    def _take_in(self, step: _Launched) -> None:
+        """The output of a step: tokens, hashes, ends."""
+        for chunk in step.chunks:
+            self._take_tokens(chunk)
+        if self.steps_in_flight == 1:
+            self._compute(step)
+        self._run_kernels(step)
+        for chunk in step.chunks:
+            request = chunk.request
+            has_ended = request.is_finished and chunk.end >= request.num_prompt_tokens
+            if chunk.life != request.life:
+                continue
+            if request.status is Status.RUNNING:
+                self._cache(request)
+                if has_ended:
+                    self._end_running(request, Status.FINISHED)
+            elif request.status is Status.WAITING and has_ended:
+                self._end_waiting(request, Status.FINISHED)
+
+    def _take_tokens(self, chunk: _Chunk) -> None:
+        """What a step sampled; nothing once its request has ended, or begun again."""
+        request = chunk.request
+        if chunk.life != request.life:
+            return
+        if request.status is Status.RUNNING:
+            request.num_pending_tokens -= chunk.num_sampled
+        elif request.status is not Status.WAITING:  # else preempted since: its tokens stay true
+            return
+        request.generate(
+            min(chunk.num_sampled, request.num_tokens_to_come - request.num_generated_tokens)
+        )
+
+    def _cache(self, request: Request) -> None:
+        """Name what is computed, as far as its tokens are known."""
+        settled = min(request.num_computed_tokens, request.num_tokens)
+        self.kv_cache.cache_blocks(request.request_id, request.block_hashes, settled)
 
     def _end_running(self, request: Request, status: Status) -> None:
         self.running.remove(request)
@@ -449,12 +575,18 @@ class Engine:
         self._tell_ended(request, self.kv_cache.block_ids(request.request_id))
         self.kv_cache.free(request.request_id)
 
+    def _end_waiting(self, request: Request, status: Status) -> None:
+        self.waiting.remove(request)
+        request.status = status
+        # It has no blocks: those under its id are of a first life that still loads.
+        self._tell_ended(request, ((),) * len(self.geometry.groups))
+
     def _tell_ended(self, request: Request, block_ids: BlockIds) -> None:
         is_finished = request.status is Status.FINISHED
         self.stats.finished += is_finished
         self.stats.aborted += not is_finished
         reason = FinishReason.FINISHED if is_finished else FinishReason.ABORTED
-        self.scheduler_connector.on_request_finished(request.info(), block_ids, reason)
+        self.scheduler_connector.on_request_finished(_last_info(request), block_ids, reason)
 
     # --- transfers ---
 
@@ -504,7 +636,7 @@ class Engine:
         skipped = group.num_skipped_tokens(num_tokens)
         last_of_chunk = max(0, skipped - 1)
         reads = max(num_tokens - skipped, last_of_chunk - group.num_skipped_tokens(last_of_chunk))
-        step = max(self.max_tokens_per_step, self.decode_tokens)
+        step = max(self.max_tokens_per_step, self.steps_in_flight * self.decode_tokens)
         at_once = -(-(reads + step) // group.block_size) + 1  # neither end is aligned
         return min(at_once, -(-num_tokens // group.block_size))
 
@@ -518,19 +650,26 @@ class Engine:
             if number >= num_hit // group.block_size
         ]
 
-    def _full_blocks(
-        self, request: Request, start: int, end: int
-    ) -> tuple[list[int], list[OffloadKey]]:
-        """Blocks that become full between two token counts, and their keys."""
+    def _full_blocks(self, request: Request, start: int, end: int) -> Sequence[FullBlock]:
+        """Blocks that become full between two token counts, with the keys that they will have."""
         tables = self.kv_cache.block_tables(request.request_id)
-        found = list(full_blocks(self.geometry, request.info(end), tables, first_token=start))
-        return [block.block_id for block in found], [block.key for block in found]
+        info = RequestInfo(request.request_id, end, request.hashes_of(end), end)
+        return list(full_blocks(self.geometry, info, tables, first_token=start))
 
     def _verify(self, request: Request, start: int, end: int) -> None:
-        block_ids, keys = self._full_blocks(request, start, end)
-        if block_ids:
-            self.stats.bytes_verified += len(block_ids) * self.kv_bytes.block_bytes
-            self.stats.mismatches += self.kv_bytes.count_mismatches(block_ids, keys)
+        if blocks := self._full_blocks(request, start, end):
+            self._submit(partial(self._compare, blocks))
+
+    def _compare(self, blocks: Sequence[FullBlock]) -> None:
+        block_ids, keys = [b.block_id for b in blocks], [b.key for b in blocks]
+        self.stats.bytes_verified += len(block_ids) * self.kv_bytes.block_bytes
+        self.stats.mismatches += self.kv_bytes.count_mismatches(block_ids, keys)
+
+
+def _last_info(request: Request) -> RequestInfo:
+    """What a connector is told when a request loses its blocks: no KV without its token."""
+    last = request.num_tokens - (request.num_output_tokens > 0)
+    return request.info(min(request.num_computed_tokens, last))
 
 
 def _num_gpu_blocks(spec: LoadStoreSpec) -> int:

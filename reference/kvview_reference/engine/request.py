@@ -101,6 +101,10 @@ class _ExtraKeysOfBlocks(_Living[ExtraKeys]):
         return len(self._hashes)
 
     def _item(self, index: int) -> ExtraKeys:
+        return self.of(index)
+
+    def of(self, index: int) -> ExtraKeys:
+        """Of any block, one that is still to come too."""
         keys: tuple[object, ...] = () if self._lora is None else (self._lora,)
         if index < len(self._given):
             keys += self._given[index] or ()
@@ -129,6 +133,8 @@ class Request:
             images for example; may be shorter.
         ends_in: The hash that the block will have in which the prompt ends, when its
             other tokens are known already; by default nobody else's.
+        stops_after: Generated tokens after which it ends, which nobody foresees; None:
+            after ``num_output_tokens``.
 
     Raises:
         ValueError: A count is impossible, or the hashes are not those of full blocks (KEY-1).
@@ -144,8 +150,11 @@ class Request:
     cache_salt: str | None = None
     extra_keys: Sequence[ExtraKeys] = ()
     ends_in: BlockHash | None = None
+    stops_after: int | None = None
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
+    num_pending_tokens: int = 0  # sampled by steps in flight
+    life: int = 0  # how often it was given blocks
     use_connector: bool = True  # False after a failed load
     was_started: bool = False
     content: RequestContent = field(init=False)
@@ -173,11 +182,12 @@ class Request:
             given,
             self.ends_in or self._hash_of_output(len(given), given[-1] if given else b""),
         )
-        keys = () if self.block_hashes is given else _ExtraKeysOfBlocks(self, given)
+        self._keys = _ExtraKeysOfBlocks(self, given)
+        keys = () if self.block_hashes is given else self._keys
         self.content = RequestContent(
             self._tokens, self.lora_name, self.lora_id, self.cache_salt, keys
         )
-        self._hash_extra_keys()
+        self._name(self.block_hashes, self._tokens.hashes)
 
     @property
     def num_tokens(self) -> int:
@@ -192,16 +202,33 @@ class Request:
     @property
     def is_finished(self) -> bool:
         """Whether everything asked for was generated."""
-        return self.num_generated_tokens >= self.num_output_tokens
+        return self.num_generated_tokens >= self.num_tokens_to_come
+
+    @property
+    def num_tokens_to_come(self) -> int:
+        """Tokens that it generates in all."""
+        stops_after = self.num_output_tokens if self.stops_after is None else self.stops_after
+        return min(self.num_output_tokens, stops_after)
 
     def generate(self, num_tokens: int) -> None:
         """Append generated tokens; what they are is nobody else's prefix."""
-        tokens = self._tokens
-        tokens.num_tokens += num_tokens
-        while len(tokens.hashes) < tokens.num_tokens // self.hash_block_size:
-            tokens.hashes.append(tokens.open_hash)
-            tokens.open_hash = self._hash_of_output(len(tokens.hashes), tokens.open_hash)
-        self._hash_extra_keys()
+        self._tokens.num_tokens += num_tokens
+        self._grow(self._tokens)
+        self._name(self.block_hashes, self._tokens.hashes)
+
+    def hashes_of(self, num_tokens: int) -> Sequence[BlockHash]:
+        """Hashes of the full blocks of this many tokens, those of tokens to come too."""
+        num_blocks = num_tokens // self.hash_block_size
+        if num_blocks <= len(self.block_hashes):
+            return self.block_hashes
+        known = self._tokens
+        ahead = _TokenIds(num_tokens, self.hash_block_size, list(known.hashes), known.open_hash)
+        self._grow(ahead)
+        if self.block_hashes is known.hashes:
+            return ahead.hashes
+        named = list(self.block_hashes)
+        self._name(named, ahead.hashes)
+        return named
 
     def next_turn(
         self,
@@ -258,11 +285,15 @@ class Request:
     def _hash_of_output(self, block: int, parent: bytes) -> BlockHash:
         return chain_hashes([f"out-{self._serial}-{block}"], parent)[0]
 
-    def _hash_extra_keys(self) -> None:
+    def _grow(self, tokens: _TokenIds) -> None:
+        while len(tokens.hashes) < tokens.num_tokens // self.hash_block_size:
+            tokens.hashes.append(tokens.open_hash)
+            tokens.open_hash = self._hash_of_output(len(tokens.hashes), tokens.open_hash)
+
+    def _name(self, named: list[BlockHash], tokens: Sequence[BlockHash]) -> None:
         """Name the blocks that came: by their tokens, and by extra keys from the first on."""
-        named, tokens = self.block_hashes, self._tokens.hashes
         for block in range(len(named), len(tokens)):
-            keys = self.content.extra_keys[block]
+            keys = self._keys.of(block)
             parent = named[-1] if block else b""
             if keys is None and parent == (tokens[block - 1] if block else b""):
                 named.append(tokens[block])

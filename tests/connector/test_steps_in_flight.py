@@ -1,0 +1,378 @@
+"""Asynchronous scheduling: what is counted is launched, and its bytes and tokens come later."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+
+from examples.host_cache import HostCacheConnector, HostCacheWorker
+from kvview import (
+    BlockIds,
+    CacheGeometry,
+    CanonicalKVCaches,
+    ConfigError,
+    Connector,
+    ConnectorConfig,
+    FinishReason,
+    RequestInfo,
+    SchedulerConnector,
+    StepInfo,
+    StepPlan,
+    WorkerConnector,
+)
+from kvview.testing.connector import (
+    Abort,
+    Add,
+    Fate,
+    Scenario,
+    Squeeze,
+    Step,
+    check_connector,
+    generate_scenario,
+    simulate,
+)
+from kvview.testing.connector.scenario import Event
+from kvview.testing.connector.stream import StepStream
+from kvview_reference.connector import LazyOffloadConnector, OffloadConnector
+from kvview_reference.connector.offload import OffloadWorker
+from kvview_reference.engine import Engine, chain_hashes
+from kvview_reference.engine.request import Request, Status
+from tests.mutants.connector import AtTheEnd
+from tests.mutants.several import Two
+
+SIZE = 4
+DEPTHS = [2, 3]
+
+
+def scenario(*events: Event, steps_in_flight: int = 2, compute_lags: bool = False) -> Scenario:
+    """Every job is given to the worker half at once, and succeeds."""
+    return Scenario(
+        geometry=CacheGeometry.single(SIZE),
+        num_gpu_blocks=30,
+        events=events,
+        fates=(Fate(0, 0),) * 40,
+        decode_tokens=1,
+        steps_in_flight=steps_in_flight,
+        compute_lags=compute_lags,
+    )
+
+
+# --- wrong connectors that no synchronous engine shows ---
+
+
+class LooksUpWhatItCounts(Connector):
+    """Takes the hashes of the blocks that a step completes."""
+
+    def make_scheduler(self) -> SchedulerConnector:
+        return Looking(self.config.geometry)
+
+
+class Looking(SchedulerConnector):
+    def __init__(self, geometry: CacheGeometry) -> None:
+        self.size = geometry.hash_block_size
+
+    def plan_step(self, step: StepInfo) -> StepPlan:
+        for running in step.scheduled:
+            first = running.num_computed_tokens
+            last = first + running.num_scheduled_tokens
+            for block in range(first // self.size, last // self.size):
+                assert running.request.block_hashes[block]
+        return StepPlan()
+
+
+class CopiesAtOnce(HostCacheConnector):
+    """Its worker half does not order itself after the compute stream."""
+
+    def make_worker(self) -> WorkerConnector:
+        return Hasty(self.cpu_blocks)
+
+
+class Hasty(HostCacheWorker):
+    def register_kv_caches(self, kv_caches: CanonicalKVCaches[object]) -> None:
+        super().register_kv_caches(replace(kv_caches, compute_stream=None))
+
+
+def test_a_hash_that_is_only_counted_is_not_there() -> None:
+    events = (Add("a", 1, 9, 12), Step(20))
+    assert simulate(LooksUpWhatItCounts, scenario(*events, steps_in_flight=1)).failure is None
+    for depth in DEPTHS:
+        failure = simulate(LooksUpWhatItCounts, scenario(*events, steps_in_flight=depth)).failure
+        assert failure is not None
+        assert "plan_step raised IndexError" in failure.message
+
+
+STORED_TOO_EARLY = (
+    Add("a", 1, 17, 6),
+    Step(1),
+    Abort("a"),  # its prompt is launched, and stored as such
+    Add("b", 2, 9),
+    Step(6),
+    Squeeze(30),
+    Squeeze(0),
+    Add("c", 1, 21),
+    Step(8),
+)
+
+
+def test_a_worker_that_does_not_wait_for_compute_reads_what_was_there_before() -> None:
+    for lags in (False, True):
+        played = scenario(*STORED_TOO_EARLY, compute_lags=lags)
+        assert simulate(HostCacheConnector, played).failure is None
+        failure = simulate(CopiesAtOnce, played).failure
+        if lags:
+            assert failure is not None
+            assert failure.law == "XFER-1"
+        else:
+            assert failure is None
+
+
+class StoresTooEarly(OffloadConnector):
+    """As the last one, over a connector that stores what the step before has launched."""
+
+    def make_worker(self) -> WorkerConnector:
+        return HastyOffload(self.options)
+
+
+class HastyOffload(OffloadWorker):
+    def register_kv_caches(self, kv_caches: CanonicalKVCaches[torch.Tensor]) -> None:
+        super().register_kv_caches(replace(kv_caches, compute_stream=None))
+
+
+def test_seeds_show_who_does_not_wait_for_compute() -> None:
+    failures = check_connector(StoresTooEarly, seeds=60, max_shrink_runs=0).failures
+    assert len(failures) >= 3
+    for failure in failures:
+        assert failure.law == "XFER-1"
+        assert failure.result.scenario.steps_in_flight > 1
+        assert failure.result.scenario.compute_lags
+
+
+def test_seeds_show_who_looks_up_what_it_counts() -> None:
+    failures = check_connector(LooksUpWhatItCounts, seeds=20, max_shrink_runs=0).failures
+    assert len(failures) >= 5
+
+
+# --- the right ones ---
+
+
+@pytest.mark.parametrize("lags", [False, True])
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize(
+    "connector", [HostCacheConnector, OffloadConnector, LazyOffloadConnector, AtTheEnd, Two]
+)
+def test_right_ones_stay_right(connector: type[Connector], depth: int, lags: bool) -> None:
+    """Whatever the generator drew for these seeds."""
+    for seed in range(300, 308):
+        drawn = generate_scenario(seed)
+        played = replace(drawn, steps_in_flight=depth, compute_lags=lags)
+        failure = simulate(connector, played).failure
+        assert failure is None, f"seed {seed}: {failure}"
+
+
+def test_scenarios_have_all_of_it() -> None:
+    drawn = [generate_scenario(seed) for seed in range(200)]
+    depths = Counter(one.steps_in_flight for one in drawn)
+    assert depths.keys() == {1, 2, 3}
+    assert depths[2] + depths[3] >= 70
+    for depth in depths:
+        assert sum(one.compute_lags for one in drawn if one.steps_in_flight == depth) >= 8
+    ends = [event for one in drawn for event in one.events if isinstance(event, Add)]
+    assert sum(event.stops_after is not None for event in ends) >= 100
+
+
+def test_resets_come_to_busy_connectors_and_hashes_to_two_blocks() -> None:
+    coverage = check_connector(OffloadConnector, seeds=40).coverage
+    assert coverage["resets with jobs in flight"] >= 10
+    assert coverage["steps with one hash in two blocks"] >= 100
+
+
+# --- the engine ---
+
+
+class Seen(Connector):
+    """Notes every call that says how much is computed."""
+
+    def make_scheduler(self) -> SchedulerConnector:
+        return Noting()
+
+
+class Noting(SchedulerConnector):
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, int, int, int]] = []
+        self.ends: list[tuple[int, int, FinishReason]] = []
+        self.preempted: list[tuple[int, int]] = []
+
+    def plan_step(self, step: StepInfo) -> StepPlan:
+        for running in step.scheduled:
+            info, start = running.request, running.num_computed_tokens
+            self.steps.append(
+                (info.num_tokens, start, running.num_scheduled_tokens, len(running.block_ids[0]))
+            )
+        return StepPlan()
+
+    def on_request_finished(
+        self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
+    ) -> None:
+        self.ends.append((request.num_tokens, request.num_computed_tokens, reason))
+
+    def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
+        self.preempted.append((request.num_tokens, request.num_computed_tokens))
+
+
+def build(depth: int, stream: StepStream | None = None, num_gpu_blocks: int = 30) -> Engine:
+    geometry = CacheGeometry.single(SIZE)
+    return Engine(
+        geometry,
+        Seen(ConnectorConfig(geometry)),
+        num_gpu_blocks=num_gpu_blocks,
+        page_bytes=16,
+        max_tokens_per_step=8,
+        decode_tokens=1,
+        steps_in_flight=depth,
+        stream=stream,
+    )
+
+
+def seen(engine: Engine) -> Noting:
+    assert isinstance(engine.scheduler_connector, Noting)
+    return engine.scheduler_connector
+
+
+def prompt(name: str, num_tokens: int, num_output: int, stops_after: int | None = None) -> Request:
+    hashes = chain_hashes([f"{name}/{i}" for i in range(num_tokens // SIZE)])
+    return Request(name, num_tokens, num_output, SIZE, hashes, stops_after=stops_after)
+
+
+def drain(engine: Engine) -> None:
+    for _ in range(400):
+        if not engine.has_work():
+            return
+        engine.step()
+    raise AssertionError("it never ends")
+
+
+def test_outputs_come_as_late_as_steps_may_be_in_flight() -> None:
+    for depth in (1, *DEPTHS):
+        engine = build(depth)
+        request = prompt("a", 7, 9)
+        engine.add_request(request)
+        generated = []
+        for _ in range(6):
+            engine.step()
+            generated.append(request.num_generated_tokens)
+        assert generated == [max(0, step + 2 - depth) for step in range(6)]
+
+
+def test_a_step_goes_past_the_tokens_and_the_hashes_there_are() -> None:
+    engine = build(3)
+    engine.add_request(prompt("a", 7, 9))
+    for _ in range(4):
+        engine.step()
+    # Tokens known, computed before, scheduled, blocks.
+    assert seen(engine).steps == [(7, 0, 7, 2), (7, 7, 1, 2), (7, 8, 1, 3), (8, 9, 1, 3)]
+
+
+@pytest.mark.parametrize("depth", [1, *DEPTHS])
+def test_nothing_is_launched_past_an_end_that_is_foreseen(depth: int) -> None:
+    engine = build(depth)
+    request = prompt("a", 7, 6)
+    engine.add_request(request)
+    drain(engine)
+    assert request.status is Status.FINISHED
+    assert sum(num_tokens for _, _, num_tokens, _ in seen(engine).steps) == 7 + 6 - 1
+    assert seen(engine).ends == [(13, 12, FinishReason.FINISHED)]
+
+
+@pytest.mark.parametrize("depth", [1, *DEPTHS])
+def test_steps_are_in_flight_for_nothing_when_a_request_ends_unforeseen(depth: int) -> None:
+    engine = build(depth)
+    request = prompt("a", 7, 20, stops_after=4)
+    engine.add_request(request)
+    drain(engine)
+    assert request.status is Status.FINISHED
+    assert request.num_generated_tokens == 4
+    assert sum(num_tokens for _, _, num_tokens, _ in seen(engine).steps) == 7 + 3 + depth - 1
+    assert seen(engine).ends == [(11, 10, FinishReason.FINISHED)]
+    assert engine.stats.finished == 1
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_what_is_in_flight_is_written_in_stream_order(depth: int) -> None:
+    stream = StepStream()
+    engine = build(depth, stream, num_gpu_blocks=8)
+    engine.add_request(prompt("a", 8, 9))
+    engine.step()
+    assert not stream.record_event().query()
+    engine.abort("a")
+    assert engine.held_blocks() == {}
+    for name in "bcdb":  # in the same blocks, and b's second life hits what its first has left
+        engine.add_request(prompt(name, 8, 2))
+        engine.step()
+    drain(engine)
+    assert stream.record_event().query()
+    assert engine.stats.mismatches == 0
+    assert engine.stats.finished == 4
+
+
+@pytest.mark.parametrize("lags", [False, True])
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_who_is_preempted_keeps_its_tokens(depth: int, lags: bool) -> None:
+    engine = build(depth, StepStream() if lags else None, num_gpu_blocks=9)
+    requests = [prompt(name, 7, 17, stops_after=13 if name == "b" else None) for name in "ab"]
+    for request in requests:
+        engine.add_request(request)
+    drain(engine)
+    assert engine.stats.preemptions > 0
+    assert all(computed < num_tokens for num_tokens, computed in seen(engine).preempted)
+    assert [request.num_generated_tokens for request in requests] == [17, 13]
+    assert engine.stats.mismatches == 0
+    assert engine.held_blocks() == {}
+    assert engine.shutdown() == {}
+
+
+def test_a_request_may_end_while_it_waits() -> None:
+    """Its last token was in flight when it was preempted."""
+    ended = []
+    for seed in range(100):
+        random = Random(seed)
+        engine = build(3, num_gpu_blocks=9)
+        requests = [prompt(name, random.randint(5, 9), random.randint(4, 16)) for name in "abcd"]
+        for request in requests:
+            request.stops_after = random.randint(1, request.num_output_tokens)
+            engine.add_request(request)
+        drain(engine)
+        for request in requests:
+            assert request.num_generated_tokens == request.num_tokens_to_come
+        ended += [computed for _, computed, _ in seen(engine).ends]
+    assert ended.count(0) >= 5
+
+
+def test_shutdown_writes_what_is_in_flight_first() -> None:
+    stream = StepStream()
+    engine = build(3, stream)
+    engine.add_request(prompt("a", 8, 9))
+    engine.step()
+    engine.step()
+    mark = stream.record_event()
+    assert not mark.query()
+    assert engine.shutdown() == {}
+    assert mark.query()
+
+
+def test_there_is_at_least_one_step() -> None:
+    with pytest.raises(ConfigError, match="steps_in_flight must be at least 1"):
+        build(0)
+
+
+def test_hashes_ahead_are_those_that_come() -> None:
+    for salt in (None, "salt"):
+        request = Request("a", 6, 30, SIZE, chain_hashes(range(1)), lora_name=salt, cache_salt=salt)
+        ahead = list(request.hashes_of(22))
+        assert len(request.block_hashes) == 1
+        request.generate(16)
+        assert request.block_hashes == ahead
+        assert list(request.hashes_of(9)) == ahead
