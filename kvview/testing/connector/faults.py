@@ -354,6 +354,8 @@ class FaultyWorker(WorkerConnector):
         with hook("get_finished of the worker half", "CONN-3"):
             results = self._inner.get_finished()
             require_type("get_finished", results, "CONN-3")
+        with hook("pickling the results", "CONN-3"):
+            results = pickle.loads(pickle.dumps(results))
         started = {
             flight.job.job_id for unit in self._units if unit.has_moved for flight in unit.flights
         }
