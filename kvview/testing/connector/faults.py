@@ -10,10 +10,8 @@ for when it moves bytes, so that no thread's timing decides anything.
 from __future__ import annotations
 
 import pickle
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -24,49 +22,20 @@ from kvview import (
     CanonicalKVCaches,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
-    KVViewError,
     LoadStoreSpec,
     OffloadKey,
     StepPlan,
     TransferJob,
     TransferResult,
-    TransferSpecError,
     WorkerConnector,
 )
-from kvview.connector.raising import wrong_type
-from kvview.errors import line_of
+from kvview.testing.connector.calls import hook, require_type
 from kvview.testing.connector.invariants import InvariantBroken, short
 from kvview.testing.connector.scenario import Fate
 from kvview.testing.connector.stream import StepStream
 
 _JUNK = 0x5A
-_LAW = re.compile(r"^([A-Z]+-\d+): ")
 _Page = tuple[str, int | None]  # of a medium; None for all of it
-
-
-@contextmanager
-def hook(name: str, law: str) -> Iterator[None]:
-    """What a connector's method raises breaks a law, unless the error names another."""
-    try:
-        yield
-    except (InvariantBroken, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # sys.exit() in a hook must not end the check
-        text = line_of(error)
-        if (named := _LAW.match(text)) and not (law == "CONN-2" and text.startswith("OFF-2")):
-            law, text = named[1], text[named.end() :]
-        elif isinstance(error, TransferSpecError):
-            law = "XFER-1"
-        kind = type(error).__name__
-        text = f"{kind}: {text}" if isinstance(error, KVViewError) else f"{kind} {text}"
-        raise InvariantBroken(law, f"{name} raised {text}") from error
-
-
-def require_type(hook: str, answer: object, law: str) -> None:
-    """Refuse an answer that no engine can use."""
-    if expected := wrong_type(hook, answer):
-        told = line_of(answer, repr)
-        raise InvariantBroken(law, f"{hook} returned {told}: expected {expected}")
 
 
 class Pool(Protocol):

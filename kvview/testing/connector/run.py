@@ -20,7 +20,9 @@ from kvview import (
 )
 from kvview.connector.raising import build_connector
 from kvview.errors import line_of
-from kvview.testing.connector.faults import FaultyWorker, Pool, hook, require_type
+from kvview.testing.connector.as_it_is import AsItIsWorker
+from kvview.testing.connector.calls import hook, make_worker, require_type
+from kvview.testing.connector.faults import FaultyWorker, Pool
 from kvview.testing.connector.harness import ConnectorHarness, EngineFactory, load_engines
 from kvview.testing.connector.invariants import (
     HoldWatch,
@@ -30,6 +32,7 @@ from kvview.testing.connector.invariants import (
     check_drained,
     check_free_list,
 )
+from kvview.testing.connector.process import RemoteWorker, can_fork
 from kvview.testing.connector.result import Failure, SimulationResult, Snapshot
 from kvview.testing.connector.scenario import (
     Abort,
@@ -170,6 +173,12 @@ class _Run:
     ) -> None:
         self.scenario, left_out = engines.fit(scenario)
         self._coverage = Counter(f"left out: {what}" for what in left_out)
+        if self.scenario.worker_half == "in_a_process" and not can_fork():
+            self.scenario = replace(self.scenario, worker_half="job_by_job")
+            self._coverage["left out: a worker half in a process of its own, without fork"] += 1
+        if self.scenario.worker_half != "job_by_job":
+            self._coverage[f"with the worker half {self.scenario.worker_half}"] += 1
+        self._coverage["with pages of different sizes"] += bool(self.scenario.group_pages)
         self._coverage["with several groups"] += len(self.scenario.geometry.groups) > 1
         self._coverage["with two connectors"] += self.scenario.num_connectors > 1
         self._coverage["with an abrupt end"] += self.scenario.ends_abruptly

@@ -99,6 +99,11 @@ Outcome = Literal["ok", "none", "half"]
 """All bytes move; none and the job fails; half of its blocks and the job fails."""
 
 
+WorkerHalf = Literal["job_by_job", "as_it_is", "in_a_process"]
+"""Given its jobs one by one, each waited for when it is time; given whole plans, with its own
+threads and order, over tensors that hold its copies up; or job by job in a child process."""
+
+
 @dataclass(frozen=True)
 class Fate:
     """What becomes of one transfer job. Late is what is usual.
@@ -138,6 +143,10 @@ class Scenario:
         compute_lags: Whether the KV of a step is written only when its output is taken in,
             so that a worker that does not order itself after the compute stream (XFER-6)
             reads and writes too early; else when the step is launched.
+        worker_half: How the worker half is run.
+        group_pages: Per group, the bytes that it uses of a block's page in each tensor, 0
+            for none; what another group uses beyond that is padding. Empty for two tensors
+            of equal pages. An engine with a layout of its own keeps it.
     """
 
     geometry: CacheGeometry
@@ -154,6 +163,8 @@ class Scenario:
     loads_may_be_late: bool = True
     steps_in_flight: int = 1
     compute_lags: bool = False
+    worker_half: WorkerHalf = "job_by_job"
+    group_pages: tuple[tuple[int, ...], ...] = ()
 
     def fate_of_load(self, fate: Fate) -> Fate:
         """What becomes of a load that a fate falls to."""
@@ -202,7 +213,29 @@ def generate_scenario(seed: int) -> Scenario:
         max_tokens_per_step=max_tokens_per_step,
         decode_tokens=draw.number(size // 2, size),
         ends_abruptly=draw.chance(0.15),
+        worker_half=_generate_worker_half(_Draw(seed + 2**41)),
+        group_pages=_generate_pages(_Draw(seed + 2**42), len(geometry.groups)),
     )
+
+
+def _generate_worker_half(draw: _Draw) -> WorkerHalf:
+    if draw.chance(0.125):
+        return "in_a_process"
+    return "as_it_is" if draw.chance(0.35) else "job_by_job"
+
+
+def _generate_pages(draw: _Draw, num_groups: int) -> tuple[tuple[int, ...], ...]:
+    if draw.chance(0.6):
+        return ()
+    sizes = [2**16, 2**17] if draw.chance(0.06) else [16, 64, 104, 200]
+    num_tensors = draw.number(1, 3)
+    pages = []
+    for group in range(num_groups):
+        used = [draw.one_of([0, draw.one_of(sizes)]) for _ in range(num_tensors)]
+        used[group % num_tensors] = draw.one_of(sizes)
+        pages.append(used)
+    in_use = [index for index in range(num_tensors) if any(used[index] for used in pages)]
+    return tuple(tuple(used[index] for index in in_use) for used in pages)
 
 
 def _generate_geometry(draw: _Draw) -> CacheGeometry:
