@@ -291,7 +291,7 @@ class Crashes(OffloadConnector):
 def test_what_a_connector_raises_is_a_failure_not_a_crash() -> None:
     failure = simulate(Crashes, generate_scenario(0)).failure
     assert failure is not None
-    assert str(failure) == "CONN-1: make_scheduler raised OSError no such host (step 0)"
+    assert str(failure) == "CONN-1: make_scheduler raised OSError no such host at tests/connector/test_simulation.py:0 (step 0)"
 
 
 class NeverAnswers(OffloadConnector):

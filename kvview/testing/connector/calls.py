@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from kvview import Connector, KVViewError, TransferSpecError, WorkerConnector
 from kvview.connector.raising import build_connector, where, wrong_type
@@ -13,6 +13,7 @@ from kvview.errors import line_of
 from kvview.testing.connector.invariants import InvariantBroken
 
 _LAW = re.compile(r"^([A-Z]+-\d+): ")
+_LAW_OF_WORKER_HOOK = {"register_kv_caches": "XFER-1", "shutdown": "CONN-4"}  # others: CONN-3
 
 
 @contextmanager
@@ -32,6 +33,11 @@ def hook(name: str, law: str) -> Iterator[None]:
         text = f"{kind}: {text}" if isinstance(error, KVViewError) else f"{kind} {text}"
         at = f" at {line}" if (line := where(error)) else ""
         raise InvariantBroken(law, f"{name} raised {text}{at}") from error
+
+
+def calling(name: str) -> AbstractContextManager[None]:
+    """Around a call of a worker half."""
+    return hook(f"{name} of the worker half", _LAW_OF_WORKER_HOOK.get(name, "CONN-3"))
 
 
 def require_type(hook: str, answer: object, law: str) -> None:

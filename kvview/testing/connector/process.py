@@ -15,7 +15,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -23,11 +22,10 @@ import torch
 from typing_extensions import override
 
 from kvview import CanonicalKVCaches, Connector, StepPlan, TransferResult, WorkerConnector
-from kvview.testing.connector.calls import hook, make_worker, require_type
+from kvview.testing.connector.calls import calling, hook, make_worker, require_type
 from kvview.testing.connector.invariants import InvariantBroken
 
 _PATIENCE = 60.0  # seconds for one call, until it is said to hang
-_LAW_OF_HOOK = {"register_kv_caches": "XFER-1", "shutdown": "CONN-4"}  # the others: CONN-3
 
 
 def can_fork() -> bool:
@@ -56,12 +54,12 @@ class RemoteWorker(WorkerConnector):
     @override
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[torch.Tensor]) -> None:
         for cache in kv_caches.tensors:
-            cache.tensor.share_memory_()
+            cache.tensor.untyped_storage().share_memory_()
         context = multiprocessing.get_context("fork")
         self._pipe, other = context.Pipe()
         self._child = context.Process(
             target=_serve,
-            args=(other, self._connector_class, self._config, replace(kv_caches)),
+            args=(other, self._connector_class, self._config, kv_caches),
             daemon=True,
         )
         with warnings.catch_warnings():
@@ -107,18 +105,17 @@ class RemoteWorker(WorkerConnector):
 
     def _answer(self, name: str) -> Any:
         assert self._pipe is not None, "register_kv_caches comes first"
-        law = _LAW_OF_HOOK.get(name, "CONN-3")
         if not wait([self._pipe], _PATIENCE):
             self._child.kill()
             raise InvariantBroken(
-                law, f"{name} of the worker half did not return within {_PATIENCE:.0f} s"
+                "CONN-3", f"{name} of the worker half did not return within {_PATIENCE:.0f} s"
             )
         try:
             broken, answer = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
             self._child.join()
             raise InvariantBroken(
-                law,
+                "CONN-3",
                 f"the process of the worker half died in {name}, exit code {self._child.exitcode}",
             ) from None
         if broken is not None:
@@ -143,7 +140,7 @@ def _serve(
             try:
                 if half is None:
                     half = make_worker(connector_class, config)
-                with hook(f"{name} of the worker half", _LAW_OF_HOOK.get(name, "CONN-3")):
+                with calling(name):
                     answer = getattr(half, name)(*args)
                 if name == "get_finished":
                     require_type(name, answer, "CONN-3")

@@ -20,8 +20,7 @@ from kvview import (
 )
 from kvview.connector.raising import build_connector
 from kvview.errors import line_of
-from kvview.testing.connector.as_it_is import AsItIsWorker
-from kvview.testing.connector.calls import hook, make_worker, require_type
+from kvview.testing.connector.calls import hook, require_type
 from kvview.testing.connector.faults import FaultyWorker, Pool
 from kvview.testing.connector.harness import ConnectorHarness, EngineFactory, load_engines
 from kvview.testing.connector.invariants import (
@@ -32,7 +31,7 @@ from kvview.testing.connector.invariants import (
     check_drained,
     check_free_list,
 )
-from kvview.testing.connector.process import RemoteWorker, can_fork
+from kvview.testing.connector.process import can_fork
 from kvview.testing.connector.result import Failure, SimulationResult, Snapshot
 from kvview.testing.connector.scenario import (
     Abort,
