@@ -20,7 +20,8 @@ from kvview import (
 )
 from kvview.connector.raising import build_connector
 from kvview.errors import line_of
-from kvview.testing.connector.calls import hook, require_type
+from kvview.testing.connector.as_it_is import AsItIsWorker
+from kvview.testing.connector.calls import hook, make_worker, require_type
 from kvview.testing.connector.faults import FaultyWorker, Pool
 from kvview.testing.connector.harness import ConnectorHarness, EngineFactory, load_engines
 from kvview.testing.connector.invariants import (
@@ -31,7 +32,7 @@ from kvview.testing.connector.invariants import (
     check_drained,
     check_free_list,
 )
-from kvview.testing.connector.process import can_fork
+from kvview.testing.connector.process import RemoteWorker, can_fork
 from kvview.testing.connector.result import Failure, SimulationResult, Snapshot
 from kvview.testing.connector.scenario import (
     Abort,
@@ -149,13 +150,14 @@ class _Part(Connector):
         return self.scheduler
 
     def make_worker(self) -> WorkerConnector:
-        with hook("make_worker", "CONN-1"):
-            half = build_connector(self._connector_class, pickle.loads(self._config)).make_worker()
-        require_type("make_worker", half, "CONN-1")
+        half: WorkerConnector
+        if self._scenario.worker_half == "in_a_process":
+            half = RemoteWorker(self._connector_class, self._config)
+        else:
+            half = make_worker(self._connector_class, self._config)
+        kind = AsItIsWorker if self._scenario.worker_half == "as_it_is" else FaultyWorker
         fate_of_load = self._scenario.fate_of_load
-        self.worker = FaultyWorker(
-            half, self._fates, fate_of_load, self._pool, self.history, self._stream
-        )
+        self.worker = kind(half, self._fates, fate_of_load, self._pool, self.history, self._stream)
         return self.worker
 
 
