@@ -218,7 +218,7 @@ class AsItIsWorker(FaultyWorker):
         if not isinstance(flight.job.dst, GPULoadStoreSpec):
             return []
         groups = [g for g, size in enumerate(flight.job.dst.group_sizes) for _ in range(size)]
-        return [
+        missing = {
             block
             for row, (block, group) in enumerate(zip(flight.gpu_blocks, groups, strict=True))
             for ref in self._group_refs[group]
@@ -226,7 +226,8 @@ class AsItIsWorker(FaultyWorker):
                 self._tensors[ref.tensor_idx][block][: ref.page_size_bytes],
                 flight.source[ref.tensor_idx][row][: ref.page_size_bytes],
             )
-        ]
+        }
+        return sorted(missing)
 
     def _check_ended(self, flights: Sequence[Flight], job_ids: Sequence[int]) -> None:
         for flight in flights:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,14 @@ _LONGEST_COPY = 1.0  # seconds that one operation is waited for, before the next
 # What only looks: at shapes, devices and the like. A view moves nothing, but leads to a copy.
 _LOOKS = {"__get__", "__len__", "__repr__", "dim", "element_size", "is_contiguous", "numel"}
 _LOOKS |= {"size", "storage_offset", "stride", "untyped_storage", "view"}
+
+
+_SOON = 0.0005  # seconds in which a thread that goes on comes to its next operation
+
+
+@dataclass(eq=False)
+class _Ticket:
+    thread: int
 
 
 class CopyFailed(RuntimeError):
@@ -34,8 +43,8 @@ class Gate:
     def __init__(self, is_home: Callable[[], bool]) -> None:
         self._is_home = is_home
         self._changed = threading.Condition()
-        self._before: list[object] = []
-        self._let_in: set[object] = set()
+        self._before: list[_Ticket] = []
+        self._let_in: set[_Ticket] = set()
         self._num_inside = 0
         self._is_open = False
         self._is_over = False
@@ -53,8 +62,9 @@ class Gate:
         """One operation, on the thread that runs it."""
         with self._changed:
             if not self._is_open and not self._is_home():
-                ticket = object()
+                ticket = _Ticket(threading.get_ident())
                 self._before.append(ticket)
+                self._changed.notify_all()
                 self._changed.wait_for(lambda: self._is_open or ticket in self._let_in)
                 self._before.remove(ticket)
             self.num_after_the_end += self._is_over
@@ -81,18 +91,36 @@ class Gate:
         with self._changed:
             if not self._before:
                 return
-            ticket = self._before[int(number * len(self._before))]
-            self._let_in.add(ticket)
-            self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: ticket not in self._before and not self._num_inside, _LONGEST_COPY
-            )
-            self._let_in.discard(ticket)
+            self._pass(self._before[int(number * len(self._before))])
+
+    def _let_in_next(self, thread: int) -> bool:
+        """Let the operation of a thread pass that waits, or comes soon; False when none does."""
+        with self._changed:
+            found: list[_Ticket] = []
+
+            def waits() -> bool:
+                found[:] = [ticket for ticket in self._before if ticket.thread == thread]
+                return bool(found)
+
+            if self._changed.wait_for(waits, _SOON):
+                self._pass(found[0])
+            return bool(found)
+
+    def _pass(self, ticket: _Ticket) -> None:
+        self._let_in.add(ticket)
+        self._changed.notify_all()
+        self._changed.wait_for(
+            lambda: ticket not in self._before and not self._num_inside, _LONGEST_COPY
+        )
+        self._let_in.discard(ticket)
 
     def open(self, draw: Callable[[], float]) -> None:
         """Let those that wait pass, one after the other in a drawn order, then everyone."""
-        for _ in range(self.num_waiting):
-            self.let_one_in(draw())
+        while len({ticket.thread for ticket in self._before}) > 1:
+            # A thread that is let in goes on to the end of its job: jobs overtake each other.
+            thread = self._before[int(draw() * len(self._before))].thread
+            while self._let_in_next(thread):
+                pass
         with self._changed:
             self._is_open = True
             self._changed.notify_all()

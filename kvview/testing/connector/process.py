@@ -92,10 +92,8 @@ class RemoteWorker(WorkerConnector):
         finally:
             self._pipe.close()
             self._pipe = None
-            self._child.join(1.0)
-            if self._child.is_alive():
-                self._child.kill()
-                self._child.join()
+            self._child.kill()
+            self._child.join()
 
     def _call(self, name: str, *args: Any) -> Any:
         assert self._pipe is not None, "register_kv_caches comes first"
