@@ -109,9 +109,6 @@ def test_each_group_has_its_own_pages() -> None:
     assert [cache.page_size_bytes for cache in kv.caches.tensors] == [16, 8, 24]
     refs = kv.caches.group_data_refs
     assert [[ref.tensor_idx for ref in group] for group in refs] == [[0, 2], [0, 1]]
-        [0, 2],
-        [0, 1],
-    ]
     assert kv.group_bytes == (40, 16)
     keys = [make_offload_key(BlockHash(bytes(32)), group) for group in (0, 1)]
     kv.poison([1, 2])

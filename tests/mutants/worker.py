@@ -139,7 +139,7 @@ class ReusesSlots(HostCacheScheduler):
     def take_slot(self) -> int | None:
         if self.free_slots:
             return self.free_slots.pop()
-        return self.slots.popitem(last=False)[1] if self.slots else None
+        return self.slots.popitem()[1] if self.slots else None  # the last one that was used
 
 
 @breaks("XFER-1", "a host page is used again while a load reads it, and four threads copy")
