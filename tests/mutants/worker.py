@@ -135,19 +135,6 @@ class InAnyOrder(Threaded):
     worker = FourThreads
 
 
-class ReusesSlots(HostCacheScheduler):
-    def take_slot(self) -> int | None:
-        if self.free_slots:
-            return self.free_slots.pop()
-        return self.slots.popitem()[1] if self.slots else None  # the last one that was used
-
-
-@breaks("XFER-1", "a host page is used again while a load reads it, and four threads copy")
-class ReusesWhatIsRead(Threaded):
-    scheduler = ReusesSlots
-    worker = FourThreads
-
-
 @breaks("XFER-4", "says that a job is done when it is queued")
 class DoneWhenQueued(Threaded):
     class worker(ThreadedWorker):
@@ -295,24 +282,22 @@ class SkipsBigJobs(Threaded):
 
 # --- what the halves share ---
 
-_PLANS: dict[int, StepPlan] = {}
+_JOBS: dict[int, TransferJob] = {}
 
 
-@breaks("CONN-3", "the plan stays in a module, and only its number is sent")
+@breaks("CONN-3", "the jobs stay in a module, and only their numbers are sent")
 class ModuleGlobal(Threaded):
     class scheduler(HostCacheScheduler):
         @override
         def plan_step(self, step: StepInfo) -> StepPlan:
             plan = super().plan_step(step)
-            for job in (*plan.loads, *plan.stores):
-                _PLANS[job.job_id] = plan
+            _JOBS.update((job.job_id, job) for job in (*plan.loads, *plan.stores))
             return plan
 
     class worker(ThreadedWorker):
         @override
         def run(self, job: TransferJob, mark: Any) -> None:
-            if job.job_id in _PLANS:
-                super().run(job, mark)
+            super().run(_JOBS.pop(job.job_id), mark)
 
 
 @breaks("CONN-3", "both halves have one queue of jobs, in the class")
