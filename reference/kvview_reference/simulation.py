@@ -89,6 +89,7 @@ class ReferenceConnectorHarness:
             num_gpu_blocks=scenario.num_gpu_blocks,
             page_bytes=_PAGE_BYTES,
             num_layers=_NUM_LAYERS,
+            group_pages=scenario.group_pages,
             max_running=scenario.max_running,
             max_tokens_per_step=scenario.max_tokens_per_step,
             decode_tokens=scenario.decode_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -46,7 +47,7 @@ from kvview.testing.connector.watch import History
 from kvview_reference.connector import LazyOffloadConnector, MultiConnector, OffloadConnector
 from kvview_reference.engine import chain_hashes
 from tests.mutants import connector as connectors
-from tests.mutants import example, several
+from tests.mutants import example, several, worker
 from tests.mutants.connector import (
     AtTheEnd,
     CountsFailedLoads,
@@ -66,7 +67,7 @@ from tests.mutants.leasing import (
 )
 from tests.mutants.several import Two
 
-MUTANTS = [*connectors.MUTANTS, *example.MUTANTS, *several.MUTANTS]
+MUTANTS = [*connectors.MUTANTS, *example.MUTANTS, *several.MUTANTS, *worker.MUTANTS]
 
 LAZY = "kvview_reference.connector:LazyOffloadConnector"
 EAGER = "kvview_reference.connector:OffloadConnector"
@@ -291,7 +292,8 @@ class Crashes(OffloadConnector):
 def test_what_a_connector_raises_is_a_failure_not_a_crash() -> None:
     failure = simulate(Crashes, generate_scenario(0)).failure
     assert failure is not None
-    assert str(failure) == "CONN-1: make_scheduler raised OSError no such host (step 0)"
+    raised = "CONN-1: make_scheduler raised OSError no such host at .*test_simulation.py:[0-9]+ "
+    assert re.fullmatch(raised + r"\(step 0\)", str(failure))
 
 
 class NeverAnswers(OffloadConnector):

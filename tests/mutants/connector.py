@@ -47,7 +47,7 @@ from kvview_reference.connector.offload import (
     _Store,
 )
 
-SEEDS = 60
+SEEDS = 100
 """Seeds in which every one of them must show itself."""
 
 

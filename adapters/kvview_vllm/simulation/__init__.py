@@ -61,7 +61,12 @@ class VLLMEngines:
         groups = self._fit_groups(scenario, left_out)
         geometry = Configs(groups).geometry
         fitted = replace(
-            scenario, geometry=geometry, decode_tokens=1, steps_in_flight=1, compute_lags=False
+            scenario,
+            geometry=geometry,
+            decode_tokens=1,
+            steps_in_flight=1,
+            compute_lags=False,
+            group_pages=(),
         )
         if scenario.decode_tokens > 1:
             left_out.append("decode steps of several tokens")

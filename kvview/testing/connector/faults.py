@@ -10,12 +10,10 @@ for when it moves bytes, so that no thread's timing decides anything.
 from __future__ import annotations
 
 import pickle
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from typing_extensions import override
@@ -25,49 +23,20 @@ from kvview import (
     ComputeEvent,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
-    KVViewError,
     LoadStoreSpec,
     OffloadKey,
     StepPlan,
     TransferJob,
     TransferResult,
-    TransferSpecError,
     WorkerConnector,
 )
-from kvview.connector.raising import wrong_type
-from kvview.errors import line_of
+from kvview.testing.connector.calls import calling, hook, require_type
 from kvview.testing.connector.invariants import InvariantBroken, short
 from kvview.testing.connector.scenario import Fate
 from kvview.testing.connector.stream import StepStream
 
 _JUNK = 0x5A
-_LAW = re.compile(r"^([A-Z]+-\d+): ")
 _Page = tuple[str, int | None]  # of a medium; None for all of it
-
-
-@contextmanager
-def hook(name: str, law: str) -> Iterator[None]:
-    """What a connector's method raises breaks a law, unless the error names another."""
-    try:
-        yield
-    except (InvariantBroken, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # sys.exit() in a hook must not end the check
-        text = line_of(error)
-        if (named := _LAW.match(text)) and not (law == "CONN-2" and text.startswith("OFF-2")):
-            law, text = named[1], text[named.end() :]
-        elif isinstance(error, TransferSpecError):
-            law = "XFER-1"
-        kind = type(error).__name__
-        text = f"{kind}: {text}" if isinstance(error, KVViewError) else f"{kind} {text}"
-        raise InvariantBroken(law, f"{name} raised {text}") from error
-
-
-def require_type(hook: str, answer: object, law: str) -> None:
-    """Refuse an answer that no engine can use."""
-    if expected := wrong_type(hook, answer):
-        told = line_of(answer, repr)
-        raise InvariantBroken(law, f"{hook} returned {told}: expected {expected}")
 
 
 class Pool(Protocol):
@@ -105,11 +74,17 @@ class Flight:
     fate: Fate
     gpu_blocks: list[int]
     keys: set[OffloadKey]  # what the source blocks of a store hold
-    source: list[torch.Tensor]  # and their bytes, tensor by tensor, as soon as they are computed
+    source: list[torch.Tensor]  # and their bytes, tensor by tensor; of a load, what it overwrites
     reads: set[_Page]
     writes: set[_Page]
+    mark: ComputeEvent | None = None  # in the compute stream, before the job (XFER-6)
     age: int = 0
     result: TransferResult | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether what was launched before it has been computed."""
+        return self.mark is None or self.mark.query()
 
     @property
     def spoilt(self) -> list[int]:
@@ -119,49 +94,32 @@ class Flight:
 
 
 @dataclass(eq=False)
-class _Unit:
+class Unit:
     """Jobs whose bytes move together."""
 
     plan: StepPlan
     flights: list[Flight]
-    mark: ComputeEvent | None = None  # of the compute that comes before it
-    is_given: bool = False  # to the real worker half, ahead of the mark
     has_moved: bool = False
 
     @property
-    def has_computed(self) -> bool:
-        """Whether the compute that comes before it has ended."""
-        return self.mark is None or self.mark.query()
-
-    @property
     def is_due(self) -> bool:
-        return not self.has_moved and self.flights[0].age >= self.flights[0].fate.move_after
-
-
-class _StreamOfJobs:
-    """The compute stream as the engine's jobs saw it, however late they are given on."""
-
-    def __init__(self, stream: StepStream) -> None:
-        self._stream = stream
-        self.mark: ComputeEvent | None = None  # of the jobs that are being given
-
-    def record_event(self) -> ComputeEvent:
-        """Mark what was launched until the engine started the jobs."""
-        return self.mark or self._stream.record_event()
+        """Whether it is time."""
+        if self.has_moved or not self.flights:
+            return not self.has_moved
+        first = self.flights[0]
+        return first.is_ready and first.age >= first.fate.move_after
 
 
 class FaultyWorker(WorkerConnector):
     """A worker half whose jobs go as their fates say.
 
-    1. Jobs that touch the same page move their bytes in the order in which they
-       were planned (XFER-3); all others may overtake each other.
+    1. A job moves when what was launched before it is computed (XFER-6), so the real worker
+       half needs no stream. Those that touch the same page move their bytes in the order in
+       which they were planned (XFER-3); all others may overtake each other.
     2. A plan of a class of its own may carry more than its jobs: all of it starts
        at once, as late as its first job, and only the reports go separate ways.
     3. ``wait`` does nothing: a job is as late as its fate says, and the engine has
        to live with it. The last ones come after :meth:`release_lost`.
-    4. A job that succeeds may be given to the real worker half while the compute before it
-       runs: it has to order itself (XFER-6). It has moved its bytes when that compute has
-       ended.
 
     Args:
         inner: The real worker half.
@@ -169,7 +127,7 @@ class FaultyWorker(WorkerConnector):
         fate_of_load: What a fate is when it falls to a load.
         pool: For questions about blocks.
         watch: Hears of each job.
-        stream: The engine's compute, when it lags (XFER-6).
+        stream: The engine's compute, when it lags.
     """
 
     def __init__(
@@ -186,9 +144,9 @@ class FaultyWorker(WorkerConnector):
         self._fate_of_load = fate_of_load
         self._pool = pool
         self._watch = watch
-        self._stream = _StreamOfJobs(stream) if stream is not None else None
+        self._stream = stream
         self._flights: dict[int, Flight] = {}
-        self._units: list[_Unit] = []
+        self._units: list[Unit] = []
         self._tensors: list[torch.Tensor] = []
         self._is_lost_over = False
         self._stored: defaultdict[int, list[Flight]] = defaultdict(list)
@@ -214,36 +172,35 @@ class FaultyWorker(WorkerConnector):
     @override
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[torch.Tensor]) -> None:
         self._tensors = [cache.tensor for cache in kv_caches.tensors]
-        if self._stream is not None:
-            kv_caches = replace(kv_caches, compute_stream=self._stream)
-        with hook("register_kv_caches", "XFER-1"):
-            self._inner.register_kv_caches(kv_caches)
+        self._call("register_kv_caches", kv_caches)
 
     @override
     def start_plan(self, plan: StepPlan) -> None:
         with hook("pickling the plan", "CONN-3"):
             plan = pickle.loads(pickle.dumps(plan))
-        mark = self._stream.record_event() if self._stream is not None else None
         flights = [self._begin(job, True, plan) for job in plan.loads]
         flights += [self._begin(job, False, plan) for job in plan.stores]
         for flight in flights:
             self._flights[flight.job.job_id] = flight
             self._watch.on_started(flight)
+        self._submit(plan, flights)
+
+    def _submit(self, plan: StepPlan, flights: list[Flight]) -> None:
+        """Have a plan run."""
         if type(plan) is StepPlan:
             for flight in flights:
                 jobs = [flight.job]
                 own = StepPlan(jobs, []) if flight.is_load else StepPlan([], jobs)
-                self._units.append(_Unit(own, [flight], mark))
-        elif flights:
-            self._units.append(_Unit(plan, flights, mark))
-        self._end_compute()
+                self._units.append(Unit(own, [flight]))
+        else:  # with or without jobs, after what was planned before
+            self._units.append(Unit(plan, flights))
         self._move_due()
 
     @override
     def get_finished(self) -> list[TransferResult]:
         for flight in self._flights.values():
             flight.age += 1
-        self._end_compute()
+            self._note_source(flight)
         self._move_due()
         self._poll()
         results = []
@@ -256,7 +213,11 @@ class FaultyWorker(WorkerConnector):
                 self._watch.on_reported(flight, flight.result.success)
                 results.append(flight.result)
         flying = self._flights.values()
-        self._units = [unit for unit in self._units if any(f in flying for f in unit.flights)]
+        self._units = [
+            unit
+            for unit in self._units
+            if not unit.has_moved or any(flight in flying for flight in unit.flights)
+        ]
         return results
 
     @override
@@ -265,8 +226,11 @@ class FaultyWorker(WorkerConnector):
 
     @override
     def shutdown(self) -> None:
-        with hook("shutdown of the worker half", "CONN-4"):
-            self._inner.shutdown()
+        self._call("shutdown")
+
+    def _call(self, name: str, *args: Any) -> Any:
+        with calling(name):
+            return getattr(self._inner, name)(*args)
 
     # --- one job ---
 
@@ -288,6 +252,9 @@ class FaultyWorker(WorkerConnector):
                 self._refuse_nameless(job, nameless)
             keys = {key for keys in keys_of.values() for key in keys}
         flight = Flight(job, is_load, fate, blocks, keys, [], _pages(job.src), _pages(job.dst))
+        if self._stream is not None:
+            flight.mark = self._stream.record_event()
+        self._note_source(flight)
         if is_load:
             # Children of one plan may have a host each, with pages of the same numbers.
             self._check_load(flight, is_tracked=type(plan) is StepPlan)
@@ -295,6 +262,11 @@ class FaultyWorker(WorkerConnector):
             for page in job.dst.block_ids:
                 self._stored[page].append(flight)
         return flight
+
+    def _note_source(self, flight: Flight) -> None:
+        """Copy what a store is to read, once it is computed."""
+        if not flight.is_load and not flight.source and flight.is_ready:
+            flight.source = [tensor[flight.gpu_blocks] for tensor in self._tensors]
 
     def _refuse_nameless(self, job: TransferJob, blocks: list[int]) -> None:
         """Whatever the key of a store is: these blocks do not hold its KV."""
@@ -341,52 +313,17 @@ class FaultyWorker(WorkerConnector):
             "CONN-6", f"{what}: the blocks held {held} when they were to be copied there"
         )
 
-    def _end_compute(self) -> None:
-        """Note what stores read as soon as it is computed, and end what has waited for it."""
-        for unit in self._units:
-            if not unit.has_computed:
-                continue
-            for flight in unit.flights:
-                if not flight.is_load and not flight.source:
-                    flight.source = [tensor[flight.gpu_blocks] for tensor in self._tensors]
-            if unit.is_given and not unit.has_moved:
-                self._end(unit)
-
     def _move_due(self) -> None:
         for position, unit in enumerate(self._units):
             waits_for = [other for other in self._units[:position] if not other.has_moved]
-            if not unit.is_due or any(_conflict(other, unit) for other in waits_for):
-                continue
-            if unit.has_computed:
-                # The real one may take its jobs in order, and wait with some until later.
-                if any(other.is_given and not other.has_moved for other in self._units):
-                    return
+            if unit.is_due and not any(_conflict(other, unit) for other in waits_for):
                 self._move(unit)
-            elif not unit.is_given and all(f.fate.outcome == "ok" for f in unit.flights):
-                unit.is_given = True
-                before = [tensor.clone() for tensor in self._tensors]
-                self._give(unit)
-                self._check_writes(unit, before)
 
-    def _give(self, unit: _Unit) -> None:
-        if self._stream is not None:
-            self._stream.mark = unit.mark
-        with hook("start_plan of the worker half", "CONN-3"):
-            self._inner.start_plan(unit.plan)
-        if self._stream is not None:
-            self._stream.mark = None
-
-    def _end(self, unit: _Unit) -> None:
+    def _move(self, unit: Unit) -> None:
         unit.has_moved = True
-        with hook("wait of the worker half", "CONN-3"):
-            self._inner.wait([flight.job.job_id for flight in unit.flights])
-        self._poll()
-
-    def _move(self, unit: _Unit) -> None:
-        unit.has_moved = True
-        if all(flight.fate.outcome == "none" for flight in unit.flights):
+        if unit.flights and all(flight.fate.outcome == "none" for flight in unit.flights):
             for flight in unit.flights:
-                flight.result = _failed(flight)
+                flight.result = failed(flight)
             return
         stores = [flight for flight in unit.flights if not flight.is_load]
         for flight in stores:
@@ -397,24 +334,23 @@ class FaultyWorker(WorkerConnector):
                 spoilt.difference_update(flight.gpu_blocks)
         before = [tensor.clone() for tensor in self._tensors]
         self._spoil(spoilt)
-        self._give(unit)
-        self._end(unit)
+        self._call("start_plan", unit.plan)
+        self._call("wait", [flight.job.job_id for flight in unit.flights])
+        self._poll()
         for tensor, rows in zip(self._tensors, before, strict=True):
             tensor[list(spoilt)] = rows[list(spoilt)]
-        self._check_writes(unit, before)
+        self._check_writes(unit.flights, before)
         for flight in unit.flights:
             if flight.is_load:
                 self._spoil(flight.spoilt)
 
     def _poll(self) -> None:
-        with hook("get_finished of the worker half", "CONN-3"):
-            results = self._inner.get_finished()
-            require_type("get_finished", results, "CONN-3")
+        results = self._call("get_finished")
+        require_type("get_finished", results, "CONN-3")
+        with hook("pickling the results", "CONN-3"):
+            results = pickle.loads(pickle.dumps(results))
         started = {
-            flight.job.job_id
-            for unit in self._units
-            if unit.has_moved or unit.is_given
-            for flight in unit.flights
+            flight.job.job_id for unit in self._units if unit.has_moved for flight in unit.flights
         }
         for result in results:
             flight = self._flights.get(result.job_id)
@@ -424,7 +360,11 @@ class FaultyWorker(WorkerConnector):
                     f"the worker half reports job {result.job_id}, which it was not given or has "
                     f"reported before",
                 )
-            flight.result = result if flight.fate.outcome == "ok" else _failed(flight)
+            flight.result = self._judge(flight, result)
+
+    def _judge(self, flight: Flight, result: TransferResult) -> TransferResult:
+        """What becomes of a result of the real worker half."""
+        return result if flight.fate.outcome == "ok" else failed(flight)
 
     def _check_source(self, flight: Flight) -> None:
         blocks = flight.gpu_blocks
@@ -437,14 +377,14 @@ class FaultyWorker(WorkerConnector):
                     f"{flight.job.job_id} had yet to read them",
                 )
 
-    def _check_writes(self, unit: _Unit, before: list[torch.Tensor]) -> None:
-        named = {block for f in unit.flights if f.is_load for block in f.gpu_blocks}
+    def _check_writes(self, flights: Sequence[Flight], before: list[torch.Tensor]) -> None:
+        named = {block for f in flights if f.is_load for block in f.gpu_blocks}
         for tensor, rows in zip(self._tensors, before, strict=True):
             changed = set((tensor != rows).any(dim=1).nonzero().flatten().tolist())
             if foreign := sorted(changed - named):
                 raise InvariantBroken(
                     "XFER-2",
-                    f"jobs {[flight.job.job_id for flight in unit.flights]} wrote GPU blocks "
+                    f"jobs {[flight.job.job_id for flight in flights]} wrote GPU blocks "
                     f"{foreign}, which none of them names",
                 )
 
@@ -469,12 +409,15 @@ def _pages(spec: LoadStoreSpec) -> set[_Page]:
     return {(spec.medium, i) for i in ids} if ids is not None else {(spec.medium, None)}
 
 
-def _failed(flight: Flight) -> TransferResult:
+def failed(flight: Flight) -> TransferResult:
+    """The result of a job whose fate is to fail."""
     return TransferResult(flight.job.job_id, False, error=f"simulated: {flight.fate}")
 
 
-def _conflict(one: _Unit, other: _Unit) -> bool:
+def _conflict(one: Unit, other: Unit) -> bool:
     """Whether two units touch a page that one of them writes."""
+    if not (one.flights and other.flights):
+        return True  # nobody knows what it is about
 
     def meet(pages: set[_Page], others: set[_Page]) -> bool:
         if pages & others:

@@ -7,7 +7,7 @@ byte for byte, what must be in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -26,7 +26,7 @@ _MIX = 0x1E3779B97F4A7C15  # odd, so that multiplying by it loses nothing mod 2*
 
 
 class KVBytes:
-    """The KV cache of the reference engine: pages that all groups share.
+    """The KV cache of a simulated engine: each block has a page in every tensor.
 
     Args:
         num_blocks: Blocks of the pool.
@@ -34,6 +34,9 @@ class KVBytes:
         num_groups: KV-cache groups; each block belongs to one group at a time.
         num_layers: Tensors; a block has one page in each.
         device: Where the pages are.
+        group_pages: Instead of equal pages for all: per group, the bytes that it uses of
+            a page of each tensor, 0 when it keeps nothing there. A tensor's pages are as
+            large as what the greediest group uses; the rest is padding to the others.
 
     Raises:
         ConfigError: A size is not positive, or ``page_bytes`` no multiple of 8.
@@ -47,34 +50,41 @@ class KVBytes:
         num_groups: int = 1,
         num_layers: int = 1,
         device: str = "cpu",
+        group_pages: Sequence[Sequence[int]] = (),
     ) -> None:
-        if page_bytes <= 0 or page_bytes % WORD_BYTES:
-            raise ConfigError(
-                f"a page must be a positive multiple of {WORD_BYTES} bytes, got {page_bytes}"
-            )
+        group_pages = group_pages or [[page_bytes] * num_layers] * num_groups
+        pages = [max(used) for used in zip(*group_pages, strict=True)]
+        for size in (*pages, *(sum(used) for used in group_pages)):
+            if size <= 0 or size % WORD_BYTES:
+                raise ConfigError(
+                    f"a page must be a positive multiple of {WORD_BYTES} bytes, got {size}"
+                )
         if type(num_blocks) is not int or num_blocks < 1:
             raise ConfigError(f"num_blocks must be a positive int, got {num_blocks!r}")
-        self.page_bytes = page_bytes
-        self.block_bytes = page_bytes * num_layers
-        num_words = page_bytes // WORD_BYTES
+        self.block_bytes = sum(pages)
+        self.group_bytes = tuple(map(sum, group_pages))  # of one block, without padding
         self._layers = [
-            torch.zeros((num_blocks, num_words), dtype=torch.int64, device=device)
-            for _ in range(num_layers)
+            torch.zeros((num_blocks, size // WORD_BYTES), dtype=torch.int64, device=device)
+            for size in pages
         ]
-        self._positions = torch.arange(num_words, dtype=torch.int64, device=device)
-        refs = [CanonicalKVCacheRef(index, page_bytes) for index in range(num_layers)]
+        self._positions = torch.arange(max(pages) // WORD_BYTES, device=device)
+        self._refs = [
+            [CanonicalKVCacheRef(index, size) for index, size in enumerate(used) if size]
+            for used in group_pages
+        ]
         self.caches = CanonicalKVCaches(
             tensors=[
-                CanonicalKVCacheTensor(layer.view(torch.int8), page_bytes) for layer in self._layers
+                CanonicalKVCacheTensor(layer.view(torch.int8), size)
+                for layer, size in zip(self._layers, pages, strict=True)
             ],
-            group_data_refs=[refs] * num_groups,
+            group_data_refs=self._refs,
         )
 
     def write(self, block_ids: Sequence[int], keys: Sequence[OffloadKey]) -> None:
         """Compute the KV of blocks: what their keys say."""
-        rows = self._rows(block_ids)
-        for layer, expected in zip(self._layers, self._expected(keys), strict=True):
-            layer.index_copy_(0, rows, expected)
+        for _, rows, pages in self._expected(block_ids, keys):
+            for layer, expected in pages:
+                layer[rows, : expected.shape[1]] = expected
 
     def poison(self, block_ids: Sequence[int]) -> None:
         """Overwrite blocks with what no key stands for."""
@@ -84,25 +94,28 @@ class KVBytes:
 
     def count_mismatches(self, block_ids: Sequence[int], keys: Sequence[OffloadKey]) -> int:
         """How many of the blocks differ in any byte from what their keys say."""
-        rows = self._rows(block_ids)
-        wrong = torch.zeros(len(block_ids), dtype=torch.bool, device=rows.device)
-        for layer, expected in zip(self._layers, self._expected(keys), strict=True):
-            wrong |= (layer.index_select(0, rows) != expected).any(dim=1)
+        wrong = torch.zeros(len(block_ids), dtype=torch.bool, device=self._positions.device)
+        for at, rows, pages in self._expected(block_ids, keys):
+            for layer, expected in pages:
+                wrong[at] |= (layer[rows, : expected.shape[1]] != expected).any(dim=1)
         return int(wrong.sum())
 
     def _rows(self, block_ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor(block_ids, dtype=torch.int64, device=self._positions.device)
 
-    def _expected(self, keys: Sequence[OffloadKey]) -> list[torch.Tensor]:
-        seeds = torch.tensor(
-            [
-                int.from_bytes(key[:WORD_BYTES], "big", signed=True) ^ get_offload_group_idx(key)
-                for key in keys
-            ],
-            dtype=torch.int64,
-            device=self._positions.device,
-        )
-        return [
-            ((seeds[:, None] + (self._positions + layer * 0x10001)) * _MIX) | 1
-            for layer in range(len(self._layers))
-        ]
+    def _expected(
+        self, block_ids: Sequence[int], keys: Sequence[OffloadKey]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]]:
+        """Per group: which of the keys are its own, their rows, and what is in each layer."""
+        groups = [get_offload_group_idx(key) for key in keys]
+        for group in sorted(set(groups)):
+            at = [index for index, of in enumerate(groups) if of == group]
+            words = [int.from_bytes(keys[i][:WORD_BYTES], "big", signed=True) ^ group for i in at]
+            seeds = self._rows(words)[:, None]
+            pages = []
+            for ref in self._refs[group]:
+                index = ref.tensor_idx
+                positions = self._positions[: ref.page_size_bytes // WORD_BYTES]
+                expected = ((seeds + (positions + index * 0x10001)) * _MIX) | 1
+                pages.append((self._layers[index], expected))
+            yield self._rows(at), self._rows([block_ids[i] for i in at]), pages

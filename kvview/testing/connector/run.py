@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -18,7 +19,10 @@ from kvview import (
     WorkerConnector,
 )
 from kvview.connector.raising import build_connector
-from kvview.testing.connector.faults import FaultyWorker, Pool, hook, require_type
+from kvview.errors import line_of
+from kvview.testing.connector.as_it_is import AsItIsWorker
+from kvview.testing.connector.calls import hook, make_worker, require_type
+from kvview.testing.connector.faults import FaultyWorker, Pool
 from kvview.testing.connector.harness import ConnectorHarness, EngineFactory, load_engines
 from kvview.testing.connector.invariants import (
     HoldWatch,
@@ -28,6 +32,7 @@ from kvview.testing.connector.invariants import (
     check_drained,
     check_free_list,
 )
+from kvview.testing.connector.process import RemoteWorker, can_fork
 from kvview.testing.connector.result import Failure, SimulationResult, Snapshot
 from kvview.testing.connector.scenario import (
     Abort,
@@ -71,8 +76,8 @@ def simulate(
             play of the scenario is left out, and counted in the result's coverage.
 
     Raises:
-        ConfigError: The connector refuses the options, or the scenario has a size
-            that no engine takes.
+        ConfigError: The connector refuses the options, one of them does not pickle, or
+            the scenario has a size that no engine takes.
         HookError: The connector's constructor raised.
     """
     return _Run(
@@ -80,29 +85,47 @@ def simulate(
     ).run()
 
 
-def _build(
+def _configure(
     connector_class: type[Connector], scenario: Scenario, options: dict[str, Any]
-) -> tuple[Connector, bool]:
-    """A connector, with the options it takes; whether it knows ``cpu_blocks``."""
+) -> tuple[bytes, bool]:
+    """A configuration that the connector takes, pickled; whether it knows ``cpu_blocks``."""
     cpu_blocks = {"cpu_blocks": scenario.cpu_blocks}
     events = {"enable_events": True}
     for extra in ({**cpu_blocks, **events}, cpu_blocks, events):
         with suppress(ConfigError):
             config = ConnectorConfig(scenario.geometry, {**extra, **options})
-            return build_connector(connector_class, config), "cpu_blocks" in extra
-    return build_connector(connector_class, ConnectorConfig(scenario.geometry, options)), False
+            build_connector(connector_class, config)
+            return _pickled(config), "cpu_blocks" in extra
+    config = ConnectorConfig(scenario.geometry, options)
+    build_connector(connector_class, config)
+    return _pickled(config), False
+
+
+def _pickled(config: ConnectorConfig) -> bytes:
+    for name, value in config.options.items():
+        try:
+            pickle.loads(pickle.dumps(value))
+        except Exception as error:
+            raise ConfigError(
+                f"option {name!r} does not survive pickling ({line_of(error)}): each half is built "
+                f"in a process of its own, from an equal configuration. Give what it is made from"
+            ) from error
+    return pickle.dumps(config)
 
 
 class _Part(Connector):
     """A connector as the engine sees it: the real one, with both halves watched.
 
-    The engine's calls to the scheduler half come through :class:`WatchedScheduler`, those to
-    the worker half through :class:`FaultyWorker`.
+    1. Each half is made by an instance of its own, from an equal configuration that was
+       pickled: what they share through ``self`` is not shared.
+    2. The engine's calls to the scheduler half come through :class:`WatchedScheduler`, those
+       to the worker half through :class:`FaultyWorker`.
     """
 
     def __init__(
         self,
-        connector: Connector,
+        connector_class: type[Connector],
+        config: bytes,
         scenario: Scenario,
         fates: Iterator[Fate],
         pool: Pool,
@@ -110,7 +133,8 @@ class _Part(Connector):
     ) -> None:
         super().__init__(ConnectorConfig(scenario.geometry))
         self.history = History(scenario.geometry)
-        self._connector = connector
+        self._connector_class = connector_class
+        self._config = config
         self._scenario = scenario
         self._fates = fates
         self._pool = pool
@@ -118,19 +142,22 @@ class _Part(Connector):
 
     def make_scheduler(self) -> SchedulerConnector:
         with hook("make_scheduler", "CONN-1"):
-            half = self._connector.make_scheduler()
+            half = build_connector(
+                self._connector_class, pickle.loads(self._config)
+            ).make_scheduler()
         require_type("make_scheduler", half, "CONN-1")
         self.scheduler = WatchedScheduler(half, self.history)
         return self.scheduler
 
     def make_worker(self) -> WorkerConnector:
-        with hook("make_worker", "CONN-1"):
-            half = self._connector.make_worker()
-        require_type("make_worker", half, "CONN-1")
+        half: WorkerConnector
+        if self._scenario.worker_half == "in_a_process":
+            half = RemoteWorker(self._connector_class, self._config)
+        else:
+            half = make_worker(self._connector_class, self._config)
+        kind = AsItIsWorker if self._scenario.worker_half == "as_it_is" else FaultyWorker
         fate_of_load = self._scenario.fate_of_load
-        self.worker = FaultyWorker(
-            half, self._fates, fate_of_load, self._pool, self.history, self._stream
-        )
+        self.worker = kind(half, self._fates, fate_of_load, self._pool, self.history, self._stream)
         return self.worker
 
 
@@ -147,6 +174,12 @@ class _Run:
     ) -> None:
         self.scenario, left_out = engines.fit(scenario)
         self._coverage = Counter(f"left out: {what}" for what in left_out)
+        if self.scenario.worker_half == "in_a_process" and not can_fork():
+            self.scenario = replace(self.scenario, worker_half="job_by_job")
+            self._coverage["left out: a worker half in a process of its own, without fork"] += 1
+        if self.scenario.worker_half != "job_by_job":
+            self._coverage[f"with the worker half {self.scenario.worker_half}"] += 1
+        self._coverage["with pages of different sizes"] += bool(self.scenario.group_pages)
         self._coverage["with several groups"] += len(self.scenario.geometry.groups) > 1
         self._coverage["with two connectors"] += self.scenario.num_connectors > 1
         self._coverage["with an abrupt end"] += self.scenario.ends_abruptly
@@ -154,13 +187,13 @@ class _Run:
         self._coverage["with lagging compute"] += self.scenario.compute_lags
         self._engines = engines
         self._name = connector_class.__name__
-        children = []
-        for _ in range(self.scenario.num_connectors):
-            child, self._knows_cpu_blocks = _build(connector_class, self.scenario, options)
-            children.append(child)
+        config, self._knows_cpu_blocks = _configure(connector_class, self.scenario, options)
         fates = iter(self.scenario.fates)
         self._stream = StepStream() if self.scenario.compute_lags else None
-        self._parts = [_Part(child, self.scenario, fates, self, self._stream) for child in children]
+        self._parts = [
+            _Part(connector_class, config, self.scenario, fates, self, self._stream)
+            for _ in range(self.scenario.num_connectors)
+        ]
         self._watch = HoldWatch(_PATIENCE)
         self._timeline: list[Snapshot] = []
         self._seconds = 0.0

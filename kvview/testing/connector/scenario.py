@@ -24,7 +24,7 @@ from kvview.targets import target_of
 
 _SHARE_OF_NEXT_TURNS = 0.3
 _SHARE_OF_EARLY_ENDS = 0.3
-_SHARE_OF_EARLY_JOBS = 0.6
+_SHARE_AS_IT_IS = 0.6  # of the worker halves, where compute lags
 
 NUM_SHARED_BLOCKS = 2
 """Hash blocks at the start of every prompt, the same for all families."""
@@ -105,6 +105,11 @@ Outcome = Literal["ok", "none", "half"]
 """All bytes move; none and the job fails; half of its blocks and the job fails."""
 
 
+WorkerHalf = Literal["job_by_job", "as_it_is", "in_a_process"]
+"""Given its jobs one by one, each waited for when it is time; given whole plans, with its own
+threads and order, over tensors that hold its copies up; or job by job in a child process."""
+
+
 @dataclass(frozen=True)
 class Fate:
     """What becomes of one transfer job. Late is what is usual.
@@ -144,6 +149,10 @@ class Scenario:
         compute_lags: Whether the KV of a step is written only when its output is taken in,
             so that a worker that does not order itself after the compute stream (XFER-6)
             reads and writes too early; else when the step is launched.
+        worker_half: How the worker half is run.
+        group_pages: Per group, the bytes that it uses of a block's page in each tensor, 0
+            for none; what another group uses beyond that is padding. Empty for two tensors
+            of equal pages. An engine with a layout of its own keeps it.
     """
 
     geometry: CacheGeometry
@@ -160,6 +169,8 @@ class Scenario:
     loads_may_be_late: bool = True
     steps_in_flight: int = 1
     compute_lags: bool = False
+    worker_half: WorkerHalf = "job_by_job"
+    group_pages: tuple[tuple[int, ...], ...] = ()
 
     def fate_of_load(self, fate: Fate) -> Fate:
         """What becomes of a load that a fate falls to."""
@@ -210,6 +221,8 @@ def generate_scenario(seed: int) -> Scenario:
             max_tokens_per_step=max_tokens_per_step,
             decode_tokens=draw.number(size // 2, size),
             ends_abruptly=draw.chance(0.15),
+            worker_half=_generate_worker_half(_Draw(seed + 2**43)),
+            group_pages=_generate_pages(_Draw(seed + 2**42), len(geometry.groups)),
         ),
     )
 
@@ -228,19 +241,36 @@ def _overlap_steps(draw: _Draw, scenario: Scenario) -> Scenario:
             else event
             for event in events
         )
-    fates = scenario.fates
-    if compute_lags:  # a job that comes late anyway finds its bytes there
-        fates = tuple(
-            replace(fate, move_after=0) if draw.chance(_SHARE_OF_EARLY_JOBS) else fate
-            for fate in fates
-        )
+    worker_half = scenario.worker_half
+    if compute_lags and draw.chance(_SHARE_AS_IT_IS):  # it has to order itself
+        worker_half = "as_it_is"
     return replace(
         scenario,
         events=events,
-        fates=fates,
+        worker_half=worker_half,
         steps_in_flight=steps_in_flight,
         compute_lags=compute_lags,
     )
+
+
+def _generate_worker_half(draw: _Draw) -> WorkerHalf:
+    if draw.chance(0.125):
+        return "in_a_process"
+    return "as_it_is" if draw.chance(0.35) else "job_by_job"
+
+
+def _generate_pages(draw: _Draw, num_groups: int) -> tuple[tuple[int, ...], ...]:
+    if draw.chance(0.6):
+        return ()
+    sizes = [2**16, 2**17] if draw.chance(0.06) else [16, 64, 104, 200]
+    num_tensors = draw.number(1, 3)
+    pages = []
+    for group in range(num_groups):
+        used = [draw.one_of([0, draw.one_of(sizes)]) for _ in range(num_tensors)]
+        used[group % num_tensors] = draw.one_of(sizes)
+        pages.append(used)
+    in_use = [index for index in range(num_tensors) if any(used[index] for used in pages)]
+    return tuple(tuple(used[index] for index in in_use) for used in pages)
 
 
 def _generate_geometry(draw: _Draw) -> CacheGeometry:

@@ -93,11 +93,13 @@ def _simpler_geometries(scenario: Scenario) -> Iterator[Scenario]:
     geometry = scenario.geometry
     single = CacheGeometry.single(4)
     if geometry != single:
-        yield replace(scenario, geometry=single)
+        yield replace(scenario, geometry=single, group_pages=())
     for index in range(len(geometry.groups)):
         groups = geometry.groups[:index] + geometry.groups[index + 1 :]
         if groups:
-            yield replace(scenario, geometry=replace(geometry, groups=groups))
+            pages = scenario.group_pages[:index] + scenario.group_pages[index + 1 :]
+            pages = pages if all(map(any, zip(*pages, strict=True))) else ()
+            yield replace(scenario, geometry=replace(geometry, groups=groups), group_pages=pages)
 
 
 def _simpler_fates(scenario: Scenario) -> Iterator[Scenario]:
@@ -143,7 +145,14 @@ def _simpler_sizes(scenario: Scenario) -> Iterator[Scenario]:
     if scenario.ends_abruptly:
         yield replace(scenario, ends_abruptly=False)
     usual = Scenario(scenario.geometry, scenario.num_gpu_blocks, scenario.events)
-    for name in ("cpu_blocks", "max_running", "max_tokens_per_step", "decode_tokens"):
+    for name in (
+        "worker_half",
+        "group_pages",
+        "cpu_blocks",
+        "max_running",
+        "max_tokens_per_step",
+        "decode_tokens",
+    ):
         if getattr(scenario, name) != getattr(usual, name):
             yield replace(scenario, **{name: getattr(usual, name)})
     for num_gpu_blocks in (scenario.num_gpu_blocks // 2, scenario.num_gpu_blocks - 1):

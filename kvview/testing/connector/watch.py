@@ -24,7 +24,8 @@ from kvview import (
     TransferResult,
     make_offload_key,
 )
-from kvview.testing.connector.faults import Flight, hook, require_type
+from kvview.testing.connector.calls import hook, require_type
+from kvview.testing.connector.faults import Flight
 from kvview.testing.connector.invariants import (
     EventFold,
     check_advertised,

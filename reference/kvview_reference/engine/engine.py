@@ -132,6 +132,8 @@ class Engine:
         verify_hits: Whether blocks hit on the GPU are compared too, not only loaded ones.
         enable_events: Whether the pool records GPU events.
         device: Where the KV cache is.
+        group_pages: Layout of the pages, as :class:`KVBytes` takes it; instead of
+            ``page_bytes`` and ``num_layers``.
 
     Raises:
         ConfigError: A size is impossible, or the blocks do not fit in memory.
@@ -154,6 +156,7 @@ class Engine:
         verify_hits: bool = True,
         enable_events: bool = False,
         device: str = "cpu",
+        group_pages: Sequence[Sequence[int]] = (),
     ) -> None:
         if max_running < 1:
             raise ConfigError(f"max_running must be at least 1, got {max_running}")
@@ -169,7 +172,12 @@ class Engine:
                 f"{num_gpu_blocks} GPU blocks of {page_bytes * num_layers} bytes",
             )
         self.kv_bytes = KVBytes(
-            num_gpu_blocks, page_bytes, num_groups=num_groups, num_layers=num_layers, device=device
+            num_gpu_blocks,
+            page_bytes,
+            num_groups=num_groups,
+            num_layers=num_layers,
+            device=device,
+            group_pages=group_pages,
         )
         self.kv_cache = KVCacheManager(
             geometry.groups,
@@ -205,7 +213,7 @@ class Engine:
         self.scheduler_connector.on_engine_ready(
             EngineFacts(
                 num_gpu_blocks=num_gpu_blocks,
-                page_bytes=(self.kv_bytes.block_bytes,) * num_groups,
+                page_bytes=self.kv_bytes.group_bytes,
                 max_blocks_per_step=sum(
                     self.max_tokens_per_step // group.block_size + max_running
                     for group in geometry.groups

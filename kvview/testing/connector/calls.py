@@ -1,0 +1,60 @@
+"""Calls of a connector's hooks: what they raise or wrongly return breaks a law."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from kvview import Connector, KVViewError, TransferSpecError, WorkerConnector
+from kvview.connector.raising import build_connector, where, wrong_type
+from kvview.errors import line_of
+from kvview.testing.connector.invariants import InvariantBroken
+
+_LAW = re.compile(r"^([A-Z]+-\d+): ")
+_LAW_OF_WORKER_HOOK = {"register_kv_caches": "XFER-1", "shutdown": "CONN-4"}  # others: CONN-3
+
+
+@contextmanager
+def hook(name: str, law: str) -> Iterator[None]:
+    """What a connector's method raises breaks a law, unless the error names another."""
+    try:
+        yield
+    except (InvariantBroken, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # sys.exit() in a hook must not end the check
+        text = line_of(error)
+        if (named := _LAW.match(text)) and not (law == "CONN-2" and text.startswith("OFF-2")):
+            law, text = named[1], text[named.end() :]
+        elif isinstance(error, TransferSpecError):
+            law = "XFER-1"
+        kind = type(error).__name__
+        text = f"{kind}: {text}" if isinstance(error, KVViewError) else f"{kind} {text}"
+        at = f" at {line}" if (line := where(error)) else ""
+        raise InvariantBroken(law, f"{name} raised {text}{at}") from error
+
+
+def calling(name: str) -> AbstractContextManager[None]:
+    """Around a call of a worker half."""
+    return hook(f"{name} of the worker half", _LAW_OF_WORKER_HOOK.get(name, "CONN-3"))
+
+
+def require_type(hook: str, answer: object, law: str) -> None:
+    """Refuse an answer that no engine can use."""
+    if expected := wrong_type(hook, answer):
+        told = line_of(answer, repr)
+        raise InvariantBroken(law, f"{hook} returned {told}: expected {expected}")
+
+
+def make_worker(connector_class: type[Connector], config: bytes) -> WorkerConnector:
+    """The worker half of an instance of its own.
+
+    Args:
+        connector_class: Of the connector.
+        config: Its configuration, pickled.
+    """
+    with hook("make_worker", "CONN-1"):
+        half = build_connector(connector_class, pickle.loads(config)).make_worker()
+    require_type("make_worker", half, "CONN-1")
+    return half

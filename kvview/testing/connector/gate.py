@@ -1,0 +1,196 @@
+"""KV tensors whose copies can be held up, and can fail: a gate between a worker and memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+_LONGEST_COPY = 1.0  # seconds that one operation is waited for, before the next one is let in
+# What only looks: at shapes, devices and the like. A view moves nothing, but leads to a copy.
+_LOOKS = {"__get__", "__len__", "__repr__", "dim", "element_size", "is_contiguous", "numel"}
+_LOOKS |= {"size", "storage_offset", "stride", "untyped_storage", "view"}
+
+
+_SOON = 0.0005  # seconds in which a thread that goes on comes to its next operation
+
+
+@dataclass(eq=False)
+class _Ticket:
+    thread: int
+
+
+class CopyFailed(RuntimeError):
+    """A copy was made to fail."""
+
+
+class Gate:
+    """Where operations on KV tensors pass.
+
+    1. While it is closed, those of other threads than the engine's wait before it. Those of
+       the engine's own thread cannot be held: nobody would be there to open.
+    2. They are let in one at a time, in an order that is given.
+
+    Args:
+        is_home: Whether the calling thread is the one that calls the worker half.
+    """
+
+    def __init__(self, is_home: Callable[[], bool]) -> None:
+        self._is_home = is_home
+        self._changed = threading.Condition()
+        self._before: list[_Ticket] = []
+        self._let_in: set[_Ticket] = set()
+        self._num_inside = 0
+        self._is_open = False
+        self._is_over = False
+        self._num_good: int | None = None  # until they fail; None: they do not
+        self.num_failed = 0
+        self.num_after_the_end = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Operations before the closed gate."""
+        return len(self._before)
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """One operation, on the thread that runs it."""
+        with self._changed:
+            if not self._is_open and not self._is_home():
+                ticket = _Ticket(threading.get_ident())
+                self._before.append(ticket)
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._is_open or ticket in self._let_in)
+                self._before.remove(ticket)
+            self.num_after_the_end += self._is_over
+            if self._num_good is not None:
+                self._num_good -= 1
+                if self._num_good < 0:
+                    self.num_failed += 1
+                    self._changed.notify_all()
+                    raise CopyFailed("simulated: the copy failed")
+            self._num_inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_inside -= 1
+                self._changed.notify_all()
+
+    def let_one_in(self, number: float) -> None:
+        """Let one of those that wait pass.
+
+        Args:
+            number: Which, 0.0 for the first to just below 1.0 for the last.
+        """
+        with self._changed:
+            if not self._before:
+                return
+            self._pass(self._before[int(number * len(self._before))])
+
+    def _let_in_next(self, thread: int) -> bool:
+        """Let the operation of a thread pass that waits, or comes soon; False when none does."""
+        with self._changed:
+            found: list[_Ticket] = []
+
+            def waits() -> bool:
+                found[:] = [ticket for ticket in self._before if ticket.thread == thread]
+                return bool(found)
+
+            if self._changed.wait_for(waits, _SOON):
+                self._pass(found[0])
+            return bool(found)
+
+    def _pass(self, ticket: _Ticket) -> None:
+        self._let_in.add(ticket)
+        self._changed.notify_all()
+        self._changed.wait_for(
+            lambda: ticket not in self._before and not self._num_inside, _LONGEST_COPY
+        )
+        self._let_in.discard(ticket)
+
+    def open(self, draw: Callable[[], float]) -> None:
+        """Let those that wait pass, one after the other in a drawn order, then everyone."""
+        while len({ticket.thread for ticket in self._before}) > 1:
+            # A thread that is let in goes on to the end of its job: jobs overtake each other.
+            thread = self._before[int(draw() * len(self._before))].thread
+            while self._let_in_next(thread):
+                pass
+        with self._changed:
+            self._is_open = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Hold from now on."""
+        with self._changed:
+            self._is_open = False
+
+    def set_failing(self, num_good: int | None) -> None:
+        """Have operations fail from now on, after so many that do not; None: no more."""
+        with self._changed:
+            self._num_good = num_good
+            self.num_failed = 0
+
+    def end(self) -> None:
+        """The worker half is shut down: let everyone pass, and count who still comes."""
+        with self._changed:
+            self._num_good = None
+            self._is_over = self._is_open = True
+            self._changed.notify_all()
+
+
+class GatedTensor(torch.Tensor):
+    """A KV tensor, or a view of one, with a gate before its bytes."""
+
+    gate: Gate
+    address: int
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        gated = next(_gated((args, tuple((kwargs or {}).values()))))
+        with torch._C.DisableTorchFunctionSubclass():
+            if func.__name__ in _LOOKS:
+                result = func(*args, **(kwargs or {}))
+            else:
+                with gated.gate.passing():
+                    result = func(*args, **(kwargs or {}))
+            if isinstance(result, tuple | list):
+                return type(result)(_again(item, gated) for item in result)
+            return _again(result, gated)
+
+
+def gate_tensor(tensor: torch.Tensor, gate: Gate) -> torch.Tensor:
+    """The same memory behind a gate."""
+    gated = tensor.as_subclass(GatedTensor)
+    gated.gate, gated.address = gate, tensor.untyped_storage().data_ptr()
+    return gated
+
+
+def _gated(values: Iterable[Any]) -> Iterator[GatedTensor]:
+    for value in values:
+        if isinstance(value, GatedTensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _gated(value)
+
+
+def _again(result: Any, gated: GatedTensor) -> Any:
+    """A view of KV memory is gated as well; what was copied out of it is nobody's affair."""
+    if isinstance(result, torch.Tensor) and not hasattr(result, "gate"):
+        if result.untyped_storage().data_ptr() == gated.address:
+            return gate_tensor(result, gated.gate)
+        if isinstance(result, GatedTensor):
+            return result.as_subclass(torch.Tensor)
+    return result

@@ -1,0 +1,122 @@
+"""The two halves as an engine runs them: apart, and the worker half as it is."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvview import (
+    BlockHash,
+    ConfigError,
+    Connector,
+    ConnectorConfig,
+    SchedulerConnector,
+    StepPlan,
+    WorkerConnector,
+    make_offload_key,
+)
+from kvview.testing.connector import check_connector, generate_scenario, simulate
+from kvview.testing.connector.kv_bytes import KVBytes
+from kvview_reference.connector.offload import OffloadOptions, OffloadWorker
+from tests.mutants.connector import Offload
+from tests.mutants.worker import InAnyOrder, Threaded, ThreadedWorker
+
+
+class SharesThroughSelf(Offload):
+    """Its worker half finds the options where the scheduler half left them."""
+
+    def make_scheduler(self) -> SchedulerConnector:
+        self.handed = self.options
+        return super().make_scheduler()
+
+    def make_worker(self) -> WorkerConnector:
+        connector = self
+
+        class Worker(OffloadWorker):
+            def start_plan(self, plan: Any) -> None:
+                assert isinstance(connector.handed, OffloadOptions)
+                super().start_plan(plan)
+
+        return Worker(self.options)
+
+
+def test_the_halves_share_no_instance() -> None:
+    report = check_connector(SharesThroughSelf, seeds=3, max_shrink_runs=0)
+    assert report.failures
+    assert "'SharesThroughSelf' object has no attribute 'handed'" in report.failures[0].message
+
+
+class TakesAnything(Connector):
+    def __init__(self, config: ConnectorConfig) -> None:
+        super().__init__(config)
+
+
+def test_an_option_that_does_not_pickle_is_said_so() -> None:
+    with pytest.raises(ConfigError, match="option 'lock' does not survive pickling"):
+        check_connector(TakesAnything, seeds=1, options={"lock": threading.Lock()})
+
+
+@pytest.mark.parametrize("connector", [Threaded, InAnyOrder])
+def test_threads_that_are_right_are_left_alone(connector: type[Connector]) -> None:
+    report = check_connector(connector, seeds=30)
+    assert not report.failures, report.failures[0].script
+    assert report.coverage["with the worker half as_it_is"] >= 5
+    assert report.coverage["with the worker half in_a_process"] >= 1
+    assert report.coverage["with pages of different sizes"] >= 5
+
+
+def run_in_a_process(worker: type[ThreadedWorker]) -> str:
+    """What the law says of a worker half in a child; the class lives in a function."""
+
+    class Local(Threaded):
+        def make_worker(self) -> WorkerConnector:
+            return worker(self.cpu_blocks)
+
+    scenario = replace(generate_scenario(0), worker_half="in_a_process")
+    return str(simulate(Local, scenario).failure)
+
+
+def test_a_class_of_a_function_runs_in_a_child() -> None:
+    assert run_in_a_process(ThreadedWorker) == "None"
+
+
+def test_a_child_that_dies_is_told_and_not_waited_for() -> None:
+    class Dies(ThreadedWorker):
+        def start_plan(self, plan: StepPlan) -> None:
+            os._exit(7)
+
+    told = run_in_a_process(Dies)
+    assert told.startswith("CONN-3: the process of the worker half died in start_plan, exit code 7")
+
+
+def test_what_a_hook_raises_in_a_child_comes_back_with_its_line() -> None:
+    class Raises(ThreadedWorker):
+        def wait(self, job_ids: Sequence[int]) -> None:
+            raise OSError("no disk")
+
+    told = run_in_a_process(Raises)
+    assert "CONN-3: wait of the worker half raised OSError no disk at " in told
+    assert "test_worker_half.py:" in told
+
+
+def test_each_group_has_its_own_pages() -> None:
+    kv = KVBytes(4, 0, group_pages=[(16, 0, 24), (8, 8, 0)])
+    assert [cache.page_size_bytes for cache in kv.caches.tensors] == [16, 8, 24]
+    refs = kv.caches.group_data_refs
+    assert [[ref.tensor_idx for ref in group] for group in refs] == [[0, 2], [0, 1]]
+    assert kv.group_bytes == (40, 16)
+    keys = [make_offload_key(BlockHash(bytes(32)), group) for group in (0, 1)]
+    kv.poison([1, 2])
+    kv.write([1, 2], keys)
+    assert kv.count_mismatches([1, 2], keys) == 0
+    kv.caches.tensors[0].tensor[2, 8] += 1  # padding of group 1
+    assert kv.count_mismatches([1, 2], keys) == 0
+    kv.caches.tensors[1].tensor[2, 0] += 1
+    assert kv.count_mismatches([1, 2], keys) == 1
+    with pytest.raises(ConfigError, match="a page must be a positive multiple of 8"):
+        KVBytes(4, 0, group_pages=[(16, 0), (8, 0)])

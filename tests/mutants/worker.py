@@ -1,0 +1,360 @@
+"""Wrong worker halves: threads, groups, processes, as a novice writes them.
+
+All live over one right one below, :class:`Threaded`, whose pages move on a thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+from typing_extensions import override
+
+from examples.host_cache import HostCacheConnector, HostCacheScheduler
+from kvview import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    ConnectorConfig,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    SchedulerConnector,
+    StepInfo,
+    StepPlan,
+    TransferJob,
+    TransferResult,
+    WorkerConnector,
+)
+from kvview.testing import Mutant
+
+from .connector import breaker
+
+MUTANTS: list[Mutant] = []
+breaks = breaker(MUTANTS)
+
+
+class ThreadedWorker(WorkerConnector):
+    """The right one: jobs one after the other, on a thread that waits for compute."""
+
+    num_threads = 1
+
+    def __init__(self, cpu_blocks: int) -> None:
+        self.cpu_blocks = cpu_blocks
+        self.pool = ThreadPoolExecutor(self.num_threads)
+        self.futures: dict[int, Future[None]] = {}
+        self.results: list[TransferResult] = []
+
+    @override
+    def register_kv_caches(self, kv_caches: CanonicalKVCaches[torch.Tensor]) -> None:
+        self.gpu = [cache.tensor for cache in kv_caches.tensors]
+        self.refs = kv_caches.group_data_refs
+        self.stream = kv_caches.compute_stream
+        self.host = [
+            torch.zeros((self.cpu_blocks, cache.page_size_bytes), dtype=torch.int8)
+            for cache in kv_caches.tensors
+        ]
+
+    @override
+    def start_plan(self, plan: StepPlan) -> None:
+        mark = self.stream.record_event() if self.stream else None
+        for job in (*plan.loads, *plan.stores):
+            self.futures[job.job_id] = self.pool.submit(self.run, job, mark)
+
+    def run(self, job: TransferJob, mark: Any) -> None:
+        try:
+            if mark is not None:
+                mark.synchronize()
+            self.copy(job)
+        except Exception as error:
+            self.results.append(TransferResult(job.job_id, False, error=str(error)))
+        else:
+            self.results.append(TransferResult(job.job_id, True))
+
+    def copy(self, job: TransferJob) -> None:
+        is_load = isinstance(job.dst, GPULoadStoreSpec)
+        gpu, host = (job.dst, job.src) if is_load else (job.src, job.dst)
+        assert isinstance(gpu, GPULoadStoreSpec)
+        assert isinstance(host, CPULoadStoreSpec)
+        ends = [0]
+        for size in gpu.group_sizes:
+            ends.append(ends[-1] + size)
+        for group, (start, end) in enumerate(pairwise(ends)):
+            blocks, pages = list(gpu.block_ids[start:end]), list(host.block_ids[start:end])
+            for ref in self.group_refs(group):
+                size, gpu_pages = ref.page_size_bytes, self.gpu[ref.tensor_idx]
+                if is_load:
+                    gpu_pages[blocks, :size] = self.host[ref.tensor_idx][pages, :size]
+                else:
+                    self.host[ref.tensor_idx][pages, :size] = gpu_pages[blocks, :size]
+
+    def group_refs(self, group: int) -> Sequence[CanonicalKVCacheRef]:
+        return self.refs[group]
+
+    @override
+    def get_finished(self) -> list[TransferResult]:
+        finished = []
+        while self.results:
+            finished.append(self.results.pop(0))
+        return finished
+
+    @override
+    def wait(self, job_ids: Sequence[int]) -> None:
+        wait([self.futures[job_id] for job_id in job_ids if job_id in self.futures])
+
+    @override
+    def shutdown(self) -> None:
+        self.pool.shutdown()
+
+
+class Threaded(HostCacheConnector):
+    """The right one: the example, with a worker half that has a thread."""
+
+    scheduler: ClassVar[type[HostCacheScheduler]] = HostCacheScheduler
+    worker: ClassVar[type[ThreadedWorker]] = ThreadedWorker
+
+    def make_scheduler(self) -> SchedulerConnector:
+        return self.scheduler(self.config, self.cpu_blocks)
+
+    def make_worker(self) -> WorkerConnector:
+        return self.worker(self.cpu_blocks)
+
+
+# --- threads ---
+
+
+class FourThreads(ThreadedWorker):
+    num_threads = 4
+
+
+class InAnyOrder(Threaded):
+    """Right all the same: the example never has two jobs on one page in flight."""
+
+    worker = FourThreads
+
+
+@breaks("XFER-4", "says that a job is done when it is queued")
+class DoneWhenQueued(Threaded):
+    class worker(ThreadedWorker):
+        @override
+        def start_plan(self, plan: StepPlan) -> None:
+            super().start_plan(plan)
+            self.results += [TransferResult(j.job_id, True) for j in (*plan.loads, *plan.stores)]
+
+        @override
+        def run(self, job: TransferJob, mark: Any) -> None:
+            self.copy(job)
+
+
+@breaks("XFER-1", "says that a store is done when it is queued")
+class StoredWhenQueued(Threaded):
+    class worker(ThreadedWorker):
+        @override
+        def start_plan(self, plan: StepPlan) -> None:
+            super().start_plan(plan)
+            self.results += [TransferResult(job.job_id, True) for job in plan.stores]
+
+        @override
+        def run(self, job: TransferJob, mark: Any) -> None:
+            if job.request_id is not None:
+                super().run(job, mark)
+            else:
+                self.copy(job)
+
+
+@breaks("XFER-4", "logs what a copy raises, and reports a success")
+class SwallowsErrors(Threaded):
+    class worker(ThreadedWorker):
+        @override
+        def copy(self, job: TransferJob) -> None:
+            try:
+                super().copy(job)
+            except Exception:
+                self.last_error = job.job_id
+
+
+@breaks("CONN-3", "a copy that raises ends the thread's task without a report")
+class DiesSilently(Threaded):
+    class worker(ThreadedWorker):
+        @override
+        def run(self, job: TransferJob, mark: Any) -> None:
+            self.copy(job)
+            self.results.append(TransferResult(job.job_id, True))
+
+
+@breaks("CONN-3", "its one thread dies when a copy raises, and wait waits for ever")
+class ThreadDies(Threaded):
+    class worker(ThreadedWorker):
+        def __init__(self, cpu_blocks: int) -> None:
+            super().__init__(cpu_blocks)
+            self.has_ended: dict[int, threading.Event] = {}
+
+        @override
+        def start_plan(self, plan: StepPlan) -> None:
+            for job in (*plan.loads, *plan.stores):
+                self.has_ended[job.job_id] = threading.Event()
+            super().start_plan(plan)
+
+        @override
+        def run(self, job: TransferJob, mark: Any) -> None:
+            self.copy(job)
+            self.results.append(TransferResult(job.job_id, True))
+            self.has_ended[job.job_id].set()
+
+        @override
+        def wait(self, job_ids: Sequence[int]) -> None:
+            for job_id in job_ids:
+                self.has_ended[job_id].wait()
+
+
+@breaks("XFER-5", "start_plan waits for the jobs before")
+class WaitsInStartPlan(Threaded):
+    class worker(ThreadedWorker):
+        @override
+        def start_plan(self, plan: StepPlan) -> None:
+            wait(self.futures.values())
+            super().start_plan(plan)
+
+
+@breaks("CONN-3", "get_finished waits for what is in flight")
+class WaitsInGetFinished(Threaded):
+    class worker(ThreadedWorker):
+        @override
+        def get_finished(self) -> list[TransferResult]:
+            wait(self.futures.values())
+            return super().get_finished()
+
+
+@breaks("CONN-3", "wait returns at once")
+class DoesNotWait(Threaded):
+    class worker(ThreadedWorker):
+        @override
+        def wait(self, job_ids: Sequence[int]) -> None:
+            pass
+
+
+@breaks("CONN-4", "shutdown leaves copies running")
+class CopiesAfterShutdown(Threaded):
+    class worker(ThreadedWorker):
+        @override
+        def shutdown(self) -> None:
+            self.pool.shutdown(wait=False)
+
+
+# --- groups and sizes ---
+
+
+@breaks("XFER-1", "one list of references for all groups")
+class OneListOfReferences(Threaded):
+    class worker(ThreadedWorker):
+        @override
+        def group_refs(self, group: int) -> Sequence[CanonicalKVCacheRef]:
+            return self.refs[0]
+
+
+@breaks("XFER-1", "the first reference of a group for all")
+class FirstReferenceOnly(Threaded):
+    class worker(ThreadedWorker):
+        @override
+        def group_refs(self, group: int) -> Sequence[CanonicalKVCacheRef]:
+            return self.refs[group][:1]
+
+
+@breaks("XFER-4", "the page size of the first reference for all")
+class OnePageSize(Threaded):
+    class worker(ThreadedWorker):
+        @override
+        def group_refs(self, group: int) -> Sequence[CanonicalKVCacheRef]:
+            size = self.refs[group][0].page_size_bytes
+            return [CanonicalKVCacheRef(ref.tensor_idx, size) for ref in self.refs[group]]
+
+
+@breaks("XFER-4", "nothing is copied when a job is big")
+class SkipsBigJobs(Threaded):
+    class worker(ThreadedWorker):
+        @override
+        def copy(self, job: TransferJob) -> None:
+            if sum(tensor[0].numel() for tensor in self.gpu) < 2**17:
+                super().copy(job)
+
+
+# --- what the halves share ---
+
+_JOBS: dict[int, TransferJob] = {}
+
+
+@breaks("CONN-3", "the jobs stay in a module, and only their numbers are sent")
+class ModuleGlobal(Threaded):
+    class scheduler(HostCacheScheduler):
+        @override
+        def plan_step(self, step: StepInfo) -> StepPlan:
+            plan = super().plan_step(step)
+            _JOBS.update((job.job_id, job) for job in (*plan.loads, *plan.stores))
+            return plan
+
+    class worker(ThreadedWorker):
+        @override
+        def run(self, job: TransferJob, mark: Any) -> None:
+            super().run(_JOBS.pop(job.job_id), mark)
+
+
+@breaks("CONN-3", "both halves have one queue of jobs, in the class")
+class ClassAttribute(Threaded):
+    queue: ClassVar[list[TransferJob]] = []
+
+    class scheduler(HostCacheScheduler):
+        @override
+        def plan_step(self, step: StepInfo) -> StepPlan:
+            plan = super().plan_step(step)
+            ClassAttribute.queue += [*plan.loads, *plan.stores]
+            return plan
+
+    class worker(ThreadedWorker):
+        @override
+        def start_plan(self, plan: StepPlan) -> None:
+            jobs, ClassAttribute.queue[:] = list(ClassAttribute.queue), []
+            super().start_plan(StepPlan(jobs))
+
+
+@breaks("CONN-3", "make_scheduler hands the worker half what it needs, through self")
+class SharesThroughSelf(Threaded):
+    def __init__(self, config: ConnectorConfig) -> None:
+        super().__init__(config)
+        self.shared: list[TransferJob] = []
+
+    def make_scheduler(self) -> SchedulerConnector:
+        shared = self.shared
+
+        class Scheduler(HostCacheScheduler):
+            def plan_step(self, step: StepInfo) -> StepPlan:
+                plan = super().plan_step(step)
+                shared.extend((*plan.loads, *plan.stores))
+                return plan
+
+        return Scheduler(self.config, self.cpu_blocks)
+
+    def make_worker(self) -> WorkerConnector:
+        shared = self.shared
+
+        class Worker(ThreadedWorker):
+            def start_plan(self, plan: StepPlan) -> None:
+                jobs, shared[:] = list(shared), []
+                super().start_plan(StepPlan(jobs))
+
+        return Worker(self.cpu_blocks)
+
+
+class LockedResult(TransferResult):
+    def __init__(self, job_id: int) -> None:
+        super().__init__(job_id, True)
+        object.__setattr__(self, "lock", threading.Lock())
+
+
+@breaks("CONN-3", "a result carries a lock")
+class ResultWithLock(Threaded):
+    class worker(ThreadedWorker):
+        @override
+        def get_finished(self) -> list[TransferResult]:
+            return [LockedResult(r.job_id) if r.success else r for r in super().get_finished()]
