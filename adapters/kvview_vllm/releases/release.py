@@ -458,6 +458,12 @@ class ConnectorSeam(Seam):
         _BASE,
         since="0.18.0",
     )
+    loads_after_launch: bool = _difference(
+        "loads start when the step's forward was launched, unless it needs them; before, first",
+        lambda surface: "has_sync_kv_loads" in surface.fields["SchedulerOutput"],
+        "vllm/v1/worker/kv_connector_model_runner_mixin.py",
+        since="0.29.0",
+    )
     failed_requests: bool = _difference(
         "a worker says which requests were not loaded, for several groups",
         lambda surface: (

@@ -53,21 +53,26 @@ class VLLMEngines:
         except Exception as error:
             found = " ".join(f"{type(error).__name__}: {error}".split())
             raise refusal("configuration", found, "a VllmConfig for the CPU") from error
-        self._answers: dict[tuple[tuple[CacheGroup, ...], int], str | None] = {}
+        self._answers: dict[tuple[tuple[CacheGroup, ...], int, int], str | None] = {}
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
         """Leave out what this release cannot play (VSIM-2)."""
         left_out: list[str] = []
         groups = self._fit_groups(scenario, left_out)
         geometry = Configs(groups).geometry
-        fitted = replace(
-            scenario, geometry=geometry, decode_tokens=1, steps_in_flight=1, compute_lags=False
-        )
+        fitted = replace(scenario, geometry=geometry, decode_tokens=1)
         if scenario.decode_tokens > 1:
             left_out.append("decode steps of several tokens")
         if scenario.num_connectors > 1 and (why := self._why_not(scenario, groups, 2)):
             fitted = replace(fitted, num_connectors=1)
             left_out.append(f"two connectors with {_several(groups)}: {why}")
+        in_flight = scenario.steps_in_flight
+        if in_flight > 1 and (why := self._why_not(scenario, groups, 1, in_flight)):
+            fitted = replace(fitted, steps_in_flight=1)
+            left_out.append(f"{in_flight} steps in flight with {_several(groups)}: {why}")
+        if scenario.compute_lags and not cpu_scheduler.can_load_between_steps():
+            fitted = replace(fitted, compute_lags=False)
+            left_out.append("compute that lags: a load within a step waits for it")
         events = tuple(event for event in scenario.events if type(event).__name__ != "Alias")
         if len(events) < len(scenario.events) and not _can_alias():
             fitted = replace(fitted, events=events)
@@ -92,7 +97,7 @@ class VLLMEngines:
         stream: StepStream | None = None,
     ) -> ConnectorHarness:
         """Build an engine."""
-        return VLLMConnectorHarness(scenario, connectors, clock)
+        return VLLMConnectorHarness(scenario, connectors, clock, stream)
 
     def _fit_groups(self, scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
         """The groups that this release serves; what keeps the others out is noted."""
@@ -110,16 +115,24 @@ class VLLMEngines:
         return tuple(groups[i] for i in kept) or (FullAttention(groups[0].block_size),)
 
     def _why_not(
-        self, scenario: Scenario, groups: tuple[CacheGroup, ...], num_connectors: int = 1
+        self,
+        scenario: Scenario,
+        groups: tuple[CacheGroup, ...],
+        num_connectors: int = 1,
+        steps_in_flight: int = 1,
     ) -> str | None:
         """What goes wrong when a request with these groups is served twice, if anything."""
-        asked = groups, num_connectors
+        asked = groups, num_connectors, steps_in_flight
         if asked not in self._answers:
             self._answers[asked] = self._try(scenario, *asked)
         return self._answers[asked]
 
     def _try(
-        self, scenario: Scenario, groups: Sequence[CacheGroup], num_connectors: int
+        self,
+        scenario: Scenario,
+        groups: Sequence[CacheGroup],
+        num_connectors: int,
+        steps_in_flight: int,
     ) -> str | None:
         from kvview.testing.connector.scenario import Add
 
@@ -129,15 +142,20 @@ class VLLMEngines:
         try:
             geometry = Configs(groups).geometry
             connectors = [Connector(ConnectorConfig(geometry))] * num_connectors
-            tried = replace(scenario, geometry=geometry, num_gpu_blocks=200)
+            tried = replace(
+                scenario, geometry=geometry, num_gpu_blocks=200, steps_in_flight=steps_in_flight
+            )
             engine = VLLMConnectorHarness(tried, connectors, clock=lambda: 0.0)
             for request_id in ("one", "two"):
-                engine.add(Add(request_id, 1, 4 * geometry.scheduler_block_size + 1), 1)
+                num_tokens = 4 * geometry.scheduler_block_size + 1
+                engine.add(Add(request_id, 1, num_tokens, 2 * steps_in_flight), 1)
                 while engine.has_work():
                     engine.step()
         except (InvariantBroken, KVViewError) as error:
             # Without the numbers, which differ from geometry to geometry.
             return " ".join(str(error.__cause__ or error).rpartition(": ")[2].split())[:160]
+        if engine.stats.most_in_flight < steps_in_flight:
+            return "it waits for each"
         return "a request reads wrong bytes" if engine.stats.mismatches else None
 
 
