@@ -219,7 +219,7 @@ class VLLMConnectorHarness:
                 prompt,
                 serial,
                 num_output_tokens,
-                _ends_after(serial, num_output_tokens, self._steps_in_flight),
+                add.stops_after,
                 self._geometry.hash_block_size,
             )
             self._scheduler.add_request(planned.request)
@@ -474,12 +474,6 @@ class VLLMConnectorHarness:
             for table in self._manager.get_block_ids(request_id):
                 self._compute.overwrite(b for b in table if b and not self._look.block_keys([b])[0])
         self._loading = loading
-
-
-def _ends_after(serial: int, num_output_tokens: int, steps_in_flight: int) -> int:
-    """Tokens after which a request ends by itself: with steps in flight every third, early."""
-    is_early = steps_in_flight > 1 and serial % 3 == 0
-    return 1 + serial % num_output_tokens if is_early else num_output_tokens
 
 
 @contextmanager

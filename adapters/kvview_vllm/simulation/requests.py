@@ -28,7 +28,7 @@ class PlannedRequest:
         prompt: Its tokens.
         serial: Tells what it generates from what others do.
         num_output_tokens: Tokens asked for.
-        ends_after: Tokens after which it ends by itself, which vLLM cannot foresee.
+        stops_after: Tokens after which it ends before, which vLLM cannot foresee.
         hash_block_size: Tokens of a hash.
     """
 
@@ -38,13 +38,13 @@ class PlannedRequest:
         prompt: Sequence[int],
         serial: int,
         num_output_tokens: int,
-        ends_after: int,
+        stops_after: int | None,
         hash_block_size: int,
     ) -> None:
         self._prompt = prompt
         self._sampled = _FIRST_SAMPLED_TOKEN + serial  # a token that no other request has
-        self._num_output_tokens = min(num_output_tokens, ends_after)
-        self._ends_by_itself = ends_after < num_output_tokens
+        self._stops = stops_after is not None and 0 < stops_after < num_output_tokens
+        self._num_output_tokens = stops_after if stops_after and self._stops else num_output_tokens
         self._hash_block_size = hash_block_size
         self._num_checked = 0
         self.request = cpu_scheduler.make_request(
@@ -56,7 +56,7 @@ class PlannedRequest:
         if position < len(self._prompt):
             return self._prompt[position]
         is_end = position == len(self._prompt) + self._num_output_tokens - 1
-        return cpu_scheduler.END_TOKEN if is_end and self._ends_by_itself else self._sampled
+        return cpu_scheduler.END_TOKEN if is_end and self._stops else self._sampled
 
     def block_hash(self, index: int) -> bytes:
         """A hash of the request, also one that vLLM cannot compute yet."""

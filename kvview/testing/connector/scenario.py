@@ -40,6 +40,9 @@ class Add:
         continues: Id of a request that has ended: this one is the next turn of its
             conversation, with a prompt that begins with all its tokens, generated ones
             too. Left out while there is none. None: a prompt of its own.
+        stops_after: Generated tokens after which it ends before its time, as with a token
+            that ends a text: steps that are in flight then were launched for nothing. None:
+            it ends after ``num_output_tokens``, which every engine foresees.
     """
 
     request_id: str
@@ -47,6 +50,7 @@ class Add:
     num_prompt_tokens: int
     num_output_tokens: int = 0
     continues: str | None = None
+    stops_after: int | None = None
 
 
 @dataclass(frozen=True)
