@@ -70,7 +70,8 @@ class VLLMEngines:
         if in_flight > 1 and (why := self._why_not(scenario, groups, 1, in_flight)):
             fitted = replace(fitted, steps_in_flight=1)
             left_out.append(f"{in_flight} steps in flight with {_several(groups)}: {why}")
-        if scenario.compute_lags and not cpu_scheduler.can_load_between_steps():
+        between_steps = cpu_scheduler.can_load_between_steps()
+        if scenario.compute_lags and not between_steps:
             fitted = replace(fitted, compute_lags=False)
             left_out.append("compute that lags: a load within a step waits for it")
         events = tuple(event for event in scenario.events if type(event).__name__ != "Alias")
@@ -80,9 +81,12 @@ class VLLMEngines:
         if scenario.loads_may_fail and not cpu_scheduler.can_fail_loads(len(groups)):
             fitted = replace(fitted, loads_may_fail=False)
             left_out.append(f"loads that fail, with {_several(groups)}")
+        if fitted.loads_may_fail and fitted.steps_in_flight > 1 and not between_steps:
+            fitted = replace(fitted, loads_may_fail=False)
+            left_out.append("loads that fail within a step, with others in flight that read them")
         if not cpu_scheduler.can_reset_connectors():
             left_out.append("resets of the connector")
-        if scenario.loads_may_be_late and not cpu_scheduler.can_load_between_steps():
+        if scenario.loads_may_be_late and not between_steps:
             fitted = replace(fitted, loads_may_be_late=False)
             left_out.append("loads that take longer than a step")
         return fitted, left_out

@@ -32,6 +32,7 @@ from kvview import (
     Connector,
     ConnectorConfig,
     KVViewError,
+    Mamba,
     OffloadKey,
     SchedulerConnector,
     WorkerConnector,
@@ -91,6 +92,7 @@ class Configs:
                 block_size=math.gcd(*(group.block_size for group in groups)),
                 num_groups=len(groups),
                 num_blocks=num_blocks,
+                has_states=any(isinstance(group, Mamba) for group in groups),
                 **sizes,
             )
         self.geometry = read_geometry(self.vllm, self.kv_cache)

@@ -24,6 +24,7 @@ from kvview import (
     CacheGroup,
     ChunkedLocalAttention,
     FullAttention,
+    Mamba,
     SlidingWindow,
     UnsupportedEngineError,
 )
@@ -72,6 +73,7 @@ _SPECS: dict[type[CacheGroup], str] = {
     FullAttention: "FullAttentionSpec",
     SlidingWindow: "SlidingWindowSpec",
     ChunkedLocalAttention: "ChunkedLocalAttentionSpec",
+    Mamba: "MambaSpec",
 }
 
 
@@ -143,6 +145,7 @@ def make_vllm_config(
     block_size: int,
     num_groups: int,
     num_blocks: int,
+    has_states: bool = False,
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = MAX_TOKENS,
     steps_in_flight: int = 1,
@@ -156,6 +159,7 @@ def make_vllm_config(
         block_size: Tokens.
         num_groups: KV-cache groups.
         num_blocks: Blocks of the pool.
+        has_states: Whether there are Mamba groups, whose states are cached then.
         max_num_seqs: Requests that may run together.
         max_num_batched_tokens: Token budget of one step.
         steps_in_flight: Steps that may be launched before the output of the first of them
@@ -193,6 +197,7 @@ def make_vllm_config(
         swap_space=0,
         cache_dtype="auto",
         enable_prefix_caching=True,
+        mamba_cache_mode="align" if has_states else "none",
     )
     vllm_config = config.VllmConfig(
         model_config=model,
@@ -232,7 +237,8 @@ def make_kv_cache_config(
     import torch
 
     interface: Any = importlib.import_module("vllm.v1.kv_cache_interface")
-    specs = []
+    specs: list[Any] = []
+    page = 2 * 2 * 32 * 4 * groups[0].block_size  # of keys and values
     for group in groups:
         if type(group) not in _SPECS:
             raise UnsupportedEngineError(f"no spec of vLLM is made for {type(group).__name__} here")
@@ -244,6 +250,9 @@ def make_kv_cache_config(
                 head_size=32,
                 dtype=torch.float32,
                 use_mla=False,
+                shapes=((page // 4,),),
+                dtypes=(torch.float32,),
+                mamba_cache_mode="align",
             )
         )
     names = [
