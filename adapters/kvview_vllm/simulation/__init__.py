@@ -24,6 +24,7 @@ from kvview import (
     ConnectorConfig,
     FullAttention,
     KVViewError,
+    Mamba,
 )
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.releases import engine_version, probe_pool, refusal
@@ -66,7 +67,10 @@ class VLLMEngines:
         if scenario.num_connectors > 1 and (why := self._why_not(scenario, groups, 2)):
             fitted = replace(fitted, num_connectors=1)
             left_out.append(f"two connectors with {_several(groups)}: {why}")
-        in_flight = scenario.steps_in_flight
+        in_flight = min(scenario.steps_in_flight, cpu_scheduler.most_steps_in_flight())
+        if in_flight < scenario.steps_in_flight:
+            fitted = replace(fitted, steps_in_flight=in_flight)
+            left_out.append(f"more than {in_flight} steps in flight")
         if in_flight > 1 and (why := self._why_not(scenario, groups, 1, in_flight)):
             fitted = replace(fitted, steps_in_flight=1)
             left_out.append(f"{in_flight} steps in flight with {_several(groups)}: {why}")
@@ -145,6 +149,9 @@ class VLLMEngines:
             return "a chunk ends inside a block, and vLLM hits prefixes that it cannot read"
         try:
             geometry = Configs(groups).geometry
+            size = geometry.hash_block_size
+            if any(isinstance(group, Mamba) and group.block_size > size for group in groups):
+                return "its blocks have several hashes, and vLLM copies states between blocks"
             connectors = [Connector(ConnectorConfig(geometry))] * num_connectors
             tried = replace(
                 scenario, geometry=geometry, num_gpu_blocks=200, steps_in_flight=steps_in_flight

@@ -116,6 +116,15 @@ def can_load_between_steps() -> bool:
     return installed().connector.worker_metadata
 
 
+def most_steps_in_flight() -> int:
+    """Steps that a scheduler of this release keeps in order (three: 0.27.0).
+
+    Before, a preempted request may be resumed while the last but one of its outputs is in
+    flight, and is then given a token twice, with no connector at all.
+    """
+    return 3 if installed().connector.stale_outputs else 2
+
+
 def can_fail_loads(num_groups: int = 1) -> bool:
     """Whether a worker of this release can say that a load failed (0.11.1; several: 0.30.0)."""
     release = installed().connector
