@@ -23,7 +23,6 @@ from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.scheduler import (  # for the tests, under one name
     can_fail_loads as can_fail_loads,
 )
-from kvview_vllm.simulation.scheduler import make_model_output as make_model_output
 from kvview_vllm.simulation.scheduler import multi_config as multi_config
 from kvview_vllm.simulation.scheduler import refuses_several_groups as refuses_several_groups
 
@@ -75,7 +74,7 @@ class Engine:
             num_groups=len(windows),
             num_blocks=num_blocks,
             max_num_batched_tokens=tokens_per_step,
-            async_scheduling=depth > 1,
+            steps_in_flight=depth,
         )
         self.geometry: CacheGeometry = read_geometry(self.vllm_config, self.kv_cache_config)
         self.scheduler = cpu_scheduler.make_scheduler(
@@ -162,7 +161,8 @@ class Engine:
         metadata = [*self._metadata, output.kv_connector_metadata]
         self._metadata.clear()
         for one in metadata:
-            cpu_scheduler.start_transfers(self.worker, output, one)
+            cpu_scheduler.bind_transfers(self.worker, output, one)
+            cpu_scheduler.start_transfers(self.worker)
         return cpu_scheduler.take_transfers(self.worker, output)
 
     def _compute(self, output: Any, invalid: Collection[int]) -> None:
@@ -191,6 +191,18 @@ class Engine:
                             assert bool((tensor == page).all()), (
                                 f"request {request_id}, group {index}, block {number}: wrong bytes"
                             )
+
+
+def make_model_output(scheduler: Any, output: Any, transfers: Any = None) -> Any:
+    """One token, always the same, for each request past its prompt."""
+    requests = {
+        request_id: scheduler.requests[request_id] for request_id in output.num_scheduled_tokens
+    }
+    sampled = {
+        request_id: [] if request.num_computed_tokens < request.num_tokens else [7]
+        for request_id, request in requests.items()
+    }
+    return cpu_scheduler.make_model_output(output, sampled, transfers)
 
 
 def _page(block_hash: bytes, group: int) -> float:

@@ -281,6 +281,22 @@ def handle_preemptions(worker: Any, output: Any, metadata: Any) -> None:
         handle(output.preempted_req_ids)
 
 
+def set_concurrent_batches(vllm_config: Any, number: int) -> None:
+    """Have a scheduler count on so many steps in flight, where it asks its configuration (0.24).
+
+    vLLM follows them from the sizes of a deployment; three are those of two pipeline stages.
+    """
+    kind = type(vllm_config)
+    if hasattr(kind, "max_concurrent_batches"):
+        batches = property(lambda _: number)
+        vllm_config.__class__ = type(kind.__name__, (kind,), {"max_concurrent_batches": batches})
+
+
+def blocks_freed_later(scheduler: Any) -> list[Any]:
+    """Blocks of ended requests that a scheduler frees when steps in flight have ended (0.24)."""
+    return [block for _, blocks in getattr(scheduler, "deferred_frees", ()) for block in blocks]
+
+
 def sampled_tokens(tokens: list[list[int]]) -> list[Any]:
     """Tokens as a ``ModelRunnerOutput`` takes them: arrays in 0.11.1 and 0.11.2."""
     outputs: Any = import_module("vllm.v1.outputs")

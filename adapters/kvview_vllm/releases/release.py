@@ -218,9 +218,12 @@ class BindingSeam(Seam):
     )
 
 
+def _scheduler() -> Any:
+    return import_module("vllm.v1.core.sched.scheduler").Scheduler
+
+
 def _scheduler_names_pool_hook() -> bool:
-    init = import_module("vllm.v1.core.sched.scheduler").Scheduler.__init__
-    code = inspect.unwrap(init).__code__
+    code = inspect.unwrap(_scheduler().__init__).__code__
     return "bind_gpu_block_pool" in (*code.co_consts, *code.co_names)
 
 
@@ -457,6 +460,18 @@ class ConnectorSeam(Seam):
         ),
         _BASE,
         since="0.18.0",
+    )
+    stale_outputs: bool = _difference(
+        "a preempted request waits for its outputs in flight; before, it may be given one twice",
+        lambda _: "drop_stale_output" in signature_of(_scheduler(), "_preempt_request"),
+        "vllm/v1/core/sched/scheduler.py",
+        since="0.27.0",
+    )
+    loads_after_launch: bool = _difference(
+        "loads start when the step's forward was launched, unless it needs them; before, first",
+        lambda surface: "has_sync_kv_loads" in surface.fields["SchedulerOutput"],
+        "vllm/v1/worker/kv_connector_model_runner_mixin.py",
+        since="0.29.0",
     )
     failed_requests: bool = _difference(
         "a worker says which requests were not loaded, for several groups",

@@ -24,6 +24,7 @@ from kvview import (
     ConnectorConfig,
     FullAttention,
     KVViewError,
+    Mamba,
 )
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.releases import engine_version, probe_pool, refusal
@@ -53,26 +54,30 @@ class VLLMEngines:
         except Exception as error:
             found = " ".join(f"{type(error).__name__}: {error}".split())
             raise refusal("configuration", found, "a VllmConfig for the CPU") from error
-        self._answers: dict[tuple[tuple[CacheGroup, ...], int], str | None] = {}
+        self._answers: dict[tuple[tuple[CacheGroup, ...], int, int], str | None] = {}
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
         """Leave out what this release cannot play (VSIM-2)."""
         left_out: list[str] = []
         groups = self._fit_groups(scenario, left_out)
         geometry = Configs(groups).geometry
-        fitted = replace(
-            scenario,
-            geometry=geometry,
-            decode_tokens=1,
-            steps_in_flight=1,
-            compute_lags=False,
-            group_pages=(),
-        )
+        fitted = replace(scenario, geometry=geometry, decode_tokens=1, group_pages=())
         if scenario.decode_tokens > 1:
             left_out.append("decode steps of several tokens")
         if scenario.num_connectors > 1 and (why := self._why_not(scenario, groups, 2)):
             fitted = replace(fitted, num_connectors=1)
             left_out.append(f"two connectors with {_several(groups)}: {why}")
+        in_flight = min(scenario.steps_in_flight, cpu_scheduler.most_steps_in_flight())
+        if in_flight < scenario.steps_in_flight:
+            fitted = replace(fitted, steps_in_flight=in_flight)
+            left_out.append(f"more than {in_flight} steps in flight")
+        if in_flight > 1 and (why := self._why_not(scenario, groups, 1, in_flight)):
+            fitted = replace(fitted, steps_in_flight=1)
+            left_out.append(f"{in_flight} steps in flight with {_several(groups)}: {why}")
+        between_steps = cpu_scheduler.can_load_between_steps()
+        if scenario.compute_lags and not between_steps:
+            fitted = replace(fitted, compute_lags=False)
+            left_out.append("compute that lags: a load within a step waits for it")
         events = tuple(event for event in scenario.events if type(event).__name__ != "Alias")
         if len(events) < len(scenario.events) and not _can_alias():
             fitted = replace(fitted, events=events)
@@ -80,9 +85,12 @@ class VLLMEngines:
         if scenario.loads_may_fail and not cpu_scheduler.can_fail_loads(len(groups)):
             fitted = replace(fitted, loads_may_fail=False)
             left_out.append(f"loads that fail, with {_several(groups)}")
+        if fitted.loads_may_fail and fitted.steps_in_flight > 1 and not between_steps:
+            fitted = replace(fitted, loads_may_fail=False)
+            left_out.append("loads that fail within a step, with others in flight that read them")
         if not cpu_scheduler.can_reset_connectors():
             left_out.append("resets of the connector")
-        if scenario.loads_may_be_late and not cpu_scheduler.can_load_between_steps():
+        if scenario.loads_may_be_late and not between_steps:
             fitted = replace(fitted, loads_may_be_late=False)
             left_out.append("loads that take longer than a step")
         return fitted, left_out
@@ -97,7 +105,7 @@ class VLLMEngines:
         stream: StepStream | None = None,
     ) -> ConnectorHarness:
         """Build an engine."""
-        return VLLMConnectorHarness(scenario, connectors, clock)
+        return VLLMConnectorHarness(scenario, connectors, clock, stream)
 
     def _fit_groups(self, scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
         """The groups that this release serves; what keeps the others out is noted."""
@@ -115,16 +123,24 @@ class VLLMEngines:
         return tuple(groups[i] for i in kept) or (FullAttention(groups[0].block_size),)
 
     def _why_not(
-        self, scenario: Scenario, groups: tuple[CacheGroup, ...], num_connectors: int = 1
+        self,
+        scenario: Scenario,
+        groups: tuple[CacheGroup, ...],
+        num_connectors: int = 1,
+        steps_in_flight: int = 1,
     ) -> str | None:
         """What goes wrong when a request with these groups is served twice, if anything."""
-        asked = groups, num_connectors
+        asked = groups, num_connectors, steps_in_flight
         if asked not in self._answers:
             self._answers[asked] = self._try(scenario, *asked)
         return self._answers[asked]
 
     def _try(
-        self, scenario: Scenario, groups: Sequence[CacheGroup], num_connectors: int
+        self,
+        scenario: Scenario,
+        groups: Sequence[CacheGroup],
+        num_connectors: int,
+        steps_in_flight: int,
     ) -> str | None:
         from kvview.testing.connector.scenario import Add
 
@@ -133,16 +149,24 @@ class VLLMEngines:
             return "a chunk ends inside a block, and vLLM hits prefixes that it cannot read"
         try:
             geometry = Configs(groups).geometry
+            size = geometry.hash_block_size
+            if any(isinstance(group, Mamba) and group.block_size > size for group in groups):
+                return "its blocks have several hashes, and vLLM copies states between blocks"
             connectors = [Connector(ConnectorConfig(geometry))] * num_connectors
-            tried = replace(scenario, geometry=geometry, num_gpu_blocks=200)
+            tried = replace(
+                scenario, geometry=geometry, num_gpu_blocks=200, steps_in_flight=steps_in_flight
+            )
             engine = VLLMConnectorHarness(tried, connectors, clock=lambda: 0.0)
             for request_id in ("one", "two"):
-                engine.add(Add(request_id, 1, 4 * geometry.scheduler_block_size + 1), 1)
+                num_tokens = 4 * geometry.scheduler_block_size + 1
+                engine.add(Add(request_id, 1, num_tokens, 2 * steps_in_flight), 1)
                 while engine.has_work():
                     engine.step()
         except (InvariantBroken, KVViewError) as error:
             # Without the numbers, which differ from geometry to geometry.
             return " ".join(str(error.__cause__ or error).rpartition(": ")[2].split())[:160]
+        if engine.stats.most_in_flight < steps_in_flight:
+            return "it waits for each"
         return "a request reads wrong bytes" if engine.stats.mismatches else None
 
 

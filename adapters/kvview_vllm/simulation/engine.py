@@ -3,20 +3,21 @@
 Requests, the bytes of computed blocks and the sampled tokens are made up; all else is
 real. :class:`~kvview_vllm.simulation.VLLMEngines` builds one for each run.
 
-- VSIM-1 What vLLM itself raised **must not** be laid at the connector's door under one
-  of its laws: it is reported as ``ENGINE``, with the place.
+- VSIM-1 What vLLM itself raised, or delivered otherwise than a sequential engine does,
+  **must not** be laid at the connector's door under one of its laws: it is reported as
+  ``ENGINE``, with the place.
 
-Source: vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0; what an engine must answer is
-said in ``kvview.testing.connector.harness``.
+Source: vllm/v1/core/sched/scheduler.py, and ``step_with_batch_queue`` of
+vllm/v1/engine/core.py, 0.11.0 to 0.33.0; what an engine must answer is said in
+``kvview.testing.connector.harness``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import math
 import tempfile
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,26 +32,27 @@ from kvview import (
     Connector,
     ConnectorConfig,
     KVViewError,
+    Mamba,
     OffloadKey,
     SchedulerConnector,
     WorkerConnector,
-    make_offload_key,
 )
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.binding import walk_connectors
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.pool import NULL_BLOCK_ID, view
-from kvview_vllm.releases.calls import child_connectors
+from kvview_vllm.releases.calls import blocks_freed_later, child_connectors
 from kvview_vllm.simulation import scheduler as cpu_scheduler
+from kvview_vllm.simulation.compute import Compute, Forward
+from kvview_vllm.simulation.requests import PlannedRequest, make_prompt
 
 if TYPE_CHECKING:
     from kvview.testing.connector.harness import ConnectorHarness
     from kvview.testing.connector.scenario import Add, Scenario
+    from kvview.testing.connector.stream import StepStream
 
 _PAGE_BYTES = 64
 _NUM_LAYERS = 2
-_TOKENS_OF_A_FAMILY = 1000
-_FIRST_SAMPLED_TOKEN = 1_000_000
 
 
 class HandedConnector(Connector):
@@ -90,6 +92,7 @@ class Configs:
                 block_size=math.gcd(*(group.block_size for group in groups)),
                 num_groups=len(groups),
                 num_blocks=num_blocks,
+                has_states=any(isinstance(group, Mamba) for group in groups),
                 **sizes,
             )
         self.geometry = read_geometry(self.vllm, self.kv_cache)
@@ -103,6 +106,20 @@ class _Stats:
     preemptions: int = 0
     steps: int = 0
     mismatches: int = 0
+    most_in_flight: int = 0
+    running_resets: int = 0  # which preempt what runs, and those of them that vLLM gave up
+    running_resets_raised: int = 0
+
+
+@dataclass(eq=False)
+class _Step:
+    """One that is launched, until its output is taken in."""
+
+    output: Any
+    answer: Any
+    forward: Forward
+    invalid: Collection[int]
+    requests: dict[str, PlannedRequest]
 
 
 class VLLMConnectorHarness:
@@ -112,13 +129,16 @@ class VLLMConnectorHarness:
         scenario: Sizes, as fitted.
         connectors: With several, vLLM's ``MultiConnector`` runs them.
         clock: Seconds, by which leases expire.
+        stream: The compute stream, when compute lags.
     """
 
     def __init__(
-        self, scenario: Scenario, connectors: Sequence[Connector], clock: Callable[[], float]
+        self,
+        scenario: Scenario,
+        connectors: Sequence[Connector],
+        clock: Callable[[], float],
+        stream: StepStream | None = None,
     ) -> None:
-        from kvview.testing.connector.kv_bytes import KVBytes
-
         self.stats = _Stats()
         self._geometry = scenario.geometry
         target = f"{__name__}:{HandedConnector.__name__}"
@@ -129,6 +149,7 @@ class VLLMConnectorHarness:
             scenario.num_gpu_blocks,
             max_num_seqs=scenario.max_running,
             max_num_batched_tokens=scenario.max_tokens_per_step,
+            steps_in_flight=scenario.steps_in_flight,
         )
         with _named("building the scheduler"):
             self._scheduler = cpu_scheduler.make_scheduler(
@@ -137,19 +158,15 @@ class VLLMConnectorHarness:
             self._worker = cpu_scheduler.make_worker_connector(configs.vllm, configs.kv_cache)
         for connector in self._connectors():
             connector.block_pool_view.now = clock
-        self._bytes = KVBytes(
-            scenario.num_gpu_blocks,
-            _PAGE_BYTES,
-            num_groups=len(self._geometry.groups),
-            num_layers=_NUM_LAYERS,
+        self._compute = Compute(
+            self._geometry, scenario.num_gpu_blocks, _PAGE_BYTES, num_layers=_NUM_LAYERS
         )
-        pages = [cache.tensor for cache in self._bytes.caches.tensors]
         with _named("register_kv_caches"):
             self._worker.register_kv_caches(
                 {
                     name: tensor
                     for group in configs.kv_cache.kv_cache_groups
-                    for name, tensor in zip(group.layer_names, pages, strict=True)
+                    for name, tensor in zip(group.layer_names, self._compute.pages, strict=True)
                 }
             )
         self._manager = self._scheduler.kv_cache_manager
@@ -165,10 +182,13 @@ class VLLMConnectorHarness:
         # None: aborted meanwhile. A load within a step is one of a running request.
         between_steps = cpu_scheduler.can_load_between_steps()
         self._while_loading = {"loading", None} if between_steps else {"running"}
-        self._serials: dict[str, int] = {}
-        self._added: dict[str, Any] = {}  # the last request of each id
+        self._steps_in_flight = scenario.steps_in_flight
+        self._stream = stream
+        self._launched: deque[_Step] = deque()
+        self._aborts: dict[str, None] = {}  # to be heard of before the next output
+        self._num_aborts = self._num_resets = 0
+        self._added: dict[str, PlannedRequest] = {}  # the last request of each id
         self._loading: set[str] = set()
-        self._computed: dict[int, OffloadKey] = {}  # of blocks, whether vLLM caches them or not
         self._uncomputed: set[int] = set()  # blocks that the step has yet to fill
         self._squeezed: list[Any] = []
 
@@ -177,7 +197,12 @@ class VLLMConnectorHarness:
     def add(self, add: Add, serial: int) -> None:
         """Queue a request; one that asks for no output gets a token: vLLM serves none without."""
         num_output_tokens = max(1, add.num_output_tokens)
-        prompt = self._prompt(add)
+        before: Sequence[int] = ()
+        if add.continues is not None:
+            if add.continues not in self._added:
+                raise ConfigError(f"request {add.continues!r} never came: nothing to continue")
+            before = self._added[add.continues].request.all_token_ids
+        prompt = make_prompt(add, before, self._geometry.hash_block_size)
         num_tokens = len(prompt) + num_output_tokens
         needed = sum(-(-num_tokens // group.block_size) for group in self._geometry.groups)
         if needed >= self.num_blocks or num_tokens > cpu_scheduler.MAX_TOKENS:
@@ -187,74 +212,44 @@ class VLLMConnectorHarness:
             )
         if add.request_id in self._scheduler.requests:
             raise ConfigError(f"request {add.request_id!r} was aborted and still loads")
+        if any(add.request_id in step.requests for step in self._launched):
+            raise ConfigError(f"request {add.request_id!r} is in a step that is in flight")
         self.stats.requests += 1
-        self._serials[add.request_id] = serial
         with _named("add_request"):
-            request = cpu_scheduler.make_request(
+            planned = PlannedRequest(
                 add.request_id,
                 prompt,
+                serial,
                 num_output_tokens,
-                _block_hasher(self._geometry.hash_block_size),
+                add.stops_after,
+                self._geometry.hash_block_size,
             )
-            self._scheduler.add_request(request)
-        self._added[add.request_id] = request
-
-    def _prompt(self, add: Add) -> list[int]:
-        """Tokens of which those of all families begin alike, or those of the turn before."""
-        from kvview.testing.connector.scenario import NUM_SHARED_BLOCKS
-
-        before: list[int] = []
-        if add.continues is not None:
-            if add.continues not in self._added:
-                raise ConfigError(f"request {add.continues!r} never came: nothing to continue")
-            before = list(self._added[add.continues].all_token_ids)
-        num_shared = NUM_SHARED_BLOCKS * self._geometry.hash_block_size
-        return before + [
-            position if position < num_shared else add.family * _TOKENS_OF_A_FAMILY + position
-            for position in range(len(before), len(before) + add.num_prompt_tokens)
-        ]
+            self._scheduler.add_request(planned.request)
+        self._added[add.request_id] = planned
 
     def abort(self, request_id: str) -> None:
-        """End a request as a client that went away does."""
+        """End a request as a client that went away does.
+
+        An engine core hears of it between steps, or while it waits for an output.
+        """
+        if request_id in self._aborts:
+            return
         self.stats.aborted += 1
-        with _named("finish_requests"):
-            self._scheduler.finish_requests(request_id, self._aborted)
+        self._num_aborts += 1
+        if self._launched and self._num_aborts % 2:
+            self._aborts[request_id] = None
+        else:
+            self._finish([request_id])
 
     def step(self) -> None:
-        """Schedule, transfer, compute and take the output in, as an engine core does."""
+        """One call of an engine core: launch a step if there is room, or take an output in."""
         self.stats.steps += 1
-        was_running = {request.request_id for request in self._scheduler.running}
-        with _named("schedule"):
-            output = self._scheduler.schedule()
-        requests = self._scheduler.requests
-        self.stats.preemptions += sum(
-            requests[request_id].status is self._preempted for request_id in was_running
-        )
-        self._poison()
-        starts = cpu_scheduler.computed_before(output)
-        self._uncomputed = {
-            block_id
-            for request_id, num_tokens in output.num_scheduled_tokens.items()
-            for blocks, _ in self._full_blocks(
-                request_id, starts[request_id], starts[request_id] + num_tokens
-            )
-            for block_id in blocks
-        }
-        with _named("the worker's side"):
-            cpu_scheduler.start_transfers(self._worker, output, output.kv_connector_metadata)
-        self._write(output, starts)
-        self._uncomputed = set()
-        with _named("the worker's side"):
-            transfers = cpu_scheduler.take_transfers(self._worker, output)
-            cpu_scheduler.end_transfers(self._worker)
-        self._verify(output, starts, cpu_scheduler.invalid_blocks(transfers))
-        num_unfinished = len(self.unfinished())
-        with _named("update_from_output"):
-            answer = cpu_scheduler.make_model_output(
-                self._scheduler, output, transfers, self._sample
-            )
-            self._scheduler.update_from_output(output, answer)
-        self.stats.finished += num_unfinished - len(self.unfinished())
+        if self._has_requests() or not self._launched:
+            output = self._launch()
+            is_full = len(self._launched) == self._steps_in_flight
+            if not is_full and (output.total_num_scheduled_tokens or self._has_requests()):
+                return
+        self._take_in()
 
     def squeeze(self, num_blocks: int) -> None:
         """Somebody else has this many blocks from now on, as far as they are free."""
@@ -263,7 +258,7 @@ class VLLMConnectorHarness:
                 self._pool.free_blocks(self._squeezed)
             num_blocks = min(num_blocks, self._pool.get_num_free_blocks())
             self._squeezed = self._pool.get_new_blocks(num_blocks) if num_blocks else []
-        self._forget([block.block_id for block in self._squeezed])
+        self._compute.overwrite(block.block_id for block in self._squeezed)
 
     def alias(self) -> bool:
         """Cache the first part of a block under a hash of its own, beside the whole."""
@@ -284,12 +279,26 @@ class VLLMConnectorHarness:
         return False
 
     def reset(self) -> bool:
-        """Reset the prefix cache and the connectors: vLLM asks these even when it refuses."""
-        with _named("reset_prefix_cache"):
-            return cpu_scheduler.reset_caches(self._scheduler)
+        """Reset the prefix cache and the connectors: vLLM asks these even when it refuses.
+
+        With steps in flight every other reset preempts what runs, where the release can.
+        Where that leaves a block in use, vLLM raises, with any connector: refused.
+        """
+        self._num_resets += 1
+        if self._steps_in_flight == 1 or self._num_resets % 2:
+            with _named("reset_prefix_cache"):
+                return cpu_scheduler.reset_caches(self._scheduler)
+        self.stats.running_resets += 1
+        try:
+            return cpu_scheduler.reset_caches(self._scheduler, running_too=True)
+        except RuntimeError:
+            self.stats.running_resets_raised += 1
+            return False
 
     def shutdown(self) -> Mapping[int, int]:
         """Stop both sides; what is left is what neither requests nor the scenario have."""
+        while self._launched:
+            self._run(self._launched.popleft())
         with _named("shutdown"):
             self._scheduler.shutdown()
             self._worker.shutdown()
@@ -307,8 +316,8 @@ class VLLMConnectorHarness:
         }
 
     def has_work(self) -> bool:
-        """Whether requests are unfinished, or jobs in flight."""
-        return bool(self._scheduler.has_unfinished_requests()) or any(
+        """Whether requests are unfinished, or steps or jobs in flight."""
+        return bool(self._launched or self._scheduler.has_unfinished_requests()) or any(
             connector.has_pending_push_work() for connector in self._connectors()
         )
 
@@ -319,7 +328,7 @@ class VLLMConnectorHarness:
             return {}
         num_hashed = len(request.block_hashes) * self._geometry.hash_block_size
         return {
-            block_id: self._key(request, index, number)
+            block_id: self._compute.key(self._added[request_id], index, number)
             for index, table in enumerate(self._manager.get_block_ids(request_id))
             for number, block_id in enumerate(table)
             if block_id != NULL_BLOCK_ID
@@ -337,15 +346,16 @@ class VLLMConnectorHarness:
         return count
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
-        """What each holds.
+        """What each holds, when all that is launched has run.
 
         vLLM caches whole scheduler blocks, and more is computed; it caches when it
         schedules, and what a step computes is not there when its transfers start.
         """
+        computed = self._compute.computed
         return [
             ()
             if block_id in self._uncomputed
-            else tuple(dict.fromkeys([*cached, *filter(None, [self._computed.get(block_id)])]))
+            else tuple(dict.fromkeys([*cached, *filter(None, [computed.get(block_id)])]))
             for block_id, cached in zip(block_ids, self._look.block_keys(block_ids), strict=True)
         ]
 
@@ -354,8 +364,9 @@ class VLLMConnectorHarness:
         return [block.block_id for block in self._pool.free_block_queue.get_all_free_blocks()]
 
     def engine_refs(self) -> Counter[int]:
-        """References of block tables and of what is squeezed out."""
+        """References of block tables, of what is squeezed out, and of what is freed later."""
         refs = Counter(block.block_id for block in self._squeezed)
+        refs.update(block.block_id for block in blocks_freed_later(self._scheduler))
         for request_id in self._scheduler.requests:
             for table in self._manager.get_block_ids(request_id):
                 refs.update(table)
@@ -375,84 +386,96 @@ class VLLMConnectorHarness:
             if not child_connectors(connector):
                 yield connector
 
-    # --- bytes ---
+    # --- one step ---
 
-    def _key(self, request: Any, group: int, number: int) -> OffloadKey:
-        position = self._geometry.block_hash_index(group, number)
-        return make_offload_key(request.block_hashes[position], group)
+    def _has_requests(self) -> bool:
+        """Whether an engine core would schedule."""
+        return bool(self._scheduler.has_requests()) or any(
+            connector.has_pending_push_work() for connector in self._connectors()
+        )
+
+    def _finish(self, request_ids: Sequence[str]) -> None:
+        with _named("finish_requests"):
+            self._scheduler.finish_requests(request_ids, self._aborted)
+
+    def _launch(self) -> Any:
+        """Schedule a step and launch it; what the worker reports goes into its output."""
+        was_running = {request.request_id for request in self._scheduler.running}
+        with _named("schedule"):
+            output = self._scheduler.schedule()
+        requests = self._scheduler.requests
+        self.stats.preemptions += sum(
+            requests[request_id].status is self._preempted for request_id in was_running
+        )
+        forward, sampled = self._plan(output)
+        self._uncomputed = forward.written
+        runs_first = cpu_scheduler.loads_after_launch(output)
+        with _named("the worker's side"):
+            cpu_scheduler.bind_transfers(self._worker, output, output.kv_connector_metadata)
+            self._poison()
+            if not runs_first:
+                cpu_scheduler.start_transfers(self._worker)
+        self._compute.launch(forward)
+        if self._stream is None:
+            self._compute.run(forward)
+        else:
+            self._stream.launch()
+        with _named("the worker's side"):
+            if runs_first:
+                cpu_scheduler.start_transfers(self._worker)
+            self._uncomputed = set()
+            transfers = cpu_scheduler.take_transfers(self._worker, output)
+            cpu_scheduler.end_transfers(self._worker)
+        answer = cpu_scheduler.make_model_output(output, sampled, transfers)
+        invalid = cpu_scheduler.invalid_blocks(transfers)
+        planned = {request_id: self._added[request_id] for request_id in sampled}
+        self._launched.append(_Step(output, answer, forward, invalid, planned))
+        self.stats.most_in_flight = max(self.stats.most_in_flight, len(self._launched))
+        if self._stream is None:
+            self.stats.mismatches += forward.mismatches(invalid)
+        return output
+
+    def _plan(self, output: Any) -> tuple[Forward, dict[str, list[int]]]:
+        """What a step computes, and the tokens that it samples."""
+        starts = cpu_scheduler.computed_before(output)
+        scheduled = output.num_scheduled_tokens
+        tables = {request_id: self._manager.get_block_ids(request_id) for request_id in scheduled}
+        sampled: dict[str, list[int]] = {}
+        for request_id, num_tokens in scheduled.items():
+            planned, end = self._added[request_id], starts[request_id] + num_tokens
+            is_prefill = end < planned.request.num_tokens
+            sampled[request_id] = [] if is_prefill else [planned.token(end)]
+        return self._compute.plan(scheduled, starts, self._added, tables), sampled
+
+    def _take_in(self) -> None:
+        """Take the output of the oldest step in, and hear of aborts before."""
+        step = self._launched.popleft()
+        self._run(step)
+        aborts, self._aborts = list(self._aborts), {}
+        if aborts:
+            self._finish(aborts)
+        num_unfinished = len(self.unfinished())
+        with _named("update_from_output"):
+            self._scheduler.update_from_output(step.output, step.answer)
+        self.stats.finished += num_unfinished - len(self.unfinished())
+        for planned in step.requests.values():
+            status = planned.request.status
+            planned.check(planned.request.is_finished() and status is not self._aborted)
+
+    def _run(self, step: _Step) -> None:
+        """Have a step compute, if it has not yet."""
+        if self._stream is not None:
+            self._compute.run(step.forward)
+            self._stream.take()
+            self.stats.mismatches += step.forward.mismatches(step.invalid)
 
     def _poison(self) -> None:
         """Overwrite what was allocated to load into: only a load can bring bytes there."""
         loading = {name for name, status in self.unfinished().items() if status == "loading"}
         for request_id in loading - self._loading:
             for table in self._manager.get_block_ids(request_id):
-                self._forget([b for b in table if b and not self._look.block_keys([b])[0]])
+                self._compute.overwrite(b for b in table if b and not self._look.block_keys([b])[0])
         self._loading = loading
-
-    def _forget(self, block_ids: Sequence[int]) -> None:
-        """These blocks are written into, and hold nothing whole yet."""
-        self._bytes.poison(block_ids)
-        for block_id in block_ids:
-            self._computed.pop(block_id, None)
-
-    def _write(self, output: Any, starts: Mapping[str, int]) -> None:
-        """Compute: blocks that become full in this step get their bytes."""
-        for request_id, num_tokens in output.num_scheduled_tokens.items():
-            start, end = starts[request_id], starts[request_id] + num_tokens
-            tables = self._manager.get_block_ids(request_id)
-            for group, table in zip(self._geometry.groups, tables, strict=True):
-                if end % group.block_size:
-                    self._forget([table[end // group.block_size]])
-            for blocks, keys in self._full_blocks(request_id, start, end):
-                self._bytes.write(blocks, keys)
-                self._computed.update(zip(blocks, keys, strict=True))
-
-    def _verify(self, output: Any, starts: Mapping[str, int], invalid: Collection[int]) -> None:
-        """Compare what the computed tokens read; the scheduler knows of ``invalid`` itself."""
-        for request_id in output.num_scheduled_tokens:
-            start = starts[request_id]
-            for blocks, keys in self._full_blocks(request_id, None, start):
-                if not set(blocks) & set(invalid):
-                    self.stats.mismatches += self._bytes.count_mismatches(blocks, keys)
-
-    def _full_blocks(
-        self, request_id: str, start: int | None, end: int
-    ) -> Iterator[tuple[list[int], list[OffloadKey]]]:
-        """Blocks that become full between two token counts, with their keys, per group.
-
-        With ``None`` for a start: those that a token at the end reads.
-        """
-        request = self._scheduler.requests[request_id]
-        tables = self._manager.get_block_ids(request_id)
-        for index, (group, table) in enumerate(zip(self._geometry.groups, tables, strict=True)):
-            first = group.num_skipped_tokens(end) if start is None else start
-            numbers = [
-                number
-                for number in range(first // group.block_size, end // group.block_size)
-                if start is None or table[number] != NULL_BLOCK_ID
-            ]
-            yield [table[n] for n in numbers], [self._key(request, index, n) for n in numbers]
-
-    def _sample(self, request_id: str) -> int:
-        """A token that no other request has."""
-        return _FIRST_SAMPLED_TOKEN + self._serials[request_id]
-
-
-def _block_hasher(hash_block_size: int) -> Callable[[Any], list[bytes]]:
-    """Hashes that are the same in every process: vLLM's own have a random seed up to 0.28."""
-
-    def hash_new_blocks(request: Any) -> list[bytes]:
-        hashes: list[bytes] = []
-        parent = request.block_hashes[-1] if request.block_hashes else b""
-        tokens = list(request.all_token_ids)
-        first = len(request.block_hashes) * hash_block_size
-        for start in range(first, len(tokens) - hash_block_size + 1, hash_block_size):
-            block = repr(tokens[start : start + hash_block_size]).encode()
-            parent = hashlib.sha256(parent + block).digest()
-            hashes.append(parent)
-        return hashes
-
-    return hash_new_blocks
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import importlib
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvview import (
     CacheGroup,
     ChunkedLocalAttention,
     FullAttention,
+    Mamba,
     SlidingWindow,
     UnsupportedEngineError,
 )
@@ -34,10 +35,14 @@ from kvview_vllm.releases.calls import (
     known_arguments,
     make_known,
     sampled_tokens,
+    set_concurrent_batches,
 )
 
 MAX_TOKENS = 512
 """Longest request, prompt and output together."""
+
+END_TOKEN = 2
+"""What ends a request before it has all the tokens that it asked for."""
 
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -60,7 +65,7 @@ _MODEL = {
     "torch_dtype": "float32",
     "hidden_act": "silu",
     "bos_token_id": 1,
-    "eos_token_id": 2,
+    "eos_token_id": END_TOKEN,
     "tie_word_embeddings": False,
     "rope_theta": 10000.0,
 }
@@ -68,6 +73,7 @@ _SPECS: dict[type[CacheGroup], str] = {
     FullAttention: "FullAttentionSpec",
     SlidingWindow: "SlidingWindowSpec",
     ChunkedLocalAttention: "ChunkedLocalAttentionSpec",
+    Mamba: "MambaSpec",
 }
 
 
@@ -110,6 +116,15 @@ def can_load_between_steps() -> bool:
     return installed().connector.worker_metadata
 
 
+def most_steps_in_flight() -> int:
+    """Steps that a scheduler of this release keeps in order (three: 0.27.0).
+
+    Before, a preempted request may be resumed while the last but one of its outputs is in
+    flight, and is then given a token twice, with no connector at all.
+    """
+    return 3 if installed().connector.stale_outputs else 2
+
+
 def can_fail_loads(num_groups: int = 1) -> bool:
     """Whether a worker of this release can say that a load failed (0.11.1; several: 0.30.0)."""
     release = installed().connector
@@ -139,9 +154,10 @@ def make_vllm_config(
     block_size: int,
     num_groups: int,
     num_blocks: int,
+    has_states: bool = False,
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = MAX_TOKENS,
-    async_scheduling: bool = False,
+    steps_in_flight: int = 1,
 ) -> Any:
     """A ``VllmConfig`` for the CPU.
 
@@ -152,9 +168,11 @@ def make_vllm_config(
         block_size: Tokens.
         num_groups: KV-cache groups.
         num_blocks: Blocks of the pool.
+        has_states: Whether there are Mamba groups, whose states are cached then.
         max_num_seqs: Requests that may run together.
         max_num_batched_tokens: Token budget of one step.
-        async_scheduling: Whether steps are scheduled while earlier ones run.
+        steps_in_flight: Steps that may be launched before the output of the first of them
+            is taken in; with several, scheduling is asynchronous.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_MODEL))
@@ -188,6 +206,7 @@ def make_vllm_config(
         swap_space=0,
         cache_dtype="auto",
         enable_prefix_caching=True,
+        mamba_cache_mode="align" if has_states else "none",
     )
     vllm_config = config.VllmConfig(
         model_config=model,
@@ -203,7 +222,9 @@ def make_vllm_config(
     vllm_config.cache_config.block_size = block_size
     vllm_config.cache_config.num_gpu_blocks = num_blocks
     # Afterwards too: the CPU platform has it switched off.
-    vllm_config.scheduler_config.async_scheduling = async_scheduling
+    vllm_config.scheduler_config.async_scheduling = steps_in_flight > 1
+    if steps_in_flight > 1:
+        set_concurrent_batches(vllm_config, steps_in_flight)
     if num_groups > 1:
         vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = False
     return vllm_config
@@ -225,7 +246,8 @@ def make_kv_cache_config(
     import torch
 
     interface: Any = importlib.import_module("vllm.v1.kv_cache_interface")
-    specs = []
+    specs: list[Any] = []
+    page = 2 * 2 * 32 * 4 * groups[0].block_size  # of keys and values
     for group in groups:
         if type(group) not in _SPECS:
             raise UnsupportedEngineError(f"no spec of vLLM is made for {type(group).__name__} here")
@@ -237,6 +259,9 @@ def make_kv_cache_config(
                 head_size=32,
                 dtype=torch.float32,
                 use_mla=False,
+                shapes=((page // 4,),),
+                dtypes=(torch.float32,),
+                mamba_cache_mode="align",
             )
         )
     names = [
@@ -293,10 +318,18 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any, geometry: Any) -> Any
     return AsyncViewScheduler(**known) if asynchronous else ViewScheduler(**known)
 
 
-def reset_caches(scheduler: Any) -> bool:
-    """Reset the prefix cache, and the connector's cache where it is asked; False when refused."""
-    arguments = {"reset_connector": True} if can_reset_connectors() else {}
-    return bool(scheduler.reset_prefix_cache(**arguments))
+def reset_caches(scheduler: Any, *, running_too: bool = False) -> bool:
+    """Reset the prefix cache, and the connector's cache where it is asked; False when refused.
+
+    Args:
+        scheduler: Which does it.
+        running_too: Whether running requests are preempted, where the release can (0.12.0).
+
+    Raises:
+        RuntimeError: A block is in use although nothing runs any more.
+    """
+    arguments = {"reset_running_requests": running_too, "reset_connector": True}
+    return bool(make_known(scheduler.reset_prefix_cache, **arguments))
 
 
 def make_worker_connector(vllm_config: Any, kv_cache_config: Any) -> Any:
@@ -334,10 +367,10 @@ def make_request(
         request_id=request_id,
         prompt_token_ids=list(tokens),
         sampling_params=sampling.SamplingParams(
-            max_tokens=max_tokens, temperature=0, ignore_eos=True
+            max_tokens=max_tokens, temperature=0, ignore_eos=True, stop_token_ids=[END_TOKEN]
         ),
         pooling_params=None,
-        eos_token_id=2,
+        eos_token_id=END_TOKEN,
         block_hasher=block_hasher,
     )
 
@@ -350,10 +383,19 @@ def computed_before(output: Any) -> dict[str, int]:
     return starts
 
 
-def start_transfers(worker: Any, output: Any, metadata: Any) -> None:
-    """What a model runner calls before it computes."""
+def loads_after_launch(output: Any) -> bool:
+    """Whether the worker's loads of a step start when its forward is launched (0.29.0)."""
+    return installed().connector.loads_after_launch and not output.has_sync_kv_loads
+
+
+def bind_transfers(worker: Any, output: Any, metadata: Any) -> None:
+    """What a model runner says first."""
     handle_preemptions(worker, output, metadata)
     worker.bind_connector_metadata(metadata)
+
+
+def start_transfers(worker: Any) -> None:
+    """Start what the step brings, before its forward is launched or after."""
     worker.start_load_kv(None)
 
 
@@ -383,32 +425,21 @@ def take_transfers(worker: Any, output: Any) -> Any:
     return make_known(_outputs().KVConnectorOutput, **values)
 
 
-def make_model_output(
-    scheduler: Any,
-    output: Any,
-    transfers: Any = None,
-    sample: Callable[[str], int] = lambda request_id: 7,
-) -> Any:
-    """What a model runner answers: one token for each request past its prompt.
+def make_model_output(output: Any, sampled: Mapping[str, list[int]], transfers: Any = None) -> Any:
+    """What a model runner answers.
 
     Args:
-        scheduler: Which scheduled.
-        output: Its ``SchedulerOutput``.
+        output: The scheduler's ``SchedulerOutput``.
+        sampled: By scheduled request its token; none before the end of its prompt.
         transfers: The worker's ``KVConnectorOutput``.
-        sample: The token of a request.
     """
     outputs = _outputs()
     request_ids = list(output.num_scheduled_tokens)
-    sampled: list[Any] = []
-    for request_id in request_ids:
-        request = scheduler.requests[request_id]
-        is_prefill = request.num_computed_tokens < request.num_tokens
-        sampled.append([] if is_prefill else [sample(request_id)])
     return make_known(
         outputs.ModelRunnerOutput,
         req_ids=request_ids,
         req_id_to_index={name: index for index, name in enumerate(request_ids)},
-        sampled_token_ids=sampled_tokens(sampled),
+        sampled_token_ids=sampled_tokens([sampled[name] for name in request_ids]),
         logprobs=None,
         prompt_logprobs_dict={},
         pooler_output=[],

@@ -1,0 +1,139 @@
+"""The made-up compute of a simulated step: which KV bytes it writes, and which it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvview import CacheGeometry, OffloadKey, make_offload_key
+from kvview.testing.connector.kv_bytes import KVBytes
+from kvview_vllm.pool import NULL_BLOCK_ID
+from kvview_vllm.simulation.requests import PlannedRequest
+
+_Blocks = tuple[list[int], list[OffloadKey]]
+
+
+@dataclass(eq=False)
+class Forward:
+    """What one step does to the KV cache, with the block tables as they are at its launch."""
+
+    begun: list[int] = field(default_factory=list)  # blocks that it does not fill
+    writes: list[_Blocks] = field(default_factory=list)
+    reads: list[_Blocks] = field(default_factory=list)
+    overwritten: list[int] = field(default_factory=list)  # by others, when it has ended
+    wrong: list[tuple[set[int], int]] = field(default_factory=list)
+
+    @property
+    def written(self) -> set[int]:
+        """Blocks that become full in it."""
+        return {block_id for blocks, _ in self.writes for block_id in blocks}
+
+    def mismatches(self, invalid: Collection[int]) -> int:
+        """Wrong blocks that it read; the scheduler knows of ``invalid`` itself."""
+        return sum(count for blocks, count in self.wrong if not blocks & set(invalid))
+
+
+class Compute:
+    """Which KV every block holds, in the order of the compute stream.
+
+    1. What a step computes has its name when the step is launched, in stream order.
+    2. Its bytes are there when it ran: at once, or when its output is taken in.
+
+    Args:
+        geometry: Groups and block sizes.
+        num_blocks: Blocks of the pool.
+        page_bytes: Of one block in one layer.
+        num_layers: Tensors.
+    """
+
+    def __init__(
+        self, geometry: CacheGeometry, num_blocks: int, page_bytes: int, num_layers: int
+    ) -> None:
+        self._geometry = geometry
+        self._bytes = KVBytes(
+            num_blocks, page_bytes, num_groups=len(geometry.groups), num_layers=num_layers
+        )
+        self.pages = [cache.tensor for cache in self._bytes.caches.tensors]
+        self.computed: dict[int, OffloadKey] = {}  # of blocks, whether vLLM caches them or not
+        self._launched: list[Forward] = []  # and not run
+
+    def key(self, planned: PlannedRequest, group: int, number: int) -> OffloadKey:
+        """What a block of a request is called."""
+        position = self._geometry.block_hash_index(group, number)
+        return make_offload_key(planned.block_hash(position), group)
+
+    def plan(
+        self,
+        scheduled: Mapping[str, int],
+        starts: Mapping[str, int],
+        requests: Mapping[str, PlannedRequest],
+        tables: Mapping[str, Sequence[Sequence[int]]],
+    ) -> Forward:
+        """What a step will do.
+
+        Args:
+            scheduled: Tokens that it computes, by request.
+            starts: Tokens whose KV exists before it.
+            requests: Those.
+            tables: Their blocks, by group.
+        """
+        forward = Forward()
+        for request_id, num_tokens in scheduled.items():
+            start, end = starts[request_id], starts[request_id] + num_tokens
+            planned, blocks = requests[request_id], tables[request_id]
+            for group, table in zip(self._geometry.groups, blocks, strict=True):
+                if end % group.block_size and table[end // group.block_size] != NULL_BLOCK_ID:
+                    forward.begun.append(table[end // group.block_size])
+            forward.writes += self._full_blocks(planned, blocks, start, end)
+            forward.reads += self._full_blocks(planned, blocks, None, start)
+        return forward
+
+    def launch(self, forward: Forward) -> None:
+        """From now on its blocks have their names."""
+        self._launched.append(forward)
+        for block_id in forward.begun:
+            self.computed.pop(block_id, None)
+        for blocks, keys in forward.writes:
+            self.computed.update(zip(blocks, keys, strict=True))
+
+    def run(self, forward: Forward) -> None:
+        """Write its bytes, and compare what it reads."""
+        assert forward is self._launched.pop(0), "steps run in the order of their launch"
+        self._bytes.poison(forward.begun)
+        for blocks, keys in forward.writes:
+            self._bytes.write(blocks, keys)
+        for blocks, keys in forward.reads:
+            if count := self._bytes.count_mismatches(blocks, keys):
+                forward.wrong.append((set(blocks), count))
+        self._bytes.poison(forward.overwritten)
+
+    def overwrite(self, block_ids: Iterable[int]) -> None:
+        """Somebody writes into blocks, after all that was launched; they hold nothing whole."""
+        overwritten = list(block_ids)
+        for block_id in overwritten:
+            self.computed.pop(block_id, None)
+        if self._launched:
+            self._launched[-1].overwritten += overwritten
+        else:
+            self._bytes.poison(overwritten)
+
+    def _full_blocks(
+        self,
+        planned: PlannedRequest,
+        tables: Sequence[Sequence[int]],
+        start: int | None,
+        end: int,
+    ) -> Iterator[_Blocks]:
+        """Blocks that become full between two token counts, with their keys, per group.
+
+        With ``None`` for a start: those that a token at the end reads.
+        """
+        for index, (group, table) in enumerate(zip(self._geometry.groups, tables, strict=True)):
+            first = group.num_skipped_tokens(end) if start is None else start
+            numbers = [
+                number
+                for number in range(first // group.block_size, end // group.block_size)
+                if table[number] != NULL_BLOCK_ID
+            ]
+            if numbers:
+                yield [table[n] for n in numbers], [self.key(planned, index, n) for n in numbers]

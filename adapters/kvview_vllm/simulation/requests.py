@@ -1,0 +1,125 @@
+"""What a simulated request will be: every token is known before vLLM has it sampled.
+
+With steps in flight vLLM schedules tokens that it does not know yet. Who makes up the
+bytes of a block must name it then, so it must know them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvview.testing.connector.invariants import InvariantBroken
+from kvview_vllm.simulation import scheduler as cpu_scheduler
+
+if TYPE_CHECKING:
+    from kvview.testing.connector.scenario import Add
+
+_TOKENS_OF_A_FAMILY = 1000
+_FIRST_SAMPLED_TOKEN = 1_000_000
+
+
+class PlannedRequest:
+    """A ``Request`` of vLLM, and what a sequential engine would make of it.
+
+    Args:
+        request_id: Its id.
+        prompt: Its tokens.
+        serial: Tells what it generates from what others do.
+        num_output_tokens: Tokens asked for.
+        stops_after: Tokens after which it ends before, which vLLM cannot foresee.
+        hash_block_size: Tokens of a hash.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        serial: int,
+        num_output_tokens: int,
+        stops_after: int | None,
+        hash_block_size: int,
+    ) -> None:
+        self._prompt = prompt
+        self._sampled = _FIRST_SAMPLED_TOKEN + serial  # a token that no other request has
+        self._stops = stops_after is not None and 0 < stops_after < num_output_tokens
+        self._num_output_tokens = stops_after if stops_after and self._stops else num_output_tokens
+        self._hash_block_size = hash_block_size
+        self._num_checked = 0
+        self.request = cpu_scheduler.make_request(
+            request_id, prompt, num_output_tokens, _block_hasher(hash_block_size)
+        )
+
+    def token(self, position: int) -> int:
+        """The token at a position; past the end what a step in flight samples in vain."""
+        if position < len(self._prompt):
+            return self._prompt[position]
+        is_end = position == len(self._prompt) + self._num_output_tokens - 1
+        return cpu_scheduler.END_TOKEN if is_end and self._stops else self._sampled
+
+    def block_hash(self, index: int) -> bytes:
+        """A hash of the request, also one that vLLM cannot compute yet."""
+        known: Sequence[bytes] = self.request.block_hashes
+        if index < len(known):
+            return known[index]
+        size = self._hash_block_size
+        tokens = [self.token(i) for i in range(len(known) * size, (index + 1) * size)]
+        return _hash_blocks(known[-1] if known else b"", tokens, size)[-1]
+
+    def check(self, has_ended: bool) -> None:
+        """That vLLM delivered what a sequential engine delivers.
+
+        Args:
+            has_ended: Whether the request came to its end, and was not aborted.
+
+        Raises:
+            InvariantBroken: It did not (``ENGINE``).
+        """
+        tokens = self.request.output_token_ids
+        for index in range(self._num_checked, len(tokens)):
+            expected = self.token(len(self._prompt) + index)
+            if tokens[index] != expected or index >= self._num_output_tokens:
+                raise InvariantBroken(
+                    "ENGINE",
+                    f"request {self.request.request_id!r} was given token {tokens[index]} as its "
+                    f"output {index} of {self._num_output_tokens}, which is {expected}",
+                )
+        self._num_checked = len(tokens)
+        if has_ended and len(tokens) < self._num_output_tokens:
+            raise InvariantBroken(
+                "ENGINE",
+                f"request {self.request.request_id!r} ended after {len(tokens)} of "
+                f"{self._num_output_tokens} tokens",
+            )
+
+
+def make_prompt(add: Add, before: Sequence[int], hash_block_size: int) -> list[int]:
+    """Tokens of which those of all families begin alike, or those of the turn before."""
+    from kvview.testing.connector.scenario import NUM_SHARED_BLOCKS
+
+    num_shared = NUM_SHARED_BLOCKS * hash_block_size
+    return [*before] + [
+        position if position < num_shared else add.family * _TOKENS_OF_A_FAMILY + position
+        for position in range(len(before), len(before) + add.num_prompt_tokens)
+    ]
+
+
+def _block_hasher(hash_block_size: int) -> Callable[[Any], list[bytes]]:
+    """Hashes that are the same in every process: vLLM's own have a random seed up to 0.28."""
+
+    def hash_new_blocks(request: Any) -> list[bytes]:
+        known = request.block_hashes
+        tokens = list(request.all_token_ids)[len(known) * hash_block_size :]
+        return _hash_blocks(known[-1] if known else b"", tokens, hash_block_size)
+
+    return hash_new_blocks
+
+
+def _hash_blocks(parent: bytes, tokens: Sequence[int], size: int) -> list[bytes]:
+    hashes = []
+    for start in range(0, len(tokens) - size + 1, size):
+        block = repr(tokens[start : start + size]).encode()
+        parent = hashlib.sha256(parent + block).digest()
+        hashes.append(parent)
+    return hashes

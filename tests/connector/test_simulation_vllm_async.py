@@ -1,0 +1,177 @@
+"""Steps in flight on vLLM's asynchronous scheduler: no false alarm, and what is wrong is red."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("vllm.version", reason="needs a vLLM release", exc_type=ImportError)
+
+from kvview import (
+    CacheGeometry,
+    CanonicalKVCaches,
+    Connector,
+    FullAttention,
+    Mamba,
+    SchedulerConnector,
+    StepInfo,
+    StepPlan,
+    WorkerConnector,
+)
+from kvview.testing.connector import Add, Fate, Scenario, Step, generate_scenario, simulate
+from kvview.testing.connector.harness import ConnectorHarness
+from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.stream import StepStream
+from kvview_reference.connector import LazyOffloadConnector, OffloadConnector
+from kvview_vllm.releases import installed
+from kvview_vllm.simulation import VLLMEngines
+from kvview_vllm.simulation import engine as simulated
+from kvview_vllm.simulation.requests import PlannedRequest
+
+SEEDS = 25
+"""Of each connector, depth and lag; ``--seeds`` of the command runs as many as one likes."""
+
+
+class Engines(VLLMEngines):
+    """Keeps the engine that it built last, to be asked."""
+
+    last: simulated.VLLMConnectorHarness
+
+    def build(
+        self,
+        scenario: Scenario,
+        connectors: Sequence[Connector],
+        *,
+        owner: str,
+        clock: Callable[[], float],
+        stream: StepStream | None = None,
+    ) -> ConnectorHarness:
+        built = super().build(scenario, connectors, owner=owner, clock=clock, stream=stream)
+        assert isinstance(built, simulated.VLLMConnectorHarness)
+        self.last = built
+        return built
+
+
+@pytest.fixture(scope="module")
+def engines() -> Engines:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM's own, while it is imported
+        return Engines()
+
+
+def in_flight(seed: int, steps: int, *, lags: bool = False) -> Scenario:
+    """The scenario of a seed, with steps in flight; every third request ends unforeseen."""
+    scenario = generate_scenario(seed)
+    events = tuple(
+        replace(event, stops_after=1 + number % event.num_output_tokens)
+        if isinstance(event, Add) and number % 3 == 0 and event.num_output_tokens
+        else event
+        for number, event in enumerate(scenario.events)
+    )
+    return replace(scenario, events=events, steps_in_flight=steps, compute_lags=lags)
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+@pytest.mark.parametrize("connector", [OffloadConnector, LazyOffloadConnector])
+def test_no_false_alarm(engines: Engines, connector: type[Connector], steps: int) -> None:
+    most = Counter[int]()
+    resets = 0
+    for seed in range(SEEDS):
+        result = simulate(connector, in_flight(seed, steps), engines=engines)
+        assert result.failure is None, (seed, result.failure)
+        most[engines.last.stats.most_in_flight] += 1
+        resets += engines.last.stats.running_resets
+    expected = steps if installed().connector.stale_outputs else 2
+    assert most == {expected: SEEDS}, "a batch was in flight in each run"
+    assert resets
+
+
+class NotOrdered(OffloadConnector):
+    """Its worker knows no compute stream: it copies what a step in flight has yet to write."""
+
+    def make_worker(self) -> WorkerConnector:
+        worker = super().make_worker()
+        register = worker.register_kv_caches
+
+        def without_stream(kv_caches: CanonicalKVCaches[Any]) -> None:
+            register(replace(kv_caches, compute_stream=None))
+
+        worker.register_kv_caches = without_stream  # type: ignore[method-assign]
+        return worker
+
+
+def test_a_worker_that_does_not_order_itself_is_found(engines: Engines) -> None:
+    laws = Counter[str]()
+    for seed in range(10):
+        at_once = replace(in_flight(seed, 2), fates=(Fate(0, 0),) * 200)
+        lags = replace(at_once, compute_lags=True)
+        if not engines.fit(lags)[0].compute_lags:
+            pytest.skip("a load within a step waits for compute")
+        result = simulate(NotOrdered, at_once, engines=engines)
+        assert result.failure is None, "with compute that has ended nothing is wrong"
+        late = simulate(NotOrdered, lags, engines=engines).failure
+        laws[late.law if late else ""] += 1
+    assert laws["XFER-1"] >= 2, laws
+
+
+class StoresWhatTheStepCompletes(Connector):
+    """Takes the hashes of blocks that a step fills: some of their tokens are not known yet."""
+
+    def make_scheduler(self) -> SchedulerConnector:
+        return _Eager(self.config.geometry)
+
+
+class _Eager(SchedulerConnector):
+    def __init__(self, geometry: CacheGeometry) -> None:
+        self.size = geometry.hash_block_size
+        self.hashes: list[bytes] = []
+
+    def plan_step(self, step: StepInfo) -> StepPlan:
+        for part in step.scheduled:
+            end = part.num_computed_tokens + part.num_scheduled_tokens
+            for number in range(part.num_computed_tokens // self.size, end // self.size):
+                self.hashes.append(part.request.block_hashes[number])
+        return StepPlan()
+
+
+def test_hashes_of_tokens_that_are_in_flight_are_missed(engines: Engines) -> None:
+    laws = Counter[str]()
+    for seed in range(8):
+        scenario = generate_scenario(seed)
+        one = simulate(StoresWhatTheStepCompletes, scenario, engines=engines).failure
+        several = simulate(StoresWhatTheStepCompletes, in_flight(seed, 2), engines=engines).failure
+        assert one is None, "one step in flight does not show it"
+        laws[several.law if several else ""] += 1
+    assert laws["CONN-3"] >= 6
+
+
+def test_what_vllm_delivers_is_compared() -> None:
+    planned = PlannedRequest("r", [1, 2, 3], 5, 4, 2, 4)
+    tokens = [planned.token(position) for position in (3, 4)]
+    planned.request.append_output_token_ids(tokens[0])
+    with pytest.raises(InvariantBroken, match=r"ENGINE: .* ended after 1 of 2 tokens"):
+        planned.check(has_ended=True)
+    planned.request.append_output_token_ids(tokens[1])
+    planned.check(has_ended=True)
+    planned.request.append_output_token_ids(tokens[1])
+    with pytest.raises(InvariantBroken, match=r"ENGINE: .* output 2 of 2"):
+        planned.check(has_ended=True)
+
+
+def test_mamba_groups_run_where_their_states_are_cached(engines: Engines) -> None:
+    geometry = CacheGeometry(4, 4, (FullAttention(4), Mamba(4)))
+    events = (Add("a", 1, 17, 6), Step(12), Add("b", 1, 17, 6), Step(12))
+    scenario = Scenario(geometry, 40, events, decode_tokens=1, steps_in_flight=2)
+    fitted, left_out = engines.fit(scenario)
+    if Mamba(4) not in fitted.geometry.groups:
+        assert any("Mamba group" in what for what in left_out)
+        return
+    result = simulate(OffloadConnector, scenario, engines=engines)
+    assert result.failure is None, result.failure
