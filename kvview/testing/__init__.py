@@ -21,9 +21,13 @@ from kvview.testing.inspect_factory import inspect_factory
 from kvview.testing.mutants import Mutant, MutantResult, PlantedFault, load_mutants, run_mutants
 from kvview.testing.offloading import checks as offloading_checks
 from kvview.testing.offloading import completions as completion_checks
+from kvview.testing.offloading import conserved as conserved_checks
+from kvview.testing.offloading import order as order_checks
 from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
 from kvview.testing.pool import checks as pool_checks
 from kvview.testing.pool import give_back as give_back_checks
+from kvview.testing.pool import holders as holder_checks
+from kvview.testing.pool import large as large_pool_checks
 from kvview.testing.pool import notices as notice_checks
 from kvview.testing.pool import walks as walk_checks
 from kvview.testing.profiles import PROFILES, Profile
@@ -55,15 +59,19 @@ __all__ = [
     "check",
     "checks_for",
     "completion_checks",
+    "conserved_checks",
     "event_checks",
     "geometry_checks",
     "give_back_checks",
     "guard_checks",
+    "holder_checks",
     "inspect_factory",
+    "large_pool_checks",
     "load_mutants",
     "load_target",
     "notice_checks",
     "offloading_checks",
+    "order_checks",
     "parametrize_with_checks",
     "pool_checks",
     "read_expected_failures",

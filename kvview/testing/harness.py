@@ -98,6 +98,12 @@ class Capability(StrEnum):
     """Specs name their pages: they have ``block_ids``."""
     POLICIES = "policies"
     """``with_policy(name)`` makes a manager; ``policies`` names the known ones."""
+    LRU = "lru"
+    """The manager evicts what was used longest ago (OFF-10)."""
+    ARC = "arc"
+    """The manager evicts as ARC does (OFF-11)."""
+    STORE_THRESHOLD = "store_threshold"
+    """``with_threshold(num_offers)``: a new harness whose manager stores a key at so many."""
 
     # transfer
     FAIL = "fail"
@@ -360,6 +366,9 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
             Need("harness", "with_policy", 1),
             Need("harness", "policies", None),
         ),
+        Capability.LRU: (),
+        Capability.ARC: (),
+        Capability.STORE_THRESHOLD: (Need("harness", "with_threshold", 1),),
     },
     "transfer": {
         Capability.FAIL: (Need("harness", "fail_next", 0),),

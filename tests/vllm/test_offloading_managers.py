@@ -38,6 +38,7 @@ with warnings.catch_warnings():
     from offloading_tiers import (  # type: ignore[import-not-found]
         CAPACITY,
         SEAM,
+        TRANSFERS_ARE_USES,
         ARCTier,
         BareARCTier,
         BareTier,
@@ -49,7 +50,7 @@ with warnings.catch_warnings():
 
 from kvview_vllm.offloading import VLLMOffloadingManager
 from kvview_vllm.releases import NEWEST_TESTED
-from kvview_vllm.releases.calls import pages_of_backend
+from kvview_vllm.releases.calls import loses_touched_stores, pages_of_backend
 from kvview_vllm.releases.release import find_class
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
@@ -72,6 +73,13 @@ _RESET = (
     "reset_cache forgets transfers in flight and has no events; vLLM's scheduler ignores late "
     "completions instead: vllm/v1/kv_offload/cpu/manager.py, 0.22 and later"
 )
+_TRANSFERS = "0.24 to 0.30 take the end of a transfer for a use: cpu/policies/lru.py"
+_TOUCHED = "up to 0.16 a key that is touched while it is stored is lost: arc_manager.py"
+_ARC = (
+    "evicts from T1 at its target size too, and stores what is found in B1 or B2 into T1: "
+    "vllm/v1/kv_offload, arc_manager.py and cpu/policies/arc.py, all releases"
+)
+OWN_ARC = {"check_off_11_arc_is_the_published_algorithm": _ARC}
 
 
 def broken_laws(policy: str) -> dict[str, str]:
@@ -88,6 +96,18 @@ def broken_laws(policy: str) -> dict[str, str]:
         "check_off_9_refused_completion_of_stores_changes_nothing": _ONCE,
         "check_off_9_refused_completion_of_loads_changes_nothing": _ONCE,
     }
+    if policy == "arc":
+        broken |= OWN_ARC
+        if loses_touched_stores(make_manager(policy)):
+            broken["check_off_11_arc_touch_under_store_is_the_first_use"] = _TOUCHED
+    else:
+        broken["check_off_10_lru_refused_calls_are_no_uses"] = _ASSERTS
+    if policy == "lru" and TRANSFERS_ARE_USES:
+        broken |= {
+            "check_off_10_lru_nothing_else_is_a_use": _TRANSFERS,
+            "check_off_10_lru_key_in_flight_keeps_its_place": _TRANSFERS,
+            "check_off_10_lru_store_in_flight_keeps_its_place": _TRANSFERS,
+        }
     if not SEAM.lookup_results:
         broken |= {
             "check_off_1_key_under_store_is_not_evicted": _NO_PENDING,
@@ -159,7 +179,7 @@ if "arc" in BareTier.policies:
     def test_bare_arc(check: BoundCheck) -> None:
         check()
 
-    @parametrize_with_checks(ARCTier)
+    @parametrize_with_checks(ARCTier, OWN_ARC)
     def test_arc(check: BoundCheck) -> None:
         check()
 

@@ -84,7 +84,7 @@ def check_event_3_events_are_taken_once(tier: ManagerDriver) -> None:
     tier.load(keys(0))
     tier.end_load(keys(0))
     tier.lookup(key(1))
-    tier.call(tier.manager, "touch", keys(0), tier.context)
+    tier.touch(keys(0))
     tier.equal(tier.events(), [], "looking, loading and touching change nothing")
 
 

@@ -147,6 +147,10 @@ class ManagerDriver(Recorder):
         """``complete_load``."""
         self.call(self.manager, "complete_load", list(loaded), self.context)
 
+    def touch(self, touched: Sequence[OffloadKey]) -> None:
+        """``touch``."""
+        self.call(self.manager, "touch", list(touched), self.context)
+
     def not_loadable(self, loaded: Sequence[OffloadKey]) -> None:
         """``prepare_load`` must refuse."""
         self.refused(
