@@ -10,6 +10,8 @@ from kvview.testing.checks import CHECKS, Check, check, checks_for
 from kvview.testing.events import checks as event_checks
 from kvview.testing.geometry import checks as geometry_checks
 from kvview.testing.guard import checks as guard_checks
+from kvview.testing.guard import leaks as leak_checks
+from kvview.testing.guard import trouble as guard_trouble_checks
 from kvview.testing.harness import (
     Capability,
     GeometryHarness,
@@ -64,9 +66,11 @@ __all__ = [
     "geometry_checks",
     "give_back_checks",
     "guard_checks",
+    "guard_trouble_checks",
     "holder_checks",
     "inspect_factory",
     "large_pool_checks",
+    "leak_checks",
     "load_mutants",
     "load_target",
     "notice_checks",

@@ -73,6 +73,8 @@ class Capability(StrEnum):
     """The view has ``held_blocks()``."""
     LEASES = "leases"
     """The view is a guard: it has ``lease``; ``advance(seconds)`` moves its clock."""
+    LEAKS = "leaks"
+    """The guard has ``leaks(older_than)``, of things like :class:`~kvview.Leak`."""
     PIN_BUDGET = "pin_budget"
     """``budgeted(num_blocks)``: a new harness whose guard may hold so many blocks."""
     GUARDS = "guards"
@@ -348,6 +350,7 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         Capability.REUSE_NOTICE: (Need("view", "free_blocks_with_notice", 2),),
         Capability.HOLDS: (Need("view", "held_blocks", 0),),
         Capability.LEASES: (Need("view", "lease", 1), Need("harness", "advance", 1)),
+        Capability.LEAKS: (Need("view", "leaks", 1),),
         Capability.PIN_BUDGET: (Need("harness", "budgeted", 1),),
         Capability.GUARDS: (Need("harness", "guard_over", 2),),
         Capability.ONE_THREAD: (),

@@ -108,6 +108,7 @@ class GuardedReferencePool(ReferencePool):
 
     capabilities = ReferencePool.capabilities | {
         Capability.LEASES,
+        Capability.LEAKS,
         Capability.PIN_BUDGET,
         Capability.GUARDS,
         Capability.ONE_THREAD,

@@ -64,17 +64,28 @@ def check_off_2_key_loaded_twice_has_its_page_twice(tier: ManagerDriver) -> None
     _check_all_room(tier, keys(0, 1), "OFF-1")
 
 
+def _ends(tier: ManagerDriver, stored: Sequence[OffloadKey], *, success: bool) -> bool:
+    """Complete stores, or be refused; returns whether it was done."""
+    code = f"manager.complete_store({stored}, ctx, success={success})"
+    try:
+        tier.manager.complete_store(stored, tier.context, success=success)
+    except TransferNotInFlightError:
+        tier.line(f"with suppress(TransferNotInFlightError): {code}")
+        return False
+    except Exception as error:
+        tier.line(code)
+        tier.fail(f"{code} is done or refused", repr(error), "TransferNotInFlightError at most")
+    tier.line(code)
+    return True
+
+
 @manager_check("OFF-9")
 def check_off_9_completion_that_names_a_key_twice(tier: ManagerDriver) -> None:
     """One completion, or refused whole: its page is given back once."""
     for success in (True, False):
         tier.must_offer(keys(0, 1))
         repeated = keys(0, 1, 0)
-        code = f"manager.complete_store({repeated}, ctx, success={success})"
-        tier.line(f"with suppress(TransferNotInFlightError): {code}")
-        try:
-            tier.manager.complete_store(repeated, tier.context, success=success)
-        except TransferNotInFlightError:
+        if not _ends(tier, repeated, success=success):
             tier.expect(PENDING, keys(0, 1))
             tier.finish(keys(0, 1), success=success)
         tier.expect(HIT if success else MISS, keys(0, 1))
@@ -200,7 +211,8 @@ def check_off_8_resets_one_after_another(tier: ManagerDriver) -> None:
         output = tier.must_offer(keys(late))
         tier.equal(list(output.keys_to_store), [], "a key that a late transfer uses is left out")
     too_many = keys(*range(100, 98 + tier.capacity))  # one more than there is room for
-    tier.equal(tier.offer(too_many), None, "room in flight is given to nobody")
+    if tier.can(Capability.PAGES):  # where keys name the room, a late one takes none
+        tier.equal(tier.offer(too_many), None, "room in flight is given to nobody")
     output = tier.must_offer(too_many[1:])
     tier.finish(output.keys_to_store)
     tier.finish(keys(2, 1), success=False)
