@@ -37,6 +37,7 @@ from kvview.testing.recorder import LawBroken
 from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.testing.runner import read_expected_failures, run_checks
 from kvview.testing.transfer import checks as transfer_checks
+from kvview.testing.transfer import jobs as job_checks
 from kvview.testing.transfer.compute import GatedComputeStream
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "guard_trouble_checks",
     "holder_checks",
     "inspect_factory",
+    "job_checks",
     "large_pool_checks",
     "leak_checks",
     "load_mutants",

@@ -236,7 +236,8 @@ class TransferHarness(Protocol):
 
     1. ``kv_caches`` holds torch tensors, which the checks fill and compare, whole
        storages: what lies between and behind the rows counts too.
-    2. The more groups, tensors, paddings and gaps, the more is checked.
+    2. The more groups, tensors, paddings and gaps, the more is checked; and with pages so
+       large that a job moves more than 1 MiB, the way that a worker moves those.
     """
 
     @property

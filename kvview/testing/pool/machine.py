@@ -73,7 +73,9 @@ def pool_machine(factory: Factory) -> type[RuleBasedStateMachine]:
             most = _MAX_HASHES if has(Capability.MANY_HASHES) else 1
             for block, i in {used[i % len(used)]: i for i in picks}.items():
                 key, held = keys[i % len(keys)], pool.hashes.get(block, [])
-                if key not in held and len(held) < most:
+                # A block's further keys are sorted by some engines.
+                in_order = len(held) < 2 or key > held[-1]
+                if key not in held and len(held) < most and in_order:
                     pool.cache_as([block], [key])
 
         @rule(picks=picks)
