@@ -79,7 +79,6 @@ def check_guard_3_every_call_lets_leases_expire(pool: PoolDriver) -> None:
     calls: list[tuple[Capability | None, str, tuple[object, ...]]] = [
         (None, "touch_blocks", ([],)),
         (None, "free_blocks", ([],)),
-        (None, "lease", ([],)),
         (Capability.HOLDS, "held_blocks", ()),
         (Capability.FREE_COUNT, "num_free_blocks", ()),
         (Capability.IS_FREE, "is_free", (block,)),

@@ -116,28 +116,42 @@ def _disturb_for_walks(pool: PoolDriver, rng: random.Random, most: int) -> None:
 
 
 @pool_check("POOL-4")
-def check_pool_4_numpy_ids_are_refused_before_anything_changed(pool: PoolDriver) -> None:
-    """Scalars, and arrays of them, in every call that names blocks."""
+def check_pool_4_numpy_ids_work_or_are_refused(pool: PoolDriver) -> None:
+    """Scalars are refused in every call that names blocks; an array is too, or taken whole."""
     try:
         import numpy as np
     except ModuleNotFoundError:  # then nobody can hand them over either
         return
     pool.give_name(np, "np", "import numpy as np")
-    free, held = pool.blocks[1:3]
+    free, other, held = pool.blocks[1:4]
     pool.touch([held])
     for dtype in (np.int64, np.int32, np.uint8):
-        for block, methods in ((free, ("touch_blocks",)), (held, _giving_back(pool))):
-            for method in methods:
-                for wrong in ([dtype(block)], [block, dtype(block)], np.array([block], dtype)):
-                    _refused(pool, method, wrong)
+        for wrong in ([dtype(free)], [free, dtype(other)]):
+            pool.refused(UnknownBlockError, pool.view, "touch_blocks", wrong)
+            if pool.can(Capability.LEASES):
+                pool.refused(UnknownBlockError, pool.view, "lease", wrong)
+            if pool.can(Capability.BLOCK_KEYS):
+                for method in ("block_keys", "primary_keys"):
+                    pool.refused(UnknownBlockError, pool.view, method, wrong)
         if pool.can(Capability.IS_FREE):
             pool.refused(UnknownBlockError, pool.view, "is_free", dtype(free))
-        if pool.can(Capability.BLOCK_KEYS):
-            for method in ("block_keys", "primary_keys"):
-                pool.refused(UnknownBlockError, pool.view, method, [free, dtype(free)])
+        for method in _giving_back(pool):
+            more = [pool.told.append] if method == "free_blocks_with_notice" else []
+            for wrong in ([dtype(held)], [held, dtype(held)]):
+                pool.refused(UnknownBlockError, pool.view, method, wrong, *more)
+        pool.check_held(held)
+        if _is_taken(pool, "touch_blocks", np.array([free, other], dtype)):
+            pool.held.update([free, other])
+            pool.check_held(free, other)
+            pool.free([free, other])
+        for method in _giving_back(pool)[:2]:
+            if _is_taken(pool, method, np.array([held], dtype)):
+                del pool.held[held]
+                pool.check_free(held)
+                pool.touch([held])
         pool.check_held(held)
     pool.free([held])
-    pool.check_free(free, held)
+    pool.check_free(free, other, held)
 
 
 def _giving_back(pool: PoolDriver) -> list[str]:
@@ -147,8 +161,16 @@ def _giving_back(pool: PoolDriver) -> list[str]:
     return methods
 
 
-def _refused(pool: PoolDriver, method: str, wrong: Any) -> None:
-    more = [pool.told.append] if method == "free_blocks_with_notice" else []
-    pool.refused(UnknownBlockError, pool.view, method, wrong, *more)
-    if method == "touch_blocks" and pool.can(Capability.LEASES):
-        pool.refused(UnknownBlockError, pool.view, "lease", wrong)
+def _is_taken(pool: PoolDriver, method: str, block_ids: Any) -> bool:
+    """Whether a call with an array is accepted; it may be refused."""
+    code = f"view.{method}(np.{block_ids!r})"
+    try:
+        getattr(pool.view, method)(block_ids)
+    except UnknownBlockError:
+        pool.line(f"with suppress(UnknownBlockError): {code}")
+        return False
+    except Exception as error:
+        pool.line(code)
+        pool.fail(f"{code} is done or refused", repr(error), "UnknownBlockError at most")
+    pool.line(code)
+    return True

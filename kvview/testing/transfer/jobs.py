@@ -60,6 +60,8 @@ def check_xfer_3_small_jobs_wait_for_large_ones(worker: TransferDriver) -> None:
                 worker.load({group: Part(blocks[at + 1 : at + 2], chunk)})
             worker.resume()
             worker.finish()
+            worker.load({group: Part(blocks[:1], chunk)})
+            worker.finish()
             worker.check_bytes("a small job waits for the large one before it")
 
 
@@ -107,16 +109,14 @@ def check_xfer_1_numpy_ids_are_ids(worker: TransferDriver) -> None:
             if not worker.can(Capability.TIER_SPEC):
                 pages = CPULoadStoreSpec(chunks if way else list(chunks))
             if _is_taken(worker, 800 + 2 * number + way, (pages, named)):
-                worker.load({0: part})  # for what must be there now
-            worker.finish()
+                worker.expect_loaded({0: part})
             worker.check_bytes("ids from numpy are ids, or refused before anything is moved")
             worker.scramble(0, part.blocks)
 
 
 def _is_taken(worker: TransferDriver, job_id: int, spec: tuple[object, object]) -> bool:
-    """Submit a load that may be refused; what it moved is compared, then scrambled again."""
+    """Whether a load is accepted, and ends well; it may be refused."""
     code = f"worker.transfer_async({job_id}, {spec})"
-    before = {at: bytes(flat.cpu().numpy()) for at, flat in worker._flat.items()}
     try:
         worker.worker.transfer_async(job_id, spec)
     except TransferSpecError:
@@ -130,8 +130,6 @@ def _is_taken(worker: TransferDriver, job_id: int, spec: tuple[object, object]) 
     results = list(worker.call(worker.worker, "get_finished"))
     said = [(result.job_id, result.success) for result in results]
     worker.equal(said, [(job_id, True)], "an accepted job succeeds")
-    after = {at: bytes(flat.cpu().numpy()) for at, flat in worker._flat.items()}
-    worker.true(after != before, "an accepted job moves what it names", "nothing", "new bytes")
     return True
 
 
