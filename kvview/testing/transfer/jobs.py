@@ -54,10 +54,10 @@ def check_xfer_3_small_jobs_wait_for_large_ones(worker: TransferDriver) -> None:
             blocks, chunk = worker.blocks_of(group), worker.chunks_of(group)[:1]
             if paused:
                 worker.pause()
-            for at in range(len(blocks) - 1):
+            for block in blocks[1:-1]:
                 worker.store(whole)
-                worker.store({group: Part(blocks[at : at + 1], chunk)})
-                worker.load({group: Part(blocks[at + 1 : at + 2], chunk)})
+                worker.store({group: Part([block], chunk)})
+                worker.load({group: Part(blocks[-1:], chunk)})
             worker.resume()
             worker.finish()
             worker.load({group: Part(blocks[:1], chunk)})
