@@ -92,6 +92,7 @@ def broken_laws(policy: str) -> dict[str, str]:
         "check_off_3_repeats_need_no_room": _REPEATS,
         "check_off_4_failed_store_is_gone": _ASSERTS,
         "check_off_5_capacity_outlives_every_failure": _ASSERTS,
+        "check_event_1_each_key_is_told_once": _REPEATS,
         "check_off_9_completion_that_nothing_waits_for_is_refused": _ONCE,
         "check_off_9_store_is_completed_once": _ONCE,
         "check_off_9_store_may_be_completed_in_several_calls": _ONCE,
@@ -140,6 +141,7 @@ def broken_laws(policy: str) -> dict[str, str]:
             "check_off_8_resets_one_after_another": _RESET,
             "check_event_1_removal_follows_a_store": _RESET,
             "check_event_5_reset_removes_everything_advertised": _RESET,
+            "check_event_5_reset_follows_what_was_not_taken_yet": _RESET,
             "check_off_9_late_transfer_is_completed_once_too": _ONCE,
         }
     return broken
