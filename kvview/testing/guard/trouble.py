@@ -29,7 +29,7 @@ def _leave(pool: PoolDriver, lease: Any, error: BaseException | None) -> None:
 def check_guard_2_lease_lets_exceptions_through(pool: PoolDriver) -> None:
     """Whatever was raised, and though the lease had ended before: it gives back, once."""
     block = pool.blocks[1]
-    for error in (None, ValueError("x"), BlockNotHeldError("x"), StopIteration(), _Stop()):
+    for error in (None, ValueError("x"), BlockNotHeldError("POOL-4: x"), StopIteration(), _Stop()):
         lease = pool.call(pool.view, "lease", [block])
         pool.name(lease, "lease")
         _leave(pool, lease, error)
