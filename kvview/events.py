@@ -1,6 +1,7 @@
 """The event contract: what a tier says it holds, for routers and indexers.
 
-- EVENT-1 A removal **must** follow a store of the same key in the same medium.
+- EVENT-1 Of each key in each medium, stores and removals **must** take turns, a store first.
+  Where a source names its media (:class:`~kvview.SupportsMedia`), events name no others.
 - EVENT-2 Folding all events **must** give exactly the keys that ``lookup``
   answers HIT for: advertised means loadable.
 - EVENT-3 Per medium, events **must** come in the order in which it happened.

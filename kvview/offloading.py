@@ -18,6 +18,14 @@ its medium, protects them while they are read or written, and evicts.
   leaves out, so a late completion can never be taken for one of a newer job.
 - OFF-9 Each transfer **must** be completed once; a completion that nothing waits
   for raises :class:`~kvview.TransferNotInFlightError` and changes nothing.
+- OFF-10 A manager that says it is LRU **must** evict what was used longest ago, the
+  oldest first. Uses are the store of a new key and ``touch``, nothing else. A key in
+  flight is passed over and keeps its place. The keys of one ``prepare_store`` are used at
+  one time: which of them goes first is open until they are touched.
+- OFF-11 A manager that says it is ARC **must** keep what was used again apart from what was
+  used once and, with one key a call, evict as published (Megiddo and Modha, FAST '03).
+- OFF-12 With a store threshold of N a key **must** be left out before its N-th offer and
+  not after. One call offers each of its keys once, a refused one none; ``reset`` forgets.
 
 Source: vLLM PR #36644; ``vllm/v1/kv_offload/base.py`` (0.33.0).
 """

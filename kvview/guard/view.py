@@ -26,6 +26,8 @@ holds, or pin the whole pool; what follows is seen hours later (vLLM #42571,
   deadline, **must** be told in the log: nobody can give these back any more.
 - GUARD-10 Guards over one view **must** be told apart: none gives back what
   another one, or the view itself, holds.
+- GUARD-11 ``leaks`` **must** tell each reference that is held, leased or plain, with its
+  owner, its job and for how long, and none that was given back or refused.
 
 Source: vLLM issues #41383 and #46289 (leases), #27046 (pin caps); the incidents
 above.

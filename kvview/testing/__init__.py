@@ -10,6 +10,8 @@ from kvview.testing.checks import CHECKS, Check, check, checks_for
 from kvview.testing.events import checks as event_checks
 from kvview.testing.geometry import checks as geometry_checks
 from kvview.testing.guard import checks as guard_checks
+from kvview.testing.guard import leaks as leak_checks
+from kvview.testing.guard import trouble as guard_trouble_checks
 from kvview.testing.harness import (
     Capability,
     GeometryHarness,
@@ -21,9 +23,13 @@ from kvview.testing.inspect_factory import inspect_factory
 from kvview.testing.mutants import Mutant, MutantResult, PlantedFault, load_mutants, run_mutants
 from kvview.testing.offloading import checks as offloading_checks
 from kvview.testing.offloading import completions as completion_checks
+from kvview.testing.offloading import conserved as conserved_checks
+from kvview.testing.offloading import order as order_checks
 from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
 from kvview.testing.pool import checks as pool_checks
 from kvview.testing.pool import give_back as give_back_checks
+from kvview.testing.pool import holders as holder_checks
+from kvview.testing.pool import large as large_pool_checks
 from kvview.testing.pool import notices as notice_checks
 from kvview.testing.pool import walks as walk_checks
 from kvview.testing.profiles import PROFILES, Profile
@@ -31,6 +37,7 @@ from kvview.testing.recorder import LawBroken
 from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.testing.runner import read_expected_failures, run_checks
 from kvview.testing.transfer import checks as transfer_checks
+from kvview.testing.transfer import jobs as job_checks
 from kvview.testing.transfer.compute import GatedComputeStream
 
 __all__ = [
@@ -55,15 +62,22 @@ __all__ = [
     "check",
     "checks_for",
     "completion_checks",
+    "conserved_checks",
     "event_checks",
     "geometry_checks",
     "give_back_checks",
     "guard_checks",
+    "guard_trouble_checks",
+    "holder_checks",
     "inspect_factory",
+    "job_checks",
+    "large_pool_checks",
+    "leak_checks",
     "load_mutants",
     "load_target",
     "notice_checks",
     "offloading_checks",
+    "order_checks",
     "parametrize_with_checks",
     "pool_checks",
     "read_expected_failures",

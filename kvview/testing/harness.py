@@ -73,6 +73,8 @@ class Capability(StrEnum):
     """The view has ``held_blocks()``."""
     LEASES = "leases"
     """The view is a guard: it has ``lease``; ``advance(seconds)`` moves its clock."""
+    LEAKS = "leaks"
+    """The guard has ``leaks(older_than)``, of things like :class:`~kvview.Leak`."""
     PIN_BUDGET = "pin_budget"
     """``budgeted(num_blocks)``: a new harness whose guard may hold so many blocks."""
     GUARDS = "guards"
@@ -98,6 +100,12 @@ class Capability(StrEnum):
     """Specs name their pages: they have ``block_ids``."""
     POLICIES = "policies"
     """``with_policy(name)`` makes a manager; ``policies`` names the known ones."""
+    LRU = "lru"
+    """The manager evicts what was used longest ago (OFF-10)."""
+    ARC = "arc"
+    """The manager evicts as ARC does (OFF-11)."""
+    STORE_THRESHOLD = "store_threshold"
+    """``with_threshold(num_offers)``: a new harness whose manager stores a key at so many."""
 
     # transfer
     FAIL = "fail"
@@ -228,7 +236,8 @@ class TransferHarness(Protocol):
 
     1. ``kv_caches`` holds torch tensors, which the checks fill and compare, whole
        storages: what lies between and behind the rows counts too.
-    2. The more groups, tensors, paddings and gaps, the more is checked.
+    2. The more groups, tensors, paddings and gaps, the more is checked; and with pages so
+       large that a job moves more than 1 MiB, the way that a worker moves those.
     """
 
     @property
@@ -342,6 +351,7 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         Capability.REUSE_NOTICE: (Need("view", "free_blocks_with_notice", 2),),
         Capability.HOLDS: (Need("view", "held_blocks", 0),),
         Capability.LEASES: (Need("view", "lease", 1), Need("harness", "advance", 1)),
+        Capability.LEAKS: (Need("view", "leaks", 1),),
         Capability.PIN_BUDGET: (Need("harness", "budgeted", 1),),
         Capability.GUARDS: (Need("harness", "guard_over", 2),),
         Capability.ONE_THREAD: (),
@@ -360,6 +370,9 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
             Need("harness", "with_policy", 1),
             Need("harness", "policies", None),
         ),
+        Capability.LRU: (),
+        Capability.ARC: (),
+        Capability.STORE_THRESHOLD: (Need("harness", "with_threshold", 1),),
     },
     "transfer": {
         Capability.FAIL: (Need("harness", "fail_next", 0),),

@@ -108,6 +108,7 @@ class GuardedReferencePool(ReferencePool):
 
     capabilities = ReferencePool.capabilities | {
         Capability.LEASES,
+        Capability.LEAKS,
         Capability.PIN_BUDGET,
         Capability.GUARDS,
         Capability.ONE_THREAD,
@@ -196,20 +197,34 @@ class ReferenceManager:
     Args:
         cache_policy: Name of the policy.
         capacity: Keys that fit.
+        store_threshold: Offers that a key needs.
     """
 
-    capabilities = frozenset(
-        {Capability.EVENTS, Capability.PAGES, Capability.RESET, Capability.POLICIES}
-    )
+    Manager: type[CPUOffloadingManager] = CPUOffloadingManager
     policies = ("lru", "arc")
 
-    def __init__(self, cache_policy: str = "lru", capacity: int = 12) -> None:
+    def __init__(
+        self, cache_policy: str = "lru", capacity: int = 12, store_threshold: int = 1
+    ) -> None:
+        self.cache_policy = cache_policy
         self.capacity = capacity
+        self.store_threshold = store_threshold
         self.manager: OffloadingManager = self.with_policy(cache_policy)
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """All of a manager's, and the policy that it has."""
+        has = {Capability.EVENTS, Capability.PAGES, Capability.RESET, Capability.POLICIES}
+        return frozenset(has | {Capability.STORE_THRESHOLD, Capability(self.cache_policy)})
 
     def with_policy(self, name: str) -> OffloadingManager:
         """A new manager with another policy."""
-        return CPUOffloadingManager(self.capacity, name, enable_events=True)
+        threshold = self.store_threshold
+        return self.Manager(self.capacity, name, enable_events=True, store_threshold=threshold)
+
+    def with_threshold(self, num_offers: int) -> ReferenceManager:
+        """A new harness whose manager stores a key at so many offers."""
+        return type(self)(self.cache_policy, self.capacity, num_offers)
 
 
 class ReferenceTransfer:

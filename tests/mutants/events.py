@@ -97,3 +97,44 @@ class ResetsWithoutAWord(WrongTier):
             self._events = None
             super().reset()
             self._events = events
+
+
+@planted("EVENT-1", "check_event_1_each_key_is_told_once")
+class TellsAgainWhatIsOfferedAgain(WrongTier):
+    """A consumer that counts holders believes in two."""
+
+    class Manager(CPUOffloadingManager):
+        def prepare_store(
+            self, keys: Keys, ctx: ReqContext | None = None, /
+        ) -> PrepareStoreOutput | None:
+            held = [key for key in keys if key in self._pages and key not in self._storing]
+            output = super().prepare_store(keys, ctx)
+            self._emit([key for key in dict.fromkeys(held) if output], removed=False)
+            return output
+
+
+@planted("EVENT-1", "check_event_1_each_key_is_told_once")
+class NamesAMediumThatItDoesNotHave(WrongTier):
+    """Events come from a medium that nobody was told of: an engine drops them."""
+
+    class Manager(CPUOffloadingManager):
+        media = ("DISK",)
+
+
+@planted("EVENT-3", "check_event_3_events_of_many_keys_are_in_order")
+class SortsTheKeysOfACall(WrongTier):
+    """Keys are told in the order of their bytes."""
+
+    class Manager(CPUOffloadingManager):
+        def _emit(self, keys: Keys, *, removed: bool) -> None:
+            super()._emit(sorted(keys), removed=removed)
+
+
+@planted("EVENT-5", "check_event_5_reset_follows_what_was_not_taken_yet")
+class DropsWhatWasNotTakenYet(WrongTier):
+    """A reset forgets the stores that nobody has heard of, and tells their removal."""
+
+    class Manager(CPUOffloadingManager):
+        def reset(self) -> None:
+            self.take_events()
+            super().reset()

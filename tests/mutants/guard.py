@@ -6,12 +6,13 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, SupportsIndex
 
-from kvview import GPUBlockPoolView, GuardedView, Leak
+from kvview import GPUBlockPoolView, GuardedView, Leak, PinBudgetExceeded
 from kvview.guard import GuardedLease
 from kvview.guard.lease import Hold
-from kvview.guard.ledger import Ledger
+from kvview.guard.ledger import Ledger, LedgerView
 from kvview.testing import Mutant
 from kvview_reference.harness import GuardedReferencePool
 
@@ -253,3 +254,141 @@ class LedgerIsASet(WrongGuardPool):
         def touch_blocks(self, block_ids: Sequence[int], /) -> None:
             new = Counter(block_ids)
             super().touch_blocks([block for block in new if not _is_plainly_held(self, block)])
+
+
+@planted("GUARD-2", "check_guard_2_lease_lets_exceptions_through")
+class SwallowsWhatWasRaised(WrongGuardPool):
+    """A ``with`` block over a lease hides every error of the copy inside."""
+
+    class Guard(GuardedView):
+        def lease(self, block_ids: Sequence[int], **options: Any) -> GuardedLease:
+            lease = super().lease(block_ids, **options)
+            lease.__class__ = _SwallowingLease
+            return lease
+
+
+class _SwallowingLease(GuardedLease):
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
+        return self.release()
+
+
+@planted("GUARD-3", "check_guard_3_leases_expire_in_calls_that_raise")
+class ExpiresAfterGoodCallsOnly(WrongGuardPool):
+    """A connector that is refused again and again keeps what has expired."""
+
+    class Guard(GuardedView):
+        def touch_blocks(self, block_ids: Sequence[int]) -> None:
+            self._check_open()
+            self._view.touch_blocks(block_ids)
+            self._expire()
+
+
+@planted("GUARD-3", "check_guard_3_every_call_lets_leases_expire")
+class ExpiresWhenItIsTouchedOnly(WrongGuardPool):
+    """Whoever only looks is shown what has expired as held."""
+
+    class Guard(GuardedView):
+        def _query(self, name: str, *args: Any) -> Any:
+            self._check_open()
+            return getattr(self._below, name)(*args)
+
+
+@planted("GUARD-5", "check_guard_5_refused_hold_changes_nothing")
+class UsesUpItsBudgetByRefusals(WrongGuardPool):
+    """Each refused hold takes a block off the budget for good."""
+
+    class Guard(GuardedView):
+        def touch_blocks(self, block_ids: Sequence[int]) -> None:
+            try:
+                super().touch_blocks(block_ids)
+            except PinBudgetExceeded:
+                self._view.ledger.num_pinned += 1
+                raise
+
+
+@planted("GUARD-5", "check_guard_5_leases_count_until_they_end")
+class CountsPlainHoldsOnly(WrongGuardPool):
+    """Room that leases take is told as room."""
+
+    class Guard(GuardedView):
+        def _num_pinnable_blocks(self) -> int:
+            plain = {block for block, _, _ in self._view.references()}
+            return (self._view.max_blocks or 0) - len(plain)
+
+
+@planted("GUARD-5", "check_guard_5_smaller_budget_of_several_counts")
+class ForgetsTheBudgetBelow(WrongGuardPool):
+    """A guard over a guard tells its own budget, which is never to be had."""
+
+    class Guard(GuardedView):
+        def open_view(self, owner: str, max_blocks: int | None = None) -> LedgerView:
+            view = super().open_view(owner, max_blocks)
+            view.max_blocks = max_blocks
+            return view
+
+        def _num_pinnable_blocks(self) -> int:
+            allowed = self._view.max_blocks or self.num_blocks
+            return max(0, allowed - self._view.ledger.num_pinned)
+
+
+@planted("GUARD-11", "check_guard_11_leaks_follow_every_path")
+class ReportsLeasesOnly(WrongGuardPool):
+    """What a plain touch holds for ever is in no report."""
+
+    class Guard(GuardedView):
+        def leaks(self, older_than: float = 0.0) -> list[Leak]:
+            return [leak for leak in super().leaks(older_than) if leak.job is not None]
+
+
+@planted("GUARD-11", "check_guard_11_leaks_follow_every_path")
+class IsAsYoungAsItsRenewal(WrongGuardPool):
+    """A lease that is renewed for ever is never old."""
+
+    class Guard(GuardedView):
+        def _renew(self, lease: GuardedLease, ttl: float) -> None:
+            super()._renew(lease, ttl)
+            lease._hold.since = self.now()
+
+
+@planted("GUARD-11", "check_guard_11_leaks_end_with_the_block")
+class ReportsWhatWasGivenBack(WrongGuardPool):
+    """Leases that have ended stay in the report."""
+
+    class Guard(GuardedView):
+        def _end(self, hold: Hold) -> None:
+            super()._end(hold)
+            self._holds.add(hold)
+
+
+@planted("GUARD-11", "check_guard_11_refused_hold_is_no_leak")
+class ReportsWhatWasRefused(WrongGuardPool):
+    """A lease that the budget refused is told as held."""
+
+    class Guard(GuardedView):
+        def lease(self, block_ids: Sequence[int], **options: Any) -> GuardedLease:
+            try:
+                return super().lease(block_ids, **options)
+            except PinBudgetExceeded:
+                self._holds.add(Hold(tuple(block_ids), options.get("job"), self.now(), None))
+                raise
+
+
+@planted("GUARD-11", "check_guard_11_leaks_name_the_owner")
+class ReportsAllUnderOneName(WrongGuardPool):
+    """Whose a leak is can not be told."""
+
+    class Guard(GuardedView):
+        def leaks(self, older_than: float = 0.0) -> list[Leak]:
+            return [replace(leak, owner=self.owner) for leak in super().leaks(older_than)]
+
+
+@planted("GUARD-5", "check_guard_any_sequence_of_calls")
+class CountsABlockForEachGuard(WrongGuardPool):
+    """A block that two guards hold takes room for two."""
+
+    class Guard(GuardedView):
+        def _num_pinnable_blocks(self) -> int:
+            views = [v for v in self._view.ledger.views if v.is_open]
+            twice = sum(len(v.held_blocks()) for v in views if v._parent is None)
+            held = sum(times > 1 for times in self._view.ledger.num_holders or ())
+            return max(0, super()._num_pinnable_blocks() - held * (twice > 3))

@@ -28,11 +28,6 @@ Keys = Collection[OffloadKey]
 class WrongTier(ReferenceManager):
     """A tier with a manager of the class ``Manager``."""
 
-    Manager: type[CPUOffloadingManager] = CPUOffloadingManager
-
-    def with_policy(self, name: str) -> OffloadingManager:
-        return self.Manager(self.capacity, name, enable_events=True)
-
 
 # --- OFF-1 ---
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -456,3 +457,92 @@ class ShutsDownOnce(WrongWorker):
         shutdown = worker.shutdown
         times = iter((shutdown,))
         worker.shutdown = lambda: next(times)()
+
+
+@planted("XFER-5", "check_xfer_5_shutdown_ends_what_is_in_flight")
+class GoesOnAfterShutdown(WrongWorker):
+    """Jobs in flight write into memory that is somebody else's by then."""
+
+    def spoil(self, worker: Any) -> None:
+        copier = worker._copier
+
+        def close() -> None:
+            copier._lane.shutdown(wait=False)
+
+        copier.close = close
+
+
+@planted("XFER-5", "check_xfer_5_shutdown_ends_what_is_in_flight")
+class TakesJobsAfterShutdown(WrongWorker):
+    """A job that comes too late is accepted, and never heard of again."""
+
+    def spoil(self, worker: Any) -> None:
+        start = worker.transfer_async
+        worker.transfer_async = lambda job_id, spec: bool(start(job_id, spec)) or worker._closed
+
+
+@planted("XFER-1", "check_xfer_1_large_jobs_come_back_exactly")
+class LosesTheEndOfLargeJobs(WrongWorker):
+    """Of jobs of more than 2 MiB the last copy is left out."""
+
+    def spoil(self, worker: Any) -> None:
+        copy = worker._copier._copy
+
+        def copy_less(dst: Any, src: Any, sizes: Any) -> None:
+            end = -1 if sizes.sum() > 2 << 20 else None
+            copy(dst[:end], src[:end], sizes[:end])
+
+        worker._copier._copy = copy_less
+
+
+@planted("XFER-1", "check_xfer_1_numpy_ids_are_ids")
+class TakesAnArrayForItsFirstId(WrongWorker):
+    """Ids in an array are replaced by the first one and those behind it."""
+
+    def spoil(self, worker: Any) -> None:
+        start = worker.transfer_async
+
+        def transfer_async(job_id: int, spec: Any) -> bool:
+            def change(side: Any) -> Any:
+                ids = side.block_ids
+                return replace(side, block_ids=sorted(ids) if hasattr(ids, "dtype") else ids)
+
+            return bool(start(job_id, _with_gpu(spec, change)))
+
+        worker.transfer_async = transfer_async
+
+
+@planted("XFER-1", "check_xfer_1_gpu_page_is_loaded_once_wherever_it_is_named")
+class ComparesNeighboursOnly(WrongWorker):
+    """A GPU page that is named twice is seen when its mentions stand side by side."""
+
+    def spoil(self, worker: Any) -> None:
+        start = worker.transfer_async
+
+        def transfer_async(job_id: int, spec: Any) -> bool:
+            try:
+                return bool(start(job_id, spec))
+            except TransferSpecError as error:
+                ids = list(spec[1].block_ids)
+                if "two pages" not in str(error) or any(a == b for a, b in pairwise(ids)):
+                    raise
+                return True
+
+        worker.transfer_async = transfer_async
+
+
+@planted("XFER-3", "check_xfer_3_small_jobs_wait_for_large_ones")
+class LetsSmallJobsOvertakeLargeOnes(WrongWorker):
+    """A job for the caller's thread is run there, whatever large ones wait."""
+
+    def spoil(self, worker: Any) -> None:
+        copier = worker._copier
+        submit = copier.submit
+
+        def submit_one(job: Any) -> None:
+            is_behind = any(job.num_bytes > 1 << 20 for job in waiting)
+            waiting.append(job)
+            copier._run(job) if is_behind and job.num_bytes < 1 << 16 else submit(job)
+
+        waiting: list[Any] = []
+        copier.submit = submit_one

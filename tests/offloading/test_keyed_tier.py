@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvview import LoadStoreSpec, OffloadingManager, SupportsMedia, make_offload_key
+from kvview import LoadStoreSpec, SupportsMedia, make_offload_key
 from kvview.testing import BoundCheck, Capability, Outcome, parametrize_with_checks, run_checks
 from kvview_reference.harness import ReferenceManager, ReferenceTransfer
 from tests.offloading.keyed_tier import DISK, KeyedManager, KeyedWorker, KeySpec
@@ -40,10 +40,11 @@ class KeyedTransfer(ReferenceTransfer):
 
 
 class KeyedManagerHarness(ReferenceManager):
-    capabilities = ReferenceManager.capabilities - {Capability.PAGES}
+    Manager = KeyedManager
 
-    def with_policy(self, name: str) -> OffloadingManager:
-        return KeyedManager(self.capacity, name, enable_events=True)
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        return super().capabilities - {Capability.PAGES}
 
 
 @parametrize_with_checks(KeyedTransfer)

@@ -33,6 +33,11 @@ def known_policies() -> tuple[str, ...]:
     return POLICIES
 
 
+_policy = getattr(make_manager(), "_policy", None)
+TRANSFERS_ARE_USES = "Load job completion" in str(type(_policy).__doc__)
+"""Whether LRU takes the end of a transfer for a use, as its docstring says from 0.24 to 0.30."""
+
+
 class BareTier:
     """The manager as it is, in kvview's words."""
 
@@ -49,6 +54,7 @@ class BareTier:
     @property
     def capabilities(self) -> frozenset[Capability]:
         has = {Capability.EVENTS, Capability.PAGES, Capability.POLICIES}
+        has.add(Capability(self.policy))
         if SEAM.cache_reset:
             has.add(Capability.RESET)
         return frozenset(has)
@@ -65,7 +71,8 @@ class Tier(BareTier):
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        return super().capabilities | {Capability.RESET}
+        has = super().capabilities | {Capability.RESET}
+        return has - {Capability.LRU} if TRANSFERS_ARE_USES else has
 
 
 class KeysSpec:

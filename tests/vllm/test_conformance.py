@@ -114,6 +114,7 @@ class GuardedVLLMPool(VLLMPool):
     def capabilities(self) -> frozenset[Capability]:
         return super().capabilities | {
             Capability.LEASES,
+            Capability.LEAKS,
             Capability.PIN_BUDGET,
             Capability.GUARDS,
             Capability.ONE_THREAD,

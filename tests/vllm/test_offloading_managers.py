@@ -38,6 +38,7 @@ with warnings.catch_warnings():
     from offloading_tiers import (  # type: ignore[import-not-found]
         CAPACITY,
         SEAM,
+        TRANSFERS_ARE_USES,
         ARCTier,
         BareARCTier,
         BareTier,
@@ -49,7 +50,7 @@ with warnings.catch_warnings():
 
 from kvview_vllm.offloading import VLLMOffloadingManager
 from kvview_vllm.releases import NEWEST_TESTED
-from kvview_vllm.releases.calls import pages_of_backend
+from kvview_vllm.releases.calls import loses_touched_stores, pages_of_backend
 from kvview_vllm.releases.release import find_class
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
@@ -72,6 +73,14 @@ _RESET = (
     "reset_cache forgets transfers in flight and has no events; vLLM's scheduler ignores late "
     "completions instead: vllm/v1/kv_offload/cpu/manager.py, 0.22 and later"
 )
+_REPEATS = "a key that one prepare_store names twice is stored twice: vllm/v1/kv_offload"
+_TRANSFERS = "0.24 to 0.30 take the end of a transfer for a use: cpu/policies/lru.py"
+_TOUCHED = "up to 0.16 a key that is touched while it is stored is lost: arc_manager.py"
+_ARC = (
+    "evicts from T1 at its target size too, and stores what is found in B1 or B2 into T1: "
+    "vllm/v1/kv_offload, arc_manager.py and cpu/policies/arc.py, all releases"
+)
+OWN_ARC = {"check_off_11_arc_is_the_published_algorithm": _ARC}
 
 
 def broken_laws(policy: str) -> dict[str, str]:
@@ -79,7 +88,11 @@ def broken_laws(policy: str) -> dict[str, str]:
     broken = {
         "check_off_2_load_of_what_is_not_ready_is_refused": _ASSERTS,
         "check_off_2_failed_load_protects_nothing": _ASSERTS,
+        "check_off_3_key_offered_twice_is_stored_once": _REPEATS,
+        "check_off_3_repeats_need_no_room": _REPEATS,
         "check_off_4_failed_store_is_gone": _ASSERTS,
+        "check_off_5_capacity_outlives_every_failure": _ASSERTS,
+        "check_event_1_each_key_is_told_once": _REPEATS,
         "check_off_9_completion_that_nothing_waits_for_is_refused": _ONCE,
         "check_off_9_store_is_completed_once": _ONCE,
         "check_off_9_store_may_be_completed_in_several_calls": _ONCE,
@@ -88,6 +101,18 @@ def broken_laws(policy: str) -> dict[str, str]:
         "check_off_9_refused_completion_of_stores_changes_nothing": _ONCE,
         "check_off_9_refused_completion_of_loads_changes_nothing": _ONCE,
     }
+    if policy == "arc":
+        broken |= OWN_ARC
+        if loses_touched_stores(make_manager(policy)):
+            broken["check_off_11_arc_touch_under_store_is_the_first_use"] = _TOUCHED
+    else:
+        broken["check_off_10_lru_refused_calls_are_no_uses"] = _ASSERTS
+    if policy == "lru" and TRANSFERS_ARE_USES:
+        broken |= {
+            "check_off_10_lru_nothing_else_is_a_use": _TRANSFERS,
+            "check_off_10_lru_key_in_flight_keeps_its_place": _TRANSFERS,
+            "check_off_10_lru_store_in_flight_keeps_its_place": _TRANSFERS,
+        }
     if not SEAM.lookup_results:
         broken |= {
             "check_off_1_key_under_store_is_not_evicted": _NO_PENDING,
@@ -103,14 +128,20 @@ def broken_laws(policy: str) -> dict[str, str]:
         }
     if policy == "arc" and pages_of_backend(make_manager()) is not None:
         broken["check_off_3_refused_store_changes_nothing"] = _PARTIAL
+        broken["check_off_2_key_loaded_twice_has_its_page_twice"] = _PARTIAL
+    if policy == "lru" and pages_of_backend(make_manager()) is not None:
+        broken["check_off_9_completion_that_names_a_key_twice"] = _ONCE
     if SEAM.cache_reset:
         broken |= {
             "check_off_8_reset_forgets_every_key": _ASSERTS,
             "check_off_8_late_store_is_not_taken_for_a_newer_one": _RESET,
             "check_off_8_late_load_may_still_be_completed": _RESET,
             "check_off_8_pages_in_flight_are_not_reused": _RESET,
+            "check_off_8_completions_of_before_and_after_in_one_call": _RESET,
+            "check_off_8_resets_one_after_another": _RESET,
             "check_event_1_removal_follows_a_store": _RESET,
             "check_event_5_reset_removes_everything_advertised": _RESET,
+            "check_event_5_reset_follows_what_was_not_taken_yet": _RESET,
             "check_off_9_late_transfer_is_completed_once_too": _ONCE,
         }
     return broken
@@ -159,7 +190,7 @@ if "arc" in BareTier.policies:
     def test_bare_arc(check: BoundCheck) -> None:
         check()
 
-    @parametrize_with_checks(ARCTier)
+    @parametrize_with_checks(ARCTier, OWN_ARC)
     def test_arc(check: BoundCheck) -> None:
         check()
 

@@ -238,7 +238,8 @@ def check_guard_5_num_pinnable_blocks_tells_what_may_be_held(pool: PoolDriver) -
     pool.true(not has_query, "a guard without a budget has no num_pinnable_blocks", has_query, "no")
     pool.use(pool.call(pool.harness, "budgeted", 4), "view")
     first, second, third, fourth, fifth = pool.blocks[:5]
-    for blocks, left in (([], 4), ([first, first], 3), ([first, second, third], 1)):
+    null = [] if pool.null is None else [pool.null]
+    for blocks, left in ((null, 4), ([first, first], 3), ([*null, first, second, third], 1)):
         pool.touch(blocks)
         told = pool.call(pool.view, "num_pinnable_blocks")
         pool.equal(told, left, "the budget less the blocks held, each once")

@@ -331,7 +331,7 @@ def check_off_6_groups_are_different_keys(tier: ManagerDriver) -> None:
 def check_off_6_touch_ignores_what_is_not_held(tier: ManagerDriver) -> None:
     """Touching unknown keys among others raises nothing and stores nothing."""
     tier.store(0, 1)
-    tier.call(tier.manager, "touch", keys(5, 0, 6), tier.context)
+    tier.touch(keys(5, 0, 6))
     tier.expect(MISS, keys(5, 6))
     tier.expect(HIT, keys(0, 1))
 

@@ -9,7 +9,7 @@ from typing import Any
 from kvview.errors import KeyNotLoadableError, TransferNotInFlightError
 from kvview.events import OffloadingEvent
 from kvview.keys import OffloadKey, make_offload_key
-from kvview.offloading import LookupResult, PrepareStoreOutput, ReqContext
+from kvview.offloading import LookupResult, PrepareStoreOutput, ReqContext, SupportsMedia
 from kvview.testing.checks import CheckFunction, check
 from kvview.testing.harness import Capability, Factory
 from kvview.testing.recorder import Recorder
@@ -147,6 +147,10 @@ class ManagerDriver(Recorder):
         """``complete_load``."""
         self.call(self.manager, "complete_load", list(loaded), self.context)
 
+    def touch(self, touched: Sequence[OffloadKey]) -> None:
+        """``touch``."""
+        self.call(self.manager, "touch", list(touched), self.context)
+
     def not_loadable(self, loaded: Sequence[OffloadKey]) -> None:
         """``prepare_load`` must refuse."""
         self.refused(
@@ -171,8 +175,15 @@ class ManagerDriver(Recorder):
         self.call(self.manager, "reset")
 
     def events(self) -> list[OffloadingEvent]:
-        """Events since the last call."""
-        return self.listed(self.manager, "take_events")
+        """Events since the last call, of media that may be named."""
+        events = self.listed(self.manager, "take_events")
+        media = self.manager.media if isinstance(self.manager, SupportsMedia) else None
+        for event in events:
+            is_name = isinstance(event.medium, str) and event.medium != ""
+            is_known = is_name and (media is None or event.medium in media)
+            named = "a name" if media is None else f"one of {list(media)}"
+            self.true(is_known, "an event names a medium of its manager", event, named, "EVENT-1")
+        return events
 
     def changes(self) -> list[tuple[str, OffloadKey]]:
         """Events since the last call, key by key: ``("+", key)`` and ``("-", key)``."""
@@ -186,6 +197,8 @@ class ManagerDriver(Recorder):
             medium = held.setdefault(event.medium, set())
             for one in event.keys:
                 if not event.removed:
+                    what = f"{one!r} is not stored again before it is removed"
+                    self.true(one not in medium, what, event, "a removal", law)
                     medium.add(one)
                     continue
                 self.true(

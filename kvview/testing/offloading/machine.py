@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -25,11 +26,23 @@ class TierOracle:
         self.loading: Counter[OffloadKey] = Counter()
         self.late_stores: set[OffloadKey] = set()  # in flight since before a reset
         self.late_loads: Counter[OffloadKey] = Counter()
+        self.last_use: dict[OffloadKey, int] = {}
+        self.now = 0
 
     @property
     def late(self) -> set[OffloadKey]:
         """Keys that transfers from before a reset still use."""
         return self.late_stores | set(self.late_loads)
+
+    def use(self, used: Sequence[OffloadKey]) -> None:
+        """Keys are used at one time."""
+        self.now += 1
+        self.last_use.update(dict.fromkeys(used, self.now))
+
+    def touch(self, touched: Sequence[OffloadKey]) -> None:
+        """Of one call the first is the most recent."""
+        for one in reversed(touched):
+            self.use([one])
 
     def reset(self) -> None:
         """Forget; what is in flight goes on."""
@@ -73,6 +86,7 @@ def offloading_machine(factory: Factory) -> type[RuleBasedStateMachine]:
             output = self.tier.must_offer(filler)
             self.tier.finish(output.keys_to_store)
             self.oracle.stored.update(filler)
+            self.oracle.use(filler)
 
         @rule(picks=picks)
         def offer(self, picks: list[int]) -> None:
@@ -97,6 +111,11 @@ def offloading_machine(factory: Factory) -> type[RuleBasedStateMachine]:
             in_flight = sorted(evicted & (oracle.pending | set(oracle.loading)))
             tier.equal(in_flight, [], "no key in flight is evicted", "OFF-1")
             tier.equal(sorted(evicted - oracle.stored), [], "what is evicted was held", "OFF-6")
+            if Capability.LRU in capabilities:
+                oldest = sorted(oracle.last_use[one] for one in evictable)[: len(evicted)]
+                ages = [oracle.last_use[one] for one in output.evicted_keys]
+                tier.equal(ages, oldest, "what was used longest ago goes first", "OFF-10")
+            oracle.use(new)
             oracle.stored -= evicted
             oracle.pending.update(new)
             total = len(oracle.stored | oracle.pending)
@@ -151,8 +170,9 @@ def offloading_machine(factory: Factory) -> type[RuleBasedStateMachine]:
 
         @rule(picks=picks)
         def touch(self, picks: list[int]) -> None:
-            touched = list(dict.fromkeys(key(i % num_keys) for i in picks))
-            self.tier.call(self.tier.manager, "touch", touched, self.tier.context)
+            touched = [key(i % num_keys) for i in picks]
+            self.tier.touch(touched)
+            self.oracle.touch(touched)
 
         @precondition(lambda self: Capability.RESET in capabilities)
         @rule(is_rare=st.sampled_from([False, False, False, True]))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import wraps
 from itertools import count
 from math import inf
@@ -56,6 +56,7 @@ class PoolDriver(Recorder):
         self.engine: Counter[int] = Counter()
         self.held: Counter[int] = Counter()
         self.hashes: dict[int, list[bytes]] = {}
+        self.last_keys: deque[bytes] = deque(maxlen=32)  # cached last, held still or not
         self.hashed_free: list[int] = []  # in the order in which they must be evicted
         self.joined: dict[int, int] = {}  # of each of them: a number that grows along the queue
         self.passed: dict[int, float] = {}  # of each resumed walk: how far along it is
@@ -131,7 +132,27 @@ class PoolDriver(Recorder):
         keys = [make_offload_key(block_hash, group_idx) for block_hash in hashes]
         for block, key in zip(blocks, keys, strict=True):
             self.hashes.setdefault(block, []).append(key)
+        self.last_keys.extend(keys)
         return [bytes(key) for key in keys]
+
+    def cache_as(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Let the engine cache blocks under keys that others may hold: equal prompts do so."""
+        for block, key in zip(blocks, keys, strict=True):
+            group_idx = int.from_bytes(key[-4:], "big")
+            self.call(self.harness, "cache", [block], [key[:-4]], group_idx)
+            self.hashes.setdefault(block, []).append(key)
+
+    def check_found(self, keys: Iterable[bytes]) -> None:
+        """Whoever asks for a key gets a block that holds it, as long as there is one."""
+        holders: dict[bytes, list[int]] = {}
+        for block, held in self.hashes.items():
+            for key in held:
+                holders.setdefault(key, []).append(block)
+        for key in keys:
+            found = self.call(self.view, "find_cached_block", key)
+            right: list[int | None] = [*holders.get(key, [])] or [None]
+            what = f"find_cached_block finds a block that holds {key!r}, while one does"
+            self.true(found in right, what, found, f"one of {right}", "POOL-8")
 
     def evict(self, blocks: Sequence[int]) -> None:
         """Let the engine drop blocks from its prefix cache."""
@@ -296,6 +317,8 @@ class PoolDriver(Recorder):
             if self.can(Capability.IS_FREE):
                 got = {b for b in range(self.num_blocks) if self.call(self.view, "is_free", b)}
                 self.equal(got, free, "is_free is True for what nobody holds", "POOL-1")
+            if self.can(Capability.FIND_CACHED):
+                self.check_found(self.last_keys)
             if self.can(Capability.BLOCK_KEYS):
                 blocks = list(self.blocks)
                 told = [tuple(keys) for keys in self.call(self.view, "block_keys", blocks)]

@@ -64,6 +64,20 @@ def pool_machine(factory: Factory) -> type[RuleBasedStateMachine]:
             if blocks:
                 self.pool.cache(blocks, group_idx)
 
+        @precondition(lambda self: has(Capability.CACHE) and self.pool.engine and self.pool.hashes)
+        @rule(picks=picks)
+        def cache_what_another_block_holds(self, picks: list[int]) -> None:
+            pool = self.pool
+            used = sorted(pool.engine)
+            keys = sorted({key for keys in pool.hashes.values() for key in keys})
+            most = _MAX_HASHES if has(Capability.MANY_HASHES) else 1
+            for block, i in {used[i % len(used)]: i for i in picks}.items():
+                key, held = keys[i % len(keys)], pool.hashes.get(block, [])
+                # A block's further keys are sorted by some engines.
+                in_order = len(held) < 2 or key > held[-1]
+                if key not in held and len(held) < most and in_order:
+                    pool.cache_as([block], [key])
+
         @rule(picks=picks)
         def touch(self, picks: list[int]) -> None:
             blocks = range(self.pool.num_blocks)

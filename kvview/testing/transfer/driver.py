@@ -172,12 +172,16 @@ class TransferDriver(Recorder):
         """Submit a job from the tier to the GPU; returns its id."""
         gpu, tier = self.sides(parts)
         job_id = self.submit((tier, gpu))
+        self.expect_loaded(parts)
+        self._in_flight[job_id] = JobInFlight(None, self._size(parts))
+        return job_id
+
+    def expect_loaded(self, parts: Parts) -> None:
+        """Do to the plain bytes what a load does."""
         for group, block, chunk, sub in self._pairs(parts):
             pages = zip(self._pages(group, block), self._host[chunk][1][sub], strict=True)
             for (storage, span), data in pages:
                 self._expected[storage][span] = data
-        self._in_flight[job_id] = JobInFlight(None, self._size(parts))
-        return job_id
 
     def submit(self, spec: tuple[object, object], job_id: int | None = None) -> int:
         """Submit any job that must be accepted; a full worker is waited for once."""

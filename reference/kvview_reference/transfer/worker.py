@@ -325,10 +325,10 @@ class CPUGPUTransferWorker:
             )
         k, gpu_end, host_end = self._k, 0, 0
         named = []
-        for index, size in enumerate(gpu.group_sizes):
+        for index, size in enumerate(map(int, gpu.group_sizes)):  # small numpy ints wrap around
             if not size:
                 continue
-            skip = gpu.block_indices[index] % k
+            skip = int(gpu.block_indices[index]) % k
             gpu_at, gpu_end = gpu_end, gpu_end + size
             host_at, host_end = host_end, host_end - (-(skip + size) // k)
             if host_end > len(host_ids):
