@@ -161,7 +161,7 @@ def test_page_of_a_connector(tmp_path: Path) -> None:
     for told in ("CONN-4", "requests (engine)", "free", "blocks (and jobs)", "step", "preemptions"):
         assert told in page.texts
     assert (
-        "print(simulate(LeaksFailedStores, scenario, engines=ReferenceEngines()).failure)"
+        "failure = simulate(LeaksFailedStores, scenario, engines=ReferenceEngines()).failure"
         in page.text
     )
 

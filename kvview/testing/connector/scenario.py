@@ -355,7 +355,8 @@ def to_script(
     factory = type(engines)
     lines.insert(lines.index(""), f"from {factory.__module__} import {factory.__name__}")
     given += f", engines={factory.__name__}()"
-    lines += [")", f"print(simulate({connector}, scenario{given}).failure)"]
+    lines += [")", f"failure = simulate({connector}, scenario{given}).failure"]
+    lines += ["assert failure is None, failure"]
     return "\n".join(lines) + "\n"
 
 
