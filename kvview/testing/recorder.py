@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from kvview.targets import target_of
 from kvview.testing.checks import running_check
-from kvview.testing.profiles import current_profile
+from kvview.testing.profiles import Effort, current_profile
+
+if TYPE_CHECKING:
+    from kvview.testing.connector.result import Snapshot
 
 _IMPORTS = 4  # lines of the header that import
 _RESULT = reprlib.Repr()  # takes no arguments before Python 3.12
@@ -26,11 +29,25 @@ class LawBroken(AssertionError):
         what: The expectation in words.
         got: What was observed.
         expected: What the law wants instead.
-        script: Python that shows it again.
+        script: Python that shows it again, and fails as long as the law is broken.
+        seeds: Of a connector, the seeds that break the law; the script is the first one's.
+        timeline: Of a connector, where the blocks are after each step of that run.
     """
 
-    def __init__(self, law: str, what: str, *, got: str, expected: str, script: str) -> None:
+    def __init__(
+        self,
+        law: str,
+        what: str,
+        *,
+        got: str,
+        expected: str,
+        script: str,
+        seeds: Sequence[int] = (),
+        timeline: Sequence[Snapshot] = (),
+    ) -> None:
         super().__init__(law, what)
+        self.seeds = seeds
+        self.timeline = timeline
         self.law = law
         self.what = what
         self.got = got
@@ -203,11 +220,12 @@ class Recorder:
         profile = current_profile()
         call = f"{check.__name__}(factory)"
         if profile.seed is not None:
-            call = f"with use_profile(make_profile({profile.name!r}, {profile.seed})): {call}"
+            effort = Effort(profile.name, profile.seed, steps=profile.num_steps)
+            call = f"with use_profile(make_profile({effort!r})): {call}"
         return "\n".join(
             [
                 _import_line(self._factory),
-                "from kvview.testing.profiles import make_profile, use_profile",
+                "from kvview.testing.profiles import Effort, make_profile, use_profile",
                 f"from {check.__module__} import {check.__name__}",
                 "",
                 "# Among its calls are these:",

@@ -33,8 +33,9 @@ from kvview import (
     TransferSpecError,
     WorkerConnector,
 )
-from kvview.connector.raising import wrong_type
+from kvview.connector.raising import where, wrong_type
 from kvview.errors import line_of
+from kvview.testing.connector import watchdog
 from kvview.testing.connector.invariants import InvariantBroken, short
 from kvview.testing.connector.scenario import Fate
 from kvview.testing.connector.stream import StepStream
@@ -48,9 +49,14 @@ _Page = tuple[str, int | None]  # of a medium; None for all of it
 def hook(name: str, law: str) -> Iterator[None]:
     """What a connector's method raises breaks a law, unless the error names another."""
     try:
-        yield
+        with watchdog.calling():
+            yield
     except (InvariantBroken, KeyboardInterrupt):
         raise
+    except watchdog.HookTimeout as error:
+        line = where(error)
+        message = f"{name} {error}" + (f": it is at {line}" if line else "")
+        raise InvariantBroken(law, message, is_timeout=True) from error
     except BaseException as error:  # sys.exit() in a hook must not end the check
         text = line_of(error)
         if (named := _LAW.match(text)) and not (law == "CONN-2" and text.startswith("OFF-2")):
@@ -170,6 +176,7 @@ class FaultyWorker(WorkerConnector):
         self._is_lost_over = False
         self._stored: defaultdict[int, list[Flight]] = defaultdict(list)
         self.num_reported = 0
+        self.not_waited_for: list[int] = []  # jobs that go on though ``wait`` has returned
 
     @property
     def num_in_flight(self) -> int:
@@ -343,6 +350,8 @@ class FaultyWorker(WorkerConnector):
         with hook("wait of the worker half", "CONN-3"):
             self._inner.wait([flight.job.job_id for flight in unit.flights])
         self._poll()
+        going_on = [flight.job.job_id for flight in unit.flights if flight.result is None]
+        self.not_waited_for += going_on
         for tensor, rows in zip(self._tensors, before, strict=True):
             tensor[list(spoilt)] = rows[list(spoilt)]
         self._check_writes(unit, before)
