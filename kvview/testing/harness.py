@@ -21,7 +21,7 @@ from kvview.transfer import CanonicalKVCaches, TransferWorker
 Contract = Literal["pool", "geometry", "offloading", "transfer", "connector"]
 """The contract that a harness is for; a connector class is its own harness."""
 
-Factory = Callable[[], Any]
+Factory = Callable[..., Any]
 """Makes a harness in its first state; every check calls it at least once. A connector class
 is given as it is."""
 
