@@ -5,7 +5,8 @@ Not imported by ``import kvview``: pydantic alone would take longer than all of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -34,3 +35,25 @@ def parse_options(model: type[OptionsT], options: Mapping[str, Any]) -> OptionsT
         )
         known = ", ".join(model.model_fields)
         raise ConfigError(f"bad connector options: {problems}. Known options: {known}") from None
+
+
+def read_options(given: Iterable[str], flag: str = "--option") -> dict[str, Any]:
+    """The options of a command line: ``KEY=VALUE``, the value JSON or else text.
+
+    Args:
+        given: As they were typed; of one key the last counts.
+        flag: What they are given by, for the error.
+
+    Raises:
+        ConfigError: One is not of that form.
+    """
+    options: dict[str, Any] = {}
+    for option in given:
+        key, equals, value = option.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{flag} {option!r}: expected KEY=VALUE")
+        try:
+            options[key] = json.loads(value)
+        except json.JSONDecodeError:
+            options[key] = value
+    return options

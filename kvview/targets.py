@@ -46,12 +46,24 @@ def load_connector(target: str) -> type[Connector]:
         ConfigError: The target does not import, or names no ``Connector`` that can be
             built from a :class:`~kvview.ConnectorConfig`.
     """
-    found = load_target(target)
+    return require_connector(load_target(target), f"target {target!r}")
+
+
+def require_connector(found: object, name: str) -> type[Connector]:
+    """Refuse what is no connector class that can be built.
+
+    Args:
+        found: What somebody means to be one.
+        name: Of it, for the error.
+
+    Raises:
+        ConfigError: As :func:`load_connector`.
+    """
     if _is_connector_class(found):
         if problem := _why_not_built(found):
-            raise ConfigError(f"target {target!r}: {found.__qualname__} {problem}")
+            raise ConfigError(f"{name}: {found.__qualname__} {problem}")
         return found
-    raise ConfigError(f"target {target!r} is {_what_it_is(found)}, not a subclass of Connector")
+    raise ConfigError(f"{name} is {_what_it_is(found)}, not a subclass of Connector")
 
 
 def is_connector(found: object) -> bool:

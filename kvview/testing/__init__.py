@@ -7,6 +7,7 @@ A check is a plain function of a factory; one list of them has three runners:
 
 from kvview.targets import load_target
 from kvview.testing.checks import CHECKS, Check, check, checks_for
+from kvview.testing.connector_checks import NotExercised
 from kvview.testing.events import checks as event_checks
 from kvview.testing.geometry import checks as geometry_checks
 from kvview.testing.guard import checks as guard_checks
@@ -53,6 +54,7 @@ __all__ = [
     "ManagerHarness",
     "Mutant",
     "MutantResult",
+    "NotExercised",
     "Outcome",
     "PlantedFault",
     "PoolHarness",

@@ -8,11 +8,13 @@ call it alone. A runner looks it up here for its law and for what it requires.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import wraps
 
 from kvview.testing.harness import Capability, Contract, Factory
 
-_FAMILIES = ("POOL", "GUARD", "GEO", "OFF", "EVENT", "XFER")
+_FAMILIES = ("CONN", "POOL", "GUARD", "GEO", "OFF", "EVENT", "XFER")
 
 CheckFunction = Callable[[Factory], None]
 
@@ -44,6 +46,13 @@ class Check:
 CHECKS: list[Check] = []
 """All checks, in no special order."""
 
+_running: ContextVar[CheckFunction | None] = ContextVar("kvview_check", default=None)
+
+
+def running_check() -> CheckFunction | None:
+    """The check that is running, for a script that runs it again; None outside any."""
+    return _running.get()
+
 
 def check(
     law: str, *requires: Capability, contract: Contract
@@ -51,8 +60,16 @@ def check(
     """Register a function of a factory as a check of a law."""
 
     def register(function: CheckFunction) -> CheckFunction:
-        CHECKS.append(Check(function.__name__, law, contract, requires, function))
-        return function
+        @wraps(function)
+        def run(factory: Factory) -> None:
+            token = _running.set(run)
+            try:
+                function(factory)
+            finally:
+                _running.reset(token)
+
+        CHECKS.append(Check(function.__name__, law, contract, requires, run))
+        return run
 
     return register
 

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from kvview.cli.exit_codes import ExitCode
 from kvview.cli.output import naming, require_writable, write_json
-from kvview.connector import Connector
 from kvview.errors import ConfigError
-from kvview.targets import is_connector, load_connector
 
 if TYPE_CHECKING:
-    from kvview.testing import CheckResult, MutantResult, Report
-    from kvview.testing.connector import ConnectorReport
-
-DEFAULT_SEEDS = 200
-_STYLES = {
-    "passed": "green",
-    "failed": "bold red",
-    "skipped": "dim",
-    "expected failure": "yellow",
-    "unexpected pass": "bold red",
-}
+    from kvview.testing import Report
 
 
 @click.command()
@@ -50,23 +37,25 @@ _STYLES = {
     "--expected-failures",
     "expected_failures_file",
     metavar="FILE",
-    help="Lines of 'check_name: reason'; one that passes is reported.",
+    help="Lines of 'check_name: reason' or 'coverage: name: reason'; a pass is reported.",
 )
 @click.option("--seed", type=int, help="Of everything random; of a connector, the first.")
-@click.option(
-    "--seeds",
-    type=int,
-    default=DEFAULT_SEEDS,
-    show_default=True,
-    help="Simulated runs of a connector.",
-)
+@click.option("--steps", type=int, help="Longest sequence of calls; fewest steps of a run.")
+@click.option("--seeds", type=int, help="Simulated runs of a connector.  [default: 200]")
 @click.option(
     "--engine",
     metavar="NAME",
-    default="reference",
-    show_default=True,
-    help="What runs a connector: vllm is the installed vLLM's own scheduler, without a GPU.",
+    help="What runs a connector: reference (default), or vllm, the installed vLLM's own "
+    "scheduler, without a GPU.",
 )
+@click.option(
+    "--option",
+    "options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="An option for the connector; the value is JSON, or else text. Repeatable.",
+)
+@click.option("--hook-seconds", type=float, help="CPU time of one call of a hook.  [default: 30]")
 @click.option(
     "--json", "json_file", metavar="FILE", help="Write the report there ('-' for stdout)."
 )
@@ -78,8 +67,11 @@ def check(
     select: tuple[str, ...],
     expected_failures_file: str | None,
     seed: int | None,
-    seeds: int,
-    engine: str,
+    steps: int | None,
+    seeds: int | None,
+    engine: str | None,
+    options: tuple[str, ...],
+    hook_seconds: float | None,
     json_file: str | None,
     page_file: str | None,
     self_test: bool,
@@ -90,56 +82,71 @@ def check(
     makes a harness over a pool view, a coordinator, an offloading manager or a
     transfer worker; or a connector class, which is run in an engine under faults.
     """
-    console = Console(stderr=json_file == "-")  # stdout is the report's alone then
+    console = Console(stderr=json_file == "-", emoji=False)  # stdout is the report's alone then
     require_writable("--json", json_file)
     require_writable("--report", page_file)
     if self_test:
-        if page_file is not None:
-            raise ConfigError("--report is for a TARGET: --self-test has no page")
-        if target is not None:
-            raise ConfigError("--self-test takes no TARGET: it brings its own")
+        _refuse_for_the_self_test(click.get_current_context())
         _finish(*_self_test(console), json_file)
     if target is None:
         raise ConfigError("give a TARGET, package.module:factory, or --self-test")
+    from kvview.options import read_options
     from kvview.testing import load_target, read_expected_failures, run_checks
+    from kvview.testing.page import write_report
+    from kvview.testing.terminal import show_report
 
-    subject = load_target(target)
-    if is_connector(subject):
-        connector = load_connector(target)
-        found = _check_connector(console, connector, target, seed or 0, seeds, engine, page_file)
-        _finish(*found, json_file)
-    if engine != "reference":
-        raise ConfigError(f"--engine is for a connector, and target {target!r} is none")
-    expected = (
-        {} if expected_failures_file is None else read_expected_failures(expected_failures_file)
-    )
-    with _status(f"checking {target}") as on_progress:
+    path = expected_failures_file
+    with _ended_in_order(), naming(target), _status(f"checking {target}") as on_progress:
         report = run_checks(
-            subject,
-            expected_failures=expected,
+            load_target(target),
+            expected_failures={} if path is None else read_expected_failures(path),
             profile=profile,
             select=select,
             seed=seed,
+            steps=steps,
+            seeds=seeds,
+            engine=engine,
+            options=read_options(options),
+            hook_seconds=hook_seconds,
             target=target,
             on_result=lambda result: on_progress(result.check.name),
+            on_seed=lambda done, failed: on_progress(f"{done} seeds, {failed} failed"),
         )
-    _show(console, report)
+    show_report(console, report)
     if page_file is not None:
-        from kvview.testing.page import write_checks_report
-
-        write_checks_report(page_file, report)
-    _finish(_verdict(bool(report.failures), report.is_interrupted), report.to_dict(), json_file)
+        write_report(page_file, report)
+    _finish(_verdict(report), report.to_dict(), json_file)
 
 
-def _verdict(has_failures: bool, is_interrupted: bool) -> ExitCode:
-    if has_failures:
+def _verdict(report: Report) -> ExitCode:
+    if report.failures:
         return ExitCode.WRONG
-    return ExitCode.INTERRUPTED if is_interrupted else ExitCode.CLEAN
+    if report.is_interrupted:
+        return ExitCode.INTERRUPTED
+    return ExitCode.NOT_CHECKED if report.not_checked else ExitCode.CLEAN
 
 
 def _finish(code: ExitCode, report: dict[str, Any], json_file: str | None) -> None:
     write_json(json_file, report)
     sys.exit(code)
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does: with its summary and its report."""
+
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, end)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -152,160 +159,38 @@ def _status(title: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(f"{title}: {text}")
 
 
-def _check_connector(
-    console: Console,
-    connector_class: type[Connector],
-    target: str,
-    first_seed: int,
-    seeds: int,
-    engine: str,
-    page_file: str | None,
-) -> tuple[ExitCode, dict[str, Any]]:
-    try:
-        from kvview.testing.connector import check_connector, load_engines
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"target {target!r} is a connector, and checking one needs {error.name}: "
-            "it is not installed"
-        ) from error
-    if seeds < 1:
-        raise ConfigError(f"--seeds must be at least 1, got {seeds}")
-    engines = load_engines(engine)
-    with naming(target), _status(f"simulating {target}") as on_progress:
-        report = check_connector(
-            connector_class,
-            seeds=seeds,
-            first_seed=first_seed,
-            on_progress=lambda done, failed: on_progress(f"{done} seeds, {failed} failed"),
-            engines=engines,
-        )
-    _show_connector(console, report, target)
-    if page_file is not None:
-        from kvview.testing.connector.page import write_report
-
-        write_report(page_file, report)
-    failures = [
-        {"seed": one.seed, "law": one.law, "message": one.message, "script": one.script}
-        for one in report.failures
-    ]
-    told = {
-        "target": target,
-        "contract": "connector",
-        "engine": engines.name,
-        "is_clean": report.is_clean,
-        "is_interrupted": report.is_interrupted,
-        "not_exercised": list(report.not_exercised),
-        "first_seed": report.first_seed,
-        "num_seeds": report.num_seeds,
-        "seconds": round(report.seconds, 3),
-        "coverage": dict(report.coverage),
-        "failures": failures,
-    }
-    code = _verdict(bool(failures), report.is_interrupted)
-    if code is ExitCode.CLEAN and report.not_exercised:
-        code = ExitCode.NOT_CHECKED
-    return code, told
-
-
-# --- what a person sees ---
-
-
-def _show(console: Console, report: Report) -> None:
-    title = f"{report.contract} checks of {report.target}"
-    table = Table(title=title, title_justify="left", box=None)
-    for name in ("law", "outcome", "seconds", "check"):
-        table.add_column(name, justify="right" if name == "seconds" else "left", overflow="fold")
-    law = ""
-    for result in report:
-        shown = "" if result.check.law == law else result.check.law
-        law = result.check.law
-        outcome = f"[{_STYLES[result.outcome.value]}]{result.outcome.value}"
-        name = result.check.name + (f": {result.reason}" if result.reason else "")
-        table.add_row(shown, outcome, f"{result.seconds:.2f}", escape(name))
-    console.print(table)
-    for result in report.failures:
-        _show_failure(console, result)
-    style = "red" if report.failures else "bold"
-    console.print(report.summary(), style=style, markup=False, soft_wrap=True)
-
-
-def _show_failure(console: Console, result: CheckResult) -> None:
-    failure = result.failure
-    console.print()
-    if failure is None:
-        console.print(f"[bold red]{result.check.name} passed[/], expected: {escape(result.reason)}")
-        return
-    console.print(f"[bold red]{failure.law}[/] {result.check.name}: {escape(failure.what)}")
-    console.print(f"  got:      {failure.got}", markup=False, highlight=False)
-    console.print(f"  expected: {failure.expected}", markup=False, highlight=False)
-    if failure.script:
-        console.print("  to see it again:\n", style="dim")
-        _paste(console, failure.script)
-
-
-def _show_connector(console: Console, report: ConnectorReport, target: str) -> None:
-    table = Table(title=f"simulated runs of {target}", title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for name, times in sorted(report.coverage.items()):
-        table.add_row(escape(str(name)), f"{times:,}")
-    console.print(table)
-    for failure in report.failures:
-        console.print(f"[bold red]{escape(failure.law)}[/] seed {failure.seed}: ", end="")
-        console.print(failure.message, markup=False, highlight=False)
-    if report.failures:
-        console.print("\nto see the first again:\n", style="dim")
-        _paste(console, report.failures[0].script)
-    for line in report.not_exercised:
-        console.print(f"not checked: {line}", style="yellow", markup=False, soft_wrap=True)
-    last = report.first_seed + report.num_seeds - 1
-    console.print(
-        f"{target}: {report.num_seeds} seeds ({report.first_seed} to {last}), "
-        f"{len(report.failures)} failed, {report.seconds:.1f} s"
-        + ("; interrupted" if report.is_interrupted else ""),
-        markup=False,
-        soft_wrap=True,
-        style="red" if report.failures else "bold",
-    )
-
-
-def _paste(console: Console, script: str) -> None:
-    console.print(script, markup=False, highlight=False, soft_wrap=True)  # never broken
+def _refuse_for_the_self_test(context: click.Context) -> None:
+    if context.params["target"] is not None:
+        raise ConfigError("--self-test takes no TARGET: it brings its own")
+    default = click.core.ParameterSource.DEFAULT
+    for option in context.command.params:
+        name = option.name or ""
+        if name in ("self_test", "json_file") or name not in context.params:
+            continue
+        if context.get_parameter_source(name) is not default:
+            raise ConfigError(f"{option.opts[0]} is for a TARGET: --self-test has none")
 
 
 def _self_test(console: Console) -> tuple[ExitCode, dict[str, Any]]:
     from kvview.testing.mutants import load_mutants, run_mutants
+    from kvview.testing.schema import MutantModel, SelfTestModel
+    from kvview.testing.terminal import show_mutants
 
     mutants = load_mutants()
     with _status(f"running {len(mutants)} planted faults") as on_progress:
         results = run_mutants(mutants, lambda result: on_progress(result.mutant.name))
-    _show_mutants(console, results)
+    show_mutants(console, results)
     rows = [
-        {
-            "mutant": result.mutant.name,
-            "what": result.mutant.what,
-            "law": result.mutant.law,
-            "incident": result.mutant.incident,
-            "check": result.mutant.killed_by,
-            "is_killed": result.is_killed,
-        }
+        MutantModel(
+            mutant=result.mutant.name,
+            what=result.mutant.what,
+            law=result.mutant.law,
+            incident=result.mutant.incident,
+            check=result.mutant.killed_by,
+            is_killed=result.is_killed,
+        )
         for result in results
     ]
-    survivors = [result for result in results if not result.is_killed]
-    return _verdict(bool(survivors), False), {"mutants": rows, "num_survivors": len(survivors)}
-
-
-def _show_mutants(console: Console, results: Sequence[MutantResult]) -> None:
-    table = Table(title="planted faults", title_justify="left", box=None)
-    for name in ("law", "mutant", "killed by", "incident"):
-        table.add_column(name, overflow="fold")
-    for result in results:
-        mutant = result.mutant
-        end = mutant.killed_by if result.is_killed else "[bold red]SURVIVED[/] " + mutant.killed_by
-        name = escape(f"{mutant.name}\n  {mutant.what}")
-        table.add_row(mutant.law, name, end, mutant.incident or "")
-    console.print(table)
-    killed = sum(result.is_killed for result in results)
-    incidents = len({result.mutant.incident for result in results} - {None})
-    told = f"{killed} of {len(results)} planted faults killed; {incidents} incidents"
-    console.print(told, soft_wrap=True)
+    num_survivors = sum(not result.is_killed for result in results)
+    told = SelfTestModel(mutants=rows, num_survivors=num_survivors).model_dump(mode="json")
+    return ExitCode.WRONG if num_survivors else ExitCode.CLEAN, told

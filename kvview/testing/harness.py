@@ -18,11 +18,12 @@ from kvview.offloading import OffloadingManager
 from kvview.pool import GPUBlockPoolView
 from kvview.transfer import CanonicalKVCaches, TransferWorker
 
-Contract = Literal["pool", "geometry", "offloading", "transfer"]
-"""The contract that a harness is for."""
+Contract = Literal["pool", "geometry", "offloading", "transfer", "connector"]
+"""The contract that a harness is for; a connector class is its own harness."""
 
-Factory = Callable[[], Any]
-"""Makes a harness in its first state; every check calls it at least once."""
+Factory = Callable[..., Any]
+"""Makes a harness in its first state; every check calls it at least once. A connector class
+is given as it is."""
 
 MIN_POOL_BLOCKS = 16
 MIN_CACHED_BLOCKS = 64
@@ -384,5 +385,6 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         ),
         Capability.TIER_SPEC: (Need("harness", "tier_spec", 1),),
     },
+    "connector": {},
 }
 """Per contract, the capabilities that may be declared, and what each one needs."""

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 
 from kvview.errors import ConfigError
+from kvview.targets import is_connector, require_connector
 from kvview.testing.harness import (
     MIN_BLOCKS_PER_GROUP,
     MIN_CAPACITY,
@@ -41,6 +42,9 @@ def inspect_factory(factory: Factory) -> tuple[Contract, frozenset[Capability]]:
             declares a capability that there is not. All that is wrong, in one message.
     """
     name = getattr(factory, "__qualname__", None) or repr(factory)
+    if is_connector(factory):
+        require_connector(factory, f"target {name}")
+        return "connector", frozenset()
     if not callable(factory):
         raise ConfigError(f"{name} is no factory: it cannot be called")
     try:

@@ -13,20 +13,32 @@ from kvview.testing.recorder import LawBroken
 from kvview.testing.report import BAD, CheckResult, Outcome, Report
 
 _STYLE = """
+:root { color-scheme: light dark; --text: #222; --page: #fff; --rule: #e3e6ea; --code: #f4f5f7;
+  --note: #5a6169; --bad: #b22222; --good: #2e7d32; --expected: #9a5b00; --axis: #333;
+  --engine: #4e79a7; --held: #f28e2b; --free: #d7dde3; --hatch: #7a4300 }
+@media (prefers-color-scheme: dark) { :root { --text: #e4e6e8; --page: #17191c; --rule: #3a3f45;
+  --code: #22262b; --note: #a3abb3; --bad: #ff8a80; --good: #81c784; --expected: #ffb74d;
+  --axis: #c3c8cd; --engine: #7ea6d0; --held: #c8741c; --free: #454c54; --hatch: #ffdcb3 } }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2em auto; padding: 0 1em;
-  color: #222; background: #fff }
+  color: var(--text); background: var(--page) }
 h1 { font-size: 1.5em } h2 { font-size: 1.2em; margin-top: 2em }
 h1, h2, td { overflow-wrap: anywhere }
 table { border-collapse: collapse }
 th, td { text-align: left; vertical-align: top; padding: .3em 1.2em .3em 0;
-  border-bottom: 1px solid #e3e6ea }
+  border-bottom: 1px solid var(--rule) }
 th { font-weight: 600 } td:first-child, .number, .outcome { white-space: nowrap }
 .number { text-align: right; font-variant-numeric: tabular-nums }
-pre { background: #f4f5f7; padding: 1em; overflow-x: auto; font-size: 13px; line-height: 1.4 }
-code { font-size: 13px } .note { color: #5a6169 } .bad { color: #b22222; font-weight: 600 }
-.good { color: #2e7d32 } .expected { color: #9a5b00 }
-svg { width: 100%; height: auto; margin: .5em 0 } summary { cursor: pointer; color: #5a6169 }
-svg text { font: 13px system-ui, sans-serif; fill: #333 }
+pre { background: var(--code); padding: 1em; overflow-x: auto; font-size: 13px; line-height: 1.4 }
+code { font-size: 13px } .note { color: var(--note) } .good { color: var(--good) }
+.bad { color: var(--bad); font-weight: 600 } .expected { color: var(--expected) }
+svg { width: 100%; height: auto; margin: .5em 0 } summary { cursor: pointer; color: var(--note) }
+svg text { font: 13px system-ui, sans-serif; fill: var(--axis) }
+svg .told { fill: var(--bad) } .axis { fill: none; stroke: var(--axis) }
+.engine { fill: var(--engine) } .held { fill: var(--held) } .free { fill: var(--free) }
+.hatch { fill: none; stroke: var(--hatch); stroke-width: 1.2 }
+.halo { fill: none; stroke: var(--page); stroke-width: 5 }
+.jobs { fill: none; stroke: var(--bad); stroke-width: 2.5 }
+.broken { stroke: var(--bad); stroke-width: 1.5; stroke-dasharray: 4 3 }
 """
 _CLASSES = {
     Outcome.PASSED: "good",
@@ -34,11 +46,12 @@ _CLASSES = {
     Outcome.SKIPPED: "note",
     Outcome.EXPECTED_FAILURE: "expected",
     Outcome.UNEXPECTED_PASS: "bad",
+    Outcome.NOT_CHECKED: "expected",
 }
 
 
-def write_checks_report(path: str | Path, report: Report) -> None:
-    """Write a page about the checks of a pool, a manager or a transfer worker.
+def write_report(path: str | Path, report: Report) -> None:
+    """Write a page about a run of checks, whatever their contract.
 
     Args:
         path: Of the page.
@@ -47,26 +60,13 @@ def write_checks_report(path: str | Path, report: Report) -> None:
     Raises:
         ConfigError: The file cannot be written.
     """
-    write_page(path, f"kvview check: {report.target}", _parts(report))
-
-
-def write_page(path: str | Path, title: str, parts: Iterable[str]) -> None:
-    """Write a page.
-
-    Args:
-        path: Of the page.
-        title: Its title and first heading, as text.
-        parts: What follows, as HTML.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    title = f"kvview check: {report.target}"
     # The empty icon keeps a browser from asking a server for one.
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f'<link rel="icon" href="data:,"><title>{escape(title)}</title><style>{_STYLE}</style>'
     )
-    body = "\n".join([f"<h1>{escape(title)}</h1>", *parts])
+    body = "\n".join([f"<h1>{escape(title)}</h1>", *_parts(report)])
     page = f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
     try:
         # A lone surrogate, which a message may quote, must not cost the report.
@@ -75,7 +75,7 @@ def write_page(path: str | Path, title: str, parts: Iterable[str]) -> None:
         raise ConfigError(f"report {str(path)!r}: {error.strerror}") from error
 
 
-def make_table(names: Sequence[str], rows: Iterable[Sequence[str]], numbers: str = "") -> str:
+def _make_table(names: Sequence[str], rows: Iterable[Sequence[str]], numbers: str = "") -> str:
     """A table as HTML.
 
     Args:
@@ -97,25 +97,35 @@ def _parts(report: Report) -> list[str]:
     num_failed = len(report.failures)
     failed = f"{num_failed} {'check' if num_failed == 1 else 'checks'} failed"
     verdict = failed if num_failed else "every law that was checked holds"
+    if report.not_checked and not num_failed:
+        verdict = "nothing is wrong, and not all was checked that must be"
     if report.is_interrupted:
         verdict = f"interrupted after {len(report.results)} of {report.num_selected} checks"
         verdict += f", {failed}" if num_failed else ""
     counts = ", ".join(f"{times} {outcome}" for outcome, times in report.counts().items())
-    seed = "derandomised" if report.seed is None else f"seed {report.seed}"
-    seconds = sum(result.seconds for result in report)
     parts = [
         f'<p><b class="{"good" if report.is_clean else "bad"}">{escape(verdict)}</b>. '
         f"Contract {escape(report.contract)}: {escape(counts or 'nothing ran')}; "
-        f"profile {escape(report.profile)}, {seed}, {seconds:.1f} s.</p>"
+        f"profile {escape(report.profile)}, {escape(report.effort())}, {report.seconds:.1f} s.</p>"
     ]
+    if report.runs is not None:
+        parts += [f"<p>{escape(note)}</p>" for note in report.runs.notes]
     if report.failures:
         parts.append("<h2>What failed</h2>")
     parts += [_failure(result) for result in report.failures]
+    if report.not_checked:
+        parts.append("<h2>What was not exercised</h2>")
+    parts += [_failure(result) for result in report.not_checked]
     parts += ["<h2>Checks by law</h2>", _laws(report)]
     expected = [result for result in report if result.outcome is Outcome.EXPECTED_FAILURE]
     if expected:
         parts.append("<h2>Expected failures</h2>")
     parts += [_failure(result) for result in expected]
+    if report.runs is not None:
+        coverage = sorted(report.runs.coverage.items())
+        rows = [(escape(name), f"{times:,}") for name, times in coverage]
+        table = _make_table(("what", "times"), rows, "times")
+        parts += ["<h2>What the runs did</h2>", table]
     return parts
 
 
@@ -131,7 +141,7 @@ def _laws(report: Report) -> str:
             )
             seconds = "" if result.outcome is Outcome.SKIPPED else f"{result.seconds:.2f}"
             rows.append(("" if number else f"<b>{escape(law)}</b>", outcome, seconds, about))
-    return make_table(("law", "outcome", "seconds", "check"), rows, numbers="seconds")
+    return _make_table(("law", "outcome", "seconds", "check"), rows, numbers="seconds")
 
 
 def _prose(text: str) -> str:
@@ -149,13 +159,25 @@ def _failure(result: CheckResult) -> str:
     if result.reason:
         parts.append(f'<p class="note">{escape(result.reason)}</p>')
     parts += [f"<p>{escape(failure.what)}</p>", _values(failure)]
+    if failure.timeline:
+        parts.append(_picture(failure))
     if failure.script:
         parts.append(f"<p>To see it again:</p>\n<pre>{escape(failure.script)}</pre>")
     return "\n".join(parts)
 
 
+def _picture(failure: LawBroken) -> str:
+    from kvview.testing.connector.timeline import timeline_svg, timeline_table
+
+    table = _make_table(*timeline_table(failure.timeline))
+    summary = "<summary>The same in numbers</summary>"
+    return f"{timeline_svg(failure.timeline)}\n<details>{summary}{table}</details>"
+
+
 def _values(failure: LawBroken) -> str:
     rows = [(name, escape(getattr(failure, name))) for name in ("got", "expected")]
+    if failure.seeds:
+        rows.append(("seeds", escape(", ".join(map(str, failure.seeds)))))
     cells = "".join(
         f"<tr><td>{name}</td><td><code>{value}</code></td></tr>" for name, value in rows
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvview.testing.checks import Check
 from kvview.testing.harness import Factory
-from kvview.testing.profiles import Profile, make_profile, use_profile
+from kvview.testing.profiles import Effort, Profile, make_profile, use_profile
 from kvview.testing.recorder import LawBroken
 from kvview.testing.runner import plan_checks
 
@@ -39,10 +39,9 @@ class BoundCheck:
 def make_params(
     factory: Factory,
     expected_failures: Mapping[str, str] | None = None,
+    effort: Effort | None = None,
     *,
-    profile: str = "ci",
     select: Sequence[str] = (),
-    seed: int | None = None,
 ) -> list[Any]:
     """One ``pytest.param`` a check, marked as skipped or as an expected failure.
 
@@ -51,8 +50,9 @@ def make_params(
     """
     import pytest
 
-    chosen = make_profile(profile, seed)
-    _, planned = plan_checks(factory, expected_failures=expected_failures, select=select)
+    effort = effort or Effort()
+    chosen = make_profile(effort)
+    _, planned = plan_checks(factory, effort, expected_failures=expected_failures, select=select)
     params = []
     for item in planned:
         marks: list[pytest.MarkDecorator] = []
@@ -72,6 +72,11 @@ def parametrize_with_checks(
     profile: str = "ci",
     select: Sequence[str] = (),
     seed: int | None = None,
+    steps: int | None = None,
+    seeds: int | None = None,
+    engine: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    hook_seconds: float | None = None,
 ) -> pytest.MarkDecorator:
     """Make one test of every check; the decorated function is given ``check``.
 
@@ -79,18 +84,28 @@ def parametrize_with_checks(
         >>> @parametrize_with_checks(make_pool, {"check_x": "upstream #1"})
         ... def test_pool(check):
         ...     check()
+        >>> @parametrize_with_checks(MyConnector, {"coverage: loads": "it only stores"})
+        ... def test_connector(check):
+        ...     check()
 
     Args:
-        factory: Makes a harness in its first state.
-        expected_failures: ``{name of a check: reason}``; strict.
+        factory: Makes a harness in its first state; or a connector class, whose checks
+            share one set of simulated runs.
+        expected_failures: As for :func:`~kvview.testing.run_checks`; strict.
         profile: ``ci`` or ``soak``.
         select: Names of checks or laws, ``*`` allowed; empty for all.
-        seed: Of everything random; None lets the profile decide.
+        seed: As for :func:`~kvview.testing.run_checks`, and so are those below.
+        steps: Longest sequence of a stateful check; fewest steps of a simulated run.
+        seeds: Simulated runs of a connector; this and what follows is for connectors alone.
+        engine: What runs it, ``"reference"`` (the default) or ``"vllm"``.
+        options: Of the connector.
+        hook_seconds: CPU seconds that one call of a hook may take.
 
     Raises:
         ConfigError: As :func:`~kvview.testing.run_checks`.
     """
     import pytest
 
-    params = make_params(factory, expected_failures, profile=profile, select=select, seed=seed)
+    effort = Effort(profile, seed, steps, seeds, engine, options, hook_seconds)
+    params = make_params(factory, expected_failures, effort, select=select)
     return pytest.mark.parametrize("check", params)

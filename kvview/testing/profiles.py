@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kvview.errors import ConfigError
 
@@ -19,35 +20,93 @@ class Profile:
         name: What to ask for it by.
         num_examples: Sequences that a stateful check tries.
         num_steps: Longest sequence, in calls.
-        seed: Of everything random; None makes Hypothesis derive it from the check.
+        seed: Of everything random; None makes Hypothesis derive it from the check. Of a
+            connector, the first of its seeds.
+        num_seeds: Simulated runs of a connector.
+        run_steps: Fewest scheduler steps of each of them; None for what its scenario says.
+        engine: What runs a connector; None for the reference engine.
+        options: Of a connector.
+        hook_seconds: CPU seconds that one call of a connector's hook may take; None for
+            the default.
+        shared: What the checks of one run share.
     """
 
     name: str
     num_examples: int
     num_steps: int
     seed: int | None = None
+    num_seeds: int = 200
+    run_steps: int | None = None
+    engine: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    hook_seconds: float | None = None
+    shared: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 PROFILES = {
     "ci": Profile("ci", num_examples=100, num_steps=40),
-    "soak": Profile("soak", num_examples=1000, num_steps=100),
+    "soak": Profile("soak", num_examples=1000, num_steps=100, num_seeds=2000, run_steps=1000),
 }
 
 _current: ContextVar[Profile] = ContextVar("kvview_profile", default=PROFILES["ci"])
 
 
-def make_profile(name: str, seed: int | None = None) -> Profile:
-    """A profile by name; ``soak`` without a seed draws one.
+@dataclass(frozen=True)
+class Effort:
+    """What a user asks of a run; None leaves it to the profile.
+
+    Args:
+        profile: ``ci`` (the same every time) or ``soak`` (random, much longer).
+        seed: Of everything random; of a connector, the first of its seeds.
+        steps: Longest sequence of calls that a stateful check tries; of a connector, the
+            fewest scheduler steps of a run.
+        seeds: Simulated runs. This and what follows is for connectors alone.
+        engine: What runs them, ``"reference"`` or ``"vllm"``.
+        options: Of the connector.
+        hook_seconds: CPU seconds that one call of a hook may take.
+    """
+
+    profile: str = "ci"
+    seed: int | None = None
+    steps: int | None = None
+    seeds: int | None = None
+    engine: str | None = None
+    options: Mapping[str, Any] | None = None
+    hook_seconds: float | None = None
+
+    def for_connectors(self) -> list[str]:
+        """Names of what was asked for that only a connector has."""
+        names = ("seeds", "engine", "options", "hook_seconds")
+        return [name for name in names if getattr(self, name) not in (None, {})]
+
+
+def make_profile(effort: Effort) -> Profile:
+    """The profile that was asked for; ``soak`` without a seed draws one.
 
     Raises:
-        ConfigError: The name is not known.
+        ConfigError: The name is not known, or a number is too small.
     """
+    name, seed = effort.profile, effort.seed
     if name not in PROFILES:
         raise ConfigError(f"unknown profile {name!r}; known: {', '.join(PROFILES)}")
+    for what in ("steps", "seeds", "hook_seconds"):
+        value = getattr(effort, what)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{what} must be more than 0, got {value}")
     if seed is None and name == "soak":
         seed = random.SystemRandom().randrange(2**32)
     base = PROFILES[name]
-    return Profile(name, base.num_examples, base.num_steps, seed)
+    return replace(
+        base,
+        seed=seed,
+        num_steps=effort.steps or base.num_steps,
+        run_steps=effort.steps or base.run_steps,
+        num_seeds=effort.seeds or base.num_seeds,
+        engine=effort.engine,
+        options=dict(effort.options or {}),
+        hook_seconds=effort.hook_seconds,
+        shared={},
+    )
 
 
 def current_profile() -> Profile:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from kvview.targets import target_of
+from kvview.testing.checks import running_check
+from kvview.testing.profiles import Effort, current_profile
 
+if TYPE_CHECKING:
+    from kvview.testing.connector.result import Snapshot
+
+_IMPORTS = 4  # lines of the header that import
 _RESULT = reprlib.Repr()  # takes no arguments before Python 3.12
 _RESULT.maxlist = _RESULT.maxtuple = _RESULT.maxdict = _RESULT.maxset = 24
 _RESULT.maxstring = _RESULT.maxother = 200
@@ -23,11 +29,25 @@ class LawBroken(AssertionError):
         what: The expectation in words.
         got: What was observed.
         expected: What the law wants instead.
-        script: Python that shows it again.
+        script: Python that shows it again, and fails as long as the law is broken.
+        seeds: Of a connector, the seeds that break the law; the script is the first one's.
+        timeline: Of a connector, where the blocks are after each step of that run.
     """
 
-    def __init__(self, law: str, what: str, *, got: str, expected: str, script: str) -> None:
+    def __init__(
+        self,
+        law: str,
+        what: str,
+        *,
+        got: str,
+        expected: str,
+        script: str,
+        seeds: Sequence[int] = (),
+        timeline: Sequence[Snapshot] = (),
+    ) -> None:
         super().__init__(law, what)
+        self.seeds = seeds
+        self.timeline = timeline
         self.law = law
         self.what = what
         self.got = got
@@ -50,8 +70,12 @@ class Recorder:
         subject: Attribute of the harness that is under test.
     """
 
+    is_timed: ClassVar[bool] = False
+    """Whether what a call returns is a matter of time: the calls alone prove nothing then."""
+
     def __init__(self, factory: Callable[[], Any], law: str, subject: str) -> None:
         self.law = law
+        self._factory = factory
         self.harness: Any = factory()
         self.subject: Any = getattr(self.harness, subject)
         self._names = {id(self.harness): "h", id(self.subject): subject}
@@ -66,6 +90,7 @@ class Recorder:
         ]
         self._lines: list[str] = []
         self._last: tuple[str, object] | None = None
+        self._asserts = False  # whether the last of the lines fails by itself
 
     def use(self, harness: Any, subject: str) -> None:
         """Go on with another harness, which the last call returned."""
@@ -138,8 +163,11 @@ class Recorder:
         except Exception as caught:
             raised, got = caught, _exception(caught)
         if not isinstance(raised, error):
-            self._lines.append(code)
-            self.fail(f"{code} must raise {error.__name__}", got, error.__name__, law)
+            what = f"{code} must raise {error.__name__}"
+            self._lines += ["try:", f"    {code}", f"except {error.__name__}:", "    pass"]
+            self._lines += ["else:", f"    raise AssertionError({what!r})"]
+            self._asserts = True
+            self.fail(what, got, error.__name__, law)
         self._lines += [f"with suppress({error.__name__}):", f"    {code}"]
         return raised
 
@@ -162,6 +190,7 @@ class Recorder:
             if self._last is not None and self._last[1] == got:
                 self._lines[-1] = f"got = {self._last[0]}"
                 self._lines.append(f"assert got == {_source(expected)}, got")
+                self._asserts = True
             self.fail(what, _RESULT.repr(got), _RESULT.repr(expected), law)
 
     def true(
@@ -174,18 +203,44 @@ class Recorder:
     def fail(self, what: str, got: str, expected: str, law: str | None = None) -> NoReturn:
         """Break the law."""
         broken = law if law is not None and "*" in self.law else self.law
-        self._lines.append(f"# {broken}: {what}: got {got}, expected {expected}")
-        raise LawBroken(broken, what, got=got, expected=expected, script=self.script())
+        told = f"# {broken}: {what}: got {got}, expected {expected}".splitlines()
+        script = self.script() if self._asserts and not self.is_timed else self._check_again()
+        script += "\n# ".join(told) + "\n"
+        raise LawBroken(broken, what, got=got, expected=expected, script=script)
 
     def script(self) -> str:
         """The calls so far, as Python."""
         return "\n".join(self._header + self._lines) + "\n"
+
+    def _check_again(self) -> str:
+        """The calls for people to read, and the check itself, which judges them."""
+        check = running_check()
+        if check is None:
+            return self.script()
+        profile = current_profile()
+        call = f"{check.__name__}(factory)"
+        if profile.seed is not None:
+            effort = Effort(profile.name, profile.seed, steps=profile.num_steps)
+            call = f"with use_profile(make_profile({effort!r})): {call}"
+        return "\n".join(
+            [
+                _import_line(self._factory),
+                "from kvview.testing.profiles import Effort, make_profile, use_profile",
+                f"from {check.__module__} import {check.__name__}",
+                "",
+                "# Among its calls are these:",
+                *(f"#   {line}" for line in self._header[_IMPORTS:] + self._lines),
+                f"{call}  # raises LawBroken",
+                "",
+            ]
+        )
 
     def _run(self, code: str, function: Callable[[], Any]) -> Any:
         try:
             result = function()
         except Exception as error:
             self._lines.append(code)
+            self._asserts = True
             self.fail(f"{code} must not raise", _exception(error), "no error")
         self._last = (code, result)
         self._lines.append(code if result is None else f"{code}  # -> {_RESULT.repr(result)}")

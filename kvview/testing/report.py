@@ -6,11 +6,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvview.testing.checks import Check
 from kvview.testing.harness import Contract
 from kvview.testing.recorder import LawBroken
+
+if TYPE_CHECKING:
+    from kvview.testing.connector import ConnectorRuns
 
 
 class Outcome(StrEnum):
@@ -21,10 +24,11 @@ class Outcome(StrEnum):
     SKIPPED = "skipped"
     EXPECTED_FAILURE = "expected failure"
     UNEXPECTED_PASS = "unexpected pass"
+    NOT_CHECKED = "not checked"
 
 
 BAD = (Outcome.FAILED, Outcome.UNEXPECTED_PASS)
-"""The outcomes that make a run fail."""
+"""The outcomes that make a run fail; one that is not checked leaves it without a verdict."""
 
 
 @dataclass(frozen=True)
@@ -45,26 +49,6 @@ class CheckResult:
     reason: str = ""
     failure: LawBroken | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON; the failure's parts one by one."""
-        failure = self.failure
-        return {
-            "name": self.check.name,
-            "law": self.check.law,
-            "summary": self.check.summary,
-            "outcome": self.outcome.value,
-            "seconds": round(self.seconds, 4),
-            "reason": self.reason,
-            "failure": failure
-            and {
-                "law": failure.law,
-                "what": failure.what,
-                "got": failure.got,
-                "expected": failure.expected,
-                "script": failure.script,
-            },
-        }
-
 
 @dataclass(frozen=True)
 class Report:
@@ -77,7 +61,8 @@ class Report:
         seed: Of everything random; None when derandomised.
         results: One for each check that ended.
         num_selected: Checks that were to run.
-        is_interrupted: Whether Ctrl-C ended the run.
+        is_interrupted: Whether Ctrl-C or SIGTERM ended the run.
+        runs: Of a connector, the simulated runs that its checks share; None before them.
     """
 
     target: str
@@ -87,11 +72,22 @@ class Report:
     results: Sequence[CheckResult]
     num_selected: int
     is_interrupted: bool = False
+    runs: ConnectorRuns | None = None
 
     @property
     def is_clean(self) -> bool:
         """Whether every check ended, and as it should."""
-        return not self.is_interrupted and not any(r.outcome in BAD for r in self.results)
+        return not (self.is_interrupted or self.failures or self.not_checked)
+
+    @property
+    def not_checked(self) -> list[CheckResult]:
+        """The results that say that something was not exercised."""
+        return [result for result in self.results if result.outcome is Outcome.NOT_CHECKED]
+
+    @property
+    def seconds(self) -> float:
+        """How long the checks took."""
+        return sum(result.seconds for result in self.results)
 
     @property
     def failures(self) -> list[CheckResult]:
@@ -106,24 +102,23 @@ class Report:
     def summary(self) -> str:
         """One line: counts, profile, seed, and how far an interrupted run came."""
         counts = ", ".join(f"{number} {outcome}" for outcome, number in self.counts().items())
-        seed = "derandomised" if self.seed is None else f"seed {self.seed}"
-        text = f"{self.target}: {counts or 'nothing ran'} (profile {self.profile}, {seed})"
+        text = f"{self.target}: {counts or 'nothing ran'} (profile {self.profile}, {self.effort()})"
         if self.is_interrupted:
             text += f"; interrupted after {len(self.results)} of {self.num_selected} checks"
         return text
 
+    def effort(self) -> str:
+        """What was random, in a few words."""
+        if self.runs is not None:
+            first, number = self.runs.first_seed, self.runs.num_seeds
+            return f"engine {self.runs.engine}, {number} seeds from {first}"
+        return "derandomised" if self.seed is None else f"seed {self.seed}"
+
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "target": self.target,
-            "contract": self.contract,
-            "profile": self.profile,
-            "seed": self.seed,
-            "is_clean": self.is_clean,
-            "is_interrupted": self.is_interrupted,
-            "counts": self.counts(),
-            "checks": [result.to_dict() for result in self.results],
-        }
+        """For JSON, by :class:`~kvview.testing.schema.ReportModel`."""
+        from kvview.testing.schema import ReportModel
+
+        return ReportModel.of(self).model_dump(mode="json")
 
     def __iter__(self) -> Iterator[CheckResult]:
         return iter(self.results)

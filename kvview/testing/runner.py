@@ -6,14 +6,21 @@ import difflib
 import fnmatch
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kvview.errors import ConfigError
 from kvview.testing.checks import Check, checks_for
+from kvview.testing.connector_checks import (
+    COVERAGE,
+    NotExercised,
+    coverage_check,
+    coverage_check_without,
+)
 from kvview.testing.harness import Contract, Factory
 from kvview.testing.inspect_factory import inspect_factory
-from kvview.testing.profiles import Profile, make_profile, use_profile
+from kvview.testing.profiles import Effort, Profile, make_profile, use_profile
 from kvview.testing.recorder import LawBroken
 from kvview.testing.report import CheckResult, Outcome, Report
 
@@ -35,6 +42,7 @@ class PlannedCheck:
 
 def plan_checks(
     factory: Factory,
+    effort: Effort,
     *,
     expected_failures: Mapping[str, str] | None = None,
     select: Sequence[str] = (),
@@ -45,8 +53,12 @@ def plan_checks(
         ConfigError: The target is not usable, or a name matches no check.
     """
     contract, capabilities = inspect_factory(factory)
+    if contract != "connector" and (names := effort.for_connectors()):
+        raise ConfigError(f"{names[0]} is for a connector, and this target is a {contract} harness")
     expected = dict(expected_failures or {})
     checks = checks_for(contract)
+    if contract == "connector":
+        checks = _with_expected_gaps(checks, expected)
     _require_known("expected_failures", expected, checks, lambda name, c: name == c.name)
     _require_known("select", select, checks, _matches)
     for name, reason in expected.items():
@@ -69,41 +81,65 @@ def run_checks(
     profile: str = "ci",
     select: Sequence[str] = (),
     seed: int | None = None,
+    steps: int | None = None,
+    seeds: int | None = None,
+    engine: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    hook_seconds: float | None = None,
     target: str | None = None,
     on_result: Callable[[CheckResult], None] | None = None,
+    on_seed: Callable[[int, int], None] | None = None,
 ) -> Report:
     """Run every check of the contract that a factory's harness is for.
 
     1. Nothing runs unless the harness and all names are usable.
     2. A check whose capabilities are not declared is skipped, with the reason.
     3. Ctrl-C ends the run; what was found so far is returned.
+    4. The checks of a connector share one set of simulated runs.
 
     Args:
-        factory: Makes a harness in its first state.
-        expected_failures: ``{name of a check: reason}``; one that passes is bad news.
+        factory: Makes a harness in its first state; or a connector class.
+        expected_failures: ``{name of a check: reason}``; one that passes is bad news. What a
+            connector does not exercise is named ``coverage: NAME``, ``*`` allowed.
         profile: ``ci`` (the same every time) or ``soak`` (random, much longer).
         select: Names of checks or laws, ``*`` allowed; empty for all.
-        seed: Of everything random; None lets the profile decide.
+        seed: Of everything random; None lets the profile decide. Of a connector, the first.
+        steps: Longest sequence of a stateful check; fewest steps of a simulated run.
+        seeds: Simulated runs of a connector; this and what follows is for connectors alone.
+        engine: What runs it, ``"reference"`` (the default) or ``"vllm"``.
+        options: Of the connector.
+        hook_seconds: CPU seconds that one call of a hook may take.
         target: How to name the factory in the report.
         on_result: Told each result as it comes.
+        on_seed: Told the numbers of seeds and of failures so far.
 
     Raises:
         ConfigError: A target, a name or a profile that cannot be used.
     """
-    chosen = make_profile(profile, seed)
-    contract, planned = plan_checks(factory, expected_failures=expected_failures, select=select)
+    effort = Effort(profile, seed, steps, seeds, engine, options, hook_seconds)
+    chosen = make_profile(effort)
+    contract, planned = plan_checks(
+        factory, effort, expected_failures=expected_failures, select=select
+    )
+    chosen.shared["on_progress"] = on_seed
     results: list[CheckResult] = []
     is_interrupted = False
-    try:
-        for item in planned:
+    for item in planned:
+        try:
             result = run_planned(factory, item, chosen)
             results.append(result)
             if on_result is not None:
                 on_result(result)
-    except KeyboardInterrupt:
-        is_interrupted = True
+        except KeyboardInterrupt:
+            is_interrupted = True
+            if factory in chosen.shared:  # runs that were cut short may have failed other laws
+                continue
+            break
     name = target or getattr(factory, "__qualname__", None) or repr(factory)
-    return Report(name, contract, chosen.name, chosen.seed, results, len(planned), is_interrupted)
+    runs = chosen.shared.get(factory)
+    return Report(
+        name, contract, chosen.name, chosen.seed, results, len(planned), is_interrupted, runs
+    )
 
 
 def run_planned(factory: Factory, planned: PlannedCheck, profile: Profile) -> CheckResult:
@@ -123,6 +159,8 @@ def run_planned(factory: Factory, planned: PlannedCheck, profile: Profile) -> Ch
             f"{check.name} needs {error.name}: pip install 'kvview[testing,reference]'"
         ) from error
     except Exception as error:
+        if check.contract == "connector":  # what its hooks raise is a broken law already
+            raise
         # The target broke outside of a call that was made for it: in its factory.
         failure = LawBroken(
             check.law,
@@ -135,8 +173,10 @@ def run_planned(factory: Factory, planned: PlannedCheck, profile: Profile) -> Ch
     seconds = time.perf_counter() - start
     if failure is None:
         outcome = Outcome.UNEXPECTED_PASS if expected else Outcome.PASSED
+    elif expected:
+        outcome = Outcome.EXPECTED_FAILURE
     else:
-        outcome = Outcome.EXPECTED_FAILURE if expected else Outcome.FAILED
+        outcome = Outcome.NOT_CHECKED if isinstance(failure, NotExercised) else Outcome.FAILED
     return CheckResult(check, outcome, seconds, expected, failure)
 
 
@@ -156,12 +196,26 @@ def read_expected_failures(path: str | Path) -> dict[str, str]:
         if not line or line.startswith("#"):
             continue
         name, colon, reason = line.partition(":")
+        if name.strip() == COVERAGE:
+            gap, colon, reason = reason.partition(":")
+            name = f"{COVERAGE}: {gap.strip()}"
         if not colon or not reason.strip() or name.strip() in expected:
             raise ConfigError(
                 f"{path}:{number}: expected 'check_name: reason', each name once, got {line!r}"
             )
         expected[name.strip()] = reason.strip()
     return expected
+
+
+def _with_expected_gaps(checks: Sequence[Check], expected: Mapping[str, str]) -> list[Check]:
+    """The checks, with one for each gap that is expected."""
+    prefix = f"{COVERAGE}: "
+    patterns = [name.removeprefix(prefix) for name in expected if name.startswith(prefix)]
+    if not patterns:
+        return list(checks)
+    rest = coverage_check_without(patterns)
+    own = [replace(one, function=rest) if one.law == COVERAGE else one for one in checks]
+    return own + [coverage_check(pattern) for pattern in patterns]
 
 
 def _matches(pattern: str, check: Check) -> bool:

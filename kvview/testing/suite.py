@@ -1,29 +1,53 @@
-"""Every check as a test: ``pytest --pyargs kvview.testing.suite --kvview-target T``."""
+"""Every check as a test: ``pytest --pyargs kvview.testing.suite --kvview-target T``.
+
+In a JUnit file the class of a test is the target and the contract's law:
+``kvview.my_module:MyConnector.CONN-4``.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from kvview.errors import ConfigError
+from kvview.options import read_options
 from kvview.targets import load_target
 from kvview.testing.parametrize import BoundCheck, make_params
+from kvview.testing.profiles import Effort
 from kvview.testing.runner import read_expected_failures
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make one test of every check of the target."""
-    option = metafunc.config.getoption
+    option: Callable[[str], Any] = metafunc.config.getoption
     target, path = option("--kvview-target"), option("--kvview-expected-failures")
     try:
         if target is None:
             raise ConfigError("the suite needs --kvview-target package.module:factory")
         expected = {} if path is None else read_expected_failures(path)
-        params = make_params(load_target(target), expected, profile=option("--kvview-profile"))
+        effort = Effort(
+            option("--kvview-profile"),
+            option("--kvview-seed"),
+            option("--kvview-steps"),
+            option("--kvview-seeds"),
+            option("--kvview-engine"),
+            read_options(option("--kvview-option"), "--kvview-option"),
+            option("--kvview-hook-seconds"),
+        )
+        select = option("--kvview-select")
+        params = make_params(load_target(target), expected, effort, select=select)
     except ConfigError as error:
         raise pytest.UsageError(f"kvview: {error}") from None
     metafunc.parametrize("check", params)
 
 
-def test_law(check: BoundCheck) -> None:
+def test_law(
+    check: BoundCheck, record_xml_attribute: Callable[[str, object], None], pytestconfig: Any
+) -> None:
     """The target keeps the law."""
+    target = pytestconfig.getoption("--kvview-target")
+    record_xml_attribute("classname", f"kvview.{target}.{check.check.law}")
+    record_xml_attribute("name", check.check.name)
     check()

@@ -38,10 +38,10 @@ ALLOWED_AT_IMPORT = {
     "vllm": ("kvview_vllm.scheduler",),  # vLLM itself imports it, by --scheduler-cls
     "hypothesis": ("kvview.testing",),
     "pytest": ("kvview.testing.suite",),
-    "pydantic": ("kvview.options", "kvview_reference", "kvview_vllm"),
+    "pydantic": ("kvview.options", "kvview.testing.schema", "kvview_reference", "kvview_vllm"),
     "pydantic_core": ("kvview_reference",),
     "click": ("kvview.cli", "*.command"),
-    "rich": ("*.command",),
+    "rich": ("*.command", "kvview.testing.terminal"),
     "typing_extensions": ("kvview", "kvview_reference", "kvview_vllm"),
 }
 # And where later, inside a function: what only some callers need.

@@ -22,7 +22,6 @@ SAME_MODULE_NAME = {
     "harness": "what a factory makes for the checks, said by the kit and done by the reference",
     "machine": "the stateful search of one contract, in its room of the kit",
     "manager": "the offloading manager of a floor",
-    "page": "the web page of a report: of all checks, and of a connector's",
     "queries": "the optional queries of a view, and of the view that guards it",
     "request": "a request: as the connector is told of it, and as the engine has it",
     "run": "one run: of a scenario, and of a trace",

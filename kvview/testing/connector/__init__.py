@@ -6,7 +6,8 @@
 Each seed is a scenario (:mod:`~kvview.testing.connector.scenario`) with
 transfers that are late, reordered, failed or lost
 (:mod:`~kvview.testing.connector.faults`). The invariants are those of
-:mod:`kvview.testing.connector.invariants`. The first failure is shrunk to a script.
+:mod:`kvview.testing.connector.invariants`. The first failure of each law is shrunk to a
+script. :func:`kvview.testing.run_checks` says the same law by law.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kvview import Connector
+from kvview.testing.connector import repeat, watchdog
 from kvview.testing.connector.harness import EngineFactory, load_engines
 from kvview.testing.connector.result import (
     ConnectorFailure,
-    ConnectorReport,
+    ConnectorRuns,
     Failure,
     SimulationResult,
     Snapshot,
@@ -39,9 +42,14 @@ from kvview.testing.connector.scenario import (
     Squeeze,
     Step,
     generate_scenario,
+    lengthen,
     to_script,
 )
 from kvview.testing.connector.shrink import MAX_RUNS, shrink
+
+_MAX_TIMEOUTS = 2  # seeds whose hooks do not return: each costs all that a hook may take
+_SAMPLE = repeat.EVERY // 2
+_TRIES = 50  # of a script, for what does not happen every time
 
 __all__ = [
     "Abort",
@@ -49,7 +57,7 @@ __all__ = [
     "Add",
     "Alias",
     "ConnectorFailure",
-    "ConnectorReport",
+    "ConnectorRuns",
     "Event",
     "Failure",
     "Fate",
@@ -77,8 +85,14 @@ def check_connector(
     on_progress: Callable[[int, int], None] | None = None,
     max_shrink_runs: int = MAX_RUNS,
     engines: EngineFactory | None = None,
-) -> ConnectorReport:
+    steps: int | None = None,
+    hook_seconds: float = watchdog.HOOK_SECONDS,
+) -> ConnectorRuns:
     """Run a connector through the scenarios of many seeds.
+
+    1. A seed that fails is run again: what does not give the same again is said so.
+    2. The first failure of each law is shrunk.
+    3. A hook that does not return ends its run; the second of them ends the check.
 
     Args:
         connector_class: What to check.
@@ -88,8 +102,12 @@ def check_connector(
             it takes them and they are not given.
         on_progress: Called after each seed with the number of seeds and of failures
             so far.
-        max_shrink_runs: Runs to make the first failure smaller; 0 leaves it as it is.
+        max_shrink_runs: Runs to make one failure smaller, and for all laws together twice
+            as many; 0 leaves them as they are.
         engines: Builds the engines; reference engines by default.
+        steps: Fewest scheduler steps of a run; None for what the scenarios say.
+        hook_seconds: CPU seconds that one call of a hook may take
+            (:mod:`~kvview.testing.connector.watchdog`).
 
     Returns:
         What was found; after Ctrl-C, what was found until then.
@@ -97,34 +115,35 @@ def check_connector(
     Raises:
         ConfigError: The connector refuses the options.
     """
-    options = dict(options or {})
-    engines = engines or load_engines()
-    failures: list[ConnectorFailure] = []
-    coverage: Counter[str] = Counter()
+    check = _Check(connector_class, dict(options or {}), engines or load_engines(), steps)
+    check.max_shrink_runs, check.shrink_runs_left = max_shrink_runs, 2 * max_shrink_runs
     num_seeds = 0
     is_interrupted = False
     start = time.perf_counter()
     try:
-        for seed in range(first_seed, first_seed + seeds):
-            result = _run(connector_class, generate_scenario(seed), options, engines)
-            coverage.update(result.coverage)
-            if result.failure is not None:
-                max_runs = 0 if failures else max_shrink_runs
-                failures.append(_explain(connector_class, seed, options, engines, result, max_runs))
-            num_seeds += 1
-            if on_progress is not None:
-                on_progress(num_seeds, len(failures))
+        with watchdog.limit(hook_seconds):
+            for seed in range(first_seed, first_seed + seeds):
+                check.run(seed)
+                num_seeds += 1
+                if on_progress is not None:
+                    on_progress(num_seeds, len(check.failures))
+                if check.num_timeouts == _MAX_TIMEOUTS and num_seeds < seeds:
+                    told = f"ended after {num_seeds} of {seeds} seeds: hooks do not return"
+                    check.notes.append(told)
+                    break
     except KeyboardInterrupt:
         is_interrupted = True
-    seconds = time.perf_counter() - start
-    return ConnectorReport(
+    return ConnectorRuns(
         connector_class.__name__,
+        check.engines.name,
         first_seed,
         num_seeds,
-        failures,
-        seconds,
-        dict(coverage),
+        check.failures,
+        time.perf_counter() - start,
+        dict(check.coverage),
         is_interrupted,
+        steps,
+        check.notes,
     )
 
 
@@ -135,6 +154,7 @@ def replay_seed(
     options: Mapping[str, Any] | None = None,
     max_shrink_runs: int = MAX_RUNS,
     engines: EngineFactory | None = None,
+    steps: int | None = None,
 ) -> ConnectorFailure | None:
     """Run one seed again, and make its failure smaller.
 
@@ -144,49 +164,98 @@ def replay_seed(
         options: As when it failed.
         max_shrink_runs: Runs to make it smaller; 0 leaves it as it is.
         engines: As when it failed.
+        steps: As when it failed.
 
     Returns:
         The failure, or None when there is none.
     """
-    options = dict(options or {})
-    engines = engines or load_engines()
-    result = _run(connector_class, generate_scenario(seed), options, engines)
-    if result.failure is None:
-        return None
-    return _explain(connector_class, seed, options, engines, result, max_shrink_runs)
+    check = _Check(connector_class, dict(options or {}), engines or load_engines(), steps)
+    check.max_shrink_runs = check.shrink_runs_left = max_shrink_runs
+    check.run(seed)
+    return check.failures[0] if check.failures else None
 
 
-def _run(
-    connector_class: type[Connector],
-    scenario: Scenario,
-    options: dict[str, Any],
-    engines: EngineFactory,
-) -> SimulationResult:
-    """Run, and find out whether it is the reuse of request ids that breaks the law (CONN-5)."""
-    result = simulate(connector_class, scenario, options, engines=engines)
-    failure = result.failure
-    if failure is None or not result.coverage.get("ids again"):
+class _Check:
+    """Seed after seed, and what came of them."""
+
+    def __init__(
+        self,
+        connector_class: type[Connector],
+        options: dict[str, Any],
+        engines: EngineFactory,
+        steps: int | None,
+    ) -> None:
+        self.engines = engines
+        self.failures: list[ConnectorFailure] = []
+        self.coverage: Counter[str] = Counter()
+        self.notes: list[str] = []
+        self.num_timeouts = 0
+        self.num_runs = 0
+        self._num_with_loads = 0
+        self.max_shrink_runs = self.shrink_runs_left = 0
+        self._connector_class = connector_class
+        self._options = options
+        self._steps = steps
+
+    def run(self, seed: int) -> None:
+        """Run a seed; what fails is run twice, and a sample of the others."""
+        scenario = generate_scenario(seed)
+        if self._steps is not None:
+            scenario = lengthen(scenario, self._steps)
+        result = self._simulate(scenario)
+        self.coverage.update(result.coverage)
+        failure = result.failure
+        if failure is not None and failure.is_timeout:
+            self.num_timeouts += 1
+            self._add(seed, result, is_repeatable=True)
+            return
+        if failure is None:
+            self._num_with_loads += bool(result.coverage.get("loads"))
+            if not result.coverage.get("loads") or self._num_with_loads % repeat.EVERY != _SAMPLE:
+                return
+        differs = repeat.difference(result, self._simulate(scenario))
+        if differs is not None:
+            told = f"not deterministic: seed {seed} was run twice: {differs}"
+            if failure is None:
+                self.notes.append(f"{told}. A seed of this connector replays nothing exactly")
+                return
+            failure = replace(failure, message=f"{failure.message}. This is {told}")
+            result = replace(result, failure=failure)
+        if failure is not None:
+            self._add(seed, self._shrunk(result) if differs is None else result, differs is None)
+
+    def _shrunk(self, result: SimulationResult) -> SimulationResult:
+        assert result.failure is not None, "only what fails is shrunk"
+        if any(failure.law == result.failure.law for failure in self.failures):
+            return result
+        left = min(self.max_shrink_runs, self.shrink_runs_left)
+        before = self.num_runs
+        result = shrink(result, self._simulate, left)
+        self.shrink_runs_left -= self.num_runs - before
         return result
-    other = simulate(connector_class, result.scenario, options, unique_ids=True, engines=engines)
-    if other.failure is not None:
-        return result
-    message = f"only when a request id is used again: {failure.law}: {failure.message}"
-    return replace(result, failure=replace(failure, law="CONN-5", message=message))
 
+    def _add(self, seed: int, result: SimulationResult, is_repeatable: bool) -> None:
+        failure = result.failure
+        assert failure is not None, "only failures are added"
+        script = to_script(
+            self._connector_class,
+            result.scenario,
+            self._options,
+            f"seed {seed}: {failure}",
+            self.engines,
+            times=1 if is_repeatable else _TRIES,
+        )
+        self.failures.append(ConnectorFailure(seed, failure.law, failure.message, script, result))
 
-def _explain(
-    connector_class: type[Connector],
-    seed: int,
-    options: dict[str, Any],
-    engines: EngineFactory,
-    result: SimulationResult,
-    max_runs: int,
-) -> ConnectorFailure:
-    result = shrink(
-        result, lambda scenario: _run(connector_class, scenario, options, engines), max_runs
-    )
-    failure = result.failure
-    assert failure is not None, "a shrunk run fails as well"
-    comment = f"seed {seed}: {failure}"
-    script = to_script(connector_class, result.scenario, options, comment, engines)
-    return ConnectorFailure(seed, failure.law, failure.message, script, result)
+    def _simulate(self, scenario: Scenario) -> SimulationResult:
+        """Run, and find out whether it is the reuse of request ids that breaks the law (CONN-5)."""
+        self.num_runs += 1
+        run = partial(simulate, self._connector_class, options=self._options, engines=self.engines)
+        result = run(scenario)
+        failure = result.failure
+        if failure is None or failure.is_timeout or not result.coverage.get("ids again"):
+            return result
+        if run(result.scenario, unique_ids=True).failure is not None:
+            return result
+        message = f"only when a request id is used again: {failure.law}: {failure.message}"
+        return replace(result, failure=replace(failure, law="CONN-5", message=message))

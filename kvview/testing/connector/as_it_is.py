@@ -116,7 +116,14 @@ class AsItIsWorker(FaultyWorker):
                 self._num_at_gate = self._gate.num_waiting
             if name != "shutdown" or not call.has_ended.is_set():
                 self._gate.open(self._draw)
-        if not self._comes_back(call):
+        try:
+            with calling(name):
+                comes_back = self._comes_back(call)
+        except InvariantBroken:  # the watchdog's
+            self._home.is_stuck = True
+            self._gate.end()
+            raise
+        if not comes_back:
             self._home.is_stuck = True
             self._gate.end()
             law, why = _WHY_STUCK.get(name, ("CONN-3", "nothing runs any more"))

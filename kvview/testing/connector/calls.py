@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from kvview import Connector, KVViewError, TransferSpecError, WorkerConnector
 from kvview.connector.raising import build_connector, where, wrong_type
 from kvview.errors import line_of
+from kvview.testing.connector import watchdog
 from kvview.testing.connector.invariants import InvariantBroken
 
 _LAW = re.compile(r"^([A-Z]+-\d+): ")
@@ -20,9 +21,14 @@ _LAW_OF_WORKER_HOOK = {"register_kv_caches": "XFER-1", "shutdown": "CONN-4"}  # 
 def hook(name: str, law: str) -> Iterator[None]:
     """What a connector's method raises breaks a law, unless the error names another."""
     try:
-        yield
+        with watchdog.calling():
+            yield
     except (InvariantBroken, KeyboardInterrupt):
         raise
+    except watchdog.HookTimeout as error:
+        line = where(error)
+        message = f"{name} {error}" + (f": it is at {line}" if line else "")
+        raise InvariantBroken(law, message, is_timeout=True) from error
     except BaseException as error:  # sys.exit() in a hook must not end the check
         text = line_of(error)
         if (named := _LAW.match(text)) and not (law == "CONN-2" and text.startswith("OFF-2")):

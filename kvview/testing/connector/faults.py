@@ -151,6 +151,7 @@ class FaultyWorker(WorkerConnector):
         self._is_lost_over = False
         self._stored: defaultdict[int, list[Flight]] = defaultdict(list)
         self.num_reported = 0
+        self.not_waited_for: list[int] = []  # jobs that go on though ``wait`` has returned
 
     @property
     def num_in_flight(self) -> int:
@@ -337,6 +338,8 @@ class FaultyWorker(WorkerConnector):
         self._call("start_plan", unit.plan)
         self._call("wait", [flight.job.job_id for flight in unit.flights])
         self._poll()
+        going_on = [flight.job.job_id for flight in unit.flights if flight.result is None]
+        self.not_waited_for += going_on
         for tensor, rows in zip(self._tensors, before, strict=True):
             tensor[list(spoilt)] = rows[list(spoilt)]
         self._check_writes(unit.flights, before)

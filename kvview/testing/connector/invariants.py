@@ -20,12 +20,14 @@ class InvariantBroken(AssertionError):
     Args:
         law: Its number, ``"CONN-4"`` for example.
         message: The values, and what was expected of them.
+        is_timeout: Whether it is a hook that did not return.
     """
 
-    def __init__(self, law: str, message: str) -> None:
+    def __init__(self, law: str, message: str, *, is_timeout: bool = False) -> None:
         super().__init__(f"{law}: {message}")
         self.law = law
         self.message = message
+        self.is_timeout = is_timeout
 
 
 def check_free_list(free_ids: Sequence[int], ref_counts: Mapping[int, int]) -> None:

@@ -129,6 +129,7 @@ def _serve(
 ) -> None:
     """The child: builds the half, answers calls until nobody is there to call."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops on it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)  # the threads of torch's pool are not here
     try:
         half: WorkerConnector | None = None

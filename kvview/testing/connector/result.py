@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
-from kvview.testing.connector.coverage import not_exercised
+from kvview.testing.connector.coverage import Gap, not_exercised
 from kvview.testing.connector.scenario import Scenario
 
 
@@ -39,12 +37,14 @@ class Failure:
         message: What happened.
         step: Steps until then.
         num_events: Events of the scenario that had begun until then.
+        is_timeout: Whether a hook did not return.
     """
 
     law: str
     message: str
     step: int
     num_events: int
+    is_timeout: bool = False
 
     def __str__(self) -> str:
         return f"{self.law}: {self.message} (step {self.step})"
@@ -92,26 +92,32 @@ class ConnectorFailure:
 
 
 @dataclass(frozen=True)
-class ConnectorReport:
+class ConnectorRuns:
     """What many seeds said about a connector.
 
     Args:
         connector: Name of the class.
+        engine: What ran it, with its version if it has one.
         first_seed: The seeds are those from here on.
         num_seeds: How many were run.
-        failures: One a seed that broke a law; the first is shrunk.
+        failures: One a seed that broke a law; the first of each law is shrunk.
         seconds: How long it took.
         coverage: What happened how often, over all seeds.
         is_interrupted: Whether it was ended before the last seed.
+        steps: Fewest scheduler steps of a run; None for what the scenarios say.
+        notes: What a reader must know and no law forbids, a line each.
     """
 
     connector: str
+    engine: str
     first_seed: int
     num_seeds: int
     failures: Sequence[ConnectorFailure]
     seconds: float
     coverage: Mapping[str, int] = field(default_factory=dict)
     is_interrupted: bool = False
+    steps: int | None = None
+    notes: Sequence[str] = ()
 
     @property
     def is_clean(self) -> bool:
@@ -119,47 +125,31 @@ class ConnectorReport:
         return not (self.is_interrupted or self.failures or self.not_exercised)
 
     @property
-    def not_exercised(self) -> Sequence[str]:
-        """What must happen in a run and did not, a line each."""
+    def not_exercised(self) -> Sequence[Gap]:
+        """What must happen in a run and did not."""
         return not_exercised(self.coverage)
 
+    @property
+    def by_law(self) -> Mapping[str, Sequence[ConnectorFailure]]:
+        """The failures of each law, by law; the first of each is shrunk."""
+        laws = sorted({failure.law for failure in self.failures})
+        return {law: [one for one in self.failures if one.law == law] for law in laws}
+
     def summary(self) -> str:
-        """What a person reads: how it went, and the first failure with its script."""
+        """What a person reads: how it went, and a paragraph and a script for each law."""
         seeds = f"{self.num_seeds} seeds from {self.first_seed}"
         if self.is_interrupted:
             seeds += f", then interrupted in seed {self.first_seed + self.num_seeds}"
         head = f"{self.connector}: {seeds} in {self.seconds:.1f} s"
+        notes = "".join(f"\n{note}" for note in self.notes)
         if not self.failures:
             if self.not_exercised:
-                return f"{head}: not checked: {'; '.join(self.not_exercised)}"
-            return f"{head}: no law broken"
-        laws = Counter(failure.law for failure in self.failures)
-        counts = ", ".join(f"{law} {times}x" for law, times in sorted(laws.items()))
-        first = self.failures[0]
-        return (
-            f"{head}: {len(self.failures)} seeds broke a law: {counts}\n"
-            f"seed {first.seed}, shrunk: {first.law}: {first.message}\n\n{first.script}"
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same for machines."""
-        return {
-            "connector": self.connector,
-            "first_seed": self.first_seed,
-            "num_seeds": self.num_seeds,
-            "seconds": self.seconds,
-            "is_clean": self.is_clean,
-            "is_interrupted": self.is_interrupted,
-            "not_exercised": list(self.not_exercised),
-            "coverage": dict(self.coverage),
-            "failures": [
-                {
-                    "seed": failure.seed,
-                    "law": failure.law,
-                    "message": failure.message,
-                    "script": failure.script,
-                    "timeline": [asdict(snapshot) for snapshot in failure.timeline],
-                }
-                for failure in self.failures
-            ],
-        }
+                return f"{head}: not checked: {'; '.join(map(str, self.not_exercised))}{notes}"
+            return f"{head}: no law broken{notes}"
+        counts = ", ".join(f"{law} {len(broken)}x" for law, broken in self.by_law.items())
+        parts = [f"{head}: {len(self.failures)} seeds broke a law: {counts}{notes}"]
+        parts += [
+            f"seed {one.seed}: {law}: {one.message}\n\n{one.script}"
+            for law, (one, *_) in self.by_law.items()
+        ]
+        return "\n".join(parts)

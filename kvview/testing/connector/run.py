@@ -20,6 +20,7 @@ from kvview import (
 )
 from kvview.connector.raising import build_connector
 from kvview.errors import line_of
+from kvview.testing.connector import watchdog
 from kvview.testing.connector.as_it_is import AsItIsWorker
 from kvview.testing.connector.calls import hook, make_worker, require_type
 from kvview.testing.connector.faults import FaultyWorker, Pool
@@ -80,9 +81,11 @@ def simulate(
             the scenario has a size that no engine takes.
         HookError: The connector's constructor raised.
     """
-    return _Run(
-        connector_class, scenario, dict(options or {}), unique_ids, engines or load_engines()
-    ).run()
+    engines = engines or load_engines()
+    with watchdog.watching():
+        with watchdog.calling():  # the constructor
+            run = _Run(connector_class, scenario, dict(options or {}), unique_ids, engines)
+        return run.run()
 
 
 def _configure(
@@ -258,7 +261,7 @@ class _Run:
                 self._reset()
             self._shutdown()
         except InvariantBroken as broken:
-            failure = self._failure(broken.law, broken.message)
+            failure = self._failure(broken.law, broken.message, broken.is_timeout)
         except ConnectorError as error:
             law, colon, message = str(error).partition(": ")
             is_law = bool(colon) and law.startswith("CONN-")
@@ -278,8 +281,15 @@ class _Run:
                 self._coverage[name] = getattr(stats, name)
         return SimulationResult(self.scenario, failure, tuple(self._timeline), dict(self._coverage))
 
-    def _failure(self, law: str, message: str) -> Failure:
-        return Failure(law, message, len(self._timeline), self._num_begun)
+    def _failure(self, law: str, message: str, is_timeout: bool = False) -> Failure:
+        parts = [part for part in self._parts if hasattr(part, "worker")]
+        if jobs := [job for part in parts for job in part.worker.not_waited_for]:
+            message += (
+                f". Jobs {jobs[:5]} were still going on when wait of the worker half had "
+                f"returned: it has to block until they have ended, and what is told here may "
+                f"follow from that"
+            )
+        return Failure(law, message, len(self._timeline), self._num_begun, is_timeout)
 
     def _play(self, event: Event) -> None:
         match event:

@@ -359,6 +359,13 @@ def _generate_fates(draw: _Draw) -> tuple[Fate, ...]:
     return tuple(fates)
 
 
+def lengthen(scenario: Scenario, steps: int) -> Scenario:
+    """Have the events happen again and again, until there are this many steps."""
+    in_one = sum(event.count for event in scenario.events if isinstance(event, Step))
+    times = -(-steps // max(1, in_one))
+    return replace(scenario, events=scenario.events * max(1, times))
+
+
 # --- as a script ---
 
 
@@ -385,8 +392,9 @@ def to_script(
     options: Mapping[str, Any],
     comment: str,
     engines: object,
+    times: int = 1,
 ) -> str:
-    """Python that runs a scenario again, to paste.
+    """Python that runs a scenario again, to paste; it fails as long as a law is broken.
 
     Args:
         connector_class: What is run.
@@ -394,6 +402,7 @@ def to_script(
         options: Of the connector.
         comment: Goes before it.
         engines: A factory of engines that is built without arguments.
+        times: How often to try, for what does not happen every time.
     """
     shown = compact_repr(scenario.geometry)
     names = sorted({"CacheGeometry", *(type(g).__name__ for g in scenario.geometry.groups)})
@@ -423,7 +432,11 @@ def to_script(
     factory = type(engines)
     lines.insert(lines.index(""), f"from {factory.__module__} import {factory.__name__}")
     given += f", engines={factory.__name__}()"
-    lines += [")", f"print(simulate({connector}, scenario{given}).failure)"]
+    calls = [f"failure = simulate({connector}, scenario{given}).failure"]
+    calls += ["assert failure is None, failure"]
+    if times > 1:
+        calls = [f"for _ in range({times}):", *(f"    {line}" for line in calls)]
+    lines += [")", *calls]
     return "\n".join(lines) + "\n"
 
 

@@ -75,6 +75,8 @@ class TransferDriver(Recorder):
         law: The law that is checked.
     """
 
+    is_timed = True
+
     def __init__(self, factory: Factory, law: str) -> None:
         import torch  # only who checks a worker needs it
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -143,16 +142,9 @@ def _take(rows: Iterable[TraceRequest], limit: int | None) -> Iterator[TraceRequ
 
 
 def _parse_options(options: Iterable[str], **named: object) -> dict[str, Any]:
-    parsed: dict[str, Any] = {key: value for key, value in named.items() if value is not None}
-    for option in options:
-        key, equals, value = option.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"--option {option!r}: expected KEY=VALUE")
-        try:
-            parsed[key] = json.loads(value)
-        except json.JSONDecodeError:
-            parsed[key] = value
-    return parsed
+    from kvview.options import read_options
+
+    return {key: value for key, value in named.items() if value is not None} | read_options(options)
 
 
 def _progress() -> Progress:

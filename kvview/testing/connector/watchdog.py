@@ -1,0 +1,129 @@
+"""Ends the hook of a connector that does not return: a loop without an end, a lock for ever.
+
+A timer ticks once a second, and looks whether the same call of a hook is still running.
+
+1. What is counted is CPU time of the process, so that a slow machine is no fault; a hook
+   that waits and uses none is given four times as long, in ticks: a machine that sleeps
+   does not tick.
+2. The hook is ended by a :class:`HookTimeout` in it. A call in C that never comes back
+   can not be ended; where it stands is written to stderr then.
+3. Without timers of the system (Windows), or outside the main thread, nothing is watched.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from types import FrameType
+
+HOOK_SECONDS = 30.0
+"""CPU seconds that one call of a hook may take, by default."""
+
+_TICK = 1.0
+_WAITS = 4  # times as long for a hook that uses no CPU
+_DEAF = 8  # times as long until the stack is written to stderr
+
+_seconds: ContextVar[float] = ContextVar("kvview_hook_seconds", default=HOOK_SECONDS)
+
+
+class HookTimeout(BaseException):
+    """A hook did not return; no ``Exception``, which a hook may catch."""
+
+
+class _Call:
+    """The call that is watched: the same number at two ticks is the same call."""
+
+    number = 0
+    depth = 0
+    is_watched = False
+
+
+@contextmanager
+def limit(seconds: float) -> Iterator[None]:
+    """Set what one call of a hook may take, for the runs in the block."""
+    token = _seconds.set(seconds)
+    try:
+        yield
+    finally:
+        _seconds.reset(token)
+
+
+@contextmanager
+def calling() -> Iterator[None]:
+    """A hook of the connector is called in the block."""
+    _Call.number += 1
+    _Call.depth += 1
+    try:
+        yield
+    finally:
+        _Call.depth -= 1
+        _Call.number += 1
+
+
+@contextmanager
+def watching() -> Iterator[None]:
+    """Watch the hooks that are called in the block."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not hasattr(signal, "setitimer") or not is_main or _Call.is_watched:
+        yield
+        return
+    if signal.getitimer(signal.ITIMER_REAL) != (0.0, 0.0):  # somebody else's
+        yield
+        return
+    watch = _Watch(_seconds.get())
+    before = signal.signal(signal.SIGALRM, watch.tick)
+    every = min(_TICK, watch.seconds / 4)
+    signal.setitimer(signal.ITIMER_REAL, every, every)
+    _Call.is_watched, _Call.depth = True, 0
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+        if watch.has_armed:
+            faulthandler.cancel_dump_traceback_later()
+        _Call.is_watched = False
+
+
+class _Watch:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.has_armed = False
+        self._tick_seconds = min(_TICK, seconds / 4)
+        self._number = -1
+        self._used = 0.0
+        self._waited = 0.0
+        self._cpu = time.process_time()
+
+    def tick(self, signum: int, frame: FrameType | None) -> None:
+        """Once a second: is it still the same call?"""
+        before, self._cpu = self._cpu, time.process_time()
+        if not _Call.depth or _Call.number != self._number:
+            self._number, self._used, self._waited = _Call.number, 0.0, 0.0
+            if self.has_armed:
+                faulthandler.cancel_dump_traceback_later()
+                self.has_armed = False
+            return
+        self._arm()
+        self._used += self._cpu - before
+        self._waited += self._tick_seconds
+        if self._used >= self.seconds or self._waited >= _WAITS * self.seconds:
+            told = f"did not return within {self.seconds:g} s of CPU time"
+            if self._used < self.seconds:
+                told = f"did not return: it waited for {self._waited:g} s"
+            self._used = self._waited = 0.0
+            raise HookTimeout(told)
+
+    def _arm(self) -> None:
+        """Have the stack written when not even this function is called any more."""
+        if sys.__stderr__ is None:
+            return
+        with suppress(OSError, ValueError):  # stderr is no file
+            faulthandler.dump_traceback_later(_DEAF * self.seconds, file=sys.__stderr__)
+            self.has_armed = True

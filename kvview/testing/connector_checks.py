@@ -1,0 +1,173 @@
+"""The laws of connectors as checks: one for each that a simulated run can break.
+
+They share one set of runs (:func:`shared_runs`): what one of them asks for first, the
+others find done. A run ends at the first law that it breaks.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvview.errors import ConfigError
+from kvview.testing.checks import Check, CheckFunction, check
+from kvview.testing.harness import Factory
+from kvview.testing.profiles import current_profile
+from kvview.testing.recorder import LawBroken
+
+if TYPE_CHECKING:
+    from kvview.testing.connector import ConnectorFailure, ConnectorRuns
+    from kvview.testing.connector.coverage import Gap
+
+COVERAGE = "coverage"
+"""What stands for a law where something was not exercised, and its name in expectations:
+``coverage: loads``."""
+
+LAWS: Mapping[str, str] = {
+    "CONN-1": "The halves are made, bound and told of the engine in order.",
+    "CONN-2": "What match_prefix promises is there, and it answers.",
+    "CONN-3": "Every job that is planned is reported, once, and work comes to an end.",
+    "CONN-4": "Every block that is held is given back, whatever happens to its request.",
+    "CONN-5": "A request id that comes again is another request.",
+    "CONN-6": "A block is held while a store reads it.",
+    "CONN-7": "Steps may be in flight: no block is looked up that is only counted.",
+    "CONN-8": "Only KV that is computed, and whole, is stored.",
+    "EVENT-1": "No event removes what its medium does not hold.",
+    "EVENT-2": "What the events advertise can be found, and what is found is advertised.",
+    "EVENT-3": "Events are taken once.",
+    "EVENT-4": "A store that failed is not advertised.",
+    "EVENT-5": "After a reset nothing is advertised.",
+    "OFF-1": "A page that is read is not stored over.",
+    "OFF-2": "A load takes only what is stored and ready.",
+    "OFF-4": "A store that failed is never loaded.",
+    "OFF-6": "What is stored is found sooner or later.",
+    "XFER-1": "Every byte that is loaded is the one that was stored.",
+    "XFER-2": "A transfer writes the pages it names, and no others.",
+    "XFER-3": "Jobs that touch one page move their bytes in the order of the plan.",
+    "XFER-6": "Transfers are ordered after the compute that they depend on.",
+    "POOL-1": "A block is in the free queue exactly when nobody refers to it.",
+    "POOL-2": "A block is in the free queue once.",
+    "POOL-4": "Only what is held is released, as often as it was touched.",
+    "POOL-10": "A closed view is not called.",
+}
+"""What must hold, by law. What breaks a law that is not here fails the check for all others."""
+
+
+class NotExercised(LawBroken):
+    """Nothing is wrong, and something was not checked that must be."""
+
+
+def shared_runs(factory: Factory) -> ConnectorRuns:
+    """The simulated runs of a connector class, by the current profile; made once.
+
+    Raises:
+        ConfigError: They need what is not installed, or the connector refuses its options.
+    """
+    try:
+        from kvview.testing.connector import check_connector, load_engines, watchdog
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the target is a connector, and checking one needs {error.name}: "
+            "pip install 'kvview[reference]'"
+        ) from error
+    profile = current_profile()
+    if factory not in profile.shared:
+        on_progress: Callable[[int, int], None] | None = profile.shared.get("on_progress")
+        profile.shared[factory] = check_connector(
+            factory,  # type: ignore[arg-type]
+            seeds=profile.num_seeds,
+            first_seed=profile.seed or 0,
+            options=profile.options,
+            engines=load_engines(profile.engine or "reference"),
+            steps=profile.run_steps,
+            hook_seconds=profile.hook_seconds or watchdog.HOOK_SECONDS,
+            on_progress=on_progress,
+        )
+    runs: ConnectorRuns = profile.shared[factory]
+    return runs
+
+
+def coverage_check(pattern: str) -> Check:
+    """The check that one thing, or all that match a pattern, was exercised."""
+    name = f"{COVERAGE}: {pattern}"
+
+    def run(factory: Factory) -> None:
+        _require(factory, lambda gap: fnmatch.fnmatchcase(gap.name, pattern))
+
+    run.__name__ = name
+    run.__doc__ = f"{pattern} is exercised."
+    return Check(name, COVERAGE, "connector", (), run)
+
+
+def coverage_check_without(patterns: Sequence[str]) -> CheckFunction:
+    """:func:`check_coverage_of_simulated_runs`, less what has a check of its own."""
+
+    def run(factory: Factory) -> None:
+        _require(factory, lambda gap: not any(fnmatch.fnmatchcase(gap.name, p) for p in patterns))
+
+    run.__doc__ = check_coverage_of_simulated_runs.__doc__
+    return run
+
+
+def _require(factory: Factory, concerns: Callable[[Gap], bool]) -> None:
+    runs = shared_runs(factory)
+    gaps = [gap for gap in runs.not_exercised if concerns(gap)]
+    if runs.is_interrupted:
+        raise KeyboardInterrupt
+    if gaps:
+        raise NotExercised(
+            COVERAGE,
+            "; ".join(gap.what for gap in gaps),
+            got=", ".join(gap.name for gap in gaps),
+            expected=f"each of them in {runs.num_seeds} seeds",
+            script="",
+        )
+
+
+def _check_law(factory: Factory, laws: Callable[[str], bool], expected: str) -> None:
+    runs = shared_runs(factory)
+    failures = [failure for failure in runs.failures if laws(failure.law)]
+    if failures:
+        raise _broken(failures, runs, expected)
+    if runs.is_interrupted:
+        raise KeyboardInterrupt  # as far as the runs came it holds, and that is no verdict
+
+
+def _broken(failures: Sequence[ConnectorFailure], runs: ConnectorRuns, expected: str) -> LawBroken:
+    first = failures[0]
+    alike = [failure for failure in failures if failure.law == first.law]
+    return LawBroken(
+        first.law,
+        first.message,
+        got=f"{len(alike)} of {runs.num_seeds} seeds break it",
+        expected=expected,
+        script=first.script,
+        seeds=[failure.seed for failure in alike],
+        timeline=first.timeline,
+    )
+
+
+def _register(law: str, summary: str) -> None:
+    def run(factory: Factory) -> None:
+        _check_law(factory, lambda broken: broken == law, summary)
+
+    run.__name__ = f"check_{law.lower().replace('-', '_')}_in_simulated_runs"
+    run.__doc__ = summary
+    globals()[run.__name__] = check(law, contract="connector")(run)
+
+
+for _law, _summary in LAWS.items():
+    _register(_law, _summary)
+
+
+@check("*", contract="connector")
+def check_any_other_law_in_simulated_runs(factory: Factory) -> None:
+    """No other law is broken either."""
+    _check_law(factory, lambda broken: broken not in LAWS, "no law broken")
+
+
+@check(COVERAGE, contract="connector")
+def check_coverage_of_simulated_runs(factory: Factory) -> None:
+    """All that must happen in simulated runs did happen."""
+    _require(factory, lambda gap: True)

@@ -1,0 +1,159 @@
+"""The JSON of ``kvview check --json``: one schema for every contract, with a version.
+
+``docs/report.md`` describes it; ``python -m kvview.testing.schema`` prints it as JSON Schema.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+if TYPE_CHECKING:
+    from kvview.testing.recorder import LawBroken
+    from kvview.testing.report import Report
+
+SCHEMA_VERSION: Literal[1] = 1
+"""Grows when a field goes or means something else; new fields may come without."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(from_attributes=True, extra="forbid")
+
+
+class SnapshotModel(_Model):
+    """Where the blocks are after a step of a simulated run."""
+
+    step: int
+    free: int
+    engine: int
+    held: int
+    in_flight: int
+
+
+class FailureModel(_Model):
+    """What a check found."""
+
+    law: str
+    what: str
+    got: str
+    expected: str
+    script: str = Field(description="Python that fails as long as the law is broken, or empty.")
+    seeds: list[int] = Field(description="Of a connector: all that break the law.")
+    timeline: list[SnapshotModel] = Field(description="Of a connector: the run of the script.")
+
+
+class CheckModel(_Model):
+    """One check, in the order in which they ran."""
+
+    name: str
+    law: str = Field(description="'*' in it: of several; 'coverage': what was exercised.")
+    summary: str
+    outcome: Literal[
+        "passed", "failed", "skipped", "expected failure", "unexpected pass", "not checked"
+    ]
+    seconds: float
+    reason: str = Field(description="Why it was skipped or expected to fail, or empty.")
+    failure: FailureModel | None
+
+
+class GapModel(_Model):
+    """What simulated runs did not exercise."""
+
+    name: str
+    what: str
+
+
+class RunsModel(_Model):
+    """The simulated runs of a connector, which its checks share."""
+
+    engine: str
+    first_seed: int
+    num_seeds: int
+    steps: int | None = Field(description="Fewest steps of a run, if that was asked for.")
+    seconds: float
+    coverage: dict[str, int] = Field(description="What happened how often.")
+    not_exercised: list[GapModel]
+    notes: list[str] = Field(description="For people; 'not deterministic', for example.")
+
+
+class ReportModel(_Model):
+    """What ``kvview check TARGET --json FILE`` writes."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    target: str
+    contract: Literal["pool", "geometry", "offloading", "transfer", "connector"]
+    profile: str
+    seed: int | None = Field(description="Of everything random; null: the same every time.")
+    is_clean: bool
+    is_interrupted: bool
+    num_selected: int = Field(description="Checks that were to run.")
+    seconds: float
+    counts: dict[str, int] = Field(description="Checks by outcome.")
+    checks: list[CheckModel]
+    runs: RunsModel | None = Field(description="Of a connector; null for all others.")
+
+    @classmethod
+    def of(cls, report: Report) -> ReportModel:
+        """A report as it is written."""
+        runs = report.runs
+        return cls(
+            target=report.target,
+            contract=report.contract,
+            profile=report.profile,
+            seed=report.seed,
+            is_clean=report.is_clean,
+            is_interrupted=report.is_interrupted,
+            num_selected=report.num_selected,
+            seconds=round(report.seconds, 3),
+            counts=report.counts(),
+            checks=[
+                CheckModel(
+                    name=result.check.name,
+                    law=result.check.law,
+                    summary=result.check.summary,
+                    outcome=result.outcome.value,
+                    seconds=round(result.seconds, 4),
+                    reason=result.reason,
+                    failure=_failure(result.failure),
+                )
+                for result in report
+            ],
+            runs=None if runs is None else RunsModel.model_validate(runs),
+        )
+
+
+class MutantModel(_Model):
+    """One planted fault."""
+
+    mutant: str
+    what: str
+    law: str
+    incident: str | None
+    check: str
+    is_killed: bool
+
+
+class SelfTestModel(_Model):
+    """What ``kvview check --self-test --json FILE`` writes."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    mutants: list[MutantModel]
+    num_survivors: int
+
+
+def _failure(broken: LawBroken | None) -> FailureModel | None:
+    return None if broken is None else FailureModel.model_validate(broken)
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema of both files, as JSON Schema."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **ReportModel.model_json_schema(),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(json_schema(), indent=2))

@@ -1,0 +1,105 @@
+"""What ``kvview check`` prints for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvview.testing.mutants import MutantResult
+from kvview.testing.report import CheckResult, Outcome, Report
+
+_STYLES = {
+    Outcome.PASSED: "green",
+    Outcome.FAILED: "bold red",
+    Outcome.SKIPPED: "dim",
+    Outcome.EXPECTED_FAILURE: "yellow",
+    Outcome.UNEXPECTED_PASS: "bold red",
+    Outcome.NOT_CHECKED: "yellow",
+}
+_MAX_SEEDS = 20
+
+
+def show_report(console: Console, report: Report) -> None:
+    """Print a report: what the runs did, the checks by law, the failures, one line at the end."""
+    if report.runs is not None:
+        _show_coverage(console, report)
+    _show_checks(console, report)
+    for result in report.failures:
+        _show_failure(console, result)
+    for result in report.not_checked:
+        assert result.failure is not None, "what is not checked says what"
+        _tell(console, f"not checked: {result.failure.what}", "yellow")
+    for note in report.runs.notes if report.runs else ():
+        _tell(console, note, "yellow")
+    _tell(console, report.summary(), "red" if report.failures else "bold")
+
+
+def _show_coverage(console: Console, report: Report) -> None:
+    assert report.runs is not None, "only a connector has runs"
+    table = Table(title="what its runs did", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, times in sorted(report.runs.coverage.items()):
+        table.add_row(escape(str(name)), f"{times:,}")
+    console.print(table)
+
+
+def _show_checks(console: Console, report: Report) -> None:
+    title = f"{report.contract} checks of {report.target}"
+    table = Table(title=escape(title), title_justify="left", box=None)
+    for name in ("law", "outcome", "seconds", "check"):
+        table.add_column(name, justify="right" if name == "seconds" else "left", overflow="fold")
+    law = ""
+    for result in report:
+        shown = "" if result.check.law == law else result.check.law
+        law = result.check.law
+        outcome = f"[{_STYLES[result.outcome]}]{result.outcome.value}"
+        name = result.check.name + (f": {result.reason}" if result.reason else "")
+        table.add_row(shown, outcome, f"{result.seconds:.2f}", escape(name))
+    console.print(table)
+
+
+def _show_failure(console: Console, result: CheckResult) -> None:
+    failure = result.failure
+    console.print()
+    if failure is None:
+        name = escape(result.check.name)
+        console.print(f"[bold red]{name} passed[/], expected: {escape(result.reason)}")
+        return
+    console.print(f"[bold red]{failure.law}[/] {escape(result.check.name)}: ", end="")
+    console.print(failure.what, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"  got:      {failure.got}", markup=False, highlight=False)
+    console.print(f"  expected: {failure.expected}", markup=False, highlight=False)
+    if failure.seeds:
+        shown = ", ".join(map(str, failure.seeds[:_MAX_SEEDS]))
+        more = len(failure.seeds) - _MAX_SEEDS
+        shown += f" and {more} more" if more > 0 else ""
+        console.print(f"  seeds:    {shown}", markup=False, highlight=False)
+    if failure.script:
+        console.print("  to see it again:\n", style="dim")
+        # Never broken: it is to be pasted.
+        console.print(failure.script, markup=False, highlight=False, soft_wrap=True)
+
+
+def _tell(console: Console, line: str, style: str) -> None:
+    console.print(line, style=style, markup=False, soft_wrap=True)
+
+
+def show_mutants(console: Console, results: Sequence[MutantResult]) -> None:
+    """Print which planted faults died."""
+    table = Table(title="planted faults", title_justify="left", box=None)
+    for name in ("law", "mutant", "killed by", "incident"):
+        table.add_column(name, overflow="fold")
+    for result in results:
+        mutant = result.mutant
+        end = mutant.killed_by if result.is_killed else "[bold red]SURVIVED[/] " + mutant.killed_by
+        name = escape(f"{mutant.name}\n  {mutant.what}")
+        table.add_row(mutant.law, name, end, mutant.incident or "")
+    console.print(table)
+    killed = sum(result.is_killed for result in results)
+    incidents = len({result.mutant.incident for result in results} - {None})
+    told = f"{killed} of {len(results)} planted faults killed; {incidents} incidents"
+    console.print(told, soft_wrap=True)

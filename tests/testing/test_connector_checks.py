@@ -1,0 +1,292 @@
+"""Connectors are checked like any other contract: by law, under every runner."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvview import ConfigError, Connector, RequestInfo, SchedulerConnector, StepInfo, StepPlan
+from kvview.cli.commands import cli
+from kvview.cli.exit_codes import ExitCode
+from kvview.testing import BoundCheck, Outcome, parametrize_with_checks, run_checks
+from kvview.testing.schema import ReportModel, json_schema
+from kvview_reference import harness
+
+pytest.importorskip("torch")
+
+from kvview.testing.connector import check_connector
+from kvview_reference.connector import OffloadConnector
+from kvview_reference.connector.offload import OffloadScheduler, OffloadWorker
+
+ROOT = Path(__file__).parents[2]
+OFFLOAD = "kvview_reference.connector:OffloadConnector"
+NAMES = ("loads", "stores", "hits")
+
+
+class Offload(OffloadConnector):
+    scheduler: type[OffloadScheduler] = OffloadScheduler
+    worker: type[OffloadWorker] = OffloadWorker
+
+    def make_scheduler(self) -> SchedulerConnector:
+        return self.scheduler(self.config, self.options)
+
+    def make_worker(self) -> OffloadWorker:
+        return self.worker(self.options)
+
+
+class ForgetsEvents(Offload):
+    class scheduler(OffloadScheduler):
+        def take_events(self) -> Any:
+            return [*super().take_events()][1:]
+
+
+class Loops(Offload):
+    class scheduler(OffloadScheduler):
+        def plan_step(self, step: StepInfo) -> StepPlan:
+            while True:
+                pass
+
+
+class Waits(Offload):
+    class scheduler(OffloadScheduler):
+        def plan_step(self, step: StepInfo) -> StepPlan:
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
+            raise AssertionError("never")
+
+
+class Draws(Offload):
+    class scheduler(OffloadScheduler):
+        def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> Any:
+            answer = super().match_prefix(request, num_computed_tokens)
+            return answer if random.random() < 0.9 else 0
+
+
+class SometimesLeaks(Offload):
+    class scheduler(OffloadScheduler):
+        def _free(self, block_ids: Sequence[int]) -> None:
+            if random.random() < 0.5:
+                super()._free(block_ids)
+
+
+class HasNoWait(Offload):
+    class worker(OffloadWorker):
+        def wait(self, job_ids: Sequence[int]) -> None:
+            pass
+
+        def get_finished(self) -> Any:
+            return []
+
+
+BEGINS = """
+from pathlib import Path
+from kvview.cli import main
+from kvview.testing import runner
+
+run_planned = runner.run_planned
+
+def begin(*args):
+    Path({started!r}).touch()
+    return run_planned(*args)
+
+runner.run_planned = begin
+main()
+"""
+
+
+def run(*args: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["check", *map(str, args)])
+
+
+# --- one registry, three runners ---
+
+
+@parametrize_with_checks(OffloadConnector, seeds=20, options={"cpu_blocks": 60})
+def test_under_pytest(check: BoundCheck) -> None:
+    check()
+
+
+def test_failures_are_grouped_by_law_with_a_script_each() -> None:
+    report = run_checks(ForgetsEvents, seeds=25)
+    assert report.contract == "connector"
+    assert len(report.failures) >= 2
+    for result in report.failures:
+        assert result.failure is not None
+        assert result.failure.law == result.check.law
+        assert result.failure.seeds
+        with pytest.raises(AssertionError):
+            exec(result.failure.script, {})
+    assert report.runs is not None
+    seeds = [seed for r in report.failures if r.failure for seed in r.failure.seeds]
+    assert len(seeds) == len(set(seeds)) == len(report.runs.failures)
+
+
+def test_the_runs_are_shared() -> None:
+    seen: list[int] = []
+    report = run_checks(OffloadConnector, seeds=3, on_seed=lambda done, failed: seen.append(done))
+    assert seen == [1, 2, 3]
+    assert len(report.results) > 20
+
+
+def test_select_and_expected_failures_are_honoured(tmp_path: Path) -> None:
+    report = run_checks(Connector_that_does_nothing, seeds=2, select=["coverage"])
+    assert [result.outcome for result in report] == [Outcome.NOT_CHECKED]
+    expected = {f"coverage: {name}": "it does nothing" for name in NAMES}
+    report = run_checks(Connector_that_does_nothing, seeds=2, expected_failures=expected)
+    assert report.is_clean
+    assert report.counts()["expected failure"] == len(NAMES)
+    report = run_checks(OffloadConnector, seeds=20, expected_failures=expected, select=["coverage"])
+    assert [r.outcome for r in report.failures] == [Outcome.UNEXPECTED_PASS] * len(NAMES)
+    lines = tmp_path / "expected"
+    lines.write_text("".join(f"coverage: {name}: it does nothing\n" for name in NAMES))
+    target = f"{__file__}:Connector_that_does_nothing"
+    assert run(target, "--seeds", "2").exit_code == ExitCode.NOT_CHECKED
+    assert run(target, "--seeds", "2", "--expected-failures", lines).exit_code == ExitCode.CLEAN
+
+
+class Connector_that_does_nothing(Connector):
+    def make_scheduler(self) -> SchedulerConnector:
+        return SchedulerConnector()
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["kvview_reference.harness:pool", "--seeds", "3"], "seeds is for a connector"),
+        (["kvview_reference.harness:pool", "--engine", "vllm"], "engine is for a connector"),
+        (["kvview_reference.harness:pool", "--option", "a=1"], "options is for a connector"),
+        (["kvview_reference.harness:pool", "--hook-seconds", "1"], "is for a connector"),
+        (["kvview_reference.harness:pool", "--steps", "0"], "steps must be more than 0"),
+        ([OFFLOAD, "--select", "CONN-*x"], "matches no check"),
+        ([OFFLOAD, "--profile", "none"], "unknown profile"),
+        ([OFFLOAD, "--option", "nonsense"], "expected KEY=VALUE"),
+        ([OFFLOAD, "--option", "cpu_blokcs=3"], "cpu_blokcs"),
+        ([OFFLOAD, "--seeds", "0"], "seeds must be more than 0"),
+        ([OFFLOAD, "--engine", "none"], "there is no engine 'none'"),
+        (["--self-test", "--steps", "3"], "--steps is for a TARGET"),
+    ],
+)
+def test_nothing_is_ignored(args: list[str], told: str) -> None:
+    result = run(*args)
+    assert result.exit_code == ExitCode.COULD_NOT_RUN
+    assert told in result.output
+    assert result.output.count("\n") == 1
+
+
+def test_steps_make_runs_longer() -> None:
+    short, long = (
+        run_checks(OffloadConnector, seeds=1, steps=n, select=["CONN-3"]) for n in (1, 400)
+    )
+    assert short.runs is not None
+    assert long.runs is not None
+    assert long.runs.coverage["steps"] >= 400 > short.runs.coverage["steps"]
+
+
+def test_options_reach_the_connector() -> None:
+    with pytest.raises(ConfigError, match="policy"):
+        run_checks(OffloadConnector, seeds=1, options={"policy": 3})
+
+
+# --- one schema ---
+
+
+def test_the_schema_is_the_documented_one_and_real_reports_keep_it() -> None:
+    assert json.loads((ROOT / "docs" / "report.schema.json").read_text()) == json_schema()
+    told = (ROOT / "docs" / "report.md").read_text()
+    for name in ReportModel.model_fields:
+        assert f"`{name}" in told, name
+    for report in (
+        run_checks(ForgetsEvents, seeds=8),
+        run_checks(Connector_that_does_nothing, seeds=1),
+        run_checks(harness.pool, select=["POOL-4"]),
+    ):
+        text = json.dumps(report.to_dict())
+        assert ReportModel.model_validate_json(text).schema_version == 1
+        assert json.loads(text)["is_clean"] is report.is_clean
+
+
+def test_the_suite_and_its_junit(tmp_path: Path) -> None:
+    junit = tmp_path / "junit.xml"
+    args = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--pyargs",
+        "kvview.testing.suite",
+        f"--junitxml={junit}",
+    ]
+    args += ["--kvview-target", OFFLOAD, "--kvview-seeds", "15", "--kvview-option", "cpu_blocks=40"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *args], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    cases = {
+        case.get("name"): case.get("classname")
+        for case in ElementTree.parse(junit).getroot().iter("testcase")
+    }
+    assert cases["check_conn_4_in_simulated_runs"] == f"kvview.{OFFLOAD}.CONN-4"
+
+
+# --- said so, by name ---
+
+
+@pytest.mark.parametrize("connector", [Loops, Waits])
+def test_a_hook_that_does_not_return_is_named(connector: type[Connector]) -> None:
+    runs = check_connector(connector, seeds=9, hook_seconds=0.2)
+    assert runs.num_seeds == 2, "each of them costs what a hook may take"
+    message = runs.failures[0].message
+    assert re.match(
+        r"plan_step did not return.*: it is at \S+test_connector_checks.py:\d+", message
+    )
+    assert any("hooks do not return" in note for note in runs.notes)
+
+
+def test_what_is_not_deterministic_is_named() -> None:
+    runs = check_connector(Draws, seeds=60)
+    assert not runs.failures, runs.summary()
+    assert any("not deterministic: seed" in note for note in runs.notes)
+    failures = check_connector(SometimesLeaks, seeds=12, max_shrink_runs=0).failures
+    told = [failure for failure in failures if "not deterministic" in failure.message]
+    assert told
+    assert "in range(50)" in told[0].script
+    assert not check_connector(OffloadConnector, seeds=60).notes
+
+
+def test_a_worker_without_a_wait_is_named() -> None:
+    failures = check_connector(HasNoWait, seeds=4, max_shrink_runs=0).failures
+    assert failures
+    assert any("wait of the worker half" in failure.message for failure in failures)
+
+
+@pytest.mark.parametrize("target", [OFFLOAD, "kvview_reference.harness:pool"])
+def test_sigterm_leaves_the_summary(tmp_path: Path, target: str) -> None:
+    file = tmp_path / "report.json"
+    args = [target, "--profile", "soak", "--seed", "1", "--json", str(file)]
+    started = tmp_path / "started"
+    code = BEGINS.format(started=str(started))
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "check", *args], stdout=subprocess.PIPE, text=True
+    )
+    while not started.exists() and process.poll() is None:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGTERM)
+    stdout, _ = process.communicate(timeout=120)
+    assert process.returncode == ExitCode.INTERRUPTED, stdout
+    report = json.loads(file.read_text())
+    assert report["is_interrupted"]
+    assert "interrupted after" in stdout

@@ -1,0 +1,93 @@
+"""Every printed script fails on the faulty code by itself, and passes on the right one."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvview.testing import CHECKS, Mutant, load_mutants
+from kvview_reference import harness
+
+pytest.importorskip("torch")
+
+NAMES = {check.name for check in CHECKS}
+MUTANTS = [m for m in load_mutants() if isinstance(m, Mutant) and m.killed_by in NAMES]
+CONNECTORS = [m for m in load_mutants() if isinstance(m, Mutant) and m.killed_by not in NAMES]
+DRAWN = random.Random(9).sample(MUTANTS, 40)
+ALONE = ["check_guard_8_failed_expiry_hits_nobody_and_is_tried_again"]
+ALONE += ["check_guard_9_what_is_dropped_while_it_holds_is_told"]
+PREAMBLE = "from kvview.testing import load_mutants; load_mutants()\n"
+RUNNER = """
+import json, os, sys
+outcomes = {}
+for name, script in json.load(sys.stdin).items():
+    try:
+        exec(compile(script, name, "exec"), {"__name__": "script"})
+        outcomes[name] = None
+    except Exception as error:
+        outcomes[name] = type(error).__name__
+print(json.dumps(outcomes), flush=True)
+os._exit(0)  # workers of wrong implementations may never end
+"""
+
+
+def run_scripts(scripts: dict[str, str]) -> dict[str, str | None]:
+    done = subprocess.run(
+        [sys.executable, "-c", PREAMBLE + RUNNER],
+        input=json.dumps(scripts),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    outcomes: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
+    return outcomes
+
+
+def script_of(mutant: Mutant) -> str:
+    broken = mutant.run()
+    assert broken is not None, mutant.name
+    return broken.script
+
+
+def on_the_right_one(mutant: Mutant, script: str) -> str | None:
+    """The script with what the mutant was made from, where that is a reference harness."""
+    factory: Any = mutant.factory
+    for base in getattr(factory, "__mro__", ())[1:]:
+        if base.__module__ == harness.__name__:
+            source = f"from {base.__module__} import {base.__name__} as factory"
+            return re.sub(r"from \S+ import \S+ as factory", source, script)
+    return None
+
+
+def test_scripts_fail_on_the_faulty_code_and_pass_on_the_right_one() -> None:
+    drawn = [*DRAWN, *(m for m in MUTANTS if m.killed_by in ALONE)]
+    scripts = {mutant.name: script_of(mutant) for mutant in drawn}
+    assert [name for name, error in run_scripts(scripts).items() if error is None] == []
+    right = {m.name: on_the_right_one(m, scripts[m.name]) for m in drawn}
+    passed = run_scripts({name: script for name, script in right.items() if script})
+    assert [name for name, error in passed.items() if error is not None] == []
+    assert len(passed) >= 12
+
+
+@pytest.mark.parametrize("mutant", [DRAWN[0], CONNECTORS[3]], ids=lambda mutant: mutant.name)
+def test_a_script_alone_exits_1(mutant: Mutant, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(PREAMBLE + script_of(mutant))
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert re.search(
+        r"^(AssertionError|kvview\.\S+LawBroken|kvview\.\S+Error): ", done.stderr, re.M
+    )
+
+
+def test_scripts_of_connectors_fail() -> None:
+    scripts = {m.name: script_of(m) for m in random.Random(9).sample(CONNECTORS, 8)}
+    assert set(run_scripts(scripts).values()) == {"AssertionError"}
