@@ -194,7 +194,7 @@ def _check_connector(
         "engine": engines.name,
         "is_clean": report.is_clean,
         "is_interrupted": report.is_interrupted,
-        "not_exercised": list(report.not_exercised),
+        "not_exercised": [str(gap) for gap in report.not_exercised],
         "first_seed": report.first_seed,
         "num_seeds": report.num_seeds,
         "seconds": round(report.seconds, 3),
@@ -256,8 +256,8 @@ def _show_connector(console: Console, report: ConnectorReport, target: str) -> N
     if report.failures:
         console.print("\nto see the first again:\n", style="dim")
         _paste(console, report.failures[0].script)
-    for line in report.not_exercised:
-        console.print(f"not checked: {line}", style="yellow", markup=False, soft_wrap=True)
+    for gap in report.not_exercised:
+        console.print(f"not checked: {gap}", style="yellow", markup=False, soft_wrap=True)
     last = report.first_seed + report.num_seeds - 1
     console.print(
         f"{target}: {report.num_seeds} seeds ({report.first_seed} to {last}), "

@@ -46,7 +46,7 @@ from kvview.testing.connector.watch import History
 from kvview_reference.connector import LazyOffloadConnector, MultiConnector, OffloadConnector
 from kvview_reference.engine import chain_hashes
 from tests.mutants import connector as connectors
-from tests.mutants import example, several
+from tests.mutants import example, several, tier
 from tests.mutants.connector import (
     AtTheEnd,
     CountsFailedLoads,
@@ -66,7 +66,7 @@ from tests.mutants.leasing import (
 )
 from tests.mutants.several import Two
 
-MUTANTS = [*connectors.MUTANTS, *example.MUTANTS, *several.MUTANTS]
+MUTANTS = [*connectors.MUTANTS, *example.MUTANTS, *several.MUTANTS, *tier.MUTANTS]
 
 LAZY = "kvview_reference.connector:LazyOffloadConnector"
 EAGER = "kvview_reference.connector:OffloadConnector"

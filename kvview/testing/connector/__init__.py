@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvview import Connector
+from kvview.testing.connector.generate import generate_scenario
 from kvview.testing.connector.harness import EngineFactory, load_engines
 from kvview.testing.connector.result import (
     ConnectorFailure,
@@ -38,7 +39,6 @@ from kvview.testing.connector.scenario import (
     Scenario,
     Squeeze,
     Step,
-    generate_scenario,
     to_script,
 )
 from kvview.testing.connector.shrink import MAX_RUNS, shrink

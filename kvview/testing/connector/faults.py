@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -40,6 +40,7 @@ from kvview.testing.connector.scenario import Fate
 from kvview.testing.connector.stream import StepStream
 
 _JUNK = 0x5A
+_REMEMBERED_STORES = 8  # of a page, to tell what became of its bytes
 _LAW = re.compile(r"^([A-Z]+-\d+): ")
 _Page = tuple[str, int | None]  # of a medium; None for all of it
 
@@ -168,7 +169,9 @@ class FaultyWorker(WorkerConnector):
         self._units: list[_Unit] = []
         self._tensors: list[torch.Tensor] = []
         self._is_lost_over = False
-        self._stored: defaultdict[int, list[Flight]] = defaultdict(list)
+        self._stored: defaultdict[int, deque[Flight]] = defaultdict(
+            lambda: deque(maxlen=_REMEMBERED_STORES)
+        )
         self.num_reported = 0
 
     @property
@@ -227,6 +230,7 @@ class FaultyWorker(WorkerConnector):
             if is_due and flight.result is not None:
                 del self._flights[flight.job.job_id]
                 self.num_reported += 1
+                flight.source = []
                 self._watch.on_reported(flight, flight.result.success)
                 results.append(flight.result)
         flying = self._flights.values()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvview.testing.connector.coverage import not_exercised
+from kvview.testing.connector.coverage import Gap, not_exercised
 from kvview.testing.connector.scenario import Scenario
 
 
@@ -57,14 +57,16 @@ class SimulationResult:
     Args:
         scenario: What was run.
         failure: None when every law held.
-        timeline: One snapshot a step.
+        timeline: One snapshot a step, of the last ones.
         coverage: What happened how often: loads, stores, preemptions and so on.
+        loads_of_laps: Tokens that requests were given to load, lap by lap.
     """
 
     scenario: Scenario
     failure: Failure | None
     timeline: tuple[Snapshot, ...]
     coverage: Mapping[str, int] = field(default_factory=dict)
+    loads_of_laps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,8 @@ class ConnectorReport:
         return not (self.is_interrupted or self.failures or self.not_exercised)
 
     @property
-    def not_exercised(self) -> Sequence[str]:
-        """What must happen in a run and did not, a line each."""
+    def not_exercised(self) -> Sequence[Gap]:
+        """What must happen in a run and did not."""
         return not_exercised(self.coverage)
 
     def summary(self) -> str:
@@ -131,7 +133,7 @@ class ConnectorReport:
         head = f"{self.connector}: {seeds} in {self.seconds:.1f} s"
         if not self.failures:
             if self.not_exercised:
-                return f"{head}: not checked: {'; '.join(self.not_exercised)}"
+                return f"{head}: not checked: {'; '.join(map(str, self.not_exercised))}"
             return f"{head}: no law broken"
         laws = Counter(failure.law for failure in self.failures)
         counts = ", ".join(f"{law} {times}x" for law, times in sorted(laws.items()))
@@ -150,7 +152,7 @@ class ConnectorReport:
             "seconds": self.seconds,
             "is_clean": self.is_clean,
             "is_interrupted": self.is_interrupted,
-            "not_exercised": list(self.not_exercised),
+            "not_exercised": [asdict(gap) for gap in self.not_exercised],
             "coverage": dict(self.coverage),
             "failures": [
                 {
