@@ -97,7 +97,8 @@ def breaker(mutants: list[Mutant], seeds: Sequence[int] = range(SEEDS)) -> Calla
     def breaks(law: str, what: str, incident: str | None = None) -> Register:
         def register(connector: type[Connector]) -> type[Connector]:
             killed_by = "check_connector"
-            mutants.append(ConnectorMutant(connector, law, killed_by, what, incident, seeds=seeds))
+            played = range(8) if law == NOT_EXERCISED else seeds
+            mutants.append(ConnectorMutant(connector, law, killed_by, what, incident, seeds=played))
             return connector
 
         return register

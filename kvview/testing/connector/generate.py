@@ -259,6 +259,7 @@ class _Events:
             self._add(draw.number(1, self._num_families), self._longest, room)
         for _ in range(draw.number(3, 5)):
             self._step(1)
+            self._events.append(Alias())
             self._events.append(Squeeze(self._num_gpu_blocks - draw.number(1, 4)))
             self._step(1)
             self._events.append(Squeeze(0))
@@ -268,6 +269,7 @@ class _Events:
         draw, size = self._draw, self._size
         first = self._add(draw.number(1, self._num_families), size + draw.number(1, size), 2 * size)
         self._step(draw.number(1, 4))
+        self._events.append(Alias())
         if draw.chance(0.5):
             self._events.append(Abort(first))
         self._step(draw.number(2, 6))
