@@ -21,7 +21,7 @@ from kvview.geometry import (
 )
 from kvview.testing.connector.scenario import Scenario
 
-FEWEST_SEEDS = 10
+FEWEST_SEEDS = 15
 """Seeds of a kind of geometry below which its cells are not judged, only counted."""
 
 _NEVER = {
