@@ -1,6 +1,6 @@
 """How often the simulation blames a connector that is right: a row each, and 0 is expected.
 
-    python benchmarks/false_alarms.py --seeds 2000 --first-seed 100000 --engine vllm
+python benchmarks/false_alarms.py --seeds 2000 --first-seed 100000 --engine vllm
 """
 
 from __future__ import annotations

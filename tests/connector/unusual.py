@@ -20,6 +20,7 @@ from kvview import (
     CPULoadStoreSpec,
     FinishReason,
     GPULoadStoreSpec,
+    Lease,
     LoadStoreSpec,
     RequestInfo,
     SchedulerConnector,
@@ -253,39 +254,46 @@ class OwnPlan(Unusual):
             return PlanWithNotes(plan.loads, plan.stores, (f"plan {self.num_plans}",))
 
 
+class LeasingScheduler(HostCacheScheduler):
+    """Stores, and leases the first block of what finished to a reader who may come."""
+
+    ttl = 3.0
+
+    def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
+        super().__init__(config, cpu_blocks)
+        self.leases: list[Lease] = []
+
+    @override
+    def on_request_finished(
+        self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
+    ) -> None:
+        super().on_request_finished(request, block_ids, reason)
+        assert isinstance(self.view, SupportsLeases)
+        self.leases = [lease for lease in self.leases if lease.is_active]
+        for block in [block for table in block_ids for block in table if block][:1]:
+            self.leases.append(self.view.lease([block], job=request.request_id, ttl=self.ttl))
+
+    @override
+    def shutdown(self) -> None:
+        super().shutdown()
+        for lease in self.leases:
+            lease.release()
+
+
 class Produces(Unusual):
     """Stores, holds what finished for a reader who may come, and never loads."""
 
-    class scheduler(HostCacheScheduler):
+    class scheduler(LeasingScheduler):
         @override
         def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int:
             return 0
 
-        @override
-        def on_request_finished(
-            self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
-        ) -> None:
-            super().on_request_finished(request, block_ids, reason)
-            hold(self, request, block_ids, 3.0)
-
 
 class HoldsForLong(Unusual):
-    """What finished stays on the GPU for a while, under leases with a deadline."""
+    """What finished stays on the GPU for a minute."""
 
-    class scheduler(HostCacheScheduler):
-        @override
-        def on_request_finished(
-            self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
-        ) -> None:
-            super().on_request_finished(request, block_ids, reason)
-            hold(self, request, block_ids, 60.0)
-
-
-def hold(half: HostCacheScheduler, request: RequestInfo, block_ids: BlockIds, ttl: float) -> None:
-    """Lease the first block of a request."""
-    assert isinstance(half.view, SupportsLeases)
-    for block in [block for table in block_ids for block in table if block][:1]:
-        half.view.lease([block], job=request.request_id, ttl=ttl)
+    class scheduler(LeasingScheduler):
+        ttl = 60.0
 
 
 UNUSUAL: list[type[Connector]] = [

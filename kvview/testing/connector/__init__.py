@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvview import Connector
+from kvview import CacheGeometry, ConfigError, Connector, ConnectorConfig
 from kvview.testing.connector.generate import generate_scenario
 from kvview.testing.connector.harness import EngineFactory, load_engines
 from kvview.testing.connector.result import (
@@ -73,6 +73,7 @@ def check_connector(
     *,
     seeds: int = 200,
     first_seed: int = 0,
+    steps: int = 0,
     options: Mapping[str, Any] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     max_shrink_runs: int = MAX_RUNS,
@@ -84,6 +85,7 @@ def check_connector(
         connector_class: What to check.
         seeds: How many.
         first_seed: The first of them.
+        steps: Steps of each run, at least; 0 for about two hundred.
         options: Of the connector. ``cpu_blocks`` and ``enable_events`` are added where
             it takes them and they are not given.
         on_progress: Called after each seed with the number of seeds and of failures
@@ -106,7 +108,14 @@ def check_connector(
     start = time.perf_counter()
     try:
         for seed in range(first_seed, first_seed + seeds):
-            result = _run(connector_class, generate_scenario(seed), options, engines)
+            try:
+                result = _run(connector_class, generate_scenario(seed, steps), options, engines)
+            except ConfigError:
+                if not _takes_one_group(connector_class, options):
+                    raise
+                coverage["refused geometries"] += 1
+                num_seeds += 1
+                continue
             coverage.update(result.coverage)
             if result.failure is not None:
                 max_runs = 0 if failures else max_shrink_runs
@@ -132,6 +141,7 @@ def replay_seed(
     connector_class: type[Connector],
     seed: int,
     *,
+    steps: int = 0,
     options: Mapping[str, Any] | None = None,
     max_shrink_runs: int = MAX_RUNS,
     engines: EngineFactory | None = None,
@@ -141,6 +151,7 @@ def replay_seed(
     Args:
         connector_class: What to check.
         seed: Of a failure.
+        steps: As when it failed.
         options: As when it failed.
         max_shrink_runs: Runs to make it smaller; 0 leaves it as it is.
         engines: As when it failed.
@@ -150,10 +161,19 @@ def replay_seed(
     """
     options = dict(options or {})
     engines = engines or load_engines()
-    result = _run(connector_class, generate_scenario(seed), options, engines)
+    result = _run(connector_class, generate_scenario(seed, steps), options, engines)
     if result.failure is None:
         return None
     return _explain(connector_class, seed, options, engines, result, max_shrink_runs)
+
+
+def _takes_one_group(connector_class: type[Connector], options: dict[str, Any]) -> bool:
+    """Whether it is the geometry that a connector refuses, not the options."""
+    try:
+        connector_class(ConnectorConfig(CacheGeometry.single(4), options))
+    except ConfigError:
+        return False
+    return True
 
 
 def _run(
