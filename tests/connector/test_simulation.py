@@ -47,6 +47,7 @@ from kvview.testing.connector.page import write_report
 from kvview.testing.connector.watch import History
 from kvview_reference.connector import LazyOffloadConnector, MultiConnector, OffloadConnector
 from kvview_reference.engine import chain_hashes
+from tests.connector.unusual import UNUSUAL
 from tests.mutants import connector as connectors
 from tests.mutants import example, several, tier
 from tests.mutants.connector import (
@@ -67,8 +68,6 @@ from tests.mutants.leasing import (
     RenewsForEver,
 )
 from tests.mutants.several import Two
-
-from .unusual import UNUSUAL
 
 MUTANTS = [*connectors.MUTANTS, *example.MUTANTS, *several.MUTANTS, *tier.MUTANTS]
 

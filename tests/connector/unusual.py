@@ -111,11 +111,10 @@ class PromisesLess(Unusual):
         def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int:
             geometry = self.geometry
             num_tokens = num_computed_tokens + geometry.scheduler_block_size
-            promised = super().match_prefix(
+            return super().match_prefix(
                 replace(request, num_tokens=min(request.num_tokens, num_tokens + 1)),
                 num_computed_tokens,
             )
-            return promised
 
 
 class StoresTheThirdTime(OffloadConnector):
@@ -164,8 +163,9 @@ class OneJobPerBlock(Unusual):
                     sizes = [int(g == group) for g in range(len(gpu.group_sizes))]
                     one = GPULoadStoreSpec([block], sizes, [0] * len(sizes))
                     there = CPULoadStoreSpec([page])
-                    ends = (there, one) if gpu is job.dst else (one, there)
-                    part = TransferJob(next(self.job_ids), *ends, job.request_id)
+                    part = TransferJob(next(self.job_ids), one, there, job.request_id)
+                    if gpu is job.dst:
+                        part = replace(part, src=there, dst=one)
                     self.part_of[part.job_id] = job.job_id
                     parts.append(part)
             return parts
