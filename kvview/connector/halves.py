@@ -32,6 +32,10 @@ connector overrides what it needs, and a later release may add methods.
   cannot be called as the engine calls it: a generator, a coroutine, a property, a mixin's
   behind the default. :class:`~kvview.ConnectorDefinitionError` when the class is made;
   what is assigned to an object is out of reach.
+- CONN-10 A connector's own tier **must** be conserved: what a store that failed, a second
+  store of a key, a load that ended anyhow, an abort, a reset, an eviction or a promise not
+  taken up has occupied is used again. Under a load that repeats itself what can be loaded
+  does not dwindle.
 
 The engine, for its part: calls the scheduler half from one thread; runs loads
 of a request before computing what follows them; never hands a block of an

@@ -75,17 +75,19 @@ def write_report(path: str | Path, report: Report) -> None:
         raise ConfigError(f"report {str(path)!r}: {error.strerror}") from error
 
 
-def _make_table(names: Sequence[str], rows: Iterable[Sequence[str]], numbers: str = "") -> str:
+def _make_table(
+    names: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = ()
+) -> str:
     """A table as HTML.
 
     Args:
         names: Of its columns, as text.
         rows: Cells, as HTML.
-        numbers: Name of the column that holds numbers.
+        numbers: Names of the columns that hold numbers.
     """
 
     def row(tag: str, cells: Sequence[str]) -> str:
-        kinds = [' class="number"' if name == numbers else "" for name in names]
+        kinds = [' class="number"' if name in numbers else "" for name in names]
         filled = zip(kinds, cells, strict=True)
         return "<tr>" + "".join(f"<{tag}{kind}>{cell}</{tag}>" for kind, cell in filled) + "</tr>"
 
@@ -122,10 +124,15 @@ def _parts(report: Report) -> list[str]:
         parts.append("<h2>Expected failures</h2>")
     parts += [_failure(result) for result in expected]
     if report.runs is not None:
-        coverage = sorted(report.runs.coverage.items())
-        rows = [(escape(name), f"{times:,}") for name, times in coverage]
-        table = _make_table(("what", "times"), rows, "times")
-        parts += ["<h2>What the runs did</h2>", table]
+        from kvview.testing.connector.coverage import is_cell, table_of_cells
+
+        coverage = report.runs.coverage
+        rows = [
+            (escape(n), f"{times:,}") for n, times in sorted(coverage.items()) if not is_cell(n)
+        ]
+        table = _make_table(("what", ["times"]), rows, "times")
+        head, *cells = table_of_cells(coverage)
+        parts += ["<h2>What the runs did</h2>", table, _make_table(head, cells, head[1:])]
     return parts
 
 
@@ -141,7 +148,7 @@ def _laws(report: Report) -> str:
             )
             seconds = "" if result.outcome is Outcome.SKIPPED else f"{result.seconds:.2f}"
             rows.append(("" if number else f"<b>{escape(law)}</b>", outcome, seconds, about))
-    return _make_table(("law", "outcome", "seconds", "check"), rows, numbers="seconds")
+    return _make_table(("law", "outcome", "seconds", ["check"]), rows, numbers="seconds")
 
 
 def _prose(text: str) -> str:

@@ -39,12 +39,20 @@ def show_report(console: Console, report: Report) -> None:
 
 def _show_coverage(console: Console, report: Report) -> None:
     assert report.runs is not None, "only a connector has runs"
+    from kvview.testing.connector.coverage import is_cell, table_of_cells
+
     table = Table(title="what its runs did", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     for name, times in sorted(report.runs.coverage.items()):
-        table.add_row(escape(str(name)), f"{times:,}")
+        if not is_cell(name):
+            table.add_row(escape(str(name)), f"{times:,}")
     console.print(table)
+    head, *rows = table_of_cells(report.runs.coverage)
+    cells = Table(*head, title="loads, by the groups and how they ended", title_justify="left")
+    for row in rows:
+        cells.add_row(*row)
+    console.print(cells)
 
 
 def _show_checks(console: Console, report: Report) -> None:

@@ -16,6 +16,7 @@ from kvview import (
     CacheGeometry,
     ConfigError,
     Connector,
+    ConnectorConfig,
     FullAttention,
     OffloadingEvent,
     RequestInfo,
@@ -34,6 +35,7 @@ from kvview.testing.connector import (
     replay_seed,
     simulate,
 )
+from kvview.testing.connector.coverage import not_exercised, table_of_cells
 from kvview.testing.connector.faults import FaultyWorker
 from kvview.testing.connector.invariants import (
     EventFold,
@@ -46,8 +48,9 @@ from kvview.testing.connector.watch import History
 from kvview.testing.page import write_report
 from kvview_reference.connector import LazyOffloadConnector, MultiConnector, OffloadConnector
 from kvview_reference.engine import chain_hashes
+from tests.connector.unusual import UNUSUAL
 from tests.mutants import connector as connectors
-from tests.mutants import example, several, worker
+from tests.mutants import example, several, tier, worker
 from tests.mutants.connector import (
     AtTheEnd,
     CountsFailedLoads,
@@ -67,7 +70,10 @@ from tests.mutants.leasing import (
 )
 from tests.mutants.several import Two
 
-MUTANTS = [*connectors.MUTANTS, *example.MUTANTS, *several.MUTANTS, *worker.MUTANTS]
+MUTANTS = [
+    *(*connectors.MUTANTS, *example.MUTANTS, *several.MUTANTS),
+    *(*worker.MUTANTS, *tier.MUTANTS),
+]
 
 LAZY = "kvview_reference.connector:LazyOffloadConnector"
 EAGER = "kvview_reference.connector:OffloadConnector"
@@ -391,6 +397,53 @@ def test_a_turn_goes_on_where_the_last_one_ended() -> None:
     assert result.failure is None
     assert result.coverage["requests"] >= 3
     assert result.coverage["next turns"] == 2
+
+
+@pytest.mark.parametrize("connector", UNUSUAL)
+def test_no_false_alarm_for_what_is_unusual(connector: type[Connector]) -> None:
+    report = check_connector(connector, seeds=16, first_seed=500)
+    assert not report.failures, report.failures[0].script
+
+
+def test_every_cell_of_the_coverage_is_filled() -> None:
+    coverage = check_connector(HostCacheConnector, seeds=200).coverage
+    table = table_of_cells(coverage)
+    assert len(table) == 1 + 12
+    for row in table[1:]:
+        in_flight_at_a_reset = {5, 9}
+        judged = [int(n) for i, n in enumerate(row) if i > 1 and i not in in_flight_at_a_reset]
+        assert min(judged) >= 10, row
+    assert not not_exercised(coverage)
+
+
+def test_a_cell_that_stays_empty_is_named() -> None:
+    coverage = {"stores": 9, "hits": 9, "loads": 9, "seeds/several/mixed/mamba/failed": 20}
+    names = [gap.name for gap in not_exercised(coverage)]
+    assert names == [f"loads/several/mixed/mamba/{hit}/failed" for hit in ("no-gpu-hit", "gpu-hit")]
+    assert not not_exercised(coverage | {"seeds/several/mixed/mamba/failed": 9})  # too few seeds
+    assert not not_exercised(coverage | dict.fromkeys(names, 2))
+
+
+class OneGroupOnly(HostCacheConnector):
+    def __init__(self, config: ConnectorConfig) -> None:
+        super().__init__(config)
+        if len(config.geometry.groups) > 1:
+            raise ConfigError("one KV-cache group, please")
+
+
+def test_a_geometry_that_is_refused_is_a_gap_not_a_crash() -> None:
+    report = check_connector(OneGroupOnly, seeds=8)
+    assert report.num_seeds == 8
+    assert [gap.name for gap in report.not_exercised] == ["geometries"]
+
+
+def test_a_long_run_goes_on_with_faults() -> None:
+    short, long = generate_scenario(1), generate_scenario(1, steps=1000)
+    assert long == replace(short, laps=long.laps)
+    result = simulate(OffloadConnector, long)
+    assert result.failure is None
+    assert result.coverage["steps"] >= 1000
+    assert len(result.loads_of_laps) == long.laps
 
 
 def test_there_are_turns_in_generated_scenarios() -> None:

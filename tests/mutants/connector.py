@@ -8,8 +8,9 @@ more right ones below: :class:`WalkingConnector` (stores what is about to be evi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, ClassVar, cast
 
@@ -39,6 +40,7 @@ from kvview import (
 )
 from kvview.testing import LawBroken, Mutant
 from kvview.testing.connector import check_connector
+from kvview.testing.connector.coverage import not_exercised
 from kvview_reference.connector.offload import (
     OffloadConnector,
     OffloadOptions,
@@ -50,16 +52,24 @@ from kvview_reference.connector.offload import (
 SEEDS = 100
 """Seeds in which every one of them must show itself."""
 
+NOT_EXERCISED = "coverage"
+"""What is broken by a connector that breaks no law and does not do its work: not green."""
 
+
+@dataclass(frozen=True)
 class ConnectorMutant(Mutant):
     """One wrong connector; its factory is the class."""
+
+    seeds: Sequence[int] = range(SEEDS)
 
     def run(self) -> LawBroken | None:
         """Simulate it, seed after seed, until its law is broken; else what was, if anything."""
         connector = cast("type[Connector]", self.factory)
         broken: LawBroken | None = None
-        for seed in range(SEEDS):
+        coverage: Counter[str] = Counter()
+        for seed in self.seeds:
             report = check_connector(connector, seeds=1, first_seed=seed, max_shrink_runs=0)
+            coverage.update(report.coverage)
             for failure in report.failures:
                 if broken is None or failure.law == self.law:
                     broken = LawBroken(
@@ -70,19 +80,25 @@ class ConnectorMutant(Mutant):
                         script=failure.script,
                     )
             if broken is not None and broken.law == self.law:
-                break
+                return broken
+        for gap in () if broken else not_exercised(coverage):
+            return LawBroken(
+                NOT_EXERCISED, self.what, got=str(gap), expected="it happens", script=""
+            )
         return broken
 
 
 Register = Callable[[type[Connector]], type[Connector]]
 
 
-def breaker(mutants: list[Mutant]) -> Callable[..., Register]:
+def breaker(mutants: list[Mutant], seeds: Sequence[int] = range(SEEDS)) -> Callable[..., Register]:
     """Makes the decorator that registers a class as wrong."""
 
     def breaks(law: str, what: str, incident: str | None = None) -> Register:
         def register(connector: type[Connector]) -> type[Connector]:
-            mutants.append(ConnectorMutant(connector, law, "check_connector", what, incident))
+            killed_by = "check_connector"
+            played = range(8) if law == NOT_EXERCISED else seeds
+            mutants.append(ConnectorMutant(connector, law, killed_by, what, incident, seeds=played))
             return connector
 
         return register
@@ -243,7 +259,7 @@ class FreesWhenPlanned(Offload):
             return job
 
 
-@breaks("EVENT-2", "looks keys up under a hash that nothing is stored under", "vllm#53498")
+@breaks(NOT_EXERCISED, "looks keys up under a hash that nothing has", "vllm#53498")
 class NeverHits(Offload):
     class scheduler(OffloadScheduler):
         def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:

@@ -17,7 +17,7 @@ from kvview import (
 )
 from kvview.testing import Mutant
 
-from .connector import breaker
+from .connector import NOT_EXERCISED, breaker
 
 MUTANTS: list[Mutant] = []
 breaks = breaker(MUTANTS)
@@ -86,7 +86,7 @@ class AssertsNoStores(Host):
             assert not self.stores, "the block list was cleared"
 
 
-@breaks("OFF-6", "copies blocks and does not register them")
+@breaks(NOT_EXERCISED, "copies blocks and does not register them")
 class NeverRegisters(Host):
     class scheduler(HostCacheScheduler):
         def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:

@@ -19,8 +19,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvview import Connector
+from kvview import CacheGeometry, ConfigError, Connector, ConnectorConfig
+from kvview.connector.raising import build_connector
 from kvview.testing.connector import repeat, watchdog
+from kvview.testing.connector.generate import generate_scenario
 from kvview.testing.connector.harness import EngineFactory, load_engines
 from kvview.testing.connector.result import (
     ConnectorFailure,
@@ -41,8 +43,6 @@ from kvview.testing.connector.scenario import (
     Scenario,
     Squeeze,
     Step,
-    generate_scenario,
-    lengthen,
     to_script,
 )
 from kvview.testing.connector.shrink import MAX_RUNS, shrink
@@ -199,10 +199,14 @@ class _Check:
 
     def run(self, seed: int) -> None:
         """Run a seed; what fails is run twice, and a sample of the others."""
-        scenario = generate_scenario(seed)
-        if self._steps is not None:
-            scenario = lengthen(scenario, self._steps)
-        result = self._simulate(scenario)
+        scenario = generate_scenario(seed, self._steps or 0)
+        try:
+            result = self._simulate(scenario)
+        except ConfigError:
+            if not self._takes_one_group():
+                raise
+            self.coverage["refused geometries"] += 1
+            return
         self.coverage.update(result.coverage)
         failure = result.failure
         if failure is not None and failure.is_timeout:
@@ -223,6 +227,15 @@ class _Check:
             result = replace(result, failure=failure)
         if failure is not None:
             self._add(seed, self._shrunk(result) if differs is None else result, differs is None)
+
+    def _takes_one_group(self) -> bool:
+        """Whether it is the geometry that the connector refuses, not the options."""
+        try:
+            config = ConnectorConfig(CacheGeometry.single(4), self._options)
+            build_connector(self._connector_class, config)
+        except ConfigError:
+            return False
+        return True
 
     def _shrunk(self, result: SimulationResult) -> SimulationResult:
         assert result.failure is not None, "only what fails is shrunk"

@@ -1,18 +1,47 @@
 """What a run must have exercised before it may be called green.
 
 A connector that did nothing broke no law either: what never happened was not checked.
+Most faults of connectors need two things at once, Mamba and a GPU hit, say, so what is
+counted of loads are combinations, called cells: ``loads/several/mixed/mamba/gpu-hit/failed``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+
+from kvview.geometry import (
+    CacheGeometry,
+    CacheGroup,
+    ChunkedLocalAttention,
+    FullAttention,
+    Mamba,
+    SlidingWindow,
+)
+from kvview.testing.connector.scenario import Scenario
+
+FEWEST_SEEDS = 15
+"""Seeds of a kind of geometry below which its cells are not judged, only counted."""
 
 _NEVER = {
     "stores": "nothing was ever stored",
     "hits": "match_prefix never promised anything",
     "loads": "nothing was ever loaded",
 }
+_SHAPES = {
+    "one/equal": "one group",
+    "several/equal": "several groups of one block size",
+    "several/mixed": "several groups of several block sizes",
+}
+_KINDS: dict[str, tuple[type[CacheGroup], str]] = {
+    "full": (FullAttention, "full attention"),
+    "window": (SlidingWindow, "a sliding window"),
+    "chunked": (ChunkedLocalAttention, "chunked attention"),
+    "mamba": (Mamba, "Mamba"),
+}
+_HITS = {"no-gpu-hit": "nothing hit on the GPU", "gpu-hit": "a GPU hit before it"}
+_ENDS = {"late": "late", "failed": "failed", "aborted": "aborted", "reset": "in flight at a reset"}
 
 
 @dataclass(frozen=True)
@@ -20,7 +49,8 @@ class Gap:
     """Something that must happen in a run and did not.
 
     Args:
-        name: Stable, for whoever has to say that it is expected: ``"loads"``, for example.
+        name: Stable, for whoever has to say that it is expected: ``"loads"``, for example,
+            or ``"loads/several/mixed/mamba/gpu-hit/failed"``.
         what: For people.
     """
 
@@ -31,10 +61,71 @@ class Gap:
         return f"{self.name}: {self.what}"
 
 
+def rows_of(geometry: CacheGeometry) -> Iterator[str]:
+    """The kinds of geometry that a geometry is one of: a name for each kind of group in it."""
+    groups = geometry.groups
+    sizes = "equal" if len({group.block_size for group in groups}) == 1 else "mixed"
+    shape = f"{'one' if len(groups) == 1 else 'several'}/{sizes}"
+    for name, (kind, _) in _KINDS.items():
+        if any(isinstance(group, kind) for group in groups):
+            yield f"{shape}/{name}"
+
+
+def seeds_of(scenario: Scenario) -> Iterator[str]:
+    """What a scenario counts as a seed of: kinds of geometry, and ends that loads may have."""
+    is_possible = dict.fromkeys(_ENDS, scenario.loads_may_be_late)
+    is_possible["failed"] = scenario.loads_may_fail
+    for row in rows_of(scenario.geometry):
+        yield f"seeds/{row}"
+        for end in _ENDS:
+            if is_possible[end]:
+                yield f"seeds/{row}/{end}"
+
+
 def not_exercised(coverage: Mapping[str, int]) -> Sequence[Gap]:
     """What must happen in a run and did not.
+
+    1. Without loads there are no cells to speak of, so only the first things are named.
+    2. A kind of geometry is judged by the seeds that were played with it: what the engine
+       left out, or what a few seeds did not draw, counts against nobody.
+    3. One in ten seeds must show each of its cells: the generator aims at one a seed.
+    4. An engine that never resets while loads are in flight leaves those cells out.
 
     Args:
         coverage: What happened how often, over all seeds.
     """
-    return [Gap(name, what) for name, what in _NEVER.items() if not coverage.get(name)]
+    gaps = [Gap(name, what) for name, what in _NEVER.items() if not coverage.get(name)]
+    if coverage.get("refused geometries"):
+        what = f"the connector refused {coverage['refused geometries']} geometries"
+        gaps.append(Gap("geometries", what))
+    if not coverage.get("loads"):
+        return gaps
+    ends = [end for end in _ENDS if end != "reset" or coverage.get("resets with loads in flight")]
+    for shape, kind, hit, end in product(_SHAPES, _KINDS, _HITS, ends):
+        num_seeds = coverage.get(f"seeds/{shape}/{kind}/{end}", 0)
+        name = f"loads/{shape}/{kind}/{hit}/{end}"
+        times, fewest = coverage.get(name, 0), num_seeds // 10
+        if num_seeds >= FEWEST_SEEDS and times < fewest:
+            what = f"{_SHAPES[shape]}, {_KINDS[kind][1]} among them, {_HITS[hit]}"
+            what = f"loads {_ENDS[end]}, with {what}: {times} times, expected {fewest}"
+            gaps.append(Gap(name, what))
+    return gaps
+
+
+def is_cell(name: str) -> bool:
+    """Whether a name in the coverage belongs into the table of cells."""
+    return "/" in name
+
+
+def table_of_cells(coverage: Mapping[str, int]) -> list[list[str]]:
+    """How often each combination occurred, for people: a head, and a row a kind of geometry."""
+    columns = list(product(_HITS, _ENDS))
+    head = ["loads with", "seeds"]
+    head += [f"{end}, GPU hit" if hit == "gpu-hit" else end for hit, end in columns]
+    table = [head]
+    for shape, kind in product(_SHAPES, _KINDS):
+        row = f"{shape}/{kind}"
+        if num_seeds := coverage.get(f"seeds/{row}"):
+            cells = [str(coverage.get(f"loads/{row}/{hit}/{end}", 0)) for hit, end in columns]
+            table.append([row, str(num_seeds), *cells])
+    return table

@@ -10,7 +10,7 @@ for when it moves bytes, so that no thread's timing decides anything.
 from __future__ import annotations
 
 import pickle
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -36,6 +36,7 @@ from kvview.testing.connector.scenario import Fate
 from kvview.testing.connector.stream import StepStream
 
 _JUNK = 0x5A
+_REMEMBERED_STORES = 8  # of a page, to tell what became of its bytes
 _Page = tuple[str, int | None]  # of a medium; None for all of it
 
 
@@ -149,7 +150,9 @@ class FaultyWorker(WorkerConnector):
         self._units: list[Unit] = []
         self._tensors: list[torch.Tensor] = []
         self._is_lost_over = False
-        self._stored: defaultdict[int, list[Flight]] = defaultdict(list)
+        self._stored: defaultdict[int, deque[Flight]] = defaultdict(
+            lambda: deque(maxlen=_REMEMBERED_STORES)
+        )
         self.num_reported = 0
         self.not_waited_for: list[int] = []  # jobs that go on though ``wait`` has returned
 
@@ -211,6 +214,7 @@ class FaultyWorker(WorkerConnector):
             if is_due and flight.result is not None:
                 del self._flights[flight.job.job_id]
                 self.num_reported += 1
+                flight.source = []
                 self._watch.on_reported(flight, flight.result.success)
                 results.append(flight.result)
         flying = self._flights.values()

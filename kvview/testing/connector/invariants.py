@@ -224,22 +224,39 @@ def check_promise(
             )
 
 
-def check_ever_hits(chances: int, hits: int, fewest: int, law: str, why: str) -> None:
-    """What is held is found sooner or later.
+FEWEST_LAPS = 16
+"""Laps of a run below which nothing is said about its tier."""
+
+_WINDOW = 4  # laps that are added up
+_FEWEST_TOKENS = 200  # loaded in a window, to be worth a comparison
+
+
+def check_conserved(loads_of_laps: Sequence[int]) -> None:
+    """The last laps of a steady run load half of what the best laps before them do, or more.
+
+    Each lap asks for as much as any other, in the same pattern, and for prompts of its own:
+    a tier that starts empty, that wants to be asked twice, or that is emptied by a reset is
+    as good in the last lap as in the first.
 
     Args:
-        chances: Times that a request came whose prefix is held.
-        hits: Times that any prefix was promised.
-        fewest: Chances below which nothing can be said.
-        law: What is broken otherwise.
-        why: How it is known that the prefix is held.
+        loads_of_laps: Tokens that requests were given to load, lap by lap.
 
     Raises:
-        InvariantBroken: ``law``.
+        InvariantBroken: CONN-10, with the two figures.
     """
-    if chances >= fewest and not hits:
+    num_laps = len(loads_of_laps)
+    if num_laps < FEWEST_LAPS:
+        return
+    windows = [sum(loads_of_laps[i : i + _WINDOW]) for i in range(num_laps - _WINDOW + 1)]
+    best, last = max(windows[: 1 - _WINDOW]), windows[-1]
+    if best >= _FEWEST_TOKENS and 2 * last < best:
+        first = windows.index(best)
         raise InvariantBroken(
-            law, f"{chances} times a request came whose prefix {why}, and nothing was ever promised"
+            "CONN-10",
+            f"laps {first + 1} to {first + _WINDOW} of {num_laps} equal ones loaded {best} tokens, "
+            f"the last {_WINDOW} loaded {last}: the connector's own tier has room for less and "
+            f"less. Look at what gives its pages back: after a failed store or load, an abort, a "
+            f"reset, a second store of a key, a promise not taken up, an eviction",
         )
 
 

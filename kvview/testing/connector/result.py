@@ -57,14 +57,16 @@ class SimulationResult:
     Args:
         scenario: What was run.
         failure: None when every law held.
-        timeline: One snapshot a step.
+        timeline: One snapshot a step, of the last ones.
         coverage: What happened how often: loads, stores, preemptions and so on.
+        loads_of_laps: Tokens that requests were given to load, lap by lap.
     """
 
     scenario: Scenario
     failure: Failure | None
     timeline: tuple[Snapshot, ...]
     coverage: Mapping[str, int] = field(default_factory=dict)
+    loads_of_laps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import cycle, pairwise
 from typing import Any
 
 from kvview import (
@@ -23,6 +24,7 @@ from kvview.errors import line_of
 from kvview.testing.connector import watchdog
 from kvview.testing.connector.as_it_is import AsItIsWorker
 from kvview.testing.connector.calls import hook, make_worker, require_type
+from kvview.testing.connector.coverage import seeds_of
 from kvview.testing.connector.faults import FaultyWorker, Pool
 from kvview.testing.connector.harness import ConnectorHarness, EngineFactory, load_engines
 from kvview.testing.connector.invariants import (
@@ -30,6 +32,7 @@ from kvview.testing.connector.invariants import (
     InvariantBroken,
     check_bytes,
     check_conservation,
+    check_conserved,
     check_drained,
     check_free_list,
 )
@@ -48,12 +51,19 @@ from kvview.testing.connector.scenario import (
     Step,
 )
 from kvview.testing.connector.stream import StepStream
-from kvview.testing.connector.watch import FEWEST_CHANCES, History, WatchedScheduler
+from kvview.testing.connector.watch import History, WatchedScheduler
 
 _PATIENCE = 30  # steps that a block may be held for no job
 _STEPS_BEFORE_LOST = 12  # of the drain, until what is lost is reported
 _MAX_STILL_STEPS = 80  # of the drain, in which nothing ends
 _MAX_DRAIN_STEPS = 3000
+_STEPS_PER_LOOK_AT_KEYS = 8
+_LONGEST_TIMELINE = 2000  # steps, the last ones
+_HUGE_POOL = 1000  # blocks beyond which they are not all looked at in every step
+_STEPS_PER_CHECK_OF_A_HUGE_POOL = 8
+_LAPS_UNTIL_PROMPTS_COME_AGAIN = 16
+_FAMILIES_A_LAP = 1000
+_MUCH_LATER = 40  # steps until a long run reports what is lost
 _SECONDS_A_LEASE_MAY_LAST = 7 * 24 * 3600.0
 
 
@@ -90,18 +100,18 @@ def simulate(
 
 def _configure(
     connector_class: type[Connector], scenario: Scenario, options: dict[str, Any]
-) -> tuple[bytes, bool]:
-    """A configuration that the connector takes, pickled; whether it knows ``cpu_blocks``."""
+) -> bytes:
+    """A configuration that the connector takes, pickled."""
     cpu_blocks = {"cpu_blocks": scenario.cpu_blocks}
     events = {"enable_events": True}
     for extra in ({**cpu_blocks, **events}, cpu_blocks, events):
         with suppress(ConfigError):
             config = ConnectorConfig(scenario.geometry, {**extra, **options})
             build_connector(connector_class, config)
-            return _pickled(config), "cpu_blocks" in extra
+            return _pickled(config)
     config = ConnectorConfig(scenario.geometry, options)
     build_connector(connector_class, config)
-    return _pickled(config), False
+    return _pickled(config)
 
 
 def _pickled(config: ConnectorConfig) -> bytes:
@@ -183,25 +193,29 @@ class _Run:
         if self.scenario.worker_half != "job_by_job":
             self._coverage[f"with the worker half {self.scenario.worker_half}"] += 1
         self._coverage["with pages of different sizes"] += bool(self.scenario.group_pages)
-        self._coverage["with several groups"] += len(self.scenario.geometry.groups) > 1
+        self._coverage.update(seeds_of(self.scenario))
         self._coverage["with two connectors"] += self.scenario.num_connectors > 1
         self._coverage["with an abrupt end"] += self.scenario.ends_abruptly
         self._coverage["with steps in flight"] += self.scenario.steps_in_flight > 1
         self._coverage["with lagging compute"] += self.scenario.compute_lags
         self._engines = engines
         self._name = connector_class.__name__
-        config, self._knows_cpu_blocks = _configure(connector_class, self.scenario, options)
-        fates = iter(self.scenario.fates)
+        config = _configure(connector_class, self.scenario, options)
+        fates = self._fates()
         self._stream = StepStream() if self.scenario.compute_lags else None
         self._parts = [
             _Part(connector_class, config, self.scenario, fates, self, self._stream)
             for _ in range(self.scenario.num_connectors)
         ]
         self._watch = HoldWatch(_PATIENCE)
-        self._timeline: list[Snapshot] = []
+        self._timeline: deque[Snapshot] = deque(maxlen=_LONGEST_TIMELINE)
+        self._num_steps = 0
+        self._loaded_by_lap: list[int] = []
         self._seconds = 0.0
         self._num_begun = 0
-        self._num_added = 0
+        self._num_renamed = 0
+        self._first_family = 0
+        self._serial = 0  # what is generated in one lap is generated in the next
         self._unique_ids = unique_ids
         self._names: dict[str, str] = {}  # of requests in the scenario, to those in the engine
         self._num_wrong = 0
@@ -242,7 +256,18 @@ class _Run:
 
     # --- the run ---
 
+    def _fates(self) -> Iterator[Fate]:
+        if self.scenario.laps == 1 or not self.scenario.fates:
+            return iter(self.scenario.fates)
+        return cycle(
+            replace(fate, is_lost=False, report_after=fate.report_after + _MUCH_LATER)
+            if fate.is_lost
+            else fate
+            for fate in self.scenario.fates
+        )
+
     def run(self) -> SimulationResult:
+        parts = self._parts
         failure = None
         try:
             self._engine = self._engines.build(
@@ -252,12 +277,17 @@ class _Run:
                 clock=lambda: self._seconds,
                 stream=self._stream,
             )
-            for event in self.scenario.events:
-                self._num_begun += 1
-                self._play(event)
+            for lap in range(self.scenario.laps):
+                self._first_family = lap % _LAPS_UNTIL_PROMPTS_COME_AGAIN * _FAMILIES_A_LAP
+                for number, event in enumerate(self.scenario.events, 1):
+                    self._num_begun = max(self._num_begun, number)
+                    self._serial = number
+                    self._play(event)
+                num_tokens = sum(part.history.num_tokens_to_load for part in parts)
+                self._loaded_by_lap.append(num_tokens)
+            check_conserved(self._lap_loads)
             if not self.scenario.ends_abruptly:
                 self._drain()
-                self._probe()
                 self._reset()
             self._shutdown()
         except InvariantBroken as broken:
@@ -279,7 +309,17 @@ class _Run:
             stats = self.engine.stats
             for name in ("requests", "preemptions", "steps"):
                 self._coverage[name] = getattr(stats, name)
-        return SimulationResult(self.scenario, failure, tuple(self._timeline), dict(self._coverage))
+        return SimulationResult(
+            self.scenario,
+            failure,
+            tuple(self._timeline),
+            dict(self._coverage),
+            self._lap_loads,
+        )
+
+    @property
+    def _lap_loads(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in pairwise([0, *self._loaded_by_lap]))
 
     def _failure(self, law: str, message: str, is_timeout: bool = False) -> Failure:
         parts = [part for part in self._parts if hasattr(part, "worker")]
@@ -289,7 +329,7 @@ class _Run:
                 f"returned: it has to block until they have ended, and what is told here may "
                 f"follow from that"
             )
-        return Failure(law, message, len(self._timeline), self._num_begun, is_timeout)
+        return Failure(law, message, self._num_steps, self._num_begun, is_timeout)
 
     def _play(self, event: Event) -> None:
         match event:
@@ -321,14 +361,15 @@ class _Run:
             if before is None or before in unfinished:
                 return
             add = replace(add, continues=before)
-        self._num_added += 1
         is_again = name is not None
         if name is None or self._unique_ids:
-            name = f"{add.request_id}.{self._num_added}" if name else add.request_id
+            self._num_renamed += 1
+            name = f"{add.request_id}.{self._num_renamed}" if name else add.request_id
         self._names[add.request_id] = name
         # One that can never fit is none that an engine would queue.
         with suppress(ConfigError):
-            self.engine.add(replace(add, request_id=name), self._num_added)
+            family = self._first_family + add.family
+            self.engine.add(replace(add, request_id=name, family=family), self._serial)
             self._coverage["ids again"] += is_again
             self._coverage["next turns"] += add.continues is not None
 
@@ -400,25 +441,6 @@ class _Run:
             "CONN-3", "has_pending_work is true for ever, and nothing is in flight"
         )
 
-    def _probe(self) -> None:
-        """Ask again for what was asked for, when none of it is on the GPU any more."""
-        if not any(part.history.wants_chances for part in self._parts):
-            return
-        longest: dict[int, Add] = {}
-        for event in self.scenario.events:
-            if isinstance(event, Add) and event.continues is None:
-                known = longest.get(event.family)
-                if known is None or known.num_prompt_tokens < event.num_prompt_tokens:
-                    longest[event.family] = replace(event, num_output_tokens=0)
-        for _ in range(FEWEST_CHANCES):
-            for add in longest.values():
-                self._play(Squeeze(self.scenario.num_gpu_blocks))
-                self._play(Squeeze(0))
-                self._add(add)
-                self._drain()
-        for part in self._parts:
-            part.history.check_ever_hits(self.scenario.cpu_blocks if self._knows_cpu_blocks else 0)
-
     def _shutdown(self) -> None:
         left = self.engine.shutdown()
         check_drained(left, "after shutdown")
@@ -430,6 +452,10 @@ class _Run:
 
     def _check(self, is_step: bool = False) -> None:
         engine = self.engine
+        self._num_steps += is_step
+        if engine.num_blocks > _HUGE_POOL and self._num_steps % _STEPS_PER_CHECK_OF_A_HUGE_POOL:
+            self._check_halves()
+            return
         refs = {block: engine.ref_count(block) for block in range(1, engine.num_blocks)}
         held = engine.held_blocks()
         owned = engine.engine_refs()
@@ -437,17 +463,25 @@ class _Run:
         in_flight = self._num_in_flight
         num_held = len(held.keys() - owned.keys())
         if is_step:
-            step = len(self._timeline) + 1
+            step = self._num_steps
             self._timeline.append(Snapshot(step, len(free), len(owned), num_held, in_flight))
         check_free_list(free, refs)
         check_conservation(refs, owned, held)
+        self._check_halves()
+        if is_step:
+            held_for_good = Counter(held) - self._expiring_blocks()
+            self._watch.check(self._num_steps, held_for_good, in_flight)
+            if self._num_steps % _STEPS_PER_LOOK_AT_KEYS == 0:
+                keys = Counter(key for found in engine.block_keys(list(refs)) for key in found)
+                self._coverage["steps with one hash in two blocks"] += (
+                    max(keys.values(), default=0) > 1
+                )
+
+    def _check_halves(self) -> None:
+        """What costs the same in a pool of any size."""
+        engine = self.engine
         before, self._num_wrong = self._num_wrong, engine.stats.mismatches
         check_bytes(self._num_wrong, before)
         for part in self._parts:
             part.scheduler.fold_events()
             part.history.check()
-        if is_step:
-            keys = Counter(key for keys in engine.block_keys(list(refs)) for key in keys)
-            self._coverage["steps with one hash in two blocks"] += max(keys.values(), default=0) > 1
-            held_for_good = Counter(held) - self._expiring_blocks()
-            self._watch.check(len(self._timeline), held_for_good, in_flight)

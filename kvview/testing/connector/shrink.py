@@ -43,6 +43,9 @@ class _Shrinker:
     def shrink(self) -> SimulationResult:
         failure = self.best.failure
         assert failure is not None, "the best run fails"
+        laps = self._scenario.laps
+        while laps > 1 and self._try(replace(self._scenario, laps=laps // 2)):
+            laps //= 2
         self._try(replace(self._scenario, events=self._scenario.events[: failure.num_events]))
         self._try(replace(self._scenario, fates=()))
         self._try(replace(self._scenario, num_connectors=1))

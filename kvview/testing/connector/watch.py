@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from typing_extensions import override
@@ -25,17 +25,14 @@ from kvview import (
     make_offload_key,
 )
 from kvview.testing.connector.calls import hook, require_type
+from kvview.testing.connector.coverage import rows_of
 from kvview.testing.connector.faults import Flight
 from kvview.testing.connector.invariants import (
     EventFold,
     check_advertised,
-    check_ever_hits,
     check_promise,
     check_reset,
 )
-
-FEWEST_CHANCES = 4
-"""Requests whose prefix is held, before it is a fault that none is ever promised any."""
 
 _LAW_OF_HOOK = {
     "make_scheduler": "CONN-1",
@@ -65,28 +62,49 @@ class History:
         self.failed: set[OffloadKey] = set()
         self._current: set[Flight] = set()  # begun since the last reset
         self.coverage: Counter[str] = Counter()
-        self._num_blocks_tried = 0
-        self._chances: Counter[str] = Counter()
+        self.num_tokens_to_load = 0
+        self._rows = list(rows_of(geometry))
+        self._loading: set[Flight] = set()
+        self._gpu_hits: dict[str, str] = {}  # of requests that load
         # By request: what was promised since, and what was advertised then.
         self._promises: dict[str, tuple[list[OffloadKey], set[OffloadKey]]] = {}
-
-    @property
-    def wants_chances(self) -> bool:
-        """Whether something is stored, and nothing was ever promised."""
-        return bool(self.stored) and not self.coverage["hits"]
 
     def on_started(self, flight: Flight) -> None:
         """Note the start of a job."""
         self._current.add(flight)
+        if flight.is_load:
+            self._loading.add(flight)
 
     def on_reported(self, flight: Flight, success: bool) -> None:
         """Note the end of a job; what a store from before a reset brings is not held (OFF-8)."""
         kind = "loads" if flight.is_load else "stores"
         self.coverage[kind if success else f"failed {kind}"] += 1
-        if flight in self._current and not flight.is_load:
-            self._num_blocks_tried += len(flight.gpu_blocks)
+        if flight.is_load:
+            if not success:
+                self._count("failed", flight)
+            elif flight.age > 1:
+                self._count("late", flight)
+            self._loading.discard(flight)
+        elif flight in self._current:
             (self.stored if success else self.failed).update(flight.keys)
         self._current.discard(flight)
+
+    def _count(self, end: str, flight: Flight) -> None:
+        """Count how a load ends, or what happens to it, in the table of coverage."""
+        hit = self._gpu_hits.get(flight.job.request_id or "", "no-gpu-hit")
+        self.coverage.update(f"loads/{row}/{hit}/{end}" for row in self._rows)
+
+    def on_aborted(self, request_id: str) -> None:
+        """A request ends early."""
+        for flight in self._loading:
+            if flight.job.request_id == request_id:
+                self._count("aborted", flight)
+
+    def on_reset_asked(self) -> None:
+        """The caches are about to be reset, if the connector can."""
+        self.coverage["resets with loads in flight"] += bool(self._loading)
+        for flight in self._loading:
+            self._count("reset", flight)
 
     def forget(self) -> None:
         """The caches were reset, which ends every promise (CONN-2)."""
@@ -100,55 +118,26 @@ class History:
         """What is advertised was stored."""
         check_advertised(self.events.advertised, self.stored, self.failed)
 
-    def check_ever_hits(self, cpu_blocks: int) -> None:
-        """What is held is found, sooner or later.
-
-        Args:
-            cpu_blocks: Blocks that the connector has room for; 0 when not known.
-        """
-        hits = self.coverage["hits"]
-        if self.events.num_events:
-            chances = self._chances["advertised"]
-            check_ever_hits(chances, hits, FEWEST_CHANCES, "EVENT-2", "the events advertise")
-        if self._num_blocks_tried <= cpu_blocks:
-            why = "was stored, with room for it"
-            check_ever_hits(self._chances["stored"], hits, FEWEST_CHANCES, "OFF-6", why)
-
     def on_promise(self, request: RequestInfo, num_computed: int, num_promised: int) -> None:
         """Check what ``match_prefix`` answered."""
-        advertised = self.events.advertised
-        if num_promised > 0:
-            self.coverage["hits"] += 1
-        elif not self.coverage["hits"]:
-            for name, keys in (("advertised", advertised), ("stored", self.stored)):
-                self._chances[name] += self._lacks_one_key(request, num_computed, keys)
+        self.coverage["hits"] += num_promised > 0
         num_tokens = num_computed + num_promised
         if num_tokens % self.geometry.scheduler_block_size or num_tokens >= request.num_tokens:
             return  # the engine says so
         promised = self._keys_to_load(request, num_computed, num_tokens)
         check_promise(request.request_id, promised, self.stored, None)
-        self._promises[request.request_id] = promised, advertised
+        self._promises[request.request_id] = promised, self.events.advertised
 
-    def on_blocks_allocated(self, request_id: str) -> None:
+    def on_blocks_allocated(
+        self, request_id: str, num_computed_tokens: int = 0, num_external_tokens: int = 0
+    ) -> None:
         """The blocks of a promise came and its loads are planned: was it advertised?"""
+        if num_external_tokens:
+            self.num_tokens_to_load += num_external_tokens
+            self._gpu_hits[request_id] = "gpu-hit" if num_computed_tokens else "no-gpu-hit"
         promised, advertised = self._promises.pop(request_id, ([], set()))
         if self.events.num_events:
             check_promise(request_id, promised, self.stored, advertised)
-
-    def _lacks_one_key(
-        self, request: RequestInfo, num_computed: int, held: Collection[OffloadKey]
-    ) -> bool:
-        """Whether one key is all that a longer prefix needs, and it is held.
-
-        Of several keys, each may be held by another one of several connectors, so
-        that none of them can load the prefix.
-        """
-        size = self.geometry.scheduler_block_size
-        for num_tokens in range(num_computed + size, request.num_tokens, size):
-            keys = self._keys_to_load(request, num_computed, num_tokens)
-            if len(keys) == 1 and keys[0] in held:
-                return True
-        return False
 
     def _keys_to_load(
         self, request: RequestInfo, num_computed: int, num_tokens: int
@@ -229,7 +218,9 @@ class WatchedScheduler(SchedulerConnector):
         self._call(
             "on_blocks_allocated", request, block_ids, num_computed_tokens, num_external_tokens
         )
-        self._history.on_blocks_allocated(request.request_id)
+        self._history.on_blocks_allocated(
+            request.request_id, num_computed_tokens, num_external_tokens
+        )
 
     @override
     def plan_step(self, step: StepInfo) -> StepPlan:
@@ -249,6 +240,8 @@ class WatchedScheduler(SchedulerConnector):
     def on_request_finished(
         self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
     ) -> None:
+        if reason is FinishReason.ABORTED:
+            self._history.on_aborted(request.request_id)
         self._call("on_request_finished", request, block_ids, reason)
 
     @override
@@ -264,6 +257,7 @@ class WatchedScheduler(SchedulerConnector):
 
     @override
     def reset_cache(self) -> bool:
+        self._history.on_reset_asked()
         with hook("reset_cache", "CONN-4"):
             if not self._call("reset_cache"):
                 return False

@@ -1,0 +1,427 @@
+"""Scenarios from seeds: what each one is about is drawn, what all must cover is dealt out.
+
+Geometries are dealt in turn, and each seed plays every scene of its hand, so that loads
+of all kinds end in all ways in any two hundred seeds in a row
+(:mod:`~kvview.testing.connector.coverage`). What happens between scenes is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from random import Random
+from typing import TypeVar
+
+from kvview import (
+    CacheGeometry,
+    CacheGroup,
+    ChunkedLocalAttention,
+    FullAttention,
+    Mamba,
+    SlidingWindow,
+)
+from kvview.testing.connector.invariants import FEWEST_LAPS
+from kvview.testing.connector.scenario import (
+    Abort,
+    AbortLoading,
+    Add,
+    Alias,
+    Event,
+    Fate,
+    Reset,
+    Scenario,
+    Squeeze,
+    Step,
+    WorkerHalf,
+)
+
+_SHARE_OF_NEXT_TURNS = 0.3
+_SHARE_OF_TWINS = 0.1
+_SHARE_OF_EARLY_ENDS = 0.3
+_SHARE_AS_IT_IS = 0.6  # of the worker halves, where compute lags
+_SMALLEST_POOL, _SMALLEST_SIZE = 8, 4
+_HUGE_POOLS = {17: 2_000, 57: 10_000}  # by the place of a seed in a hundred
+_SMALL_POOLS = (3, 36, 72)
+_STEADY_EVERY, _FIRST_STEADY = 50, 9  # seeds
+
+_KINDS = ("full", "window", "chunked", "mamba")
+_SHAPES = ("one", "equal", "mixed")
+_DEAL = [
+    (shape, kind)
+    for shape, kind in product(_SHAPES, _KINDS)
+    if shape == "one" or kind != "full"  # which most of several groups are anyway
+]
+
+_T = TypeVar("_T")
+
+
+class _Draw:
+    def __init__(self, seed: int) -> None:
+        # Only random() is promised to give the same numbers in every Python.
+        self._random = Random(seed).random
+
+    def number(self, low: int, high: int) -> int:
+        return low + int(self._random() * (high - low + 1))
+
+    def one_of(self, items: Sequence[_T]) -> _T:
+        return items[self.number(0, len(items) - 1)]
+
+    def chance(self, share: float) -> bool:
+        return self._random() < share
+
+    def shuffled(self, items: Sequence[_T]) -> list[_T]:
+        left = list(items)
+        return [left.pop(self.number(0, len(left) - 1)) for _ in items]
+
+
+def generate_scenario(seed: int, steps: int = 0) -> Scenario:
+    """The scenario of a seed; the same in every version of Python.
+
+    Args:
+        seed: Any.
+        steps: Steps that it has at least, in as many laps as that takes; 0 for one lap.
+    """
+    if seed % _STEADY_EVERY == _FIRST_STEADY:
+        steady = steady_scenario(seed // _STEADY_EVERY)
+        return replace(steady, laps=max(steady.laps, -(-steps // steady.steps_per_lap)))
+    draw = _Draw(seed)
+    geometry = _generate_geometry(draw, *_DEAL[seed % len(_DEAL)])
+    if seed % 100 in _SMALL_POOLS:
+        geometry = CacheGeometry.single(_SMALLEST_SIZE)
+    size = geometry.scheduler_block_size
+    max_tokens_per_step = size * draw.one_of([2, 4, 8])
+    longest = size * draw.number(2, 5) + draw.number(0, size)
+    most_tokens = longest + 3 * size
+    blocks_of_longest = sum(-(-most_tokens // g.block_size) for g in geometry.groups)
+    num_gpu_blocks = 2 + blocks_of_longest * draw.number(6, 14) // 5
+    if seed % 100 in _SMALL_POOLS:
+        num_gpu_blocks, most_tokens = _SMALLEST_POOL, (_SMALLEST_POOL - 1) * size
+        longest = min(longest, most_tokens - 2 * size)
+    num_gpu_blocks = _HUGE_POOLS.get(seed % 100, num_gpu_blocks)
+    scenario = Scenario(
+        geometry,
+        num_gpu_blocks,
+        _Events(draw, longest, most_tokens, size, num_gpu_blocks).generate(),
+        _generate_fates(draw),
+        cpu_blocks=draw.one_of(
+            [draw.number(2, 8), 2 * blocks_of_longest, 6 * blocks_of_longest, 9 * blocks_of_longest]
+        ),
+        num_connectors=2 if draw.chance(0.2) else 1,
+        max_running=draw.one_of([1, 2, 3, 4, 4]),
+        max_tokens_per_step=max_tokens_per_step,
+        decode_tokens=draw.number(size // 2, size),
+        ends_abruptly=draw.chance(0.15),
+        worker_half=_generate_worker_half(_Draw(seed + 2**43)),
+        group_pages=_generate_pages(_Draw(seed + 2**42), len(geometry.groups)),
+    )
+    laps = max(1, -(-steps // scenario.steps_per_lap))
+    return _overlap_steps(_Draw(seed + 2**41), replace(scenario, laps=laps))
+
+
+def _overlap_steps(draw: _Draw, scenario: Scenario) -> Scenario:
+    """In half of the scenarios several steps in flight, and ends that nobody foresees."""
+    steps_in_flight = draw.one_of([1, 1, 2, 3])
+    compute_lags = draw.chance(1 / 3)
+    events = scenario.events
+    if steps_in_flight > 1:
+        events = tuple(
+            replace(event, stops_after=draw.number(1, event.num_output_tokens))
+            if isinstance(event, Add)
+            and event.num_output_tokens
+            and draw.chance(_SHARE_OF_EARLY_ENDS)
+            else event
+            for event in events
+        )
+    worker_half = scenario.worker_half
+    if compute_lags and draw.chance(_SHARE_AS_IT_IS):  # it has to order itself
+        worker_half = "as_it_is"
+    return replace(
+        scenario,
+        events=events,
+        worker_half=worker_half,
+        steps_in_flight=steps_in_flight,
+        compute_lags=compute_lags,
+    )
+
+
+def _generate_worker_half(draw: _Draw) -> WorkerHalf:
+    if draw.chance(0.125):
+        return "in_a_process"
+    return "as_it_is" if draw.chance(0.35) else "job_by_job"
+
+
+def _generate_pages(draw: _Draw, num_groups: int) -> tuple[tuple[int, ...], ...]:
+    if draw.chance(0.6):
+        return ()
+    sizes = [2**16, 2**17] if draw.chance(0.06) else [16, 64, 104, 200]
+    num_tensors = draw.number(1, 3)
+    pages = []
+    for group in range(num_groups):
+        used = [draw.one_of([0, draw.one_of(sizes)]) for _ in range(num_tensors)]
+        used[group % num_tensors] = draw.one_of(sizes)
+        pages.append(used)
+    in_use = [index for index in range(num_tensors) if any(used[index] for used in pages)]
+    return tuple(tuple(used[index] for index in in_use) for used in pages)
+
+
+def steady_scenario(seed: int) -> Scenario:
+    """The same lap over and over, for a tier that is too small for all that comes (CONN-10).
+
+    Some prompts come often and others once; transfers fail, requests are aborted, wait for
+    room, and come in pairs; with half of the seeds the caches are reset once a lap.
+
+    Args:
+        seed: Any; of four in a row, no two have the same groups and resets.
+    """
+    draw = _Draw(seed + 2**44)
+    size = 4
+    groups: tuple[CacheGroup, ...] = (FullAttention(size),)
+    if seed % 2:
+        groups += (SlidingWindow(size, 6),)
+    num_gpu_blocks = 50 * len(groups)
+    events: list[Event] = []
+    for number in range(30):
+        family = draw.number(1, 3) if draw.chance(0.6) else 10 + number
+        name = f"s{number}"
+        if is_full := draw.chance(0.3):
+            events.append(Squeeze(num_gpu_blocks - 5))
+        events.append(Add(name, family, size * draw.number(7, 9) + 1, draw.number(0, 3)))
+        if draw.chance(0.3):
+            events.append(Add(f"{name}b", family, size * draw.number(7, 9) + 1))
+        events.append(Step(1))
+        if is_full:
+            events += [Step(1), Squeeze(0)]
+        if draw.chance(0.3):
+            events.append(AbortLoading() if draw.chance(0.5) else Abort(name))
+        events.append(Step(draw.number(3, 6)))
+        if draw.chance(0.7):
+            events += [Squeeze(num_gpu_blocks), Squeeze(0)]
+    events.append(Step(12))
+    if seed % 4 < 2:
+        events.append(Reset())
+    return Scenario(
+        CacheGeometry(size, size, groups),
+        num_gpu_blocks,
+        tuple(events),
+        _generate_fates(draw, (0.15, 0.0)),
+        cpu_blocks=40 * len(groups),
+        max_tokens_per_step=16,
+        laps=FEWEST_LAPS,
+    )
+
+
+def _generate_geometry(draw: _Draw, shape: str, kind: str) -> CacheGeometry:
+    """A geometry of a shape, with a group of a kind in it."""
+    if shape == "one" and kind == "full" and draw.chance(0.7):
+        return CacheGeometry.single(4)
+    size = draw.one_of([4, 8, 12])
+    sizes = [n for n in (2, 4, 6) if size % n == 0]
+    if shape == "one":
+        return CacheGeometry(size, 2, (_generate_group(draw, kind, draw.one_of(sizes)),))
+    kinds = ["full" if draw.chance(0.85) else draw.one_of(_KINDS), kind]
+    if draw.chance(0.5):
+        kinds.append(draw.one_of(_KINDS))
+    block_sizes = [draw.one_of(sizes)] * len(kinds)
+    if shape == "mixed":
+        block_sizes = [draw.one_of(sizes) for _ in kinds]
+        block_sizes[:2] = draw.shuffled(sizes)[:2]
+    groups = [_generate_group(draw, *of) for of in zip(kinds, block_sizes, strict=True)]
+    return CacheGeometry(size, 2, tuple(draw.shuffled(groups)))
+
+
+def _generate_group(draw: _Draw, kind: str, block: int) -> CacheGroup:
+    match kind:
+        case "window":
+            return SlidingWindow(block, draw.number(2, draw.one_of([6, 14])))
+        case "chunked":
+            return ChunkedLocalAttention(block, draw.number(3, 12))
+        case "mamba":
+            return Mamba(block)
+    return FullAttention(block)
+
+
+class _Events:
+    """Draws what happens.
+
+    Args:
+        draw: Decides.
+        longest: Tokens of the longest prompt.
+        most_tokens: Tokens of a request that the pool has room for.
+        size: Tokens of a scheduler block.
+        num_gpu_blocks: Blocks of the pool.
+    """
+
+    def __init__(
+        self, draw: _Draw, longest: int, most_tokens: int, size: int, num_gpu_blocks: int
+    ) -> None:
+        self._draw = draw
+        self._longest = longest
+        self._most_tokens = most_tokens
+        self._size = size
+        self._num_gpu_blocks = num_gpu_blocks
+        self._num_families = draw.number(2, 4)
+        self._num_ids = 0
+        self._num_tokens: dict[str, int] = {}  # of the requests so far
+        self._events: list[Event] = []
+
+    def generate(self) -> tuple[Event, ...]:
+        """Scenes, and what comes between them."""
+        draw = self._draw
+        ends: list[Event | None] = [None, AbortLoading(), Reset()]
+        hand: list[Callable[[], None]] = [partial(self._load, end) for end in 2 * ends]
+        hand += draw.shuffled([self._storm, self._talk, self._twins])[:2]
+        for scene in draw.shuffled(hand):
+            for _ in range(draw.number(0, 6)):
+                self._anything()
+            scene()
+        return tuple(self._events)
+
+    # --- scenes ---
+
+    def _load(self, end: Event | None) -> None:
+        """Prompts that were computed before come again; the GPU has nothing of them, or some."""
+        draw, size = self._draw, self._size
+        num_blocks = (self._longest - 1) // size
+        families = draw.shuffled(range(1, self._num_families + 1))[:2]
+        self._events.append(Squeeze(0))
+        for has_gpu_hit in draw.shuffled([False, True]):
+            self._ask(families, num_blocks * size)  # no token more: Mamba has its last state
+            self._step(draw.number(5, 8))
+            self._evict()
+            if has_gpu_hit:
+                self._ask(families, size * draw.number(1, max(1, num_blocks - 1)))
+                self._step(draw.number(3, 5))
+            self._ask(families, num_blocks * size + 1)
+            self._step(1)
+            if end is not None:
+                self._events += [end] * len(families)
+            self._step(draw.number(2, 4))
+
+    def _ask(self, families: Sequence[int], length: int) -> None:
+        for family in families:
+            self._add(family, length)
+
+    def _storm(self) -> None:
+        """Requests that generate lose their blocks again and again."""
+        draw = self._draw
+        for _ in range(draw.number(2, 4)):
+            room = self._most_tokens - self._longest
+            self._add(draw.number(1, self._num_families), self._longest, room)
+        for _ in range(draw.number(3, 5)):
+            self._step(1)
+            self._events.append(Alias())
+            self._events.append(Squeeze(self._num_gpu_blocks - draw.number(1, 4)))
+            self._step(1)
+            self._events.append(Squeeze(0))
+
+    def _talk(self) -> None:
+        """A request is cut short; two go on where it was, one of them to its end."""
+        draw, size = self._draw, self._size
+        first = self._add(draw.number(1, self._num_families), size + draw.number(1, size), 2 * size)
+        self._step(draw.number(1, 4))
+        self._events.append(Alias())
+        if draw.chance(0.5):
+            self._events.append(Abort(first))
+        self._step(draw.number(2, 6))
+        if draw.chance(0.5):
+            self._evict()
+        for _ in range(2):
+            self._continue(self._new_id(), first)
+            self._step(draw.number(0, 4))
+
+    def _twins(self) -> None:
+        """Equal prompts come in one step: blocks of one hash."""
+        draw = self._draw
+        family, length = draw.number(1, self._num_families), self._any_length()
+        if draw.chance(0.5):
+            self._evict()
+        for _ in range(draw.number(2, 3)):
+            self._add(family, length, draw.number(0, self._size))
+        self._step(draw.number(2, 5))
+
+    # --- between them ---
+
+    def _anything(self) -> None:
+        draw = self._draw
+        kind = draw.number(0, 99)
+        if kind < 25:
+            name = self._new_id()
+            if draw.chance(0.3):
+                name = f"r{draw.number(1, self._num_ids)}"  # perhaps in use, or a second life
+            if self._num_tokens and draw.chance(_SHARE_OF_NEXT_TURNS):
+                self._continue(name, draw.one_of(list(self._num_tokens)[-3:]))
+                return
+            family, length = draw.number(1, self._num_families), self._any_length()
+            num_output = draw.number(0, self._size) * draw.one_of([0, 1, 3])
+            num_output = min(num_output, self._most_tokens - length)
+            self._add(family, length, num_output, name)
+            if draw.chance(_SHARE_OF_TWINS):
+                self._add(family, length, num_output)
+        elif kind < 68:
+            self._step(draw.number(1, 3))
+        elif kind < 77:
+            self._events.append(AbortLoading())
+        elif kind < 84:
+            # Mostly of those that came last: they are the ones that are still there.
+            self._events.append(Abort(f"r{max(1, self._num_ids - draw.number(0, 5))}"))
+        elif kind < 95:
+            if draw.chance(0.5):
+                self._events.append(Squeeze(self._num_gpu_blocks))  # evicts what is free
+            num_blocks = draw.number(1, self._num_gpu_blocks) if draw.chance(0.4) else 0
+            self._events.append(Squeeze(num_blocks))
+        elif kind < 98:
+            self._events.append(Alias())
+        else:
+            self._events.append(Reset())
+
+    # --- one event ---
+
+    def _new_id(self) -> str:
+        self._num_ids += 1
+        return f"r{self._num_ids}"
+
+    def _any_length(self) -> int:
+        return self._longest - self._draw.number(0, self._longest - 1) * self._draw.number(0, 1)
+
+    def _add(self, family: int, length: int, num_output: int = 0, name: str = "") -> str:
+        add = Add(name or self._new_id(), family, length, num_output)
+        self._note(add, length + num_output)
+        return add.request_id
+
+    def _continue(self, name: str, before: str) -> None:
+        draw, size = self._draw, self._size
+        room = self._most_tokens - self._num_tokens[before]
+        if room >= 2:
+            length = draw.number(1, min(2 * size, room - 1))
+            num_output = draw.number(1, min(size, room - length))
+            num_tokens = self._num_tokens[before] + length + num_output
+            self._note(Add(name, self._num_families, length, num_output, before), num_tokens)
+
+    def _note(self, add: Add, num_tokens: int) -> None:
+        self._events.append(add)
+        self._num_tokens.pop(add.request_id, None)  # the last of an id is what counts
+        self._num_tokens[add.request_id] = num_tokens
+
+    def _step(self, count: int) -> None:
+        if count:
+            self._events.append(Step(count))
+
+    def _evict(self) -> None:
+        self._events += [Squeeze(self._num_gpu_blocks), Squeeze(0)]
+
+
+def _generate_fates(draw: _Draw, shares: tuple[float, float] | None = None) -> tuple[Fate, ...]:
+    share_failed, share_lost = shares or draw.one_of(
+        [(0.0, 0.0), (0.2, 0.05), (0.35, 0.1), (0.5, 0.05)]
+    )
+    usual = Fate()
+    fates = []
+    for _ in range(60):
+        move_after, later = draw.number(0, 4), draw.number(0, 3)
+        fate = usual if draw.chance(0.4) else Fate(move_after, move_after + later)
+        if draw.chance(share_failed):
+            fate = replace(fate, outcome="half" if draw.chance(0.5) else "none")
+        fates.append(replace(fate, is_lost=draw.chance(share_lost)))
+    return tuple(fates)
