@@ -130,7 +130,7 @@ def _parts(report: Report) -> list[str]:
         rows = [
             (escape(n), f"{times:,}") for n, times in sorted(coverage.items()) if not is_cell(n)
         ]
-        table = _make_table(("what", ["times"]), rows, "times")
+        table = _make_table(("what", "times"), rows, ["times"])
         head, *cells = table_of_cells(coverage)
         parts += ["<h2>What the runs did</h2>", table, _make_table(head, cells, head[1:])]
     return parts
@@ -148,7 +148,7 @@ def _laws(report: Report) -> str:
             )
             seconds = "" if result.outcome is Outcome.SKIPPED else f"{result.seconds:.2f}"
             rows.append(("" if number else f"<b>{escape(law)}</b>", outcome, seconds, about))
-    return _make_table(("law", "outcome", "seconds", ["check"]), rows, numbers="seconds")
+    return _make_table(("law", "outcome", "seconds", "check"), rows, ["seconds"])
 
 
 def _prose(text: str) -> str:

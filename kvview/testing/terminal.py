@@ -49,7 +49,9 @@ def _show_coverage(console: Console, report: Report) -> None:
             table.add_row(escape(str(name)), f"{times:,}")
     console.print(table)
     head, *rows = table_of_cells(report.runs.coverage)
-    cells = Table(*head, title="loads, by the groups and how they ended", title_justify="left")
+    cells = Table(title="loads, by the groups and how they ended", title_justify="left", box=None)
+    for index, name in enumerate(head):
+        cells.add_column(name, justify="right" if index else "left", no_wrap=not index)
     for row in rows:
         cells.add_row(*row)
     console.print(cells)
