@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvview.testing.connector import ConnectorReport
 
 DEFAULT_SEEDS = 200
+DEFAULT_MUTANTS = 40
 _STYLES = {
     "passed": "green",
     "failed": "bold red",
@@ -72,6 +73,13 @@ _STYLES = {
 )
 @click.option("--report", "page_file", metavar="FILE.html", help="Write a page for people there.")
 @click.option("--self-test", is_flag=True, help="Check the checks: every planted fault must die.")
+@click.option(
+    "--mutants",
+    "num_mutants",
+    default=DEFAULT_MUTANTS,
+    show_default=True,
+    help="Automatic mutants that --self-test plays, drawn with --seed.",
+)
 def check(
     target: str | None,
     profile: str,
@@ -83,6 +91,7 @@ def check(
     json_file: str | None,
     page_file: str | None,
     self_test: bool,
+    num_mutants: int,
 ) -> None:
     """Check an implementation against the laws of its contract.
 
@@ -98,7 +107,7 @@ def check(
             raise ConfigError("--report is for a TARGET: --self-test has no page")
         if target is not None:
             raise ConfigError("--self-test takes no TARGET: it brings its own")
-        _finish(*_self_test(console), json_file)
+        _finish(*_self_test(console, num_mutants, seed or 0), json_file)
     if target is None:
         raise ConfigError("give a TARGET, package.module:factory, or --self-test")
     from kvview.testing import load_target, read_expected_failures, run_checks
@@ -273,10 +282,16 @@ def _paste(console: Console, script: str) -> None:
     console.print(script, markup=False, highlight=False, soft_wrap=True)  # never broken
 
 
-def _self_test(console: Console) -> tuple[ExitCode, dict[str, Any]]:
-    from kvview.testing.mutants import load_mutants, run_mutants
+def _self_test(
+    console: Console, num_mutants: int, seed: int
+) -> tuple[ExitCode, dict[str, Any]]:
+    from kvview.testing.mutants import load_mutants, run_automatic_mutants, run_mutants
 
     mutants = load_mutants()
+    automatic: dict[str, Any] = {"mutants": [], "num_killed": 0, "unexplained": []}
+    if num_mutants:  # before anything starts a thread: they are forked
+        with _status(f"running {num_mutants} automatic mutants") as on_progress:
+            automatic = run_automatic_mutants(num_mutants, seed, on_progress)
     with _status(f"running {len(mutants)} planted faults") as on_progress:
         results = run_mutants(mutants, lambda result: on_progress(result.mutant.name))
     _show_mutants(console, results)
@@ -288,11 +303,22 @@ def _self_test(console: Console) -> tuple[ExitCode, dict[str, Any]]:
             "incident": result.mutant.incident,
             "check": result.mutant.killed_by,
             "is_killed": result.is_killed,
+            "is_killed_by_its_law": result.is_named,
         }
         for result in results
     ]
     survivors = [result for result in results if not result.is_killed]
-    return _verdict(bool(survivors), False), {"mutants": rows, "num_survivors": len(survivors)}
+    unexplained = automatic["unexplained"]
+    if num_mutants:
+        console.print(
+            f"{automatic['num_killed']} of {len(automatic['mutants'])} automatic mutants killed, "
+            f"{len(unexplained)} survivors without a reason",
+            soft_wrap=True,
+        )
+        for name in unexplained:
+            console.print(f"  {name}", style="red", markup=False, soft_wrap=True)
+    report = {"mutants": rows, "num_survivors": len(survivors), "automatic": automatic}
+    return _verdict(bool(survivors or unexplained), False), report
 
 
 def _show_mutants(console: Console, results: Sequence[MutantResult]) -> None:
@@ -307,5 +333,7 @@ def _show_mutants(console: Console, results: Sequence[MutantResult]) -> None:
     console.print(table)
     killed = sum(result.is_killed for result in results)
     incidents = len({result.mutant.incident for result in results} - {None})
-    told = f"{killed} of {len(results)} planted faults killed; {incidents} incidents"
+    named = sum(result.is_named for result in results)
+    told = f"{killed} of {len(results)} planted faults killed; {incidents} incidents; "
+    told += f"{named} for their own law"
     console.print(told, soft_wrap=True)
