@@ -110,7 +110,7 @@ def main(
             click.echo(f"survivors.toml: {entry.id} is {title}: take it out")
     for verdict in account.unexplained:
         click.echo(f'\n[[survivor]]\nid = "{verdict.site.id}"')
-        click.echo(f"change = {json.dumps(verdict.site.change)}\nkind = \"\"\nreason = \"\"")
+        click.echo(f'change = {json.dumps(verdict.site.change)}\nkind = ""\nreason = ""')
     click.echo(f"{time.monotonic() - start:.0f} s")
     sys.exit(1 if account.unexplained else 0)
 

@@ -282,9 +282,7 @@ def _paste(console: Console, script: str) -> None:
     console.print(script, markup=False, highlight=False, soft_wrap=True)  # never broken
 
 
-def _self_test(
-    console: Console, num_mutants: int, seed: int
-) -> tuple[ExitCode, dict[str, Any]]:
+def _self_test(console: Console, num_mutants: int, seed: int) -> tuple[ExitCode, dict[str, Any]]:
     from kvview.testing.mutants import load_mutants, run_automatic_mutants, run_mutants
 
     mutants = load_mutants()

@@ -32,9 +32,7 @@ def summarize(num: int, seed: int, on_progress: Callable[[str], None]) -> dict[s
     reach = trial.measure_reach()
     sites = trial.all_sites()
     chosen = operators.sample(sites, num, seed)
-    verdicts = trial.play(
-        chosen, reach, on_verdict=lambda verdict: on_progress(verdict.site.id)
-    )
+    verdicts = trial.play(chosen, reach, on_verdict=lambda verdict: on_progress(verdict.site.id))
     account = survivors.compare(verdicts, sites, survivors.read_survivors())
     rows = [
         {"id": one.site.id, "change": one.site.change, "how": one.how, "killed_by": one.killed_by}

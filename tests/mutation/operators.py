@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
+from typing import Any
 
 _COMPARE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -192,6 +193,11 @@ class _Finder:
             if is_function:
                 self._returns.pop()
             return
+        if isinstance(node, ast.arguments) and self._returns:  # defaults: the import's
+            inner = self._returns.pop()
+            yield from self.find(node)
+            self._returns.append(inner)
+            return
         if isinstance(node, ast.Assert | ast.JoinedStr) or _is_for_types(node) or _is_told(node):
             return
         for operator, new, change in self._mutations(node):
@@ -230,7 +236,9 @@ class _Finder:
                 yield to("arithmetic", ast.AugAssign(target, new_op, value))
                 yield to("removed", ast.Pass())
             case ast.BoolOp(op=op, values=values):
-                yield to("and/or", ast.BoolOp(ast.Or() if type(op) is ast.And else ast.And(), values))
+                yield to(
+                    "and/or", ast.BoolOp(ast.Or() if type(op) is ast.And else ast.And(), values)
+                )
             case ast.Slice(lower=lower, upper=upper, step=step):
                 if lower is not None:
                     yield to("slice", ast.Slice(None, upper, step))
@@ -239,8 +247,8 @@ class _Finder:
             case ast.Call(func=ast.Name(id=name) as func, args=args, keywords=keywords) if (
                 name in _CALLS
             ):
-                other = ast.copy_location(ast.Name(_CALLS[name], ast.Load()), func)
-                yield to("call", ast.Call(other, args, keywords))
+                named = ast.copy_location(ast.Name(_CALLS[name], ast.Load()), func)
+                yield to("call", ast.Call(named, args, keywords))
             case ast.Return(value=value) if value is not None and self._returns:
                 if (empty := _empty(self._returns[-1])) != _text(value):
                     yield to("returns empty", ast.Return(_expression(empty)))
@@ -269,7 +277,7 @@ def _inside(node: ast.AST) -> Iterator[tuple[str, str, Callable[[], None]]]:
             old, changed = _text(node), ast.Compare(node.left, list(node.ops), node.comparators)
             changed.ops[at] = new
             yield "compare", f"{old} -> {_text(changed)}", _into_list_later(node.ops, at, new)
-    if isinstance(node, ast.If | ast.While | ast.IfExp):
+    if isinstance(node, ast.If | ast.While | ast.IfExp) and not _negates_itself(node.test):
         change = f"if {_text(node.test)} -> if not ..."
         negated = ast.UnaryOp(ast.Not(), node.test)
         yield "negated", change, _into_field_later(node, "test", negated)
@@ -283,6 +291,13 @@ def _inside(node: ast.AST) -> Iterator[tuple[str, str, Callable[[], None]]]:
     if isinstance(node, ast.For):
         change = f"for ... in {_text(node.iter)} -> in ()"
         yield "no loop", change, _into_field_later(node, "iter", _expression("()"))
+
+
+def _negates_itself(test: ast.expr) -> bool:
+    """Whether another operator says the opposite already."""
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        return not isinstance(test.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE)
+    return isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
 
 
 def _is_for_types(node: ast.AST) -> bool:
@@ -314,7 +329,7 @@ def _text(node: ast.AST) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def _into_list(items: list[ast.AST], at: int) -> Callable[[ast.AST], None]:
+def _into_list(items: list[Any], at: int) -> Callable[[ast.AST], None]:
     return lambda new: items.__setitem__(at, new)
 
 
@@ -322,8 +337,8 @@ def _into_field(node: ast.AST, field: str) -> Callable[[ast.AST], None]:
     return lambda new: setattr(node, field, new)
 
 
-def _into_list_later(items: list[ast.cmpop] | list[ast.expr], at: int, new: ast.AST) -> Callable[[], None]:
-    return lambda: items.__setitem__(at, new)  # type: ignore[call-overload,no-any-return]
+def _into_list_later(items: list[Any], at: int, new: ast.AST) -> Callable[[], None]:
+    return lambda: items.__setitem__(at, new)
 
 
 def _into_field_later(node: ast.AST, field: str, new: object) -> Callable[[], None]:
