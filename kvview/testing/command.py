@@ -72,7 +72,11 @@ _STYLES = {
     "--json", "json_file", metavar="FILE", help="Write the report there ('-' for stdout)."
 )
 @click.option("--report", "page_file", metavar="FILE.html", help="Write a page for people there.")
-@click.option("--self-test", is_flag=True, help="Check the checks: every planted fault must die.")
+@click.option(
+    "--self-test",
+    is_flag=True,
+    help="Check the checks: planted faults and automatic mutants must die.",
+)
 @click.option(
     "--mutants",
     "num_mutants",
