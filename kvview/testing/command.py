@@ -18,6 +18,8 @@ from kvview.errors import ConfigError
 if TYPE_CHECKING:
     from kvview.testing import Report
 
+DEFAULT_MUTANTS = 40
+
 
 @click.command()
 @click.argument("target", required=False)
@@ -60,7 +62,18 @@ if TYPE_CHECKING:
     "--json", "json_file", metavar="FILE", help="Write the report there ('-' for stdout)."
 )
 @click.option("--report", "page_file", metavar="FILE.html", help="Write a page for people there.")
-@click.option("--self-test", is_flag=True, help="Check the checks: every planted fault must die.")
+@click.option(
+    "--self-test",
+    is_flag=True,
+    help="Check the checks: planted faults and automatic mutants must die.",
+)
+@click.option(
+    "--mutants",
+    "num_mutants",
+    default=DEFAULT_MUTANTS,
+    show_default=True,
+    help="Automatic mutants that --self-test plays, drawn with --seed.",
+)
 def check(
     target: str | None,
     profile: str,
@@ -75,6 +88,7 @@ def check(
     json_file: str | None,
     page_file: str | None,
     self_test: bool,
+    num_mutants: int,
 ) -> None:
     """Check an implementation against the laws of its contract.
 
@@ -87,7 +101,7 @@ def check(
     require_writable("--report", page_file)
     if self_test:
         _refuse_for_the_self_test(click.get_current_context())
-        _finish(*_self_test(console), json_file)
+        _finish(*_self_test(console, num_mutants, seed or 0), json_file)
     if target is None:
         raise ConfigError("give a TARGET, package.module:factory, or --self-test")
     from kvview.options import read_options
@@ -165,18 +179,22 @@ def _refuse_for_the_self_test(context: click.Context) -> None:
     default = click.core.ParameterSource.DEFAULT
     for option in context.command.params:
         name = option.name or ""
-        if name in ("self_test", "json_file") or name not in context.params:
+        if name in ("self_test", "num_mutants", "seed", "json_file") or name not in context.params:
             continue
         if context.get_parameter_source(name) is not default:
             raise ConfigError(f"{option.opts[0]} is for a TARGET: --self-test has none")
 
 
-def _self_test(console: Console) -> tuple[ExitCode, dict[str, Any]]:
-    from kvview.testing.mutants import load_mutants, run_mutants
+def _self_test(console: Console, num_mutants: int, seed: int) -> tuple[ExitCode, dict[str, Any]]:
+    from kvview.testing.mutants import load_mutants, run_automatic_mutants, run_mutants
     from kvview.testing.schema import MutantModel, SelfTestModel
-    from kvview.testing.terminal import show_mutants
+    from kvview.testing.terminal import show_automatic_mutants, show_mutants
 
     mutants = load_mutants()
+    automatic: dict[str, Any] = {"mutants": [], "num_killed": 0, "unexplained": []}
+    if num_mutants:  # before anything starts a thread: they are forked
+        with _status(f"running {num_mutants} automatic mutants") as on_progress:
+            automatic = run_automatic_mutants(num_mutants, seed, on_progress)
     with _status(f"running {len(mutants)} planted faults") as on_progress:
         results = run_mutants(mutants, lambda result: on_progress(result.mutant.name))
     show_mutants(console, results)
@@ -188,9 +206,13 @@ def _self_test(console: Console) -> tuple[ExitCode, dict[str, Any]]:
             incident=result.mutant.incident,
             check=result.mutant.killed_by,
             is_killed=result.is_killed,
+            is_killed_by_its_law=result.is_named,
         )
         for result in results
     ]
+    if num_mutants:
+        show_automatic_mutants(console, automatic)
     num_survivors = sum(not result.is_killed for result in results)
-    told = SelfTestModel(mutants=rows, num_survivors=num_survivors).model_dump(mode="json")
-    return ExitCode.WRONG if num_survivors else ExitCode.CLEAN, told
+    told = SelfTestModel(mutants=rows, num_survivors=num_survivors, automatic=automatic)
+    is_clean = not num_survivors and not automatic["unexplained"]
+    return ExitCode.CLEAN if is_clean else ExitCode.WRONG, told.model_dump(mode="json")

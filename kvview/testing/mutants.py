@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvview.errors import ConfigError
 from kvview.testing.checks import CHECKS
 from kvview.testing.harness import Factory
+from kvview.testing.profiles import Effort, make_profile
 from kvview.testing.recorder import LawBroken
+from kvview.testing.runner import plan_checks, run_planned
 
 
 class Broken(Protocol):
@@ -56,6 +58,10 @@ class PlantedFault(Protocol):
         """Run the check that must fail; returns what it said, None if it passed."""
         ...
 
+    def run_kit(self) -> Broken | None:
+        """Run the whole kit; returns what failed first, None if all passed."""
+        ...
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -95,6 +101,18 @@ class Mutant:
                 return None
         raise ConfigError(f"mutant {self.name}: there is no check {self.killed_by!r}")
 
+    def run_kit(self) -> LawBroken | None:
+        """Run the whole kit until something fails, the check that must fail first.
+
+        A check whose capabilities the harness does not declare is not run, as for anybody.
+        """
+        planned = plan_checks(self.factory, Effort())[1]
+        for one in sorted(planned, key=lambda one: one.check.name != self.killed_by):
+            failure = run_planned(self.factory, one, make_profile(Effort())).failure
+            if failure is not None:
+                return failure
+        return None
+
 
 @dataclass(frozen=True)
 class MutantResult:
@@ -110,17 +128,22 @@ class MutantResult:
 
     @property
     def is_killed(self) -> bool:
-        """Whether the check named failed, and for the law that is broken."""
+        """Whether anything of the kit failed."""
+        return self.broken is not None
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the check named failed first, and for the law that is broken."""
         return self.broken is not None and self.broken.law == self.mutant.law
 
 
 def run_mutants(
     mutants: Iterable[PlantedFault], on_result: Callable[[MutantResult], None] | None = None
 ) -> list[MutantResult]:
-    """Run the check named for each mutant."""
+    """Run the whole kit on each mutant, until something fails."""
     results = []
     for mutant in mutants:
-        results.append(MutantResult(mutant, mutant.run()))
+        results.append(MutantResult(mutant, mutant.run_kit()))
         if on_result is not None:
             on_result(results[-1])
     return results
@@ -135,12 +158,37 @@ def load_mutants(folder: Path | None = None) -> Sequence[PlantedFault]:
     Raises:
         ConfigError: They are not there: wheels do not carry them.
     """
-    folder = folder or Path(__file__).parents[2] / "tests" / "mutants"
+    mutants: Sequence[PlantedFault] = _load("mutants", "kvview_planted_faults", folder).MUTANTS
+    return mutants
+
+
+def run_automatic_mutants(
+    num: int, seed: int = 0, on_progress: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """Play automatic mutants of the reference and the shared code against the whole kit.
+
+    Args:
+        num: How many.
+        seed: Which; a smaller number is the beginning of a larger one.
+        on_progress: Told the name of each when it is done.
+
+    Returns:
+        What to write into a report; ``"unexplained"`` lists the survivors without a reason.
+
+    Raises:
+        ConfigError: They are not there: wheels do not carry them.
+    """
+    summarize = _load("mutation", "kvview_automatic_mutants").summarize
+    report: dict[str, Any] = summarize(num, seed, on_progress or (lambda name: None))
+    return report
+
+
+def _load(room: str, name: str, folder: Path | None = None) -> Any:
+    folder = folder or Path(__file__).parents[2] / "tests" / room
     if not (folder / "__init__.py").is_file():
         raise ConfigError(
             "the planted faults are in the source tree, not in the wheel: run this from a checkout"
         )
-    name = "kvview_planted_faults"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(
             name, folder / "__init__.py", submodule_search_locations=[str(folder)]
@@ -150,5 +198,4 @@ def load_mutants(folder: Path | None = None) -> Sequence[PlantedFault]:
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)
-    mutants: Sequence[PlantedFault] = sys.modules[name].MUTANTS
-    return mutants
+    return sys.modules[name]

@@ -133,6 +133,7 @@ class MutantModel(_Model):
     incident: str | None
     check: str
     is_killed: bool
+    is_killed_by_its_law: bool = Field(description="By the check and for the law that it names.")
 
 
 class SelfTestModel(_Model):
@@ -141,6 +142,7 @@ class SelfTestModel(_Model):
     schema_version: Literal[1] = SCHEMA_VERSION
     mutants: list[MutantModel]
     num_survivors: int
+    automatic: dict[str, Any] = Field(description="Automatic mutants, drawn with --seed.")
 
 
 def _failure(broken: LawBroken | None) -> FailureModel | None:

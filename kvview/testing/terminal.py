@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -111,5 +112,19 @@ def show_mutants(console: Console, results: Sequence[MutantResult]) -> None:
     console.print(table)
     killed = sum(result.is_killed for result in results)
     incidents = len({result.mutant.incident for result in results} - {None})
-    told = f"{killed} of {len(results)} planted faults killed; {incidents} incidents"
+    named = sum(result.is_named for result in results)
+    told = f"{killed} of {len(results)} planted faults killed; {incidents} incidents; "
+    told += f"{named} for their own law"
     console.print(told, soft_wrap=True)
+
+
+def show_automatic_mutants(console: Console, automatic: Mapping[str, Any]) -> None:
+    """Print how many automatic mutants died, and who lives without a reason."""
+    unexplained = automatic["unexplained"]
+    console.print(
+        f"{automatic['num_killed']} of {len(automatic['mutants'])} automatic mutants killed, "
+        f"{len(unexplained)} survivors without a reason",
+        soft_wrap=True,
+    )
+    for name in unexplained:
+        console.print(f"  {name}", style="red", markup=False, soft_wrap=True)

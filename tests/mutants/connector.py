@@ -87,6 +87,16 @@ class ConnectorMutant(Mutant):
             )
         return broken
 
+    def run_kit(self) -> LawBroken | None:
+        """Simulate it as ``kvview check`` does, if its law did not come up before."""
+        broken = self.run()
+        if broken is not None:
+            return broken
+        connector = cast("type[Connector]", self.factory)
+        for failure in check_connector(connector, max_shrink_runs=0).failures:
+            return LawBroken(failure.law, self.what, got=failure.message, expected="", script="")
+        return None
+
 
 Register = Callable[[type[Connector]], type[Connector]]
 

@@ -1,0 +1,119 @@
+"""How many automatic mutants the kit kills, by module; what survives, and why.
+
+    python benchmarks/mutation.py [--mutants 400] [--seed 0] [--processes 2] [--page FILE.md]
+
+The mutants, and who judges them, are those of tests/mutation; ``kvview check --self-test``
+plays a few of the same. Exit code 1: a survivor has no reason in
+tests/mutation/survivors.toml, which this prints as it would stand there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.mutation import operators, survivors, trial  # noqa: E402
+
+HEAD = """\
+# How much the kit sees
+
+<!-- Written by benchmarks/mutation.py --page. -->
+
+Mutants are the reference and the shared code with one place made wrong, drawn with a
+seed and spread evenly over the functions. Only `kvview check` decides, over every harness
+of the reference and its connectors; the project's own tests are never asked. A mutant
+counts as killed when a check or a run fails, when what must be exercised never happens
+("not checked"), when it cannot be imported, or when it does not end.
+"""
+
+
+def describe(
+    verdicts: Sequence[trial.Verdict], account: survivors.Account, *, seed: int, num_sites: int
+) -> str:
+    """The page."""
+    killed = [verdict for verdict in verdicts if verdict.is_killed]
+    hows = Counter(verdict.how for verdict in killed)
+    lines = [
+        HEAD,
+        f"**{len(killed)} of {len(verdicts)} killed, {len(killed) / len(verdicts):.1%}** "
+        f"(seed {seed}, of {num_sites:,} possible; "
+        + ", ".join(f"{how} {times}" for how, times in hows.most_common())
+        + ").\n",
+        "| module | mutants | killed | rate |",
+        "|---|---|---|---|",
+    ]
+    by_module = defaultdict(list)
+    for verdict in verdicts:
+        by_module[verdict.site.module].append(verdict.is_killed)
+    for module, fates in sorted(by_module.items()):
+        rate = sum(fates) / len(fates)
+        lines.append(f"| `{module}` | {len(fates)} | {sum(fates)} | {rate:.0%} |")
+    lines.append("\n## Survivors\n")
+    for kind, meaning in survivors.KINDS.items():
+        of_kind = [(one, entry) for one, entry in account.explained if entry.kind == kind]
+        if of_kind:
+            lines.append(f"### {kind}: {meaning} ({len(of_kind)})\n")
+        for one, entry in sorted(of_kind, key=lambda pair: pair[1].id):
+            lines.append(f"- `{entry.id}`: `{one.site.change}`. {entry.reason}")
+        if of_kind:
+            lines.append("")
+    if account.unexplained:
+        lines.append(f"### no reason yet ({len(account.unexplained)})\n")
+        lines += [f"- `{one.site.id}`: `{one.site.change}`" for one in account.unexplained]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+@click.command(help=__doc__)
+@click.option("--mutants", "num_mutants", default=400, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+@click.option("--processes", default=2, show_default=True)
+@click.option("--page", type=click.Path(path_type=Path), help="Write docs/mutation.md there.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path))
+def main(
+    num_mutants: int, seed: int, processes: int, page: Path | None, json_file: Path | None
+) -> None:
+    """Play the mutants and tell."""
+    start = time.monotonic()
+    trial.warm_up()
+    reach = trial.measure_reach(num_processes=processes)
+    sites = trial.all_sites()
+    chosen = operators.sample(sites, num_mutants, seed)
+
+    def tell(verdict: trial.Verdict) -> None:
+        fate = verdict.killed_by if verdict.is_killed else "SURVIVES"
+        click.echo(f"{verdict.seconds:5.1f} s  {verdict.site.id}: {verdict.site.change}: {fate}")
+
+    verdicts = trial.play(chosen, reach, num_processes=processes, on_verdict=tell)
+    account = survivors.compare(verdicts, sites, survivors.read_survivors())
+    text = describe(verdicts, account, seed=seed, num_sites=len(sites))
+    if page is not None:
+        page.write_text(text)
+    if json_file is not None:
+        rows = [
+            {"id": one.site.id, "change": one.site.change, "line": one.site.line, "how": one.how}
+            | {"killed_by": one.killed_by, "steps": one.num_steps, "seconds": one.seconds}
+            for one in verdicts
+        ]
+        json_file.write_text(json.dumps({"seed": seed, "mutants": rows}, indent=1))
+    click.echo(text[len(HEAD) :])
+    for title, entries in (("killed now", account.dead), ("no longer there", account.gone)):
+        for entry in entries:
+            click.echo(f"survivors.toml: {entry.id} is {title}: take it out")
+    for verdict in account.unexplained:
+        click.echo(f'\n[[survivor]]\nid = "{verdict.site.id}"')
+        click.echo(f'change = {json.dumps(verdict.site.change)}\nkind = ""\nreason = ""')
+    click.echo(f"{time.monotonic() - start:.0f} s")
+    sys.exit(1 if account.unexplained else 0)
+
+
+if __name__ == "__main__":
+    main()
