@@ -60,6 +60,12 @@ def wrong(connector: ConnectorT) -> ConnectorT:
     return connector
 
 
+def why_not_shown(connector: type[Connector]) -> str:
+    """The second paragraph: why an engine may not show it."""
+    _, _, more = (connector.__doc__ or "").partition("\n\n")
+    return " ".join(more.split())
+
+
 def what_is_wrong(connector: type[Connector]) -> str:
     """The first line of its docstring."""
     return (connector.__doc__ or "").strip().partition("\n")[0].rstrip(".")
@@ -200,12 +206,12 @@ class NamesTheBlockBefore(Late):
 
 @wrong
 class ShortKeys(Late):
-    """Looks up the first byte of a hash only: prompts that differ are the same to it."""
+    """Looks up four bits of a hash: prompts that differ are the same to it."""
 
     class scheduler(HostCacheScheduler):
         def key(self, request: RequestInfo, group: int, block: int) -> OffloadKey:
             wanted = super().key(request, group, block)
-            alike = (k for k in self.slots if k[0] == wanted[0] and k[-4:] == wanted[-4:])
+            alike = (k for k in self.slots if k[0] >> 4 == wanted[0] >> 4 and k[-1] == wanted[-1])
             return wanted if wanted in self.slots else next(alike, wanted)
 
 
@@ -226,7 +232,10 @@ class StoresTheLastToken(Late):
 
 @wrong
 class StoresBeforeCompute(Late):
-    """Stores prompt blocks in the step that computes them, with a copy at once."""
+    """Stores prompt blocks in the step that computes them, with a copy at once.
+
+    From 0.29 on, a plan starts when its step was launched.
+    """
 
     worker = HostCacheWorker
 
@@ -245,7 +254,10 @@ class StoresBeforeCompute(Late):
 
 @wrong
 class CountsPromptAsComputed(Late):
-    """At a preemption and an abort, stores all of the prompt, computed or not."""
+    """At a preemption and an abort, stores all of the prompt, computed or not.
+
+    vLLM gives a request blocks for what is scheduled only, so its table ends there.
+    """
 
     class scheduler(HostCacheScheduler):
         def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
@@ -262,7 +274,10 @@ class CountsPromptAsComputed(Late):
 
 @wrong
 class ReadsHashesOfTheStep(Late):
-    """Takes the hash of every block that the step fills, there or not."""
+    """Takes the hash of every block that the step fills, there or not.
+
+    On the CPU no step is ever in flight.
+    """
 
     needs = "async"
 
@@ -399,7 +414,10 @@ class FullAttentionAsWindow(Late):
 
 @wrong
 class LoadsIntoHits(Late):
-    """Loads a prompt from its first block, over what the GPU has."""
+    """Loads a prompt from its first block, over what the GPU has.
+
+    The bytes are the same; others may be reading them.
+    """
 
     class scheduler(HostCacheScheduler):
         def on_blocks_allocated(
@@ -582,7 +600,10 @@ class ReportsStoresEarly(Late):
 
 @wrong
 class LoadableAtPlan(Late):
-    """Takes a block for stored as soon as its store is planned; loads overtake stores."""
+    """Takes a block for stored as soon as its store is planned; loads overtake stores.
+
+    What is being stored is held, and so hit on the GPU.
+    """
 
     class scheduler(HostCacheScheduler):
         def plan_step(self, step: StepInfo) -> StepPlan:
@@ -598,21 +619,42 @@ class LoadableAtPlan(Late):
 
 @wrong
 class UnorderedThread(Late):
-    """Copies in a thread that does not wait for what is being computed."""
+    """Copies in a thread that does not wait for what is being computed.
 
-    class worker(HostCacheWorker):
+    On the CPU, and from 0.29 on, a plan starts when its step is computed.
+    """
+
+    class worker(LateWorker):
         def __init__(self, cpu_blocks: int) -> None:
             super().__init__(cpu_blocks)
             self.threads: list[threading.Thread] = []
 
         def start_plan(self, plan: StepPlan) -> None:
-            thread = threading.Thread(target=super().start_plan, args=(plan,))
+            thread = threading.Thread(target=self.copy_now, args=(plan,))
             thread.start()
             self.threads.append(thread)
+
+        def get_finished(self) -> list[TransferResult]:
+            if any(thread.is_alive() for thread in self.threads):
+                return []
+            return super().get_finished()
 
         def wait(self, job_ids: Sequence[int]) -> None:
             while self.threads:
                 self.threads.pop().join()
+
+
+@wrong
+class ThreadLosesReports(Late):
+    """Its thread adds reports to a list that is being handed out."""
+
+    class worker(HostCacheWorker):
+        def start_plan(self, plan: StepPlan) -> None:
+            self.thread = threading.Thread(target=super().start_plan, args=(plan,))
+            self.thread.start()
+
+        def wait(self, job_ids: Sequence[int]) -> None:
+            self.thread.join()
 
 
 # --- the connector's own pages ---
@@ -701,7 +743,10 @@ class LosesPagesOfFailedStores(Flaky):
 
 @wrong
 class PinsPagesOfAborted(Late):
-    """Pages that an aborted request was loading are protected for ever."""
+    """Pages that an aborted request was loading are protected for ever.
+
+    There were pages enough.
+    """
 
     class scheduler(HostCacheScheduler):
         def on_request_finished(
@@ -851,7 +896,10 @@ class NeverAnswers(Late):
 
 @wrong
 class NothingPending(Late):
-    """Says that nothing is pending while copies are in flight."""
+    """Says that nothing is pending while copies are in flight.
+
+    The adapter keeps the engine stepping while jobs are in flight.
+    """
 
     class scheduler(HostCacheScheduler):
         def has_pending_work(self) -> bool:
@@ -875,7 +923,10 @@ class LosesAReport(Late):
 
 @wrong
 class ReportsTwice(Late):
-    """Reports every job a second time in the next step."""
+    """Reports every job a second time in the next step.
+
+    The adapter drops the second report and warns.
+    """
 
     class worker(LateWorker):
         def __init__(self, cpu_blocks: int) -> None:
