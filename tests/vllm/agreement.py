@@ -132,6 +132,7 @@ class Traffic:
             if is_so():
                 return
             self.step()
+            time.sleep(0.002)  # a thread may have to copy
         waiting = {r.request_id: r.status.name for r in self.server.scheduler.requests.values()}
         raise TimeoutError(f"no end after {MAX_STEPS} steps: {waiting or 'nothing waits'}")
 

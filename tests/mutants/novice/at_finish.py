@@ -60,7 +60,10 @@ class Scheduler(kvview.SchedulerConnector):
         if num_external_tokens == 0:
             return
         end = num_computed_tokens + num_external_tokens
-        keys, gpu, sizes, firsts = [], [], [], []
+        keys: list[kvview.OffloadKey] = []
+        gpu: list[int] = []
+        sizes: list[int] = []
+        firsts: list[int] = []
         for number, group in enumerate(self.geometry.groups):
             needed = group.required_blocks(end)
             first = max(needed.start, num_computed_tokens // group.block_size)
@@ -97,16 +100,16 @@ class Scheduler(kvview.SchedulerConnector):
     ) -> None:
         self.save(request, block_ids)
 
-    def on_request_preempted(
-        self, request: kvview.RequestInfo, block_ids: kvview.BlockIds
-    ) -> None:
+    def on_request_preempted(self, request: kvview.RequestInfo, block_ids: kvview.BlockIds) -> None:
         self.save(request, block_ids)
 
     def save(self, request: kvview.RequestInfo, block_ids: kvview.BlockIds) -> None:
         if not block_ids:
             return
         busy = {key for keys, _, _ in self.storing.values() for key in keys}
-        keys, gpu, pages = [], [], []
+        keys: list[kvview.OffloadKey] = []
+        gpu: list[int] = []
+        pages: list[int] = []
         sizes = [0] * len(self.geometry.groups)
         for full in kvview.full_blocks(self.geometry, request, block_ids):
             if full.key in self.pages or full.key in busy:
