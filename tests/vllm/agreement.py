@@ -363,7 +363,9 @@ class Row:
         said = []
         if self.wrong:
             said.append(f"{len(self.wrong)} answers with other tokens")
-        if self.reality.error:
+        if self.reality.error.startswith("TimeoutError"):
+            said.append("it never comes to rest")
+        elif self.reality.error:
             said.append(f"the engine ended: {_short(self.reality.error)}")
         if self.lost:
             said.append(f"{len(self.lost)} answers lost")
@@ -423,7 +425,8 @@ def page(rows: Sequence[Row], version: str) -> str:
         what = f"right: {row.what}" if row.is_right else row.what
         if not (row.is_right or row.is_wrong_in_vllm) and row.why:
             what += f" ({row.why.rstrip('.')})"
-        lines.append(f"| {row.name} | {what} | {row.shown()} | {kit} |".replace("{", "&#123;"))
+        done = row.shown().replace("|", "\\|")
+        lines.append(f"| {row.name} | {what} | {done} | {kit} |")
     return "\n".join(lines) + "\n"
 
 
