@@ -1,0 +1,134 @@
+"""How many wrong connectors, as a novice writes them, the kit kills.
+
+    python benchmarks/novices.py [--select TEXT] [--seeds 200] [--json FILE]
+
+The connectors are those of ``tests/mutants/novice``: each a small right one with one mistake,
+in a file of its own, checked like any file of a user, in a process of its own. Killed is one
+that broke a law, raised, ended the process or was refused; "not exercised" is one that ran and
+never did a thing that must be checked (exit code 4), and counts as killed. Prints the share,
+the survivors by family, and how long a check took. The target: 95 % of at least 100 in 200
+seeds, none longer than 120 s. The right ones must be clean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S = 120
+PROCESSES = 2
+TARGET = 0.95
+
+sys.path.insert(0, str(ROOT))
+from tests.mutants.novice import BASES, FOLDER, Mistake, load_mistakes  # noqa: E402
+
+# One seed after the other, up to the first that says something.
+_CHECK = """
+import sys
+from kvview.targets import load_connector
+from kvview.testing.connector import check_connector
+from kvview.testing.connector.coverage import not_exercised
+from collections import Counter
+connector, coverage = load_connector(sys.argv[1]), Counter()
+for seed in range(int(sys.argv[2])):
+    report = check_connector(connector, seeds=1, first_seed=seed, max_shrink_runs=0)
+    coverage.update(report.coverage)
+    if report.failures:
+        print(f"@{report.failures[0].law}@{seed}@{report.failures[0].message}")
+        break
+else:
+    missing = not_exercised(coverage)
+    print(f"@not exercised@@{missing[0]}" if missing else "@@@")
+"""
+
+
+@dataclass
+class Outcome:
+    """What the kit said of one connector; ``verdict`` is empty when it is green."""
+
+    base: str
+    family: str
+    what: str
+    verdict: str
+    seed: str
+    message: str
+    seconds: float
+
+
+def check(mistake: Mistake, folder: Path, number: int, seeds: int) -> Outcome:
+    """Check one connector in a process of its own."""
+    file = folder / f"novice_{number}.py"
+    file.write_text(mistake.source())
+    start = time.perf_counter()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _CHECK, f"{file}:Novice", str(seeds)],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        )
+        lines = [line for line in done.stdout.splitlines() if line.startswith("@")]
+        last = done.stderr.strip().splitlines()[-1:] or [""]
+        _, verdict, seed, message = lines[-1].split("@", 3) if lines else ("", "refused", "", *last)
+    except subprocess.TimeoutExpired:
+        verdict, seed, message = "", "", f"no verdict after {LIMIT_S} s"
+    seconds = time.perf_counter() - start
+    return Outcome(
+        mistake.base, mistake.family, mistake.what, verdict, seed, message[:160], seconds
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
+    parser.add_argument("--select", default="", metavar="TEXT", help="part of base, family or what")
+    parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args(argv)
+    right = [Mistake(base, "right", f"{base}, as it is", ()) for base in BASES]
+    wanted = [
+        mistake
+        for mistake in (*right, *load_mistakes())
+        if arguments.select in f"{mistake.base} {mistake.family} {mistake.what}"
+    ]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(PROCESSES) as executor:
+        outcomes = list(
+            executor.map(
+                lambda pair: check(pair[1], Path(folder), pair[0], arguments.seeds),
+                enumerate(wanted),
+            )
+        )
+    wrong = [outcome for outcome in outcomes if outcome.family != "right"]
+    killed = [outcome for outcome in wrong if outcome.verdict]
+    bad = [outcome for outcome in outcomes if outcome.family == "right" and outcome.verdict]
+    for outcome in bad:
+        print(f"FALSE ALARM {outcome.what}: {outcome.verdict} {outcome.message}")
+    for outcome in wrong:
+        if not outcome.verdict:
+            print(f"alive: {outcome.base}, {outcome.family}: {outcome.what} {outcome.message}")
+    print("by:", ", ".join(f"{law} {n}" for law, n in Counter(o.verdict for o in killed).items()))
+    slowest = max(outcomes, key=lambda outcome: outcome.seconds, default=None)
+    share = len(killed) / max(1, len(wrong))
+    print(
+        f"{len(killed)} of {len(wrong)} killed in {arguments.seeds} seeds ({share:.1%}); "
+        f"slowest check {slowest.seconds if slowest else 0:.0f} s, {FOLDER.name}"
+    )
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(o) for o in outcomes], indent=1) + "\n")
+    return 0 if share >= TARGET and not bad else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Wrong connectors as a novice writes them: small right ones, each wrong in one place.
+
+They were written from README.md and the contract's docstrings, one family of mistakes after
+the other, before anyone looked at what the kit says of them. A mistake is an edit of the
+text of a right connector beside this file, so each is a file of its own when it is run.
+``benchmarks/novices.py`` counts how many the kit kills.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+BASES = ("at_finish", "walker", "each_step")
+"""The right ones: files that each hold a class ``Novice``."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One wrong connector.
+
+    Args:
+        base: The right one that it changes.
+        family: What kind of mistake.
+        what: In one line.
+        edits: Of the text: what stands there, and what the novice wrote.
+    """
+
+    base: str
+    family: str
+    what: str
+    edits: tuple[tuple[str, str], ...]
+
+    def source(self) -> str:
+        """The wrong connector.
+
+        Raises:
+            ValueError: An edit does not fit the right one.
+        """
+        text = (FOLDER / f"{self.base}.py").read_text()
+        for old, new in self.edits:
+            if text.count(old) != 1:
+                raise ValueError(f"{self.what}: {text.count(old)} times in {self.base}.py: {old!r}")
+            text = text.replace(old, new)
+        return text
+
+
+def load_mistakes() -> list[Mistake]:
+    """All of them, in the order of the files.
+
+    A file ``BASE.txt`` has families (``# name``), mistakes (``## what``), and below each its
+    edits: what stands there, a line ``->``, what was written; ``--`` between two edits.
+    """
+    found = []
+    for base in BASES:
+        family = ""
+        for part in f"\n{(FOLDER / f'{base}.txt').read_text()}".split("\n# ")[1:]:
+            family, *entries = part.split("\n## ")
+            for entry in entries:
+                what, _, body = entry.strip("\n").partition("\n")
+                edits = []
+                for edit in body.split("\n--\n"):
+                    old, _, new = edit.partition("\n->")
+                    edits.append((old.strip("\n"), new.strip("\n")))
+                found.append(Mistake(base, family.strip(), what, tuple(edits)))
+    return found

