@@ -21,6 +21,7 @@ from kvview import (
     BlockIds,
     CacheGeometry,
     CanonicalKVCaches,
+    ComputeEvent,
     Connector,
     ConnectorConfig,
     CPULoadStoreSpec,
@@ -74,12 +75,13 @@ class LateWorker(HostCacheWorker):
     def __init__(self, cpu_blocks: int) -> None:
         super().__init__(cpu_blocks)
         self.num_polls = 0
-        self.queue: list[tuple[int, StepPlan]] = []  # one job each
+        self.queue: list[tuple[int, ComputeEvent | None, StepPlan]] = []  # one job each
 
     def start_plan(self, plan: StepPlan) -> None:
         due = self.num_polls + LATE_POLLS
-        self.queue += [(due, StepPlan(loads=[job])) for job in plan.loads]
-        self.queue += [(due, StepPlan(stores=[job])) for job in plan.stores]
+        mark = self.compute.record_event() if self.compute else None
+        self.queue += [(due, mark, StepPlan(loads=[job])) for job in plan.loads]
+        self.queue += [(due, mark, StepPlan(stores=[job])) for job in plan.stores]
 
     def get_finished(self) -> list[TransferResult]:
         self.num_polls += 1
@@ -91,14 +93,23 @@ class LateWorker(HostCacheWorker):
 
     def copy_if(self, is_due: Callable[[int, StepPlan], bool]) -> None:
         queue, self.queue = self.queue, []
-        for due, plan in queue:
-            if is_due(due, plan):
+        for due, mark, plan in queue:
+            if is_due(due, plan) and (mark is None or mark.query()):
                 self.copy_now(plan)
             else:
-                self.queue.append((due, plan))
+                self.queue.append((due, mark, plan))
 
     def copy_now(self, plan: StepPlan) -> None:
-        HostCacheWorker.start_plan(self, plan)
+        self.started.append((None, plan))
+        self.copy_started()
+
+    def copy(
+        self, job_id: int, src: Any, src_pages: list[Any], dst: Any, dst_pages: list[Any]
+    ) -> TransferResult:
+        try:
+            return super().copy(job_id, src, src_pages, dst, dst_pages)
+        except RuntimeError as error:
+            return TransferResult(job_id, success=False, error=str(error))
 
 
 def jobs_of(plan: StepPlan) -> list[TransferJob]:

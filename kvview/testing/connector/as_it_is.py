@@ -25,7 +25,7 @@ from kvview import CanonicalKVCaches, GPULoadStoreSpec, StepPlan, TransferResult
 from kvview.testing.connector.calls import calling
 from kvview.testing.connector.faults import FaultyWorker, Flight, Unit, failed
 from kvview.testing.connector.gate import CopyFailed, Gate, gate_tensor
-from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.invariants import EndedLoudly, InvariantBroken
 from kvview.testing.connector.scenario import Fate
 from kvview.testing.connector.stream import StepStream
 from kvview.testing.transfer.compute import GatedComputeEvent
@@ -130,6 +130,8 @@ class AsItIsWorker(FaultyWorker):
             raise InvariantBroken(law, f"{name} of the worker half does not return: {why}")
         if name == "start_plan" and _is_simulated(call.error):
             raise CopyFailed from call.error
+        if _is_simulated(call.error):
+            raise EndedLoudly("CONN-3", f"{name} raised a copy that failed") from call.error
         with calling(name):
             if call.error is not None:
                 raise call.error

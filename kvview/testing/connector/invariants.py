@@ -30,6 +30,10 @@ class InvariantBroken(AssertionError):
         self.is_timeout = is_timeout
 
 
+class EndedLoudly(InvariantBroken):
+    """A fault of the simulation came through a hook: an engine would have ended, told why."""
+
+
 def check_free_list(free_ids: Sequence[int], ref_counts: Mapping[int, int]) -> None:
     """Each block is in the free queue exactly when nobody refers to it, and once.
 

@@ -28,6 +28,7 @@ from kvview.testing.connector.coverage import seeds_of
 from kvview.testing.connector.faults import FaultyWorker, Pool
 from kvview.testing.connector.harness import ConnectorHarness, EngineFactory, load_engines
 from kvview.testing.connector.invariants import (
+    EndedLoudly,
     HoldWatch,
     InvariantBroken,
     check_bytes,
@@ -203,8 +204,9 @@ class _Run:
         config = _configure(connector_class, self.scenario, options)
         fates = self._fates()
         self._stream = StepStream() if self.scenario.compute_lags else None
-        self._parts = [
-            _Part(connector_class, config, self.scenario, fates, self, self._stream)
+        part_class = type(self._name, (_Part,), {})  # reports name the connector
+        self._parts: list[_Part] = [
+            part_class(connector_class, config, self.scenario, fates, self, self._stream)
             for _ in range(self.scenario.num_connectors)
         ]
         self._watch = HoldWatch(_PATIENCE)
@@ -290,6 +292,8 @@ class _Run:
                 self._drain()
                 self._reset()
             self._shutdown()
+        except EndedLoudly:
+            self._coverage["ended by a copy that failed"] += 1
         except InvariantBroken as broken:
             failure = self._failure(broken.law, broken.message, broken.is_timeout)
         except ConnectorError as error:
