@@ -1,6 +1,7 @@
 """How many automatic mutants the kit kills, by module; what survives, and why.
 
-    python benchmarks/mutation.py [--mutants 400] [--seed 0] [--processes 2] [--page FILE.md]
+    python benchmarks/mutation.py [--mutants 400] [--seed 0] [--processes 2] [--seeds 200]
+        [--page FILE.md]
 
 The mutants, and who judges them, are those of tests/mutation; ``kvview check --self-test``
 plays a few of the same. Exit code 1: a survivor has no reason in
@@ -21,7 +22,7 @@ import click
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.mutation import operators, survivors, trial  # noqa: E402
+from tests.mutation import judges, operators, survivors, trial  # noqa: E402
 
 HEAD = """\
 # How much the kit sees
@@ -76,12 +77,19 @@ def describe(
 @click.option("--mutants", "num_mutants", default=400, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--processes", default=2, show_default=True)
+@click.option("--seeds", default=judges.SEEDS, show_default=True, help="Of each connector.")
 @click.option("--page", type=click.Path(path_type=Path), help="Write docs/mutation.md there.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path))
 def main(
-    num_mutants: int, seed: int, processes: int, page: Path | None, json_file: Path | None
+    num_mutants: int,
+    seed: int,
+    processes: int,
+    seeds: int,
+    page: Path | None,
+    json_file: Path | None,
 ) -> None:
     """Play the mutants and tell."""
+    judges.SEEDS = seeds
     start = time.monotonic()
     trial.warm_up()
     reach = trial.measure_reach(num_processes=processes)
