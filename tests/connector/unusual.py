@@ -15,6 +15,7 @@ from kvview import (
     BlockHash,
     BlockIds,
     CanonicalKVCaches,
+    ComputeEvent,
     Connector,
     ConnectorConfig,
     CPULoadStoreSpec,
@@ -201,14 +202,24 @@ class OwnMedium(Unusual):
     class worker(WorkerConnector):
         def __init__(self, cpu_blocks: int) -> None:
             self.shelf: dict[str, list[torch.Tensor]] = {}
+            self.started: list[tuple[ComputeEvent | None, StepPlan]] = []
             self.finished: list[TransferResult] = []
 
         @override
         def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
+            self.compute = kv_caches.compute_stream
             self.gpu: list[torch.Tensor] = [tensor.tensor for tensor in kv_caches.tensors]
 
         @override
         def start_plan(self, plan: StepPlan) -> None:
+            self.started.append((self.compute.record_event() if self.compute else None, plan))
+            self.copy_started()
+
+        def copy_started(self) -> None:
+            while self.started and ((mark := self.started[0][0]) is None or mark.query()):
+                self.copy(self.started.pop(0)[1])
+
+        def copy(self, plan: StepPlan) -> None:
             for job in plan.loads:
                 source: Any = job.src
                 target: Any = job.dst
@@ -224,6 +235,7 @@ class OwnMedium(Unusual):
 
         @override
         def get_finished(self) -> list[TransferResult]:
+            self.copy_started()
             finished, self.finished = self.finished, []
             return finished
 

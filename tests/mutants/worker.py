@@ -271,7 +271,7 @@ class OnePageSize(Threaded):
             return [CanonicalKVCacheRef(ref.tensor_idx, size) for ref in self.refs[group]]
 
 
-@breaks("XFER-4", "nothing is copied when a job is big")
+@breaks("XFER-1", "nothing is copied when a job is big")
 class SkipsBigJobs(Threaded):
     class worker(ThreadedWorker):
         @override

@@ -43,8 +43,8 @@ from kvview_vllm.geometry import read_geometry
 from kvview_vllm.pool import NULL_BLOCK_ID, view
 from kvview_vllm.releases.calls import blocks_freed_later, child_connectors
 from kvview_vllm.simulation import scheduler as cpu_scheduler
-from kvview_vllm.simulation.compute import Compute, Forward
 from kvview_vllm.simulation.requests import PlannedRequest, make_prompt
+from kvview_vllm.simulation.stream_order import Compute, Forward
 
 if TYPE_CHECKING:
     from kvview.testing.connector.harness import ConnectorHarness

@@ -19,8 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvview import CacheGeometry, ConfigError, Connector, ConnectorConfig
-from kvview.connector.raising import build_connector
+from kvview import CacheGeometry, ConfigError, Connector
 from kvview.testing.connector import repeat, watchdog
 from kvview.testing.connector.generate import generate_scenario
 from kvview.testing.connector.harness import EngineFactory, load_engines
@@ -31,7 +30,7 @@ from kvview.testing.connector.result import (
     SimulationResult,
     Snapshot,
 )
-from kvview.testing.connector.run import simulate
+from kvview.testing.connector.run import configure, simulate
 from kvview.testing.connector.scenario import (
     Abort,
     AbortLoading,
@@ -230,9 +229,9 @@ class _Check:
 
     def _takes_one_group(self) -> bool:
         """Whether it is the geometry that the connector refuses, not the options."""
+        scenario = Scenario(CacheGeometry.single(4), num_gpu_blocks=8, events=())
         try:
-            config = ConnectorConfig(CacheGeometry.single(4), self._options)
-            build_connector(self._connector_class, config)
+            configure(self._connector_class, scenario, self._options)
         except ConfigError:
             return False
         return True

@@ -22,9 +22,9 @@ import torch
 from typing_extensions import override
 
 from kvview import CanonicalKVCaches, GPULoadStoreSpec, StepPlan, TransferResult
-from kvview.testing.connector.calls import calling
 from kvview.testing.connector.faults import FaultyWorker, Flight, Unit, failed
 from kvview.testing.connector.gate import CopyFailed, Gate, gate_tensor
+from kvview.testing.connector.hook_calls import calling
 from kvview.testing.connector.invariants import EndedLoudly, InvariantBroken
 from kvview.testing.connector.scenario import Fate
 from kvview.testing.connector.stream import StepStream
@@ -58,6 +58,7 @@ class AsItIsWorker(FaultyWorker):
         self._gate = Gate(self._home.is_current)
         self._draw = Random(0).random
         self._early: list[Flight] = []  # ended while the gate was closed
+        self._waiting: dict[int, Flight] = {}  # by job, until the gate was opened for it
         self._lost: set[Flight] = set()  # start_plan raised, nobody may know them
 
     # --- the hooks ---
@@ -96,6 +97,7 @@ class AsItIsWorker(FaultyWorker):
     @override
     def _submit(self, plan: StepPlan, flights: list[Flight]) -> None:
         self._units += [Unit(plan, [flight], has_moved=True) for flight in flights]
+        self._waiting.update({flight.job.job_id: flight for flight in flights})
         with self._watch_writes():
             self._gate.set_failing(self._num_good(flights[:1], flights))
             try:
@@ -152,7 +154,8 @@ class AsItIsWorker(FaultyWorker):
     @override
     def _move_due(self) -> None:
         self._poll()
-        moving = [f for f in self._flights.values() if f.result is None and f.is_ready]
+        # Whether a job has ended already is for its threads to say, and decides nothing here.
+        moving = [flight for flight in self._waiting.values() if flight.is_ready]
         due = [flight for flight in moving if flight.age >= flight.fate.move_after]
         with self._watch_writes():
             if not due:
@@ -160,9 +163,10 @@ class AsItIsWorker(FaultyWorker):
                     self._gate.let_one_in(self._draw())
                 return
             for flight in moving:
-                if not flight.is_load:
+                del self._waiting[flight.job.job_id]
+                if not flight.is_load and flight.result is None:
                     self._check_source(flight)
-            job_ids = [flight.job.job_id for flight in moving]
+            job_ids = [flight.job.job_id for flight in moving if flight.result is None]
             with self._scribbled() as has_scribbled:
                 self._gate.set_failing(self._num_good(due, moving))
                 self._call("wait", job_ids, opens=True)
@@ -205,6 +209,10 @@ class AsItIsWorker(FaultyWorker):
         yield bool(blocks)
         for tensor, rows in zip(self._tensors, before, strict=True):
             tensor[blocks] = rows
+
+    @override
+    def _is_over(self, flight: Flight) -> bool:
+        return flight.job.job_id not in self._waiting
 
     @override
     def _note_source(self, flight: Flight) -> None:

@@ -155,7 +155,7 @@ def _generate_worker_half(draw: _Draw) -> WorkerHalf:
 def _generate_pages(draw: _Draw, num_groups: int) -> tuple[tuple[int, ...], ...]:
     if draw.chance(0.6):
         return ()
-    sizes = [2**16, 2**17] if draw.chance(0.06) else [16, 64, 104, 200]
+    sizes = [2**16, 2**17] if draw.chance(0.15) else [16, 64, 104, 200]
     num_tensors = draw.number(1, 3)
     pages = []
     for group in range(num_groups):

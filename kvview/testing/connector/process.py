@@ -22,7 +22,7 @@ import torch
 from typing_extensions import override
 
 from kvview import CanonicalKVCaches, Connector, StepPlan, TransferResult, WorkerConnector
-from kvview.testing.connector.calls import calling, hook, make_worker, require_type
+from kvview.testing.connector.hook_calls import calling, hook, make_worker, require_type
 from kvview.testing.connector.invariants import InvariantBroken
 
 _PATIENCE = 60.0  # seconds for one call, until it is said to hang

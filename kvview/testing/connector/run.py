@@ -23,10 +23,10 @@ from kvview.connector.raising import build_connector
 from kvview.errors import line_of
 from kvview.testing.connector import watchdog
 from kvview.testing.connector.as_it_is import AsItIsWorker
-from kvview.testing.connector.calls import hook, make_worker, require_type
 from kvview.testing.connector.coverage import seeds_of
 from kvview.testing.connector.faults import FaultyWorker, Pool
 from kvview.testing.connector.harness import ConnectorHarness, EngineFactory, load_engines
+from kvview.testing.connector.hook_calls import hook, make_worker, require_type
 from kvview.testing.connector.invariants import (
     EndedLoudly,
     HoldWatch,
@@ -99,7 +99,7 @@ def simulate(
         return run.run()
 
 
-def _configure(
+def configure(
     connector_class: type[Connector], scenario: Scenario, options: dict[str, Any]
 ) -> bytes:
     """A configuration that the connector takes, pickled."""
@@ -201,7 +201,7 @@ class _Run:
         self._coverage["with lagging compute"] += self.scenario.compute_lags
         self._engines = engines
         self._name = connector_class.__name__
-        config = _configure(connector_class, self.scenario, options)
+        config = configure(connector_class, self.scenario, options)
         fates = self._fates()
         self._stream = StepStream() if self.scenario.compute_lags else None
         part_class = type(self._name, (_Part,), {})  # reports name the connector

@@ -24,9 +24,9 @@ from kvview import (
     TransferResult,
     make_offload_key,
 )
-from kvview.testing.connector.calls import hook, require_type
 from kvview.testing.connector.coverage import rows_of
 from kvview.testing.connector.faults import Flight
+from kvview.testing.connector.hook_calls import hook, require_type
 from kvview.testing.connector.invariants import (
     EventFold,
     check_advertised,

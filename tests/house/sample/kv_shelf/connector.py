@@ -17,6 +17,8 @@ from typing_extensions import override
 from kvview import (
     BlockIds,
     CanonicalKVCaches,
+    ComputeEvent,
+    ComputeStream,
     ConfigError,
     Connector,
     ConnectorConfig,
@@ -260,15 +262,18 @@ class ShelfScheduler(SchedulerConnector):
 
 
 class ShelfWorker(WorkerConnector):
-    """Has the bytes; copies at once."""
+    """Has the bytes; copies as soon as the model has computed them (XFER-6)."""
 
     def __init__(self) -> None:
         self._pages: list[list[Any]] = []  # per group, its tensors
         self._shelf: dict[OffloadKey, list[bytes]] = {}
+        self._compute: ComputeStream | None = None
+        self._started: list[tuple[ComputeEvent | None, StepPlan]] = []
         self._finished: list[TransferResult] = []
 
     @override
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
+        self._compute = kv_caches.compute_stream
         self._pages = [
             [kv_caches.tensors[ref.tensor_idx].tensor for ref in refs]
             for refs in kv_caches.group_data_refs
@@ -276,11 +281,17 @@ class ShelfWorker(WorkerConnector):
 
     @override
     def start_plan(self, plan: StepPlan) -> None:
-        if isinstance(plan, ShelfPlan):
-            for key in plan.drops:
-                self._shelf.pop(key, None)
-        for job in (*plan.stores, *plan.loads):
-            self._finished.append(TransferResult(job.job_id, success=self._run(job)))
+        self._started.append((self._compute.record_event() if self._compute else None, plan))
+        self._run_started()
+
+    def _run_started(self) -> None:
+        while self._started and ((mark := self._started[0][0]) is None or mark.query()):
+            _, plan = self._started.pop(0)
+            if isinstance(plan, ShelfPlan):
+                for key in plan.drops:
+                    self._shelf.pop(key, None)
+            for job in (*plan.stores, *plan.loads):
+                self._finished.append(TransferResult(job.job_id, success=self._run(job)))
 
     def _run(self, job: TransferJob) -> bool:
         gpu, shelf = (job.src, job.dst) if job.request_id is None else (job.dst, job.src)
@@ -302,5 +313,6 @@ class ShelfWorker(WorkerConnector):
 
     @override
     def get_finished(self) -> list[TransferResult]:
+        self._run_started()
         finished, self._finished = self._finished, []
         return finished
