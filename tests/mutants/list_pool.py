@@ -47,6 +47,7 @@ class ListPool:
         self.refs = [0] * self.num_blocks
         self.hashes: dict[int, list[bytes]] = {}
         self.joined = [0] * self.num_blocks
+        self.place = [0] * self.num_blocks  # as joined, and below zero what joined at the head
         self.time = 0
         self.held: Counter[int] = Counter()
         self.is_closed = False
@@ -87,7 +88,7 @@ class ListPool:
     def enqueue(self, block_ids: Sequence[int]) -> None:
         self.time += 1
         for block in block_ids:
-            self.joined[block] = self.time
+            self.joined[block] = self.place[block] = self.time
         self.queue[:0] = [block for block in block_ids if block not in self.hashes]
         self.queue += [block for block in block_ids if block in self.hashes]
 
@@ -155,6 +156,8 @@ class ListPool:
         self.free_blocks(block_ids)
         freed = [block for block in self.in_order(block_ids) if block in self.queue]
         self.queue = freed + [block for block in self.queue if block not in freed]
+        for block in freed:
+            self.place[block] = -self.time
 
     def check_held(self, block_ids: Sequence[int]) -> None:
         if Counter(block_ids) - self.held:
@@ -215,7 +218,7 @@ class ListWalk:
     def __init__(self, pool: ListPool) -> None:
         self.pool = pool
         self.is_closed = False
-        self.passed: dict[int, int] = {}  # by block: when it had joined
+        self.passed: dict[int, int] = {}  # by block: the place that it had
 
     def check_open(self) -> None:
         self.pool.check_open()
@@ -224,18 +227,18 @@ class ListWalk:
 
     def ahead(self) -> list[int]:
         pool = self.pool
-        passed = max(self.passed.values(), default=-1)
+        passed = max(self.passed.values(), default=-pool.time - 1)
         return [b for b in pool.queue if b in pool.hashes and self.is_ahead(b, passed)]
 
     def is_ahead(self, block: int, passed: int) -> bool:
-        # A call to free is one moment: what joined with it is told apart by name.
-        joined = self.pool.joined[block]
-        return joined > passed or (joined == passed and self.passed.get(block) != joined)
+        # A call to free is one place: what joined with it is told apart by name.
+        place = self.pool.place[block]
+        return place > passed or (place == passed and self.passed.get(block) != place)
 
     def take(self, max_blocks: int, /) -> list[tuple[int, OffloadKey]]:
         self.check_open()
         taken = self.ahead()[:max_blocks]
-        self.passed.update((block, self.pool.joined[block]) for block in taken)
+        self.passed.update((block, self.pool.place[block]) for block in taken)
         return [(block, OffloadKey(key)) for block in taken for key in self.pool.hashes[block]]
 
     def restart(self) -> None:

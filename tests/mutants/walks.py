@@ -64,6 +64,15 @@ class PassesABlockOnce(ListPool):
         return Walk(self)
 
 
+@planted("POOL-13", "check_pool_13_what_joins_at_the_head_comes_after_restart")
+class YieldsWhatIsGivenBack(ListPool):
+    """What the view itself gives back comes again, and again: its walk never ends."""
+
+    def give_back_blocks(self, block_ids: Sequence[int], /) -> None:
+        super().give_back_blocks(block_ids)
+        self.place = list(self.joined)
+
+
 @planted("POOL-13", "check_pool_13_walk_goes_on_when_its_place_is_gone")
 class FollowsItsBlockToTheTail(ListPool):
     """The place is a block; when it left and came back, all that stayed is skipped."""

@@ -102,8 +102,10 @@ class KeyedWorker:
         if not isinstance(gpu, GPULoadStoreSpec) or not hasattr(tier, "keys"):
             raise TransferSpecError(f"XFER-1: one side is GPU blocks, the other keys: {spec}")
         moves = list(self._pair(gpu, list(tier.keys)))
-        places = [(key, sub) if is_store else (group, block) for group, block, key, sub in moves]
-        if len(set(places)) < len(places) or (is_store and len({*tier.keys}) < len(tier.keys)):
+        # Groups may share a tensor, and a key has one page for all of them.
+        pages = [(id(t), block) for group, block, *_ in moves for t, _ in self._groups[group]]
+        written: Sequence[object] = tier.keys if is_store else pages
+        if len(set(written)) < len(written):
             raise TransferSpecError(f"XFER-1: a destination is named twice: {spec}")
         if not is_store and not self._named.issuperset(tier.keys):
             raise TransferSpecError(f"XFER-1: a key was never stored: {tier.keys}")
@@ -130,10 +132,14 @@ class KeyedWorker:
         self.lane.shutdown()
 
     def _pair(self, gpu: GPULoadStoreSpec, keys: list[bytes]) -> Iterator[Move]:
-        blocks = list(gpu.block_ids)
-        if len(gpu.group_sizes) != len(self._groups):
-            raise TransferSpecError(f"XFER-1: {len(self._groups)} groups, got {gpu.group_sizes}")
-        for group, (size, index) in enumerate(zip(gpu.group_sizes, gpu.block_indices, strict=True)):
+        # As numpy has them they would wrap around.
+        blocks, sizes, indices = (
+            list(map(int, numbers))
+            for numbers in (gpu.block_ids, gpu.group_sizes, gpu.block_indices)
+        )
+        if len(sizes) != len(self._groups):
+            raise TransferSpecError(f"XFER-1: {len(self._groups)} groups, got {sizes}")
+        for group, (size, index) in enumerate(zip(sizes, indices, strict=True)):
             skip = index % self._k
             num_keys = -(-(skip + size) // self._k) if size else 0
             mine, keys = keys[:num_keys], keys[num_keys:]

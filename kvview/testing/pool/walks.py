@@ -149,6 +149,21 @@ def check_pool_13_what_came_back_comes_again(pool: PoolDriver) -> None:
     pool.take(walk, 9)
 
 
+@pool_check("POOL-13", CACHE, RESUMABLE_WALK, Capability.GIVE_BACK)
+def check_pool_13_what_joins_at_the_head_comes_after_restart(pool: PoolDriver) -> None:
+    """What is given back is in front of all that was taken, itself too."""
+    blocks = pool.hashed(5)
+    walk = pool.open_walk()
+    for taken in (blocks[:1], blocks[1:3], blocks[3:]):
+        pool.take(walk, len(taken))
+        pool.touch(taken)
+        pool.give_back(taken)
+        pool.take(walk, 0)
+    pool.take(walk, 9)
+    pool.restart(walk)
+    pool.take(walk, 9)
+
+
 @pool_check("POOL-13", CACHE, RESUMABLE_WALK)
 def check_pool_13_walk_goes_on_when_its_place_is_gone(pool: PoolDriver) -> None:
     """The blocks around the place where it stopped may be touched, and come back."""
