@@ -135,8 +135,9 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.request is not request:
             tracked = self._tracked[request.request_id] = _Tracked(request, self._content(request))
-        elif tracked.chunks:
+        elif tracked.chunks:  # before it begins again, not after: the plan would be too late
             self._lost.add(request.request_id)
+            self._hear_of_preemption(request.request_id)
         elif tracked.asked_at is None and tracked.is_allocated:
             tracked.load_failed = True  # it never ran: the load was a sibling's in MultiConnector
         tracked.asked_at = num_computed_tokens
@@ -216,29 +217,32 @@ class SchedulerSide:
         preempted = list(dict.fromkeys([*named, *self._lost]))
         self._lost.clear()
         for request_id in preempted:
-            tracked = self._tracked.get(request_id)
-            if tracked is None or not tracked.chunks:
-                continue
-            # vLLM freed the blocks in this very step: some may be another's already (SCHED-1).
-            table = tuple([self._if_free(block) for block in group] for group in tracked.table())
-            # What is in flight may have sampled tokens, whose KV is of no use without them.
-            num_computed_tokens = min(
-                self._num_launched(request_id), tracked.request.num_tokens - 1
-            )
-            tracked.chunks, tracked.is_allocated = [], False
-            info = request_info(tracked.request, tracked.content, num_computed_tokens)
-            self.half.on_request_preempted(info, table)
+            self._hear_of_preemption(request_id)
         return preempted
 
-    def _num_launched(self, request_id: str) -> int:
-        """Tokens of a running request; none when it has not been computed for long."""
+    def _hear_of_preemption(self, request_id: str) -> None:
+        tracked = self._tracked.get(request_id)
+        if tracked is None or not tracked.chunks:
+            return
+        # vLLM freed the blocks in this very step: some may be another's already (SCHED-1).
+        start, num_launched = self._last_launch(request_id)
+        live = self._live_table(tracked, start)
+        table = tuple([self._if_free(block) for block in group] for group in live)
+        # What is in flight may have sampled tokens, whose KV is of no use without them.
+        num_computed_tokens = min(num_launched, tracked.request.num_tokens - 1)
+        tracked.chunks, tracked.is_allocated = [], False
+        info = request_info(tracked.request, tracked.content, num_computed_tokens)
+        self.half.on_request_preempted(info, table)
+
+    def _last_launch(self, request_id: str) -> tuple[int, int]:
+        """Tokens of a running request before its last step, and after; none of one long ago."""
         for step in reversed(self._recent):
             if (length := step.lengths.get(request_id)) is not None:
                 start = step.started.get(request_id)
                 if start is None:
                     start = step.starts[step.request_ids.index(request_id)]
-                return start + length
-        return 0
+                return start, start + length
+        return 0, 0
 
     def _if_free(self, block_id: int) -> int:
         view = self._view

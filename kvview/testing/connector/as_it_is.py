@@ -102,8 +102,8 @@ class AsItIsWorker(FaultyWorker):
             self._gate.set_failing(self._num_good(flights[:1], flights))
             try:
                 self._call("start_plan", plan)
-            except CopyFailed:  # loud enough: the engine knows that these jobs are lost
-                self._lost.update(flights)
+            except CopyFailed:  # loud enough; who began later than planned may have lost others
+                self._lost.update(f for f in self._flights.values() if f.result is None)
             self._poll()
             self._check_told(flights)
             self._gate.set_failing(None)

@@ -182,6 +182,7 @@ class FaultyWorker(WorkerConnector):
     def start_plan(self, plan: StepPlan) -> None:
         with hook("pickling the plan", "CONN-3"):
             plan = pickle.loads(pickle.dumps(plan))
+        self._note_sources()
         flights = [self._begin(job, True, plan) for job in plan.loads]
         flights += [self._begin(job, False, plan) for job in plan.stores]
         for flight in flights:
@@ -204,7 +205,7 @@ class FaultyWorker(WorkerConnector):
     def get_finished(self) -> list[TransferResult]:
         for flight in self._flights.values():
             flight.age += 1
-            self._note_source(flight)
+        self._note_sources()
         self._move_due()
         self._poll()
         results = []
@@ -271,6 +272,11 @@ class FaultyWorker(WorkerConnector):
             for page in job.dst.block_ids:
                 self._stored[page].append(flight)
         return flight
+
+    def _note_sources(self) -> None:
+        """An engine may take a step's output in before any hook: what was late is ready now."""
+        for flight in self._flights.values():
+            self._note_source(flight)
 
     def _note_source(self, flight: Flight) -> None:
         """Copy what a store is to read, once it is computed."""
