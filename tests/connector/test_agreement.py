@@ -49,7 +49,7 @@ def test_all_are_in_the_table() -> None:
 @pytest.mark.parametrize("connector", RIGHT, ids=lambda connector: connector.__name__)
 def test_the_control_is_right(connector: Any) -> None:
     assert table()[connector.__name__] == "right answers"
-    report = check_connector(connector, seeds=40)
+    report = check_connector(connector, seeds=16)
     assert report.is_clean, report.summary()
 
 

@@ -236,7 +236,7 @@ def _generate_group(draw: _Draw, kind: str, block: int) -> CacheGroup:
         case "window":
             return SlidingWindow(block, draw.number(2, draw.one_of([6, 14])))
         case "chunked":
-            return ChunkedLocalAttention(block, draw.number(3, 12))
+            return ChunkedLocalAttention(block, draw.number(4, 14))
         case "mamba":
             return Mamba(block)
     return FullAttention(block)
@@ -414,7 +414,7 @@ class _Events:
 
 def _generate_fates(draw: _Draw, shares: tuple[float, float] | None = None) -> tuple[Fate, ...]:
     share_failed, share_lost = shares or draw.one_of(
-        [(0.0, 0.0), (0.2, 0.05), (0.35, 0.1), (0.5, 0.05)]
+        [(0.0, 0.0), (0.4, 0.05), (0.5, 0.1), (0.6, 0.05)]
     )
     usual = Fate()
     fates = []
