@@ -176,6 +176,13 @@ class Recorder:
         self._lines.append(code)
         self._last = None
 
+    def derive(self) -> None:
+        """What is judged next is made from the last result, and may equal it by chance.
+
+        Where a script can not say it in a line, the check itself judges again.
+        """
+        self._last = None
+
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
         """Leave calls that only look out of the script, unless one of them fails."""

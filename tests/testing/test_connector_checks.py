@@ -74,7 +74,7 @@ class Draws(Offload):
     class scheduler(OffloadScheduler):
         def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> Any:
             answer = super().match_prefix(request, num_computed_tokens)
-            return answer if random.random() < 0.9 else 0
+            return answer if random.random() < 0.5 else 0
 
 
 class SometimesLeaks(Offload):
@@ -257,14 +257,15 @@ def test_a_hook_that_does_not_return_is_named(connector: type[Connector]) -> Non
 
 
 def test_what_is_not_deterministic_is_named() -> None:
-    runs = check_connector(Draws, seeds=60)
+    few: dict[str, Any] = {"seeds": 20, "first_seed": 10}  # no long one, and one is run twice
+    runs = check_connector(Draws, **few)
     assert not runs.failures, runs.summary()
     assert any("not deterministic: seed" in note for note in runs.notes)
-    failures = check_connector(SometimesLeaks, seeds=12, max_shrink_runs=0).failures
+    failures = check_connector(SometimesLeaks, seeds=6, max_shrink_runs=0).failures
     told = [failure for failure in failures if "not deterministic" in failure.message]
     assert told
     assert "in range(50)" in told[0].script
-    assert not check_connector(OffloadConnector, seeds=60).notes
+    assert not check_connector(OffloadConnector, **few).notes
 
 
 def test_a_worker_without_a_wait_is_named() -> None:

@@ -55,6 +55,7 @@ class _Report:
     def check(self) -> None:
         """Compare, reference by reference; then the order, and the filter by age."""
         leaks = list(self.pool.call(self.guard, "leaks"))
+        self.pool.derive()
         told = Counter((leak.job, b, self.now - leak.age) for leak in leaks for b in leak.block_ids)
         what = "leaks tells each reference held, with its job and its age"
         self.pool.equal(sorted(told.elements(), key=repr), self._sorted(), what)
@@ -63,6 +64,7 @@ class _Report:
         for age in {*ages, 0.5}:
             some = self.pool.call(self.guard, "leaks", age)
             old = [leak.age for leak in some]
+            self.pool.derive()
             self.pool.equal(old, [a for a in ages if a >= age], "younger ones are left out")
 
     def _sorted(self) -> list[Held]:

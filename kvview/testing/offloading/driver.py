@@ -187,7 +187,9 @@ class ManagerDriver(Recorder):
 
     def changes(self) -> list[tuple[str, OffloadKey]]:
         """Events since the last call, key by key: ``("+", key)`` and ``("-", key)``."""
-        return [("-" if e.removed else "+", one) for e in self.events() for one in e.keys]
+        events = self.events()
+        self.derive()
+        return [("-" if event.removed else "+", one) for event in events for one in event.keys]
 
     def advertised(self, law: str = "EVENT-1") -> set[OffloadKey]:
         """What all events since the start advertise, folded here and not by kvview."""

@@ -202,11 +202,13 @@ def check_xfer_5_shutdown_ends_what_is_in_flight(worker: TransferDriver) -> None
         worker.scramble(group, part.blocks)
         jobs[worker.load({group: part})] = group
     worker.call(worker.worker, "shutdown")
-    _check_bytes_stay(worker)
+    # One picture for both looks: between them is when a worker that goes on would write.
+    before = {at: flat.clone() for at, flat in worker._flat.items()}
+    _check_bytes_stay(worker, before)
     if worker.can(Capability.PAUSE):
         resumed.join()
         worker._is_paused = False
-    _check_bytes_stay(worker)
+    _check_bytes_stay(worker, before)
     results = list(worker.call(worker.worker, "get_finished"))
     told = [result.job_id for result in results]
     worker.true(len(told) == len(set(told)), "a job is reported once", told, "no repeat")
@@ -224,9 +226,8 @@ def check_xfer_5_shutdown_ends_what_is_in_flight(worker: TransferDriver) -> None
     worker.equal(list(worker.call(worker.worker, "get_finished")), [], "nothing is told again")
 
 
-def _check_bytes_stay(worker: TransferDriver) -> None:
+def _check_bytes_stay(worker: TransferDriver, before: dict[Any, Any]) -> None:
     """Nobody writes for as long as a worker that goes on would need."""
-    before = {at: flat.clone() for at, flat in worker._flat.items()}
     for _ in range(20):
         time.sleep(0.001)
         for at, flat in worker._flat.items():
