@@ -35,7 +35,7 @@ from kvview_vllm.simulation import VLLMEngines
 from kvview_vllm.simulation import engine as simulated
 from kvview_vllm.simulation.requests import PlannedRequest
 
-SEEDS = 25
+SEEDS = 6
 """Of each connector, depth and lag; ``--seeds`` of the command runs as many as one likes."""
 
 

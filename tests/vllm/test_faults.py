@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -29,7 +30,7 @@ from tests.mutants.connector import (
 )
 from tests.mutants.several import BindsOneChild, Two
 
-SEEDS = 25
+SEEDS = 10
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def engines() -> VLLMEngines:
 @pytest.fixture(scope="module")
 def coverage(engines: VLLMEngines) -> Mapping[str, int]:
     report = check_connector(LazyOffloadConnector, seeds=SEEDS, engines=engines)
-    assert report.is_clean, report.failures[0].script
+    assert not report.failures, report.failures[0].script
     return report.coverage
 
 
@@ -74,8 +75,8 @@ def test_what_is_left_out_is_named(engines: VLLMEngines, coverage: Mapping[str, 
 
 @pytest.mark.parametrize("connector", [HostCacheConnector, EagerConnector, Two, Connector])
 def test_no_false_alarm(engines: VLLMEngines, connector: type[Connector]) -> None:
-    report = check_connector(connector, seeds=10, engines=engines)
-    assert report.is_clean, report.failures[0].script
+    report = check_connector(connector, seeds=7, engines=engines)
+    assert not report.failures, report.failures[0].script
 
 
 def test_a_load_within_a_step_that_fails_after_a_preemption(engines: VLLMEngines) -> None:
@@ -97,14 +98,13 @@ def test_a_load_within_a_step_that_fails_after_a_preemption(engines: VLLMEngines
 def test_a_wrong_connector_is_found(
     engines: VLLMEngines, connector: type[Connector], law: str
 ) -> None:
+    seen = set()
     for seed in range(SEEDS):
-        report = check_connector(
-            connector, seeds=1, first_seed=seed, engines=engines, max_shrink_runs=0
-        )
-        if not report.is_clean:
-            assert report.failures[0].law == law, report.failures[0]
+        failure = simulate(connector, generate_scenario(seed), engines=engines).failure
+        seen.add(failure.law if failure else None)
+        if law in seen:
             return
-    pytest.fail("no seed showed it")
+    pytest.fail(f"no seed showed {law}; seen: {seen}")
 
 
 def test_a_seed_gives_the_same_run_twice(engines: VLLMEngines) -> None:
@@ -121,7 +121,7 @@ def test_a_seed_gives_the_same_run_twice(engines: VLLMEngines) -> None:
 
 def test_what_vllm_raises_is_not_laid_at_the_connectors_door(engines: VLLMEngines) -> None:
     # VSIM-1
-    scenario, _ = engines.fit(generate_scenario(0))
+    scenario, _ = engines.fit(replace(generate_scenario(0), steps_in_flight=1))
     connector = Connector(ConnectorConfig(scenario.geometry))
     engine = engines.build(scenario, [connector], owner="", clock=lambda: 0.0)
     assert isinstance(engine, VLLMConnectorHarness)

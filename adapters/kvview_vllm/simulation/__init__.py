@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from kvview.testing.connector.scenario import Scenario
     from kvview.testing.connector.stream import StepStream
 
+_MOST_BLOCKS = 500
+
 
 class VLLMEngines:
     """Builds a fresh scheduler of the installed vLLM for each run.
@@ -62,6 +64,11 @@ class VLLMEngines:
         groups = self._fit_groups(scenario, left_out)
         geometry = Configs(groups).geometry
         fitted = replace(scenario, geometry=geometry, decode_tokens=1, group_pages=())
+        if scenario.num_gpu_blocks > _MOST_BLOCKS:
+            fitted = replace(fitted, num_gpu_blocks=_MOST_BLOCKS)
+            left_out.append(
+                f"a pool of more than {_MOST_BLOCKS} blocks: looking at each takes long"
+            )
         if scenario.decode_tokens > 1:
             left_out.append("decode steps of several tokens")
         if scenario.num_connectors > 1 and (why := self._why_not(scenario, groups, 2)):

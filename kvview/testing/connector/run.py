@@ -460,8 +460,8 @@ class _Run:
         if engine.num_blocks > _HUGE_POOL and self._num_steps % _STEPS_PER_CHECK_OF_A_HUGE_POOL:
             self._check_halves()
             return
+        held = engine.held_blocks()  # first: a look may end leases that are due
         refs = {block: engine.ref_count(block) for block in range(1, engine.num_blocks)}
-        held = engine.held_blocks()
         owned = engine.engine_refs()
         free = engine.free_block_ids()
         in_flight = self._num_in_flight
