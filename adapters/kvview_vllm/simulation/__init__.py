@@ -67,7 +67,7 @@ class VLLMEngines:
         if scenario.num_gpu_blocks > _MOST_BLOCKS:
             fitted = replace(fitted, num_gpu_blocks=_MOST_BLOCKS)
             left_out.append(
-                f"a pool of more than {_MOST_BLOCKS} blocks: looking at each takes long"
+                f"a pool of more than {_MOST_BLOCKS} blocks: it takes long"
             )
         if scenario.decode_tokens > 1:
             left_out.append("decode steps of several tokens")
