@@ -96,6 +96,10 @@ class AsItIsWorker(FaultyWorker):
     @override
     def _submit(self, plan: StepPlan, flights: list[Flight]) -> None:
         self._units += [Unit(plan, [flight], has_moved=True) for flight in flights]
+        for flight in flights:
+            if flight.is_load and flight.is_ready:  # by chance its bytes might be there
+                self._spoil(flight.gpu_blocks)
+                flight.source = [tensor[flight.gpu_blocks] for tensor in self._tensors]
         with self._watch_writes():
             self._gate.set_failing(self._num_good(flights[:1], flights))
             try:
