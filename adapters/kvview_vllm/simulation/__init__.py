@@ -66,9 +66,7 @@ class VLLMEngines:
         fitted = replace(scenario, geometry=geometry, decode_tokens=1, group_pages=())
         if scenario.num_gpu_blocks > _MOST_BLOCKS:
             fitted = replace(fitted, num_gpu_blocks=_MOST_BLOCKS)
-            left_out.append(
-                f"a pool of more than {_MOST_BLOCKS} blocks: it takes long"
-            )
+            left_out.append(f"a pool of more than {_MOST_BLOCKS} blocks: it takes long")
         if scenario.decode_tokens > 1:
             left_out.append("decode steps of several tokens")
         if scenario.num_connectors > 1 and (why := self._why_not(scenario, groups, 2)):
@@ -169,6 +167,17 @@ class VLLMEngines:
                 engine.add(Add(request_id, 1, num_tokens, 2 * steps_in_flight), 1)
                 while engine.has_work():
                     engine.step()
+            # A prefix whose first blocks are in use in some groups, and evicted in others.
+            size = geometry.scheduler_block_size
+            engine.add(Add("long", 1, 6 * size + 1, 3 * size), 1)
+            for _ in range(4 * steps_in_flight):
+                engine.step()
+            engine.squeeze(200)
+            engine.squeeze(0)
+            for number in range(1, 5):
+                engine.add(Add(f"part {number}", 1, number * size + 1, 2), 1)
+            while engine.has_work():
+                engine.step()
         except (InvariantBroken, KVViewError) as error:
             # Without the numbers, which differ from geometry to geometry.
             return " ".join(str(error.__cause__ or error).rpartition(": ")[2].split())[:160]
