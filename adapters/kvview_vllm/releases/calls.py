@@ -297,6 +297,15 @@ def blocks_freed_later(scheduler: Any) -> list[Any]:
     return [block for _, blocks in getattr(scheduler, "deferred_frees", ()) for block in blocks]
 
 
+def states_take_loads() -> bool:
+    """Whether a request with Mamba groups may load: 0.15.0 to 0.22.1 assert that none does."""
+    scheduler: Any = import_module("vllm.v1.core.sched.scheduler").Scheduler
+    split = getattr(scheduler, "_mamba_block_aligned_split", None)
+    return split is None or "assert num_external_computed_tokens == 0" not in inspect.getsource(
+        split
+    )
+
+
 def sampled_tokens(tokens: list[list[int]]) -> list[Any]:
     """Tokens as a ``ModelRunnerOutput`` takes them: arrays in 0.11.1 and 0.11.2."""
     outputs: Any = import_module("vllm.v1.outputs")

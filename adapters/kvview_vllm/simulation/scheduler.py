@@ -323,11 +323,14 @@ def reset_caches(scheduler: Any, *, running_too: bool = False) -> bool:
 
     Args:
         scheduler: Which does it.
-        running_too: Whether running requests are preempted, where the release can (0.12.0).
+        running_too: Whether running requests are preempted, where the release can (0.12.0) and
+            drops what they have in flight (0.27.0): before, an output of before the reset may
+            end a request that computes its prompt again.
 
     Raises:
         RuntimeError: A block is in use although nothing runs any more.
     """
+    running_too &= installed().connector.stale_outputs
     arguments = {"reset_running_requests": running_too, "reset_connector": True}
     return bool(make_known(scheduler.reset_prefix_cache, **arguments))
 

@@ -31,6 +31,7 @@ from kvview.testing.connector.stream import StepStream
 from kvview.testing.transfer.compute import GatedComputeEvent
 
 _HEAD_START = 0.001  # seconds that wait() has, in which it might return too early
+_LAST_HEAD_START = 0.05  # and shutdown(), where jobs are in flight
 _SETTLE = 0.002  # seconds for copies that nobody waits for, of a worker that is wrong already
 _LOOK = 0.1  # seconds between two looks at a call that does not return
 _LOOKS = [10]  # in which nothing runs, until it never will; fewer once that was seen
@@ -98,6 +99,10 @@ class AsItIsWorker(FaultyWorker):
     def _submit(self, plan: StepPlan, flights: list[Flight]) -> None:
         self._units += [Unit(plan, [flight], has_moved=True) for flight in flights]
         self._waiting.update({flight.job.job_id: flight for flight in flights})
+        for flight in flights:
+            if flight.is_load and flight.is_ready:  # by chance its bytes might be there
+                self._spoil(flight.gpu_blocks)
+                flight.source = [tensor[flight.gpu_blocks] for tensor in self._tensors]
         with self._watch_writes():
             self._gate.set_failing(self._num_good(flights[:1], flights))
             try:
@@ -114,7 +119,8 @@ class AsItIsWorker(FaultyWorker):
         call = self._home.submit(getattr(self._inner, name), args)
         self._num_at_gate = 0
         if opens:
-            if call.has_ended.wait(_HEAD_START):
+            is_last = name == "shutdown"
+            if call.has_ended.wait(_LAST_HEAD_START if is_last else _HEAD_START):
                 self._num_at_gate = self._gate.num_waiting
             if name != "shutdown" or not call.has_ended.is_set():
                 self._gate.open(self._draw)

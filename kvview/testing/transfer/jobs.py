@@ -228,7 +228,7 @@ def check_xfer_5_shutdown_ends_what_is_in_flight(worker: TransferDriver) -> None
 
 def _check_bytes_stay(worker: TransferDriver, before: dict[Any, Any]) -> None:
     """Nobody writes for as long as a worker that goes on would need."""
-    for _ in range(20):
+    for _ in range(100):
         time.sleep(0.001)
         for at, flat in worker._flat.items():
             is_same = bool((flat == before[at]).all())

@@ -170,6 +170,8 @@ class Worker(kvview.WorkerConnector):
         self.results: list[kvview.TransferResult] = []
 
     def register_kv_caches(self, kv_caches: kvview.CanonicalKVCaches[Any]) -> None:
+        self.compute = kv_caches.compute_stream
+        self.waiting: list[tuple[kvview.ComputeEvent | None, kvview.StepPlan]] = []
         self.gpu = [cache.tensor for cache in kv_caches.tensors]
         self.cpu = [
             torch.zeros(self.num_pages, cache.page_size_bytes, dtype=torch.int8)
@@ -177,6 +179,14 @@ class Worker(kvview.WorkerConnector):
         ]
 
     def start_plan(self, plan: kvview.StepPlan) -> None:
+        self.waiting.append((self.compute.record_event() if self.compute else None, plan))
+        self.run_ready()
+
+    def run_ready(self) -> None:
+        while self.waiting and ((mark := self.waiting[0][0]) is None or mark.query()):
+            self.run_plan(self.waiting.pop(0)[1])
+
+    def run_plan(self, plan: kvview.StepPlan) -> None:
         for job in plan.loads:
             self.run(job, self.cpu, self.gpu)
         for job in plan.stores:
@@ -190,5 +200,6 @@ class Worker(kvview.WorkerConnector):
         self.results.append(kvview.TransferResult(job.job_id, success=True))
 
     def get_finished(self) -> list[kvview.TransferResult]:
+        self.run_ready()
         results, self.results = self.results, []
         return results

@@ -181,6 +181,8 @@ class CopyingHalf(kvview.WorkerConnector):
         self.done: list[kvview.TransferResult] = []
 
     def register_kv_caches(self, kv_caches: kvview.CanonicalKVCaches[Any]) -> None:
+        self.compute = kv_caches.compute_stream
+        self.waiting: list[tuple[kvview.ComputeEvent | None, kvview.StepPlan]] = []
         self.caches = kv_caches
         self.store = [
             torch.empty((self.size, cache.page_size_bytes), dtype=torch.int8)
@@ -188,6 +190,14 @@ class CopyingHalf(kvview.WorkerConnector):
         ]
 
     def start_plan(self, plan: kvview.StepPlan) -> None:
+        self.waiting.append((self.compute.record_event() if self.compute else None, plan))
+        self.run_ready()
+
+    def run_ready(self) -> None:
+        while self.waiting and ((mark := self.waiting[0][0]) is None or mark.query()):
+            self.run_plan(self.waiting.pop(0)[1])
+
+    def run_plan(self, plan: kvview.StepPlan) -> None:
         for job in plan.loads:
             self.copy(job, is_load=True)
         for job in plan.stores:
@@ -213,6 +223,7 @@ class CopyingHalf(kvview.WorkerConnector):
         self.done.append(kvview.TransferResult(job.job_id, success=True))
 
     def get_finished(self) -> list[kvview.TransferResult]:
+        self.run_ready()
         done = self.done
         self.done = []
         return done
