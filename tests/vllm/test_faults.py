@@ -53,6 +53,8 @@ def test_what_should_happen_happens(coverage: Mapping[str, int]) -> None:
         names.add("aborted loading")
     if not cpu_scheduler.can_fail_loads():
         names.remove("failed loads")
+    if any(name.startswith("left out: two connectors") for name in coverage):
+        names.remove("with two connectors")
     if not cpu_scheduler.refuses_several_groups():
         assert any(name.startswith("seeds/several/") for name in coverage)
     assert not {name for name in names if not coverage.get(name)}
