@@ -136,6 +136,11 @@ def can_reset_connectors() -> bool:
     return installed().connector.connector_reset
 
 
+def drops_stale_outputs() -> bool:
+    """Whether what a preempted request has in flight is dropped (0.27.0)."""
+    return bool(installed().connector.stale_outputs)
+
+
 def invalid_blocks(transfers: Any) -> Collection[int]:
     """Blocks that a worker's report says were not loaded; of no report none."""
     if transfers is None or not installed().connector.failed_blocks:

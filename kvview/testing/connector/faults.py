@@ -329,6 +329,13 @@ class FaultyWorker(WorkerConnector):
         )
 
     def _move_due(self) -> None:
+        if self._fate_of_load(Fate()) == Fate(0, 0):  # loads end in their step
+            loads = [
+                i for i, unit in enumerate(self._units) if any(f.is_load for f in unit.flights)
+            ]
+            for unit in self._units[: loads[-1] + 1 if loads else 0]:
+                if not unit.has_moved:
+                    self._move(unit)
         for position, unit in enumerate(self._units):
             waits_for = [other for other in self._units[:position] if not other.has_moved]
             if unit.is_due and not any(_conflict(other, unit) for other in waits_for):
