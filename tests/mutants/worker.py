@@ -148,7 +148,7 @@ class DoneWhenQueued(Threaded):
             self.copy(job)
 
 
-@breaks("XFER-1", "says that a store is done when it is queued")
+@breaks("XFER-4", "says that a store is done when it is queued")
 class StoredWhenQueued(Threaded):
     class worker(ThreadedWorker):
         @override

@@ -13,6 +13,7 @@ import pickle
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +37,7 @@ from kvview.testing.connector.scenario import Fate
 from kvview.testing.connector.stream import StepStream
 
 _JUNK = 0x5A
+_MUCH_LATER = 1_000  # steps
 _REMEMBERED_STORES = 8  # of a page, to tell what became of its bytes
 _Page = tuple[str, int | None]  # of a medium; None for all of it
 
@@ -170,6 +172,10 @@ class FaultyWorker(WorkerConnector):
         """Report lost jobs from now on, and forget what is left of the fates."""
         self._is_lost_over = True
         self._fates = iter(())
+
+    def hold(self) -> None:
+        """Move what begins from now on so late that the engine ends before."""
+        self._fates = repeat(Fate(_MUCH_LATER, _MUCH_LATER))
 
     # --- the worker half ---
 

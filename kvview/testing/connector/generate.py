@@ -100,10 +100,11 @@ def generate_scenario(seed: int, steps: int = 0) -> Scenario:
         num_gpu_blocks, most_tokens = _SMALLEST_POOL, (_SMALLEST_POOL - 1) * size
         longest = min(longest, most_tokens - 2 * size)
     num_gpu_blocks = _HUGE_POOLS.get(seed % 100, num_gpu_blocks)
+    events = _Events(draw, longest, most_tokens, size, num_gpu_blocks)
     scenario = Scenario(
         geometry,
         num_gpu_blocks,
-        _Events(draw, longest, most_tokens, size, num_gpu_blocks).generate(),
+        events.generate(),
         _generate_fates(draw),
         cpu_blocks=draw.one_of(
             [draw.number(2, 8), 2 * blocks_of_longest, 6 * blocks_of_longest, 9 * blocks_of_longest]
@@ -116,6 +117,8 @@ def generate_scenario(seed: int, steps: int = 0) -> Scenario:
         worker_half=_generate_worker_half(_Draw(seed + 2**43)),
         group_pages=_generate_pages(_Draw(seed + 2**42), len(geometry.groups)),
     )
+    if scenario.ends_abruptly:
+        scenario = replace(scenario, events=events.end_in_flight())
     laps = max(1, -(-steps // scenario.steps_per_lap))
     return _overlap_steps(_Draw(seed + 2**41), replace(scenario, laps=laps))
 
@@ -340,6 +343,17 @@ class _Events:
         for _ in range(draw.number(2, 3)):
             self._add(family, length, draw.number(0, self._size))
         self._step(draw.number(2, 5))
+
+    def end_in_flight(self) -> tuple[Event, ...]:
+        """All of it, and then prompts that come again while the last step is played."""
+        families, length = (1, 2), (self._longest - 1) // self._size * self._size + 1
+        self._step(6)
+        self._ask(families, length)
+        self._step(6)
+        self._evict()
+        self._ask(families, length)
+        self._step(self._draw.number(2, 4))
+        return tuple(self._events)
 
     # --- between them ---
 

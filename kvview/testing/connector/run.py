@@ -284,6 +284,9 @@ class _Run:
                 for number, event in enumerate(self.scenario.events, 1):
                     self._num_begun = max(self._num_begun, number)
                     self._serial = number
+                    if self._is_last(lap, number) and self.scenario.ends_abruptly:
+                        for worker in self._workers:
+                            worker.hold()
                     self._play(event)
                 num_tokens = sum(part.history.num_tokens_to_load for part in parts)
                 self._loaded_by_lap.append(num_tokens)
@@ -320,6 +323,9 @@ class _Run:
             dict(self._coverage),
             self._lap_loads,
         )
+
+    def _is_last(self, lap: int, number: int) -> bool:
+        return lap == self.scenario.laps - 1 and number == len(self.scenario.events)
 
     @property
     def _lap_loads(self) -> tuple[int, ...]:
