@@ -73,7 +73,7 @@ class AsItIsWorker(FaultyWorker):
             replace(cache, tensor=gate_tensor(cache.tensor, self._gate))
             for cache in kv_caches.tensors
         ]
-        self._tensors = [cache.tensor for cache in kv_caches.tensors]
+        self._look_at([cache.tensor for cache in kv_caches.tensors])
         stream = self._stream and _WorkerStream(self._stream, self._home)
         self._call("register_kv_caches", replace(kv_caches, tensors=tensors, compute_stream=stream))
 
@@ -166,12 +166,13 @@ class AsItIsWorker(FaultyWorker):
         # Whether a job has ended already is for its threads to say, and decides nothing here.
         moving = [flight for flight in self._waiting.values() if flight.is_ready]
         due = [flight for flight in moving if flight.age >= flight.fate.move_after]
-        with self._watch_writes():
-            if not due:
-                if self._draw() < 0.5 and self._num_good(moving, moving) is None:
-                    self._may_have_begun.update(self._waiting.values())
+        if not due:
+            if self._draw() < 0.5 and self._num_good(moving, moving) is None:
+                self._may_have_begun.update(self._waiting.values())
+                with self._watch_writes():
                     self._gate.let_one_in(self._draw())
-                return
+            return
+        with self._watch_writes():
             num_good = self._num_good(due, moving)
             self._may_have_begun.difference_update(moving)
             for flight in moving:
@@ -209,10 +210,10 @@ class AsItIsWorker(FaultyWorker):
 
     @contextmanager
     def _watch_writes(self) -> Iterator[None]:
-        before = [tensor.clone() for tensor in self._tensors]
+        self._note_writes()
         flights = list(self._flights.values())
         yield
-        self._check_writes(flights, before)
+        self._check_writes(flights)
 
     @contextmanager
     def _scribbled(self) -> Iterator[bool]:

@@ -71,6 +71,10 @@ def check_conservation(
     Raises:
         InvariantBroken: CONN-4, with the blocks that somebody took or gave too often.
     """
+    expected = Counter(engine_refs)
+    expected.update(connector_refs)
+    if {block: count for block, count in ref_counts.items() if count} == expected:
+        return
     for block, count in ref_counts.items():
         engine, connector = engine_refs.get(block, 0), connector_refs.get(block, 0)
         if engine + connector != count:
