@@ -12,8 +12,9 @@
   blocks were allocated; a broken promise ends in :class:`~kvview.ConnectorError`,
   not in a request that waits for ever.
 - SCHED-5 A load that the release takes wrongly **must not** be asked for: of a window's
-  blocks, those that are skipped, where they are cached all the same (up to 0.13); and
-  within a step, for a request that was preempted (its failure is not seen).
+  blocks, those that are skipped, where they are cached all the same (up to 0.13); within
+  a step, for a request that was preempted (its failure is not seen); and beside a GPU hit
+  with several groups, where one block may become two groups' (0.14 to 0.23, vLLM PR 44409).
 
 Source: the order of calls in vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0.
 """
@@ -176,8 +177,11 @@ class SchedulerSide:
         """Whether this release does right by the load, failed or not (SCHED-5)."""
         if not self.asynchronous and request.num_cached_tokens >= 0:
             return False  # the tokens that a failed load takes back are those of its first start
+        if self._release.null_window_blocks:
+            hits_are_safe = self._release.hits_come_first or len(self.geometry.groups) == 1
+            return hits_are_safe or not num_computed_tokens
         end = num_computed_tokens + num_tokens
-        return self._release.null_window_blocks or all(
+        return all(
             group.required_blocks(end).start * group.block_size <= num_computed_tokens
             for group in self.geometry.groups
         )

@@ -218,6 +218,11 @@ class BindingSeam(Seam):
     )
 
 
+def _single_type_manager() -> Any:
+    module: Any = import_module("vllm.v1.core.single_type_kv_cache_manager")
+    return module.SingleTypeKVCacheManager
+
+
 def _scheduler() -> Any:
     return import_module("vllm.v1.core.sched.scheduler").Scheduler
 
@@ -451,6 +456,13 @@ class ConnectorSeam(Seam):
         ),
         "vllm/v1/core/kv_cache_manager.py",
         since="0.14.0",
+    )
+    hits_come_first: bool = _difference(
+        "a request takes what it hits of all groups, then blocks to load into; from 0.14.0 to "
+        "0.23.0 group by group, and what one loads into may be what the next hits",
+        lambda _: hasattr(_single_type_manager(), "add_local_computed_blocks"),
+        "https://github.com/vllm-project/vllm/pull/44409",
+        since="0.24.0",
     )
     worker_metadata: bool = _difference(
         "workers answer their scheduler's side; before, in the stats",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvview import (
     CacheGroup,
@@ -62,57 +62,54 @@ class VLLMEngines:
         """Leave out what this release cannot play (VSIM-2)."""
         left_out: list[str] = []
         groups = self._fit_groups(scenario, left_out)
+        several = "several KV-cache groups" if len(groups) > 1 else "one KV-cache group"
         geometry = Configs(groups).geometry
         fitted = replace(scenario, geometry=geometry, decode_tokens=1, group_pages=())
+
+        def leave_out(what: str, **changes: Any) -> None:
+            nonlocal fitted
+            fitted = replace(fitted, **changes)
+            left_out.append(what)
+
         if scenario.num_gpu_blocks > _MOST_BLOCKS:
-            fitted = replace(fitted, num_gpu_blocks=_MOST_BLOCKS)
-            left_out.append(f"a pool of more than {_MOST_BLOCKS} blocks: it takes long")
+            what = f"a pool of more than {_MOST_BLOCKS} blocks: it takes long"
+            leave_out(what, num_gpu_blocks=_MOST_BLOCKS)
         if scenario.decode_tokens > 1:
-            left_out.append("decode steps of several tokens")
+            leave_out("decode steps of several tokens")
         if scenario.num_connectors > 1 and (why := self._why_not(scenario, groups, 2)):
-            fitted = replace(fitted, num_connectors=1)
-            left_out.append(f"two connectors with {_several(groups)}: {why}")
-        between_steps = cpu_scheduler.can_load_between_steps()
-        most = cpu_scheduler.most_steps_in_flight()
-        drops_stale = cpu_scheduler.drops_stale_outputs()
-        if not between_steps or (len(groups) > 1 and not drops_stale):
-            # 0.11.2 caches a block twice then, with any connector; 0.21 and 0.22 read wrong
-            # bytes of several groups in 1 of 30 seeds, and whose fault that is is not known.
-            most = 1
-        in_flight = min(scenario.steps_in_flight, most)
-        if in_flight < scenario.steps_in_flight:
-            fitted = replace(fitted, steps_in_flight=in_flight)
-            left_out.append(f"more than {in_flight} steps in flight, with {_several(groups)}")
-        if in_flight > 1 and (why := self._why_not(scenario, groups, 1, in_flight)):
-            fitted = replace(fitted, steps_in_flight=1)
-            left_out.append(f"{in_flight} steps in flight with {_several(groups)}: {why}")
-        if scenario.compute_lags and not between_steps:
-            fitted = replace(fitted, compute_lags=False)
-            left_out.append("compute that lags: a load within a step waits for it")
-        if fitted.worker_half == "as_it_is" and not between_steps:
-            fitted = replace(fitted, worker_half="job_by_job")
-            left_out.append("the worker half as it is: a load within a step waits for it")
-        if fitted.compute_lags and len(groups) > 1 and not drops_stale:
-            # 0.18 to 0.22 give a store window blocks of no name then; why is not known.
-            fitted = replace(fitted, compute_lags=False)
-            left_out.append("compute that lags, with several KV-cache groups")
+            leave_out(f"two connectors with {several}: {why}", num_connectors=1)
+        if not cpu_scheduler.can_load_beside_hits(len(groups)):
+            what = f"loads beside a GPU hit, with {several}: one block may become two groups'"
+            leave_out(what, loads_beside_hits=False)
+        self._fit_steps(fitted, several, leave_out)
         events = tuple(event for event in scenario.events if type(event).__name__ != "Alias")
         if len(events) < len(scenario.events) and not _can_alias():
-            fitted = replace(fitted, events=events)
-            left_out.append("a second hash of a block")
+            leave_out("a second hash of a block", events=events)
         if scenario.loads_may_fail and not cpu_scheduler.can_fail_loads(len(groups)):
-            fitted = replace(fitted, loads_may_fail=False)
-            left_out.append(f"loads that fail, with {_several(groups)}")
-        if fitted.loads_may_fail and not between_steps:
-            # Wrong in 3 of 30 seeds on 0.13 to 0.17; whose fault it is is not known.
-            fitted = replace(fitted, loads_may_fail=False)
-            left_out.append("loads that fail within a step, while others read or store them")
+            leave_out(f"loads that fail, with {several}", loads_may_fail=False)
         if not cpu_scheduler.can_reset_connectors():
-            left_out.append("resets of the connector")
-        if scenario.loads_may_be_late and not between_steps:
-            fitted = replace(fitted, loads_may_be_late=False)
-            left_out.append("loads that take longer than a step")
+            leave_out("resets of the connector")
         return fitted, left_out
+
+    def _fit_steps(self, scenario: Scenario, several: str, leave_out: Callable[..., None]) -> None:
+        """What has to do with steps that overlap each other, or their transfers."""
+        groups = scenario.geometry.groups
+        if not cpu_scheduler.can_load_between_steps():
+            within = "a load within a step waits for it"
+            if scenario.steps_in_flight > 1:
+                leave_out("several steps in flight", steps_in_flight=1)
+            if scenario.compute_lags:
+                leave_out(f"compute that lags: {within}", compute_lags=False)
+            if scenario.worker_half == "as_it_is":
+                leave_out(f"the worker half as it is: {within}", worker_half="job_by_job")
+            if scenario.loads_may_be_late:
+                leave_out("loads that take longer than a step", loads_may_be_late=False)
+            return
+        most = min(scenario.steps_in_flight, cpu_scheduler.most_steps_in_flight())
+        if most < scenario.steps_in_flight:
+            leave_out(f"more than {most} steps in flight", steps_in_flight=most)
+        if most > 1 and (why := self._why_not(scenario, groups, 1, most)):
+            leave_out(f"{most} steps in flight with {several}: {why}", steps_in_flight=1)
 
     def build(
         self,
@@ -200,10 +197,6 @@ class VLLMEngines:
         if engine.stats.most_in_flight < steps_in_flight:
             return "it waits for each"
         return "a request reads wrong bytes" if engine.stats.mismatches else None
-
-
-def _several(groups: Sequence[CacheGroup]) -> str:
-    return "several KV-cache groups" if len(groups) > 1 else "one KV-cache group"
 
 
 def _can_alias() -> bool:

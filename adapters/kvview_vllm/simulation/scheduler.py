@@ -122,13 +122,19 @@ def most_steps_in_flight() -> int:
     Before, a preempted request may be resumed while the last but one of its outputs is in
     flight, and is then given a token twice, with no connector at all.
     """
-    return 3 if installed().connector.stale_outputs else 2
+    return 3 if drops_stale_outputs() else 2
 
 
 def can_fail_loads(num_groups: int = 1) -> bool:
     """Whether a worker of this release can say that a load failed (0.11.1; several: 0.30.0)."""
     release = installed().connector
     return release.failed_blocks if num_groups == 1 else release.failed_requests
+
+
+def can_load_beside_hits(num_groups: int) -> bool:
+    """Whether a request may load what follows on what it hits (several groups: 0.24.0)."""
+    release = installed().connector
+    return num_groups == 1 or release.hits_come_first or not release.null_window_blocks
 
 
 def can_reset_connectors() -> bool:
@@ -335,7 +341,7 @@ def reset_caches(scheduler: Any, *, running_too: bool = False) -> bool:
     Raises:
         RuntimeError: A block is in use although nothing runs any more.
     """
-    running_too &= installed().connector.stale_outputs
+    running_too &= drops_stale_outputs()
     arguments = {"reset_running_requests": running_too, "reset_connector": True}
     return bool(make_known(scheduler.reset_prefix_cache, **arguments))
 

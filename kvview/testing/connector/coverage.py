@@ -75,11 +75,12 @@ def seeds_of(scenario: Scenario) -> Iterator[str]:
     """What a scenario counts as a seed of: kinds of geometry, and ends that loads may have."""
     is_possible = dict.fromkeys(_ENDS, scenario.loads_may_be_late)
     is_possible["failed"] = scenario.loads_may_fail
+    hits = list(_HITS) if scenario.loads_beside_hits else ["no-gpu-hit"]
     for row in rows_of(scenario.geometry):
         yield f"seeds/{row}"
-        for end in _ENDS:
+        for hit, end in product(hits, _ENDS):
             if is_possible[end]:
-                yield f"seeds/{row}/{end}"
+                yield f"seeds/{row}/{hit}/{end}"
 
 
 def not_exercised(coverage: Mapping[str, int]) -> Sequence[Gap]:
@@ -102,7 +103,7 @@ def not_exercised(coverage: Mapping[str, int]) -> Sequence[Gap]:
         return gaps
     ends = [end for end in _ENDS if end != "reset" or coverage.get("resets with loads in flight")]
     for shape, kind, hit, end in product(_SHAPES, _KINDS, _HITS, ends):
-        num_seeds = coverage.get(f"seeds/{shape}/{kind}/{end}", 0)
+        num_seeds = coverage.get(f"seeds/{shape}/{kind}/{hit}/{end}", 0)
         name = f"loads/{shape}/{kind}/{hit}/{end}"
         times, fewest = coverage.get(name, 0), num_seeds // 10
         if num_seeds >= FEWEST_SEEDS and times < fewest:

@@ -132,6 +132,7 @@ class Scenario:
         ends_abruptly: Whether the engine is shut down while jobs are in flight.
         loads_may_fail: Whether loads have the outcomes of their fates; else all succeed.
         loads_may_be_late: Whether they take the steps of their fates; else they end at once.
+        loads_beside_hits: Whether the engine lets a request load that hits on the GPU.
         steps_in_flight: Steps that may be launched before the output of the first of them
             is taken in; 1 for an engine that is not asynchronous.
         compute_lags: Whether the KV of a step is written only when its output is taken in,
@@ -159,6 +160,7 @@ class Scenario:
     ends_abruptly: bool = False
     loads_may_fail: bool = True
     loads_may_be_late: bool = True
+    loads_beside_hits: bool = True
     steps_in_flight: int = 1
     compute_lags: bool = False
     worker_half: WorkerHalf = "job_by_job"
