@@ -14,8 +14,17 @@ pytest.importorskip(  # a submodule: this very folder is named vllm
 )
 
 from examples.host_cache import HostCacheConnector
-from kvview import Connector, ConnectorConfig
-from kvview.testing.connector import Add, check_connector, generate_scenario, simulate
+from kvview import CacheGeometry, Connector, ConnectorConfig, FullAttention, SlidingWindow
+from kvview.testing.connector import (
+    Add,
+    Fate,
+    Scenario,
+    Squeeze,
+    Step,
+    check_connector,
+    generate_scenario,
+    simulate,
+)
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview_reference.connector import LazyOffloadConnector
 from kvview_vllm.simulation import VLLMEngines
@@ -85,6 +94,22 @@ def test_a_load_within_a_step_that_fails_after_a_preemption(engines: VLLMEngines
     """SCHED-5: up to 0.17 this seed read what was never loaded."""
     result = simulate(LazyOffloadConnector, generate_scenario(47), engines=engines)
     assert result.failure is None
+
+
+def test_a_load_beside_a_hit_of_several_groups(engines: VLLMEngines) -> None:
+    """SCHED-5: from 0.14 to 0.23 the last request was given one block in two tables."""
+    scenario = Scenario(
+        CacheGeometry(2, 2, (FullAttention(2), SlidingWindow(2, 6))),
+        32,
+        (
+            *(Add("r35", 1, 7), Add("r7", 1, 12, 3), Add("r39", 2, 7), Step(), Squeeze(45)),
+            *(Add("r40", 1, 3), Add("r41", 1, 3), Step(), Add("r56", 1, 9), Add("r57", 1, 5)),
+            Step(3),
+        ),
+        (Fate(), Fate(), Fate(report_after=4)),
+        decode_tokens=1,
+    )
+    assert simulate(HostCacheConnector, scenario, engines=engines).failure is None
 
 
 @pytest.mark.parametrize(
