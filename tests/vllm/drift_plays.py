@@ -103,7 +103,9 @@ def _listen(engine: Any) -> Any:
 
 def _spec(bound: Callable[[], None]) -> Any:
     import engine as lane
+    from kvview_vllm.releases import installed
 
+    _ = installed().connector  # the worker that is made up asks for it at its first step
     config = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
