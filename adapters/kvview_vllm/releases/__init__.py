@@ -29,6 +29,7 @@ from kvview_vllm.releases.release import (
     PoolSeam,
     differences,
 )
+from kvview_vllm.releases.shapes import expect, reading, require_concrete
 from kvview_vllm.releases.versions import (
     NEWEST_TESTED,
     OLDEST_TESTED,
@@ -54,12 +55,15 @@ __all__ = [
     "VLLMNotInstalledError",
     "differences",
     "engine_version",
+    "expect",
     "installed",
     "is_newer",
     "is_tested",
     "probe_connector",
     "probe_offloading",
     "probe_pool",
+    "reading",
     "refusal",
     "require_class",
+    "require_concrete",
 ]

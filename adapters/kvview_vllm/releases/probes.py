@@ -28,6 +28,7 @@ from kvview_vllm.releases.release import (
     signature_of,
     takes,
 )
+from kvview_vllm.releases.shapes import check_shapes
 from kvview_vllm.releases.versions import engine_version, refusal, require_usable
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
@@ -49,11 +50,13 @@ class Release:
     @cached_property
     def binding(self) -> BindingSeam:
         """How connectors are bound."""
+        check_shapes(BindingSeam.seam)
         return BindingSeam.found_on(import_module(_BASE).KVConnectorBase_V1)
 
     @cached_property
     def geometry(self) -> GeometrySeam:
         """How block sizes are said."""
+        check_shapes(GeometrySeam.seam)
         return GeometrySeam.found_on(import_module("vllm.v1.kv_cache_interface"))
 
     @cached_property
@@ -125,7 +128,7 @@ def probe_pool(block_pool: Any) -> PoolSeam:
         UnsupportedEngineError: The shape is unknown.
         VLLMNotInstalledError: No vLLM can be imported.
     """
-    engine_version()
+    check_shapes(PoolSeam.seam)
     _check_pool_attributes(block_pool)
     _check_signatures(PoolSeam.seam, block_pool, _POOL_SIGNATURES)
     if not takes(block_pool.touch, []):
@@ -193,7 +196,7 @@ def probe_offloading(manager: Any) -> OffloadingSeam:
         UnsupportedEngineError: The shape is unknown.
         VLLMNotInstalledError: No vLLM can be imported.
     """
-    engine_version()
+    check_shapes(OffloadingSeam.seam)
     present = {
         name: _OFFLOADING_HOOKS[name] for name in _OFFLOADING_HOOKS if hasattr(manager, name)
     }
@@ -326,6 +329,7 @@ def probe_connector(surface: ConnectorSurface | None = None) -> ConnectorSeam:
         name: known for name, known in _CONNECTOR_HOOKS.items() if hasattr(surface.base, name)
     }
     _check_signatures(ConnectorSeam.seam, surface.base, _CONNECTOR_SIGNATURES | present)
+    check_shapes(ConnectorSeam.seam)
     return ConnectorSeam.found_on(surface)
 
 
