@@ -20,6 +20,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,7 @@ def _play_all(path: Path) -> dict[str, Answer]:
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         return {"vllm": {"stage": "import", "kind": "BrokenDrift", "error": text, "saw": None}}
-    answers = {name: _in_child(lambda p=play: _answer_of(p)) for name, play in PLAYS.items()}
+    answers = {name: _in_child(partial(_answer_of, play)) for name, play in PLAYS.items()}
     died = {"stage": "run", "kind": "Died", "error": "the process died", "saw": None}
     return {name: answer or died for name, answer in answers.items()}
 

@@ -14,6 +14,7 @@ A new release is added in three places:
 
 from kvview_vllm.releases.probes import (
     Release,
+    check_scheduler,
     installed,
     probe_connector,
     probe_offloading,
@@ -53,6 +54,7 @@ __all__ = [
     "PoolSeam",
     "Release",
     "VLLMNotInstalledError",
+    "check_scheduler",
     "differences",
     "engine_version",
     "expect",

@@ -11,6 +11,7 @@ Source: every release of the tested range; :mod:`.release` says what differs.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -101,7 +102,10 @@ def _check_attributes(seam: str, name: str, owner: Any, wanted: tuple[str, ...])
 # --- the pool seam: vllm.v1.core.block_pool.BlockPool ---
 
 _POOL_ATTRIBUTES = {
-    "BlockPool": ("blocks", "null_block", "free_block_queue", "get_num_free_blocks"),
+    "BlockPool": (
+        *("blocks", "num_gpu_blocks", "null_block", "free_block_queue"),
+        "get_num_free_blocks",
+    ),
     "FreeKVCacheBlockQueue": ("fake_free_list_head", "fake_free_list_tail", "num_free_blocks"),
     "KVCacheBlock": ("block_id", "block_hash", "prev_free_block", "next_free_block"),
 }
@@ -331,6 +335,23 @@ def probe_connector(surface: ConnectorSurface | None = None) -> ConnectorSeam:
     _check_signatures(ConnectorSeam.seam, surface.base, _CONNECTOR_SIGNATURES | present)
     check_shapes(ConnectorSeam.seam)
     return ConnectorSeam.found_on(surface)
+
+
+def check_scheduler() -> None:
+    """See that vLLM's ``Scheduler`` names what is read of it when a pool is bound.
+
+    Raises:
+        UnsupportedEngineError: It does not.
+    """
+    scheduler: Any = import_module("vllm.v1.core.sched.scheduler").Scheduler
+    code = inspect.unwrap(scheduler.__init__).__code__
+    missing = [n for n in ("connector", "kv_cache_manager") if n not in code.co_names]
+    if missing:
+        raise refusal(
+            BindingSeam.seam,
+            f"a Scheduler without {', '.join(missing)}",
+            "one with connector and kv_cache_manager",
+        )
 
 
 def require_class(name: str) -> Any:

@@ -42,7 +42,10 @@ def make_kv_cache_config(num_blocks: int) -> Any:
     interface: Any = import_module("vllm.v1.kv_cache_interface")
     spec = make_known(
         interface.FullAttentionSpec,
-        **{"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 8, "use_mla": False},
+        block_size=BLOCK_SIZE,
+        num_kv_heads=1,
+        head_size=8,
+        use_mla=False,
         dtype=torch.float32,
     )
     groups = [interface.KVCacheGroupSpec([LAYER], spec)]

@@ -228,9 +228,7 @@ _GEOMETRY = (
         ("layer_names", "list[str]"),
         ("kv_cache_spec", "KVCacheSpec"),
     ),
-    *_rows(
-        f"{_INTERFACE}:KVCacheSpec", ("block_size", "int"), ("page_size_bytes", _PROPERTY)
-    ),
+    *_rows(f"{_INTERFACE}:KVCacheSpec", ("block_size", "int"), ("page_size_bytes", _PROPERTY)),
     *_rows(f"{_INTERFACE}:SlidingWindowSpec", ("sliding_window", "int")),
     *_rows(f"{_INTERFACE}:ChunkedLocalAttentionSpec", ("attention_chunk_size", "int")),
     *_rows(f"{_INTERFACE}:MambaSpec", ("num_speculative_blocks", "int")),
@@ -337,8 +335,12 @@ _OFFLOADING = (
         ("removed", "bool"),
         ("metadata_only", "bool", "0.33.0"),
     ),
-    *_rows("CanonicalKVCacheTensor", ("tensor", _ANY, "0.19.0"), ("page_size_bytes", "int", "0.19.0")),
-    *_rows("CanonicalKVCacheRef", ("tensor_idx", "int", "0.19.0"), ("page_size_bytes", "int", "0.19.0")),
+    *_rows(
+        "CanonicalKVCacheTensor", ("tensor", _ANY, "0.19.0"), ("page_size_bytes", "int", "0.19.0")
+    ),
+    *_rows(
+        "CanonicalKVCacheRef", ("tensor_idx", "int", "0.19.0"), ("page_size_bytes", "int", "0.19.0")
+    ),
     *_rows(
         _CACHES,
         ("tensors", "list[CanonicalKVCacheTensor]", "0.19.0"),
@@ -438,7 +440,9 @@ def reading(seam: str, what: str) -> Iterator[None]:
         place = error.__traceback__
         while place is not None and place.tb_next is not None:
             place = place.tb_next
-        where = f" at {Path(place.tb_frame.f_code.co_filename).name}:{place.tb_lineno}" if place else ""
+        where = (
+            f" at {Path(place.tb_frame.f_code.co_filename).name}:{place.tb_lineno}" if place else ""
+        )
         said = " ".join(str(error).split())
         raise refusal(seam, f"{what} fails: {type(error).__name__}: {said}{where}", what) from error
 
@@ -502,7 +506,7 @@ class _Plain(ast.NodeTransformer):
         self.generic_visit(node)
         kind = node.value.id if isinstance(node.value, ast.Name) else ""
         if kind == "Optional":
-            return ast.BinOp(node.slice, ast.BitOr(), ast.Constant(None))  # type: ignore[arg-type]
+            return ast.BinOp(node.slice, ast.BitOr(), ast.Constant(None))
         if kind == "Union" and isinstance(node.slice, ast.Tuple):
             first, *others = node.slice.elts
             for other in others:
