@@ -21,7 +21,7 @@ from kvview import (
     ReqContext,
     make_offload_key,
 )
-from kvview_vllm.offloading.translated import TranslatedManager, make_cpu_manager
+from kvview_vllm.offloading.translated import NO_REQUEST, TranslatedManager, make_cpu_manager
 from kvview_vllm.releases import OffloadingSeam, expect, installed, reading, require_class
 from kvview_vllm.releases.calls import lock_of, make_known, medium_name
 
@@ -121,30 +121,30 @@ class _Tier:
     def __init__(self) -> None:
         self.contexts: list[ReqContext] = []
 
-    def lookup(self, key: OffloadKey, ctx: ReqContext = ReqContext(), /) -> LookupResult:
+    def lookup(self, key: OffloadKey, ctx: ReqContext = NO_REQUEST, /) -> LookupResult:
         self.contexts.append(ctx)
         return self.answer
 
     def prepare_load(
-        self, keys: Collection[OffloadKey], ctx: ReqContext = ReqContext(), /
+        self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /
     ) -> LoadStoreSpec:
         return _SPEC
 
     def complete_load(
-        self, keys: Collection[OffloadKey], ctx: ReqContext = ReqContext(), /
+        self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /
     ) -> None: ...
 
-    def touch(self, keys: Collection[OffloadKey], ctx: ReqContext = ReqContext(), /) -> None: ...
+    def touch(self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /) -> None: ...
 
     def prepare_store(
-        self, keys: Collection[OffloadKey], ctx: ReqContext = ReqContext(), /
+        self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /
     ) -> PrepareStoreOutput:
         return PrepareStoreOutput(list(keys), _SPEC, list(keys))
 
     def complete_store(
         self,
         keys: Collection[OffloadKey],
-        ctx: ReqContext = ReqContext(),
+        ctx: ReqContext = NO_REQUEST,
         /,
         success: bool = True,
     ) -> None: ...
