@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from drift_edits import (
+from drift_edits import (  # type: ignore[import-not-found]
     BASE,
     BLOCKS,
     EVENTS,
@@ -18,7 +18,7 @@ from drift_edits import (
     method,
     rename,
     swap,
-)  # type: ignore[import-not-found]
+)
 
 # --- what the scheduler says ---
 

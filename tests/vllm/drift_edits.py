@@ -1,4 +1,4 @@
-"""How drifts are written down: what a later vLLM could rename, reorder, add or take away (``drifts.py``).
+"""Drifts: what a later vLLM could rename, reorder, add or take away (``drifts.py``).
 
 Each says what vLLM did like it between 0.11 and 0.33. The texts to replace are those of the
 newest release; where it no longer has them, the drift must be written anew.

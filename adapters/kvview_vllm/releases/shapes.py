@@ -374,7 +374,7 @@ def check_shapes(seam: str) -> None:
         here = [row for row in rows if row.is_in(version)]
         if number(version) is not None and not here:
             continue  # before it came, or after it went
-        found = shape_of(_owner(owner), name)
+        found = shape_of(owner_of(owner), name)
         wanted = [row.shape for row in here or rows]
         if found is None and not here:
             continue  # a version of no name may be of any age
@@ -457,7 +457,14 @@ def expect(seam: str, what: str, found: object, expected: object) -> None:
         raise refusal(seam, f"{what}: {found!r}", repr(expected))
 
 
-def _owner(name: str) -> Any:
+def members_of(kind: type) -> dict[str, str | None]:
+    """The shapes of all that a class has of its own and in public."""
+    names = [*vars(kind), *inspect.get_annotations(kind)]
+    return {name: shape_of(kind, name) for name in names if not name.startswith("_")}
+
+
+def owner_of(name: str) -> Any:
+    """The class or module of a row; None where the release has no such class."""
     module, _, kind = name.partition(":")
     if "." not in module:
         return find_class(module)
