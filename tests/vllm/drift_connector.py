@@ -285,12 +285,22 @@ drift(
     "SupportsHMA requires a method more",
     "OffloadingManager did in 0.23",
     method(BASE, "SupportsHMA", "group_finished(self, request: Any, group: int) -> None"),
+    swap(
+        "vllm/distributed/kv_transfer/kv_connector/v1/offloading_connector.py",
+        "class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):\n",
+        "class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):\n    group_finished = None\n",
+    ),
 )
 drift(
     "KVConnectorMetadata requires a method",
     "LoadStoreSpec.medium was abstract up to 0.25.1",
     swap(BASE, "class KVConnectorMetadata(ABC):  # noqa: B024", "class KVConnectorMetadata(ABC):"),
     method(BASE, "KVConnectorMetadata", "num_bytes(self) -> int"),
+    swap(
+        "vllm/distributed/kv_transfer/kv_connector/v1/offloading/common.py",
+        "class OffloadingConnectorMetadata(KVConnectorMetadata):\n",
+        "class OffloadingConnectorMetadata(KVConnectorMetadata):\n    num_bytes = None\n",
+    ),
 )
 drift(
     "KVConnectorWorkerMetadata.aggregate renamed",

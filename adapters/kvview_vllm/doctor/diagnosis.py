@@ -1,7 +1,7 @@
 """What ``kvview doctor`` says: which vLLM is installed, and which seams fit it.
 
-Every answer comes from the installed vLLM itself: a pool is built and used, the
-connector and the schedulers are imported, nothing is concluded from a version.
+Every answer comes from the installed vLLM itself: the canaries are those that every bind
+plays, and nothing is concluded from a version.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvview_vllm.releases import (
     installed,
     is_tested,
 )
+from kvview_vllm.releases.beyond import Beyond, beyond
 from kvview_vllm.releases.calls import make_block_pool, make_cpu_manager
 from kvview_vllm.releases.release import Seam
 
@@ -48,6 +49,7 @@ class Diagnosis:
         is_tested: Whether the version is in it.
         capabilities: Every flag of the table, and whether this vLLM has it.
         seams: One report a seam.
+        beyond: What this vLLM has beyond the contract.
     """
 
     version: str | None
@@ -55,6 +57,7 @@ class Diagnosis:
     is_tested: bool
     capabilities: dict[str, bool]
     seams: tuple[SeamReport, ...]
+    beyond: tuple[Beyond, ...] = ()
 
     @property
     def is_healthy(self) -> bool:
@@ -72,7 +75,7 @@ def diagnose() -> Diagnosis:
     seams = tuple(_report(seam, check, found) for seam, check in _CHECKS.items())
     flags = {name for seam in found for name, has in vars(seam).items() if has is True}
     capabilities = {each.name: each.name in flags for each in differences()}
-    return Diagnosis(version, TESTED, is_tested(version), capabilities, seams)
+    return Diagnosis(version, TESTED, is_tested(version), capabilities, seams, beyond())
 
 
 _Check = Callable[[Release], tuple[Seam, str]]

@@ -468,7 +468,10 @@ def owner_of(name: str) -> Any:
     module, _, kind = name.partition(":")
     if "." not in module:
         return find_class(module)
-    found = import_module(module)
+    try:
+        found = import_module(module)
+    except ImportError:
+        return None
     return getattr(found, kind, None) if kind else found
 
 
