@@ -80,6 +80,7 @@ drift(
         "def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:",
         "def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock], reason: str) -> None:",
     ),
+    rename("block_pool\\.free_blocks\\(", "block_pool.free_blocks(reason='', ordered_blocks="),
 )
 drift(
     "touch takes groups again",
@@ -89,6 +90,13 @@ drift(
         "        for block in blocks:\n            if block.is_null:\n                continue\n            # ref",
         "        for block in (b for group in blocks for b in group):\n            if block.is_null:\n                continue\n            # ref",
     ),
+    swap(
+        POOL,
+        "    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:",
+        "    def touch_flat(self, blocks):\n        self.touch((blocks,))\n\n"
+        "    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:",
+    ),
+    rename("block_pool\\.touch", "block_pool.touch_flat"),
 )
 drift(
     "get_cached_block answers blocks by group",

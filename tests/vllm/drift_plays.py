@@ -194,7 +194,7 @@ def _answer_of(play: Callable[[Callable[[], None]], Any]) -> Answer:
         while frames[-1].filename.endswith("releases/calls.py"):
             frames.pop()  # called with what the release takes: by whom?
         where = frames[-1]
-        if stage == "run" and any(part in where.filename for part in _MADE_UP):
+        if any(part in where.filename for part in _MADE_UP):
             stage = "not played"  # what stands for the model reads it, nothing of vLLM or ours
         said = f"{error} ({Path(where.filename).name}:{where.lineno})"
         if type(error).__name__ == "UnsupportedEngineError":

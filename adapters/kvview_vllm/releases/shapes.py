@@ -398,8 +398,13 @@ def shape_of(owner: Any, name: str) -> str | None:
         return None
     if isinstance(found, property):
         return _PROPERTY
+    if not callable(member := getattr(owner, name)):
+        return _ANY
     shape = signature_of(owner, name)
-    returned = inspect.signature(getattr(owner, name)).return_annotation
+    try:
+        returned = inspect.signature(member).return_annotation
+    except (TypeError, ValueError):  # signature_of said so
+        return shape
     if name == "__init__" or returned is inspect.Signature.empty:
         return shape
     return f"{shape} -> {_plain(returned)}"
