@@ -33,8 +33,8 @@ from kvview import (
 )
 from kvview.options import parse_options
 from kvview.targets import load_target
-from kvview_vllm.offloading.canary import check_our_managers
 from kvview_vllm.offloading.for_vllm import ManagerForVLLM, PagesSpec
+from kvview_vllm.offloading.offloading_canary import check_our_managers
 from kvview_vllm.releases import (
     OffloadingSeam,
     expect,

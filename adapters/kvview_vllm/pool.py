@@ -31,7 +31,7 @@ from kvview import (
     require_offload_key,
 )
 from kvview.guard.ledger import Ledger, LedgerView, check_block_ids, ledger_of
-from kvview_vllm.canary import check_pool
+from kvview_vllm.pool_canary import check_pool
 from kvview_vllm.releases import PoolSeam, probe_pool
 from kvview_vllm.releases.calls import hash_getter, reuse_watchers
 from kvview_vllm.walks import ResumedWalk, Walk, is_queued

@@ -34,7 +34,7 @@ from kvview.options import parse_options
 from kvview.targets import load_connector
 from kvview.version import require_contract
 from kvview_vllm.binding import BlockPoolViewMixin
-from kvview_vllm.connector.canary import check_connector
+from kvview_vllm.connector.connector_canary import check_connector
 from kvview_vllm.connector.messages import (
     KVViewMetadata,
     KVViewStats,

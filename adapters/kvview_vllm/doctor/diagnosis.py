@@ -118,7 +118,7 @@ def _check_schedulers(release: Release) -> tuple[Seam, str]:
 
 def _check_connector(release: Release) -> tuple[Seam, str]:
     found = release.connector
-    from kvview_vllm.connector.canary import check_connector
+    from kvview_vllm.connector.connector_canary import check_connector
 
     check_connector()
     return found, "KVViewConnector has every method, and played three steps dry"

@@ -28,7 +28,7 @@ from kvview import (
     TransferNotInFlightError,
     make_offload_key,
 )
-from kvview_vllm.offloading.canary import check_vllm_managers
+from kvview_vllm.offloading.offloading_canary import check_vllm_managers
 from kvview_vllm.offloading.translated import NO_REQUEST, TranslatedManager
 from kvview_vllm.releases import OffloadingSeam, refusal
 from kvview_vllm.releases.calls import loses_touched_stores, pages_of_backend, store_threshold
