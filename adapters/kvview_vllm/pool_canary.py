@@ -1,6 +1,6 @@
 """A canary for the pool: a view of a small pool of its own, used once.
 
-The other canaries stand in their rooms: ``connector/connector_canary.py``, ``offloading/offloading_canary.py``.
+The other canaries stand in their rooms, ``connector/`` and ``offloading/``.
 """
 
 from __future__ import annotations
