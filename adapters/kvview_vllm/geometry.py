@@ -110,6 +110,15 @@ def read_facts(
     )
 
 
+def read_group(index: int, spec: Any) -> CacheGroup:
+    """One KV-cache group.
+
+    Raises:
+        UnsupportedEngineError: A group that cannot be said (VGEO-2).
+    """
+    return _group(index, spec, installed().geometry)
+
+
 def _group(index: int, spec: Any, release: GeometrySeam) -> CacheGroup:
     name = type(spec).__name__
     if name == _UNIFORM:

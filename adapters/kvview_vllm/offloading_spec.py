@@ -14,6 +14,7 @@ Source: ``OffloadingSpec``, vllm/v1/kv_offload/base.py (before 0.21 spec.py).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -23,14 +24,25 @@ from kvview import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     ConfigError,
+    CPULoadStoreSpec,
     GPULoadStoreSpec,
     OffloadingManager,
+    TransferResult,
+    TransferSpec,
     TransferWorker,
 )
 from kvview.options import parse_options
 from kvview.targets import load_target
 from kvview_vllm.offloading.for_vllm import ManagerForVLLM, PagesSpec
-from kvview_vllm.releases import installed, require_class
+from kvview_vllm.offloading.offloading_canary import check_our_managers
+from kvview_vllm.releases import (
+    OffloadingSeam,
+    expect,
+    installed,
+    reading,
+    require_class,
+    require_concrete,
+)
 from kvview_vllm.releases.calls import blocks_per_chunk, cache_config_of, tokens_per_chunk
 from kvview_vllm.transfer import canonical_kv_caches
 
@@ -92,11 +104,13 @@ class KVViewOffloadingSpec(_Spec):
     """
 
     def __init__(self, *args: Any) -> None:
+        check_spec()
         super().__init__(*args)
+        with reading(OffloadingSeam.seam, "the configuration of offloading"):
+            extra = self.extra_config.get("kvview") or {}
+            blocks_per_chunk(self), tokens_per_chunk(self)
         try:
-            self._options = parse_options(
-                KVViewOffloadingOptions, self.extra_config.get("kvview") or {}
-            )
+            self._options = parse_options(KVViewOffloadingOptions, extra)
         except ConfigError as error:
             raise ConfigError(f"kv_connector_extra_config['kvview']: {error}") from None
         self._manager: ManagerForVLLM | None = None
@@ -117,8 +131,10 @@ class KVViewOffloadingSpec(_Spec):
         """The worker's side from 0.25 on."""
         options, num_blocks = self._options, blocks_per_chunk(self)
         make = load_target(options.worker)
+        with reading(OffloadingSeam.seam, "the layout of the KV cache"):
+            canonical = _canonical(kv_caches)
         worker: TransferWorker = make(
-            _canonical(kv_caches),
+            canonical,
             options.num_blocks,
             blocks_per_chunk=num_blocks,
             **options.worker_options,
@@ -208,3 +224,51 @@ def _canonical(kv_caches: Any) -> CanonicalKVCaches[Any]:
             for refs in kv_caches.group_data_refs
         ],
     )
+
+
+@cache
+def check_spec() -> None:
+    """Call a manager and a worker as vLLM does, once in a process.
+
+    Raises:
+        UnsupportedEngineError: Something went otherwise than in the tested releases.
+    """
+    seam = OffloadingSeam.seam
+    check_our_managers()
+    with reading(seam, "a worker of kvview's, called dry"):
+        worker = WorkerForVLLM(_EchoWorker(), 2)
+        one = {"group_sizes": [1], "block_indices": [0]} if _release.block_indices else {}
+        blocks, pages = _GPUSpec([3], **one), PagesSpec(CPULoadStoreSpec([0]))
+        if _release.handlers:
+            worker.transfer_async(1, (blocks, pages))
+            worker.transfer_async(2, (pages, blocks))
+        else:
+            worker.submit_store(1, blocks, pages)
+            worker.submit_load(2, pages, blocks)
+        ended = [
+            (r.job_id, r.success) if _release.transfer_dataclass else r
+            for r in worker.get_finished()
+        ]
+        expect(seam, "ends of transfers", ended, [(1, True), (2, True)])
+
+
+class _EchoWorker:
+    """A worker whose jobs end at once."""
+
+    def __init__(self) -> None:
+        self._ended: list[TransferResult] = []
+
+    def transfer_async(self, job_id: int, spec: TransferSpec, /) -> bool:
+        self._ended.append(TransferResult(job_id, success=True))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        return self._ended
+
+    def wait(self, job_ids: Collection[int], /) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+for _kind in (KVViewOffloadingSpec, WorkerForVLLM, ManagerForVLLM, PagesSpec):
+    require_concrete(OffloadingSeam.seam, _kind)

@@ -31,6 +31,7 @@ from kvview import (
     require_offload_key,
 )
 from kvview.guard.ledger import Ledger, LedgerView, check_block_ids, ledger_of
+from kvview_vllm.pool_canary import check_pool
 from kvview_vllm.releases import PoolSeam, probe_pool
 from kvview_vllm.releases.calls import hash_getter, reuse_watchers
 from kvview_vllm.walks import ResumedWalk, Walk, is_queued
@@ -51,6 +52,12 @@ def view(block_pool: Any, *, owner: str = "connector") -> VLLMBlockPoolView:
         UnsupportedEngineError: The pool has a shape that no tested release has.
         VLLMNotInstalledError: No vLLM can be imported.
     """
+    probe_pool(block_pool)
+    check_pool(_view)
+    return _view(block_pool, owner)
+
+
+def _view(block_pool: Any, owner: str = "kvview canary") -> VLLMBlockPoolView:
     release = probe_pool(block_pool)
     kind = VLLMBlockPoolView
     if release.free_prepend:

@@ -15,8 +15,11 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvview_vllm.binding import BlockPoolViewMixin, walk_connectors
+from kvview_vllm.releases import check_scheduler, reading
 
 __all__ = ["AsyncViewScheduler", "ViewScheduler"]
+
+check_scheduler()
 
 
 class ViewScheduler(Scheduler):  # type: ignore[misc]
@@ -36,6 +39,11 @@ class AsyncViewScheduler(AsyncScheduler):  # type: ignore[misc]
 
 
 def _bind(scheduler: Any) -> None:
-    for connector in walk_connectors(scheduler.connector):
+    with reading("binding", "the pool of a scheduler"):
+        pool, connectors = (
+            scheduler.kv_cache_manager.block_pool,
+            [*walk_connectors(scheduler.connector)],
+        )
+    for connector in connectors:
         if isinstance(connector, BlockPoolViewMixin):
-            connector.bind_gpu_block_pool(scheduler.kv_cache_manager.block_pool)
+            connector.bind_gpu_block_pool(pool)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import re
 import subprocess
 import sys
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from kvview import UnsupportedEngineError
+from kvview import ConfigError, UnsupportedEngineError
+from kvview_vllm.doctor import diagnose
 from kvview_vllm.releases import (
     NEWEST_TESTED,
     TESTED,
@@ -26,16 +28,24 @@ from kvview_vllm.releases import (
     probe_connector,
     probe_offloading,
     probe_pool,
+    reading,
+    require_concrete,
 )
+from kvview_vllm.releases.beyond import KNOWN
 from kvview_vllm.releases.calls import make_block_pool, make_cpu_manager
 from kvview_vllm.releases.probes import ConnectorSurface
-from kvview_vllm.releases.release import Seam
+from kvview_vllm.releases.release import Seam, find_class
+from kvview_vllm.releases.shapes import SHAPES, check_shapes, shape_of
+from kvview_vllm.releases.versions import number
 
 vllm = pytest.importorskip(  # a submodule: this very folder is named vllm
     "vllm.version",
     reason="needs vLLM's Python sources: tests/vllm/sources.py",
     exc_type=ImportError,
 )
+
+
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
 
 @pytest.fixture
@@ -88,11 +98,12 @@ def test_the_table_is_complete() -> None:
     ("version", "tested", "newer"),
     [
         (NEWEST_TESTED, True, False),
-        ("0.33.0+cpu", True, False),
-        ("0.33.2", True, False),
-        ("0.33.1rc1.dev211+g0123abc", False, True),  # a nightly: the next release's shapes
+        (f"{NEWEST_TESTED}+cpu", True, False),
+        (f"{NEWEST_TESTED.rpartition('.')[0]}.99", True, False),
+        # A nightly: the next release's shapes.
+        (f"{NEWEST_TESTED.rpartition('.')[0]}.99rc1.dev211+g0123abc", False, True),
         ("0.32.1rc1.dev7+g0123abc", True, False),
-        ("0.34.0", False, True),
+        ("0.99.0", False, True),
         ("1.0.0", False, True),
         ("0.10.2", False, False),
         ("dev", False, False),
@@ -104,7 +115,7 @@ def test_what_a_version_string_says(version: str, tested: bool, newer: bool) -> 
 
 @pytest.mark.parametrize("seam", ["binding", "geometry", "offloading", "connector"])
 def test_every_seam_has_the_gate(seam: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.34.0")
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.99.0")
     with pytest.raises(UnsupportedEngineError, match=rf"^the {seam} seam .*KVVIEW_ALLOW_UNTESTED"):
         getattr(installed(), seam)
 
@@ -193,3 +204,90 @@ def test_a_queue_without_a_count_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delattr(pool.free_block_queue, "num_free_blocks")
     with pytest.raises(UnsupportedEngineError, match="FreeKVCacheBlockQueue without num_free"):
         probe_pool(pool)
+
+
+# --- the table of shapes, and the canaries ---
+
+
+@pytest.mark.parametrize("seam", SHAPES)
+def test_every_member_has_the_shape_of_the_table(seam: str) -> None:
+    check_shapes(seam)
+
+
+def test_every_method_that_overrides_one_of_vllm_is_in_the_table() -> None:
+    from kvview_vllm.connector.connector import KVViewConnector
+    from kvview_vllm.offloading.for_vllm import ManagerForVLLM
+
+    known = {(row.owner.rpartition(":")[2], row.name) for rows in SHAPES.values() for row in rows}
+    for ours, base in (
+        (KVViewConnector, import_module(BASE).KVConnectorBase_V1),
+        (ManagerForVLLM, find_class("OffloadingManager")),
+    ):
+        own = {name for kind in ours.__mro__ if "kvview" in kind.__module__ for name in vars(kind)}
+        overridden = {n for n in own & set(vars(base)) if not n.startswith("_")}
+        assert {n for n in overridden if (base.__name__, n) not in known} == set()
+
+
+class Old(enum.Enum):
+    ONE = 1
+
+
+def _put(self: Any, key: bytes, *, sooner: bool = False) -> None: ...
+
+
+_put.__annotations__["return"] = "typing.Optional[set[str]]"  # as some releases write it
+_FIELDS = {"number": "Optional[int]", "names": "Union[dict[str, int], None]"}
+Typed: Any = type(
+    "Typed", (), {"__annotations__": _FIELDS, "put": _put, "size": property(lambda self: 0)}
+)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "shape"),
+    [
+        (Old, "ONE", "a member"),
+        (Old, "TWO", None),
+        (Typed, "number", "int | None"),
+        (Typed, "names", "dict[str, int] | None"),
+        (Typed, "size", "a property"),
+        (Typed, "put", "(key, sooner=False) -> set[str] | None"),
+        (Typed, "get", None),
+        (None, "get", None),
+    ],
+)
+def test_a_shape_is_said_in_one_way(owner: Any, name: str, shape: str | None) -> None:
+    assert shape_of(owner, name) == shape
+
+
+def test_whatever_fails_is_refused_in_one_line() -> None:
+    with (
+        pytest.raises(
+            UnsupportedEngineError, match=r"pool seam .* a walk fails: ValueError: a b at"
+        ) as caught,
+        reading("pool", "a walk"),
+    ):
+        raise ValueError("a\nb")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="as it was"), reading("pool", "a walk"):
+        raise ConfigError("as it was")
+
+
+def test_a_class_of_ours_that_lacks_a_method_is_refused() -> None:
+    class Base(ABC):
+        @abstractmethod
+        def price(self) -> int: ...
+
+    class Ours(Base):
+        pass
+
+    with pytest.raises(UnsupportedEngineError, match="Base that requires price"):
+        require_concrete("connector", Ours)
+
+
+def test_doctor_plays_the_canaries_and_is_healthy() -> None:
+    found = diagnose()
+    assert found.is_healthy, [seam for seam in found.seams if not seam.fits]
+    late = number(engine_version()) or (0, 0, 0)
+    assert {each.name for each in found.beyond} == {
+        each.name for each, _ in KNOWN if late >= (number(each.since) or late)
+    }

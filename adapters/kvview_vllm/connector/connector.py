@@ -34,6 +34,7 @@ from kvview.options import parse_options
 from kvview.targets import load_connector
 from kvview.version import require_contract
 from kvview_vllm.binding import BlockPoolViewMixin
+from kvview_vllm.connector.connector_canary import check_connector
 from kvview_vllm.connector.messages import (
     KVViewMetadata,
     KVViewStats,
@@ -45,7 +46,7 @@ from kvview_vllm.connector.scheduler import SchedulerSide
 from kvview_vllm.connector.worker import WorkerSide
 from kvview_vllm.events import to_vllm_events
 from kvview_vllm.geometry import read_facts, read_geometry
-from kvview_vllm.releases import installed
+from kvview_vllm.releases import installed, reading, require_concrete
 from kvview_vllm.releases.calls import unfinished_statuses
 
 if TYPE_CHECKING:
@@ -60,16 +61,17 @@ if TYPE_CHECKING:
     class SupportsHMA:  # noqa: D101
         pass
 else:
-    from vllm.distributed.kv_transfer.kv_connector.v1 import base
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-        KVConnectorBase_V1,
-        KVConnectorRole,
-    )
-    from vllm.v1.request import RequestStatus
-
     # Here and not at the first instance: Python would refuse a class that lacks an
     # abstract method before anything could be probed.
-    SupportsHMA = base.SupportsHMA if installed().connector.several_groups else object
+    with reading("connector", "the interface of connectors"):
+        from vllm.distributed.kv_transfer.kv_connector.v1 import base
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+            KVConnectorBase_V1,
+            KVConnectorRole,
+        )
+        from vllm.v1.request import RequestStatus
+
+        SupportsHMA = base.SupportsHMA if installed().connector.several_groups else object
 
 
 _NOT_FINISHED_WELL = unfinished_statuses()
@@ -121,7 +123,9 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         self.pin_budget, self.trace_holds = options.pin_budget, options.trace_holds
         self.view_owner = target = options.connector
         self._kvview_config = vllm_config, kv_cache_config
-        self._geometry = read_geometry(vllm_config, kv_cache_config)
+        check_connector()
+        with reading("geometry", "the configuration of the KV cache"):
+            self._geometry = read_geometry(vllm_config, kv_cache_config)
         kind = load_connector(target)
         require_contract(kind.contract_version, target)
         try:
@@ -167,7 +171,8 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         """Hand the view to the connector, and the engine's facts after it."""
         vllm_config, kv_cache_config = self._kvview_config
         num_gpu_blocks = self._bound_pool.num_gpu_blocks
-        facts = read_facts(vllm_config, kv_cache_config, self._geometry, num_gpu_blocks)
+        with reading("geometry", "the facts of the engine"):
+            facts = read_facts(vllm_config, kv_cache_config, self._geometry, num_gpu_blocks)
         self._scheduler.bind(view)
         self._scheduler.on_engine_ready(facts)
 
@@ -279,3 +284,6 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
             if self._scheduler_side is not None:
                 last_first.callback(self.close_block_pool_view)
                 last_first.callback(self._scheduler_side.shutdown)
+
+
+require_concrete("connector", KVViewConnector)

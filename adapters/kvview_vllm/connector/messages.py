@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvview import StepPlan, TransferResult
-from kvview_vllm.releases import installed
+from kvview_vllm.releases import installed, reading
 
 if TYPE_CHECKING:
 
@@ -34,12 +34,13 @@ if TYPE_CHECKING:
         data: dict[str, Any]
 
 else:
-    from vllm.distributed.kv_transfer.kv_connector.v1 import base
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    with reading("connector", "what the halves of a connector send each other"):
+        from vllm.distributed.kv_transfer.kv_connector.v1 import base
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+        from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-    _answers = installed().connector.worker_metadata
-    KVConnectorWorkerMetadata = base.KVConnectorWorkerMetadata if _answers else object
+        _answers = installed().connector.worker_metadata
+        KVConnectorWorkerMetadata = base.KVConnectorWorkerMetadata if _answers else object
 
 _REPORTS = "reports"
 

@@ -17,7 +17,7 @@ from typing import Any
 from kvview import ConnectorError, GPULoadStoreSpec, TransferJob, WorkerConnector
 from kvview.connector.job_book import JobBook
 from kvview_vllm.connector.messages import JobReport, KVViewMetadata
-from kvview_vllm.releases import ConnectorSeam
+from kvview_vllm.releases import ConnectorSeam, reading
 from kvview_vllm.transfer import canonical_kv_caches
 
 _logger = logging.getLogger(__name__)
@@ -54,7 +54,9 @@ class WorkerSide:
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Receive the tensors of all layers."""
-        self._half.register_kv_caches(canonical_kv_caches(kv_caches, self._kv_cache_config))
+        with reading("geometry", "the layout of the KV cache"):
+            canonical = canonical_kv_caches(kv_caches, self._kv_cache_config)
+        self._half.register_kv_caches(canonical)
 
     def start(self, metadata: KVViewMetadata) -> None:
         """Start the plan of one step."""

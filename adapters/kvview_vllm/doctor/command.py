@@ -37,4 +37,7 @@ def _show_diagnosis(found: Diagnosis) -> None:
     if found.capabilities:
         flags = ", ".join(name for name, has in found.capabilities.items() if has)
         table.add_row("capabilities", "", escape(flags or "none of the table"))
+    for each in found.beyond:
+        met = "met" if each.met else "not met"
+        table.add_row(each.name, met, escape(f"{each.what} ({each.since}): {each.how}"))
     Console().print(table)

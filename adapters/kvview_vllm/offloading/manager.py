@@ -28,6 +28,7 @@ from kvview import (
     TransferNotInFlightError,
     make_offload_key,
 )
+from kvview_vllm.offloading.offloading_canary import check_vllm_managers
 from kvview_vllm.offloading.translated import NO_REQUEST, TranslatedManager
 from kvview_vllm.releases import OffloadingSeam, refusal
 from kvview_vllm.releases.calls import loses_touched_stores, pages_of_backend, store_threshold
@@ -88,6 +89,7 @@ class VLLMOffloadingManager:
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
+        check_vllm_managers()
         self._make = make
         self._is_shut = False
         self._stores: dict[OffloadKey, _Page] = {}

@@ -1,19 +1,16 @@
 """What differs between vLLM releases, probed once: nothing outside decides by a release.
 
-A new release is added in three places:
+``python tests/vllm/add_release.py <it>`` adds a release: it says what differs, writes it
+into the list of those that are tested, and runs the matrix. Three places are left:
 
-1. ``NEWEST_TESTED`` in :mod:`.versions`, and the release itself in ``RELEASES`` of
-   ``tests/vllm/sources.py``.
-2. Where it differs: a field of its seam in :mod:`.release`, or a known shape in
-   :mod:`.probes`.
+1. Where a member has another shape: a row in :mod:`.shapes`.
+2. Where the adapter does something else: a field of its seam in :mod:`.release`.
 3. Where it is called differently: :mod:`.calls`.
-
-``python tests/vllm/matrix.py --releases <it>`` then says what is left, and
-``python tests/vllm/matrix.py --all --markdown docs/support-matrix.md`` writes the page.
 """
 
 from kvview_vllm.releases.probes import (
     Release,
+    check_scheduler,
     installed,
     probe_connector,
     probe_offloading,
@@ -29,6 +26,7 @@ from kvview_vllm.releases.release import (
     PoolSeam,
     differences,
 )
+from kvview_vllm.releases.shapes import expect, reading, require_concrete
 from kvview_vllm.releases.versions import (
     NEWEST_TESTED,
     OLDEST_TESTED,
@@ -52,14 +50,18 @@ __all__ = [
     "PoolSeam",
     "Release",
     "VLLMNotInstalledError",
+    "check_scheduler",
     "differences",
     "engine_version",
+    "expect",
     "installed",
     "is_newer",
     "is_tested",
     "probe_connector",
     "probe_offloading",
     "probe_pool",
+    "reading",
     "refusal",
     "require_class",
+    "require_concrete",
 ]

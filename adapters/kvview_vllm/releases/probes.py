@@ -11,6 +11,7 @@ Source: every release of the tested range; :mod:`.release` says what differs.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -28,6 +29,7 @@ from kvview_vllm.releases.release import (
     signature_of,
     takes,
 )
+from kvview_vllm.releases.shapes import check_shapes
 from kvview_vllm.releases.versions import engine_version, refusal, require_usable
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
@@ -49,11 +51,13 @@ class Release:
     @cached_property
     def binding(self) -> BindingSeam:
         """How connectors are bound."""
+        check_shapes(BindingSeam.seam)
         return BindingSeam.found_on(import_module(_BASE).KVConnectorBase_V1)
 
     @cached_property
     def geometry(self) -> GeometrySeam:
         """How block sizes are said."""
+        check_shapes(GeometrySeam.seam)
         return GeometrySeam.found_on(import_module("vllm.v1.kv_cache_interface"))
 
     @cached_property
@@ -98,7 +102,10 @@ def _check_attributes(seam: str, name: str, owner: Any, wanted: tuple[str, ...])
 # --- the pool seam: vllm.v1.core.block_pool.BlockPool ---
 
 _POOL_ATTRIBUTES = {
-    "BlockPool": ("blocks", "null_block", "free_block_queue", "get_num_free_blocks"),
+    "BlockPool": (
+        *("blocks", "num_gpu_blocks", "null_block", "free_block_queue"),
+        "get_num_free_blocks",
+    ),
     "FreeKVCacheBlockQueue": ("fake_free_list_head", "fake_free_list_tail", "num_free_blocks"),
     "KVCacheBlock": ("block_id", "block_hash", "prev_free_block", "next_free_block"),
 }
@@ -125,7 +132,7 @@ def probe_pool(block_pool: Any) -> PoolSeam:
         UnsupportedEngineError: The shape is unknown.
         VLLMNotInstalledError: No vLLM can be imported.
     """
-    engine_version()
+    check_shapes(PoolSeam.seam)
     _check_pool_attributes(block_pool)
     _check_signatures(PoolSeam.seam, block_pool, _POOL_SIGNATURES)
     if not takes(block_pool.touch, []):
@@ -193,7 +200,7 @@ def probe_offloading(manager: Any) -> OffloadingSeam:
         UnsupportedEngineError: The shape is unknown.
         VLLMNotInstalledError: No vLLM can be imported.
     """
-    engine_version()
+    check_shapes(OffloadingSeam.seam)
     present = {
         name: _OFFLOADING_HOOKS[name] for name in _OFFLOADING_HOOKS if hasattr(manager, name)
     }
@@ -326,7 +333,25 @@ def probe_connector(surface: ConnectorSurface | None = None) -> ConnectorSeam:
         name: known for name, known in _CONNECTOR_HOOKS.items() if hasattr(surface.base, name)
     }
     _check_signatures(ConnectorSeam.seam, surface.base, _CONNECTOR_SIGNATURES | present)
+    check_shapes(ConnectorSeam.seam)
     return ConnectorSeam.found_on(surface)
+
+
+def check_scheduler() -> None:
+    """See that vLLM's ``Scheduler`` names what is read of it when a pool is bound.
+
+    Raises:
+        UnsupportedEngineError: It does not.
+    """
+    scheduler: Any = import_module("vllm.v1.core.sched.scheduler").Scheduler
+    code = inspect.unwrap(scheduler.__init__).__code__
+    missing = [n for n in ("connector", "kv_cache_manager") if n not in code.co_names]
+    if missing:
+        raise refusal(
+            BindingSeam.seam,
+            f"a Scheduler without {', '.join(missing)}",
+            "one with connector and kv_cache_manager",
+        )
 
 
 def require_class(name: str) -> Any:

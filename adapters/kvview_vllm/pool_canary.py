@@ -1,0 +1,47 @@
+"""A canary for the pool: a view of a small pool of its own, used once.
+
+The other canaries stand in their rooms, ``connector/`` and ``offloading/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from kvview import SupportsReuseNotice
+from kvview_vllm.releases import PoolSeam, expect, reading
+from kvview_vllm.releases.calls import make_block_pool
+
+_SEAM = PoolSeam.seam
+
+
+@cache
+def check_pool(make_view: Callable[..., object]) -> None:
+    """Touch, free, walk and watch, once in a process.
+
+    Args:
+        make_view: Called with a pool of the installed vLLM.
+
+    Raises:
+        UnsupportedEngineError: Something went otherwise than in the tested releases.
+    """
+    with reading(_SEAM, "a pool, used dry"):
+        pool = make_block_pool(8)
+        bound: Any = make_view(pool)
+        num_free = bound.num_free_blocks()
+        bound.touch_blocks([1, 2, 1])
+        expect(_SEAM, "free blocks beside two that are held", bound.num_free_blocks(), num_free - 2)
+        bound.free_blocks([1, 2, 1])
+        expect(_SEAM, "free blocks when all were given back", bound.num_free_blocks(), num_free)
+        free = sorted(bound.iter_free_block_ids())
+        expect(_SEAM, "blocks in the free queue", free, list(range(1, 8)))
+        expect(_SEAM, "keys of a new block", bound.block_keys([1]), [()])
+        bound.touch_blocks([3])
+        watched: object = bound
+        if isinstance(watched, SupportsReuseNotice):
+            heard: list[int] = []
+            watched.free_blocks_with_notice([3], heard.append)
+            pool.get_new_blocks(7)
+            expect(_SEAM, "blocks that were handed out again", heard, [3])
+        bound.close()

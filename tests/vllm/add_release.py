@@ -1,0 +1,187 @@
+"""Add a release of vLLM: fetch it, say what differs from the newest tested one, write it down.
+
+    python tests/vllm/add_release.py 0.34.0 [--dry-run] [--no-matrix]
+
+It writes the release into ``RELEASES`` (``sources.py``) and ``NEWEST_TESTED`` (``versions.py``),
+runs the matrix on it, and writes its row into ``docs/support-matrix.md``. What it prints is left
+to a person: rows for ``releases/shapes.py`` and ``releases/release.py``, and other calls for
+``releases/calls.py``. A row is never written by itself: it says that the adapter was looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from matrix import IMPORT_PATHS, ROOT  # type: ignore[import-not-found]
+from sources import RELEASES, SourcesError, sources  # type: ignore[import-not-found]
+
+HERE = Path(__file__).parent
+SOURCES = HERE / "sources.py"
+VERSIONS = ROOT / "adapters/kvview_vllm/releases/versions.py"
+PAGE = ROOT / "docs/support-matrix.md"
+
+Found = dict[str, dict[str, Any]]
+"""What one release has: shapes of the table, members of its classes, flags of the seams."""
+
+
+def look(release: str) -> Found:
+    """What a release has, looked at in a process of its own.
+
+    Raises:
+        SourcesError: There is no such release, or it cannot be imported.
+    """
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, [sources(release), *IMPORT_PATHS])),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "KVVIEW_ALLOW_UNTESTED_VLLM": "1",
+    }
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
+        "import add_release; add_release.print_found()",
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SourcesError(f"vllm {release} cannot be looked at: {done.stderr.strip()[-2000:]}")
+    found: Found = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def print_found() -> None:
+    """Of the vLLM that can be imported here, as JSON."""
+    from kvview_vllm.doctor import diagnose
+    from kvview_vllm.releases.calls import complete_torch
+    from kvview_vllm.releases.shapes import SHAPES, members_of, owner_of, shape_of
+
+    complete_torch()
+    shapes: dict[str, Any] = {}
+    members: dict[str, Any] = {}
+    for rows in SHAPES.values():
+        for row in rows:
+            owner = owner_of(row.owner)
+            shapes[f"{row.owner} {row.name}"] = shape_of(owner, row.name)
+            if isinstance(owner, type):
+                members[row.owner] = members_of(owner)
+    found = diagnose()
+    seams = {seam.seam: seam.fits or seam.detail for seam in found.seams}
+    print(
+        json.dumps(
+            {"shapes": shapes, "members": members, "flags": found.capabilities, "seams": seams}
+        )
+    )
+
+
+def differences(old: Found, new: Found) -> list[str]:
+    """What differs, a line each, what is read of it first."""
+    lines = []
+    for kind in ("shapes", "flags"):
+        for name, value in new[kind].items():
+            if old[kind].get(name) != value:
+                lines.append(f"{kind}: {name}: {old[kind].get(name)} -> {value}")
+    for owner, names in new["members"].items():
+        before = old["members"].get(owner, {})
+        for name, shape in names.items():
+            if name not in before:
+                lines.append(f"new: {owner} {name} {shape}")
+        lines += [f"gone: {owner} {name}" for name in before if name not in names]
+    return lines
+
+
+def write_release(release: str) -> None:
+    """Put the release into the list of those that are tested."""
+    newest = RELEASES[-1]
+    text = SOURCES.read_text()
+    text = (
+        text.replace(f'"{newest}"),\n)', f'"{newest}"),\n    "{release}",\n)')
+        if (f'"{newest}"),\n)' in text)
+        else text.replace(f'    "{newest}",\n)', f'    "{newest}",\n    "{release}",\n)')
+    )
+    text = text.replace(f"from {RELEASES[0]} to {newest}", f"from {RELEASES[0]} to {release}")
+    SOURCES.write_text(text)
+    VERSIONS.write_text(
+        re.sub(r'NEWEST_TESTED = ".*"', f'NEWEST_TESTED = "{release}"', VERSIONS.read_text())
+    )
+
+
+def write_row(page: str, release: str, seams: dict[str, dict[str, int]]) -> str:
+    """The support matrix with a row more, in its columns."""
+    lines = page.splitlines(keepends=True)
+    head = next(n for n, line in enumerate(lines) if line.startswith("| vLLM |"))
+    names = [name.strip() for name in lines[head].strip("|\n ").split("|")][1:]
+    cells = [
+        "{passed} / {skipped} / {failed}".format(**seams[name]) if name in seams else ""
+        for name in names
+    ]
+    last = head
+    while last + 1 < len(lines) and lines[last + 1].startswith("|"):
+        last += 1
+    rows = [line for line in lines[head : last + 1] if not line.startswith(f"| {release} |")]
+    rows.append(f"| {release} | {' | '.join(cells)} |\n")
+    return "".join([*lines[:head], *rows, *lines[last + 1 :]])
+
+
+def run_matrix(release: str) -> tuple[int, dict[str, dict[str, int]]]:
+    """The tests on it: the exit code, and what each seam said."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "matrix.json")
+        command = [
+            sys.executable,
+            str(HERE / "matrix.py"),
+            "--releases",
+            release,
+            "--json",
+            str(file),
+        ]
+        code = subprocess.run(command).returncode
+        seams: dict[str, dict[str, int]] = (
+            json.loads(file.read_text())[release] if file.exists() else {}
+        )
+    return code, seams
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Add a release of vLLM.")
+    parser.add_argument("release", help="such as 0.34.0")
+    parser.add_argument("--dry-run", action="store_true", help="say what differs, write nothing")
+    parser.add_argument("--no-matrix", action="store_true", help="run no tests, write no row")
+    arguments = parser.parse_args()
+    release, newest = arguments.release, RELEASES[-1]
+    if release in RELEASES and not arguments.dry_run:
+        parser.error(f"{release} is tested already")
+    if release == newest:
+        newest = RELEASES[-2]
+    try:
+        old, new = look(newest), look(release)
+    except SourcesError as error:
+        parser.error(str(error))
+    lines = differences(old, new)
+    print(f"{release} beside {newest}: {len(lines)} differences of what the adapter knows")
+    for line in lines:
+        print(f"  {line}")
+    for seam, fits in new["seams"].items():
+        print(f"{seam}: {'fits' if fits is True else fits}")
+    if arguments.dry_run:
+        return 0
+    write_release(release)
+    if arguments.no_matrix:
+        return 0
+    code, seams = run_matrix(release)
+    PAGE.write_text(write_row(PAGE.read_text(), release, seams))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

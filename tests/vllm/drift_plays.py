@@ -1,0 +1,300 @@
+"""What is played on drifted sources of vLLM, each in a process of its own (``drifts.py``).
+
+A *play* is one way in: a connector under the real scheduler, the offloading spec under vLLM's
+OffloadingConnector, a wrapped manager of vLLM's, and ``kvview doctor``. It answers how far it
+came, what it raised, and what it saw; what it saw is compared with the same play on the
+sources as they are, so that what is swallowed shows.
+
+Third-party packages are imported once, in the process that forks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+Answer = dict[str, Any]
+"""``stage`` (``bind``, ``run``, ``done``), ``error``, ``kind`` of the error, ``saw``."""
+
+_HERE = Path(__file__).parent
+_OURS = ("vllm", "kvview", "kvview_vllm", "kvview_reference", "tests", "engine", "drift_plays")
+_VLLM = ("vllm.config", "vllm.v1.core.sched.async_scheduler", "vllm.v1.outputs", "vllm.v1.request")
+_MADE_UP = ("tests/vllm/engine.py", "kvview_vllm/simulation/")
+_TOKENS = range(10, 10 + 6 * 16 + 4)
+_OTHERS = range(200, 200 + 6 * 16 + 4)
+
+
+# --- the plays ---
+
+
+def _connector(bound: Callable[[], None]) -> Any:
+    import engine as lane  # type: ignore[import-not-found]
+
+    target = f"{_HERE / 'drift_witness.py'}:"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+
+        def build(kind: str, **options: Any) -> Any:
+            return _listen(lane.Engine(folder, lane.connector_config(target + kind), **options))
+
+        engines = [
+            build("WitnessConnector"),
+            build("WitnessConnector", windows=(None, lane.WINDOW)),
+            build("FailingWitness"),
+            build("FailingWitness", windows=(None, lane.WINDOW)),
+            build("WitnessConnector", num_blocks=16),
+        ]
+        bound()
+        saw: list[Any] = []
+        for engine in engines[:4]:
+            saw.append(_serve_twice(engine))
+        crowded = engines[4]
+        for number, first in enumerate((10, 200)):
+            crowded.add(f"r{number}", range(first, first + 100), max_tokens=24)
+        crowded.run(200)
+        saw.append(_saw(crowded))
+        return saw
+
+
+def _serve_twice(engine: Any) -> Any:
+    engine.add("first", _TOKENS)
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
+    engine.scribble()
+    engine.add("again", _TOKENS)
+    engine.run()
+    engine.add("gone", _OTHERS)
+    engine.step()
+    engine.abort("gone")
+    engine.run()
+    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    return _saw(engine)
+
+
+def _saw(engine: Any) -> Any:
+    side = engine.scheduler.connector._scheduler_side
+    return [side.half.saw, sorted(engine.hits.items()), engine.num_free_blocks(), engine.published]
+
+
+def _listen(engine: Any) -> Any:
+    """Note the events that the engine takes, as a subscriber reads them."""
+    take, engine.published = engine.scheduler.connector.take_events, []
+
+    def taken() -> Any:
+        events = list(take())
+        for event in events:
+            said = [type(event).__name__, list(map(str, event.block_hashes)), event.medium]
+            size = event.block_size if said[0] == "BlockStored" else None
+            engine.published.append([*said, size, event.group_idx])
+        return events
+
+    engine.scheduler.connector.take_events = taken
+    return engine
+
+
+def _spec(bound: Callable[[], None]) -> Any:
+    import engine as lane
+    from kvview_vllm.releases import installed
+
+    _ = installed().connector  # the worker that is made up asks for it at its first step
+    config = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "KVViewOffloadingSpec",
+            "spec_module_path": "kvview_vllm.offloading_spec",
+            "kvview": {"num_blocks": 12, "manager_options": {"enable_events": True}},
+        },
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        engine = _listen(lane.Engine(Path(folder), config))
+        bound()
+        for number, tokens in enumerate((_TOKENS, _OTHERS, _TOKENS, range(400, 500))):
+            engine.add(f"r{number}", tokens)
+            engine.run()
+            for _ in range(4):
+                engine.step()
+            assert engine.scheduler.reset_prefix_cache()
+            engine.scribble()
+        engine.scheduler.reset_prefix_cache(reset_connector=True)
+        return [sorted(engine.hits.items()), engine.published]
+
+
+def _manager(bound: Callable[[], None]) -> Any:
+    from kvview import ReqContext, make_offload_key
+    from kvview_vllm.offloading import VLLMOffloadingManager
+    from kvview_vllm.releases.calls import make_cpu_manager
+
+    manager = VLLMOffloadingManager(lambda: make_cpu_manager(2, enable_events=True))
+    bound()
+    context = ReqContext(req_id="r")
+    saw: list[Any] = []
+    manager.on_new_request(context)
+    for name in (b"a", b"b", b"c"):
+        keys = [make_offload_key(name, 0)]
+        output = manager.prepare_store(keys, context)
+        assert output is not None
+        saw.append([len(output.keys_to_store), len(output.evicted_keys), repr(output.store_spec)])
+        saw.append(manager.lookup(keys[0], context).name)
+        manager.complete_store(keys, context)
+        saw.append(manager.lookup(keys[0], context).name)
+        saw.append(repr(manager.prepare_load(keys, context)))
+        manager.complete_load(keys, context)
+        manager.touch(keys, context)
+        manager.on_schedule_end()
+        saw.append([[len(e.keys), e.medium, e.removed] for e in manager.take_events()])
+        saw.append(manager.has_pending_work())
+    manager.on_request_finished(context)
+    manager.reset()
+    manager.shutdown()
+    return saw
+
+
+def _doctor(bound: Callable[[], None]) -> Any:
+    from kvview_vllm.doctor import diagnose
+
+    found = diagnose()
+    bound()
+    return [[seam.seam, seam.detail] for seam in found.seams if not seam.fits]
+
+
+PLAYS: Mapping[str, Callable[[Callable[[], None]], Any]] = {
+    "connector": _connector,
+    "spec": _spec,
+    "manager": _manager,
+    "doctor": _doctor,
+}
+
+
+# --- processes ---
+
+
+def _answer_of(play: Callable[[Callable[[], None]], Any]) -> Answer:
+    stage = "bind"
+
+    def bound() -> None:
+        nonlocal stage
+        stage = "run"
+
+    try:
+        saw = play(bound)
+    except BaseException as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        while frames[-1].filename.endswith("releases/calls.py"):
+            frames.pop()  # called with what the release takes: by whom?
+        where = frames[-1]
+        if any(part in where.filename for part in _MADE_UP):
+            stage = "not played"  # what stands for the model reads it, nothing of vLLM or ours
+        said = f"{error} ({Path(where.filename).name}:{where.lineno})"
+        if type(error).__name__ == "UnsupportedEngineError":
+            said = str(error)
+        return {"stage": stage, "kind": type(error).__name__, "error": said, "saw": None}
+    return {"stage": "done", "kind": "", "error": "", "saw": json.loads(json.dumps(saw))}
+
+
+def _in_child(work: Callable[[], Any]) -> Any:
+    """What some work answers, done in a fork of this process."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reader)
+        with os.fdopen(writer, "w") as pipe:
+            json.dump(work(), pipe)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(text) if text else None
+
+
+def _play_all(path: Path) -> dict[str, Answer]:
+    """All plays on the sources in a folder; vLLM is imported once for them."""
+    sys.path.insert(0, str(path))
+    sys.path.insert(0, str(_HERE))
+    try:
+        for module in _VLLM:
+            importlib.import_module(module)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        return {"vllm": {"stage": "import", "kind": "BrokenDrift", "error": text, "saw": None}}
+    answers = {name: _in_child(partial(_answer_of, play)) for name, play in PLAYS.items()}
+    died = {"stage": "run", "kind": "Died", "error": "the process died", "saw": None}
+    return {name: answer or died for name, answer in answers.items()}
+
+
+def prepare(sources: Path) -> dict[str, Answer]:
+    """Make this process one that forks plays.
+
+    Args:
+        sources: Of vLLM, as they are.
+
+    Returns:
+        What every play answers there.
+    """
+    os.environ.update(PYTHONHASHSEED="0", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
+    warnings.simplefilter("ignore")
+
+    def first() -> tuple[dict[str, Answer], list[str]]:
+        answers = _play_all(sources)
+        import engine  # noqa: F401
+
+        importlib.import_module("kvview_vllm.connector")
+        names = [name for name in sys.modules if name.partition(".")[0] not in _OURS]
+        return answers, names
+
+    answers, names = _in_child(first)
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception:
+            continue  # made by its parent at run time
+    found: dict[str, Answer] = answers
+    return found
+
+
+def play_each(
+    trees: Sequence[tuple[str, Callable[[Path], None]]], scratch: Path, processes: int
+) -> Iterator[tuple[str, dict[str, Answer]]]:
+    """Play on trees of sources, some at a time.
+
+    Args:
+        trees: Name, and what writes the tree into a new folder.
+        scratch: A folder for trees and compiled files.
+        processes: How many at a time.
+    """
+    sys.pycache_prefix = str(scratch / "compiled")
+    context = multiprocessing.get_context("fork")
+    _trees.update(trees)
+    with context.Pool(processes, maxtasksperchild=1) as pool:
+        tasks = [(name, str(scratch), processes) for name, _ in trees]
+        yield from pool.imap(_play_tree, tasks, chunksize=1)
+
+
+_trees: dict[str, Callable[[Path], None]] = {}
+
+
+def _play_tree(task: tuple[str, str, int]) -> tuple[str, dict[str, Answer]]:
+    name, scratch, slots = task
+    # Always the same paths: what was compiled of them is found again.
+    for slot in range(slots):
+        lock = os.open(Path(scratch, f"slot{slot}.lock"), os.O_CREAT)  # held until we end
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        folder = Path(scratch, f"slot{slot}")
+        _trees[name](folder)
+        return name, _play_all(folder)
+    raise AssertionError("more processes than slots")

@@ -1,0 +1,162 @@
+"""Drifts planted into the newest release's sources: what gets through to a request?
+
+    python tests/vllm/drifts.py [NAME ...] [--processes 2] [--json FILE]
+
+A drift is what a later release could rename, reorder, add or take away, after what vLLM did
+between 0.11 and 0.33. Each is planted into sources of its own (links, but for the files that
+change) and played there, every way in (:mod:`drift_plays`). A way in either *works*: it saw
+what the same play sees on the sources as they are; or it is *refused* in one line when it is
+bound, and then ``kvview doctor`` does not say healthy. All else got *through*.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import drift_connector  # type: ignore[import-not-found]  # noqa: F401 - its drifts
+import drift_memory  # type: ignore[import-not-found]  # noqa: F401
+from drift_edits import DRIFTS, DriftError, Files, Sources  # type: ignore[import-not-found]
+from drift_plays import Answer, play_each, prepare  # type: ignore[import-not-found]
+from sources import RELEASES, sources  # type: ignore[import-not-found]
+
+NEWEST = RELEASES[-1]
+
+# --- trees of sources ---
+
+
+def plant(name: str, files: Sources, folder: Path) -> None:
+    """Write the sources with one drift into a folder, in place of what is there."""
+    changed = DRIFTS[name].apply(files)
+    _write_tree(files.folder, folder, changed)
+    stamp = 1_000_000_000 + list(DRIFTS).index(name)  # by it compiled files are told apart
+    for path in changed:
+        os.utime(folder / path, (stamp, stamp))
+
+
+def _write_tree(whole: Path, folder: Path, changed: Files) -> None:
+    """Sources with some files changed: links, but for those and the folders above them."""
+    if folder.exists():
+        for path, folders, files in os.walk(folder, topdown=False):
+            for name in (*files, *folders):
+                one = Path(path, name)
+                one.rmdir() if one.is_dir() and not one.is_symlink() else one.unlink()
+        folder.rmdir()
+    above = {str(parent) for path in changed for parent in Path(path).parents} | {"."}
+
+    def write(inside: str) -> None:
+        (folder / inside).mkdir()
+        for one in (whole / inside).iterdir():
+            path = os.path.normpath(Path(inside, one.name))
+            if path in above:
+                write(path)
+            elif path in changed:
+                (folder / path).write_text(changed[path])
+            else:
+                (folder / path).symlink_to(one)
+
+    write(".")
+
+
+# --- the verdict ---
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one drift.
+
+    Args:
+        name: Of the drift.
+        outcomes: ``works``, ``refused``, or how it got through, by way in.
+        messages: What was said, by way in.
+    """
+
+    name: str
+    outcomes: dict[str, str]
+    messages: dict[str, str]
+
+    @property
+    def got_through(self) -> bool:
+        """Whether anything is neither right nor refused, or refused where doctor is healthy."""
+        ways = [outcome for way, outcome in self.outcomes.items() if way != "doctor"]
+        if any(outcome not in ("works", "refused", "not played") for outcome in ways):
+            return True
+        return "refused" in ways and self.outcomes["doctor"] != "refused"
+
+
+def judge(name: str, answers: dict[str, Answer], normal: dict[str, Answer]) -> Verdict:
+    """Compare a drift's answers with those of the sources as they are."""
+    outcomes: dict[str, str] = {}
+    messages: dict[str, str] = {}
+    for way, answer in answers.items():
+        said = str(answer["error"])
+        if way == "vllm":
+            outcomes[way] = "vLLM itself is broken"
+        elif way == "doctor" and answer["stage"] == "done":
+            outcomes[way] = "refused" if answer["saw"] else "healthy"
+            said = "; ".join(f"{seam}: {detail}" for seam, detail in answer["saw"])
+        elif answer["stage"] == "done":
+            same = answer["saw"] == normal[way]["saw"]
+            outcomes[way] = "works" if same else "swallowed: it saw something else"
+        elif answer["stage"] == "not played":
+            outcomes[way] = "not played"
+        elif answer["stage"] == "bind" and answer["kind"] == "UnsupportedEngineError":
+            outcomes[way] = "refused" if "\n" not in said else "refused in several lines"
+        else:
+            when = "at bind" if answer["stage"] == "bind" else "at a request"
+            outcomes[way] = f"{answer['kind']} {when}"
+        messages[way] = said
+    return Verdict(name, outcomes, messages)
+
+
+def play(names: Sequence[str], processes: int) -> Iterator[Verdict]:
+    """Plant drifts and play on each.
+
+    Raises:
+        DriftError: A drift does not fit the newest sources.
+    """
+    files = Sources(sources(NEWEST))
+    files.all()
+    normal = prepare(files.folder)
+    broken = {way: answer["error"] for way, answer in normal.items() if answer["stage"] != "done"}
+    if broken or normal["doctor"]["saw"]:
+        raise DriftError(f"{NEWEST} as it is does not play: {broken} {normal['doctor']['saw']}")
+    trees = [(name, partial(plant, name, files)) for name in names]
+    with tempfile.TemporaryDirectory(prefix="kvview-drifts-") as scratch:
+        for name, answers in play_each(trees, Path(scratch), processes):
+            yield judge(name, answers, normal)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Drifts planted into the newest vLLM.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="parts of names; default: all")
+    parser.add_argument("--processes", type=int, default=2, metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts here")
+    arguments = parser.parse_args()
+    names = [
+        name
+        for name in DRIFTS
+        if not arguments.names or any(part in name for part in arguments.names)
+    ]
+    verdicts = []
+    for verdict in play(names, arguments.processes):
+        verdicts.append(verdict)
+        mark = "THROUGH" if verdict.got_through else "ok"
+        ways = ", ".join(f"{way} {outcome}" for way, outcome in verdict.outcomes.items())
+        print(f"{mark:8}{verdict.name}: {ways}", flush=True)
+    through = [verdict for verdict in verdicts if verdict.got_through]
+    print(f"{len(through)} of {len(verdicts)} drifts get through")
+    if arguments.json:
+        arguments.json.write_text(json.dumps([vars(one) for one in verdicts], indent=2) + "\n")
+    return 1 if through else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

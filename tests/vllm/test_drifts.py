@@ -1,0 +1,91 @@
+"""Drifts planted into the newest release: each works, or is refused at bind and by doctor.
+
+``drifts.py`` plays all of them, in minutes; here stands one of each kind.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+vllm = pytest.importorskip(  # a submodule: this very folder is named vllm
+    "vllm.version",
+    reason="needs vLLM's Python sources: tests/vllm/sources.py",
+    exc_type=ImportError,
+)
+
+drifts: Any = import_module("drifts")
+
+SAMPLE = (
+    "CachedRequestData.new_block_ids by request",
+    "CachedRequestData requires a field more",
+    "Request.cache_salt renamed",
+    "KVConnectorMetadata requires a method",
+    "get_num_new_matched_tokens answers an object",
+    "get_block_ids_with_load_errors renamed",
+    "maybe_convert_block_hash renamed",
+    "resolve_kv_cache_block_sizes answers an object",
+    "_reuse_watchers renamed",
+    "OffloadingWorker requires a method more",
+    "TransferResult.transfer_time renamed",
+    "RequestOffloadingContext requires a policy",
+)
+HARMLESS = ("CachedRequestData requires a field more", "NewRequestData in another order")
+
+newest = pytest.mark.skipif(
+    vllm.__version__ != drifts.NEWEST, reason="drifts are planted into the newest release"
+)
+
+
+@newest
+def test_every_drift_fits_the_newest_sources() -> None:
+    files = drifts.Sources(drifts.sources(drifts.NEWEST))
+    assert len(drifts.DRIFTS) >= 100
+    for name, drift in drifts.DRIFTS.items():
+        for path, text in drift.apply(files).items():
+            compile(text, f"{name}: {path}", "exec")
+
+
+@newest
+def test_no_drift_gets_through() -> None:
+    verdicts = list(drifts.play([*SAMPLE, HARMLESS[1]], 2))
+    assert not [verdict for verdict in verdicts if verdict.got_through]
+    works = [
+        verdict.name
+        for verdict in verdicts
+        if set(verdict.outcomes.values()) == {"works", "healthy"}
+    ]
+    assert works == list(HARMLESS)
+
+
+def answer(
+    stage: str = "done", kind: str = "", error: str = "", saw: object = 1
+) -> dict[str, object]:
+    return {"stage": stage, "kind": kind, "error": error, "saw": saw}
+
+
+REFUSED = answer("bind", "UnsupportedEngineError", "the pool seam ...", None)
+HEALTHY, ILL = answer(saw=[]), answer(saw=[["pool", "..."]])
+
+
+@pytest.mark.parametrize(
+    ("way", "doctor", "through"),
+    [
+        (answer(), HEALTHY, False),
+        (answer(saw=2), HEALTHY, True),  # swallowed
+        (REFUSED, ILL, False),
+        (REFUSED, HEALTHY, True),  # doctor is healthier than the engine
+        (answer("bind", "TypeError", "no one line of ours", None), ILL, True),
+        (answer("bind", "UnsupportedEngineError", "two\nlines", None), ILL, True),
+        (answer("run", "UnsupportedEngineError", "too late", None), ILL, True),
+        (answer("run", "AttributeError", "at a request", None), ILL, True),
+    ],
+)
+def test_what_gets_through(
+    way: dict[str, object], doctor: dict[str, object], through: bool
+) -> None:
+    normal = {"connector": answer(), "doctor": HEALTHY}
+    verdict = drifts.judge("a drift", {"connector": way, "doctor": doctor}, normal)
+    assert verdict.got_through is through
