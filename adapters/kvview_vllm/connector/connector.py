@@ -99,8 +99,8 @@ class KVViewOptions(BaseModel):
         pin_budget: Largest share of the pool's blocks that it may hold, 0 to 1.
         trace_holds: Whether leak reports name the line that took each hold (slow).
         leak_report_seconds: How old a hold, or a job, is when the log names it; None: never.
-        contain_faults: Whether the engine goes on without a connector that fails, where
-            ``kv_load_failure_policy`` is ``recompute`` (FAULT-2).
+        contain_faults: Whether what a hook raises is told and contained (FAULT-1, FAULT-2);
+            else it comes through as it is, for a debugger or the kit.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -159,11 +159,13 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
             connector = build_connector(kind, ConnectorConfig(self._geometry, options.options))
         except ConfigError as error:
             raise ConfigError(f"options of connector {target}: {error}") from None
+        if options.contain_faults:
+            watch_hooks(connector)
         recomputes = recomputes_failed_loads(vllm_config.kv_transfer_config)
         goes_on = options.contain_faults and recomputes
         parallel = vllm_config.parallel_config
         if role is KVConnectorRole.SCHEDULER:
-            half = watch_hooks(connector).make_scheduler()
+            half = connector.make_scheduler()
             self.needs_block_pool_view = (
                 type(half).bind_gpu_block_pool_view
                 is not SchedulerConnector.bind_gpu_block_pool_view
@@ -181,7 +183,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
                 _logger.warning(_LOSES_ANSWERS, target)
         else:
             self._worker_side = WorkerSide(
-                watch_hooks(connector).make_worker(),
+                connector.make_worker(),
                 kv_cache_config,
                 parallel.rank,
                 self._release,
@@ -218,12 +220,8 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         vllm_config, kv_cache_config = self._kvview_config
         num_gpu_blocks = self._bound_pool.num_gpu_blocks
         facts = read_facts(vllm_config, kv_cache_config, self._geometry, num_gpu_blocks)
-        try:
-            self._scheduler.bind(self.block_pool_view)
-            self._scheduler.on_engine_ready(facts)
-        except KVViewError as error:
-            tell_at_start(self.view_owner, error)
-            raise
+        self._scheduler.bind(self.block_pool_view)
+        self._scheduler.on_engine_ready(facts)
 
     @property
     def requires_kv_delivery(self) -> bool:

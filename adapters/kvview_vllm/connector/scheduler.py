@@ -90,7 +90,7 @@ class SchedulerSide:
     """The scheduler half, driven by vLLM's scheduler.
 
     Args:
-        half: The connector's scheduler half, its hooks watched.
+        half: The connector's scheduler half; of hooks that are watched, faults are contained.
         geometry: Of the engine.
         num_workers: Workers that report each job.
         release: Whether requests wait for their loads between steps (LOAD-1), and what

@@ -69,7 +69,11 @@ class WorkerSide:
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Receive the tensors of all layers."""
-        self._half.register_kv_caches(canonical_kv_caches(kv_caches, self._kv_cache_config))
+        canonical = canonical_kv_caches(kv_caches, self._kv_cache_config)
+        try:
+            self._half.register_kv_caches(canonical)
+        except HookError as error:
+            self._faults.hear(error, "it cannot start")
 
     def start(self, metadata: KVViewMetadata) -> None:
         """Start the plan of one step."""
@@ -170,7 +174,10 @@ class WorkerSide:
 
     def shutdown(self) -> None:
         """Release memory."""
-        self._half.shutdown()
+        try:
+            self._half.shutdown()
+        except HookError as error:
+            self._faults.hear(error)
 
     def _say_failed(self, job: TransferJob, error: str | None) -> None:
         one_group = self._num_groups == 1
@@ -183,6 +190,6 @@ class WorkerSide:
             raise ConnectorError(
                 f"WORK-2: load job {job.job_id} of request {job.request_id!r} by connector "
                 f"{self._faults.target} failed ({error}), and this vLLM cannot be told so with "
-                f"{self._num_groups} KV-cache groups: it would compute on what was never loaded. Needs 0.11.1 with one group, 0.30 with "
-                f"several"
+                f"{self._num_groups} KV-cache groups: it would compute on what was never "
+                f"loaded. Needs 0.11.1 with one group, 0.30 with several"
             )
