@@ -193,4 +193,4 @@ def test_a_setting_that_loses_answers_is_one_warning(
     assert len(warnings) == (policy == "fail")
     for warning in warnings:
         assert str(lane.EXAMPLE) in warning
-        assert 'Add "kv_load_failure_policy": "recompute" to --kv-transfer-config' in warning
+        assert 'Add "kv_load_failure_policy": "recompute" beside "kv_connector"' in warning

@@ -84,9 +84,9 @@ else:
 _logger = logging.getLogger(__name__)
 _NOT_FINISHED_WELL = unfinished_statuses()
 _LOSES_ANSWERS = (
-    "kvview: connector %s: a request whose load fails will end without an answer: "
-    'kv_load_failure_policy is "fail", vLLM\'s default since 0.17. Add "kv_load_failure_policy": '
-    '"recompute" to --kv-transfer-config (beside "kv_connector", at the outermost level)'
+    "kvview: connector %s: a request whose load fails ends without an answer, as "
+    'kv_load_failure_policy is "fail" (vLLM\'s default since 0.17). Add "kv_load_failure_policy": '
+    '"recompute" beside "kv_connector" in --kv-transfer-config, under MultiConnector in both places'
 )
 
 

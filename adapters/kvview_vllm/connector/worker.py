@@ -82,6 +82,8 @@ class WorkerSide:
             self._unacknowledged.pop(job_id, None)
         plan = metadata.plan
         self._jobs.begin(plan)
+        if plan or metadata.acknowledged:
+            self._next_stats = 0.0  # there is news on the other side
         if plan and not metadata.is_lost and not self._faults.is_out:
             try:
                 self._half.start_plan(plan)
