@@ -47,11 +47,11 @@ from kvview_vllm.connector.messages import (
     stats_of,
     take_reports,
 )
-from kvview_vllm.connector.metrics import PromMetrics, Reporter
 from kvview_vllm.connector.scheduler import SchedulerSide
 from kvview_vllm.connector.worker import WorkerSide
 from kvview_vllm.events import to_vllm_events
 from kvview_vllm.geometry import read_facts, read_geometry
+from kvview_vllm.metrics import PromMetrics, Reporter
 from kvview_vllm.releases import installed
 from kvview_vllm.releases.calls import recomputes_failed_loads, unfinished_statuses
 
@@ -331,8 +331,6 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
 
     def _news(self) -> KVViewStats | None:
         side = self._scheduler
-        if not self._reporter.is_due(at_rest=side.is_at_rest):
-            return None
         oldest = self._hold_watch.oldest if self._hold_watch is not None else {}
         values = side.meter.values(side.half, self._bound_view, oldest)
         values.setdefault("", {})["faults"] = side.faults.num_faults

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvview import StepPlan, TransferResult
-from kvview_vllm.connector.metrics import Said, as_log_line, merge
+from kvview_vllm.metrics import Said, as_log_line, merge
 from kvview_vllm.releases import installed
 
 if TYPE_CHECKING:

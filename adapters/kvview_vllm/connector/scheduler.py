@@ -48,8 +48,8 @@ from kvview import (
 from kvview.connector.job_book import JobBook, check_promise
 from kvview_vllm.connector.faults import Faults, contain
 from kvview_vllm.connector.messages import JobReport, KVViewMetadata
-from kvview_vllm.connector.metrics import Meter
 from kvview_vllm.connector.steps import LazySteps, request_info, resumed_request_ids
+from kvview_vllm.metrics import Meter
 from kvview_vllm.releases import ConnectorSeam
 from kvview_vllm.releases.calls import request_content
 
@@ -439,11 +439,6 @@ class SchedulerSide:
             for spec in (job.src, job.dst)
             if isinstance(spec, GPULoadStoreSpec) and not set(block_ids).isdisjoint(spec.block_ids)
         ]
-
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether no request is known that could bring another step."""
-        return not self._tracked
 
     def forget_computed(self) -> None:
         """Blocks were not loaded: what was launched in the last step may have no KV."""

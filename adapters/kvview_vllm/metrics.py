@@ -63,8 +63,6 @@ Values = dict[str, float]
 Said = dict[str, Any]
 """``{scheduler half: {"connector": target, "children": {child: Values}}}``; goes over the wire."""
 
-_SECONDS_BETWEEN = 0.1
-
 
 class Meter:
     """Counts what becomes of jobs, by child.
@@ -137,7 +135,7 @@ class Meter:
 
 
 class Reporter:
-    """Says what changed, at most every so often while the engine is at work.
+    """Says what changed since it was asked last: the next step may be long in coming.
 
     Args:
         owner: Names the scheduler half.
@@ -148,15 +146,6 @@ class Reporter:
         self._owner = owner
         self._connector = connector
         self._told: dict[str, Values] = {}
-        self._next = 0.0
-
-    def is_due(self, *, at_rest: bool) -> bool:
-        """Whether to look at all; at rest always, as no later step may come (METRIC-2)."""
-        now = time.monotonic()
-        if now < self._next and not at_rest:
-            return False
-        self._next = now + _SECONDS_BETWEEN
-        return True
 
     def say(self, children: Mapping[str, Mapping[str, float]]) -> Said | None:
         """What is new; None when nothing is.
