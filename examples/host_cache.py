@@ -77,7 +77,7 @@ class HostCacheScheduler(SchedulerConnector):
         self.loads: dict[int, list[OffloadKey]] = {}
         self.stores: dict[int, tuple[dict[OffloadKey, int], list[int]]] = {}
         self.num_reused: dict[str, int] = {}  # leading tokens that a request did not compute
-        self.num_not_stored = 0
+        self.num_skipped_blocks = 0  # a name that engines export
 
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
         self.view = view
@@ -157,7 +157,7 @@ class HostCacheScheduler(SchedulerConnector):
             if len(slots) >= room or (slot := self.take_slot()) is None:
                 break
             slots[key] = slot
-        self.num_not_stored += len(new) - len(slots)
+        self.num_skipped_blocks += len(new) - len(slots)
         if not slots:
             return
         blocks = [new[key] for key in slots]  # group after group

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, ClassVar
 
-from kvview import GPUBlockPoolView, GuardedView, ViewNotBoundError
-from kvview_vllm.guard import close_view, expire_leases, guarded_view
+from kvview import GPUBlockPoolView, GuardedView, Leak, ViewNotBoundError
+from kvview_vllm.guard import HoldWatch, close_view, guarded_view
 from kvview_vllm.releases import engine_version, installed
 from kvview_vllm.releases.calls import child_connectors, pool_of_context
 
@@ -34,16 +34,19 @@ class BlockPoolViewMixin:
        raises :class:`~kvview.ViewNotBoundError` (BIND-3).
     3. The view is a :class:`~kvview.GuardedView`. Set :attr:`pin_budget` (the largest
        share of the pool to hold), :attr:`trace_holds` (note the line that took each
-       hold; slow) and :attr:`view_owner` (whom reports name; the class if empty) before
-       the pool is bound.
+       hold; slow), :attr:`leak_report_seconds` (how old a hold is when the log names it;
+       None for never) and :attr:`view_owner` (whom reports name; the class if empty)
+       before the pool is bound.
     """
 
     needs_block_pool_view: bool = True
     pin_budget: float | None = None
     trace_holds: bool = False
+    leak_report_seconds: float | None = 60.0
     view_owner: str = ""
     _bound_pool: ClassVar[Any] = None  # shadowed by the instance once bound
     _bound_view: GuardedView | None = None
+    _hold_watch: HoldWatch | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -96,12 +99,21 @@ class BlockPoolViewMixin:
     def _owner(self) -> str:
         return self.view_owner or type(self).__name__
 
+    def _describe_hold(self, leak: Leak) -> Leak:
+        """Add what the engine knows to a leak that is to be logged."""
+        return leak
+
+    def _late_work(self, seconds: float) -> list[str]:
+        """Lines for the log about other work that has taken so long."""
+        return []
+
     def close_block_pool_view(self) -> None:
         """Close the view, if there is one; what it still held is logged."""
         view = self._bound_view
         if view is not None:
             vars(self).pop("_bound_pool", None)
             vars(self).pop("_bound_view", None)
+            vars(self).pop("_hold_watch", None)
             close_view(view)
 
     # --- for the engine: whichever of these the release calls ---
@@ -117,7 +129,8 @@ class BlockPoolViewMixin:
             trace_holds=self.trace_holds,
         )
         self.close_block_pool_view()
-        vars(self).update(_bound_pool=gpu_block_pool, _bound_view=bound)
+        watch = HoldWatch(bound, self.leak_report_seconds, self._describe_hold, self._late_work)
+        vars(self).update(_bound_pool=gpu_block_pool, _bound_view=bound, _hold_watch=watch)
         self.bind_gpu_block_pool_view(bound)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -149,10 +162,10 @@ def walk_connectors(connector: Any) -> Iterator[Any]:
 def _on_open_view(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def checked(self: BlockPoolViewMixin, *args: Any, **kwargs: Any) -> Any:
-        if self._bound_view is None:
+        if self._hold_watch is None:
             self.check_block_pool_view()
         else:
-            expire_leases(self._bound_view)
+            self._hold_watch.step()
         return method(self, *args, **kwargs)
 
     return checked

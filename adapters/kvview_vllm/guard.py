@@ -6,6 +6,8 @@ Source: :mod:`kvview.guard`, whose laws it keeps.
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +15,9 @@ from kvview import GuardedView, Leak
 from kvview_vllm.pool import view
 
 _logger = logging.getLogger(__name__)
+_SECONDS_BETWEEN_LOOKS = 10.0
+_LONGEST_PAUSE = 3600.0  # seconds between two reports
+_MOST_LINES = 5
 
 
 def guarded_view(
@@ -31,16 +36,74 @@ def guarded_view(
     )
 
 
-def expire_leases(guard: GuardedView) -> None:
-    """Release the leases whose time is up, and log them; for every step."""
-    if guard.deadlines:
-        _log("a lease expired", guard.release_expired())
-
-
 def close_view(guard: GuardedView) -> None:
     """Close the view; what it still held is logged."""
     _log("at close", guard.leaks())
     guard.close()
+
+
+class HoldWatch:
+    """What is done at every step: leases expire, and what is held for long is told.
+
+    1. What is held is looked at every ten seconds, and never for more than a thousandth of
+       the time.
+    2. What is older than ``report_after`` is logged, at first when it is seen, then after
+       twice as long each time, at most an hour apart.
+
+    Args:
+        guard: The view of the connector.
+        report_after: Seconds, None to report nothing.
+        describe: Adds what the engine knows to a leak before it is logged.
+        late_work: Lines about what else has been going on for so many seconds.
+    """
+
+    def __init__(
+        self,
+        guard: GuardedView,
+        report_after: float | None,
+        describe: Callable[[Leak], Leak],
+        late_work: Callable[[float], list[str]],
+    ) -> None:
+        self.guard = guard
+        self.oldest: dict[str, float] = {}
+        """When the oldest reference of each owner was taken, as Unix time."""
+        self._report_after = report_after
+        self._describe = describe
+        self._late_work = late_work
+        self._next_look = self._next_report = float("-inf")
+        self._pause = 0.0
+
+    def step(self) -> None:
+        """Do what is due."""
+        guard = self.guard
+        if guard.deadlines:
+            _log("a lease expired", guard.release_expired())
+        if guard.now() >= self._next_look and guard.is_open:
+            self._look()
+
+    def _look(self) -> None:
+        began = time.perf_counter()
+        leaks, now, today = self.guard.leaks(), self.guard.now(), time.time()
+        self.oldest = {leak.owner: today - leak.age for leak in reversed(leaks)}
+        if self._report_after is not None:
+            self._report(now, [leak for leak in leaks if leak.age >= self._report_after])
+        cost = time.perf_counter() - began
+        self._next_look = now + max(_SECONDS_BETWEEN_LOOKS, 1000 * cost)
+
+    def _report(self, now: float, leaks: list[Leak]) -> None:
+        assert self._report_after is not None, "else nothing is reported"
+        late = self._late_work(self._report_after)
+        if not leaks and not late:
+            self._pause, self._next_report = 0.0, now
+        elif now >= self._next_report:
+            self._pause = min(2 * self._pause or self._report_after, _LONGEST_PAUSE)
+            self._next_report = now + self._pause
+            _log("held for long", [self._describe(leak) for leak in leaks[:_MOST_LINES]])
+            for line in late[:_MOST_LINES]:
+                _logger.warning("kvview: %s", line)
+            more = len(leaks[_MOST_LINES:]) + len(late[_MOST_LINES:])
+            if more:
+                _logger.warning("kvview: and %d more of %r", more, self.guard.owner)
 
 
 def _log(when: str, leaks: list[Leak]) -> None:

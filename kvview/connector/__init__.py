@@ -6,6 +6,7 @@ from kvview.connector.halves import (
     EngineFacts,
     FinishReason,
     SchedulerConnector,
+    SupportsSkippedBlocks,
     WorkerConnector,
 )
 from kvview.connector.plan import StepPlan, TransferJob
@@ -34,6 +35,7 @@ __all__ = [
     "SchedulerConnector",
     "StepInfo",
     "StepPlan",
+    "SupportsSkippedBlocks",
     "TransferJob",
     "WorkerConnector",
     "full_blocks",

@@ -52,7 +52,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from kvview.connector.hooks import Hooked
 from kvview.connector.plan import StepPlan
@@ -194,6 +194,15 @@ class SchedulerConnector(Hooked):
 
     def shutdown(self) -> None:
         """Release everything held; callable twice."""
+
+
+@runtime_checkable
+class SupportsSkippedBlocks(Protocol):
+    """A scheduler half that counts what it did not store, for an engine's metrics."""
+
+    num_skipped_blocks: int
+    """Blocks since the start that could have been stored and were not: the pin budget was
+    used up, too few blocks were free, or its tier was busy."""
 
 
 class WorkerConnector(Hooked):

@@ -18,12 +18,14 @@ class TransferJob:
         dst: Where they go.
         request_id: The request that waits for it; None for stores. A failed
             job with a request makes the engine compute its blocks anew.
+        owner: The child that planned it, in a connector of several; for reports.
     """
 
     job_id: int
     src: LoadStoreSpec
     dst: LoadStoreSpec
     request_id: str | None = None
+    owner: str = ""
 
 
 @dataclass(frozen=True)

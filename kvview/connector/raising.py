@@ -13,8 +13,8 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from kvview.connector.halves import (
@@ -41,6 +41,7 @@ _AT_START = {
     "bind_gpu_block_pool_view",
     "on_engine_ready",
 }
+_TOLD_AS_BOOL = frozenset({"has_pending_work", "reset_cache"})
 _NOT_THEIRS = {"kvview", "kvview_reference", "kvview_vllm", *sys.stdlib_module_names}
 
 
@@ -53,8 +54,12 @@ def build_connector(connector_class: type[Connector], config: ConnectorConfig) -
         HookError: Its constructor raised anything else, or made no ``Connector``.
     """
     require_contract(connector_class.contract_version, connector_class.__qualname__)
-    with _calling("__init__", connector_class):
+    try:
         connector: object = connector_class(config)
+    except BaseException as error:
+        if (told := _told(error, "__init__", connector_class)) is error:
+            raise
+        raise told from error
     if not isinstance(connector, Connector):
         raise _wrong_answer("__init__", connector_class, connector, "a Connector")
     return connector
@@ -118,16 +123,24 @@ def where(error: BaseException, *packages: str) -> str | None:
 
 def _watched(part: Any, name: str) -> Callable[..., Any]:
     method = getattr(part, name)
+    may_be_none = wrong_type(name, None) is None and name not in _TOLD_AS_BOOL | {"take_events"}
 
     @functools.wraps(method)
     def call(*args: Any) -> Any:
-        with _calling(name, type(part), method):
+        # Around every hook of every step: no context manager, and nothing checked in vain.
+        try:
             answer = method(*args)
+            if answer is None and may_be_none:
+                return None
             if name == "take_events" and isinstance(answer, Iterable):
                 answer = list(answer)  # a generator raises here, not in the engine
-            elif name in ("has_pending_work", "reset_cache"):
+            elif name in _TOLD_AS_BOOL:
                 answer = answer if inspect.isawaitable(answer) else bool(answer)
             expected = wrong_type(name, answer)
+        except BaseException as error:  # sys.exit() in a hook must not end the run as a success
+            if (told := _told(error, name, type(part), method)) is error:
+                raise
+            raise told from error
         if expected is not None:
             raise _wrong_answer(name, method, answer, expected)
         if name in ("make_scheduler", "make_worker"):
@@ -137,18 +150,17 @@ def _watched(part: Any, name: str) -> Callable[..., Any]:
     return call
 
 
-@contextmanager
-def _calling(hook: str, owner: type, method: Callable[..., Any] | None = None) -> Iterator[None]:
-    try:
-        yield
-    except (KeyboardInterrupt, HookError):
-        raise
-    except BaseException as error:  # sys.exit() in a hook must not end the run as a success
-        if isinstance(error, ConfigError) and hook in _AT_START:
-            raise
-        line = where(error, *(base.__module__ for base in owner.__mro__))
-        line = line or _innermost(error) or _definition(method or owner)
-        raise HookError(f"{line}: {hook} raised {one_line(error)}") from error
+def _told(
+    error: BaseException, hook: str, owner: type, method: Callable[..., Any] | None = None
+) -> BaseException:
+    """What a caller of a hook should see of an error: it says whose it is."""
+    if isinstance(error, KeyboardInterrupt | HookError):
+        return error
+    if isinstance(error, ConfigError) and hook in _AT_START:
+        return error
+    line = where(error, *(base.__module__ for base in owner.__mro__))
+    line = line or _innermost(error) or _definition(method or owner)
+    return HookError(f"{line}: {hook} raised {one_line(error)}")
 
 
 def _wrong_answer(hook: str, method: object, answer: object, expected: str) -> HookError:

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from kvview.errors import BlockNotHeldError
-from kvview.guard.ledger import NotCopyable
+from kvview.guard.ledger import NotCopyable, Stamp
 
 if TYPE_CHECKING:
     from kvview.guard.view import GuardedView
@@ -33,6 +33,7 @@ class Leak:
         block_ids: The blocks, one entry a reference.
         age: Seconds for which they have been held without a break.
         taken_at: ``file:line in function`` of the first caller when tracing, else None.
+        request_id: The request that the engine spoke of when they were taken, if it said so.
     """
 
     owner: str
@@ -40,12 +41,14 @@ class Leak:
     block_ids: tuple[int, ...]
     age: float
     taken_at: str | None
+    request_id: str | None = None
 
     def __str__(self) -> str:
         where = self.taken_at or "unknown: trace=True tells"
         return (
             f"{self.owner!r} holds {len(self.block_ids)} references for {self.age:.1f} s "
-            f"(job {self.job!r}, blocks {list(self.block_ids[:8])}, taken at {where})"
+            f"(request {self.request_id!r}, job {self.job!r}, blocks {list(self.block_ids[:8])}, "
+            f"taken at {where})"
         )
 
 
@@ -56,8 +59,7 @@ class Hold:
     Args:
         block_ids: What is held, one entry a reference.
         job: Named in reports.
-        since: When it was taken, seconds.
-        taken_at: The line that took it, when tracing.
+        stamp: When it was taken, and by whom.
         deadline: Seconds on the guard's clock, or None.
         ticket: Of its entry in the heap of deadlines; every other entry is stale.
         is_active: False once it was released or expired.
@@ -65,8 +67,7 @@ class Hold:
 
     block_ids: tuple[int, ...]
     job: object
-    since: float
-    taken_at: str | None
+    stamp: Stamp
     deadline: float | None = None
     ticket: int | None = None
     is_active: bool = True

@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any, NoReturn, Self, SupportsIndex
+from typing import Any, NamedTuple, NoReturn, Self, SupportsIndex
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
 from kvview.errors import (
@@ -33,8 +33,13 @@ from kvview.pool import GPUBlockPoolView
 Move = Callable[[list[Any]], object]
 """Tells the engine; takes what the ledger's ``blocks`` has for each id."""
 
-Stamp = float | tuple[float, str]
-"""When a reference was taken, and where if that is traced."""
+
+class Stamp(NamedTuple):
+    """Of a reference: when it was taken, for which request, and where if that is traced."""
+
+    seconds: float
+    request_id: str | None
+    taken_at: str | None
 
 
 @dataclass
@@ -45,6 +50,7 @@ class GuardStats:
         touched: References taken.
         freed: References given back.
         leases: Leases taken.
+        active_leases: Leases whose blocks are held now.
         expired: Leases that ended by expiry.
         refused: Calls that raised.
         peak_held: Most references held at once.
@@ -53,9 +59,15 @@ class GuardStats:
     touched: int = 0
     freed: int = 0
     leases: int = 0
+    active_leases: int = 0
     expired: int = 0
     refused: int = 0
     peak_held: int = 0
+
+    @property
+    def held(self) -> int:
+        """References held now."""
+        return self.touched - self.freed
 
 
 def check_block_ids(block_ids: Iterable[object], num_blocks: int | None) -> None:
@@ -93,6 +105,7 @@ class Ledger:
         # For budgets, and kept only where there is one: how many views hold each block.
         self.num_holders: list[int] | None = None
         self.num_pinned = 0
+        self.request_id: str | None = None  # whom the engine speaks of now, for reports
         self._token: int | None = None
 
     def remember(self, pool: object) -> None:

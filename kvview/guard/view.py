@@ -44,7 +44,7 @@ from contextlib import suppress
 from itertools import count
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from kvview.errors import ConfigError, StaleBlockError, WrongThreadError
 from kvview.guard.lease import GuardedLease, Hold, Leak
@@ -125,7 +125,7 @@ class GuardedView(GuardedQueries, NotCopyable):
         self._thread: int | None = get_ident()
         self.stats = GuardStats()
         self._view = _open_view(view, owner, max_blocks)
-        self._view.stamp = self._stamp if trace else clock
+        self._view.stamp = _stamper(self)
         self._view.stats = self.stats
         self._lease_view: LedgerView | None = None
         self._null = self._view.ledger.null_block_id
@@ -200,14 +200,15 @@ class GuardedView(GuardedQueries, NotCopyable):
         if expected_keys is not None:
             check_block_ids(block_ids, self._view.ledger.num_blocks)
             self._check_keys(block_ids, expected_keys)
-        taken_at = self._caller() if self._trace else None
+        stamp = self._stamp()
         if self._lease_view is None:
             self._lease_view = self._view.open_view(self.owner)
         self._lease_view.touch_blocks(block_ids)
         real = tuple(block_id for block_id in block_ids if block_id != self._null)
-        hold = Hold(real, job, self.now(), taken_at)
+        hold = Hold(real, job, stamp)
         self._holds.add(hold)
         self.stats.leases += 1
+        self.stats.active_leases += 1
         if ttl is not None:
             self._schedule(hold, ttl)
         return GuardedLease(self, hold)
@@ -286,6 +287,7 @@ class GuardedView(GuardedQueries, NotCopyable):
         self._lease_view.free_blocks(hold.block_ids)
         self._forget_deadline(hold)
         self._holds.discard(hold)
+        self.stats.active_leases -= 1
 
     # --- reports ---
 
@@ -305,14 +307,38 @@ class GuardedView(GuardedQueries, NotCopyable):
                     plain.setdefault((view.owner, stamp), []).extend([block_id] * times)
         leaks = [self._leak(hold) for hold in self._holds]
         for (owner, stamp), block_ids in plain.items():
-            since, taken_at = stamp if isinstance(stamp, tuple) else (stamp, None)
-            age = 0.0 if since is None else now - since
-            leaks.append(Leak(owner, None, tuple(block_ids), age, taken_at))
+            seconds, request_id, taken_at = stamp or Stamp(now, None, None)
+            leaks.append(Leak(owner, None, tuple(block_ids), now - seconds, taken_at, request_id))
         leaks = [leak for leak in leaks if leak.age >= older_than]
         return sorted(leaks, key=lambda leak: -leak.age)
 
     def _leak(self, hold: Hold) -> Leak:
-        return Leak(self.owner, hold.job, hold.block_ids, self.now() - hold.since, hold.taken_at)
+        seconds, request_id, taken_at = hold.stamp
+        age = self.now() - seconds
+        return Leak(self.owner, hold.job, hold.block_ids, age, taken_at, request_id)
+
+    def speak_of(self, request_id: str | None) -> None:
+        """For the engine: what is taken from now on is taken for this request, by whomever."""
+        self._view.ledger.request_id = request_id
+
+    def accounts(self) -> dict[str, list[GuardStats]]:
+        """The counters of this guard and of those over it, by owner, this one first."""
+        found: dict[str, list[GuardStats]] = {}
+        for view in self._view.tree():
+            counters = found.setdefault(view.owner, [])
+            if view.stats is not None and all(view.stats is not other for other in counters):
+                counters.append(view.stats)
+        return found
+
+    def free_all(self) -> None:
+        """For the engine: give back all that is held through this guard and close it."""
+        for view in self._view.tree():
+            if held := [block for block, times, _ in view.references() for _ in range(times)]:
+                view.free_blocks(held)
+        self._holds.clear()
+        self.deadlines.clear()
+        self.stats.active_leases = 0
+        self.close()
 
     def close(self) -> Mapping[int, int]:
         """Close the guard and the view under it; reports what was still held.
@@ -389,7 +415,9 @@ class GuardedView(GuardedQueries, NotCopyable):
                 )
 
     def _stamp(self) -> Stamp:
-        return self.now(), self._caller()
+        return Stamp(
+            self.now(), self._view.ledger.request_id, self._caller() if self._trace else None
+        )
 
     def _caller(self) -> str:
         import traceback  # a third of the import time of all kvview, for tracing alone
@@ -398,6 +426,18 @@ class GuardedView(GuardedQueries, NotCopyable):
         first_own = next(i for i, frame in enumerate(near) if frame.filename == __file__)
         caller = near[max(first_own - 1, 0)]
         return f"{caller.filename}:{caller.lineno} in {caller.name}"
+
+
+def _stamper(guard: GuardedView) -> Callable[[], Stamp]:
+    """Stamps of a guard that the view below may keep: it must not keep the guard alive."""
+    me = ref(guard)
+
+    def stamp() -> Stamp:
+        found = me()
+        assert found is not None, "whoever takes references has a guard"
+        return found._stamp()
+
+    return stamp
 
 
 def _check_ttl(ttl: float) -> None:

@@ -143,7 +143,7 @@ class ExpiresInTheOrderTaken(WrongGuardPool):
 
     class Guard(GuardedView):
         def _expire(self) -> list[Leak]:
-            oldest = min(self._holds, key=lambda hold: hold.since, default=None)
+            oldest = min(self._holds, key=lambda hold: hold.stamp.seconds, default=None)
             taken = sorted(self.deadlines, key=lambda entry: entry[1])
             if oldest is not None and taken and taken[0][0] > self.now():
                 return []
@@ -347,7 +347,7 @@ class IsAsYoungAsItsRenewal(WrongGuardPool):
     class Guard(GuardedView):
         def _renew(self, lease: GuardedLease, ttl: float) -> None:
             super()._renew(lease, ttl)
-            lease._hold.since = self.now()
+            lease._hold.stamp = self._stamp()
 
 
 @planted("GUARD-11", "check_guard_11_leaks_end_with_the_block")
@@ -369,7 +369,7 @@ class ReportsWhatWasRefused(WrongGuardPool):
             try:
                 return super().lease(block_ids, **options)
             except PinBudgetExceeded:
-                self._holds.add(Hold(tuple(block_ids), options.get("job"), self.now(), None))
+                self._holds.add(Hold(tuple(block_ids), options.get("job"), self._stamp()))
                 raise
 
 

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from kvview import StepPlan, TransferResult, WorkerConnector
+from kvview import (
+    ConnectorConfig,
+    SchedulerConnector,
+    StepPlan,
+    TransferResult,
+    WorkerConnector,
+)
 from kvview.targets import load_connector
 
 _EXAMPLE = Path(__file__).parents[2] / "examples" / "host_cache.py"
@@ -14,6 +21,8 @@ _HostCache: Any = load_connector(f"{_EXAMPLE}:HostCacheConnector")
 _HostCacheWorker: Any = vars(sys.modules[_HostCache.__module__])["HostCacheWorker"]
 
 SLOW_POLLS = 5
+
+HalfT = TypeVar("HalfT", SchedulerConnector, WorkerConnector)
 
 
 class FailingConnector(_HostCache):  # type: ignore[misc]
@@ -58,3 +67,33 @@ class _SlowWorker(_HostCacheWorker):  # type: ignore[misc]
         for result in [r for r in self.finished if r.job_id in job_ids]:
             self.finished.remove(result)
             self.late.append((0, result))
+
+
+class BrokenConnector(_HostCache):  # type: ignore[misc]
+    """One hook of one half raises, from the first call on; option ``fails_in``: its name."""
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        options = dict(config.options)
+        self.fails_in = options.pop("fails_in")
+        super().__init__(replace(config, options=options))
+        self.fail("__init__")
+
+    def make_scheduler(self) -> SchedulerConnector:
+        self.fail("make_scheduler")
+        scheduler: SchedulerConnector = super().make_scheduler()
+        return self.plant(scheduler)
+
+    def make_worker(self) -> WorkerConnector:
+        self.fail("make_worker")
+        worker: WorkerConnector = super().make_worker()
+        return self.plant(worker)
+
+    def plant(self, half: HalfT) -> HalfT:
+        name = self.fails_in.partition(".")[2]
+        if self.fails_in.startswith(type(half).__mro__[1].__name__):
+            object.__setattr__(half, name, lambda *_: self.fail(self.fails_in))
+        return half
+
+    def fail(self, name: str) -> None:
+        if name == self.fails_in:
+            raise RuntimeError("planted")

@@ -243,7 +243,9 @@ def test_what_another_request_computes_in_this_step_is_not_there_yet(
 
 
 def test_a_job_id_in_flight_cannot_be_planned_again(make_engine: MakeEngine) -> None:
-    engine = make_engine(lane.connector_config(f"{FAULTY}:SlowConnector", cpu_blocks=64))
+    config = lane.connector_config(f"{FAULTY}:SlowConnector", cpu_blocks=64)
+    config["kv_connector_extra_config"]["contain_faults"] = False
+    engine = make_engine(config)
     half = side(engine).half
     half.job_ids = itertools.repeat(7)
     engine.add("one", TOKENS)
@@ -388,7 +390,9 @@ def test_a_typo_is_an_error_at_start(
 
 def test_a_promise_without_a_load_is_an_error(make_engine: MakeEngine) -> None:
     # SCHED-4
-    engine = make_engine()
+    config = lane.connector_config(cpu_blocks=64)
+    config["kv_connector_extra_config"]["contain_faults"] = False
+    engine = make_engine(config)
     serve_and_forget(engine)
     side(engine).half.on_blocks_allocated = lambda *_: None
     engine.add("again", TOKENS)

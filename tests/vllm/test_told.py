@@ -255,7 +255,7 @@ def test_a_report_of_no_job_is_dropped(  # MSG-2
     request = engine.add("r", TOKENS)
     engine.run()
     assert request.is_finished()
-    assert "CONN-3: ToldWorker reported job 99" in caplog.text
+    assert f"CONN-3: connector {TOLD}: ToldWorker reported job 99" in caplog.text
     assert not worker.reports(), "it would be sent for ever: nobody can acknowledge it"
 
 

@@ -16,8 +16,10 @@ Source: ``KVConnectorBase_V1``, vllm/distributed/kv_transfer/kv_connector/v1/bas
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import ExitStack
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -28,13 +30,17 @@ from kvview import (
     ConnectorConfig,
     FinishReason,
     GPUBlockPoolView,
+    KVViewError,
+    Leak,
     SchedulerConnector,
 )
+from kvview.connector.raising import build_connector, watch_hooks
 from kvview.options import parse_options
 from kvview.targets import load_connector
 from kvview.version import require_contract
 from kvview_vllm.binding import BlockPoolViewMixin
 from kvview_vllm.connector.connector_canary import check_connector
+from kvview_vllm.connector.faults import Faults, tell_at_start
 from kvview_vllm.connector.messages import (
     KVViewMetadata,
     KVViewStats,
@@ -46,10 +52,12 @@ from kvview_vllm.connector.scheduler import SchedulerSide
 from kvview_vllm.connector.worker import WorkerSide
 from kvview_vllm.events import to_vllm_events
 from kvview_vllm.geometry import read_facts, read_geometry
+from kvview_vllm.metrics import PromMetrics, Reporter
 from kvview_vllm.releases import installed, reading, require_concrete
-from kvview_vllm.releases.calls import unfinished_statuses
+from kvview_vllm.releases.calls import recomputes_failed_loads, unfinished_statuses
 
 if TYPE_CHECKING:
+    KVConnectorFactory: Any
     KVConnectorRole: Any
     RequestStatus: Any
 
@@ -61,6 +69,8 @@ if TYPE_CHECKING:
     class SupportsHMA:  # noqa: D101
         pass
 else:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
     # Here and not at the first instance: Python would refuse a class that lacks an
     # abstract method before anything could be probed.
     with reading("connector", "the interface of connectors"):
@@ -74,7 +84,13 @@ else:
         SupportsHMA = base.SupportsHMA if installed().connector.several_groups else object
 
 
+_logger = logging.getLogger(__name__)
 _NOT_FINISHED_WELL = unfinished_statuses()
+_LOSES_ANSWERS = (
+    "kvview: connector %s: a request whose load fails ends without an answer, as "
+    'kv_load_failure_policy is "fail" (vLLM\'s default since 0.17). Add "kv_load_failure_policy": '
+    '"recompute" beside "kv_connector" in --kv-transfer-config, under MultiConnector in both places'
+)
 
 
 class KVViewOptions(BaseModel):
@@ -85,6 +101,9 @@ class KVViewOptions(BaseModel):
         options: Its own options.
         pin_budget: Largest share of the pool's blocks that it may hold, 0 to 1.
         trace_holds: Whether leak reports name the line that took each hold (slow).
+        leak_report_seconds: How old a hold, or a job, is when the log names it; None: never.
+        contain_faults: Whether what a hook raises is told and contained (FAULT-1, FAULT-2);
+            else it comes through as it is, for a debugger or the kit.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -93,6 +112,8 @@ class KVViewOptions(BaseModel):
     options: dict[str, Any] = Field(default_factory=dict)
     pin_budget: float | None = Field(default=None, gt=0, le=1)
     trace_holds: bool = False
+    leak_report_seconds: float | None = Field(default=60.0, gt=0)
+    contain_faults: bool = True
 
 
 class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
@@ -115,25 +136,39 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         self._release = release = installed().connector
         config = [kv_cache_config] if release.cache_config_argument else []
         super().__init__(vllm_config, role, *config)
+        self._kvview_config = vllm_config, kv_cache_config
+        self._scheduler_side: SchedulerSide | None = None
+        self._worker_side: WorkerSide | None = None
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+        try:
+            self._build(extra, role)
+        except KVViewError as error:
+            tell_at_start(str(extra.get("connector", "without a target")), error)
+            raise
+
+    def _build(self, extra: Mapping[str, Any], role: Any) -> None:
+        vllm_config, kv_cache_config = self._kvview_config
         try:
             options = parse_options(KVViewOptions, extra)
         except ConfigError as error:
             raise ConfigError(f"kv_connector_extra_config: {error}") from None
         self.pin_budget, self.trace_holds = options.pin_budget, options.trace_holds
+        self.leak_report_seconds = options.leak_report_seconds
         self.view_owner = target = options.connector
-        self._kvview_config = vllm_config, kv_cache_config
         check_connector()
         with reading("geometry", "the configuration of the KV cache"):
             self._geometry = read_geometry(vllm_config, kv_cache_config)
         kind = load_connector(target)
         require_contract(kind.contract_version, target)
         try:
-            connector = kind(ConnectorConfig(self._geometry, options.options))
+            connector = build_connector(kind, ConnectorConfig(self._geometry, options.options))
         except ConfigError as error:
             raise ConfigError(f"options of connector {target}: {error}") from None
-        self._scheduler_side: SchedulerSide | None = None
-        self._worker_side: WorkerSide | None = None
+        if options.contain_faults:
+            watch_hooks(connector)
+        recomputes = recomputes_failed_loads(vllm_config.kv_transfer_config)
+        goes_on = options.contain_faults and recomputes
+        parallel = vllm_config.parallel_config
         if role is KVConnectorRole.SCHEDULER:
             half = connector.make_scheduler()
             self.needs_block_pool_view = (
@@ -143,22 +178,40 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
             self._scheduler_side = SchedulerSide(
                 half,
                 self._geometry,
-                vllm_config.parallel_config.world_size,
-                release=release,
+                parallel.world_size,
+                release=self._release,
                 preempted_status=RequestStatus.PREEMPTED,
+                faults=Faults(target, "scheduler", goes_on=goes_on),
             )
+            self._reporter = Reporter(self._scheduler_side.owner, target)
+            if not recomputes:
+                _logger.warning(_LOSES_ANSWERS, target)
         else:
             self._worker_side = WorkerSide(
                 connector.make_worker(),
                 kv_cache_config,
-                vllm_config.parallel_config.rank,
-                release,
+                parallel.rank,
+                self._release,
+                Faults(target, "worker", goes_on=goes_on),
             )
 
     @property
     def _scheduler(self) -> SchedulerSide:
         assert self._scheduler_side is not None, "a method of the scheduler's side"
         return self._scheduler_side
+
+    def _describe_hold(self, leak: Leak) -> Leak:
+        if leak.job is not None:
+            return leak
+        jobs = self._scheduler.jobs_of(leak.block_ids)
+        return replace(leak, job=f"{jobs} in flight" if jobs else "none in flight")
+
+    def _late_work(self, seconds: float) -> list[str]:
+        return [
+            f"job {job.job_id} of {'/'.join(filter(None, (self.view_owner, job.owner)))} "
+            f"(request {job.request_id!r}) has not ended for {age:.1f} s"
+            for job, age in self._scheduler.late_jobs(seconds)
+        ]
 
     @property
     def _worker(self) -> WorkerSide:
@@ -173,7 +226,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         num_gpu_blocks = self._bound_pool.num_gpu_blocks
         with reading("geometry", "the facts of the engine"):
             facts = read_facts(vllm_config, kv_cache_config, self._geometry, num_gpu_blocks)
-        self._scheduler.bind(view)
+        self._scheduler.bind(self.block_pool_view)
         self._scheduler.on_engine_ready(facts)
 
     @property
@@ -202,6 +255,9 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
             self._scheduler.forget_computed()
         # Reports of sibling connectors carry another owner.
         self._scheduler.hear(take_reports(connector_output, self._scheduler.owner))
+        stats = connector_output.kv_connector_stats
+        if isinstance(stats, KVViewStats) and (new := self._news()) is not None:
+            stats.aggregate(new)  # 0.11.0 asks this side for none
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         """One KV-cache group: 0.11.0, and connectors without ``SupportsHMA``."""
@@ -267,14 +323,45 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         reports = self._worker.reports()
         return KVViewWorkerMetadata(reports) if reports else None
 
-    def get_kv_connector_stats(self) -> KVViewStats | None:
-        """Report jobs before 0.18.0; called on both sides."""
-        if self._release.worker_metadata or self._worker_side is None:
-            return None
-        reports = self._worker_side.reports()
-        return stats_of(reports) if reports else None
-
     # --- both ---
+
+    def get_kv_connector_stats(self) -> KVViewStats | None:
+        """What an operator should know, and up to 0.17 the reports of jobs."""
+        if self._worker_side is None:
+            return self._news()
+        reports = () if self._release.worker_metadata else self._worker_side.reports()
+        # Up to 0.23 the scheduler's side is asked only beside a worker that has some.
+        if reports or self._worker_side.is_stats_due():
+            return stats_of(list(reports))
+        return None
+
+    def _news(self) -> KVViewStats | None:
+        side = self._scheduler
+        oldest = self._hold_watch.oldest if self._hold_watch is not None else {}
+        values = side.meter.values(side.half, self._bound_view, oldest)
+        values.setdefault("", {})["faults"] = side.faults.num_faults
+        said = self._reporter.say(values)
+        return None if said is None else stats_of([], said)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVViewStats:
+        """The stats, as the front end received them."""
+        return KVViewStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PromMetrics:
+        """The metrics (0.11.1 asks); the same ones for each child of a ``MultiConnector``."""
+        last = _last_prom_metrics[0] if _last_prom_metrics else None
+        if last is None or last.per_engine_labelvalues is not per_engine_labelvalues:
+            last = PromMetrics(metric_types, labelnames, per_engine_labelvalues)
+            _last_prom_metrics[:] = [last]
+        return last
 
     def shutdown(self) -> None:
         """Release what either side holds, then close the view, whatever fails on the way."""
@@ -287,3 +374,8 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
 
 
 require_concrete("connector", KVViewConnector)
+_last_prom_metrics: list[PromMetrics] = []
+
+with suppress(ValueError):  # it is registered already
+    # vLLM's MultiConnector looks the stats of its children up by name, in the front end.
+    KVConnectorFactory.register_connector("KVViewConnector", __name__, "KVViewConnector")

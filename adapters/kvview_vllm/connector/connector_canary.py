@@ -28,6 +28,8 @@ from kvview import (
     TransferResult,
     make_offload_key,
 )
+from kvview.guard import GuardedView
+from kvview_vllm.connector.faults import Faults
 from kvview_vllm.connector.messages import (
     JobReport,
     KVViewMetadata,
@@ -118,10 +120,17 @@ def _play_steps() -> None:
     steps: Any = import_module("vllm.v1.core.sched.output")
     geometry = CacheGeometry.single(BLOCK_SIZE)
     half = _Witness()
-    side = SchedulerSide(half, geometry, 1, release=release, preempted_status=statuses.PREEMPTED)
+    side = SchedulerSide(
+        half,
+        geometry,
+        1,
+        release=release,
+        preempted_status=statuses.PREEMPTED,
+        faults=Faults(_NAME, "scheduler", goes_on=False),
+    )
     manager = make_kv_cache_manager(make_kv_cache_config(16))
     bound = view(manager.block_pool, owner=_NAME)
-    side.bind(bound)
+    side.bind(GuardedView(bound, owner=_NAME))
     request = make_request(_NAME, range(100, 100 + _NUM_TOKENS))
 
     expect(_SEAM, "tokens that are not there", side.match(request, 0), 0)

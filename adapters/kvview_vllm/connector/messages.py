@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvview import StepPlan, TransferResult
+from kvview_vllm.metrics import Said, as_log_line, merge
 from kvview_vllm.releases import installed, reading
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ else:
         _answers = installed().connector.worker_metadata
         KVConnectorWorkerMetadata = base.KVConnectorWorkerMetadata if _answers else object
 
-_REPORTS = "reports"
+_REPORTS, _METRICS = "reports", "metrics"
 
 
 @dataclass
@@ -54,12 +55,14 @@ class KVViewMetadata(KVConnectorMetadata):
         plan: What to start.
         wait_for_loads: Whether the step computes on what is loaded.
         acknowledged: Jobs whose reports have arrived (MSG-1).
+        is_lost: Whether the plan's jobs have failed already: their half is out (FAULT-2).
     """
 
     owner: str
     plan: StepPlan
     wait_for_loads: bool
     acknowledged: tuple[int, ...]
+    is_lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,32 +93,40 @@ class KVViewWorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class KVViewStats(KVConnectorStats):
-    """The same in the shape of connector stats; emptied before a logger sees it."""
+    """Metrics for the front end, and up to 0.17 reports, taken out before they get there."""
 
     def reset(self) -> None:
-        """Forget the reports."""
+        """Forget all."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVViewStats:
-        """Join the reports of two workers."""
-        return KVViewStats({_REPORTS: [*self.data[_REPORTS], *other.data[_REPORTS]]})
+        """Take in those of another worker, of the scheduler's side, or of a later time."""
+        # In place: the reports must be found in what the scheduler passes on as well.
+        if reports := [*self.data.get(_REPORTS, ()), *other.data.get(_REPORTS, ())]:
+            self.data[_REPORTS] = reports
+        if said := merge(self.data.get(_METRICS, {}), other.data.get(_METRICS, {})):
+            self.data[_METRICS] = said
+        return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Nothing is left to log."""
-        return {}
+        """The metrics, for the log of an interval."""
+        return as_log_line(self.data.get(_METRICS, {}))
 
     def is_empty(self) -> bool:
-        """Whether there is no report."""
-        return not self.data.get(_REPORTS)
+        """Whether there is neither report nor metric."""
+        return not (self.data.get(_REPORTS) or self.data.get(_METRICS))
+
+    def __getitem__(self, name: str) -> Any:
+        """``data``, as vLLM's MultiConnector up to 0.30 asks what it has not sent anywhere."""
+        return {"data": self.data}[name]
 
 
 def take_reports(connector_output: Any, owner: str) -> list[JobReport]:
     """Take the reports for one owner out of a ``KVConnectorOutput``.
 
     Args:
-        connector_output: As given to ``update_connector_output``. Stats are
-            emptied, so that they reach no logger: those would look for a
-            registered connector of this name under ``MultiConnector``.
+        connector_output: As given to ``update_connector_output``. Taken out of the stats,
+            as the front end needs none.
         owner: Whose reports to take.
     """
     if installed().connector.worker_metadata:
@@ -148,6 +159,7 @@ def _is_emptied(child: Any) -> bool:
     return isinstance(child, KVViewStats) and child.is_empty()
 
 
-def stats_of(reports: list[JobReport]) -> KVViewStats:
-    """Wrap reports as connector stats."""
-    return KVViewStats({_REPORTS: list(reports)})
+def stats_of(reports: list[JobReport], said: Said | None = None) -> KVViewStats:
+    """Wrap reports, or metrics, as connector stats."""
+    data: dict[str, Any] = {_REPORTS: list(reports)} if reports else {}
+    return KVViewStats(data | ({_METRICS: said} if said else {}))

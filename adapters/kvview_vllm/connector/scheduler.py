@@ -21,31 +21,36 @@ Source: the order of calls in vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress
+from itertools import chain, compress, count
 from typing import Any, NamedTuple
 
 from kvview import (
     BlockIds,
     CacheGeometry,
+    ConnectorError,
     EngineFacts,
     FinishReason,
-    GPUBlockPoolView,
+    GPULoadStoreSpec,
+    GuardedView,
     OffloadingEvent,
     RequestContent,
     RequestStep,
     SchedulerConnector,
     StepInfo,
     StepPlan,
-    SupportsIsFree,
+    TransferJob,
     TransferResult,
 )
 from kvview.connector.job_book import JobBook, check_promise
+from kvview_vllm.connector.faults import Faults, contain
 from kvview_vllm.connector.messages import JobReport, KVViewMetadata
 from kvview_vllm.connector.steps import LazySteps, request_info, resumed_request_ids
+from kvview_vllm.metrics import Meter
 from kvview_vllm.releases import ConnectorSeam
 from kvview_vllm.releases.calls import request_content
 
@@ -86,13 +91,14 @@ class SchedulerSide:
     """The scheduler half, driven by vLLM's scheduler.
 
     Args:
-        half: The connector's scheduler half.
+        half: The connector's scheduler half; of hooks that are watched, faults are contained.
         geometry: Of the engine.
         num_workers: Workers that report each job.
         release: Whether requests wait for their loads between steps (LOAD-1), and what
             its scheduler's output says.
         preempted_status: ``RequestStatus.PREEMPTED``, for releases whose output
             does not name the preempted requests.
+        faults: What becomes of a half that fails.
     """
 
     def __init__(
@@ -103,15 +109,18 @@ class SchedulerSide:
         *,
         release: ConnectorSeam,
         preempted_status: Any,
+        faults: Faults,
     ) -> None:
+        contain(half, faults)
         self.half = half
+        self.faults = faults
         self.geometry = geometry
         self.asynchronous = asynchronous = release.worker_metadata
         self._release = release
         self._preempted_status = preempted_status
         self.owner = uuid.uuid4().hex
         self._nothing_to_do = KVViewMetadata(self.owner, StepPlan(), not asynchronous, ())
-        self._view: GPUBlockPoolView | None = None
+        self._view: GuardedView | None = None
         self._tracked: dict[str, _Tracked] = {}
         self._unseen: dict[str, int] = {}  # allocated with blocks that we were not shown
         self._lost: set[str] = set()  # preempted and asked about again in one step
@@ -119,14 +128,18 @@ class SchedulerSide:
         self._recent: deque[_Computed] = deque(maxlen=_RECENT_STEPS)
         self._jobs = JobBook(num_workers)
         self._acknowledged: list[int] = []
+        self._promised_blocks: dict[str, GPULoadStoreSpec] = {}
+        self._lost_ids = count(-1, -1)
+        self.meter = Meter(num_workers)
 
-    def bind(self, view: GPUBlockPoolView) -> None:
+    def bind(self, view: GuardedView) -> None:
         """Hand the view on (CONN-1)."""
         self._view = view
         self.half.bind_gpu_block_pool_view(view)
 
     def on_engine_ready(self, facts: EngineFacts) -> None:
         """Hand the facts on."""
+        self.meter.page_bytes = facts.page_bytes
         self.half.on_engine_ready(facts)
 
     # --- a request begins ---
@@ -150,10 +163,15 @@ class SchedulerSide:
         ):
             return 0
         info = request_info(request, tracked.content, num_computed_tokens)
+        self._speak_of(request.request_id)
         num_tokens = self.half.match_prefix(info, num_computed_tokens)
         if not num_tokens:
             return num_tokens
-        check_promise(self.geometry, info, num_computed_tokens, num_tokens)
+        try:
+            check_promise(self.geometry, info, num_computed_tokens, num_tokens)
+        except ConnectorError as error:
+            self.faults.hear(error)
+            return 0
         return num_tokens if self._can_load(request, num_computed_tokens, num_tokens) else 0
 
     def on_allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -169,9 +187,12 @@ class SchedulerSide:
             self._unseen[request.request_id] = num_computed_tokens
             return
         info = request_info(request, tracked.content, num_computed_tokens)
+        self._speak_of(request.request_id)
         self.half.on_blocks_allocated(info, block_ids, num_computed_tokens, num_external_tokens)
         if num_external_tokens:
             self._jobs.promise(request.request_id, num_external_tokens)
+            span = num_computed_tokens, num_computed_tokens + num_external_tokens
+            self._promised_blocks[request.request_id] = self._blocks_between(block_ids, *span)
 
     def _can_load(self, request: Any, num_computed_tokens: int, num_tokens: int) -> bool:
         """Whether this release does right by the load, failed or not (SCHED-5)."""
@@ -202,14 +223,53 @@ class SchedulerSide:
         self._follow_tables(output)
         if self._unseen:
             self._show_unseen(output)
+        self._speak_of(None)
         step = StepInfo(LazySteps(self._request_steps, output), preempted)
         plan = self.half.plan_step(step)
-        self._jobs.check(plan)
+        if not self.faults.is_out:
+            try:
+                self._jobs.check(plan)
+            except ConnectorError as error:
+                self.faults.hear(error)
+        if self.faults.is_out:
+            plan = self._plan_without()
         self._jobs.begin(plan)
-        if not plan and not self._acknowledged:
+        self._promised_blocks.clear()
+        if plan:
+            self.meter.begin(plan)
+        elif not self._acknowledged:
             return self._nothing_to_do
         acknowledged, self._acknowledged = tuple(self._acknowledged), []
-        return KVViewMetadata(self.owner, plan, not self.asynchronous, acknowledged)
+        return KVViewMetadata(
+            self.owner, plan, not self.asynchronous, acknowledged, self.faults.is_out
+        )
+
+    def _plan_without(self) -> StepPlan:
+        """A plan without the connector: what it promised has failed (FAULT-2)."""
+        if self._view is not None and not self._jobs:
+            self._view.free_all()  # nobody reads what it held any more
+            self._view = None
+        return StepPlan(
+            [
+                TransferJob(next(self._lost_ids), blocks, blocks, request_id)
+                for request_id in self._jobs.promised()
+                if (blocks := self._promised_blocks.get(request_id)) is not None
+            ]
+        )
+
+    def _blocks_between(self, block_ids: BlockIds, start: int, end: int) -> GPULoadStoreSpec:
+        groups = self.geometry.groups
+        spans = [
+            table[start // group.block_size : end // group.block_size]
+            for group, table in zip(groups, block_ids, strict=True)
+        ]
+        sizes = [len(span) for span in spans]
+        firsts = [start // group.block_size for group in groups]
+        return GPULoadStoreSpec(list(chain.from_iterable(spans)), sizes, firsts)
+
+    def _speak_of(self, request_id: str | None) -> None:
+        if self._view is not None:
+            self._view.speak_of(request_id)
 
     def _hear_of_preemptions(self, named: Collection[str] | None) -> Sequence[str]:
         if named is None:  # 0.11 and 0.12 do not name them
@@ -236,6 +296,7 @@ class SchedulerSide:
         num_computed_tokens = min(num_launched, tracked.request.num_tokens - 1)
         tracked.chunks, tracked.is_allocated = [], False
         info = request_info(tracked.request, tracked.content, num_computed_tokens)
+        self._speak_of(request_id)
         self.half.on_request_preempted(info, table)
 
     def _last_launch(self, request_id: str) -> tuple[int, int]:
@@ -249,8 +310,7 @@ class SchedulerSide:
         return 0, 0
 
     def _if_free(self, block_id: int) -> int:
-        view = self._view
-        is_free = isinstance(view, SupportsIsFree) and view.is_free(block_id)
+        is_free = self._view is not None and self._view.is_free(block_id)
         return block_id if is_free else _NULL_BLOCK_ID
 
     def _follow_tables(self, output: Any) -> None:
@@ -357,6 +417,7 @@ class SchedulerSide:
             ended = self._jobs.end(report.result, report.rank)
             if ended is None:
                 continue
+            self.meter.end(ended)
             self._acknowledged.append(ended.job.job_id)
             results.append(ended.result)
             tracked = self._tracked.get(ended.job.request_id or "")
@@ -364,6 +425,24 @@ class SchedulerSide:
                 tracked.load_failed = True
         if results:
             self.half.on_transfers_finished(results)
+
+    def late_jobs(self, seconds: float) -> Iterator[tuple[TransferJob, float]]:
+        """Jobs that have been in flight for so long, and for how long, oldest first."""
+        now = time.monotonic()
+        for job in self._jobs.jobs():
+            age = now - self.meter.begun[job.job_id]
+            if age < seconds:
+                return
+            yield job, age
+
+    def jobs_of(self, block_ids: Collection[int]) -> list[int]:
+        """Jobs in flight that read or write one of these GPU blocks."""
+        return [
+            job.job_id
+            for job in self._jobs.jobs()
+            for spec in (job.src, job.dst)
+            if isinstance(spec, GPULoadStoreSpec) and not set(block_ids).isdisjoint(spec.block_ids)
+        ]
 
     def forget_computed(self) -> None:
         """Blocks were not loaded: what was launched in the last step may have no KV."""
@@ -381,6 +460,7 @@ class SchedulerSide:
             self._unseen.pop(request.request_id, None)
             self._lost.discard(request.request_id)
             info = request_info(request, tracked.content, _num_computed_tokens(tracked))
+        self._speak_of(request.request_id)
         self.half.on_request_finished(info, block_ids, reason)
 
     def has_pending_work(self) -> bool:

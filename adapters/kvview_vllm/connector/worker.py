@@ -11,16 +11,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvview import ConnectorError, GPULoadStoreSpec, TransferJob, WorkerConnector
+from kvview import (
+    ConnectorError,
+    GPULoadStoreSpec,
+    HookError,
+    StepPlan,
+    TransferJob,
+    TransferResult,
+    WorkerConnector,
+)
 from kvview.connector.job_book import JobBook
+from kvview_vllm.connector.faults import Faults
 from kvview_vllm.connector.messages import JobReport, KVViewMetadata
 from kvview_vllm.releases import ConnectorSeam, reading
 from kvview_vllm.transfer import canonical_kv_caches
 
 _logger = logging.getLogger(__name__)
+_SECONDS_BETWEEN_STATS = 1.0
 
 
 class WorkerSide:
@@ -31,6 +42,7 @@ class WorkerSide:
         kv_cache_config: vLLM's ``KVCacheConfig``, None in 0.11.0.
         rank: Of this worker in its engine.
         release: How this vLLM is told of a failed load.
+        faults: What becomes of a half that fails.
     """
 
     def __init__(
@@ -39,13 +51,16 @@ class WorkerSide:
         kv_cache_config: Any | None,
         rank: int,
         release: ConnectorSeam,
+        faults: Faults,
     ) -> None:
         self._half = half
         self._kv_cache_config = kv_cache_config
         self._num_groups = len(kv_cache_config.kv_cache_groups) if kv_cache_config else 1
         self._rank = rank
         self._release = release
+        self._faults = faults
         self._owner = ""
+        self._next_stats = 0.0
         self._unacknowledged: dict[int, JobReport] = {}
         self._jobs = JobBook()
         self._loaded: set[str] = set()
@@ -56,7 +71,10 @@ class WorkerSide:
         """Receive the tensors of all layers."""
         with reading("geometry", "the layout of the KV cache"):
             canonical = canonical_kv_caches(kv_caches, self._kv_cache_config)
-        self._half.register_kv_caches(canonical)
+        try:
+            self._half.register_kv_caches(canonical)
+        except HookError as error:
+            self._faults.hear(error, "it cannot start")
 
     def start(self, metadata: KVViewMetadata) -> None:
         """Start the plan of one step."""
@@ -65,26 +83,60 @@ class WorkerSide:
             self._unacknowledged.pop(job_id, None)
         plan = metadata.plan
         self._jobs.begin(plan)
-        if plan:
-            self._half.start_plan(plan)
+        if plan or metadata.acknowledged:
+            self._next_stats = 0.0  # there is news on the other side
+        if plan and not metadata.is_lost and not self._faults.is_out:
+            try:
+                self._half.start_plan(plan)
+            except HookError as error:
+                self._give_up(error)
+        elif plan:
+            self._lose(plan)
         if metadata.wait_for_loads and plan.loads:
-            self._half.wait([job.job_id for job in plan.loads])
+            if not self._faults.is_out and not metadata.is_lost:
+                try:
+                    self._half.wait([job.job_id for job in plan.loads])
+                except HookError as error:
+                    self._give_up(error)
             self.poll()
             late = [job.job_id for job in plan.loads if job.job_id not in self._unacknowledged]
             if late:
                 raise ConnectorError(
-                    f"WORK-1: {type(self._half).__name__}.wait returned before load jobs {late} "
-                    f"were reported by get_finished, and the step computes on what they load"
+                    f"WORK-1: connector {self._faults.target}: "
+                    f"{type(self._half).__name__}.wait returned before load jobs {late} were "
+                    f"reported by get_finished, and the step computes on what they load"
                 )
             self._loaded.clear()  # the engine waits for asynchronous loads only
 
     def poll(self) -> None:
         """Hear of jobs that ended."""
-        for result in self._half.get_finished():
+        if self._faults.is_out:
+            return
+        try:
+            self._take(self._half.get_finished())
+        except HookError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: HookError) -> None:
+        """The half is asked nothing more; all its jobs have failed (FAULT-2, FAULT-3)."""
+        loads = [job for job in self._jobs.jobs() if job.request_id is not None]
+        why = f"load job {loads[0].job_id} of request {loads[0].request_id!r}" if loads else ""
+        self._faults.hear(error, why and f"{why} may still write into the KV cache")
+        self._lose(StepPlan(stores=list(self._jobs.jobs())))
+
+    def _lose(self, plan: StepPlan) -> None:
+        self._take(
+            TransferResult(job.job_id, success=False, error="its connector has failed")
+            for job in (*plan.loads, *plan.stores)
+        )
+
+    def _take(self, results: Iterable[TransferResult]) -> None:
+        for result in results:
             if not self._jobs.awaits(result.job_id):
                 _logger.warning(
-                    "CONN-3: %s reported job %s, which is not in flight; nobody is told",
-                    *(type(self._half).__name__, result.job_id),
+                    "CONN-3: connector %s: %s reported job %s, which is not in flight; nobody is "
+                    "told",
+                    *(self._faults.target, type(self._half).__name__, result.job_id),
                 )
                 continue
             self._unacknowledged[result.job_id] = JobReport(self._owner, self._rank, result)
@@ -115,9 +167,20 @@ class WorkerSide:
         """Reports that the scheduler's side has not acknowledged (MSG-1)."""
         return list(self._unacknowledged.values())
 
+    def is_stats_due(self) -> bool:
+        """Whether the engine should hear from this side, however little there is to say."""
+        now = time.monotonic()
+        if now < self._next_stats:
+            return False
+        self._next_stats = now + _SECONDS_BETWEEN_STATS
+        return True
+
     def shutdown(self) -> None:
         """Release memory."""
-        self._half.shutdown()
+        try:
+            self._half.shutdown()
+        except HookError as error:
+            self._faults.hear(error)
 
     def _say_failed(self, job: TransferJob, error: str | None) -> None:
         one_group = self._num_groups == 1
@@ -128,8 +191,8 @@ class WorkerSide:
             self._failed_requests.add(job.request_id or "")
         else:
             raise ConnectorError(
-                f"WORK-2: load job {job.job_id} of request {job.request_id!r} failed ({error}), "
-                f"and this vLLM cannot be told so with {self._num_groups} KV-cache groups: it "
-                f"would compute on what was never loaded. Needs 0.11.1 with one group, 0.30 with "
-                f"several"
+                f"WORK-2: load job {job.job_id} of request {job.request_id!r} by connector "
+                f"{self._faults.target} failed ({error}), and this vLLM cannot be told so with "
+                f"{self._num_groups} KV-cache groups: it would compute on what was never "
+                f"loaded. Needs 0.11.1 with one group, 0.30 with several"
             )

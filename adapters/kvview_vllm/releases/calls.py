@@ -271,6 +271,11 @@ def cache_config_of(spec: Any) -> Any:
     return getattr(spec, "kv_cache_config", None)
 
 
+def recomputes_failed_loads(transfer_config: Any) -> bool:
+    """Whether a request whose load failed is computed, and not ended; always up to 0.12."""
+    return str(getattr(transfer_config, "kv_load_failure_policy", "recompute")) == "recompute"
+
+
 # --- a scheduler and a worker without a model ---
 
 

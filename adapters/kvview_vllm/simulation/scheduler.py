@@ -226,7 +226,7 @@ def make_vllm_config(
         device_config=config.DeviceConfig("cpu"),
         kv_transfer_config=transfer_config
         and make_known(
-            config.KVTransferConfig, **transfer_config, kv_load_failure_policy="recompute"
+            config.KVTransferConfig, **{"kv_load_failure_policy": "recompute"} | transfer_config
         ),
     )
     # Afterwards: old releases name the sizes that a user may choose.

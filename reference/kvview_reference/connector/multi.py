@@ -34,6 +34,7 @@ from kvview import (
     SchedulerConnector,
     StepInfo,
     StepPlan,
+    SupportsSkippedBlocks,
     TransferJob,
     TransferResult,
     WorkerConnector,
@@ -80,10 +81,13 @@ class MultiConnector(Connector):
             load_connector(child.connector)(ConnectorConfig(config.geometry, child.options))
             for child in options.connectors
         ]
+        self.names = [
+            f"{index}: {child.connector}" for index, child in enumerate(options.connectors)
+        ]
 
     @override
     def make_scheduler(self) -> SchedulerConnector:
-        return MultiScheduler([child.make_scheduler() for child in self.children])
+        return MultiScheduler([child.make_scheduler() for child in self.children], self.names)
 
     @override
     def make_worker(self) -> WorkerConnector:
@@ -107,10 +111,16 @@ class MultiScheduler(SchedulerConnector):
 
     Args:
         children: In order of preference for loads.
+        names: Of the children, in reports; their number and class if none are given.
     """
 
-    def __init__(self, children: Sequence[SchedulerConnector]) -> None:
+    def __init__(
+        self, children: Sequence[SchedulerConnector], names: Sequence[str] | None = None
+    ) -> None:
         self._children = list(children)
+        self._names = names or [
+            f"{index}: {type(child).__name__}" for index, child in enumerate(children)
+        ]
         self._job_ids = count()
         self._jobs: dict[int, tuple[int, int]] = {}  # job id -> child, its own job id
         self._chosen: dict[str, int] = {}  # request -> child that promised
@@ -119,7 +129,7 @@ class MultiScheduler(SchedulerConnector):
 
     @override
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
-        self._guards = guard_children(view, [type(child).__name__ for child in self._children])
+        self._guards = guard_children(view, self._names)
         for child, guard in zip(self._children, self._guards, strict=True):
             child.bind_gpu_block_pool_view(guard)
 
@@ -164,7 +174,7 @@ class MultiScheduler(SchedulerConnector):
                 for job in jobs:
                     job_id = job_ids[job.job_id] = next(self._job_ids)
                     self._jobs[job_id] = index, job.job_id
-                    all_jobs.append(replace(job, job_id=job_id))
+                    all_jobs.append(replace(job, job_id=job_id, owner=self._names[index]))
             plans.append((plan, job_ids))
         return MultiPlan(loads, stores, plans)
 
@@ -206,6 +216,12 @@ class MultiScheduler(SchedulerConnector):
     @override
     def shutdown(self) -> None:
         self._each(lambda child: child.shutdown())
+
+    @property
+    def num_skipped_blocks(self) -> int:
+        """Of all children that count it."""
+        counting = [child for child in self._children if isinstance(child, SupportsSkippedBlocks)]
+        return sum(child.num_skipped_blocks for child in counting)
 
     def _each(self, call: Callable[[SchedulerConnector], None]) -> None:
         for child in self._children:

@@ -1,0 +1,99 @@
+"""What happens when a connector's own code fails: one line first, then the failure policy's word.
+
+- FAULT-1 The first line about a fault **must** be ours, and name the target, the file and the
+  hook; what vLLM prints of it comes after.
+- FAULT-2 With ``kv_load_failure_policy`` ``recompute`` the engine **must** go on without the
+  connector: the half that failed is asked nothing more and answers as the contract's defaults
+  do, requests that wait for its loads are computed, its holds are given back once its jobs
+  have ended. With ``fail`` the engine ends.
+- FAULT-3 A fault at the start, and one of a worker half that has loads in flight, **must** end
+  the engine: nobody knows whether these still write into the KV cache.
+
+Source: vLLM's ``KVTransferConfig.kv_load_failure_policy`` (0.13.0), which says what a load that
+failed costs; a connector that failed costs no more.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from kvview import ConnectorError, SchedulerConnector
+from kvview.connector.hooks import hooks_of
+from kvview.errors import one_line
+
+_logger = logging.getLogger(__name__)
+_AT_START = {"bind_gpu_block_pool_view", "on_engine_ready"}
+
+
+class Faults:
+    """Whether one half is still asked.
+
+    Args:
+        target: Of the connector.
+        half: "scheduler" or "worker".
+        goes_on: Whether the engine goes on without it.
+    """
+
+    def __init__(self, target: str, half: str, *, goes_on: bool) -> None:
+        self.target = target
+        self.is_out = False
+        self.num_faults = 0
+        self._half = half
+        self._goes_on = goes_on
+
+    def hear(self, error: ConnectorError, cannot_go_on: str = "") -> None:
+        """Log a fault; the half is out from now on.
+
+        Args:
+            error: Names the line and the hook.
+            cannot_go_on: Why the engine must end whatever the policy, empty if it need not.
+
+        Raises:
+            ConnectorError: The engine has to end.
+        """
+        self.num_faults += 1
+        self.is_out = True
+        if self._goes_on and not cannot_go_on:
+            _logger.error(
+                "kvview: connector %s failed: %s. FAULT-2: its %s half is asked nothing more, the "
+                "engine goes on without it",
+                *(self.target, error, self._half),
+            )
+            return
+        why = cannot_go_on or "kv_load_failure_policy is not recompute"
+        _logger.error(
+            "kvview: connector %s failed: %s. The engine ends: %s", self.target, error, why
+        )
+        raise type(error)(f"connector {self.target}: {error}") from error
+
+
+def tell_at_start(target: str, error: BaseException) -> None:
+    """Log why a connector cannot start, before vLLM's tracebacks (FAULT-1)."""
+    _logger.error("kvview: connector %s cannot start: %s", target, one_line(error))
+
+
+def contain(half: SchedulerConnector, faults: Faults) -> None:
+    """Have every hook of a watched scheduler half keep FAULT-2."""
+    idle = SchedulerConnector()
+    for name in hooks_of(type(half)):
+        call = _contained(name, getattr(half, name), getattr(idle, name), faults)
+        object.__setattr__(half, name, call)
+
+
+def _contained(
+    name: str, hook: Callable[..., Any], default: Callable[..., Any], faults: Faults
+) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def call(*args: Any) -> Any:
+        if faults.is_out and name != "shutdown":
+            return default(*args)
+        try:
+            return hook(*args)
+        except ConnectorError as error:
+            faults.hear(error, "it cannot start" if name in _AT_START else "")
+            return default(*args)
+
+    return call

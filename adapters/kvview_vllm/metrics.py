@@ -1,0 +1,246 @@
+"""What an operator sees of a connector, in vLLM's own ``/metrics`` and stats log.
+
+All is counted on the scheduler's side, which hears of every hold and the end of every job.
+A dictionary of what changed goes to the front end with the step's output, and there into
+Prometheus (0.11.1 and later) and into the log line of vLLM's stats.
+
+- METRIC-1 A series **must** be told apart by ``connector`` (the target) and ``child`` (empty
+  but for the children of a connector of several).
+- METRIC-2 What an engine last said **must** be true while it rests: nobody asks it then. So
+  the age of a hold is exported as the time at which it began.
+
+``docs/metrics.md`` has the names, and the questions that they answer.
+
+Source: ``KVConnectorStats`` and ``KVConnectorPromMetrics``,
+vllm/distributed/kv_transfer/kv_connector/v1/metrics.py, 0.11.0 to 0.33.0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvview import (
+    GPULoadStoreSpec,
+    GuardedView,
+    SchedulerConnector,
+    StepPlan,
+    SupportsSkippedBlocks,
+)
+from kvview.connector.job_book import EndedJob
+
+PREFIX = "vllm:kvview_"  # vLLM forgets what begins so when an engine is built anew
+LABELS = ("connector", "child")
+
+GAUGES = {
+    "held_references": "References that the connector holds on GPU blocks.",
+    "oldest_hold_timestamp_seconds": (
+        "Unix time at which the oldest reference still held was taken; 0 when none is."
+    ),
+    "active_leases": "Leases whose blocks are held.",
+    "loads_in_flight": "Load jobs that have not ended on every worker.",
+    "stores_in_flight": "Store jobs that have not ended on every worker.",
+}
+COUNTERS = {
+    "loads": "Load jobs that ended, failed ones included.",
+    "stores": "Store jobs that ended, failed ones included.",
+    "failed_loads": "Load jobs that failed; their tokens are computed, or their requests fail.",
+    "failed_stores": "Store jobs that failed.",
+    "loaded_bytes": "Bytes loaded into the KV cache, over all workers.",
+    "stored_bytes": "Bytes stored out of the KV cache, over all workers.",
+    "skipped_blocks": "Blocks that were not stored: pin budget, free blocks, or a busy tier.",
+    "refused_calls": "Calls of the connector on the pool that were refused.",
+    "expired_leases": "Leases that ended by expiry.",
+    "faults": "Hooks of the connector that raised, or returned what cannot be used.",
+}
+
+Values = dict[str, float]
+"""Of one series, by name: gauges as they are, counters since the last time."""
+
+Said = dict[str, Any]
+"""``{scheduler half: {"connector": target, "children": {child: Values}}}``; goes over the wire."""
+
+
+class Meter:
+    """Counts what becomes of jobs, by child.
+
+    Args:
+        num_workers: Workers that each move the pages of a job.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.page_bytes: Sequence[int] = ()
+        """Of one block of each group, on one worker."""
+        self.begun: dict[int, float] = {}
+        """Of the jobs in flight, seconds."""
+        self._num_workers = num_workers
+        self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._held_since: dict[str, float] = {}
+
+    def begin(self, plan: StepPlan) -> None:
+        """Count the jobs of a plan."""
+        now = time.monotonic()
+        for kind, jobs in (("loads", plan.loads), ("stores", plan.stores)):
+            for job in jobs:
+                self._counts[job.owner][f"{kind}_in_flight"] += 1
+                self.begun[job.job_id] = now
+
+    def end(self, ended: EndedJob) -> None:
+        """Count the end of a job."""
+        self.begun.pop(ended.job.job_id, None)
+        counts, kind = self._counts[ended.job.owner], "loads" if ended.is_load else "stores"
+        counts[f"{kind}_in_flight"] -= 1
+        counts[kind] += 1
+        if not ended.result.success:
+            counts[f"failed_{kind}"] += 1
+            return
+        blocks = ended.job.dst if ended.is_load else ended.job.src
+        if isinstance(blocks, GPULoadStoreSpec):
+            sizes = zip(blocks.group_sizes, self.page_bytes, strict=True)
+            moved = sum(number * size for number, size in sizes) * self._num_workers
+            counts["loaded_bytes" if ended.is_load else "stored_bytes"] += moved
+
+    def values(
+        self, half: SchedulerConnector, guard: GuardedView | None, oldest: Mapping[str, float]
+    ) -> dict[str, Values]:
+        """The values of all metrics but faults, by child.
+
+        Args:
+            half: May count what it skipped.
+            guard: Its view, None while there is none.
+            oldest: By owner, when the oldest reference was taken when last looked at, Unix time.
+        """
+        found: dict[str, Values] = {child: dict(counts) for child, counts in self._counts.items()}
+        if isinstance(half, SupportsSkippedBlocks):
+            found.setdefault("", {})["skipped_blocks"] = half.num_skipped_blocks
+        if guard is None:
+            return found
+        for owner, accounts in guard.accounts().items():
+            values = found.setdefault("" if owner == guard.owner else owner, {})
+            held = sum(each.held for each in accounts)
+            values["held_references"] = held
+            values["active_leases"] = sum(each.active_leases for each in accounts)
+            values["refused_calls"] = sum(each.refused for each in accounts)
+            values["expired_leases"] = sum(each.expired for each in accounts)
+            if held:  # both times are early ones: the look is some seconds old
+                since = self._held_since.setdefault(owner, time.time())
+                values["oldest_hold_timestamp_seconds"] = max(since, oldest.get(owner, 0.0))
+            else:
+                self._held_since.pop(owner, None)
+                values["oldest_hold_timestamp_seconds"] = 0.0
+        return found
+
+
+class Reporter:
+    """Says what changed since it was asked last: the next step may be long in coming.
+
+    Args:
+        owner: Names the scheduler half.
+        connector: Its target.
+    """
+
+    def __init__(self, owner: str, connector: str) -> None:
+        self._owner = owner
+        self._connector = connector
+        self._told: dict[str, Values] = {}
+
+    def say(self, children: Mapping[str, Mapping[str, float]]) -> Said | None:
+        """What is new; None when nothing is.
+
+        Args:
+            children: Per child, all values, counters from the start.
+        """
+        news: dict[str, Values] = {}
+        for child, values in children.items():
+            told = self._told.setdefault(child, dict.fromkeys((*GAUGES, *COUNTERS), 0.0))
+            new = {
+                name: value - told[name] if name in COUNTERS else value
+                for name, value in values.items()
+                if value != told[name]
+            }
+            if new:
+                news[child] = new
+                told.update(values)
+        return {self._owner: {"connector": self._connector, "children": news}} if news else None
+
+
+def merge(before: Said, after: Said) -> Said:
+    """Join what was said earlier and later, or by two halves."""
+    merged = {**before}
+    for owner, said in after.items():
+        children = dict(merged.get(owner, {}).get("children", {}))
+        for child, values in said["children"].items():
+            old = children.get(child, {})
+            children[child] = old | {
+                name: value + old.get(name, 0.0) if name in COUNTERS else value
+                for name, value in values.items()
+            }
+        merged[owner] = {**said, "children": children}
+    return merged
+
+
+def as_log_line(said: Said) -> dict[str, float]:
+    """For the stats log: what is not zero, by connector, child and name."""
+    line: dict[str, float] = {}
+    for one in said.values():
+        for child, values in one["children"].items():
+            who = "/".join(filter(None, (one["connector"], child)))
+            for name, value in values.items():
+                if name == "oldest_hold_timestamp_seconds" and value:
+                    name, value = "oldest_hold_seconds", round(time.time() - value, 1)
+                if value:
+                    key = f"{who} {name}"
+                    line[key] = line.get(key, 0) + (int(value) if value == int(value) else value)
+    return line
+
+
+class PromMetrics:
+    """The metrics in a Prometheus registry; in the front end.
+
+    Args:
+        metric_types: vLLM's classes for ``prometheus_client``'s Gauge and Counter.
+        labelnames: vLLM's labels of every series.
+        per_engine_labelvalues: Their values, per engine.
+    """
+
+    def __init__(
+        self,
+        metric_types: Mapping[Any, Any],
+        labelnames: Sequence[str],
+        per_engine_labelvalues: Mapping[int, Sequence[object]],
+    ) -> None:
+        types: Any = importlib.import_module("prometheus_client")
+        self.per_engine_labelvalues = per_engine_labelvalues
+        labels = [*labelnames, *LABELS]
+        gauge = metric_types[types.Gauge]
+        counter = metric_types[types.Counter]
+        self._metrics = {
+            name: gauge(PREFIX + name, text, labels, multiprocess_mode="mostrecent")
+            for name, text in GAUGES.items()
+        } | {name: counter(PREFIX + name, text, labels) for name, text in COUNTERS.items()}
+        # Two connectors of one target are one series: what each half said last.
+        self._last: dict[tuple[Any, ...], dict[str, float]] = {}
+
+    def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
+        """Take in what a step's output says."""
+        engine_labels = self.per_engine_labelvalues[engine_idx]
+        for owner, said in (transfer_stats_data.get("metrics") or {}).items():
+            for child, values in said["children"].items():
+                labels = (*engine_labels, said["connector"], child)
+                for name, value in values.items():
+                    series = self._metrics[name].labels(*labels)
+                    if name in COUNTERS:
+                        series.inc(value)
+                        continue
+                    last = self._last.setdefault((engine_idx, *labels, name), {})
+                    last[owner] = value
+                    series.set(_together(name, last.values()))
+
+
+def _together(name: str, values: Any) -> float:
+    if name == "oldest_hold_timestamp_seconds":
+        return min(filter(None, values), default=0.0)
+    return float(sum(values))

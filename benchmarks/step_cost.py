@@ -1,0 +1,230 @@
+"""What a connector costs a step of vLLM's real scheduler: all hooks, 256 running requests.
+
+    python benchmarks/step_cost.py [--runs 5] [--steps 300]   (with a vLLM importable)
+
+The scheduler is vLLM's, the model is not there: a step is ``schedule``, the calls of both
+halves, and ``update_from_output``. New requests of some hundred tokens keep coming in, so that
+prefills and decodes are mixed. Printed are medians of interleaved runs: the step of the
+scheduler (to compare with that without a connector), and what of it is spent in the calls of
+the connector, all together and in the dearest one, in microseconds of CPU time and as a share
+of decode steps of 10 and 25 ms. The peer is vLLM's own OffloadingConnector.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+clock = time.thread_time
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests" / "vllm"), str(ROOT)]
+
+import engine as lane  # type: ignore[import-not-found]  # noqa: E402
+from kvview_vllm.simulation import scheduler as cpu_scheduler  # noqa: E402
+
+CALLS = (  # of vLLM's scheduler
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished",
+    "request_finished_all_groups",
+    "get_kv_connector_stats",
+    "take_events",
+    "has_pending_push_work",
+)
+RUNNING = 256
+NUM_BLOCKS = 16_384
+TOKENS_PER_STEP = 2048
+PAGE = 64  # bytes of a layer: moving them is not what is timed
+
+
+def configurations() -> dict[str, dict[str, Any] | None]:
+    """What is compared, by name."""
+    lazy = "kvview_reference.connector:LazyOffloadConnector"
+    spec = {"spec_name": "KVViewOffloadingSpec", "spec_module_path": "kvview_vllm.offloading_spec"}
+    return {
+        "no connector": None,
+        "does nothing": lane.connector_config(f"{__file__}:IdleConnector"),
+        "HostCacheConnector": lane.connector_config(cpu_blocks=4096),
+        "LazyOffloadConnector": lane.connector_config(lazy, cpu_blocks=4096),
+        "vLLM's OffloadingConnector": {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": spec | {"kvview": {"num_blocks": 4096}},
+        },
+    }
+
+
+def __getattr__(name: str) -> Any:
+    """The connector that does nothing, for its target; the base class itself is refused."""
+    if name != "IdleConnector":
+        raise AttributeError(name)
+    from kvview import Connector, SchedulerConnector
+
+    class IdleConnector(Connector):
+        def make_scheduler(self) -> SchedulerConnector:
+            return SchedulerConnector()
+
+    return IdleConnector
+
+
+class Load:
+    """One scheduler under a load that goes on for ever.
+
+    Args:
+        config: `kv_transfer_config`, None without a connector.
+        folder: For the model's configuration.
+    """
+
+    def __init__(self, config: dict[str, Any] | None, folder: Path) -> None:
+        import torch
+
+        vllm_config = cpu_scheduler.make_vllm_config(
+            folder,
+            config,
+            block_size=lane.BLOCK_SIZE,
+            num_groups=1,
+            num_blocks=NUM_BLOCKS,
+            max_num_seqs=RUNNING,
+            max_num_batched_tokens=TOKENS_PER_STEP,
+        )
+        groups = lane._groups([None])
+        kv_cache = cpu_scheduler.make_kv_cache_config(groups, NUM_BLOCKS)
+        geometry = lane.read_geometry(vllm_config, kv_cache)
+        self.scheduler = cpu_scheduler.make_scheduler(vllm_config, kv_cache, geometry)
+        self.worker: Any = None
+        if config is not None:
+            self.worker = cpu_scheduler.make_worker_connector(vllm_config, kv_cache)
+            layers = [name for group in kv_cache.kv_cache_groups for name in group.layer_names]
+            if config["kv_connector"] == "OffloadingConnector":
+                lane._register_layers(vllm_config, layers)
+            tensor = torch.zeros((NUM_BLOCKS, 2, lane.BLOCK_SIZE, PAGE))
+            self.worker.register_kv_caches(dict.fromkeys(layers, tensor))
+            for name in CALLS:
+                self._time(name)
+        self.spent: defaultdict[str, float] = defaultdict(float)
+        self._depth = 0
+        self._random = random.Random(0)
+        self._num_requests = 0
+        while self._num_requests < RUNNING:
+            self._add()
+
+    def _time(self, name: str) -> None:
+        connector = self.scheduler.connector
+        method = getattr(connector, name, None)
+        if method is None:
+            return
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = clock()
+            self._depth += 1
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    self.spent[name] += clock() - began
+
+        setattr(connector, name, timed)
+
+    def _add(self) -> None:
+        draw = self._random
+        # A third shares a prefix with others; ends are spread over the steps.
+        first = draw.randrange(3, 40) * 10 if draw.random() < 0.3 else draw.randrange(500)
+        length = draw.randrange(64, 320)
+        tokens = [(first + 7 * i + (first % 11) * (i // 16)) % 500 + 3 for i in range(length)]
+        request = lane.make_request(f"r{self._num_requests}", tokens, draw.randrange(20, 180))
+        self._num_requests += 1
+        self.scheduler.add_request(request)
+
+    def step(self) -> tuple[float, float]:
+        """Seconds of one step on the scheduler's side, and on the worker's."""
+        while len(self.scheduler.running) + len(self.scheduler.waiting) < RUNNING:
+            self._add()
+        began = clock()
+        output = self.scheduler.schedule()
+        scheduled = clock() - began
+        transfers, worked = None, 0.0
+        if self.worker is not None:
+            began = clock()
+            cpu_scheduler.bind_transfers(self.worker, output, output.kv_connector_metadata)
+            cpu_scheduler.start_transfers(self.worker)
+            transfers = cpu_scheduler.take_transfers(self.worker, output)
+            worked = clock() - began
+            cpu_scheduler.end_transfers(self.worker)
+        answer = lane.make_model_output(self.scheduler, output, transfers)
+        began = clock()
+        self.scheduler.update_from_output(output, answer)
+        return scheduled + clock() - began, worked
+
+
+def measure(load: Load, steps: int) -> dict[str, float]:
+    """Mean microseconds of a step: of the scheduler, of the worker, and in each call."""
+    load.spent.clear()
+    gc.collect()
+    gc.disable()
+    spent = [load.step() for _ in range(steps)]
+    gc.enable()
+    load.spent["step"] = sum(one for one, _ in spent)
+    load.spent["worker"] = sum(other for _, other in spent)
+    return {name: value / steps * 1e6 for name, value in load.spent.items()}
+
+
+def profile(load: Load, steps: int) -> None:
+    """Print where the time of a loaded scheduler goes."""
+    import cProfile
+    import pstats
+
+    profiler = cProfile.Profile()
+    profiler.runcall(lambda: [load.step() for _ in range(steps)])
+    pstats.Stats(profiler).sort_stats("cumulative").print_stats("kvview|host_cache", 40)
+
+
+def main() -> None:
+    """Measure, interleaved, and print a table and one line of JSON."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--profile", help="of one configuration, by name")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        make: Callable[[Any], Load] = lambda config: Load(config, Path(folder) / "model")  # noqa: E731
+        if arguments.profile:
+            profile(make(configurations()[arguments.profile]), arguments.steps)
+            return
+        loads = {name: make(config) for name, config in configurations().items()}
+        for load in loads.values():
+            measure(load, 200)  # until requests end and begin all the time
+        seen: dict[str, list[dict[str, float]]] = {name: [] for name in loads}
+        for _ in range(arguments.runs):
+            for name, load in loads.items():
+                seen[name].append(measure(load, arguments.steps))
+    table = {}
+    print(f"{'microseconds a step':28} scheduler  connector  10 ms   25 ms  worker  dearest call")
+    for name, runs in seen.items():
+        row = {key: statistics.median(run.get(key, 0.0) for run in runs) for key in runs[0]}
+        calls = {key: value for key, value in row.items() if key in CALLS}
+        added = statistics.median(sum(run.get(key, 0.0) for key in calls) for run in runs)
+        dearest = max(calls, key=lambda key: calls[key], default="")
+        table[name] = row | {"connector": added}
+        print(
+            f"{name:28}{row['step']:10.0f}{added:11.1f}{added / 100:6.2f}%{added / 250:7.2f}%"
+            f"{row['worker']:8.1f}  {dearest} {calls.get(dearest, 0):.1f}"
+        )
+    print(json.dumps({"step_cost": table, "runs": arguments.runs, "steps": arguments.steps}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The metrics page and the Grafana dashboard name what is exported, all of it and nothing else.
+
+The structure asked of the dashboard is that of Grafana's own reference of the dashboard JSON
+(``docs/sources/developers/kinds/core/dashboard/schema-reference.md`` in grafana/grafana).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import combinations
+from typing import Any
+
+from kvview_vllm.metrics import COUNTERS, GAUGES, PREFIX
+from tests.house.source_tree import ROOT
+
+EXPORTED = {PREFIX + name for name in GAUGES} | {f"{PREFIX}{name}_total" for name in COUNTERS}
+DASHBOARD: dict[str, Any] = json.loads((ROOT / "docs/grafana/kvview.json").read_text("utf-8"))
+_NAME = re.compile(r"vllm:\w+")
+_WORDS = {"sum", "by", "rate", "increase", "time", "and", "connector", "child", "model_name"}
+
+
+def expressions() -> list[str]:
+    return [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+
+
+def test_the_page_names_what_is_exported() -> None:
+    text = (ROOT / "docs/metrics.md").read_text("utf-8")
+    assert set(_NAME.findall(text)) == EXPORTED
+
+
+def test_the_dashboard_shows_what_is_exported() -> None:
+    assert set(_NAME.findall("\n".join(expressions()))) == EXPORTED
+    variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
+    text = json.dumps(DASHBOARD)
+    assert set(re.findall(r"\$\{?([a-z]\w+)", text)) == variables
+    for variable in DASHBOARD["templating"]["list"]:
+        if variable["type"] == "query":
+            assert set(_NAME.findall(variable["definition"])) <= EXPORTED
+
+
+def test_its_expressions_are_well_formed() -> None:
+    queries = re.findall(r"`([^`]*vllm:[^`]*[ (\[][^`]*)`", (ROOT / "docs/metrics.md").read_text())
+    assert len(queries) >= 8
+    for expression in [*expressions(), *queries]:
+        bare = re.sub(r'"[^"]*"', '""', expression)
+        for opened, closed in ("()", "[]", "{}"):
+            assert bare.count(opened) == bare.count(closed), expression
+        words = set(re.findall(r"[A-Za-z_]\w*", re.sub(r"\[\w+\]", "", _NAME.sub("", bare))))
+        assert words <= _WORDS, expression
+        # A counter is looked at by its rate, or whether it ever was above zero.
+        for name in _NAME.findall(bare):
+            before = bare[: bare.index(name)]
+            is_raw = not before.endswith(("rate(", "increase("))
+            assert not (name.endswith("_total") and is_raw) or "faults" in name, expression
+
+
+def test_the_dashboard_has_the_structure_that_grafana_asks_for() -> None:
+    kinds = {
+        "uid": str,
+        "title": str,
+        "tags": list,
+        "schemaVersion": int,
+        "version": int,
+        "editable": bool,
+        "graphTooltip": int,
+        "time": dict,
+        "templating": dict,
+        "annotations": dict,
+        "panels": list,
+    }
+    assert {key for key, kind in kinds.items() if not isinstance(DASHBOARD.get(key), kind)} == set()
+    assert DASHBOARD["id"] is None, "Grafana gives it one"
+    assert 8 <= len(DASHBOARD["uid"]) <= 40
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    for panel in DASHBOARD["panels"]:
+        assert {"type", "title", "gridPos", "datasource", "fieldConfig", "targets"} <= set(panel)
+        place = panel["gridPos"]
+        assert set(place) == {"h", "w", "x", "y"}
+        assert 0 <= place["x"] <= 24 - place["w"]
+        refs = [target["refId"] for target in panel["targets"]]
+        assert len(set(refs)) == len(refs) >= 1
+        assert panel["fieldConfig"]["defaults"]["unit"]
+    for one, other in combinations([panel["gridPos"] for panel in DASHBOARD["panels"]], 2):
+        apart_x = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
+        apart_y = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
+        assert apart_x or apart_y

@@ -1,0 +1,196 @@
+"""A fault of a connector's own code in vLLM: our line stands first, the policy has the last word.
+
+Every hook of the contract is made to fail, under the real scheduler: whoever adds one gets a
+case, and a case in which the hook is never called must be named here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip(  # a submodule: this very folder is named vllm
+    "vllm.version",
+    reason="needs vLLM's Python sources: tests/vllm/sources.py",
+    exc_type=ImportError,
+)
+
+import engine as lane  # type: ignore[import-not-found]
+from kvview import (
+    Connector,
+    ConnectorError,
+    HookError,
+    SchedulerConnector,
+    StepPlan,
+    ViewClosedError,
+    WorkerConnector,
+)
+from kvview.connector.hooks import hooks_of
+from kvview_vllm.releases import installed
+
+FAULTY = Path(__file__).with_name("faulty_connectors.py")
+TARGET = f"{FAULTY}:BrokenConnector"
+TOKENS = range(10, 10 + 6 * lane.BLOCK_SIZE + 4)
+OTHER_TOKENS = range(200, 200 + 6 * lane.BLOCK_SIZE + 4)
+AT_START = {
+    "__init__",
+    "make_scheduler",
+    "make_worker",
+    "SchedulerConnector.bind_gpu_block_pool_view",
+    "SchedulerConnector.on_engine_ready",
+    "WorkerConnector.register_kv_caches",
+}
+HOOKS = [
+    *sorted({"__init__", *hooks_of(Connector)}),
+    *(
+        f"{half.__name__}.{name}"
+        for half in (SchedulerConnector, WorkerConnector)
+        for name in hooks_of(half)
+    ),
+]
+_release = installed().connector
+NEVER_CALLED = {  # by this release, or by the adapter on it
+    "WorkerConnector.wait": _release.worker_metadata,  # loads end between steps
+    "SchedulerConnector.reset_cache": not _release.connector_reset,
+}
+
+Serve = Callable[..., lane.Engine]
+MakeEngine = Callable[..., lane.Engine]
+
+
+@pytest.fixture
+def make_engine(tmp_path: Path) -> MakeEngine:
+    return lambda config: lane.Engine(tmp_path / "model", config)
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Serve:
+    def run(fails_in: str, policy: str = "recompute") -> lane.Engine:
+        config = lane.connector_config(TARGET, cpu_blocks=64, fails_in=fails_in)
+        if policy == "fail":
+            config["kv_load_failure_policy"] = policy
+        engine = lane.Engine(tmp_path / "model", config, num_blocks=16)
+        free = engine.num_free_blocks()
+        requests = [engine.add("one", TOKENS, 64), engine.add("other", OTHER_TOKENS, 64)]
+        engine.run(400)  # too many for the pool: one is preempted
+        for _ in range(3):
+            if engine.scheduler.reset_prefix_cache():
+                break
+            engine.step()
+        engine.scribble()
+        if _release.connector_reset and fails_in.endswith("reset_cache"):
+            engine.scheduler.reset_prefix_cache(reset_connector=True)
+        requests.append(engine.add("again", TOKENS))
+        engine.run(400)
+        engine.scheduler.connector.shutdown()
+        engine.worker.shutdown()
+        assert all(request.is_finished() for request in requests)
+        assert engine.num_free_blocks() == free
+        return engine
+
+    return run
+
+
+def has_policy() -> bool:
+    config: Any = importlib.import_module("vllm.config").KVTransferConfig
+    return "kv_load_failure_policy" in {each.name for each in fields(config)}
+
+
+def first_line(caplog: pytest.LogCaptureFixture) -> str:
+    errors = [each for each in caplog.records if each.levelno >= logging.ERROR]
+    assert errors, "nothing was said"
+    return errors[0].getMessage()
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_our_line_stands_first(hook: str, serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    # FAULT-1, FAULT-2, FAULT-3
+    if NEVER_CALLED.get(hook):
+        pytest.skip(f"{hook} is not called on this release")
+    loads_in_step = not _release.worker_metadata
+    if hook in AT_START or (hook == "WorkerConnector.wait" and loads_in_step):
+        with pytest.raises(ConnectorError, match="planted"):
+            serve(hook)
+    else:
+        serve(hook)
+    line = first_line(caplog)
+    name = hook.rpartition(".")[2]
+    assert line.startswith(f"kvview: connector {TARGET} ")
+    assert f"{FAULTY.name}:" in line
+    assert f"{name} raised RuntimeError: planted" in line
+    ends = hook in AT_START or hook == "WorkerConnector.wait"
+    assert ("goes on without it" in line) is not ends
+
+
+@pytest.mark.parametrize("hook", ["SchedulerConnector.plan_step", "WorkerConnector.get_finished"])
+def test_the_policy_fail_ends_the_engine(
+    hook: str, serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    # FAULT-2
+    if not has_policy():
+        pytest.skip("up to 0.12 what was not loaded is always computed")
+    with pytest.raises(ConnectorError, match=f"connector {TARGET}: .*raised RuntimeError"):
+        serve(hook, "fail")
+    assert "The engine ends: kv_load_failure_policy is not recompute" in first_line(caplog)
+
+
+def test_a_promise_that_is_not_planned_is_computed(make_engine: MakeEngine) -> None:
+    # FAULT-2: the request waits for a load that nobody will plan
+    engine = make_engine(lane.connector_config(cpu_blocks=64))
+    if not lane.can_fail_loads():
+        pytest.skip("0.11.0 has no word for a load that failed")
+    free = engine.num_free_blocks()
+    engine.add("first", TOKENS)
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
+    engine.scribble()
+    side = engine.scheduler.connector._scheduler_side
+    side.half.view.touch_blocks([3, 4])  # what is held when it fails is given back
+    side.half.on_blocks_allocated = lambda *_: None
+    again = engine.add("again", TOKENS)
+    engine.run()
+    assert again.is_finished()
+    assert side.faults.is_out
+    assert engine.num_free_blocks() == free
+    with pytest.raises(ViewClosedError):
+        side.half.view.touch_blocks([3])
+
+
+def test_a_worker_with_loads_in_flight_ends_the_engine(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    # FAULT-3
+    engine = make_engine(lane.connector_config(cpu_blocks=64))
+    engine.add("first", TOKENS)
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
+    half = engine.worker._worker_side._half
+    engine.add("again", TOKENS)
+
+    def start_plan(plan: StepPlan) -> None:
+        raise HookError("x.py:1: start_plan raised RuntimeError: planted")
+
+    half.start_plan = start_plan
+    with pytest.raises(HookError, match=r"x\.py:1: start_plan raised"):
+        engine.run()
+    assert "of request 'again' may still write into the KV cache" in first_line(caplog)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_setting_that_loses_answers_is_one_warning(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture, policy: str
+) -> None:
+    if not has_policy():
+        pytest.skip("up to 0.12 what was not loaded is always computed")
+    make_engine(lane.connector_config(cpu_blocks=64) | {"kv_load_failure_policy": policy})
+    warnings = [each.getMessage() for each in caplog.records if "policy" in each.getMessage()]
+    assert len(warnings) == (policy == "fail")
+    for warning in warnings:
+        assert str(lane.EXAMPLE) in warning
+        assert 'Add "kv_load_failure_policy": "recompute" beside "kv_connector"' in warning

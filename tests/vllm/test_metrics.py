@@ -1,0 +1,279 @@
+"""Metrics through vLLM's own classes: scheduler, wire, Prometheus registry and stats log."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip(  # a submodule: this very folder is named vllm
+    "vllm.version",
+    reason="needs vLLM's Python sources: tests/vllm/sources.py",
+    exc_type=ImportError,
+)
+
+import engine as lane  # type: ignore[import-not-found]
+from kvview_vllm.connector.messages import stats_of
+from kvview_vllm.metrics import COUNTERS, GAUGES, PREFIX, Meter, Reporter, merge
+
+METRICS: Any = importlib.import_module(
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
+)  # of the release at hand
+PROM = getattr(METRICS, "KVConnectorProm", None) or getattr(METRICS, "KVConnectorPrometheus", None)
+FAULTY = Path(__file__).with_name("faulty_connectors.py")
+TOKENS = range(10, 10 + 6 * lane.BLOCK_SIZE + 4)
+EXAMPLE = lane.EXAMPLE_CONNECTOR
+
+
+class FrontEnd:
+    """What the API server does with the stats of a step."""
+
+    def __init__(self, engine: lane.Engine) -> None:
+        config = engine.vllm_config
+        self.log = METRICS.KVConnectorLogging(config.kv_transfer_config)
+        self.prom = PROM and PROM(config, ["model_name", "engine"], {0: ["m", "0"]})
+        serial: Any = importlib.import_module("vllm.v1.serial_utils")
+        outputs: Any = importlib.import_module("vllm.v1.engine").EngineCoreOutputs
+        encoder, decoder = serial.MsgpackEncoder(), serial.MsgpackDecoder(outputs)
+        update = engine.scheduler.update_from_output
+
+        def take_in(*args: Any) -> Any:
+            answers = update(*args)
+            for answer in answers.values():
+                sent = decoder.decode(encoder.encode(answer))
+                stats = sent.scheduler_stats and sent.scheduler_stats.kv_connector_stats
+                if stats is not None:
+                    self.log.observe(stats)
+                    if self.prom is not None:
+                        self.prom.observe(stats, 0)
+            return answers
+
+        engine.scheduler.update_from_output = take_in
+
+    def value(self, name: str, connector: str = EXAMPLE, child: str = "") -> float | None:
+        registry = importlib.import_module("prometheus_client").REGISTRY
+        suffix = "_total" if name in COUNTERS else ""
+        labels = {"model_name": "m", "engine": "0", "connector": connector, "child": child}
+        value: float | None = registry.get_sample_value(PREFIX + name + suffix, labels)
+        return value
+
+    def logged(self) -> str:
+        lines: list[str] = []
+        self.log.log(log_fn=lambda text, *args: lines.append(text % args))
+        return "".join(lines)
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., tuple[lane.Engine, FrontEnd]]]:
+    forget: Any = importlib.import_module("vllm.v1.metrics.prometheus").unregister_vllm_metrics
+
+    def make(config: dict[str, Any]) -> tuple[lane.Engine, FrontEnd]:
+        engine = lane.Engine(tmp_path / "model", config)
+        return engine, FrontEnd(engine)
+
+    yield make
+    forget()
+
+
+def needs_prometheus() -> None:
+    if PROM is None:
+        pytest.skip("0.11.0 has no metrics of connectors, only the log line")
+
+
+def test_what_was_moved_is_seen(serve: Any) -> None:
+    engine, front = serve(lane.connector_config(cpu_blocks=64))
+    engine.add("first", TOKENS)
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
+    engine.scribble()
+    engine.worker._worker_side._next_stats = 0.0  # up to 0.23 it is asked once a second
+    engine.add("again", TOKENS)
+    engine.run()
+    engine.worker._worker_side._next_stats = 0.0
+    engine.add("more", TOKENS)
+    engine.run()
+    assert f"{EXAMPLE} stores=1" in front.logged()
+    needs_prometheus()
+    page = sum(engine.scheduler.connector._scheduler_side.meter.page_bytes)
+    assert front.value("stores") == 1
+    assert front.value("stored_bytes") == 6 * page
+    assert front.value("loads") == front.value("loaded_bytes") / (6 * page) >= 1
+    assert front.value("failed_loads") in (None, 0)
+    for name in ("loads_in_flight", "stores_in_flight", "held_references"):
+        assert front.value(name) in (None, 0)
+
+
+def test_what_is_held_while_the_engine_rests(serve: Any) -> None:
+    # METRIC-2
+    needs_prometheus()
+    engine, front = serve(lane.connector_config(cpu_blocks=64))
+    view = engine.scheduler.connector.block_pool_view
+    before = time.time()
+    view.touch_blocks([40, 41])
+    view.lease([42], job="peer")
+    engine.worker._worker_side._next_stats = 0.0
+    engine.add("first", TOKENS)
+    engine.run()
+    engine.worker._worker_side._next_stats = 0.0
+    engine.add("last", TOKENS)
+    engine.run()
+    assert front.value("held_references") == 3
+    assert front.value("active_leases") == 1
+    since = front.value("oldest_hold_timestamp_seconds")
+    assert since is not None
+    assert before - 1 <= since <= time.time()
+
+
+def test_failed_loads_and_what_was_skipped(serve: Any) -> None:
+    needs_prometheus()
+    if not lane.can_fail_loads():
+        pytest.skip("0.11.0 has no word for a load that failed")
+    target = f"{FAULTY}:FailingConnector"
+    engine, front = serve(lane.connector_config(target, cpu_blocks=4))
+    for name in ("first", "again", "last"):
+        engine.worker._worker_side._next_stats = 0.0
+        engine.add(name, TOKENS)
+        engine.run()
+        assert engine.scheduler.reset_prefix_cache()
+    assert front.value("failed_loads", target) == front.value("loads", target) >= 1
+    assert front.value("skipped_blocks", target) >= 2
+
+
+def test_children_of_kvviews_own_connector(serve: Any) -> None:
+    # METRIC-1
+    needs_prometheus()
+    children = [{"connector": EXAMPLE, "options": {"cpu_blocks": 64}}] * 2
+    target = "kvview_reference.connector:MultiConnector"
+    engine, front = serve(lane.connector_config(target, connectors=children))
+    for name in ("first", "last"):
+        engine.worker._worker_side._next_stats = 0.0
+        engine.add(name, TOKENS)
+        engine.run()
+    for child in (f"0: {EXAMPLE}", f"1: {EXAMPLE}"):
+        assert front.value("stores", target, child) == 1
+        assert front.value("held_references", target, child) in (None, 0)
+
+
+def test_children_of_vllms_multi_connector(serve: Any) -> None:
+    """Two of one target are one series: counters and what is held are added up."""
+    needs_prometheus()
+    child = lane.connector_config(cpu_blocks=64)
+    engine, front = serve(lane.multi_config(child, child))
+    for one in engine.scheduler.connector._connectors:
+        if one._bound_view is None:
+            pytest.skip("this release binds no children: a ViewScheduler does")
+        one.block_pool_view.touch_blocks([40])
+    for name in ("first", "last"):
+        for one in engine.worker._connectors:
+            one._worker_side._next_stats = 0.0
+        engine.add(name, TOKENS)
+        engine.run()
+    assert front.value("stores") == 2
+    assert front.value("held_references") == 2
+    assert "stores': 2" in front.logged()
+
+
+def test_stats_are_joined_in_place() -> None:
+    """Of two workers, of the scheduler's side, of an interval: counters add, gauges follow."""
+    first, second = (  # of one half
+        {"half": {"connector": "c", "children": {"": {"loads": loads, "held_references": held}}}}
+        for loads, held in ((2.0, 5.0), (3.0, 1.0))
+    )
+    stats = stats_of([], first)
+    assert stats.aggregate(stats_of([], second)) is stats
+    assert stats.reduce() == {"c loads": 5, "c held_references": 1}
+    assert not stats.is_empty()
+    stats.reset()
+    assert stats.is_empty()
+    assert stats.aggregate(stats_of([])).is_empty()
+    assert stats_of([], first).reduce()["c loads"] == 2, "what was said stays as it was"
+    assert merge({}, second) == second
+
+
+def test_only_news_are_sent() -> None:
+    reporter = Reporter("half", "c")
+    values = {"": {"loads": 2.0, "held_references": 1.0}}
+    said = reporter.say(values)
+    assert said == {"half": {"connector": "c", "children": values}}
+    assert reporter.say(values) is None
+    said = reporter.say({"": {"loads": 3.0, "held_references": 1.0}})
+    assert said is not None
+    assert said["half"]["children"] == {"": {"loads": 1.0}}
+
+
+def test_every_metric_has_a_source(serve: Any) -> None:
+    """What is exported is counted somewhere: nothing stays at zero for ever by a typo."""
+    engine, _ = serve(lane.connector_config(cpu_blocks=64))
+    connector = engine.scheduler.connector
+    side = connector._scheduler_side
+    connector.block_pool_view.touch_blocks([5])
+    named = set(side.meter.values(side.half, connector.block_pool_view, {})[""]) | {"faults"}
+    counts = {
+        f"{prefix}{kind}{suffix}"
+        for kind in ("loads", "stores")
+        for prefix, suffix in (("", ""), ("failed_", ""), ("", "_in_flight"))
+    }
+    assert named | counts | {"loaded_bytes", "stored_bytes"} == {*GAUGES, *COUNTERS}
+    assert not Meter(1).values(side.half, None, {})[""].keys() - COUNTERS.keys()
+
+
+def test_a_hold_that_is_old_is_told(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    engine, _ = serve(lane.connector_config(cpu_blocks=64))
+    connector = engine.scheduler.connector
+    view = connector.block_pool_view
+    seconds = 0.0
+    view.now = lambda: seconds
+
+    def steps(now: float) -> list[str]:
+        nonlocal seconds
+        seconds = now
+        caplog.clear()
+        engine.step()
+        return [each.getMessage() for each in caplog.records if "holds" in each.getMessage()]
+
+    half = connector._scheduler_side.half
+    finish = half.on_request_finished
+
+    def leak(request: Any, block_ids: Any, reason: Any) -> None:
+        view.touch_blocks([block_ids[0][0]])
+        finish(request, block_ids, reason)
+
+    half.on_request_finished = leak
+    engine.add("careless", TOKENS)
+    engine.run()
+    lease = view.lease([42], job="peer")
+    assert not steps(20.0)
+    told = sorted(steps(75.0), key=lambda line: "peer" in line)
+    assert len(told) == 2
+    assert all(f"held for long: {EXAMPLE!r} holds 1 references for" in line for line in told)
+    assert "request 'careless', job 'none in flight'" in told[0]
+    assert "job 'peer'" in told[1]
+    assert not steps(100.0), "a minute after"
+    assert len(steps(140.0)) == 2
+    assert not steps(220.0), "two minutes after"
+    assert len(steps(270.0)) == 2
+    view.free_blocks([next(iter(set(view.held_blocks()) - {42}))])
+    assert len(steps(520.0)) == 1
+    lease.release()
+
+
+def test_a_job_that_never_ends_is_told(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a worker half that has died quietly."""
+    engine, _ = serve(lane.connector_config(cpu_blocks=64))
+    connector = engine.scheduler.connector
+    engine.worker._worker_side._half.get_finished = list
+    engine.add("r", TOKENS)
+    for _ in range(8):
+        engine.step()
+    begun = connector._scheduler_side.meter.begun
+    assert begun
+    begun.update(dict.fromkeys(begun, time.monotonic() - 75))
+    later = time.monotonic() + 75
+    connector.block_pool_view.now = lambda: later
+    engine.step()
+    assert f"job 0 of {EXAMPLE} (request None) has not ended for 75." in caplog.text
+    assert "[0] in flight" in caplog.text, "the hold names the job that reads it"
