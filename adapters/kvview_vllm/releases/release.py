@@ -120,12 +120,13 @@ class Seam:
 
 
 def signature_of(owner: Any, method: str) -> str:
-    """The names and defaults of a method's parameters but ``self``, as "(a, b=1)"."""
+    """The names and defaults of a method's parameters but ``self`` or ``cls``, as "(a, b=1)"."""
     try:
-        parameters = list(inspect.signature(getattr(owner, method)).parameters.values())
+        found = getattr(owner, method)
+        parameters = list(inspect.signature(found).parameters.values())
     except (AttributeError, TypeError, ValueError) as error:
         return f" (unreadable: {error})"
-    if isinstance(owner, type):
+    if isinstance(owner, type) and not inspect.ismethod(found):  # no class method
         del parameters[:1]
     return f"({', '.join(str(p.replace(annotation=p.empty)) for p in parameters)})"
 

@@ -99,6 +99,13 @@ _CONNECTOR = (
         ("wait_for_save", "()"),
         ("get_finished", "(finished_req_ids) -> tuple[set[str] | None, set[str] | None]"),
         ("get_kv_connector_stats", "() -> KVConnectorStats | None"),
+        ("build_kv_connector_stats", "(data=None) -> KVConnectorStats | None"),
+        (
+            "build_prom_metrics",
+            "(vllm_config, metric_types, labelnames, per_engine_labelvalues)"
+            " -> KVConnectorPromMetrics | None",
+            "0.11.1",
+        ),
         ("shutdown", "()"),
         ("_get_connector_metadata", "() -> KVConnectorMetadata"),
         ("get_block_ids_with_load_errors", "() -> set[int]", "0.11.1"),
