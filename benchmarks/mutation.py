@@ -1,10 +1,12 @@
 """How many automatic mutants the kit kills, by module; what survives, and why.
 
-    python benchmarks/mutation.py [--mutants 400] [--seed 0] [--processes 2] [--seeds 200]
-        [--page FILE.md]
+    python benchmarks/mutation.py [--mutants 400] [--seed 0] [--processes 2] [--seeds 40]
+        [--verdicts FILE.jsonl] [--page FILE.md]
 
 The mutants, and who judges them, are those of tests/mutation; ``kvview check --self-test``
-plays a few of the same. Exit code 1: a survivor has no reason in
+plays a few of the same. With --verdicts each verdict is written as it comes, and a run
+that was ended goes on from there; with more --seeds than before only the survivors are
+played, from the first seed that is new. Exit code 1: a survivor has no reason in
 tests/mutation/survivors.toml, which this prints as it would stand there.
 """
 
@@ -15,6 +17,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -73,45 +76,66 @@ def describe(
     return "\n".join(lines).rstrip() + "\n"
 
 
+def read_verdicts(
+    log: Path | None, sites: Sequence[operators.Site], sources: str
+) -> dict[str, trial.Verdict]:
+    """The last verdict on each mutant, of these sources."""
+    by_id = {site.id: site for site in sites}
+    verdicts = {}
+    for line in log.read_text().splitlines() if log and log.is_file() else ():
+        row = json.loads(line)
+        site = by_id.get(row["site"]["id"]) if row.pop("sources") == sources else None
+        if site is not None:
+            verdicts[site.id] = trial.Verdict(**{**row, "site": site})
+    return verdicts
+
+
 @click.command(help=__doc__)
 @click.option("--mutants", "num_mutants", default=400, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--processes", default=2, show_default=True)
 @click.option("--seeds", default=judges.SEEDS, show_default=True, help="Of each connector.")
 @click.option("--page", type=click.Path(path_type=Path), help="Write docs/mutation.md there.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path))
+@click.option("--verdicts", "log", type=click.Path(path_type=Path))
 def main(
-    num_mutants: int,
-    seed: int,
-    processes: int,
-    seeds: int,
-    page: Path | None,
-    json_file: Path | None,
+    num_mutants: int, seed: int, processes: int, seeds: int, page: Path | None, log: Path | None
 ) -> None:
     """Play the mutants and tell."""
-    judges.SEEDS = seeds
     start = time.monotonic()
     trial.warm_up()
-    reach = trial.measure_reach(num_processes=processes)
+    sources = trial.fingerprint()
     sites = trial.all_sites()
     chosen = operators.sample(sites, num_mutants, seed)
+    known = read_verdicts(log, sites, sources)
+    done = {name: one for name, one in known.items() if one.is_killed or one.num_seeds >= seeds}
+    reach = trial.measure_reach(num_seeds=seeds, num_processes=processes)
 
     def tell(verdict: trial.Verdict) -> None:
         fate = verdict.killed_by if verdict.is_killed else "SURVIVES"
         click.echo(f"{verdict.seconds:5.1f} s  {verdict.site.id}: {verdict.site.change}: {fate}")
+        done[verdict.site.id] = verdict
+        if log is not None:
+            with log.open("a") as file:
+                file.write(
+                    json.dumps(
+                        {"sources": sources, **asdict(verdict), "site": {"id": verdict.site.id}}
+                    )
+                    + "\n"
+                )
 
-    verdicts = trial.play(chosen, reach, num_processes=processes, on_verdict=tell)
+    trial.play(
+        [site for site in chosen if site.id not in done],
+        reach,
+        num_processes=processes,
+        num_seeds=seeds,
+        green={name: one.num_seeds for name, one in known.items()},
+        on_verdict=tell,
+    )
+    verdicts = [done[site.id] for site in chosen]
     account = survivors.compare(verdicts, sites, survivors.read_survivors())
     text = describe(verdicts, account, seed=seed, num_sites=len(sites))
     if page is not None:
         page.write_text(text)
-    if json_file is not None:
-        rows = [
-            {"id": one.site.id, "change": one.site.change, "line": one.site.line, "how": one.how}
-            | {"killed_by": one.killed_by, "steps": one.num_steps, "seconds": one.seconds}
-            for one in verdicts
-        ]
-        json_file.write_text(json.dumps({"seed": seed, "mutants": rows}, indent=1))
     click.echo(text[len(HEAD) :])
     for title, entries in (("killed now", account.dead), ("no longer there", account.gone)):
         for entry in entries:

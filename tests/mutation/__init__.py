@@ -20,19 +20,28 @@ value, cuts a slice or drops an ``else``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 from . import operators, survivors, trial
 
+SEEDS = 20  # of each connector
+
 
 def summarize(num: int, seed: int, on_progress: Callable[[str], None]) -> dict[str, Any]:
     """Play some mutants; what to write into a report."""
     trial.warm_up()
-    reach = trial.measure_reach()
+    num_processes = min(2, os.cpu_count() or 1)
+    reach = trial.measure_reach(num_seeds=SEEDS, num_processes=num_processes)
     sites = trial.all_sites()
-    chosen = operators.sample(sites, num, seed)
-    verdicts = trial.play(chosen, reach, on_verdict=lambda verdict: on_progress(verdict.site.id))
+    verdicts = trial.play(
+        operators.sample(sites, num, seed),
+        reach,
+        num_processes=num_processes,
+        num_seeds=SEEDS,
+        on_verdict=lambda verdict: on_progress(verdict.site.id),
+    )
     account = survivors.compare(verdicts, sites, survivors.read_survivors())
     rows = [
         {"id": one.site.id, "change": one.site.change, "how": one.how, "killed_by": one.killed_by}
@@ -40,6 +49,7 @@ def summarize(num: int, seed: int, on_progress: Callable[[str], None]) -> dict[s
     ]
     return {
         "seed": seed,
+        "num_seeds": SEEDS,
         "num_possible": len(sites),
         "mutants": rows,
         "num_killed": sum(verdict.is_killed for verdict in verdicts),
