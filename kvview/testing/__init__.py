@@ -12,6 +12,7 @@ from kvview.testing.events import checks as event_checks
 from kvview.testing.geometry import checks as geometry_checks
 from kvview.testing.guard import checks as guard_checks
 from kvview.testing.guard import leaks as leak_checks
+from kvview.testing.guard import surroundings as guard_surroundings_checks
 from kvview.testing.guard import trouble as guard_trouble_checks
 from kvview.testing.harness import (
     Capability,
@@ -69,6 +70,7 @@ __all__ = [
     "geometry_checks",
     "give_back_checks",
     "guard_checks",
+    "guard_surroundings_checks",
     "guard_trouble_checks",
     "holder_checks",
     "inspect_factory",

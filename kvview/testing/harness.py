@@ -81,6 +81,10 @@ class Capability(StrEnum):
     GUARDS = "guards"
     """``guard_over(view, num_blocks)``: another guard, with the clock of the first, over any
     view; it may hold so many blocks, or any number with None."""
+    STATS = "stats"
+    """The guard has ``stats``, like :class:`~kvview.GuardStats`."""
+    TRACE = "trace"
+    """``traced()``: a new harness whose guard notes the line that took each hold."""
     ONE_THREAD = "one_thread"
     """The view refuses calls from another thread than the one that made it."""
 
@@ -355,6 +359,8 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         Capability.LEAKS: (Need("view", "leaks", 1),),
         Capability.PIN_BUDGET: (Need("harness", "budgeted", 1),),
         Capability.GUARDS: (Need("harness", "guard_over", 2),),
+        Capability.STATS: (Need("view", "stats", None),),
+        Capability.TRACE: (Need("harness", "traced", 0),),
         Capability.ONE_THREAD: (),
     },
     "geometry": {

@@ -111,12 +111,17 @@ class GuardedReferencePool(ReferencePool):
         Capability.LEAKS,
         Capability.PIN_BUDGET,
         Capability.GUARDS,
+        Capability.STATS,
+        Capability.TRACE,
         Capability.ONE_THREAD,
     }
 
-    def __init__(self, num_blocks: int = 24, pin_budget: float | None = None) -> None:
+    def __init__(
+        self, num_blocks: int = 24, pin_budget: float | None = None, trace: bool = False
+    ) -> None:
         self.seconds = 0.0
         self.pin_budget = pin_budget
+        self.trace = trace
         super().__init__(num_blocks)
 
     @override
@@ -126,6 +131,7 @@ class GuardedReferencePool(ReferencePool):
             owner="conformance",
             pin_budget=self.pin_budget,
             clock=lambda: self.seconds,
+            trace=self.trace,
         )
 
     def guard_over(self, view: GPUBlockPoolView, num_blocks: int | None) -> GuardedView:
@@ -140,6 +146,10 @@ class GuardedReferencePool(ReferencePool):
     def budgeted(self, num_blocks: int) -> GuardedReferencePool:
         """A new harness whose guard has a budget."""
         return type(self)(self.num_blocks, pin_budget=num_blocks / self.num_blocks)
+
+    def traced(self) -> GuardedReferencePool:
+        """A new harness whose guard notes the line that took each hold."""
+        return type(self)(self.num_blocks, trace=True)
 
 
 class ReferenceGeometry:
