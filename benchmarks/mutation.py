@@ -77,15 +77,17 @@ def describe(
 
 
 def read_verdicts(
-    log: Path | None, sites: Sequence[operators.Site], sources: str
+    log: Path | None, sites: Sequence[operators.Site], sources: str, earlier: bool
 ) -> dict[str, trial.Verdict]:
-    """The last verdict on each mutant, of these sources."""
+    """The last verdict on each mutant, of these sources; with ``earlier`` any kill."""
     by_id = {site.id: site for site in sites}
     verdicts = {}
     for line in log.read_text().splitlines() if log and log.is_file() else ():
         row = json.loads(line)
-        site = by_id.get(row["site"]["id"]) if row.pop("sources") == sources else None
-        if site is not None:
+        is_now, site = row.pop("sources") == sources, by_id.get(row["site"]["id"])
+        if site is None or site.change != row["site"]["change"]:
+            continue
+        if is_now or (earlier and row["how"]):
             verdicts[site.id] = trial.Verdict(**{**row, "site": site})
     return verdicts
 
@@ -97,8 +99,17 @@ def read_verdicts(
 @click.option("--seeds", default=judges.SEEDS, show_default=True, help="Of each connector.")
 @click.option("--page", type=click.Path(path_type=Path), help="Write docs/mutation.md there.")
 @click.option("--verdicts", "log", type=click.Path(path_type=Path))
+@click.option("--known", "known_survivors", is_flag=True, help="Believe what has a reason to live.")
+@click.option("--earlier", is_flag=True, help="Believe kills by an earlier state of the sources.")
 def main(
-    num_mutants: int, seed: int, processes: int, seeds: int, page: Path | None, log: Path | None
+    num_mutants: int,
+    seed: int,
+    processes: int,
+    seeds: int,
+    page: Path | None,
+    log: Path | None,
+    known_survivors: bool,
+    earlier: bool,
 ) -> None:
     """Play the mutants and tell."""
     start = time.monotonic()
@@ -106,7 +117,8 @@ def main(
     sources = trial.fingerprint()
     sites = trial.all_sites()
     chosen = operators.sample(sites, num_mutants, seed)
-    known = read_verdicts(log, sites, sources)
+    known = read_verdicts(log, sites, sources, earlier)
+    by_id = {site.id: site for site in sites}
     done = {name: one for name, one in known.items() if one.is_killed or one.num_seeds >= seeds}
     reach = trial.measure_reach(num_seeds=seeds, num_processes=processes)
 
@@ -116,13 +128,15 @@ def main(
         done[verdict.site.id] = verdict
         if log is not None:
             with log.open("a") as file:
-                file.write(
-                    json.dumps(
-                        {"sources": sources, **asdict(verdict), "site": {"id": verdict.site.id}}
-                    )
-                    + "\n"
-                )
+                site = {"id": verdict.site.id, "change": verdict.site.change}
+                row = {"sources": sources, **asdict(verdict), "site": site}
+                file.write(json.dumps(row) + "\n")
 
+    if known_survivors:
+        for entry in survivors.read_survivors().values():
+            site = by_id.get(entry.id)
+            if site is not None and entry.change == site.change:
+                done.setdefault(site.id, trial.Verdict(site, "", "", 0, 0.0, 0))
     trial.play(
         [site for site in chosen if site.id not in done],
         reach,

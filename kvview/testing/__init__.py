@@ -33,6 +33,7 @@ from kvview.testing.pool import give_back as give_back_checks
 from kvview.testing.pool import holders as holder_checks
 from kvview.testing.pool import large as large_pool_checks
 from kvview.testing.pool import notices as notice_checks
+from kvview.testing.pool import views as view_checks
 from kvview.testing.pool import walks as walk_checks
 from kvview.testing.profiles import PROFILES, Profile
 from kvview.testing.recorder import LawBroken
@@ -88,5 +89,6 @@ __all__ = [
     "run_checks",
     "run_mutants",
     "transfer_checks",
+    "view_checks",
     "walk_checks",
 ]

@@ -16,6 +16,7 @@ from kvview import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     GPUBlockPoolView,
+    GPUEvent,
     GuardedView,
     OffloadingManager,
 )
@@ -56,11 +57,13 @@ class ReferencePool:
             Capability.RESUMABLE_WALK,
             Capability.REUSE_NOTICE,
             Capability.HOLDS,
+            Capability.VIEWS,
+            Capability.GPU_EVENTS,
         }
     )
 
     def __init__(self, num_blocks: int = 24) -> None:
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, enable_events=True)
         self.num_blocks = num_blocks
         self.null_block_id: int | None = NULL_BLOCK_ID
         self.view = self.make_view()
@@ -68,6 +71,14 @@ class ReferencePool:
     def make_view(self) -> GPUBlockPoolView:
         """The view under test."""
         return self.pool.view("conformance")
+
+    def another_view(self) -> GPUBlockPoolView:
+        """Another view of the same pool."""
+        return self.pool.view("another")
+
+    def take_events(self) -> list[GPUEvent]:
+        """What the engine told of its prefix cache since the last call."""
+        return self.pool.take_events()
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Take blocks for a request, one reference each; their hashes are evicted."""

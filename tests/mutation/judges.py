@@ -6,10 +6,11 @@ import importlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 SEEDS = 40  # of each connector; `kvview check` runs 200 by default
-SLICE = 20  # seeds that are run in one step
+FEW, SLICE = 6, 20  # seeds that are run in one step: first few, then up to each multiple
 _LAZY = "kvview_reference.connector:LazyOffloadConnector"
 _OFFLOAD = "kvview_reference.connector:OffloadConnector"
 
@@ -130,8 +131,9 @@ def steps_of(subject: Subject, num_seeds: int) -> Iterator[Step]:
 
     loaded = subject.load()
     if is_connector(loaded):
-        for first in range(0, num_seeds, SLICE):
-            yield Step(subject, seeds=range(first, min(first + SLICE, num_seeds)))
+        ends = [end for end in (FEW, *range(SLICE, num_seeds, SLICE)) if end < num_seeds]
+        for first, end in pairwise([0, *ends, num_seeds]):
+            yield Step(subject, seeds=range(first, end))
         return
     for planned in plan_checks(loaded, Effort())[1]:
         if not planned.skip_reason:

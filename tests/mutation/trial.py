@@ -272,14 +272,14 @@ def play(
         say(("import", ""))
         importlib.import_module(site.module)
         coverage = {one.step.subject.target: Counter[str]() for one in reach if one.step.seeds}
-        before = green.get(site.id, -1)
+        before = green.get(site.id, 0)
         for one in reach:
             if one not in steps:
                 coverage.get(one.step.subject.target, Counter()).update(one.coverage)
         for one in steps:
             seen = coverage.get(one.step.subject.target, Counter())
-            if one.cost[0] < before:  # what it exercised then is not known any more
-                seen.update(one.coverage)
+            if before and one.step.seeds.stop <= before:
+                seen.update(one.coverage)  # what it exercised then is not known any more
                 continue
             say(one.limit)
             say(("step", str(one.step)))

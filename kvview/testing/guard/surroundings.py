@@ -145,24 +145,33 @@ def check_guard_1_call_that_the_engine_fails_changes_nothing(pool: PoolDriver) -
 @pool_check("GUARD-5", GUARDS)
 def check_guard_5_what_was_held_before_counts(pool: PoolDriver) -> None:
     """A budget that comes later counts what is held already, each block once."""
-    first, second, third, fourth, fifth = pool.blocks[:5]
-    pool.touch([first, second, first])
-    guards = []
-    for name in ("one", "two"):
-        guards.append(pool.call(pool.harness, "guard_over", pool.view, 4))
-        pool.name(guards[-1], name)
-        left = pool.call(guards[-1], "num_pinnable_blocks")
-        pool.equal(left, 2, "two blocks of four are held")
-    pool.refused(PinBudgetExceeded, guards[0], "touch_blocks", [third, fourth, fifth])
-    pool.call(guards[0], "touch_blocks", [third, fourth, first])
-    pool.free([first, first])
-    left = pool.call(guards[1], "num_pinnable_blocks")
-    pool.equal(left, 0, "another holds the block still")
-    pool.call(guards[0], "free_blocks", [first])
-    left = pool.call(guards[1], "num_pinnable_blocks")
-    pool.equal(left, 1, "nobody holds the block any more")
-    pool.call(guards[0], "free_blocks", [third, fourth])
-    pool.free([second])
+    engine = Engine(pool.num_blocks)
+    pool.give_name(
+        engine, "engine", f"from {__name__} import Engine; engine = Engine({pool.num_blocks})"
+    )
+    first, second, third, fourth, fifth = pool.blocks[1:6]
+    for view in (pool.view, engine):
+        below = view
+        if view is engine:  # which keeps no account of what is held: a guard does
+            below = pool.call(pool.harness, "guard_over", engine, None)
+            pool.name(below, "below")
+        pool.call(below, "touch_blocks", [first, second, first])
+        guards = []
+        for name in ("one", "two"):
+            guards.append(pool.call(pool.harness, "guard_over", view, 4))
+            pool.name(guards[-1], name)
+            left = pool.call(guards[-1], "num_pinnable_blocks")
+            pool.equal(left, 2, "two blocks of four are held")
+        pool.refused(PinBudgetExceeded, guards[0], "touch_blocks", [third, fourth, fifth])
+        pool.call(guards[0], "touch_blocks", [third, fourth, first])
+        pool.call(below, "free_blocks", [first, first])
+        left = pool.call(guards[1], "num_pinnable_blocks")
+        pool.equal(left, 0, "another holds the block still")
+        pool.call(guards[0], "free_blocks", [first])
+        left = pool.call(guards[1], "num_pinnable_blocks")
+        pool.equal(left, 1, "nobody holds the block any more")
+        pool.call(guards[0], "free_blocks", [third, fourth])
+        pool.call(below, "free_blocks", [second])
     pool.check_free(first, second, third, fourth, fifth)
 
 
