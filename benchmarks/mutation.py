@@ -13,6 +13,7 @@ tests/mutation/survivors.toml, which this prints as it would stand there.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections import Counter, defaultdict
@@ -112,6 +113,7 @@ def main(
     earlier: bool,
 ) -> None:
     """Play the mutants and tell."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends its processes too
     start = time.monotonic()
     trial.warm_up()
     sources = trial.fingerprint()

@@ -75,9 +75,9 @@ class Capability(StrEnum):
     VIEWS = "views"
     """``another_view()``: another view of the same pool."""
     GPU_EVENTS = "gpu_events"
-    """``take_events()``: what the engine told of its prefix cache since the last call, as
-    :class:`~kvview.BlockStored`, :class:`~kvview.BlockRemoved` and
-    :class:`~kvview.AllBlocksCleared`."""
+    """``telling()``: a new harness whose engine tells of its prefix cache; ``take_events()`` of
+    that is what it told since the last call, as :class:`~kvview.BlockStored`,
+    :class:`~kvview.BlockRemoved` and :class:`~kvview.AllBlocksCleared`."""
     LEASES = "leases"
     """The view is a guard: it has ``lease``; ``advance(seconds)`` moves its clock."""
     LEAKS = "leaks"
@@ -362,7 +362,7 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         Capability.REUSE_NOTICE: (Need("view", "free_blocks_with_notice", 2),),
         Capability.HOLDS: (Need("view", "held_blocks", 0),),
         Capability.VIEWS: (Need("harness", "another_view", 0),),
-        Capability.GPU_EVENTS: (Need("harness", "take_events", 0),),
+        Capability.GPU_EVENTS: (Need("harness", "telling", 0),),
         Capability.LEASES: (Need("view", "lease", 1), Need("harness", "advance", 1)),
         Capability.LEAKS: (Need("view", "leaks", 1),),
         Capability.PIN_BUDGET: (Need("harness", "budgeted", 1),),

@@ -63,7 +63,7 @@ class ReferencePool:
     )
 
     def __init__(self, num_blocks: int = 24) -> None:
-        self.pool = BlockPool(num_blocks, enable_events=True)
+        self.pool = BlockPool(num_blocks)
         self.num_blocks = num_blocks
         self.null_block_id: int | None = NULL_BLOCK_ID
         self.view = self.make_view()
@@ -75,6 +75,13 @@ class ReferencePool:
     def another_view(self) -> GPUBlockPoolView:
         """Another view of the same pool."""
         return self.pool.view("another")
+
+    def telling(self) -> ReferencePool:
+        """A new harness whose engine tells of its prefix cache."""
+        harness = type(self)(self.num_blocks)
+        harness.pool = BlockPool(self.num_blocks, enable_events=True)
+        harness.view = harness.make_view()
+        return harness
 
     def take_events(self) -> list[GPUEvent]:
         """What the engine told of its prefix cache since the last call."""

@@ -212,7 +212,7 @@ class _Finder:
             return
         if isinstance(node, ast.Assert | ast.JoinedStr) or _is_for_types(node) or _is_told(node):
             return
-        if _is_strict(node) or (not self._returns and _is_tuned_or_alias(node)):
+        if _is_strict(node) or _is_error(node) or (not self._returns and _is_tuned_or_alias(node)):
             return
         for operator, new, change in self._mutations(node):
             yield self._edit(operator, change, new, put)
@@ -316,6 +316,10 @@ def _negates_itself(test: ast.expr) -> bool:
 
 def _is_for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and _text(node.test) == "TYPE_CHECKING"
+
+
+def _is_error(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and _text(node.func).endswith(("Error", "Exceeded"))
 
 
 def _is_strict(node: ast.AST) -> bool:

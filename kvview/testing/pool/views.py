@@ -87,6 +87,7 @@ class _Told:
 @pool_check("EVENT-2", Capability.GPU_EVENTS, CACHE)
 def check_event_2_prefix_cache_tells_what_it_holds(pool: PoolDriver) -> None:
     """Stores, a second hash, equal blocks, evictions and a reset, each told once."""
+    pool.use(pool.call(pool.harness, "telling"), "view")
     told = _Told(pool)
     told.check("nothing is cached yet")
     first = pool.allocate(4)
