@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -163,7 +164,7 @@ def measure_reach(
     known = {str(one.step): one for one in _read(file, subjects)} if file else {}
 
     def run(subject: Subject, say: Say) -> None:
-        hits: set[Place] = set()
+        hits = Hits()
         import_instead(lambda name, path: counting(name, path, hits) if name in modules else None)
         forget(OWN)
         for step in steps_of(subject, num_seeds):
@@ -174,7 +175,7 @@ def measure_reach(
             start, coverage = time.process_time(), Counter[str]()
             found = step.run(coverage)
             taken = time.process_time() - start
-            say((Reach(step, frozenset(hits), taken, coverage), found))
+            say((Reach(step, hits.all(), taken, coverage), found))
 
     reached: list[Reach] = []
     for ended in run_forked(subjects, run, num_processes=num_processes, seconds=10.0 * num_seeds):
@@ -214,6 +215,33 @@ def _read(file: Path, subjects: Sequence[Subject]) -> Iterator[Reach]:
             step = Step(of_target[row["target"]], row["name"], range(*row["seeds"]))
             places = frozenset((module, line) for module, line in row["places"])
             yield Reach(step, places, row["seconds"], Counter(row["coverage"]))
+
+
+class Hits(set[Place]):
+    """Places that were executed, also in processes that were forked since."""
+
+    def __init__(self) -> None:
+        self._home = os.getpid()
+        self._away = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - as long as this lives
+
+    def add(self, place: Place) -> None:
+        """Note one."""
+        if place not in self:
+            super().add(place)
+            if os.getpid() != self._home:
+                self._away.write(f"{place[0]} {place[1]}\n".encode())
+
+    def clear(self) -> None:
+        """Forget all."""
+        super().clear()
+        self._away.seek(0)
+        self._away.truncate()
+
+    def all(self) -> frozenset[Place]:
+        """All of them."""
+        self._away.seek(0)
+        lines = (line.decode().split() for line in self._away.read().splitlines())
+        return frozenset(self) | {(module, int(line)) for module, line in lines}
 
 
 def counting(name: str, path: Path, hits: set[Place]) -> CodeType:

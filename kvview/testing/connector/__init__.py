@@ -21,6 +21,7 @@ from typing import Any
 
 from kvview import CacheGeometry, ConfigError, Connector
 from kvview.testing.connector import repeat, watchdog
+from kvview.testing.connector.coverage import EVENTS_WANTED
 from kvview.testing.connector.generate import generate_scenario
 from kvview.testing.connector.harness import EngineFactory, load_engines
 from kvview.testing.connector.result import (
@@ -174,6 +175,13 @@ def replay_seed(
     return check.failures[0] if check.failures else None
 
 
+def _asks_for_events(options: object) -> bool:
+    """Whether ``enable_events`` is given, here or to a connector within."""
+    if isinstance(options, Mapping):
+        return options.get("enable_events") is True or _asks_for_events(list(options.values()))
+    return isinstance(options, list | tuple) and any(map(_asks_for_events, options))
+
+
 class _Check:
     """Seed after seed, and what came of them."""
 
@@ -207,6 +215,8 @@ class _Check:
             self.coverage["refused geometries"] += 1
             return
         self.coverage.update(result.coverage)
+        if _asks_for_events(self._options):
+            self.coverage[EVENTS_WANTED] += 1
         failure = result.failure
         if failure is not None and failure.is_timeout:
             self.num_timeouts += 1

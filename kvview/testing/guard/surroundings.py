@@ -42,7 +42,8 @@ class Engine:
         self.calls.append(name)
         for block_id in block_ids:
             self.held[block_id] += step
-        self.held = +self.held
+            if not self.held[block_id]:
+                del self.held[block_id]
 
     def touch_blocks(self, block_ids: Sequence[int]) -> None:
         """Take references."""
