@@ -219,6 +219,23 @@ def in_a_fork(call: Callable[[], object]) -> None:
         raise raised
 
 
+@pool_check("GUARD-2", LEASES)
+def check_guard_2_lease_tells_what_it_holds(pool: PoolDriver) -> None:
+    """Its blocks, one entry a reference and no null block, its job, whether it is active."""
+    first, second = pool.blocks[1:3]
+    null = [] if pool.null is None else [pool.null]
+    for job, ttl in (("job", None), (None, 5), (7, 9)):
+        lease = pool.call(pool.view, "lease", [first, *null, second, first], job=job, ttl=ttl)
+        pool.name(lease, "lease")
+        told = tuple(pool.read(lease, "block_ids"))
+        pool.equal(told, (first, second, first), "a lease names each reference")
+        pool.equal(pool.read(lease, "job"), job, "a lease names its job")
+        pool.equal(pool.read(lease, "is_active"), True, "a lease that was taken is active")
+        pool.call(lease, "release")
+        pool.equal(pool.read(lease, "is_active"), False, "a lease that was released is not")
+        pool.check_free(first, second)
+
+
 @pool_check("GUARD-11", Capability.STATS, Capability.PIN_BUDGET, LEASES)
 def check_guard_11_stats_count_what_was_done(pool: PoolDriver) -> None:
     """References taken and given back, leases, expiries, the peak, and calls refused."""
