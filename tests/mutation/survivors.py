@@ -14,6 +14,8 @@ FILE = Path(__file__).with_name("survivors.toml")
 KINDS = {
     "equivalent": "no caller can see a difference",
     "performance": "the same answers, slower or in more memory",
+    "freedom": "a connector stores, promises or holds less or later; no law obliges it to more",
+    "outside": "of no contract: constructors, the engine's own calls, numbers for people",
     "message": "only what people read is another",
     "hole": "a real fault that the kit does not see",
 }

@@ -220,6 +220,30 @@ def in_a_fork(call: Callable[[], object]) -> None:
 
 
 @pool_check("GUARD-2", LEASES)
+def check_guard_2_released_lease_does_not_expire(pool: PoolDriver) -> None:
+    """However it ended, its deadline ends with it: what is held since is another's."""
+    block = pool.blocks[1]
+    for end in ("release", "exit"):
+        short = pool.call(pool.view, "lease", [block], ttl=5)
+        pool.name(short, "short")
+        if end == "release":
+            pool.call(short, "release")
+        else:
+            pool.call(short, "__enter__")
+            pool.call(short, "__exit__", None, None, None)
+        long = pool.call(pool.view, "lease", [block], ttl=50)
+        pool.name(long, "long")
+        pool.held.update([block])
+        pool.call(pool.harness, "advance", 6)
+        pool.touch([])
+        pool.check_held(block)
+        pool.equal(pool.read(long, "is_active"), True, "its own deadline is not here yet")
+        pool.equal(pool.call(long, "release"), True, "a lease that is active is released")
+        del pool.held[block]
+        pool.check_free(block)
+
+
+@pool_check("GUARD-2", LEASES)
 def check_guard_2_lease_tells_what_it_holds(pool: PoolDriver) -> None:
     """Its blocks, one entry a reference and no null block, its job, whether it is active."""
     first, second = pool.blocks[1:3]
