@@ -38,6 +38,9 @@ seed and spread evenly over the functions. Only `kvview check` decides, over eve
 of the reference and its connectors; the project's own tests are never asked. A mutant
 counts as killed when a check or a run fails, when what must be exercised never happens
 ("not checked"), when it cannot be imported, or when it does not end.
+
+A connector is run here with fewer seeds than the 200 of `kvview check`, so that the rate is
+a lower bound. Equivalent mutants count as alive: the rate is of all that were drawn.
 """
 
 
@@ -47,8 +50,12 @@ def describe(
     """The page."""
     killed = [verdict for verdict in verdicts if verdict.is_killed]
     hows = Counter(verdict.how for verdict in killed)
+    lived = Counter(one.num_seeds for one in verdicts if not one.is_killed)
     lines = [
         HEAD,
+        "Never made wrong:\n",
+        *(f"- {what}: {why}." for what, why in operators.LEFT_OUT.items()),
+        "",
         f"**{len(killed)} of {len(verdicts)} killed, {len(killed) / len(verdicts):.1%}** "
         f"(seed {seed}, of {num_sites:,} possible; "
         + ", ".join(f"{how} {times}" for how, times in hows.most_common())
@@ -56,6 +63,10 @@ def describe(
         "| module | mutants | killed | rate |",
         "|---|---|---|---|",
     ]
+    played = [f"{times} with {seeds}" for seeds, times in sorted(lived.items()) if seeds]
+    lines.insert(
+        -2, f"Seeds of each connector that survivors were played with: {'; '.join(played)}.\n"
+    )
     by_module = defaultdict(list)
     for verdict in verdicts:
         by_module[verdict.site.module].append(verdict.is_killed)
@@ -78,9 +89,12 @@ def describe(
 
 
 def read_verdicts(
-    log: Path | None, sites: Sequence[operators.Site], sources: str, earlier: bool
+    log: Path | None, sites: Sequence[operators.Site], sources: str = "", earlier: bool = True
 ) -> dict[str, trial.Verdict]:
-    """The last verdict on each mutant, of these sources; with ``earlier`` any kill."""
+    """The last verdict on each mutant, of these sources; with ``earlier`` also kills by others.
+
+    Without ``sources`` the last one of any.
+    """
     by_id = {site.id: site for site in sites}
     verdicts = {}
     for line in log.read_text().splitlines() if log and log.is_file() else ():
@@ -88,7 +102,7 @@ def read_verdicts(
         is_now, site = row.pop("sources") == sources, by_id.get(row["site"]["id"])
         if site is None or site.change != row["site"]["change"]:
             continue
-        if is_now or (earlier and row["how"]):
+        if is_now or not sources or (earlier and row["how"]):
             verdicts[site.id] = trial.Verdict(**{**row, "site": site})
     return verdicts
 
@@ -120,7 +134,7 @@ def main(
     sites = trial.all_sites()
     chosen = operators.sample(sites, num_mutants, seed)
     known = read_verdicts(log, sites, sources, earlier)
-    by_id = {site.id: site for site in sites}
+    lived = {name: one.num_seeds for name, one in read_verdicts(log, sites).items()}
     done = {name: one for name, one in known.items() if one.is_killed or one.num_seeds >= seeds}
     reach = trial.measure_reach(num_seeds=seeds, num_processes=processes)
 
@@ -135,10 +149,8 @@ def main(
                 file.write(json.dumps(row) + "\n")
 
     if known_survivors:
-        for entry in survivors.read_survivors().values():
-            site = by_id.get(entry.id)
-            if site is not None and entry.change == site.change:
-                done.setdefault(site.id, trial.Verdict(site, "", "", 0, 0.0, 0))
+        for one in survivors.believed(chosen, survivors.read_survivors(), lived):
+            done.setdefault(one.site.id, one)
     trial.play(
         [site for site in chosen if site.id not in done],
         reach,

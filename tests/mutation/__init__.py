@@ -30,19 +30,25 @@ SEEDS = 20  # of each connector
 
 
 def summarize(num: int, seed: int, on_progress: Callable[[str], None]) -> dict[str, Any]:
-    """Play some mutants; what to write into a report."""
+    """Play some mutants; what to write into a report.
+
+    What has a reason to live in ``survivors.toml`` counts as alive without being played.
+    """
     trial.warm_up()
     num_processes = min(2, os.cpu_count() or 1)
-    reach = trial.measure_reach(num_seeds=SEEDS, num_processes=num_processes)
     sites = trial.all_sites()
-    verdicts = trial.play(
-        operators.sample(sites, num, seed),
-        reach,
+    entries = survivors.read_survivors()
+    chosen = operators.sample(sites, num, seed)
+    verdicts = survivors.believed(chosen, entries, {})
+    is_known = {verdict.site.id for verdict in verdicts}
+    verdicts += trial.play(
+        [site for site in chosen if site.id not in is_known],
+        trial.measure_reach(num_seeds=SEEDS, num_processes=num_processes),
         num_processes=num_processes,
         num_seeds=SEEDS,
         on_verdict=lambda verdict: on_progress(verdict.site.id),
     )
-    account = survivors.compare(verdicts, sites, survivors.read_survivors())
+    account = survivors.compare(verdicts, sites, entries)
     rows = [
         {"id": one.site.id, "change": one.site.change, "how": one.how, "killed_by": one.killed_by}
         for one in verdicts

@@ -70,6 +70,23 @@ def read_survivors(path: Path = FILE) -> dict[str, Survivor]:
     return entries
 
 
+def believed(
+    sites: Iterable[Site], entries: Mapping[str, Survivor], seeds: Mapping[str, int]
+) -> list[Verdict]:
+    """Those that have a reason to live, taken as alive without being played.
+
+    Args:
+        sites: Mutants.
+        entries: From :func:`read_survivors`.
+        seeds: Of each connector, by mutant, with which it was seen to live; 0 if not told.
+    """
+    return [
+        Verdict(site, "", "", 0, 0.0, seeds.get(site.id, 0))
+        for site in sites
+        if (entry := entries.get(site.id)) is not None and entry.change == site.change
+    ]
+
+
 def compare(
     verdicts: Iterable[Verdict], sites: Collection[Site], entries: Mapping[str, Survivor]
 ) -> Account:
