@@ -136,7 +136,6 @@ def main(
     known = read_verdicts(log, sites, sources, earlier)
     lived = {name: one.num_seeds for name, one in read_verdicts(log, sites).items()}
     done = {name: one for name, one in known.items() if one.is_killed or one.num_seeds >= seeds}
-    reach = trial.measure_reach(num_seeds=seeds, num_processes=processes)
 
     def tell(verdict: trial.Verdict) -> None:
         fate = verdict.killed_by if verdict.is_killed else "SURVIVES"
@@ -151,14 +150,15 @@ def main(
     if known_survivors:
         for one in survivors.believed(chosen, survivors.read_survivors(), lived):
             done.setdefault(one.site.id, one)
-    trial.play(
-        [site for site in chosen if site.id not in done],
-        reach,
-        num_processes=processes,
-        num_seeds=seeds,
-        green={name: one.num_seeds for name, one in known.items()},
-        on_verdict=tell,
-    )
+    if missing := [site for site in chosen if site.id not in done]:
+        trial.play(
+            missing,
+            trial.measure_reach(num_seeds=seeds, num_processes=processes),
+            num_processes=processes,
+            num_seeds=seeds,
+            green={name: one.num_seeds for name, one in known.items()},
+            on_verdict=tell,
+        )
     verdicts = [done[site.id] for site in chosen]
     account = survivors.compare(verdicts, sites, survivors.read_survivors())
     text = describe(verdicts, account, seed=seed, num_sites=len(sites))

@@ -22,7 +22,7 @@ from kvview.testing.pool.driver import PoolDriver, pool_check
 GUARDS, LEASES = Capability.GUARDS, Capability.LEASES
 
 
-class Engine:
+class UncheckedEngine:
     """A view of an engine that checks nothing, and fails when it is told to.
 
     Args:
@@ -70,15 +70,24 @@ class Engine:
         return iter(())
 
 
-def _guard_over(pool: PoolDriver, engine: Engine) -> Any:
+def _name(pool: PoolDriver, engine: UncheckedEngine, size: int | None) -> None:
+    name = UncheckedEngine.__name__
+    pool.give_name(engine, "engine", f"from {__name__} import {name}; engine = {name}({size})")
+
+
+def _guard_over(pool: PoolDriver, engine: UncheckedEngine) -> Any:
     size = getattr(engine, "num_blocks", None)
-    pool.give_name(engine, "engine", f"from {__name__} import Engine; engine = Engine({size})")
+    pool.give_name(
+        engine,
+        "engine",
+        f"from {__name__} import UncheckedEngine; engine = UncheckedEngine({size})",
+    )
     guard = pool.call(pool.harness, "guard_over", engine, None)
     pool.name(guard, "guard")
     return guard
 
 
-def _compare(pool: PoolDriver, guard: Any, engine: Engine, held: dict[int, int]) -> None:
+def _compare(pool: PoolDriver, guard: Any, engine: UncheckedEngine, held: dict[int, int]) -> None:
     told = dict(pool.call(guard, "held_blocks"))
     pool.equal(told, held, "the guard tells what is held through it")
     pool.equal(dict(engine.held), held, "the engine was asked for that, and no more")
@@ -88,7 +97,7 @@ def _compare(pool: PoolDriver, guard: Any, engine: Engine, held: dict[int, int])
 def check_guard_10_view_of_any_kind_is_guarded(pool: PoolDriver) -> None:
     """Over a view that checks and counts nothing, and need not tell its size, the guard does."""
     for size in (8, None):
-        engine = Engine(size)
+        engine = UncheckedEngine(size)
         guard = _guard_over(pool, engine)
         pool.call(guard, "touch_blocks", [1, 2, 1, 0, 5])
         _compare(pool, guard, engine, {1: 2, 2: 1, 5: 1})
@@ -119,7 +128,7 @@ def check_guard_10_view_of_any_kind_is_guarded(pool: PoolDriver) -> None:
 @pool_check("GUARD-1", GUARDS, LEASES, Capability.HOLDS)
 def check_guard_1_call_that_the_engine_fails_changes_nothing(pool: PoolDriver) -> None:
     """Also when blocks are named twice; the same call succeeds later."""
-    engine = Engine(8)
+    engine = UncheckedEngine(8)
     guard = _guard_over(pool, engine)
     pool.call(guard, "touch_blocks", [1, 1, 2, 3, 3, 3])
     held = {1: 2, 2: 1, 3: 3}
@@ -146,9 +155,11 @@ def check_guard_1_call_that_the_engine_fails_changes_nothing(pool: PoolDriver) -
 @pool_check("GUARD-5", GUARDS)
 def check_guard_5_what_was_held_before_counts(pool: PoolDriver) -> None:
     """A budget that comes later counts what is held already, each block once."""
-    engine = Engine(pool.num_blocks)
+    engine = UncheckedEngine(pool.num_blocks)
     pool.give_name(
-        engine, "engine", f"from {__name__} import Engine; engine = Engine({pool.num_blocks})"
+        engine,
+        "engine",
+        f"from {__name__} import UncheckedEngine; engine = UncheckedEngine({pool.num_blocks})",
     )
     first, second, third, fourth, fifth = pool.blocks[1:6]
     for view in (pool.view, engine):
