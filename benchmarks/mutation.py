@@ -40,7 +40,9 @@ counts as killed when a check or a run fails, when what must be exercised never 
 ("not checked"), when it cannot be imported, or when it does not end.
 
 A connector is run here with fewer seeds than the 200 of `kvview check`, so that the rate is
-a lower bound. Equivalent mutants count as alive: the rate is of all that were drawn.
+a lower bound. Equivalent mutants count as alive: the rate is of all that were drawn. A kill
+stands when checks were added since; and since they were added for what lived of this draw,
+another `--seed` is the fairer question.
 """
 
 
