@@ -1,20 +1,24 @@
 """How many automatic mutants the kit kills, by module; what survives, and why.
 
-    python benchmarks/mutation.py [--mutants 400] [--seed 0] [--processes 2] [--seeds 200]
-        [--page FILE.md]
+    python benchmarks/mutation.py [--mutants 400] [--seed 0] [--processes 2] [--seeds 40]
+        [--verdicts FILE.jsonl] [--page FILE.md]
 
 The mutants, and who judges them, are those of tests/mutation; ``kvview check --self-test``
-plays a few of the same. Exit code 1: a survivor has no reason in
+plays a few of the same. With --verdicts each verdict is written as it comes, and a run
+that was ended goes on from there; with more --seeds than before only the survivors are
+played, from the first seed that is new. Exit code 1: a survivor has no reason in
 tests/mutation/survivors.toml, which this prints as it would stand there.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -34,6 +38,11 @@ seed and spread evenly over the functions. Only `kvview check` decides, over eve
 of the reference and its connectors; the project's own tests are never asked. A mutant
 counts as killed when a check or a run fails, when what must be exercised never happens
 ("not checked"), when it cannot be imported, or when it does not end.
+
+A connector is run here with fewer seeds than the 200 of `kvview check`, so that the rate is
+a lower bound. Equivalent mutants count as alive: the rate is of all that were drawn. A kill
+stands when checks were added since; and since they were added for what lived of this draw,
+another `--seed` is the fairer question.
 """
 
 
@@ -43,8 +52,12 @@ def describe(
     """The page."""
     killed = [verdict for verdict in verdicts if verdict.is_killed]
     hows = Counter(verdict.how for verdict in killed)
+    lived = Counter(one.num_seeds for one in verdicts if not one.is_killed)
     lines = [
         HEAD,
+        "Never made wrong:\n",
+        *(f"- {what}: {why}." for what, why in operators.LEFT_OUT.items()),
+        "",
         f"**{len(killed)} of {len(verdicts)} killed, {len(killed) / len(verdicts):.1%}** "
         f"(seed {seed}, of {num_sites:,} possible; "
         + ", ".join(f"{how} {times}" for how, times in hows.most_common())
@@ -52,6 +65,10 @@ def describe(
         "| module | mutants | killed | rate |",
         "|---|---|---|---|",
     ]
+    played = [f"{times} with {seeds}" for seeds, times in sorted(lived.items()) if seeds]
+    lines.insert(
+        -2, f"Seeds of each connector that survivors were played with: {'; '.join(played)}.\n"
+    )
     by_module = defaultdict(list)
     for verdict in verdicts:
         by_module[verdict.site.module].append(verdict.is_killed)
@@ -73,45 +90,82 @@ def describe(
     return "\n".join(lines).rstrip() + "\n"
 
 
+def read_verdicts(
+    log: Path | None, sites: Sequence[operators.Site], sources: str = "", earlier: bool = True
+) -> dict[str, trial.Verdict]:
+    """The last verdict on each mutant, of these sources; with ``earlier`` also kills by others.
+
+    Without ``sources`` the last one of any.
+    """
+    by_id = {site.id: site for site in sites}
+    verdicts = {}
+    for line in log.read_text().splitlines() if log and log.is_file() else ():
+        row = json.loads(line)
+        is_now, site = row.pop("sources") == sources, by_id.get(row["site"]["id"])
+        if site is None or site.change != row["site"]["change"]:
+            continue
+        if is_now or not sources or (earlier and row["how"]):
+            verdicts[site.id] = trial.Verdict(**{**row, "site": site})
+    return verdicts
+
+
 @click.command(help=__doc__)
 @click.option("--mutants", "num_mutants", default=400, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--processes", default=2, show_default=True)
 @click.option("--seeds", default=judges.SEEDS, show_default=True, help="Of each connector.")
 @click.option("--page", type=click.Path(path_type=Path), help="Write docs/mutation.md there.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path))
+@click.option("--verdicts", "log", type=click.Path(path_type=Path))
+@click.option("--known", "known_survivors", is_flag=True, help="Believe what has a reason to live.")
+@click.option("--earlier", is_flag=True, help="Believe kills by an earlier state of the sources.")
 def main(
     num_mutants: int,
     seed: int,
     processes: int,
     seeds: int,
     page: Path | None,
-    json_file: Path | None,
+    log: Path | None,
+    known_survivors: bool,
+    earlier: bool,
 ) -> None:
     """Play the mutants and tell."""
-    judges.SEEDS = seeds
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends its processes too
     start = time.monotonic()
     trial.warm_up()
-    reach = trial.measure_reach(num_processes=processes)
+    sources = trial.fingerprint()
     sites = trial.all_sites()
     chosen = operators.sample(sites, num_mutants, seed)
+    known = read_verdicts(log, sites, sources, earlier)
+    lived = {name: one.num_seeds for name, one in read_verdicts(log, sites).items()}
+    done = {name: one for name, one in known.items() if one.is_killed or one.num_seeds >= seeds}
 
     def tell(verdict: trial.Verdict) -> None:
         fate = verdict.killed_by if verdict.is_killed else "SURVIVES"
         click.echo(f"{verdict.seconds:5.1f} s  {verdict.site.id}: {verdict.site.change}: {fate}")
+        done[verdict.site.id] = verdict
+        if log is not None:
+            with log.open("a") as file:
+                site = {"id": verdict.site.id, "change": verdict.site.change}
+                row = {"sources": sources, **asdict(verdict), "site": site}
+                file.write(json.dumps(row) + "\n")
 
-    verdicts = trial.play(chosen, reach, num_processes=processes, on_verdict=tell)
+    if known_survivors:
+        for one in survivors.believed(chosen, survivors.read_survivors(), lived):
+            done.setdefault(one.site.id, one)
+    if missing := [site for site in chosen if site.id not in done]:
+        trial.play(
+            missing,
+            trial.measure_reach(num_seeds=seeds, num_processes=processes),
+            num_processes=processes,
+            num_seeds=seeds,
+            green={name: one.num_seeds for name, one in known.items()},
+            on_verdict=tell,
+        )
+    verdicts = [done[site.id] for site in chosen]
     account = survivors.compare(verdicts, sites, survivors.read_survivors())
     text = describe(verdicts, account, seed=seed, num_sites=len(sites))
     if page is not None:
         page.write_text(text)
-    if json_file is not None:
-        rows = [
-            {"id": one.site.id, "change": one.site.change, "line": one.site.line, "how": one.how}
-            | {"killed_by": one.killed_by, "steps": one.num_steps, "seconds": one.seconds}
-            for one in verdicts
-        ]
-        json_file.write_text(json.dumps({"seed": seed, "mutants": rows}, indent=1))
     click.echo(text[len(HEAD) :])
     for title, entries in (("killed now", account.dead), ("no longer there", account.gone)):
         for entry in entries:

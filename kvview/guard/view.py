@@ -27,7 +27,8 @@ holds, or pin the whole pool; what follows is seen hours later (vLLM #42571,
 - GUARD-10 Guards over one view **must** be told apart: none gives back what
   another one, or the view itself, holds.
 - GUARD-11 ``leaks`` **must** tell each reference that is held, leased or plain, with its
-  owner, its job and for how long, and none that was given back or refused.
+  owner, its job and for how long, and none that was given back or refused; with a trace
+  also the line that took it. ``stats`` **must** count what was done and what was refused.
 
 Source: vLLM issues #41383 and #46289 (leases), #27046 (pin caps); the incidents
 above.

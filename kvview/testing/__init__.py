@@ -12,6 +12,7 @@ from kvview.testing.events import checks as event_checks
 from kvview.testing.geometry import checks as geometry_checks
 from kvview.testing.guard import checks as guard_checks
 from kvview.testing.guard import leaks as leak_checks
+from kvview.testing.guard import surroundings as guard_surroundings_checks
 from kvview.testing.guard import trouble as guard_trouble_checks
 from kvview.testing.harness import (
     Capability,
@@ -32,6 +33,7 @@ from kvview.testing.pool import give_back as give_back_checks
 from kvview.testing.pool import holders as holder_checks
 from kvview.testing.pool import large as large_pool_checks
 from kvview.testing.pool import notices as notice_checks
+from kvview.testing.pool import views as view_checks
 from kvview.testing.pool import walks as walk_checks
 from kvview.testing.profiles import PROFILES, Profile
 from kvview.testing.recorder import LawBroken
@@ -69,6 +71,7 @@ __all__ = [
     "geometry_checks",
     "give_back_checks",
     "guard_checks",
+    "guard_surroundings_checks",
     "guard_trouble_checks",
     "holder_checks",
     "inspect_factory",
@@ -86,5 +89,6 @@ __all__ = [
     "run_checks",
     "run_mutants",
     "transfer_checks",
+    "view_checks",
     "walk_checks",
 ]

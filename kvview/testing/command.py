@@ -18,7 +18,7 @@ from kvview.errors import ConfigError
 if TYPE_CHECKING:
     from kvview.testing import Report
 
-DEFAULT_MUTANTS = 40
+DEFAULT_MUTANTS = 20
 
 
 @click.command()

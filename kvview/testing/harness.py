@@ -72,6 +72,12 @@ class Capability(StrEnum):
     """The view has ``free_blocks_with_notice(block_ids, on_reuse)``."""
     HOLDS = "holds"
     """The view has ``held_blocks()``."""
+    VIEWS = "views"
+    """``another_view()``: another view of the same pool."""
+    GPU_EVENTS = "gpu_events"
+    """``telling()``: a new harness whose engine tells of its prefix cache; ``take_events()`` of
+    that is what it told since the last call, as :class:`~kvview.BlockStored`,
+    :class:`~kvview.BlockRemoved` and :class:`~kvview.AllBlocksCleared`."""
     LEASES = "leases"
     """The view is a guard: it has ``lease``; ``advance(seconds)`` moves its clock."""
     LEAKS = "leaks"
@@ -81,6 +87,10 @@ class Capability(StrEnum):
     GUARDS = "guards"
     """``guard_over(view, num_blocks)``: another guard, with the clock of the first, over any
     view; it may hold so many blocks, or any number with None."""
+    STATS = "stats"
+    """The guard has ``stats``, like :class:`~kvview.GuardStats`."""
+    TRACE = "trace"
+    """``traced()``: a new harness whose guard notes the line that took each hold."""
     ONE_THREAD = "one_thread"
     """The view refuses calls from another thread than the one that made it."""
 
@@ -351,10 +361,14 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         Capability.RESUMABLE_WALK: (Need("view", "walk_free_blocks", 0),),
         Capability.REUSE_NOTICE: (Need("view", "free_blocks_with_notice", 2),),
         Capability.HOLDS: (Need("view", "held_blocks", 0),),
+        Capability.VIEWS: (Need("harness", "another_view", 0),),
+        Capability.GPU_EVENTS: (Need("harness", "telling", 0),),
         Capability.LEASES: (Need("view", "lease", 1), Need("harness", "advance", 1)),
         Capability.LEAKS: (Need("view", "leaks", 1),),
         Capability.PIN_BUDGET: (Need("harness", "budgeted", 1),),
         Capability.GUARDS: (Need("harness", "guard_over", 2),),
+        Capability.STATS: (Need("view", "stats", None),),
+        Capability.TRACE: (Need("harness", "traced", 0),),
         Capability.ONE_THREAD: (),
     },
     "geometry": {

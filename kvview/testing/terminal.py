@@ -121,8 +121,10 @@ def show_mutants(console: Console, results: Sequence[MutantResult]) -> None:
 def show_automatic_mutants(console: Console, automatic: Mapping[str, Any]) -> None:
     """Print how many automatic mutants died, and who lives without a reason."""
     unexplained = automatic["unexplained"]
+    num, num_killed = len(automatic["mutants"]), automatic["num_killed"]
     console.print(
-        f"{automatic['num_killed']} of {len(automatic['mutants'])} automatic mutants killed, "
+        f"{num_killed} of {num} automatic mutants killed, {num_killed / num:.0%}; "
+        f"{num - num_killed - len(unexplained)} live with a reason, "
         f"{len(unexplained)} survivors without a reason",
         soft_wrap=True,
     )

@@ -16,6 +16,7 @@ from kvview import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     GPUBlockPoolView,
+    GPUEvent,
     GuardedView,
     OffloadingManager,
 )
@@ -56,6 +57,8 @@ class ReferencePool:
             Capability.RESUMABLE_WALK,
             Capability.REUSE_NOTICE,
             Capability.HOLDS,
+            Capability.VIEWS,
+            Capability.GPU_EVENTS,
         }
     )
 
@@ -68,6 +71,21 @@ class ReferencePool:
     def make_view(self) -> GPUBlockPoolView:
         """The view under test."""
         return self.pool.view("conformance")
+
+    def another_view(self) -> GPUBlockPoolView:
+        """Another view of the same pool."""
+        return self.pool.view("another")
+
+    def telling(self) -> ReferencePool:
+        """A new harness whose engine tells of its prefix cache."""
+        harness = type(self)(self.num_blocks)
+        harness.pool = BlockPool(self.num_blocks, enable_events=True)
+        harness.view = harness.make_view()
+        return harness
+
+    def take_events(self) -> list[GPUEvent]:
+        """What the engine told of its prefix cache since the last call."""
+        return self.pool.take_events()
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Take blocks for a request, one reference each; their hashes are evicted."""
@@ -111,12 +129,17 @@ class GuardedReferencePool(ReferencePool):
         Capability.LEAKS,
         Capability.PIN_BUDGET,
         Capability.GUARDS,
+        Capability.STATS,
+        Capability.TRACE,
         Capability.ONE_THREAD,
     }
 
-    def __init__(self, num_blocks: int = 24, pin_budget: float | None = None) -> None:
+    def __init__(
+        self, num_blocks: int = 24, pin_budget: float | None = None, trace: bool = False
+    ) -> None:
         self.seconds = 0.0
         self.pin_budget = pin_budget
+        self.trace = trace
         super().__init__(num_blocks)
 
     @override
@@ -126,6 +149,7 @@ class GuardedReferencePool(ReferencePool):
             owner="conformance",
             pin_budget=self.pin_budget,
             clock=lambda: self.seconds,
+            trace=self.trace,
         )
 
     def guard_over(self, view: GPUBlockPoolView, num_blocks: int | None) -> GuardedView:
@@ -140,6 +164,10 @@ class GuardedReferencePool(ReferencePool):
     def budgeted(self, num_blocks: int) -> GuardedReferencePool:
         """A new harness whose guard has a budget."""
         return type(self)(self.num_blocks, pin_budget=num_blocks / self.num_blocks)
+
+    def traced(self) -> GuardedReferencePool:
+        """A new harness whose guard notes the line that took each hold."""
+        return type(self)(self.num_blocks, trace=True)
 
 
 class ReferenceGeometry:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, SupportsIndex
 
-from kvview import GPUBlockPoolView, GuardedView, Leak, PinBudgetExceeded
+from kvview import GPUBlockPoolView, GuardedView, Leak, PinBudgetExceeded, UnknownBlockError
 from kvview.guard import GuardedLease
 from kvview.guard.lease import Hold
 from kvview.guard.ledger import Ledger, LedgerView
@@ -392,3 +392,68 @@ class CountsABlockForEachGuard(WrongGuardPool):
             twice = sum(len(v.held_blocks()) for v in views if v._parent is None)
             held = sum(times > 1 for times in self._view.ledger.num_holders or ())
             return max(0, super()._num_pinnable_blocks() - held * (twice > 3))
+
+
+# --- what stands around it ---
+
+
+@planted("GUARD-1", "check_guard_1_call_that_the_engine_fails_changes_nothing")
+class CountsWhatTheEngineRefused(WrongGuardPool):
+    """A touch that failed in the engine is held in the guard's books for ever."""
+
+    class Guard(GuardedView):
+        def touch_blocks(self, block_ids: Sequence[int]) -> None:
+            try:
+                super().touch_blocks(block_ids)
+            except RuntimeError:
+                for block_id in block_ids:
+                    self._view._held[block_id] += 1
+                raise
+
+
+@planted("GUARD-5", "check_guard_5_what_was_held_before_counts")
+class ForgetsWhatWasHeldBefore(WrongGuardPool):
+    """A budget that is set while the server runs starts from nothing."""
+
+    class Guard(GuardedView):
+        def __init__(self, view: GPUBlockPoolView, **options: Any) -> None:
+            super().__init__(view, **options)
+            self._view.ledger.num_pinned = 0
+
+
+@planted("GUARD-6", "check_guard_6_forked_process_is_refused")
+class GoesOnInAFork(WrongGuardPool):
+    """A forked worker gives back what the first process holds."""
+
+    class Guard(GuardedView):
+        def touch_blocks(self, block_ids: Sequence[int]) -> None:
+            self._view.touch_blocks(block_ids)
+
+
+@planted("GUARD-10", "check_guard_10_view_of_any_kind_is_guarded")
+class TrustsTheViewBelow(WrongGuardPool):
+    """Over an engine that checks nothing, nothing is checked."""
+
+    class Guard(GuardedView):
+        def free_blocks(self, block_ids: Sequence[int]) -> None:
+            with suppress(UnknownBlockError):
+                super().free_blocks(block_ids)
+
+
+@planted("GUARD-11", "check_guard_11_stats_count_what_was_done")
+class CountsNoRefusals(WrongGuardPool):
+    """An exporter shows a connector that never does anything wrong."""
+
+    class Guard(GuardedView):
+        def __init__(self, view: GPUBlockPoolView, **options: Any) -> None:
+            super().__init__(view, **options)
+            self._view.count_refused = lambda: None  # type: ignore[method-assign]
+
+
+@planted("GUARD-11", "check_guard_11_traced_leak_names_the_line")
+class NamesItself(WrongGuardPool):
+    """Every leak was taken in the guard's own file."""
+
+    class Guard(GuardedView):
+        def _caller(self) -> str:
+            return f"{__file__}:1 in lease"

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvview import (
+    BlockRemoved,
     GPUBlockPoolView,
+    GPUEvent,
     GuardedView,
     NotAnOffloadKeyError,
     OffloadKey,
@@ -532,3 +534,22 @@ class GivesBackUntilAnIdIsWrong(ListPool):
     def give_back_blocks(self, block_ids: Sequence[int], /) -> None:
         for block in block_ids[::-1]:
             super().give_back_blocks([block])
+
+
+# --- several views, and what the engine tells ---
+
+
+@planted("POOL-4", "check_pool_4_views_of_one_pool_are_told_apart")
+class HasOneAccountForAll(ReferencePool):
+    """One connector gives back what another one holds."""
+
+    def another_view(self) -> GPUBlockPoolView:
+        return self.view
+
+
+@planted("EVENT-2", "check_event_2_prefix_cache_tells_what_it_holds")
+class ForgetsToTellEvictions(ReferencePool):
+    """A router sends requests to a replica that has evicted their prefix."""
+
+    def take_events(self) -> list[GPUEvent]:
+        return [event for event in super().take_events() if not isinstance(event, BlockRemoved)]

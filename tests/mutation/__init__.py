@@ -20,26 +20,42 @@ value, cuts a slice or drops an ``else``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 from . import operators, survivors, trial
 
+SEEDS = 20  # of each connector
+
 
 def summarize(num: int, seed: int, on_progress: Callable[[str], None]) -> dict[str, Any]:
-    """Play some mutants; what to write into a report."""
+    """Play some mutants; what to write into a report.
+
+    What has a reason to live in ``survivors.toml`` counts as alive without being played.
+    """
     trial.warm_up()
-    reach = trial.measure_reach()
+    num_processes = min(2, os.cpu_count() or 1)
     sites = trial.all_sites()
+    entries = survivors.read_survivors()
     chosen = operators.sample(sites, num, seed)
-    verdicts = trial.play(chosen, reach, on_verdict=lambda verdict: on_progress(verdict.site.id))
-    account = survivors.compare(verdicts, sites, survivors.read_survivors())
+    verdicts = survivors.believed(chosen, entries, {})
+    is_known = {verdict.site.id for verdict in verdicts}
+    verdicts += trial.play(
+        [site for site in chosen if site.id not in is_known],
+        trial.measure_reach(num_seeds=SEEDS, num_processes=num_processes),
+        num_processes=num_processes,
+        num_seeds=SEEDS,
+        on_verdict=lambda verdict: on_progress(verdict.site.id),
+    )
+    account = survivors.compare(verdicts, sites, entries)
     rows = [
         {"id": one.site.id, "change": one.site.change, "how": one.how, "killed_by": one.killed_by}
         for one in verdicts
     ]
     return {
         "seed": seed,
+        "num_seeds": SEEDS,
         "num_possible": len(sites),
         "mutants": rows,
         "num_killed": sum(verdict.is_killed for verdict in verdicts),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
-SEEDS = 200  # as `kvview check` runs a connector by default
+SEEDS = 40  # of each connector; `kvview check` runs 200 by default
+FEW, SLICE = 6, 20  # seeds that are run in one step: first few, then up to each multiple
 _LAZY = "kvview_reference.connector:LazyOffloadConnector"
 _OFFLOAD = "kvview_reference.connector:OffloadConnector"
 
@@ -59,22 +62,29 @@ SUBJECTS = [
 
 @dataclass(frozen=True)
 class Step:
-    """The smallest part of the kit that can be run alone.
+    """The smallest part of the kit that is run alone.
 
     Args:
         subject: Of which target.
-        name: Of the check; empty for the runs of a connector.
+        name: Of the check; empty for runs of a connector.
+        seeds: Of the runs.
     """
 
     subject: Subject
     name: str = ""
+    seeds: range = range(0)
 
     def __str__(self) -> str:
-        return f"{self.subject.target} {self.name}".strip()
+        seeds = f"seeds {self.seeds.start}-{self.seeds.stop - 1}" if self.seeds else ""
+        return f"{self.subject.target} {self.name}{seeds}"
 
-    def run(self) -> str | None:
-        """What the kit finds; None when it is green."""
-        return self._check() if self.name else self._simulate()
+    def run(self, coverage: Counter[str]) -> str | None:
+        """What the kit finds; None when it is green.
+
+        Args:
+            coverage: What happened in runs is added to it.
+        """
+        return self._simulate(coverage) if self.seeds else self._check()
 
     def _check(self) -> str | None:
         from kvview.testing import machines
@@ -89,10 +99,8 @@ class Step:
                 return f"{failure.law} {self.name}"
         return None
 
-    def _simulate(self) -> str | None:
+    def _simulate(self, coverage: Counter[str]) -> str | None:
         from kvview.testing.connector import check_connector
-
-        found: list[str] = []
 
         def stop(done: int, failed: int) -> None:
             if failed:
@@ -100,26 +108,41 @@ class Step:
 
         report = check_connector(
             self.subject.load(),
-            seeds=SEEDS,
+            first_seed=self.seeds.start,
+            seeds=len(self.seeds),
             options=self.subject.options,
             on_progress=stop,
             max_shrink_runs=0,
         )
-        found += [f"{one.law} seed {one.seed}" for one in report.failures]
-        found += [f"not checked: {line}" for line in report.not_exercised]
-        return found[0] if found else None
+        coverage.update(report.coverage)
+        return next((f"{one.law} seed {one.seed}" for one in report.failures), None)
 
 
-def steps_of(subject: Subject) -> Iterator[Step]:
-    """All that the kit runs over a target."""
+def steps_of(subject: Subject, num_seeds: int) -> Iterator[Step]:
+    """All that the kit runs over a target.
+
+    Args:
+        subject: The target.
+        num_seeds: Of a connector, in slices.
+    """
     from kvview.targets import is_connector
     from kvview.testing.profiles import Effort
     from kvview.testing.runner import plan_checks
 
     loaded = subject.load()
     if is_connector(loaded):
-        yield Step(subject)
+        ends = [end for end in (FEW, *range(SLICE, num_seeds, SLICE)) if end < num_seeds]
+        for first, end in pairwise([0, *ends, num_seeds]):
+            yield Step(subject, seeds=range(first, end))
         return
     for planned in plan_checks(loaded, Effort())[1]:
         if not planned.skip_reason:
             yield Step(subject, planned.check.name)
+
+
+def not_checked(coverage: Counter[str]) -> str | None:
+    """What all the runs of a connector did not exercise; None when that is nothing."""
+    from kvview.testing.connector.coverage import not_exercised
+
+    gaps = not_exercised(coverage)
+    return f"not checked: {gaps[0]}" if gaps else None

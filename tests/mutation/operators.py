@@ -1,7 +1,6 @@
 """What can be made wrong in a source: one comparison, constant, statement ... at a time.
 
-Not mutated: annotations, docstrings and strings, assertions, what stands under
-``TYPE_CHECKING``, the text of errors and of log lines, ``__repr__``.
+Left out, since no behaviour of right code depends on it (:data:`LEFT_OUT`): the page says so.
 """
 
 from __future__ import annotations
@@ -13,6 +12,19 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
 from typing import Any
+
+LEFT_OUT = {
+    "annotations, docstrings, strings, and what stands under TYPE_CHECKING": "nothing runs them",
+    "type aliases, any | outside of functions": "annotations with a name",
+    "assert, and strict=True of a zip": "they state what right code never breaks",
+    "the text and arguments of errors, log lines, warnings, __repr__, __str__": "people read them",
+    "numbers from 8 on, and sums of numbers, at module level or as a default": (
+        "sizes and thresholds that are set once: how fast, not what"
+    ),
+}
+"""What is never made wrong, and why."""
+
+_TUNED_FROM = 8
 
 _COMPARE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -200,6 +212,8 @@ class _Finder:
             return
         if isinstance(node, ast.Assert | ast.JoinedStr) or _is_for_types(node) or _is_told(node):
             return
+        if _is_strict(node) or _is_error(node) or (not self._returns and _is_tuned_or_alias(node)):
+            return
         for operator, new, change in self._mutations(node):
             yield self._edit(operator, change, new, put)
         for operator, change, apply in _inside(node):
@@ -302,6 +316,23 @@ def _negates_itself(test: ast.expr) -> bool:
 
 def _is_for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and _text(node.test) == "TYPE_CHECKING"
+
+
+def _is_error(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and _text(node.func).endswith(("Error", "Exceeded"))
+
+
+def _is_strict(node: ast.AST) -> bool:
+    return isinstance(node, ast.keyword) and node.arg == "strict"
+
+
+def _is_tuned_or_alias(node: ast.AST) -> bool:
+    """Whether, outside of functions, it is a size, a threshold or a type alias."""
+    if isinstance(node, ast.BinOp):
+        is_number = isinstance(node.left, ast.Constant) and isinstance(node.right, ast.Constant)
+        return is_number or isinstance(node.op, ast.BitOr)
+    is_int = isinstance(node, ast.Constant) and type(node.value) is int
+    return is_int and node.value >= _TUNED_FROM  # type: ignore[attr-defined]
 
 
 def _is_told(node: ast.AST) -> bool:

@@ -12,6 +12,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -21,7 +22,19 @@ JobT = TypeVar("JobT")
 Say = Callable[[object], None]
 
 _WALL_PER_CPU = 8  # a machine that is shared; a process that waits for itself uses no CPU
+_PATIENCE = 20.0  # seconds on a clock, whatever is done
 _MAX_BYTES = 12 << 30  # of address space: an endless list must not take the machine
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Said by a job before a part of it: how long that may take.
+
+    Args:
+        seconds: CPU time from now on; :data:`_WALL_PER_CPU` times as much on a clock.
+    """
+
+    seconds: float
 
 
 class Ended(Generic[JobT]):
@@ -48,7 +61,7 @@ def run_forked(
         jobs: Taken as processes become free.
         run: Called in the process with the job and what to send results with.
         num_processes: At a time.
-        seconds: CPU time that one may take; much more may pass on a clock.
+        seconds: CPU time that one may take, until it says a :class:`Limit` of its own.
     """
     context = multiprocessing.get_context("fork")
     running: dict[Connection, tuple[JobT, Any, list[Any], float]] = {}
@@ -66,15 +79,21 @@ def run_forked(
                 process = context.Process(target=_child, args=(run, job, theirs, seconds))
                 process.start()
                 theirs.close()
-                running[ours] = job, process, [], time.monotonic() + _WALL_PER_CPU * seconds
+                running[ours] = job, process, [], _deadline(seconds)
             for pipe in wait(list(running), timeout=1.0):
                 assert isinstance(pipe, Connection), "only pipes are waited for"
+                job, process, said, _ = running[pipe]
                 try:
-                    running[pipe][2].append(pipe.recv())
+                    told = pipe.recv()
                 except EOFError:
-                    job, process, said, _ = running.pop(pipe)
+                    del running[pipe]
                     process.join()
                     yield Ended(job, said, _why(process.exitcode))
+                    continue
+                if isinstance(told, Limit):
+                    running[pipe] = job, process, said, _deadline(told.seconds)
+                else:
+                    said.append(told)
             for pipe, (job, process, said, deadline) in list(running.items()):
                 if time.monotonic() > deadline:
                     process.kill()
@@ -84,6 +103,10 @@ def run_forked(
     finally:
         for _, process, _, _ in running.values():
             process.kill()
+
+
+def _deadline(seconds: float) -> float:
+    return time.monotonic() + _PATIENCE + _WALL_PER_CPU * seconds
 
 
 def _why(code: int | None) -> str:
@@ -98,13 +121,22 @@ def _child(run: Callable[[JobT, Say], None], job: JobT, pipe: Connection, second
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    end = int(usage.ru_utime + usage.ru_stime + seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (end, end + 5))
+    _limit_cpu(seconds)
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
-    run(job, pipe.send)
+
+    def say(what: object) -> None:
+        if isinstance(what, Limit):
+            _limit_cpu(what.seconds)
+        pipe.send(what)
+
+    run(job, say)
     pipe.close()
     os._exit(0)  # whatever threads a mutant has left behind
+
+
+def _limit_cpu(seconds: float) -> None:
+    end = int(time.process_time() + seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
 
 
 def forget(packages: Sequence[str]) -> None:

@@ -14,6 +14,8 @@ FILE = Path(__file__).with_name("survivors.toml")
 KINDS = {
     "equivalent": "no caller can see a difference",
     "performance": "the same answers, slower or in more memory",
+    "freedom": "a connector stores, promises or holds less or later; no law obliges it to more",
+    "outside": "of no contract: constructors, the engine's own calls, numbers for people",
     "message": "only what people read is another",
     "hole": "a real fault that the kit does not see",
 }
@@ -66,6 +68,23 @@ def read_survivors(path: Path = FILE) -> dict[str, Survivor]:
             raise ValueError(f"{path.name}: {entry.id}: once, with a reason, of {', '.join(KINDS)}")
         entries[entry.id] = entry
     return entries
+
+
+def believed(
+    sites: Iterable[Site], entries: Mapping[str, Survivor], seeds: Mapping[str, int]
+) -> list[Verdict]:
+    """Those that have a reason to live, taken as alive without being played.
+
+    Args:
+        sites: Mutants.
+        entries: From :func:`read_survivors`.
+        seeds: Of each connector, by mutant, with which it was seen to live; 0 if not told.
+    """
+    return [
+        Verdict(site, "", "", 0, 0.0, seeds.get(site.id, 0))
+        for site in sites
+        if (entry := entries.get(site.id)) is not None and entry.change == site.change
+    ]
 
 
 def compare(

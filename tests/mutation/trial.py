@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
+import os
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from types import CodeType
 
-from .judges import SUBJECTS, Step, Subject, steps_of
+from . import judges
+from .judges import SEEDS, SUBJECTS, Step, Subject, not_checked, steps_of
 from .operators import Site, find_sites, mutate, statement_lines
-from .processes import Ended, Say, forget, import_instead, run_forked
+from .processes import Ended, Limit, Say, forget, import_instead, run_forked
 
 ROOT = Path(__file__).parents[2]
 OWN = ("kvview", "kvview_reference", "examples")
@@ -38,9 +44,9 @@ MODULES = (
 )
 
 _HITS = "_lines_reached"
-_REACH_SECONDS = 300.0
 _SLOWER = 8  # a mutant may be so many times slower than what is right
-_AT_LEAST = 20.0
+_AT_LEAST = 10.0
+_CACHE = Path.home() / ".cache" / "kvview" / "mutation"
 
 Place = tuple[str, int]  # module, line of a statement
 
@@ -53,11 +59,23 @@ class Reach:
         step: The step.
         places: Statements inside functions that it executes.
         seconds: That it takes, CPU time.
+        coverage: What happened in its runs.
     """
 
     step: Step
     places: frozenset[Place]
     seconds: float
+    coverage: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def cost(self) -> tuple[int, float]:
+        """What comes first is cheaper: a check, the first seeds of any connector, the next."""
+        return self.step.seeds.start if self.step.seeds else -1, self.seconds
+
+    @property
+    def limit(self) -> Limit:
+        """How long it may take with a mutant."""
+        return Limit(_AT_LEAST + _SLOWER * self.seconds)
 
 
 @dataclass(frozen=True)
@@ -71,6 +89,7 @@ class Verdict:
             ``"import"``, ``"timeout"`` or ``"died"``; empty for a survivor.
         num_steps: Of the kit, that execute what was made wrong.
         seconds: That it took.
+        num_seeds: Of each connector, that were to be run.
     """
 
     site: Site
@@ -78,6 +97,7 @@ class Verdict:
     how: str
     num_steps: int
     seconds: float
+    num_seeds: int = SEEDS
 
     @property
     def is_killed(self) -> bool:
@@ -107,37 +127,121 @@ def warm_up() -> None:
     sys.modules["torch"].set_num_threads(1)  # a pool of threads does not live through a fork
 
 
+def fingerprint() -> str:
+    """Of all sources that a verdict depends on."""
+    told = sha256(Path(judges.__file__).read_bytes())
+    for package in OWN:
+        spec = importlib.util.find_spec(package)
+        assert spec is not None, f"there is no package {package}"
+        for folder in spec.submodule_search_locations or ():
+            for path in sorted(Path(folder).rglob("*.py")):
+                told.update(f"{path.relative_to(folder)} {path.stat().st_size} ".encode())
+                told.update(path.read_bytes())
+    return told.hexdigest()[:16]
+
+
 def measure_reach(
     subjects: Sequence[Subject] = SUBJECTS,
     *,
+    num_seeds: int = SEEDS,
     num_processes: int = 1,
     modules: Sequence[str] = MODULES,
+    cache: Path | None = _CACHE,
 ) -> list[Reach]:
     """Which statements each step of the kit executes, found by running it once.
+
+    Args:
+        subjects: The targets.
+        num_seeds: Of each connector.
+        num_processes: At a time.
+        modules: That are looked at.
+        cache: Folder for what was found; one file for each state of the sources.
 
     Raises:
         RuntimeError: A step is not green on what is right.
     """
+    file = cache / f"reach-{fingerprint()}.json" if cache else None
+    known = {str(one.step): one for one in _read(file, subjects)} if file else {}
 
     def run(subject: Subject, say: Say) -> None:
-        hits: set[Place] = set()
+        hits = Hits()
         import_instead(lambda name, path: counting(name, path, hits) if name in modules else None)
         forget(OWN)
-        for step in steps_of(subject):
+        for step in steps_of(subject, num_seeds):
+            if one := known.get(str(step)):
+                say((one, None))
+                continue
             hits.clear()
-            start = time.process_time()
-            found = step.run()
-            say((step, found, frozenset(hits), time.process_time() - start))
+            start, coverage = time.process_time(), Counter[str]()
+            found = step.run(coverage)
+            taken = time.process_time() - start
+            say((Reach(step, hits.all(), taken, coverage), found))
 
-    reached = []
-    for ended in run_forked(subjects, run, num_processes=num_processes, seconds=_REACH_SECONDS):
-        for step, found, places, seconds in ended.said:
+    reached: list[Reach] = []
+    for ended in run_forked(subjects, run, num_processes=num_processes, seconds=10.0 * num_seeds):
+        for one, found in ended.said:
             if found is not None:
-                raise RuntimeError(f"{step} is not green without a mutant: {found}")
-            reached.append(Reach(step, places, seconds))
+                raise RuntimeError(f"{one.step} is not green without a mutant: {found}")
+            reached.append(one)
         if ended.why:
             raise RuntimeError(f"the checks of {ended.job.target}: {ended.why}")
+        if file:
+            _write(file, {**known, **{str(one.step): one for one in reached}}.values())
     return reached
+
+
+def _write(file: Path, reached: Iterable[Reach]) -> None:
+    rows = [
+        {
+            "target": one.step.subject.target,
+            "name": one.step.name,
+            "seeds": [one.step.seeds.start, one.step.seeds.stop],
+            "places": sorted(one.places),
+            "seconds": one.seconds,
+            "coverage": one.coverage,
+        }
+        for one in reached
+    ]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps(rows))
+    part.replace(file)
+
+
+def _read(file: Path, subjects: Sequence[Subject]) -> Iterator[Reach]:
+    of_target = {subject.target: subject for subject in subjects}
+    for row in json.loads(file.read_text()) if file.is_file() else ():
+        if row["target"] in of_target:
+            step = Step(of_target[row["target"]], row["name"], range(*row["seeds"]))
+            places = frozenset((module, line) for module, line in row["places"])
+            yield Reach(step, places, row["seconds"], Counter(row["coverage"]))
+
+
+class Hits(set[Place]):
+    """Places that were executed, also in processes that were forked since."""
+
+    def __init__(self) -> None:
+        self._home = os.getpid()
+        self._away = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - as long as this lives
+
+    def add(self, place: Place) -> None:
+        """Note one."""
+        if place not in self:
+            super().add(place)
+            if os.getpid() != self._home:
+                self._away.write(f"{place[0]} {place[1]}\n".encode())
+
+    def clear(self) -> None:
+        """Forget all."""
+        super().clear()
+        self._away.seek(0)
+        self._away.truncate()
+
+    def all(self) -> frozenset[Place]:
+        """All of them."""
+        self._away.seek(0)
+        lines = (line.decode().split() for line in self._away.read().splitlines())
+        return frozenset(self) | {(module, int(line)) for module, line in lines}
 
 
 def counting(name: str, path: Path, hits: set[Place]) -> CodeType:
@@ -162,20 +266,29 @@ def play(
     reach: Sequence[Reach],
     *,
     num_processes: int = 1,
+    num_seeds: int = SEEDS,
+    green: Mapping[str, int] | None = None,
     on_verdict: Callable[[Verdict], None] | None = None,
 ) -> list[Verdict]:
     """Run the kit on each mutant until it finds something.
 
-    A step that does not execute the statement that is wrong has nothing to say and is left
-    out; the others run the quickest first.
+    1. A step that does not execute the statement that is wrong has nothing to say, and is
+       left out.
+    2. Checks come before runs, the first seeds of each connector before the next ones of
+       any, and what is quick before what is slow.
+    3. What must be exercised is counted over all seeds of a connector, when nothing else
+       was found.
 
     Args:
         sites: The mutants.
         reach: From :func:`measure_reach`.
         num_processes: At a time.
+        num_seeds: Of each connector.
+        green: Mutants, by id, that are known to live with so many seeds: only more are run.
         on_verdict: Told of each as it comes.
     """
     started: dict[str, float] = {}
+    green = green or {}
 
     def jobs() -> Iterator[tuple[Site, list[Reach]]]:
         for site in sites:
@@ -188,19 +301,31 @@ def play(
         forget(OWN)
         say(("import", ""))
         importlib.import_module(site.module)
+        coverage = {one.step.subject.target: Counter[str]() for one in reach if one.step.seeds}
+        before = green.get(site.id, 0)
+        for one in reach:
+            if one not in steps:
+                coverage.get(one.step.subject.target, Counter()).update(one.coverage)
         for one in steps:
+            seen = coverage.get(one.step.subject.target, Counter())
+            if before and one.step.seeds.stop <= before:
+                seen.update(one.coverage)  # what it exercised then is not known any more
+                continue
+            say(one.limit)
             say(("step", str(one.step)))
-            found = one.step.run()
+            found = one.step.run(seen)
             if found is not None:
+                say(("found", found))
+                return
+        for target in {one.step.subject.target for one in steps if one.step.seeds}:
+            if found := not_checked(coverage[target]):
                 say(("found", found))
                 return
         say(("green", ""))
 
-    seconds = max(_AT_LEAST, _SLOWER * max((one.seconds for one in reach), default=0.0))
-    seconds += sum(one.seconds for one in reach)
     verdicts = []
-    for ended in run_forked(jobs(), run, num_processes=num_processes, seconds=seconds):
-        verdict = _verdict(ended, time.monotonic() - started[ended.job[0].id])
+    for ended in run_forked(jobs(), run, num_processes=num_processes, seconds=_AT_LEAST):
+        verdict = _verdict(ended, time.monotonic() - started[ended.job[0].id], num_seeds)
         verdicts.append(verdict)
         if on_verdict is not None:
             on_verdict(verdict)
@@ -211,14 +336,14 @@ def steps_for(site: Site, reach: Sequence[Reach]) -> list[Reach]:
     """The steps that execute a mutant, the quickest first."""
     place = site.module, site.line
     steps = [one for one in reach if not site.is_in_function or place in one.places]
-    return sorted(steps, key=lambda one: one.seconds)
+    return sorted(steps, key=lambda one: one.cost)
 
 
 def _wrong(site: Site, path: Path) -> CodeType:
     return compile(mutate(site.module, path.read_text(), site.id), str(path), "exec")
 
 
-def _verdict(ended: Ended[tuple[Site, list[Reach]]], seconds: float) -> Verdict:
+def _verdict(ended: Ended[tuple[Site, list[Reach]]], seconds: float, num_seeds: int) -> Verdict:
     site, steps = ended.job
     said: Mapping[str, str] = dict(ended.said)  # the last of each kind
     last = ended.said[-1][0] if ended.said else "import"
@@ -230,4 +355,4 @@ def _verdict(ended: Ended[tuple[Site, list[Reach]]], seconds: float) -> Verdict:
         how = "timeout"
     elif last != "green":
         how = "import" if last == "import" else "died"
-    return Verdict(site, killed_by if how else "", how, len(steps), seconds)
+    return Verdict(site, killed_by if how else "", how, len(steps), seconds, num_seeds)

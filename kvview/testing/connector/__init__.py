@@ -16,11 +16,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
-from kvview import CacheGeometry, ConfigError, Connector
+from kvview import CacheGeometry, ConfigError, Connector, ConnectorConfig
+from kvview.connector.raising import build_connector
 from kvview.testing.connector import repeat, watchdog
+from kvview.testing.connector.coverage import EVENTS_WANTED
 from kvview.testing.connector.generate import generate_scenario
 from kvview.testing.connector.harness import EngineFactory, load_engines
 from kvview.testing.connector.result import (
@@ -174,6 +176,13 @@ def replay_seed(
     return check.failures[0] if check.failures else None
 
 
+def _asks_for_events(options: object) -> bool:
+    """Whether ``enable_events`` is given, here or to a connector within."""
+    if isinstance(options, Mapping):
+        return options.get("enable_events") is True or _asks_for_events(list(options.values()))
+    return isinstance(options, list | tuple) and any(map(_asks_for_events, options))
+
+
 class _Check:
     """Seed after seed, and what came of them."""
 
@@ -207,6 +216,7 @@ class _Check:
             self.coverage["refused geometries"] += 1
             return
         self.coverage.update(result.coverage)
+        self.coverage.update([EVENTS_WANTED] * self._wants_events)
         failure = result.failure
         if failure is not None and failure.is_timeout:
             self.num_timeouts += 1
@@ -226,6 +236,22 @@ class _Check:
             result = replace(result, failure=failure)
         if failure is not None:
             self._add(seed, self._shrunk(result) if differs is None else result, differs is None)
+
+    @cached_property
+    def _wants_events(self) -> bool:
+        """Whether events are asked for: by an option, or one that no other name will do for."""
+        return _asks_for_events(self._options) or (
+            self._takes(enable_events=True) and not self._takes(no_such_option=True)
+        )
+
+    def _takes(self, **more: object) -> bool:
+        """Whether the connector can be built with these options too."""
+        config = ConnectorConfig(CacheGeometry.single(4), {**self._options, **more})
+        try:
+            build_connector(self._connector_class, config)
+        except ConfigError:
+            return False
+        return True
 
     def _takes_one_group(self) -> bool:
         """Whether it is the geometry that the connector refuses, not the options."""

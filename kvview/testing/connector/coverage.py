@@ -24,6 +24,10 @@ from kvview.testing.connector.scenario import Scenario
 FEWEST_SEEDS = 15
 """Seeds of a kind of geometry below which its cells are not judged, only counted."""
 
+RESETS_ASKED = "resets asked of the connector"
+RESETS_DONE = "resets by the connector"
+EVENTS_WANTED = "seeds that ask for events"
+
 _NEVER = {
     "stores": "nothing was ever stored",
     "hits": "match_prefix never promised anything",
@@ -91,11 +95,19 @@ def not_exercised(coverage: Mapping[str, int]) -> Sequence[Gap]:
        left out, or what a few seeds did not draw, counts against nobody.
     3. One in ten seeds must show each of its cells: the generator aims at one a seed.
     4. An engine that never resets while loads are in flight leaves those cells out.
+    5. A connector that refuses every reset, or is asked for events and tells none, is not
+       green either; one that was not asked for them need not.
 
     Args:
         coverage: What happened how often, over all seeds.
     """
     gaps = [Gap(name, what) for name, what in _NEVER.items() if not coverage.get(name)]
+    asked = coverage.get(RESETS_ASKED, 0)
+    if asked >= FEWEST_SEEDS and not coverage.get(RESETS_DONE):
+        gaps.append(Gap("resets", f"reset_cache was asked {asked} times and never did it"))
+    told = coverage.get(EVENTS_WANTED, 0)
+    if told >= FEWEST_SEEDS and coverage.get("stores") and not coverage.get("events"):
+        gaps.append(Gap("events", "enable_events is given, and no event was ever told"))
     if coverage.get("refused geometries"):
         what = f"the connector refused {coverage['refused geometries']} geometries"
         gaps.append(Gap("geometries", what))

@@ -24,7 +24,7 @@ from kvview import (
     TransferResult,
     make_offload_key,
 )
-from kvview.testing.connector.coverage import rows_of
+from kvview.testing.connector.coverage import RESETS_ASKED, RESETS_DONE, rows_of
 from kvview.testing.connector.faults import Flight
 from kvview.testing.connector.hook_calls import hook, require_type
 from kvview.testing.connector.invariants import (
@@ -108,6 +108,7 @@ class History:
 
     def forget(self) -> None:
         """The caches were reset, which ends every promise (CONN-2)."""
+        self.coverage[RESETS_DONE] += 1
         check_reset(self.events.advertised)
         self.stored.clear()
         self.failed.clear()
@@ -175,6 +176,7 @@ class WatchedScheduler(SchedulerConnector):
         with hook("take_events", "EVENT-3"):  # it may be a generator
             events = list(self._call("take_events"))
             require_type("take_events", events, "EVENT-3")
+            self._history.coverage["events"] += len(events)
         self._untaken += events
         self._history.events.apply(events)
 
@@ -259,6 +261,7 @@ class WatchedScheduler(SchedulerConnector):
     def reset_cache(self) -> bool:
         self._history.on_reset_asked()
         with hook("reset_cache", "CONN-4"):
+            self._history.coverage[RESETS_ASKED] += 1
             if not self._call("reset_cache"):
                 return False
         self.fold_events()

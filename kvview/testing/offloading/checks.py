@@ -290,6 +290,15 @@ def check_off_5_whole_capacity_can_be_used(tier: ManagerDriver) -> None:
 
 
 @manager_check("OFF-6")
+def check_off_6_completion_without_a_word_is_a_success(tier: ManagerDriver) -> None:
+    """``success`` is True where it is left out."""
+    output = tier.must_offer(keys(0, 1))
+    tier.call(tier.manager, "complete_store", list(output.keys_to_store), tier.context)
+    for number in (0, 1):
+        tier.equal(tier.lookup(key(number)), LookupResult.HIT, "what was stored can be loaded")
+
+
+@manager_check("OFF-6")
 def check_off_6_lookup_follows_a_store(tier: ManagerDriver) -> None:
     """MISS, then HIT_PENDING from the offer on, then HIT when it is complete."""
     tier.expect(MISS, keys(0, 1))

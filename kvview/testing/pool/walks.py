@@ -311,3 +311,35 @@ def _serve(pool: PoolDriver, walk: Any) -> None:
     pool.cache(used)
     pool.release(used)
     pool.free(taken[1::2])
+
+
+@pool_check("POOL-13", Capability.RESUMABLE_WALK, CACHE, Capability.SIZED)
+def check_pool_13_walks_go_on_while_others_pass_and_end(pool: PoolDriver) -> None:
+    """Most of the queue is touched, whole walks pass over it, one of several walks is closed."""
+    pool.resize(600)
+    blocks = pool.hashed(560)
+    walks = [pool.open_walk() for _ in range(3)]
+    for walk, num_blocks in zip(walks, (40, 150, 330), strict=True):
+        pool.take(walk, num_blocks)
+    for first in (0, 1, 2):  # each time what is left is thinned out, before and behind them
+        free = [block for block in blocks if block in pool.free_blocks]
+        pool.touch([block for number, block in enumerate(free) if number % 3 != first])
+        for _ in range(2):
+            pool.equal(pool.walk(), pool.expected_walk(), "a whole walk yields what is free")
+        if first == 1:
+            pool.call(walks[1], "close")
+            del walks[1]
+        for walk in walks:
+            pool.take(walk, 5)
+    for walk in walks:
+        while pool.take(walk, 7):
+            pass
+    pool.free(list(pool.held.elements()))
+    for walk in walks:
+        pool.restart(walk)
+        if pool.can(Capability.GIVE_BACK):
+            last = pool.expected_walk()[-1][0]
+            pool.touch([last])
+            pool.give_back([last])  # to where a walk begins that has taken nothing yet
+        while pool.take(walk, 100):
+            pass
