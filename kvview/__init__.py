@@ -56,6 +56,7 @@ from kvview.events import (
     BlockStored,
     GPUEvent,
     OffloadingEvent,
+    SupportsSilentTiers,
     fold_events,
 )
 from kvview.geometry import (
@@ -195,6 +196,7 @@ __all__ = [
     "SupportsRequestHooks",
     "SupportsResumableWalk",
     "SupportsReuseNotice",
+    "SupportsSilentTiers",
     "SupportsStepHooks",
     "TraceError",
     "TransferJob",
