@@ -26,8 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT_S = 120
-PROCESSES = 2
+LIMIT_S = 240
+PROCESSES = 1
 TARGET = 0.95
 
 sys.path.insert(0, str(ROOT))
@@ -86,9 +86,11 @@ def check(mistake: Mistake, folder: Path, number: int, seeds: int) -> Outcome:
     except subprocess.TimeoutExpired:
         verdict, seed, message = "", "", f"no verdict after {LIMIT_S} s"
     seconds = time.perf_counter() - start
-    return Outcome(
+    outcome = Outcome(
         mistake.base, mistake.family, mistake.what, verdict, seed, message[:160], seconds
     )
+    print(f"{verdict or 'ALIVE':<14}{seconds:6.1f} s  {mistake.base}: {mistake.what}", flush=True)
+    return outcome
 
 
 def main(argv: Sequence[str] | None = None) -> int:

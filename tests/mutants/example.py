@@ -114,3 +114,10 @@ class ForgetsLate(Host):
             self.slots.update(kept)
             self.free_slots = [s for s in self.free_slots if s not in kept.values()]
             return done
+
+
+@breaks("CONN-11", "never resets, whatever is in flight")
+class RefusesResets(Host):
+    class scheduler(HostCacheScheduler):
+        def reset_cache(self) -> bool:
+            return False

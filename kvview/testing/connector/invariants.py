@@ -149,22 +149,20 @@ class EventFold:
         """Take more events in.
 
         Raises:
-            InvariantBroken: EVENT-1, a key is removed that is not there.
+            InvariantBroken: EVENT-1, a key is removed that is not there, or stored that is.
         """
         for event in events:
             self.num_events += 1
             keys = self._media.setdefault(event.medium, set())
             for key in event.keys:
-                if not event.removed:
-                    keys.add(key)
-                elif key in keys:
-                    keys.remove(key)
-                else:
-                    raise InvariantBroken(
-                        "EVENT-1",
-                        f"event {self.num_events} removes key {short(key)} from medium "
-                        f"{event.medium!r}, which does not hold it",
-                    )
+                what = f"event {self.num_events} "
+                if event.removed and key not in keys:
+                    what += f"removes key {short(key)} from medium {event.medium!r}, which does "
+                    raise InvariantBroken("EVENT-1", f"{what}not hold it")
+                if not event.removed and key in keys:
+                    what += f"stores key {short(key)} in medium {event.medium!r}, which holds it"
+                    raise InvariantBroken("EVENT-1", f"{what} already: an event is told once")
+                (keys.remove if event.removed else keys.add)(key)
 
     @property
     def advertised(self) -> set[OffloadKey]:
@@ -232,11 +230,18 @@ def check_promise(
             )
 
 
-FEWEST_LAPS = 16
+FEWEST_LAPS = 24
 """Laps of a run below which nothing is said about its tier."""
 
 _WINDOW = 4  # laps that are added up
-_FEWEST_TOKENS = 200  # loaded in a window, to be worth a comparison
+_FEWEST_TOKENS = 100  # loaded in a window, to be worth a comparison
+
+
+def is_comparable(loads_of_laps: Sequence[int]) -> bool:
+    """Whether a run is long enough, and loads enough, to say anything about its tier."""
+    if len(loads_of_laps) < FEWEST_LAPS:
+        return False
+    return _best_window(loads_of_laps)[0] >= _FEWEST_TOKENS
 
 
 def is_suspect(loads_of_laps: Sequence[int]) -> bool:
@@ -249,7 +254,7 @@ def is_suspect(loads_of_laps: Sequence[int]) -> bool:
     Args:
         loads_of_laps: Tokens that requests were given to load, lap by lap.
     """
-    if len(loads_of_laps) < FEWEST_LAPS:
+    if not is_comparable(loads_of_laps):
         return False
     best, _ = _best_window(loads_of_laps[:-_WINDOW])
     return best >= _FEWEST_TOKENS and 2 * sum(loads_of_laps[-_WINDOW:]) < best

@@ -38,6 +38,7 @@ from kvview.testing.connector.invariants import (
     check_conserved,
     check_drained,
     check_free_list,
+    is_comparable,
     is_suspect,
 )
 from kvview.testing.connector.process import RemoteWorker, can_fork
@@ -61,6 +62,7 @@ _PATIENCE = 30  # steps that a block may be held for no job
 _STEPS_BEFORE_LOST = 12  # of the drain, until what is lost is reported
 _MAX_STILL_STEPS = 80  # of the drain, in which nothing ends
 _MAX_DRAIN_STEPS = 3000
+_STEPS_TO_REST = 3  # until a reset that nothing stands in the way of is done
 _STEPS_PER_LOOK_AT_KEYS = 8
 _LONGEST_TIMELINE = 2000  # steps, the last ones
 _HUGE_POOL = 1000  # blocks beyond which they are not all looked at in every step
@@ -293,13 +295,15 @@ class _Run:
             )
             for lap in range(self.scenario.laps):
                 self._play_lap(lap)
+            self._coverage["steady runs"] += self.scenario.laps >= FEWEST_LAPS
+            self._coverage["steady runs to compare"] += is_comparable(self._lap_loads)
             if is_suspect(self._lap_loads) and not self.scenario.ends_abruptly:
                 for lap in range(self.scenario.laps, self.scenario.laps + FEWEST_LAPS):
                     self._play_lap(lap)
                 check_conserved(self._lap_loads, FEWEST_LAPS)
             if not self.scenario.ends_abruptly:
                 self._drain()
-                self._reset()
+                self._reset_at_rest()
             self._shutdown()
         except EndedLoudly:
             self._coverage["ended by a copy that failed"] += 1
@@ -416,6 +420,23 @@ class _Run:
         self._coverage["resets with jobs in flight"] += bool(self._num_in_flight)
         self._coverage["resets"] += self.engine.reset()
         self._check()
+
+    def _reset_at_rest(self) -> None:
+        """Reset once more; who refuses is given some steps, and asked again."""
+        for part in self._parts:
+            part.scheduler.has_refused_reset = False
+        self._reset()
+        for _ in range(_STEPS_TO_REST):
+            if not any(part.scheduler.has_refused_reset for part in self._parts):
+                return
+            self._step()
+            self._reset()
+        raise InvariantBroken(
+            "CONN-11",
+            f"reset_cache refuses for ever: no job was in flight and no request there, and it was "
+            f"asked {_STEPS_TO_REST + 1} times. What was offloaded by a model that is no more "
+            f"stays loadable",
+        )
 
     def _drain(self) -> None:
         """Let everything come to its end."""

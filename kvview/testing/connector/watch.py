@@ -170,6 +170,7 @@ class WatchedScheduler(SchedulerConnector):
         self._view: GPUBlockPoolView | None = None
         self._untaken: list[OffloadingEvent] = []  # in the history, not with the engine
         self.unanswered: set[str] = set()  # requests that are to be asked about again
+        self.has_refused_reset = False  # the last one
 
     def _call(self, name: str, *args: Any) -> Any:
         with hook(name, _LAW_OF_HOOK.get(name, "CONN-4")):
@@ -272,8 +273,9 @@ class WatchedScheduler(SchedulerConnector):
     def reset_cache(self) -> bool:
         self._history.on_reset_asked()
         with hook("reset_cache", "CONN-4"):
-            if not self._call("reset_cache"):
-                return False
+            self.has_refused_reset = not self._call("reset_cache")
+        if self.has_refused_reset:
+            return False
         self.fold_events()
         self._history.forget()
         return True
