@@ -461,14 +461,14 @@ def test_conn10_bad_luck_is_no_leak(number: int) -> None:
 
 
 def test_conn10_what_comes_back_was_bad_luck() -> None:
-    good, bad, gone = [100] * 12, [10] * 4, [0] * 16
+    good, bad, gone = [100] * 20, [10] * 4, [0] * 24
     assert is_suspect(good + bad)
     assert not is_suspect(good + [60] * 4)
-    assert not is_suspect([10] * 12 + [0] * 4)  # too little to compare
+    assert not is_suspect([10] * 20 + [0] * 4)  # too little to compare
     assert not is_suspect((good + bad)[1:])
-    check_conserved(good + bad + gone[:12] + [60] * 4, 16)
+    check_conserved(good + bad + gone[:20] + [60] * 4, 24)
     with pytest.raises(InvariantBroken, match="CONN-10"):
-        check_conserved(good + bad + gone, 16)
+        check_conserved(good + bad + gone, 24)
 
 
 class OneGroupOnly(HostCacheConnector):
