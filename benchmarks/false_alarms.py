@@ -43,6 +43,7 @@ def play(
         "engine": engines.name,
         "first_seed": first_seed,
         "seeds": report.num_seeds,
+        "is_interrupted": report.is_interrupted,
         "red": [[failure.seed, failure.law, failure.message] for failure in report.failures],
         "coverage": dict(report.coverage),
         "seconds": time.process_time() - start,
@@ -84,19 +85,19 @@ def main() -> int:
         turns = [turn for turn in logged if turn["engine"] == engines.name]
     connectors = [c for c in CONNECTORS if c.__name__ in (given.connector or [c.__name__])]
     end = given.first_seed + given.seeds
-    following = {
-        connector: max(
-            (t["first_seed"] + t["seeds"] for t in turns if t["connector"] == connector.__name__),
-            default=given.first_seed,
-        )
-        for connector in connectors
-    }
+    following = dict.fromkeys(connectors, given.first_seed)
+    for turn in turns:
+        for connector in connectors:
+            if turn["connector"] == connector.__name__:
+                following[connector] = turn["first_seed"] + SEEDS_PER_TURN
     try:
         while left := [connector for connector in connectors if following[connector] < end]:
             for connector in left:
                 first = following[connector]
                 turn = play(connector, engines, first, min(SEEDS_PER_TURN, end - first))
-                following[connector] = first + max(1, turn["seeds"])
+                if turn.pop("is_interrupted"):
+                    raise KeyboardInterrupt
+                following[connector] = first + SEEDS_PER_TURN
                 turns.append(turn)
                 for alarm in turn["red"]:
                     print("FALSE ALARM", turn["connector"], *alarm, flush=True)

@@ -88,7 +88,9 @@ class History:
                 self._count("late", flight)
             self._loading.discard(flight)
         elif flight in self._current:
-            (self.stored if success else self.failed).update(flight.keys)
+            stored = flight.stored_keys
+            self.stored |= stored
+            self.failed |= flight.keys - stored
         self._current.discard(flight)
 
     def _count(self, end: str, flight: Flight) -> None:
