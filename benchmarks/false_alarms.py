@@ -27,7 +27,7 @@ from kvview_reference.connector import LazyOffloadConnector, OffloadConnector
 from tests.connector.unusual import UNUSUAL
 
 CONNECTORS = [*UNUSUAL, HostCacheConnector, OffloadConnector, LazyOffloadConnector]
-SEEDS_PER_TURN = 50
+SEEDS_PER_TURN = 25
 
 
 def play(
@@ -42,6 +42,7 @@ def play(
         "connector": connector.__name__,
         "engine": engines.name,
         "first_seed": first_seed,
+        "next_seed": first_seed + seeds,
         "seeds": report.num_seeds,
         "is_interrupted": report.is_interrupted,
         "red": [[failure.seed, failure.law, failure.message] for failure in report.failures],
@@ -89,7 +90,7 @@ def main() -> int:
     for turn in turns:
         for connector in connectors:
             if turn["connector"] == connector.__name__:
-                following[connector] = turn["first_seed"] + SEEDS_PER_TURN
+                following[connector] = turn["next_seed"]
     try:
         while left := [connector for connector in connectors if following[connector] < end]:
             for connector in left:
@@ -97,7 +98,7 @@ def main() -> int:
                 turn = play(connector, engines, first, min(SEEDS_PER_TURN, end - first))
                 if turn.pop("is_interrupted"):
                     raise KeyboardInterrupt
-                following[connector] = first + SEEDS_PER_TURN
+                following[connector] = turn["next_seed"]
                 turns.append(turn)
                 for alarm in turn["red"]:
                     print("FALSE ALARM", turn["connector"], *alarm, flush=True)
