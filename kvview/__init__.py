@@ -57,6 +57,7 @@ from kvview.events import (
     BlockStored,
     GPUEvent,
     OffloadingEvent,
+    SupportsSilentTiers,
     fold_events,
 )
 from kvview.geometry import (
@@ -196,6 +197,7 @@ __all__ = [
     "SupportsRequestHooks",
     "SupportsResumableWalk",
     "SupportsReuseNotice",
+    "SupportsSilentTiers",
     "SupportsSkippedBlocks",
     "SupportsStepHooks",
     "TraceError",

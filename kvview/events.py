@@ -3,7 +3,8 @@
 - EVENT-1 Of each key in each medium, stores and removals **must** take turns, a store first.
   Where a source names its media (:class:`~kvview.SupportsMedia`), events name no others.
 - EVENT-2 Folding all events **must** give exactly the keys that ``lookup``
-  answers HIT for: advertised means loadable.
+  answers HIT for: advertised means loadable. A connector over several tiers, some of which
+  give no events, says which promises are theirs (:class:`~kvview.SupportsSilentTiers`).
 - EVENT-3 Per medium, events **must** come in the order in which it happened.
 - EVENT-4 A failed store **must** advertise nothing.
 - EVENT-5 A reset **must** remove everything that was advertised.
@@ -22,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol, runtime_checkable
 
 from kvview.errors import EventOrderError
 from kvview.keys import OffloadKey, make_offload_key
@@ -81,6 +83,19 @@ class AllBlocksCleared:
 
 
 GPUEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+@runtime_checkable
+class SupportsSilentTiers(Protocol):
+    """A scheduler half that promises from several tiers, of which some give no events."""
+
+    def comes_from_silent_tier(self, request_id: str) -> bool:
+        """Whether no event speaks of what was promised to a request last (EVENT-2).
+
+        Args:
+            request_id: Of a request that ``match_prefix`` has just promised something to.
+        """
+        ...
 
 
 def fold_events(events: Iterable[OffloadingEvent]) -> dict[str, set[OffloadKey]]:

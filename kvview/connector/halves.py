@@ -36,6 +36,8 @@ connector overrides what it needs, and a later release may add methods.
   store of a key, a load that ended anyhow, an abort, a reset, an eviction or a promise not
   taken up has occupied is used again. Under a load that repeats itself what can be loaded
   does not dwindle.
+- CONN-11 While jobs are in flight ``reset_cache`` **may** refuse. When none is, and nothing is
+  pending, it **must** forget what was offloaded: KV of other weights is not loaded for ever.
 
 The engine, for its part: calls the scheduler half from one thread; runs loads
 of a request before computing what follows them; never hands a block of an
@@ -189,7 +191,7 @@ class SchedulerConnector(Hooked):
         return False
 
     def reset_cache(self) -> bool:
-        """Forget what was offloaded. False when it cannot be done now."""
+        """Forget what was offloaded. False when it cannot be done now (CONN-11)."""
         return True
 
     def shutdown(self) -> None:

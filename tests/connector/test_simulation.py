@@ -40,12 +40,15 @@ from kvview.testing.connector import (
 )
 from kvview.testing.connector.coverage import not_exercised, table_of_cells
 from kvview.testing.connector.faults import FaultyWorker
+from kvview.testing.connector.generate import steady_scenario
 from kvview.testing.connector.invariants import (
     EventFold,
     HoldWatch,
     InvariantBroken,
     check_conservation,
+    check_conserved,
     check_free_list,
+    is_suspect,
 )
 from kvview.testing.connector.watch import History
 from kvview.testing.page import write_report
@@ -72,6 +75,7 @@ from tests.mutants.leasing import (
     RenewsForEver,
 )
 from tests.mutants.several import Two
+from tests.vllm.wrong_connectors import Flaky
 
 MUTANTS = [
     *(*connectors.MUTANTS, *example.MUTANTS, *several.MUTANTS),
@@ -443,6 +447,36 @@ def test_a_cell_that_stays_empty_is_named() -> None:
     few = coverage | {f"seeds/{cells[1]}": 9}
     assert [gap.name for gap in not_exercised(few)] == names[:1]
     assert not not_exercised(coverage | dict.fromkeys(names, 2))
+
+
+def test_event2_is_asked_of_the_children_that_give_events() -> None:
+    """What a silent child promises is advertised by nobody; a key of both may be removed."""
+    for silent in (0, 1):
+        children = [dict(child) for child in CHILDREN]
+        children[silent]["options"] = {"cpu_blocks": 40}
+        options = {"connectors": children}
+        report = check_connector(MultiConnector, seeds=12, options=options, max_shrink_runs=0)
+        assert not report.failures, report.failures[0].message
+        assert report.coverage["loads"] > 50
+
+
+@pytest.mark.parametrize("number", [3, 5])
+def test_conn10_bad_luck_is_no_leak(number: int) -> None:
+    """A medium that fails every third time: the faults of a lap must not lock those of the next."""
+    result = simulate(Flaky, steady_scenario(number))
+    assert result.failure is None
+    assert sum(result.loads_of_laps) > 0
+
+
+def test_conn10_what_comes_back_was_bad_luck() -> None:
+    good, bad, gone = [100] * 20, [10] * 4, [0] * 24
+    assert is_suspect(good + bad)
+    assert not is_suspect(good + [60] * 4)
+    assert not is_suspect([10] * 20 + [0] * 4)  # too little to compare
+    assert not is_suspect((good + bad)[1:])
+    check_conserved(good + bad + gone[:20] + [60] * 4, 24)
+    with pytest.raises(InvariantBroken, match="CONN-10"):
+        check_conserved(good + bad + gone, 24)
 
 
 class OneGroupOnly(HostCacheConnector):

@@ -308,7 +308,23 @@ class HoldsForLong(Unusual):
         ttl = 60.0
 
 
+class KeepsWhatMoved(Unusual):
+    """Of a store that failed it keeps the blocks that were moved all the same."""
+
+    class scheduler(HostCacheScheduler):
+        @override
+        def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
+            for result in results:
+                if result.moved is not None:
+                    slots, _ = self.stores[result.job_id]
+                    for key, is_moved in zip(list(slots), result.moved, strict=True):
+                        if is_moved:
+                            self.slots[key] = slots.pop(key)
+            super().on_transfers_finished(results)
+
+
 UNUSUAL: list[type[Connector]] = [
     *(LoadsOnlyMuch, LoadsTheSecondTime, AnswersLater, PromisesLess, StoresTheThirdTime),
     *(DropsAll, OneJobPerBlock, OwnMedium, OwnPlan, Produces, HoldsForLong),
+    KeepsWhatMoved,
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import ClassVar
 
@@ -114,3 +115,19 @@ class ForgetsLate(Host):
             self.slots.update(kept)
             self.free_slots = [s for s in self.free_slots if s not in kept.values()]
             return done
+
+
+@breaks("CONN-11", "never resets, whatever is in flight")
+class RefusesResets(Host):
+    class scheduler(HostCacheScheduler):
+        def reset_cache(self) -> bool:
+            return False
+
+
+@breaks("CONN-2", "takes a store that was moved in part for one that was moved")
+class TakesPartForAll(Host):
+    class scheduler(HostCacheScheduler):
+        def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
+            super().on_transfers_finished(
+                [replace(r, success=r.success or bool(r.moved)) for r in results]
+            )

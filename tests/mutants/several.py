@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
 from kvview import (
     EngineFacts,
     GPUBlockPoolView,
+    OffloadingEvent,
     SchedulerConnector,
     TransferResult,
     ViewNotBoundError,
@@ -59,6 +60,15 @@ class MixesUpChildren(Two):
         def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
             own = [replace(r, job_id=self._jobs.pop(r.job_id)[1]) for r in results]
             self._each(lambda child: child.on_transfers_finished(own))
+
+
+@breaks("EVENT-2", "takes the events of every child, and passes on those of the first")
+class LosesEvents(Two):
+    class multi(MultiScheduler):
+        def take_events(self) -> Iterable[OffloadingEvent]:
+            taken = [list(child.take_events()) for child in self._children]
+            self._speaking.update(index for index, events in enumerate(taken) if events)
+            return taken[0]
 
 
 @breaks("CONN-4", "two connectors share one table of pins", "ascend#15990")

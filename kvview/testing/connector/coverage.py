@@ -27,6 +27,8 @@ FEWEST_SEEDS = 15
 RESETS_ASKED = "resets asked of the connector"
 RESETS_DONE = "resets by the connector"
 EVENTS_WANTED = "seeds that ask for events"
+FEWEST_STEADY_SEEDS = 4
+"""Steady runs below which it is not judged whether any of them loaded enough."""
 
 _NEVER = {
     "stores": "nothing was ever stored",
@@ -94,8 +96,9 @@ def not_exercised(coverage: Mapping[str, int]) -> Sequence[Gap]:
     2. A kind of geometry is judged by the seeds that were played with it: what the engine
        left out, or what a few seeds did not draw, counts against nobody.
     3. One in ten seeds must show each of its cells: the generator aims at one a seed.
-    4. An engine that never resets while loads are in flight leaves those cells out.
-    5. A connector that refuses every reset, or is asked for events and tells none, is not
+    4. Of at least four steady runs, one must load enough to compare its laps.
+    5. An engine that never resets while loads are in flight leaves those cells out.
+    6. A connector that refuses every reset, or is asked for events and tells none, is not
        green either; one that was not asked for them need not.
 
     Args:
@@ -113,6 +116,10 @@ def not_exercised(coverage: Mapping[str, int]) -> Sequence[Gap]:
         gaps.append(Gap("geometries", what))
     if not coverage.get("loads"):
         return gaps
+    num_steady = coverage.get("steady runs", 0)
+    if num_steady >= FEWEST_STEADY_SEEDS and not coverage.get("steady runs to compare"):
+        what = f"none of {num_steady} steady runs loaded enough to tell whether room is lost"
+        gaps.append(Gap("steady", f"{what} (CONN-10)"))
     ends = [end for end in _ENDS if end != "reset" or coverage.get("resets with loads in flight")]
     for shape, kind, hit, end in product(_SHAPES, _KINDS, _HITS, ends):
         num_seeds = coverage.get(f"seeds/{shape}/{kind}/{hit}/{end}", 0)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import pickle
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import repeat
+from dataclasses import dataclass, field, replace
+from itertools import repeat, takewhile
 from typing import Any, Protocol
 
 import torch
@@ -83,11 +83,21 @@ class Flight:
     mark: ComputeEvent | None = None  # in the compute stream, before the job (XFER-6)
     age: int = 0
     result: TransferResult | None = None
+    keys_of: dict[int, tuple[OffloadKey, ...]] = field(default_factory=dict)  # by source block
+    num_moved: int = 0  # blocks, the first ones, of a store that is to fail
 
     @property
     def is_ready(self) -> bool:
         """Whether what was launched before it has been computed."""
         return self.mark is None or self.mark.query()
+
+    @property
+    def stored_keys(self) -> set[OffloadKey]:
+        """What a store that is over has brought: all, nothing, or what it says was moved."""
+        if self.result is None or self.result.success:
+            return self.keys if self.result else set()
+        moved = zip(self.gpu_blocks, self.result.moved or (), strict=False)
+        return {key for block, is_moved in moved if is_moved for key in self.keys_of[block]}
 
     @property
     def spoilt(self) -> list[int]:
@@ -260,6 +270,7 @@ class FaultyWorker(WorkerConnector):
         if is_load:
             fate = self._fate_of_load(fate)
         keys: set[OffloadKey] = set()
+        keys_of: dict[int, tuple[OffloadKey, ...]] = {}
         blocks = self._gpu_blocks(job.dst if is_load else job.src)
         if not is_load:
             if free := [block for block in blocks if self._pool.is_free(block)]:
@@ -268,13 +279,14 @@ class FaultyWorker(WorkerConnector):
                     f"store job {job.job_id} reads blocks {free}, which are free: anyone may "
                     f"overwrite them",
                 )
-            keys_of = {block: self._pool.hashes(block) for block in blocks}
+            keys_of.update((block, self._pool.hashes(block)) for block in blocks)
             if nameless := [block for block in blocks if not keys_of[block]]:
                 self._refuse_nameless(job, nameless)
             keys = {key for keys in keys_of.values() for key in keys}
         flight = Flight(job, is_load, fate, blocks, keys, [], _pages(job.src), _pages(job.dst))
         if self._stream is not None:
             flight.mark = self._stream.record_event()
+        flight.keys_of = keys_of
         self._note_source(flight)
         if is_load:
             # Children of one plan may have a host each, with pages of the same numbers.
@@ -329,7 +341,7 @@ class FaultyWorker(WorkerConnector):
         if not stores:
             raise InvariantBroken("CONN-2", f"{what}: nothing was ever stored there")
         if key in stores[-1].keys:
-            if stores[-1].result is not None and not stores[-1].result.success:
+            if stores[-1].result is not None and key not in stores[-1].stored_keys:
                 raise InvariantBroken("OFF-4", f"{what}: the store into it failed")
             return
         if any(key in store.keys for store in stores):
@@ -365,6 +377,9 @@ class FaultyWorker(WorkerConnector):
         for flight in stores:
             if flight.fate.outcome == "ok":
                 spoilt.difference_update(flight.gpu_blocks)
+        for flight in stores:
+            arriving = takewhile(lambda block: block not in spoilt, flight.gpu_blocks)
+            flight.num_moved = len(list(arriving))
         self._note_writes()
         self._spoil(spoilt)
         self._call("start_plan", unit.plan)
@@ -399,7 +414,13 @@ class FaultyWorker(WorkerConnector):
 
     def _judge(self, flight: Flight, result: TransferResult) -> TransferResult:
         """What becomes of a result of the real worker half."""
-        return result if flight.fate.outcome == "ok" else failed(flight)
+        if flight.fate.outcome == "ok":
+            return result
+        if not flight.num_moved or not result.success:
+            return failed(flight)
+        num_blocks = len(flight.gpu_blocks)
+        moved = [number < flight.num_moved for number in range(num_blocks)]
+        return replace(failed(flight), moved=moved)
 
     def _check_source(self, flight: Flight) -> None:
         blocks = flight.gpu_blocks

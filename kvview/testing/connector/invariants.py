@@ -149,22 +149,20 @@ class EventFold:
         """Take more events in.
 
         Raises:
-            InvariantBroken: EVENT-1, a key is removed that is not there.
+            InvariantBroken: EVENT-1, a key is removed that is not there, or stored that is.
         """
         for event in events:
             self.num_events += 1
             keys = self._media.setdefault(event.medium, set())
             for key in event.keys:
-                if not event.removed:
-                    keys.add(key)
-                elif key in keys:
-                    keys.remove(key)
-                else:
-                    raise InvariantBroken(
-                        "EVENT-1",
-                        f"event {self.num_events} removes key {short(key)} from medium "
-                        f"{event.medium!r}, which does not hold it",
-                    )
+                what = f"event {self.num_events} "
+                if event.removed and key not in keys:
+                    what += f"removes key {short(key)} from medium {event.medium!r}, which does "
+                    raise InvariantBroken("EVENT-1", f"{what}not hold it")
+                if not event.removed and key in keys:
+                    what += f"stores key {short(key)} in medium {event.medium!r}, which holds it"
+                    raise InvariantBroken("EVENT-1", f"{what} already: an event is told once")
+                (keys.remove if event.removed else keys.add)(key)
 
     @property
     def advertised(self) -> set[OffloadKey]:
@@ -232,40 +230,66 @@ def check_promise(
             )
 
 
-FEWEST_LAPS = 16
+FEWEST_LAPS = 24
 """Laps of a run below which nothing is said about its tier."""
 
 _WINDOW = 4  # laps that are added up
-_FEWEST_TOKENS = 200  # loaded in a window, to be worth a comparison
+_FEWEST_TOKENS = 100  # loaded in a window, to be worth a comparison
 
 
-def check_conserved(loads_of_laps: Sequence[int]) -> None:
-    """The last laps of a steady run load half of what the best laps before them do, or more.
+def is_comparable(loads_of_laps: Sequence[int]) -> bool:
+    """Whether a run is long enough, and loads enough, to say anything about its tier."""
+    if len(loads_of_laps) < FEWEST_LAPS:
+        return False
+    return _best_window(loads_of_laps)[0] >= _FEWEST_TOKENS
+
+
+def is_suspect(loads_of_laps: Sequence[int]) -> bool:
+    """Whether the last laps of a steady run load less than half of the best before them.
 
     Each lap asks for as much as any other, in the same pattern, and for prompts of its own:
     a tier that starts empty, that wants to be asked twice, or that is emptied by a reset is
-    as good in the last lap as in the first.
+    as good in the last lap as in the first. Bad luck may look the same, so it is not enough.
 
     Args:
         loads_of_laps: Tokens that requests were given to load, lap by lap.
+    """
+    if not is_comparable(loads_of_laps):
+        return False
+    best, _ = _best_window(loads_of_laps[:-_WINDOW])
+    return best >= _FEWEST_TOKENS and 2 * sum(loads_of_laps[-_WINDOW:]) < best
+
+
+def check_conserved(loads_of_laps: Sequence[int], num_more: int) -> None:
+    """What looked like a leak is none: in more laps the tier is once as good again.
+
+    Who was out of luck comes back, who has lost room does not.
+
+    Args:
+        loads_of_laps: Tokens that requests were given to load, lap by lap.
+        num_more: Laps of them that were played to find out.
 
     Raises:
         InvariantBroken: CONN-10, with the two figures.
     """
-    num_laps = len(loads_of_laps)
-    if num_laps < FEWEST_LAPS:
-        return
-    windows = [sum(loads_of_laps[i : i + _WINDOW]) for i in range(num_laps - _WINDOW + 1)]
-    best, last = max(windows[: 1 - _WINDOW]), windows[-1]
-    if best >= _FEWEST_TOKENS and 2 * last < best:
-        first = windows.index(best)
+    best, first = _best_window(loads_of_laps[:-num_more])
+    best_of_more, _ = _best_window(loads_of_laps[-num_more:])
+    if 2 * best_of_more < best:
         raise InvariantBroken(
             "CONN-10",
-            f"laps {first + 1} to {first + _WINDOW} of {num_laps} equal ones loaded {best} tokens, "
-            f"the last {_WINDOW} loaded {last}: the connector's own tier has room for less and "
-            f"less. Look at what gives its pages back: after a failed store or load, an abort, a "
-            f"reset, a second store of a key, a promise not taken up, an eviction",
+            f"laps {first + 1} to {first + _WINDOW} of {len(loads_of_laps)} equal ones loaded "
+            f"{best} tokens, and no {_WINDOW} of the last {num_more} loaded more than "
+            f"{best_of_more}: the connector's own tier has room for less and less. Look at what "
+            f"gives its pages back: after a failed store or load, an abort, a reset, a second "
+            f"store of a key, a promise not taken up, an eviction",
         )
+
+
+def _best_window(loads_of_laps: Sequence[int]) -> tuple[int, int]:
+    """The most that laps in a row loaded, and the first of them."""
+    starts = range(len(loads_of_laps) - _WINDOW + 1)
+    sums = [sum(loads_of_laps[i : i + _WINDOW]) for i in starts]
+    return max(sums), sums.index(max(sums))
 
 
 def check_reset(advertised: Collection[OffloadKey]) -> None:

@@ -144,8 +144,8 @@ class Scenario:
             of equal pages. An engine with a layout of its own keeps it.
         laps: How often the events happen, all of them one lap after the other: a long run,
             and a steady one. Each lap asks for prompts of its own, in the same order (after
-            16 laps they come again). The fates begin again when they are used up, and what
-            is lost is reported much later, not only at the end.
+            64 laps they come again). The fates begin again in another order when they are used
+            up, and what is lost is reported much later, not only at the end.
     """
 
     geometry: CacheGeometry

@@ -21,6 +21,7 @@ from kvview import (
     SchedulerConnector,
     StepInfo,
     StepPlan,
+    SupportsSilentTiers,
     TransferResult,
     make_offload_key,
 )
@@ -66,8 +67,9 @@ class History:
         self._rows = list(rows_of(geometry))
         self._loading: set[Flight] = set()
         self._gpu_hits: dict[str, str] = {}  # of requests that load
-        # By request: what was promised since, and what was advertised then.
-        self._promises: dict[str, tuple[list[OffloadKey], set[OffloadKey]]] = {}
+        # By request: what was promised since, and what was advertised then, None when the
+        # tier that it comes from gives no events.
+        self._promises: dict[str, tuple[list[OffloadKey], set[OffloadKey] | None]] = {}
 
     def on_started(self, flight: Flight) -> None:
         """Note the start of a job."""
@@ -86,7 +88,9 @@ class History:
                 self._count("late", flight)
             self._loading.discard(flight)
         elif flight in self._current:
-            (self.stored if success else self.failed).update(flight.keys)
+            stored = flight.stored_keys
+            self.stored |= stored
+            self.failed |= flight.keys - stored
         self._current.discard(flight)
 
     def _count(self, end: str, flight: Flight) -> None:
@@ -119,15 +123,18 @@ class History:
         """What is advertised was stored."""
         check_advertised(self.events.advertised, self.stored, self.failed)
 
-    def on_promise(self, request: RequestInfo, num_computed: int, num_promised: int) -> None:
-        """Check what ``match_prefix`` answered."""
+    def on_promise(
+        self, request: RequestInfo, num_computed: int, num_promised: int, is_silent: bool = False
+    ) -> None:
+        """Check what ``match_prefix`` answered, perhaps for a tier that gives no events."""
         self.coverage["hits"] += num_promised > 0
         num_tokens = num_computed + num_promised
         if num_tokens % self.geometry.scheduler_block_size or num_tokens >= request.num_tokens:
             return  # the engine says so
         promised = self._keys_to_load(request, num_computed, num_tokens)
         check_promise(request.request_id, promised, self.stored, None)
-        self._promises[request.request_id] = promised, self.events.advertised
+        advertised = None if is_silent else self.events.advertised
+        self._promises[request.request_id] = promised, advertised
 
     def on_blocks_allocated(
         self, request_id: str, num_computed_tokens: int = 0, num_external_tokens: int = 0
@@ -136,7 +143,7 @@ class History:
         if num_external_tokens:
             self.num_tokens_to_load += num_external_tokens
             self._gpu_hits[request_id] = "gpu-hit" if num_computed_tokens else "no-gpu-hit"
-        promised, advertised = self._promises.pop(request_id, ([], set()))
+        promised, advertised = self._promises.pop(request_id, ([], None))
         if self.events.num_events:
             check_promise(request_id, promised, self.stored, advertised)
 
@@ -166,6 +173,7 @@ class WatchedScheduler(SchedulerConnector):
         self._view: GPUBlockPoolView | None = None
         self._untaken: list[OffloadingEvent] = []  # in the history, not with the engine
         self.unanswered: set[str] = set()  # requests that are to be asked about again
+        self.has_refused_reset = False  # the last one
 
     def _call(self, name: str, *args: Any) -> Any:
         with hook(name, _LAW_OF_HOOK.get(name, "CONN-4")):
@@ -206,8 +214,16 @@ class WatchedScheduler(SchedulerConnector):
         self.unanswered.discard(request.request_id)
         require_type("match_prefix", answer, "CONN-2")
         self.fold_events()
-        self._history.on_promise(request, num_computed_tokens, answer)
+        self._history.on_promise(
+            request, num_computed_tokens, answer, self._is_silent(request.request_id)
+        )
         return answer
+
+    def _is_silent(self, request_id: str) -> bool:
+        if not isinstance(self._inner, SupportsSilentTiers):
+            return False
+        with hook("comes_from_silent_tier", "EVENT-2"):
+            return self._inner.comes_from_silent_tier(request_id)
 
     @override
     def on_blocks_allocated(
@@ -262,8 +278,9 @@ class WatchedScheduler(SchedulerConnector):
         self._history.on_reset_asked()
         with hook("reset_cache", "CONN-4"):
             self._history.coverage[RESETS_ASKED] += 1
-            if not self._call("reset_cache"):
-                return False
+            self.has_refused_reset = not self._call("reset_cache")
+        if self.has_refused_reset:
+            return False
         self.fold_events()
         self._history.forget()
         return True

@@ -34,6 +34,7 @@ from kvview import (
     SchedulerConnector,
     StepInfo,
     StepPlan,
+    SupportsSilentTiers,
     SupportsSkippedBlocks,
     TransferJob,
     TransferResult,
@@ -125,6 +126,7 @@ class MultiScheduler(SchedulerConnector):
         self._jobs: dict[int, tuple[int, int]] = {}  # job id -> child, its own job id
         self._chosen: dict[str, int] = {}  # request -> child that promised
         self._events = EventMerger()
+        self._speaking: set[int] = set()  # children that have given events
         self._guards: list[GuardedView] = []
 
     @override
@@ -200,9 +202,17 @@ class MultiScheduler(SchedulerConnector):
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
-        return self._events.merge(
-            event for child in self._children for event in child.take_events()
-        )
+        taken = [list(child.take_events()) for child in self._children]
+        self._speaking.update(index for index, events in enumerate(taken) if events)
+        return self._events.merge(event for events in taken for event in events)
+
+    def comes_from_silent_tier(self, request_id: str) -> bool:
+        """Whether the child that was chosen for a request has given no event so far (EVENT-2)."""
+        chosen = self._chosen.get(request_id)
+        if chosen is None or chosen not in self._speaking:
+            return True
+        child = self._children[chosen]
+        return isinstance(child, SupportsSilentTiers) and child.comes_from_silent_tier(request_id)
 
     @override
     def has_pending_work(self) -> bool:

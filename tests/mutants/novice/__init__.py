@@ -4,6 +4,20 @@ They were written from README.md and the contract's docstrings, one family of mi
 the other, before anyone looked at what the kit says of them. A mistake is an edit of the
 text of a right connector beside this file, so each is a file of its own when it is run.
 ``benchmarks/novices.py`` counts how many the kit kills.
+
+Eight that harm nobody were taken out when they had been seen to live, because none of them
+gives wrong bytes or events, leaks, hangs or loses an answer in any engine:
+
+- "reuses a page that is being read" (at_finish), "evicts what is being loaded" (walker), "in
+  use is never counted up" (each_step): these workers copy in the order of the plans, loads
+  first, so the store over a page comes after the load that was planned before it (XFER-3).
+- "takes loads out of the plan when their request is aborted" (at_finish), "drops the jobs of
+  requests that were preempted" (walker): nothing is aborted or preempted between
+  ``on_blocks_allocated`` and the ``plan_step`` that takes its loads, so nothing is dropped.
+- "pending means loads" (walker): stores that are in flight when an idle engine stops are
+  reported in its next step; their blocks are held until then.
+- "one page too many", "one page too few, the last one" (each_step): a store that touches the
+  page that is not there fails, and says so; the request computes.
 """
 
 from __future__ import annotations
