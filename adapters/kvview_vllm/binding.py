@@ -17,7 +17,7 @@ from functools import wraps
 from typing import Any, ClassVar
 
 from kvview import GPUBlockPoolView, GuardedView, Leak, ViewNotBoundError
-from kvview_vllm.guard import HoldWatch, close_view, guarded_view
+from kvview_vllm.guard import LeakReporter, close_view, guarded_view
 from kvview_vllm.releases import engine_version, installed
 from kvview_vllm.releases.calls import child_connectors, pool_of_context
 
@@ -46,7 +46,7 @@ class BlockPoolViewMixin:
     view_owner: str = ""
     _bound_pool: ClassVar[Any] = None  # shadowed by the instance once bound
     _bound_view: GuardedView | None = None
-    _hold_watch: HoldWatch | None = None
+    _hold_watch: LeakReporter | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -129,7 +129,7 @@ class BlockPoolViewMixin:
             trace_holds=self.trace_holds,
         )
         self.close_block_pool_view()
-        watch = HoldWatch(bound, self.leak_report_seconds, self._describe_hold, self._late_work)
+        watch = LeakReporter(bound, self.leak_report_seconds, self._describe_hold, self._late_work)
         vars(self).update(_bound_pool=gpu_block_pool, _bound_view=bound, _hold_watch=watch)
         self.bind_gpu_block_pool_view(bound)
 

@@ -42,7 +42,7 @@ def close_view(guard: GuardedView) -> None:
     guard.close()
 
 
-class HoldWatch:
+class LeakReporter:
     """What is done at every step: leases expire, and what is held for long is told.
 
     1. What is held is looked at every ten seconds, and never for more than a thousandth of

@@ -40,7 +40,7 @@ from kvview.targets import load_connector
 from kvview.version import require_contract
 from kvview_vllm.binding import BlockPoolViewMixin
 from kvview_vllm.connector.connector_canary import check_connector
-from kvview_vllm.connector.faults import Faults, tell_at_start
+from kvview_vllm.connector.containment import Faults, tell_at_start
 from kvview_vllm.connector.messages import (
     KVViewMetadata,
     KVViewStats,

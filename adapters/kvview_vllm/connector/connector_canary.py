@@ -29,7 +29,7 @@ from kvview import (
     make_offload_key,
 )
 from kvview.guard import GuardedView
-from kvview_vllm.connector.faults import Faults
+from kvview_vllm.connector.containment import Faults
 from kvview_vllm.connector.messages import (
     JobReport,
     KVViewMetadata,

@@ -47,7 +47,7 @@ from kvview import (
     TransferResult,
 )
 from kvview.connector.job_book import JobBook, check_promise
-from kvview_vllm.connector.faults import Faults, contain
+from kvview_vllm.connector.containment import Faults, contain
 from kvview_vllm.connector.messages import JobReport, KVViewMetadata
 from kvview_vllm.connector.steps import LazySteps, request_info, resumed_request_ids
 from kvview_vllm.metrics import Meter

@@ -25,7 +25,7 @@ from kvview import (
     WorkerConnector,
 )
 from kvview.connector.job_book import JobBook
-from kvview_vllm.connector.faults import Faults
+from kvview_vllm.connector.containment import Faults
 from kvview_vllm.connector.messages import JobReport, KVViewMetadata
 from kvview_vllm.releases import ConnectorSeam, reading
 from kvview_vllm.transfer import canonical_kv_caches
