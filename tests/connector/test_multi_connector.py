@@ -109,7 +109,7 @@ def test_a_child_can_not_give_back_what_another_holds() -> None:
     one, other = Holder(), Holder()
     MultiScheduler([one, other]).bind_gpu_block_pool_view(pool_view)
     one.view.touch_blocks([3])
-    with pytest.raises(BlockNotHeldError, match="'Holder' frees block 3 1x and holds it 0x"):
+    with pytest.raises(BlockNotHeldError, match="'1: Holder' frees block 3 1x and holds it 0x"):
         other.view.free_blocks([3])
     assert pool_view.held_blocks() == {3: 1}
     one.view.free_blocks([3])

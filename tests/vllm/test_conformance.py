@@ -50,6 +50,10 @@ class VLLMPool:
         view: GPUBlockPoolView = plain_view
         return view
 
+    def another_view(self) -> GPUBlockPoolView:
+        """Another view of the same pool."""
+        return make_view(self.pool)
+
     @property
     def capabilities(self) -> frozenset[Capability]:
         """All of a pool's but those that a release has no method for."""
@@ -57,7 +61,7 @@ class VLLMPool:
             *(Capability.CACHE, Capability.RESET, Capability.CLOSE, Capability.SIZED),
             *(Capability.POOL_SIZE, Capability.FREE_COUNT, Capability.IS_FREE),
             *(Capability.BLOCK_KEYS, Capability.FIND_CACHED, Capability.FREE_ORDER),
-            *(Capability.HOLDS, Capability.RESUMABLE_WALK),
+            *(Capability.HOLDS, Capability.RESUMABLE_WALK, Capability.VIEWS),
         }
         if isinstance(self.view, SupportsGiveBack):
             has.add(Capability.GIVE_BACK)
