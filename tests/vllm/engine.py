@@ -18,13 +18,15 @@ from typing import Any
 
 from kvview import CacheGeometry, CacheGroup, FullAttention, SlidingWindow
 from kvview_vllm.geometry import read_geometry
-from kvview_vllm.releases.calls import complete_torch as complete_torch
+from kvview_vllm.releases.calls import complete_torch
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.scheduler import (  # for the tests, under one name
     can_fail_loads as can_fail_loads,
 )
 from kvview_vllm.simulation.scheduler import multi_config as multi_config
 from kvview_vllm.simulation.scheduler import refuses_several_groups as refuses_several_groups
+
+complete_torch()  # before any test imports what needs it
 
 cpu_scheduler.prepare()
 

@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,13 +53,17 @@ def test_every_drift_fits_the_newest_sources() -> None:
 
 
 @newest
-def test_no_drift_gets_through() -> None:
-    verdicts = list(drifts.play([*SAMPLE, HARMLESS[1]], 2))
-    assert not [verdict for verdict in verdicts if verdict.got_through]
+def test_no_drift_gets_through(tmp_path: Path) -> None:
+    file = tmp_path / "verdicts.json"
+    script = Path(__file__).with_name("drifts.py")
+    command = [sys.executable, str(script), *SAMPLE, HARMLESS[1], "--json", str(file)]
+    # In a process that has imported no vLLM: those that play are forked off it.
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
     works = [
-        verdict.name
-        for verdict in verdicts
-        if set(verdict.outcomes.values()) == {"works", "healthy"}
+        verdict["name"]
+        for verdict in json.loads(file.read_text())
+        if set(verdict["outcomes"].values()) == {"works", "healthy"}
     ]
     assert works == list(HARMLESS)
 
