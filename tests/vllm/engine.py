@@ -18,7 +18,6 @@ from typing import Any
 
 from kvview import CacheGeometry, CacheGroup, FullAttention, SlidingWindow
 from kvview_vllm.geometry import read_geometry
-from kvview_vllm.releases.calls import complete_torch
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.scheduler import (  # for the tests, under one name
     can_fail_loads as can_fail_loads,
@@ -26,9 +25,7 @@ from kvview_vllm.simulation.scheduler import (  # for the tests, under one name
 from kvview_vllm.simulation.scheduler import multi_config as multi_config
 from kvview_vllm.simulation.scheduler import refuses_several_groups as refuses_several_groups
 
-complete_torch()  # before any test imports what needs it
-
-cpu_scheduler.prepare()
+cpu_scheduler.prepare()  # before any test imports what needs it
 
 BLOCK_SIZE = 16
 WINDOW = 32

@@ -25,6 +25,7 @@ from kvview import (
     make_offload_key,
 )
 from kvview.testing import BoundCheck, parametrize_with_checks
+from kvview_vllm.simulation import scheduler as cpu_scheduler
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -32,9 +33,7 @@ with warnings.catch_warnings():
     pytest.importorskip(  # a submodule: this very folder is named vllm
         "vllm.version", reason="needs a vLLM release", exc_type=ImportError
     )
-    from engine import complete_torch  # type: ignore[import-not-found]
-
-    complete_torch()
+    cpu_scheduler.prepare()
     from offloading_tiers import (  # type: ignore[import-not-found]
         CAPACITY,
         SEAM,

@@ -53,8 +53,7 @@ if TYPE_CHECKING:
 
 _PAGE_BYTES = 64
 _NUM_LAYERS = 2
-
-
+_STEPS_OF_A_DEADLOCK = 8
 _BARE = {"contain_faults": False, "leak_report_seconds": None}
 
 
@@ -112,6 +111,7 @@ class _Stats:
     most_in_flight: int = 0
     running_resets: int = 0  # which preempt what runs, and those of them that vLLM gave up
     running_resets_raised: int = 0
+    gave_up: int = 0  # requests that vLLM would have left waiting for each other
 
 
 @dataclass(eq=False)
@@ -196,6 +196,8 @@ class VLLMConnectorHarness:
         self._loading: set[str] = set()
         self._uncomputed: set[int] = set()  # blocks that the step has yet to fill
         self._squeezed: list[Any] = []
+        self._can_block_itself = cpu_scheduler.can_block_itself()
+        self._idle_steps = 0
 
     # --- what happens to it ---
 
@@ -255,6 +257,8 @@ class VLLMConnectorHarness:
             if not is_full and (output.total_num_scheduled_tokens or self._has_requests()):
                 return
         self._take_in()
+        if self._can_block_itself:
+            self._end_deadlock()
 
     def squeeze(self, num_blocks: int) -> None:
         """Somebody else has this many blocks from now on, as far as they are free."""
@@ -439,6 +443,25 @@ class VLLMConnectorHarness:
         if self._stream is None:
             self.stats.mismatches += forward.mismatches(invalid)
         return output
+
+    def _end_deadlock(self) -> None:
+        """Abort a request that waits with its loads done behind one that needs its blocks.
+
+        Up to 0.22 vLLM leaves them like that for ever, whatever the connector.
+        """
+        unfinished = self.unfinished()
+        # Until it is scheduled, a request whose loads are done is "loading" to vLLM.
+        busy = {name for name, status in unfinished.items() if status != "waiting"}
+        busy -= set(self._scheduler.finished_recving_kv_req_ids)
+        computes = any(step.output.total_num_scheduled_tokens for step in self._launched)
+        is_idle = not (computes or self._squeezed or busy) and len(unfinished) > 1
+        self._idle_steps = self._idle_steps + 1 if is_idle else 0
+        if self._idle_steps < _STEPS_OF_A_DEADLOCK or self.held_blocks():
+            return
+        holds = [name for name in unfinished if any(self._manager.get_block_ids(name))]
+        if holds:
+            self.stats.gave_up += 1
+            self.abort(holds[-1])
 
     def _plan(self, output: Any) -> tuple[Forward, dict[str, list[int]]]:
         """What a step computes, and the tokens that it samples."""

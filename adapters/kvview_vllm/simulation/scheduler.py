@@ -13,6 +13,7 @@ Source: vllm/config, vllm/v1/core/sched/scheduler.py and vllm/v1/outputs.py, 0.1
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import logging
 import os
@@ -76,11 +77,14 @@ _SPECS: dict[type[CacheGroup], str] = {
     Mamba: "MambaSpec",
 }
 
+_RECOMPUTE = {"kv_load_failure_policy": "recompute"}
+
 
 def prepare() -> None:
-    """Set what vLLM reads of the environment when it is imported; call it before."""
+    """Set what vLLM reads when it is imported; call it before."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    complete_torch()
     logging.getLogger("vllm").setLevel(logging.ERROR)  # late releases configure no level
 
 
@@ -96,10 +100,12 @@ def connector_config(target: str, **options: Any) -> dict[str, Any]:
 
 def multi_config(*children: dict[str, Any]) -> dict[str, Any]:
     """The ``kv_transfer_config`` of vLLM's ``MultiConnector`` over some children."""
+    target: Any = importlib.import_module("vllm.config").KVTransferConfig
+    policy = known_arguments(target, _RECOMPUTE)
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": list(children)},
+        "kv_connector_extra_config": {"connectors": [policy | child for child in children]},
     }
 
 
@@ -135,6 +141,15 @@ def can_load_beside_hits(num_groups: int) -> bool:
     """Whether a request may load what follows on what it hits (several groups: 0.24.0)."""
     release = installed().connector
     return num_groups == 1 or release.hits_come_first or not release.null_window_blocks
+
+
+def can_block_itself() -> bool:
+    """Whether waiting requests may hold loaded blocks that the first of them needs (to 0.22).
+
+    Since 0.23.0 a load begins only beside what the prefills under way have yet to allocate.
+    """
+    manager: Any = importlib.import_module("vllm.v1.core.kv_cache_manager").KVCacheManager
+    return "reserved_blocks" not in inspect.signature(manager.allocate_slots).parameters
 
 
 def can_reset_connectors() -> bool:
@@ -187,7 +202,6 @@ def make_vllm_config(
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_MODEL))
-    complete_torch()
     config: Any = importlib.import_module("vllm.config")
     _register_model()
     model = make_known(
@@ -225,9 +239,7 @@ def make_vllm_config(
         cache_config=cache,
         device_config=config.DeviceConfig("cpu"),
         kv_transfer_config=transfer_config
-        and make_known(
-            config.KVTransferConfig, **{"kv_load_failure_policy": "recompute"} | transfer_config
-        ),
+        and make_known(config.KVTransferConfig, **_RECOMPUTE | transfer_config),
     )
     # Afterwards: old releases name the sizes that a user may choose.
     vllm_config.cache_config.block_size = block_size
