@@ -20,7 +20,9 @@ import logging
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import reduce
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakSet
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -42,6 +44,7 @@ from kvview_vllm.binding import BlockPoolViewMixin
 from kvview_vllm.connector.connector_canary import check_connector
 from kvview_vllm.connector.containment import Faults, tell_at_start
 from kvview_vllm.connector.messages import (
+    JobReport,
     KVViewMetadata,
     KVViewStats,
     KVViewWorkerMetadata,
@@ -132,6 +135,8 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
             geometry cannot be said.
     """
 
+    _built: ClassVar[WeakSet[KVViewConnector]] = WeakSet()
+
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         self._release = release = installed().connector
         config = [kv_cache_config] if release.cache_config_argument else []
@@ -145,6 +150,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         except KVViewError as error:
             tell_at_start(str(extra.get("connector", "without a target")), error)
             raise
+        self._built.add(self)
 
     def _build(self, extra: Mapping[str, Any], role: Any) -> None:
         vllm_config, kv_cache_config = self._kvview_config
@@ -326,14 +332,31 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
     # --- both ---
 
     def get_kv_connector_stats(self) -> KVViewStats | None:
-        """What an operator should know, and up to 0.17 the reports of jobs."""
+        """What an operator should know, and up to 0.17 the reports of jobs.
+
+        Those of its siblings too: ``MultiConnector`` has one place for all children of a
+        class, and what the last of them answered is all that arrives.
+        """
         if self._worker_side is None:
-            return self._news()
-        reports = () if self._release.worker_metadata else self._worker_side.reports()
+            news = [said for each in self._siblings() if (said := each._news()) is not None]
+            return reduce(KVViewStats.aggregate, news) if news else None
+        reports: list[JobReport] = []
+        if not self._release.worker_metadata:
+            reports = [r for each in self._siblings() for r in each._worker.reports()]
         # Up to 0.23 the scheduler's side is asked only beside a worker that has some.
         if reports or self._worker_side.is_stats_due():
-            return stats_of(list(reports))
+            return stats_of(reports)
         return None
+
+    def _siblings(self) -> list[KVViewConnector]:
+        """The children of the same ``MultiConnector``, on this side; else this one."""
+        engine, is_worker = self._kvview_config[0].cache_config, self._worker_side is not None
+        return [
+            each
+            for each in self._built
+            if each._kvview_config[0].cache_config is engine
+            and (each._worker_side is not None) is is_worker
+        ]
 
     def _news(self) -> KVViewStats | None:
         side = self._scheduler

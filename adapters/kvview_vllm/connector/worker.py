@@ -83,7 +83,7 @@ class WorkerSide:
             self._unacknowledged.pop(job_id, None)
         plan = metadata.plan
         self._jobs.begin(plan)
-        if plan or metadata.acknowledged:
+        if plan.loads or plan.stores or metadata.acknowledged:
             self._next_stats = 0.0  # there is news on the other side
         if plan and not metadata.is_lost and not self._faults.is_out:
             try:
