@@ -27,7 +27,7 @@ from kvview import (
     Mamba,
 )
 from kvview.testing.connector.invariants import InvariantBroken
-from kvview_vllm.releases import engine_version, probe_pool, refusal
+from kvview_vllm.releases import engine_version, installed, probe_pool, refusal
 from kvview_vllm.releases.calls import make_block_pool, states_take_loads
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.engine import Configs, VLLMConnectorHarness
@@ -167,6 +167,10 @@ class VLLMEngines:
         chunked = [group for group in groups if isinstance(group, ChunkedLocalAttention)]
         if any(group.attention_chunk_size % group.block_size for group in chunked):
             return "a chunk ends inside a block, and vLLM hits prefixes that it cannot read"
+        if any(type(group) is not FullAttention for group in groups) and (
+            not installed().connector.cache_config_argument
+        ):
+            return "a connector is told of no group, and takes it for full attention"
         if any(isinstance(group, Mamba) for group in groups) and not states_take_loads():
             return "no connector may load beside it in this release"
         try:
