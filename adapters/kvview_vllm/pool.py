@@ -19,11 +19,11 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from typing_extensions import override
 
 from kvview import (
-    FreeBlockWalk,
     GPUBlockPoolView,
     OffloadKey,
     get_offload_block_hash,
@@ -95,6 +95,7 @@ class VLLMBlockPoolView(LedgerView):
         self._blocks: list[Any] = block_pool.blocks
         self._hash_of = hash_getter(block_pool)
         self._walks: list[Walk] = []
+        self._resumed_walks: WeakSet[ResumedWalk] = WeakSet()
 
     def _open_pool(self) -> Any:
         self.check_open()
@@ -140,10 +141,12 @@ class VLLMBlockPoolView(LedgerView):
             self._walks.remove(walk)
             self.before_touch.remove(walk.before_touch)
 
-    def walk_free_blocks(self) -> FreeBlockWalk:
+    def walk_free_blocks(self) -> ResumedWalk:
         """A walk that goes on in later steps (POOL-13)."""
         more = self._more_keys, self._has_more_keys
-        return ResumedWalk(self._open_pool, *more, self.num_blocks, self.before_touch)
+        walk = ResumedWalk(self._open_pool, *more, self.num_blocks, self.before_touch)
+        self._resumed_walks.add(walk)
+        return walk
 
     # --- queries ---
 
@@ -215,6 +218,8 @@ class PrependingBlockPoolView(VLLMBlockPoolView):
         )
         for walk in self._walks:
             walk.pass_over(block_ids)
+        for resumed in self._resumed_walks:
+            resumed.pass_over(block_ids)
 
 
 class NotifyingBlockPoolView(VLLMBlockPoolView):

@@ -172,6 +172,12 @@ class ResumedWalk:
         self._open()
         self._place.restart()
 
+    def pass_over(self, block_ids: Iterable[int]) -> None:
+        """Leave out what was given back to the head, in front of what was taken."""
+        if not self._is_closed:
+            blocks = self._open_pool().blocks
+            self._place.pass_over(blocks[block_id] for block_id in block_ids)
+
     def close(self) -> None:
         """End the walk; callable twice."""
         self._is_closed = True
@@ -199,6 +205,7 @@ class Place:
     3. A run that the engine took and gave back in one piece, keys and all, between two
        calls hides its move. So at the end of the queue, once as many blocks were read as
        are free, one more pass from the front looks for what was missed.
+    4. What the view gives back to the head counts as passed, once anything was.
     """
 
     def __init__(self, queue: Any, num_blocks: int) -> None:
@@ -213,6 +220,7 @@ class Place:
         self._before = self._head
         self._seen[:] = [None] * len(self._seen)
         self._is_lost = False  # then what was seen is passed over, up to the end
+        self._has_passed = False
         self._num_read = 0  # since the last pass from the front
 
     def blocks(self) -> Iterator[tuple[int, OffloadKey]]:
@@ -232,6 +240,7 @@ class Place:
                     before, block_id = this, this.block_id
                     if not (self._is_lost and seen[block_id] == key):
                         seen[block_id] = key
+                        self._has_passed = True
                         yield block_id, key
         finally:
             self._num_read += num_read
@@ -247,6 +256,15 @@ class Place:
             leaving = set(block_ids)
             while self._before.block_id in leaving and is_queued(self._before):
                 self._before = self._before.prev_free_block
+
+    def pass_over(self, blocks: Iterable[Any]) -> None:
+        """Leave out what joined in front: this release gives back to the head."""
+        if not self._has_passed:
+            return
+        for block in blocks:
+            if is_queued(block):
+                self._seen[block.block_id] = block.block_hash
+        self._is_lost |= self._before is self._head  # it would read them first
 
     def _begins_again(self, num_read: int) -> bool:
         """Whether to read from the front once more, having come to the end."""

@@ -148,24 +148,12 @@ class GuardedVLLMPool(VLLMPool):
         return type(self)(self.num_blocks, pin_budget=num_blocks / self.num_blocks)
 
 
-# A defect of the adapter on the one release that gives back to the head (0.23.0): a resumed
-# walk yields a second time what was touched and given back there. To be mended.
-KNOWN = dict.fromkeys(
-    (
-        "check_pool_13_what_joins_at_the_head_comes_after_restart",
-        "check_pool_any_sequence_of_calls",
-    ),
-    "POOL-13: a resumed walk yields what was given back to the head",
-)
-EXPECTED = KNOWN if isinstance(VLLMPool().view, SupportsGiveBack) else {}
-
-
-@parametrize_with_checks(VLLMPool, expected_failures=EXPECTED)
+@parametrize_with_checks(VLLMPool)
 def test_bare_pool(check: BoundCheck) -> None:
     check()
 
 
-@parametrize_with_checks(GuardedVLLMPool, expected_failures=EXPECTED)
+@parametrize_with_checks(GuardedVLLMPool)
 def test_guarded_pool(check: BoundCheck) -> None:
     check()
 
