@@ -239,7 +239,7 @@ class ConnectorSurface:
         events: Any = import_module("vllm.distributed.kv_events")
         output: Any = import_module("vllm.v1.core.sched.output")
         outputs: Any = import_module("vllm.v1.outputs")
-        kinds = [getattr(output, name) for name in _CONNECTOR_FIELDS if hasattr(output, name)]
+        kinds = [getattr(output, name) for name in _TOLD if hasattr(output, name)]
         return cls(
             base_module.KVConnectorBase_V1,
             base_module,
@@ -253,37 +253,7 @@ class ConnectorSurface:
         )
 
 
-_CONNECTOR_FIELDS = {
-    "SchedulerOutput": ("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"),
-    "NewRequestData": ("req_id", "block_ids", "num_computed_tokens"),
-    "CachedRequestData": ("req_ids", "new_block_ids", "num_computed_tokens"),
-    "KVConnectorOutput": ("finished_sending", "finished_recving", "kv_connector_stats"),
-}
-_CONNECTOR_SIGNATURES: dict[str, tuple[str, ...]] = {
-    "__init__": (
-        "(vllm_config, role)",
-        "(vllm_config, role, kv_cache_config=None)",
-        "(vllm_config, role, kv_cache_config)",
-    ),
-    "get_num_new_matched_tokens": ("(request, num_computed_tokens)",),
-    "update_state_after_alloc": ("(request, blocks, num_external_tokens)",),
-    "build_connector_meta": ("(scheduler_output)",),
-    "update_connector_output": ("(connector_output)",),
-    "request_finished": ("(request, block_ids)",),
-    "take_events": ("()",),
-    "register_kv_caches": ("(kv_caches)",),
-    "start_load_kv": ("(forward_context, **kwargs)",),
-    "get_finished": ("(finished_req_ids)",),
-}
-_CONNECTOR_HOOKS: dict[str, tuple[str, ...]] = {
-    "bind_gpu_block_pool": ("(gpu_block_pool)",),
-    "bind_kv_cache_manager": ("(kv_cache_manager)",),
-    "build_connector_worker_meta": ("()",),
-    "get_block_ids_with_load_errors": ("()",),
-    "get_transfer_results": ("(finished_req_ids)",),
-    "has_pending_push_work": ("()",),
-    "reset_cache": ("()",),
-}
+_TOLD = ("SchedulerOutput", "NewRequestData", "CachedRequestData")
 _ABSTRACT = {
     *("build_connector_meta", "get_num_new_matched_tokens", "save_kv_layer", "start_load_kv"),
     *("update_state_after_alloc", "wait_for_layer_load", "wait_for_save"),
@@ -305,14 +275,6 @@ def probe_connector(surface: ConnectorSurface | None = None) -> ConnectorSeam:
     """
     require_usable(ConnectorSeam.seam)
     surface = surface or ConnectorSurface.installed()
-    for name, wanted in _CONNECTOR_FIELDS.items():
-        missing = [field for field in wanted if field not in surface.fields.get(name, ())]
-        if missing:
-            raise refusal(
-                ConnectorSeam.seam,
-                f"{name} without {', '.join(missing)}",
-                f"{name} with {', '.join(wanted)}",
-            )
     new = sorted(surface.base.__abstractmethods__ - _ABSTRACT)
     if new:
         raise refusal(
@@ -329,10 +291,6 @@ def probe_connector(surface: ConnectorSurface | None = None) -> ConnectorSeam:
                 f"{event.__name__} that requires {', '.join(new)}",
                 f"that it requires {', '.join(EVENT_FIELDS)} at most",
             )
-    present = {
-        name: known for name, known in _CONNECTOR_HOOKS.items() if hasattr(surface.base, name)
-    }
-    _check_signatures(ConnectorSeam.seam, surface.base, _CONNECTOR_SIGNATURES | present)
     check_shapes(ConnectorSeam.seam)
     return ConnectorSeam.found_on(surface)
 

@@ -86,6 +86,9 @@ _FINISHED = "tuple[bool, dict[str, Any] | None]"
 _CONNECTOR = (
     *_rows(
         f"{_KV}.base:KVConnectorBase_V1",
+        ("__init__", "(vllm_config, role)", OLDEST_TESTED, "0.11.0"),
+        ("__init__", "(vllm_config, role, kv_cache_config=None)", "0.11.1", "0.20.2"),
+        ("__init__", "(vllm_config, role, kv_cache_config)", "0.21.0"),
         ("get_num_new_matched_tokens", "(request, num_computed_tokens) -> tuple[int | None, bool]"),
         ("update_state_after_alloc", "(request, blocks, num_external_tokens)"),
         ("build_connector_meta", "(scheduler_output) -> KVConnectorMetadata"),
