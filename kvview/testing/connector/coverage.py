@@ -24,8 +24,6 @@ from kvview.testing.connector.scenario import Scenario
 FEWEST_SEEDS = 15
 """Seeds of a kind of geometry below which its cells are not judged, only counted."""
 
-RESETS_ASKED = "resets asked of the connector"
-RESETS_DONE = "resets by the connector"
 EVENTS_WANTED = "seeds that ask for events"
 FEWEST_STEADY_SEEDS = 4
 """Steady runs below which it is not judged whether any of them loaded enough."""
@@ -98,16 +96,13 @@ def not_exercised(coverage: Mapping[str, int]) -> Sequence[Gap]:
     3. One in ten seeds must show each of its cells: the generator aims at one a seed.
     4. Of at least four steady runs, one must load enough to compare its laps.
     5. An engine that never resets while loads are in flight leaves those cells out.
-    6. A connector that refuses every reset, or is asked for events and tells none, is not
-       green either; one that was not asked for them need not.
+    6. A connector that is asked for events and tells none is not green either; one that was
+       not asked for them need not.
 
     Args:
         coverage: What happened how often, over all seeds.
     """
     gaps = [Gap(name, what) for name, what in _NEVER.items() if not coverage.get(name)]
-    asked = coverage.get(RESETS_ASKED, 0)
-    if asked >= FEWEST_SEEDS and not coverage.get(RESETS_DONE):
-        gaps.append(Gap("resets", f"reset_cache was asked {asked} times and never did it"))
     told = coverage.get(EVENTS_WANTED, 0)
     if told >= FEWEST_SEEDS and coverage.get("stores") and not coverage.get("events"):
         gaps.append(Gap("events", "enable_events is given, and no event was ever told"))

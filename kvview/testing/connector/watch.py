@@ -25,7 +25,7 @@ from kvview import (
     TransferResult,
     make_offload_key,
 )
-from kvview.testing.connector.coverage import RESETS_ASKED, RESETS_DONE, rows_of
+from kvview.testing.connector.coverage import rows_of
 from kvview.testing.connector.faults import Flight
 from kvview.testing.connector.hook_calls import hook, require_type
 from kvview.testing.connector.invariants import (
@@ -112,7 +112,6 @@ class History:
 
     def forget(self) -> None:
         """The caches were reset, which ends every promise (CONN-2)."""
-        self.coverage[RESETS_DONE] += 1
         check_reset(self.events.advertised)
         self.stored.clear()
         self.failed.clear()
@@ -277,7 +276,6 @@ class WatchedScheduler(SchedulerConnector):
     def reset_cache(self) -> bool:
         self._history.on_reset_asked()
         with hook("reset_cache", "CONN-4"):
-            self._history.coverage[RESETS_ASKED] += 1
             self.has_refused_reset = not self._call("reset_cache")
         if self.has_refused_reset:
             return False
