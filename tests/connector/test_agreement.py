@@ -16,9 +16,6 @@ ROOT = Path(__file__).parents[2]
 SEEDS = 200
 assert wrong_jobs, "it adds to WRONG"
 
-# Seen in vLLM and not yet by the kit; to be emptied, not to be added to.
-NOT_YET = {"ReusesPagesBeingLoaded"}
-
 
 def table() -> dict[str, str]:
     """What vLLM did, by connector."""
@@ -48,11 +45,7 @@ def test_the_control_is_right(connector: Any) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of theirs
 @pytest.mark.parametrize(
     "connector",
-    [
-        connector
-        for connector in WRONG
-        if table().get(connector.__name__) != "right answers" and connector.__name__ not in NOT_YET
-    ],
+    [connector for connector in WRONG if table().get(connector.__name__) != "right answers"],
     ids=lambda connector: connector.__name__,
 )
 def test_wrong_in_vllm_is_red_here(connector: Any) -> None:

@@ -122,13 +122,20 @@ class Unit:
         first = self.flights[0]
         return first.is_ready and first.age >= first.fate.move_after
 
+    @property
+    def goes_well(self) -> bool:
+        """Whether it is one job, and nothing of it is to fail."""
+        return [flight.fate.outcome for flight in self.flights] == ["ok"]
+
 
 class FaultyWorker(WorkerConnector):
     """A worker half whose jobs go as their fates say.
 
     1. A job moves when what was launched before it is computed (XFER-6), so the real worker
        half needs no stream. Those that touch the same page move their bytes in the order in
-       which they were planned (XFER-3); all others may overtake each other.
+       which they were planned; all others may overtake each other. A load and a store of
+       one page of the tier may be started both before either is waited for, and the real
+       worker half keeps their order (XFER-3).
     2. A plan of a class of its own may carry more than its jobs: all of it starts
        at once, as late as its first job, and only the reports go separate ways.
     3. ``wait`` does nothing: a job is as late as its fate says, and the engine has
@@ -362,15 +369,35 @@ class FaultyWorker(WorkerConnector):
         for position, unit in enumerate(self._units):
             waits_for = [other for other in self._units[:position] if not other.has_moved]
             if unit.is_due and not any(_conflict(other, unit) for other in waits_for):
-                self._move(unit)
+                self._move(unit, *self._close_behind(unit))
 
-    def _move(self, unit: Unit) -> None:
-        unit.has_moved = True
-        if unit.flights and all(flight.fate.outcome == "none" for flight in unit.flights):
-            for flight in unit.flights:
+    def _close_behind(self, first: Unit) -> list[Unit]:
+        """What waits for nothing but this one, with which it shares a page of the tier.
+
+        The real worker half gets both at once, and has to keep their order itself (XFER-3).
+        """
+        unmoved = [unit for unit in self._units if not unit.has_moved]
+        place = unmoved.index(first)
+        for number, unit in enumerate(unmoved[place + 1 :], place + 1):
+            if (
+                unit.is_due
+                and first.goes_well
+                and unit.goes_well
+                and _meet_in_tier(first.flights[0], unit.flights[0])
+                and not any(_conflict(o, unit) for o in unmoved[:number] if o is not first)
+            ):
+                return [unit]
+        return []
+
+    def _move(self, *units: Unit) -> None:
+        flights = [flight for unit in units for flight in unit.flights]
+        for unit in units:
+            unit.has_moved = True
+        if flights and all(flight.fate.outcome == "none" for flight in flights):
+            for flight in flights:
                 flight.result = failed(flight)
             return
-        stores = [flight for flight in unit.flights if not flight.is_load]
+        stores = [flight for flight in flights if not flight.is_load]
         for flight in stores:
             self._check_source(flight)
         spoilt = {block for flight in stores for block in flight.spoilt}
@@ -382,15 +409,17 @@ class FaultyWorker(WorkerConnector):
             flight.num_moved = len(list(arriving))
         self._note_writes()
         self._spoil(spoilt)
-        self._call("start_plan", unit.plan)
-        self._call("wait", [flight.job.job_id for flight in unit.flights])
+        for unit in units:
+            self._call("start_plan", unit.plan)
+        for unit in units[::-1]:
+            self._call("wait", [flight.job.job_id for flight in unit.flights])
         self._poll()
-        going_on = [flight.job.job_id for flight in unit.flights if flight.result is None]
+        going_on = [flight.job.job_id for flight in flights if flight.result is None]
         self.not_waited_for += going_on
         for tensor, rows in zip(self._tensors, self._before, strict=True):
             tensor[list(spoilt)] = rows[list(spoilt)]
-        self._check_writes(unit.flights)
-        for flight in unit.flights:
+        self._check_writes(flights)
+        for flight in flights:
             if flight.is_load:
                 self._spoil(flight.spoilt)
 
@@ -476,6 +505,14 @@ def _pages(spec: LoadStoreSpec) -> set[_Page]:
 def failed(flight: Flight) -> TransferResult:
     """The result of a job whose fate is to fail."""
     return TransferResult(flight.job.job_id, False, error=f"simulated: {flight.fate}")
+
+
+def _meet_in_tier(one: Flight, other: Flight) -> bool:
+    """Whether a load and a store touch a page of the tier, and no block of the GPU."""
+    if one.is_load == other.is_load or {*one.gpu_blocks} & {*other.gpu_blocks}:
+        return False
+    load, store = (one, other) if one.is_load else (other, one)
+    return bool(load.reads & store.writes)
 
 
 def _conflict(one: Unit, other: Unit) -> bool:
