@@ -38,6 +38,7 @@ from kvview_vllm.releases.calls import (
     sampled_tokens,
     set_concurrent_batches,
 )
+from kvview_vllm.releases.samples import make_filled
 
 MAX_TOKENS = 512
 """Longest request, prompt and output together."""
@@ -448,7 +449,8 @@ def take_transfers(worker: Any, output: Any) -> Any:
     values["kv_connector_stats"] = worker.get_kv_connector_stats()
     if release.worker_metadata:
         values["kv_connector_worker_meta"] = worker.build_connector_worker_meta()
-    return make_known(_outputs().KVConnectorOutput, **values)
+    kind = _outputs().KVConnectorOutput
+    return make_filled(kind, **known_arguments(kind, values))
 
 
 def make_model_output(output: Any, sampled: Mapping[str, list[int]], transfers: Any = None) -> Any:
