@@ -15,9 +15,9 @@
   blocks, those that are skipped, where they are cached all the same (up to 0.13); within
   a step, for a request that was preempted (its failure is not seen); and beside a GPU hit
   with several groups, where one block may become two groups' (0.14 to 0.23, vLLM PR 44409).
-- SCHED-6 Blocks that a load within a step left unfilled, and those behind them, **must not** be
-  hit: up to 0.17 vLLM keeps them in its prefix cache until somebody computes them, and who was to
-  may be aborted or preempted before.
+- SCHED-6 Blocks that a load within a step left unfilled, and those computed after them in it,
+  **must not** be hit: up to 0.17 vLLM keeps them in its prefix cache until somebody computes them,
+  and who was to may be aborted or preempted before.
 
 Source: the order of calls in vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0; for SCHED-6
 ``_handle_invalid_blocks`` there, which evicts them only where the request is to fail.
@@ -454,12 +454,17 @@ class SchedulerSide:
         Returns:
             Blocks that nobody may hit any more (SCHED-6).
         """
+        unfilled: set[int] = set()
+        invalid = set(invalid_block_ids)
+        if not self.asynchronous:  # else vLLM caches them when they are loaded
+            unfilled.update(invalid)
+            for request_id, tracked in self._tracked.items():
+                first_token, _ = self._last_launch(request_id)
+                for group, table in zip(self.geometry.groups, tracked.table(), strict=False):
+                    if not invalid.isdisjoint(table):
+                        unfilled.update(table[first_token // group.block_size :])
         self._recent.clear()
-        if self.asynchronous:  # vLLM caches them when they are loaded
-            return ()
-        tables = [table for each in self._tracked.values() for table in each.table()]
-        firsts = ((table, _first_in(invalid_block_ids, table)) for table in tables)
-        return {*invalid_block_ids, *chain.from_iterable(table[at:] for table, at in firsts)}
+        return unfilled
 
     # --- a request ends, the engine rests ---
 
@@ -499,8 +504,3 @@ def _num_computed_tokens(tracked: _Tracked) -> int:
         return tracked.num_hit_tokens if tracked.is_allocated else 0
     num_tokens: int = tracked.request.num_tokens
     return min(int(tracked.request.num_computed_tokens), num_tokens - 1)
-
-
-def _first_in(wanted: Collection[int], table: Sequence[int]) -> int:
-    """Where the first of some blocks stands in a table; its end where none does."""
-    return next((at for at, block_id in enumerate(table) if block_id in wanted), len(table))
