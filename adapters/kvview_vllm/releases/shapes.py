@@ -21,7 +21,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -431,8 +431,13 @@ def shape_of(owner: Any, name: str) -> str | None:
 
 
 def _is_set_by_constructor(owner: Any, name: str) -> bool:
-    """Whether every object of a class has an attribute, though the class has none."""
-    for kind in inspect.getmro(owner) if isinstance(owner, type) else ():
+    """Whether every object of a class has an attribute, though the class has none.
+
+    The constructor of a dataclass sets fields alone, and those are looked up by their types.
+    """
+    if not isinstance(owner, type) or is_dataclass(owner):
+        return False
+    for kind in inspect.getmro(owner):
         code = getattr(vars(kind).get("__init__"), "__code__", None)
         for step in dis.get_instructions(code) if code else ():
             if step.opname == "STORE_ATTR" and step.argval == name:
