@@ -1,11 +1,12 @@
 """Long runs of a connector: steps, broken laws, and whether the memory stays flat.
 
 python benchmarks/soak.py --steps 1000000
-python benchmarks/soak.py --steps 100000 --engine vllm
+python benchmarks/soak.py --steps 20000 --engine vllm --in-flight 3
 
 One seed after the other, each run as long as is asked for, so that what grows shows. The
 memory is that of this process, from a tenth of a run to its end: before, caches fill.
-Exit code 1: a law was broken, or the memory grew by more than --mib.
+Exit code 1: a law was broken, the memory grew by more than --mib, or so many steps as
+--in-flight says were never in flight.
 """
 
 from __future__ import annotations
@@ -14,18 +15,56 @@ import argparse
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from kvview import Connector
 from kvview.targets import load_connector
 from kvview.testing.connector import check_connector, load_engines
+from kvview.testing.connector.harness import ConnectorHarness, EngineFactory
+from kvview.testing.connector.scenario import Scenario
+from kvview.testing.connector.stream import StepStream
 
 CONNECTORS = (
     "examples/host_cache.py:HostCacheConnector",
     "kvview_reference.connector:LazyOffloadConnector",
 )
 PAGE_BYTES = 4096
+
+
+class Overlapping:
+    """Engines whose every scenario has so many steps in flight."""
+
+    def __init__(self, engines: EngineFactory, steps_in_flight: int) -> None:
+        self.name = f"{engines.name}, {steps_in_flight} steps in flight"
+        self._engines = engines
+        self._steps_in_flight = steps_in_flight
+        self._built: list[ConnectorHarness] = []
+
+    def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
+        """The same, overlapping."""
+        return self._engines.fit(replace(scenario, steps_in_flight=self._steps_in_flight))
+
+    def build(
+        self,
+        scenario: Scenario,
+        connectors: Sequence[Connector],
+        *,
+        owner: str,
+        clock: Callable[[], float],
+        stream: StepStream | None = None,
+    ) -> ConnectorHarness:
+        """Build one, and keep it to ask what was in flight."""
+        built = self._engines.build(scenario, connectors, owner=owner, clock=clock, stream=stream)
+        self._built = [built]
+        return built
+
+    def most_in_flight(self) -> int:
+        """Steps that were in flight together in the last engine built."""
+        return max((getattr(each.stats, "most_in_flight", 0) for each in self._built), default=0)
 
 
 class Memory(threading.Thread):
@@ -57,9 +96,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, action="append", help="repeatable; default 0 and 9")
     parser.add_argument("--connector", action="append", help="a target; repeatable")
     parser.add_argument("--mib", type=float, default=50.0)
+    parser.add_argument("--in-flight", type=int, metavar="N", help="steps in flight, in every run")
     given = parser.parse_args()
     seeds = given.seed or [0, 9]  # any, and one of a steady load (CONN-10)
-    engines, is_wrong = load_engines(given.engine), False
+    engines: EngineFactory = load_engines(given.engine)
+    is_wrong = False
+    overlapping = Overlapping(engines, given.in_flight) if given.in_flight else None
     print(f"{'connector':<24}{'seed':>5}{'steps':>10}{'red':>5}{'MiB more':>10}{'steps/s':>9}")
     for target in given.connector or CONNECTORS:
         connector = load_connector(target)
@@ -71,7 +113,7 @@ def main() -> int:
                 seeds=1,
                 first_seed=seed,
                 steps=given.steps // len(seeds),
-                engines=engines,
+                engines=overlapping or engines,
                 max_shrink_runs=0,
             )
             growth, steps = memory.growth(), report.coverage.get("steps", 0)
@@ -81,6 +123,9 @@ def main() -> int:
                 f"{growth:>10.1f}{steps / (time.perf_counter() - start):>9,.0f}",
                 flush=True,
             )
+            if overlapping and (most := overlapping.most_in_flight()) != given.in_flight:
+                is_wrong = True
+                print(f"  {most} steps in flight at most, not {given.in_flight}")
             for failure in report.failures:
                 print(f"  {failure.law}: {failure.message}")
     return int(is_wrong)

@@ -3,9 +3,11 @@
     python tests/vllm/add_release.py 0.34.0 [--dry-run] [--no-matrix]
 
 It writes the release into ``RELEASES`` (``sources.py``) and ``NEWEST_TESTED`` (``versions.py``),
-runs the matrix on it, and writes its row into ``docs/support-matrix.md``. What it prints is left
-to a person: rows for ``releases/shapes.py`` and ``releases/release.py``, and other calls for
-``releases/calls.py``. A row is never written by itself: it says that the adapter was looked at.
+what differs into ``docs/releases.md``, runs the matrix on it, and writes its row (and a column for
+each test file that has none) into ``docs/support-matrix.md``. Named again, the newest release is
+looked at and tested again. Left to a person: rows for ``releases/shapes.py`` and
+``releases/release.py``, and other calls for ``releases/calls.py``. No such row is written by
+itself: it says that the adapter was looked at.
 """
 
 from __future__ import annotations
@@ -17,16 +19,20 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matrix import IMPORT_PATHS, ROOT  # type: ignore[import-not-found]
+from matrix import IMPORT_PATHS, ROOT, make_page, read_page  # type: ignore[import-not-found]
 from sources import RELEASES, SourcesError, sources  # type: ignore[import-not-found]
+
+from kvview_vllm.releases.versions import number
 
 HERE = Path(__file__).parent
 SOURCES = HERE / "sources.py"
 VERSIONS = ROOT / "adapters/kvview_vllm/releases/versions.py"
 PAGE = ROOT / "docs/support-matrix.md"
+DIFFERENCES = ROOT / "docs/releases.md"
 
 Found = dict[str, dict[str, Any]]
 """What one release has: shapes of the table, members of its classes, flags of the seams."""
@@ -116,21 +122,13 @@ def write_release(release: str) -> None:
     )
 
 
-def write_row(page: str, release: str, seams: dict[str, dict[str, int]]) -> str:
-    """The support matrix with a row more, in its columns."""
-    lines = page.splitlines(keepends=True)
-    head = next(n for n, line in enumerate(lines) if line.startswith("| vLLM |"))
-    names = [name.strip() for name in lines[head].strip("|\n ").split("|")][1:]
-    cells = [
-        "{passed} / {skipped} / {failed}".format(**seams[name]) if name in seams else ""
-        for name in names
-    ]
-    last = head
-    while last + 1 < len(lines) and lines[last + 1].startswith("|"):
-        last += 1
-    rows = [line for line in lines[head : last + 1] if not line.startswith(f"| {release} |")]
-    rows.append(f"| {release} | {' | '.join(cells)} |\n")
-    return "".join([*lines[:head], *rows, *lines[last + 1 :]])
+def write_differences(page: str, release: str, newest: str, lines: Sequence[str]) -> str:
+    """The page of what differs with a section for a release, in place of one that it has."""
+    head, *sections = page.split("\n## ")
+    others = [section for section in sections if not section.startswith(f"{release} ")]
+    said = [f"- `{line}`" for line in lines] or ["Nothing that the adapter knows."]
+    section = "\n".join([f"{release} beside {newest}", "", *said, ""])
+    return "\n## ".join([head, section, *others])
 
 
 def run_matrix(release: str) -> tuple[int, dict[str, dict[str, int]]]:
@@ -159,10 +157,13 @@ def main() -> int:
     parser.add_argument("--no-matrix", action="store_true", help="run no tests, write no row")
     arguments = parser.parse_args()
     release, newest = arguments.release, RELEASES[-1]
-    if release in RELEASES and not arguments.dry_run:
-        parser.error(f"{release} is tested already")
-    if release == newest:
-        newest = RELEASES[-2]
+    if (found := number(release)) is None:
+        parser.error(f"{release} names no release, such as 0.34.0")
+    if not arguments.dry_run and found < (number(newest) or found):
+        parser.error(f"{release} is older than {newest}, the newest of those that are tested")
+    is_there = release in RELEASES
+    if is_there:
+        newest = RELEASES[max(0, RELEASES.index(release) - 1)]
     try:
         old, new = look(newest), look(release)
     except SourcesError as error:
@@ -175,11 +176,13 @@ def main() -> int:
         print(f"{seam}: {'fits' if fits is True else fits}")
     if arguments.dry_run:
         return 0
-    write_release(release)
+    if not is_there:
+        write_release(release)
+    DIFFERENCES.write_text(write_differences(DIFFERENCES.read_text(), release, newest, lines))
     if arguments.no_matrix:
         return 0
     code, seams = run_matrix(release)
-    PAGE.write_text(write_row(PAGE.read_text(), release, seams))
+    PAGE.write_text(make_page(read_page(PAGE.read_text()) | {release: seams}))
     return code
 
 

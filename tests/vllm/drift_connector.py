@@ -201,6 +201,8 @@ drift(
     swap("vllm/v1/request.py", "self.block_hashes: list", "self.prefix_hashes: list"),
     rename("request\\.block_hashes", "request.prefix_hashes"),
     rename("self\\.block_hashes", "self.prefix_hashes"),
+    rename("req\\.block_hashes", "req.prefix_hashes"),
+    harness={r"request\.block_hashes": "request.prefix_hashes"},
 )
 drift(
     "Request.cache_salt renamed",

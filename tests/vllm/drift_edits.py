@@ -7,7 +7,7 @@ newest release; where it no longer has them, the drift must be written anew.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,7 @@ from pathlib import Path
 Files = dict[str, str]
 """Texts of changed files, by path in the sources."""
 
-_ROOTS = ("vllm/v1", "vllm/distributed", "vllm/config")
+_ROOTS = ("vllm/v1", "vllm/distributed", "vllm/config", "vllm/platforms")
 OUTPUT = "vllm/v1/core/sched/output.py"
 SCHEDULER = "vllm/v1/core/sched/scheduler.py"
 UTILS = "vllm/v1/core/kv_cache_utils.py"
@@ -111,11 +111,14 @@ class Drift:
         name: What it is.
         like: What vLLM did like it.
         edits: What changes in the sources.
+        harness: What changes with them in what stands for the model runner and the front end,
+            none of which runs in a server: patterns, and what they become.
     """
 
     name: str
     like: str
     edits: tuple[Edit, ...]
+    harness: tuple[tuple[str, str], ...] = ()
 
     def apply(self, files: Sources) -> Files:
         """Texts of the files that change."""
@@ -128,6 +131,6 @@ class Drift:
 DRIFTS: dict[str, Drift] = {}
 
 
-def drift(name: str, like: str, *edits: Edit) -> None:
+def drift(name: str, like: str, *edits: Edit, harness: Mapping[str, str] | None = None) -> None:
     assert name not in DRIFTS, name
-    DRIFTS[name] = Drift(name, like, edits)
+    DRIFTS[name] = Drift(name, like, edits, tuple((harness or {}).items()))

@@ -5,7 +5,19 @@
 
 from __future__ import annotations
 
-from drift_edits import CPU, OFFLOAD, POOL, SCHEDULER, UTILS, drift, field, method, rename, swap  # type: ignore[import-not-found]
+from drift_edits import (  # type: ignore[import-not-found]
+    CPU,
+    OFFLOAD,
+    OFFLOAD_SCHEDULER,
+    POOL,
+    SCHEDULER,
+    UTILS,
+    drift,
+    field,
+    method,
+    rename,
+    swap,
+)
 
 # --- geometry ---
 
@@ -13,6 +25,7 @@ drift(
     "KVCacheConfig.kv_cache_groups renamed",
     "0.29: shared_by -> layers",
     rename("kv_cache_groups", "cache_groups"),
+    harness={"kv_cache_groups": "cache_groups"},
 )
 drift(
     "KVCacheGroupSpec.layer_names renamed",
@@ -30,16 +43,24 @@ drift(
         "            return self.num_blocks\n",
         "            return self.num_device_blocks\n",
     ),
+    harness={r"num_blocks=num_blocks,(\s+kv_cache_tensors)": r"num_device_blocks=num_blocks,\1"},
 )
 drift(
     "block_size of cache specs renamed",
     "0.26: tokens_per_block in offloading",
     rename("block_size", "tokens_per_block"),
+    harness={
+        r"\*\*vars\(group\)": "**vars(group), 'tokens_per_block': group.block_size",
+        "block_size=16": "tokens_per_block=16",
+        r"cache_config\.block_size": "cache_config.tokens_per_block",
+        '"block_size"': '"tokens_per_block"',
+    },
 )
 drift(
     "page_size_bytes renamed",
     "0.29: layouts of KVCacheTensor",
     rename("page_size_bytes", "page_bytes"),
+    harness={"page_size_bytes": "page_bytes"},
 )
 drift(
     "resolve_kv_cache_block_sizes answers an object",
@@ -71,6 +92,7 @@ drift(
     "BlockPool.num_gpu_blocks renamed",
     "0.33: host blocks beside the GPU's",
     rename("num_gpu_blocks", "num_device_blocks"),
+    harness={r"config\.num_gpu_blocks": "config.num_device_blocks"},
 )
 drift(
     "free_blocks requires an argument",
@@ -323,12 +345,7 @@ drift(
     "ScheduleEndContext requires a field more",
     "0.25 brought it",
     field(OFFLOAD, "ScheduleEndContext", "step: int"),
-    rename("ScheduleEndContext\\(", "ScheduleEndContext(step=0, "),
-    swap(
-        OFFLOAD,
-        "class ScheduleEndContext(step=0, NamedTuple)",
-        "class ScheduleEndContext(NamedTuple)",
-    ),
+    swap(OFFLOAD_SCHEDULER, "= ScheduleEndContext(", "= ScheduleEndContext(step=0, "),
 )
 drift(
     "CanonicalKVCaches.tensors renamed",

@@ -6,7 +6,8 @@ A drift is what a later release could rename, reorder, add or take away, after w
 between 0.11 and 0.33. Each is planted into sources of its own (links, but for the files that
 change) and played there, every way in (:mod:`drift_plays`). A way in either *works*: it saw
 what the same play sees on the sources as they are; or it is *refused* in one line when it is
-bound, and then ``kvview doctor`` does not say healthy. All else got *through*.
+bound, and then ``kvview doctor`` does not say healthy. All else got *through*, a play that could
+not be played too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 import drift_connector  # type: ignore[import-not-found]  # noqa: F401 - its drifts
 import drift_memory  # type: ignore[import-not-found]  # noqa: F401
 from drift_edits import DRIFTS, DriftError, Files, Sources  # type: ignore[import-not-found]
-from drift_plays import Answer, play_each, prepare  # type: ignore[import-not-found]
+from drift_plays import HARNESS, Answer, play_each, prepare  # type: ignore[import-not-found]
 from sources import RELEASES, sources  # type: ignore[import-not-found]
 
 NEWEST = RELEASES[-1]
@@ -36,6 +37,7 @@ def plant(name: str, files: Sources, folder: Path) -> None:
     """Write the sources with one drift into a folder, in place of what is there."""
     changed = DRIFTS[name].apply(files)
     _write_tree(files.folder, folder, changed)
+    (folder / HARNESS).write_text(json.dumps(DRIFTS[name].harness))
     stamp = 1_000_000_000 + list(DRIFTS).index(name)  # by it compiled files are told apart
     for path in changed:
         os.utime(folder / path, (stamp, stamp))
@@ -84,9 +86,9 @@ class Verdict:
 
     @property
     def got_through(self) -> bool:
-        """Whether anything is neither right nor refused, or refused where doctor is healthy."""
+        """Whether anything is neither seen to work nor refused, or doctor healthier than it."""
         ways = [outcome for way, outcome in self.outcomes.items() if way != "doctor"]
-        if any(outcome not in ("works", "refused", "not played") for outcome in ways):
+        if any(outcome not in ("works", "refused") for outcome in ways):
             return True
         return "refused" in ways and self.outcomes["doctor"] != "refused"
 

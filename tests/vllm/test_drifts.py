@@ -88,6 +88,7 @@ HEALTHY, ILL = answer(saw=[]), answer(saw=[["pool", "..."]])
         (answer("bind", "TypeError", "no one line of ours", None), ILL, True),
         (answer("bind", "UnsupportedEngineError", "two\nlines", None), ILL, True),
         (answer("run", "UnsupportedEngineError", "too late", None), ILL, True),
+        (answer("not played", "TypeError", "of the harness", None), ILL, True),
         (answer("run", "AttributeError", "at a request", None), ILL, True),
     ],
 )

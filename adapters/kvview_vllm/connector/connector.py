@@ -57,7 +57,11 @@ from kvview_vllm.events import to_vllm_events
 from kvview_vllm.geometry import read_facts, read_geometry
 from kvview_vllm.metrics import PromMetrics, Reporter
 from kvview_vllm.releases import installed, reading, require_concrete
-from kvview_vllm.releases.calls import recomputes_failed_loads, unfinished_statuses
+from kvview_vllm.releases.calls import (
+    recomputes_failed_loads,
+    uncache_blocks,
+    unfinished_statuses,
+)
 
 if TYPE_CHECKING:
     KVConnectorFactory: Any
@@ -258,7 +262,9 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         """Hear how jobs ended."""
         if self._release.failed_blocks and connector_output.invalid_block_ids:
-            self._scheduler.forget_computed()
+            unfilled = self._scheduler.forget_computed(connector_output.invalid_block_ids)
+            if unfilled and self._bound_pool is not None:
+                uncache_blocks(self._bound_pool, unfilled)
         # Reports of sibling connectors carry another owner.
         self._scheduler.hear(take_reports(connector_output, self._scheduler.owner))
         stats = connector_output.kv_connector_stats

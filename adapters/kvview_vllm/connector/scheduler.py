@@ -15,8 +15,12 @@
   blocks, those that are skipped, where they are cached all the same (up to 0.13); within
   a step, for a request that was preempted (its failure is not seen); and beside a GPU hit
   with several groups, where one block may become two groups' (0.14 to 0.23, vLLM PR 44409).
+- SCHED-6 Blocks that a load within a step left unfilled, and those computed after them in it,
+  **must not** be hit: up to 0.17 vLLM keeps them in its prefix cache until somebody computes them,
+  and who was to may be aborted or preempted before.
 
-Source: the order of calls in vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0.
+Source: the order of calls in vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0; for SCHED-6
+``_handle_invalid_blocks`` there, which evicts them only where the request is to fail.
 """
 
 from __future__ import annotations
@@ -444,9 +448,23 @@ class SchedulerSide:
             if isinstance(spec, GPULoadStoreSpec) and not set(block_ids).isdisjoint(spec.block_ids)
         ]
 
-    def forget_computed(self) -> None:
-        """Blocks were not loaded: what was launched in the last step may have no KV."""
+    def forget_computed(self, invalid_block_ids: Collection[int]) -> Collection[int]:
+        """Blocks were not loaded: what was launched in the last step may have no KV.
+
+        Returns:
+            Blocks that nobody may hit any more (SCHED-6).
+        """
+        unfilled: set[int] = set()
+        invalid = set(invalid_block_ids)
+        if not self.asynchronous:  # else vLLM caches them when they are loaded
+            unfilled.update(invalid)
+            for request_id, tracked in self._tracked.items():
+                first_token, _ = self._last_launch(request_id)
+                for group, table in zip(self.geometry.groups, tracked.table(), strict=False):
+                    if not invalid.isdisjoint(table):
+                        unfilled.update(table[first_token // group.block_size :])
         self._recent.clear()
+        return unfilled
 
     # --- a request ends, the engine rests ---
 

@@ -9,7 +9,7 @@ Source: the paths named at each function, 0.11.0 to the newest tested release.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
@@ -50,6 +50,16 @@ def hash_getter(block_pool: Any) -> Callable[[Any], Any]:
     """
     has_field = hasattr(block_pool.null_block, "_block_hash")
     return attrgetter("_block_hash" if has_field else "block_hash")
+
+
+def uncache_blocks(block_pool: Any, block_ids: Iterable[int]) -> None:
+    """Have the prefix cache forget blocks, held or not; where a load may be within a step."""
+    evict = getattr(block_pool, "evict_blocks", None)  # 0.13.0
+    if evict is not None:
+        evict(set(block_ids))
+        return
+    for block_id in block_ids:
+        block_pool._maybe_evict_cached_block(block_pool.blocks[block_id])
 
 
 def reuse_watchers(block_pool: Any) -> dict[int, Any]:
@@ -277,6 +287,12 @@ def recomputes_failed_loads(transfer_config: Any) -> bool:
 
 
 # --- a scheduler and a worker without a model ---
+
+
+def reserves_blocks() -> bool:
+    """Whether a load begins only beside what the prefills under way have yet to allocate."""
+    manager: Any = import_module("vllm.v1.core.kv_cache_manager").KVCacheManager
+    return "reserved_blocks" in inspect.signature(manager.allocate_slots).parameters
 
 
 def handle_preemptions(worker: Any, output: Any, metadata: Any) -> None:

@@ -15,12 +15,13 @@ Source: the modules named in the table, every tested release.
 from __future__ import annotations
 
 import ast
+import dis
 import enum
 import inspect
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -51,7 +52,8 @@ class Shape:
         owner: Class, or module where the name is a function's.
         name: Of the member.
         shape: ``(a, b=1) -> int`` of a method, ``int`` of a field, ``a property``,
-            ``a member`` of an enum; empty where only the name counts.
+            ``a member`` of an enum; empty where only the name counts, and of what the
+            constructor sets.
         since: First release that has it so.
         until: Last release that has it so, None when the newest tested has.
     """
@@ -252,6 +254,8 @@ _POOL = _rows(
     ("free_blocks", "(ordered_blocks) -> None", "0.24.0"),
     ("get_cached_block", "(block_hash, kv_cache_group_ids) -> list[KVCacheBlock] | None"),
     ("get_num_free_blocks", "() -> int"),
+    ("_maybe_evict_cached_block", "(block) -> bool", OLDEST_TESTED, "0.12.0"),
+    ("evict_blocks", "(block_ids) -> None", "0.13.0", "0.17.1"),
     ("unpin_blocks", "(blocks, on_reuse) -> None", "0.30.0"),
 )
 
@@ -300,6 +304,12 @@ _OFFLOADING = (
         ("get_manager", "() -> OffloadingManager"),
         ("get_handlers", _ANY, OLDEST_TESTED, "0.24.0"),
         ("get_worker", "(kv_caches) -> OffloadingWorker", "0.25.0"),
+        ("extra_config", _ANY),
+        ("gpu_block_size", _ANY, OLDEST_TESTED, "0.25.1"),
+        ("offloaded_block_size", _ANY, OLDEST_TESTED, "0.17.1"),
+        ("kv_cache_config", _ANY, "0.14.0", "0.25.1"),
+        ("block_size_factor", _ANY, "0.18.0", "0.25.1"),
+        ("blocks_per_chunk", _ANY, "0.26.0"),
     ),
     *_rows(
         "OffloadingHandler",
@@ -405,7 +415,7 @@ def shape_of(owner: Any, name: str) -> str | None:
             return _plain(annotations[name])
     found = inspect.getattr_static(owner, name, None)
     if found is None:
-        return None
+        return _ANY if _is_set_by_constructor(owner, name) else None
     if isinstance(found, property):
         return _PROPERTY
     if not callable(member := getattr(owner, name)):
@@ -418,6 +428,21 @@ def shape_of(owner: Any, name: str) -> str | None:
     if name == "__init__" or returned is inspect.Signature.empty:
         return shape
     return f"{shape} -> {_plain(returned)}"
+
+
+def _is_set_by_constructor(owner: Any, name: str) -> bool:
+    """Whether every object of a class has an attribute, though the class has none.
+
+    The constructor of a dataclass sets fields alone, and those are looked up by their types.
+    """
+    if not isinstance(owner, type) or is_dataclass(owner):
+        return False
+    for kind in inspect.getmro(owner):
+        code = getattr(vars(kind).get("__init__"), "__code__", None)
+        for step in dis.get_instructions(code) if code else ():
+            if step.opname == "STORE_ATTR" and step.argval == name:
+                return True
+    return False
 
 
 def require_concrete(seam: str, kind: type) -> None:

@@ -102,10 +102,6 @@ class VLLMEngines:
                 leave_out(f"compute that lags: {within}", compute_lags=False)
             if scenario.worker_half == "as_it_is":
                 leave_out(f"the worker half as it is: {within}", worker_half="job_by_job")
-            if scenario.loads_may_fail and cpu_scheduler.can_fail_loads(len(groups)):
-                # Wrong bytes on 0.13 to 0.17 in a few seeds; whose fault it is is not known.
-                what = "loads that fail within a step, while others read or store them"
-                leave_out(what, loads_may_fail=False)
             if scenario.loads_may_be_late:
                 leave_out("loads that take longer than a step", loads_may_be_late=False)
             return

@@ -13,7 +13,6 @@ Source: vllm/config, vllm/v1/core/sched/scheduler.py and vllm/v1/outputs.py, 0.1
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import logging
 import os
@@ -35,9 +34,11 @@ from kvview_vllm.releases.calls import (
     handle_preemptions,
     known_arguments,
     make_known,
+    reserves_blocks,
     sampled_tokens,
     set_concurrent_batches,
 )
+from kvview_vllm.releases.samples import make_filled
 
 MAX_TOKENS = 512
 """Longest request, prompt and output together."""
@@ -148,8 +149,7 @@ def can_block_itself() -> bool:
 
     Since 0.23.0 a load begins only beside what the prefills under way have yet to allocate.
     """
-    manager: Any = importlib.import_module("vllm.v1.core.kv_cache_manager").KVCacheManager
-    return "reserved_blocks" not in inspect.signature(manager.allocate_slots).parameters
+    return not reserves_blocks()
 
 
 def can_reset_connectors() -> bool:
@@ -448,7 +448,8 @@ def take_transfers(worker: Any, output: Any) -> Any:
     values["kv_connector_stats"] = worker.get_kv_connector_stats()
     if release.worker_metadata:
         values["kv_connector_worker_meta"] = worker.build_connector_worker_meta()
-    return make_known(_outputs().KVConnectorOutput, **values)
+    kind = _outputs().KVConnectorOutput
+    return make_filled(kind, **known_arguments(kind, values))
 
 
 def make_model_output(output: Any, sampled: Mapping[str, list[int]], transfers: Any = None) -> Any:

@@ -218,6 +218,8 @@ class OffloadScheduler(SchedulerConnector):
 
     def _plan_store(self, step: StepInfo) -> TransferJob | None:
         """The store of this step: what the step before it computed."""
+        for running in step.scheduled:
+            self._look_back(running.request.request_id, running.num_computed_tokens)
         job, self._next_store = self._next_store, None
         if (room := self._room()) > 0:  # else the same requests are asked again, if they run
             self._next_store = self._store(self._computed(step), room)
@@ -252,6 +254,7 @@ class OffloadScheduler(SchedulerConnector):
     def _last_computed(self, request: RequestInfo, block_ids: BlockIds) -> list[FullBlock]:
         if request.request_id not in self._num_seen_tokens:
             return []  # it never had blocks
+        self._look_back(request.request_id, request.num_computed_tokens + 1)
         blocks = self._newly_computed(request, block_ids)
         del self._num_seen_tokens[request.request_id]
         return blocks
@@ -329,12 +332,17 @@ class OffloadScheduler(SchedulerConnector):
             if load := self._loads.pop(result.job_id, None):
                 self._manager.complete_load(load.keys, load.ctx)
                 if not result.success:
-                    self._forget_step(load)
+                    self._forget_step(load.ctx.req_id, load.num_computed_tokens)
             elif store := self._stores.pop(result.job_id, None):
                 self._manager.complete_store(store.keys, ReqContext(), success=result.success)
                 self._free(store.block_ids)
 
-    def _forget_step(self, load: _Load) -> None:
+    def _look_back(self, name: str, num_computed_tokens: int) -> None:
+        """A sibling's load failed within the last step: the request has less than it had then."""
+        if num_computed_tokens < self._num_seen_tokens.get(name, 0):
+            self._forget_step(name, num_computed_tokens)
+
+    def _forget_step(self, name: str, num_computed_tokens: int) -> None:
         """A load failed: where loads end within a step, what that step computed is void."""
         job, self._next_store = self._next_store, None
         if job is not None:
@@ -342,9 +350,8 @@ class OffloadScheduler(SchedulerConnector):
             self._manager.complete_store(store.keys, ReqContext(), success=False)
             self._free(store.block_ids)
             self.num_skipped_blocks += len(store.keys)
-        name = load.ctx.req_id
         if name in self._num_seen_tokens:
-            self._num_seen_tokens[name] = load.num_computed_tokens
+            self._num_seen_tokens[name] = num_computed_tokens
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
