@@ -289,12 +289,6 @@ def recomputes_failed_loads(transfer_config: Any) -> bool:
 # --- a scheduler and a worker without a model ---
 
 
-def reserves_blocks() -> bool:
-    """Whether a load begins only beside what the prefills under way have yet to allocate."""
-    manager: Any = import_module("vllm.v1.core.kv_cache_manager").KVCacheManager
-    return "reserved_blocks" in inspect.signature(manager.allocate_slots).parameters
-
-
 def handle_preemptions(worker: Any, output: Any, metadata: Any) -> None:
     """What a model runner says of preemptions before it starts loads (0.14)."""
     handle = getattr(worker, "handle_preemptions", None)

@@ -458,6 +458,13 @@ class ConnectorSeam(Seam):
         "vllm/v1/core/kv_cache_manager.py",
         since="0.14.0",
     )
+    reserved_blocks: bool = _difference(
+        "a load begins beside what the prefills under way have yet to allocate; before, requests "
+        "may wait for each other's blocks for ever",
+        lambda surface: "reserved_blocks" in signature_of(surface.blocks, "allocate_slots"),
+        "vllm/v1/core/sched/scheduler.py",
+        since="0.23.0",
+    )
     hits_come_first: bool = _difference(
         "a request takes what it hits of all groups, then blocks to load into; from 0.14.0 to "
         "0.23.0 group by group, and what one loads into may be what the next hits",

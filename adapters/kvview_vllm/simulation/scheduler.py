@@ -34,7 +34,6 @@ from kvview_vllm.releases.calls import (
     handle_preemptions,
     known_arguments,
     make_known,
-    reserves_blocks,
     sampled_tokens,
     set_concurrent_batches,
 )
@@ -145,11 +144,8 @@ def can_load_beside_hits(num_groups: int) -> bool:
 
 
 def can_block_itself() -> bool:
-    """Whether waiting requests may hold loaded blocks that the first of them needs (to 0.22).
-
-    Since 0.23.0 a load begins only beside what the prefills under way have yet to allocate.
-    """
-    return not reserves_blocks()
+    """Whether waiting requests may hold loaded blocks that the first needs (to 0.22)."""
+    return not installed().connector.reserved_blocks
 
 
 def can_reset_connectors() -> bool:
