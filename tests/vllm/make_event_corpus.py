@@ -172,7 +172,8 @@ def main() -> None:
             check=True,
         )
         found[release] = json.loads(done.stdout.splitlines()[-1])
-        state = "as the manifest says" if found[release] == manifest_of(release) else "DIFFERENT"
+        is_same = found[release] == manifest_of(release)
+        state = "as the manifest says" if is_same else "not as the manifest says"
         print(f"{release}: {len(found[release])} cases, {state}", flush=True)
     if options.update:
         first: dict[str, str] = {}  # the first release that writes so

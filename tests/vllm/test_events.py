@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ from kvview import MEDIUM_CPU, OffloadingEvent, make_offload_key
 from kvview.events.formats import WIRE_FORMATS, find_format
 from kvview.events.wire import Batch, codec, decode, encode
 from kvview_vllm.releases.versions import engine_version
+
+with warnings.catch_warnings():  # of torch, at its first import
+    warnings.simplefilter("ignore")
+    importlib.import_module("vllm.distributed.kv_events")
 
 TOLD = f"{Path(__file__).parent / 'told_connectors.py'}:ToldConnector"
 TOKENS = range(10, 10 + 6 * lane.BLOCK_SIZE + 4)
