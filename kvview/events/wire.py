@@ -5,24 +5,45 @@
    goes, :attr:`Batch.problems` says what was wrong, and the batch is written back as it came.
 3. Whatever the bytes are, the answer is a batch or :class:`~kvview.WireFormatError`.
 
-The classes are made from :mod:`kvview.events.formats`; a field that a format does not have
-is None in its events.
+A field that a format does not have is None in its events.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from kvview.errors import WireFormatError, line_of
+from kvview.events.batches import (
+    AnyEvent,
+    Batch,
+    ClearedEvent,
+    Hash,
+    RemovedEvent,
+    StoredEvent,
+    UnreadableEvent,
+    WireEvent,
+)
 from kvview.events.formats import WIRE_FORMATS, Field, Kind, WireFormat, find_format
 
-Hash = int | bytes
-"""Of a block: 64 bits as a number, or all of it."""
+__all__ = [
+    "AnyEvent",
+    "Batch",
+    "ClearedEvent",
+    "Codec",
+    "EventDecoder",
+    "Hash",
+    "RemovedEvent",
+    "StoredEvent",
+    "UnreadableEvent",
+    "WireEvent",
+    "codec",
+    "decode",
+    "encode",
+]
 
 _TYPES: dict[Kind, Any] = {
     Kind.HASH: Hash,
@@ -37,77 +58,6 @@ _TYPES: dict[Kind, Any] = {
 }
 _UNREADABLE = (ValueError, TypeError, RecursionError, OverflowError, MemoryError)
 _ALL_FIELDS = {field.name for wire_format in WIRE_FORMATS for field in wire_format.stored}
-
-
-class StoredEvent(msgspec.Struct):
-    """``BlockStored``: blocks appeared in a medium. The fields are those of the format."""
-
-    if TYPE_CHECKING:
-        block_hashes: list[Hash]
-        parent_block_hash: Hash | None
-        token_ids: list[int]
-        block_size: int
-        lora_id: int | None
-        medium: str | None
-        lora_name: str | None
-        extra_keys: list[list[Any] | None] | None
-        group_idx: int | None
-        kv_cache_spec_kind: str | None
-        kv_cache_spec_sliding_window: int | None
-        locality: str | None
-        ownership: str | None
-        session_id: str | None
-        lookahead_token_ids: list[list[int]] | None
-        cache_salt: str | None
-        metadata: dict[str, Any] | None
-
-
-class RemovedEvent(msgspec.Struct):
-    """``BlockRemoved``: blocks vanished from a medium."""
-
-    if TYPE_CHECKING:
-        block_hashes: list[Hash]
-        medium: str | None
-        group_idx: int | None
-        locality: str | None
-        ownership: str | None
-
-
-class ClearedEvent(msgspec.Struct):
-    """``AllBlocksCleared``: the prefix cache was reset."""
-
-
-@dataclass(frozen=True, slots=True)
-class UnreadableEvent:
-    """An event of a lenient batch that no reader can make sense of."""
-
-    source: bytes
-    why: str
-
-
-WireEvent = StoredEvent | RemovedEvent | ClearedEvent
-AnyEvent = WireEvent | UnreadableEvent
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What one message says.
-
-    Args:
-        ts: Seconds since 1970, of the publisher's clock.
-        events: In order.
-        data_parallel_rank: Of the publisher; None where it does not say.
-        wire_format: In which it was read, or is to be written.
-        problems: What a lenient reader passed over, an event each.
-        source: The bytes of a batch with problems.
-    """
-
-    ts: float
-    events: Sequence[AnyEvent]
-    data_parallel_rank: int | None
-    wire_format: WireFormat
-    problems: tuple[str, ...] = ()
-    source: bytes | None = None
 
 
 class _Shell(msgspec.Struct, array_like=True):
@@ -162,8 +112,7 @@ class Codec:
         name = self.wire_format.name
         try:
             read: Any = self._read(payload)
-            rank = read.rank if self.wire_format.has_rank else None
-            batch = Batch(read.ts, read.events, rank, self.wire_format)
+            batch = Batch(read.ts, read.events, getattr(read, "rank", None), self.wire_format)
             is_same = self.encode(batch) == payload
         except _UNREADABLE as error:
             raise WireFormatError(f"not a batch of {name}: {line_of(error)}") from None
@@ -311,8 +260,7 @@ class EventDecoder:
             events.append(event)
             if why:
                 problems.append(f"event {number}: {why}")
-        if not problems:
-            problems.append("a batch whose events are of several formats, or with more than a rank")
+        problems = problems or ["a batch of several formats, or with more than a rank"]
         wire_format = self._codecs[0].wire_format
         return Batch(shell.ts, events, shell.rank, wire_format, tuple(problems), payload)
 

@@ -22,7 +22,7 @@ from kvview.events.recording import Message, Recording, read_recording
 from kvview.events.wire import Batch, codec, decode, encode
 from kvview.testing.events.command import events as command
 from kvview.testing.events.consumers import CONSUMERS, Verdict, find_consumer
-from kvview.testing.events.stream import StreamFold
+from kvview.testing.events.stream_fold import StreamFold
 
 pack = msgspec.msgpack.encode
 ANY_PORT = "tcp://127.0.0.1:*"

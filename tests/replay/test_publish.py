@@ -11,7 +11,7 @@ from kvview.events.channel import Listener, Publisher
 from kvview.events.formats import find_format
 from kvview.events.wire import StoredEvent
 from kvview.testing.events.consumers import Verdict, find_consumer
-from kvview.testing.events.stream import StreamFold
+from kvview.testing.events.stream_fold import StreamFold
 from kvview_reference.connector import OffloadConnector
 from kvview_reference.engine import Engine
 from kvview_reference.replay.publish import EventFeed

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvview.events.recording import Message
     from kvview.events.wire import AnyEvent, Batch
     from kvview.testing.events.consumers import Consumer, Judgement
-    from kvview.testing.events.stream import Finding, StreamFold
+    from kvview.testing.events.stream_fold import Finding, StreamFold
 
 _SHOWN = 20  # findings on the screen; the JSON has all that are kept
 _KEPT = 10_000
@@ -76,7 +76,7 @@ def validate(
     from kvview.events.formats import find_format
     from kvview.events.wire import EventDecoder
     from kvview.testing.events.consumers import CONSUMERS, find_consumer
-    from kvview.testing.events.stream import StreamFold
+    from kvview.testing.events.stream_fold import StreamFold
 
     require_writable("--json", json_file)
     chosen = CONSUMERS if "all" in consumers else tuple(map(find_consumer, consumers))
@@ -104,7 +104,7 @@ def tail(source: str, **heard: Any) -> None:
 
     SOURCE is an endpoint, tcp://HOST:PORT or ipc://PATH, or a recording.
     """
-    from kvview.testing.events.stream import StreamFold
+    from kvview.testing.events.stream_fold import StreamFold
 
     report = _Report(StreamFold())
     with suppress(KeyboardInterrupt):
@@ -127,7 +127,7 @@ def tail(source: str, **heard: Any) -> None:
 def record(endpoint: str, file: str, **heard: Any) -> None:
     """Write the messages of ENDPOINT into FILE (.jsonl, or .jsonl.gz)."""
     from kvview.events.recording import Recording
-    from kvview.testing.events.stream import StreamFold
+    from kvview.testing.events.stream_fold import StreamFold
 
     require_writable("FILE", file)
     report = _Report(StreamFold())
