@@ -109,6 +109,8 @@ class Recorder:
 
 
 def make_engine(folder: Path, windows: tuple[int | None, ...] = (None,), **extra: Any) -> Any:
+    if release() == "0.11.0":
+        pytest.skip("its scheduler cannot be made with events and without a publisher")
     config = lane.connector_config(TOLD)
     config["kv_connector_extra_config"] |= extra
     engine = lane.Engine(folder / "model", config, windows=windows, publishes_events=True)
