@@ -46,6 +46,7 @@ from kvview.errors import (
     UnsupportedEngineError,
     ViewClosedError,
     ViewNotBoundError,
+    WireFormatError,
     WrongThreadError,
 )
 from kvview.events import (
@@ -212,6 +213,7 @@ __all__ = [
     "UnsupportedEngineError",
     "ViewClosedError",
     "ViewNotBoundError",
+    "WireFormatError",
     "WorkerConnector",
     "WrongThreadError",
     "fold_events",

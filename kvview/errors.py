@@ -79,6 +79,10 @@ class EventOrderError(KVViewError, ValueError):
     """An offloading event stream breaks EVENT-1: a removal without a store."""
 
 
+class WireFormatError(KVViewError, ValueError):
+    """Bytes that are no batch of KV events in the wire format asked for; says what and where."""
+
+
 class ConnectorError(KVViewError, RuntimeError):
     """A connector broke its contract with the engine (CONN-1 to CONN-6)."""
 

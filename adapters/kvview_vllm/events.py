@@ -1,35 +1,212 @@
 """A connector's offloading events as the KV-cache events of the installed vLLM.
 
-The block size is that of the key's group, never 0, and hashes take the form that
-the GPU's own events have, so a consumer can join the two (EVENT-2). A medium is
-published as the connector names it, in every release.
+1. An event describes itself, as the GPU's own events do: tokens, parent, LoRA and extra keys
+   beside hash, size, group and medium. Routers drop stores without (EVENT-2).
+2. What its block was made of is remembered from the request that it came with, for as many
+   blocks as the pool has; of a block older than that, or with ``location_only``, an event
+   says the place alone. Nothing is guessed.
+3. The block size is that of the key's group, never 0, and hashes take the form that the
+   GPU's own events have. A medium is published as the connector names it.
 
-Source: vllm/distributed/kv_events.py.
+Source: vllm/distributed/kv_events.py, vllm/v1/core/block_pool.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from kvview import CacheGeometry, OffloadingEvent, get_offload_block_hash, get_offload_group_idx
-from kvview_vllm.releases.calls import make_event
+from kvview import (
+    BlockHash,
+    CacheGeometry,
+    OffloadingEvent,
+    OffloadKey,
+    RequestContent,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
+from kvview_vllm.releases.calls import event_extra_keys, extra_keys_of, make_event
 
 
-def to_vllm_events(events: Iterable[OffloadingEvent], geometry: CacheGeometry) -> Iterator[Any]:
-    """Convert events, splitting each by KV-cache group.
+@dataclass(eq=False, slots=True)
+class _Chain:
+    """What the blocks of one request are made of.
+
+    Args:
+        hashes: The request's, a living list.
+        content: Its content.
+        extra_keys: Of each group, an entry for each of its blocks.
+        num_known: Blocks of each group whose keys are in the index.
+    """
+
+    hashes: Sequence[BlockHash]
+    content: RequestContent
+    extra_keys: Sequence[Sequence[Any]]
+    num_known: list[int] = field(default_factory=list)
+
+
+class _Place(NamedTuple):
+    chain: _Chain
+    number: int  # of the block, in blocks of its group
+
+
+class BlockDescriptions:
+    """Remembers what blocks are made of (2.).
+
+    A request costs one entry until events are taken: only then are its keys written down.
+
+    Args:
+        geometry: Of the engine.
+        num_blocks: How many blocks of finished requests are remembered.
+    """
+
+    def __init__(self, geometry: CacheGeometry, num_blocks: int) -> None:
+        self.geometry = geometry
+        self.num_blocks = num_blocks
+        self._living: dict[str, _Chain] = {}
+        self._finished: OrderedDict[int, _Chain] = OrderedDict()  # by identity, oldest first
+        self._num_finished = 0  # hashes of these
+        self._places: dict[OffloadKey, _Place] = {}
+
+    def follow(self, request: Any, content: RequestContent) -> None:
+        """A request begins."""
+        self._living[request.request_id] = self._chain(request, content)
+
+    def finish(self, request: Any, content: RequestContent) -> None:
+        """A request ends; the object is not kept."""
+        chain = self._living.pop(request.request_id, None) or self._chain(request, content)
+        sizes = (group.block_size for group in self.geometry.groups)
+        counts = [len(chain.hashes) * self.geometry.hash_block_size // size for size in sizes]
+        chain.extra_keys = [
+            _kept([keys[number] for number in range(count)])
+            for keys, count in zip(chain.extra_keys, counts, strict=True)
+        ]
+        chain.hashes = tuple(chain.hashes)
+        chain.content = RequestContent(
+            content.token_ids, content.lora_name, content.lora_id, content.cache_salt
+        )
+        self._finished[id(chain)] = chain
+        self._num_finished += len(chain.hashes)
+        while self._num_finished > self.num_blocks and len(self._finished) > 1:
+            _, oldest = self._finished.popitem(last=False)
+            self._num_finished -= len(oldest.hashes)
+            self._forget(oldest)
+
+    def places(self) -> Mapping[OffloadKey, _Place]:
+        """Where each key that is remembered stands in its request."""
+        for chain in (*self._finished.values(), *self._living.values()):
+            self._learn(chain)
+        return self._places
+
+    def _chain(self, request: Any, content: RequestContent) -> _Chain:
+        groups = self.geometry.groups
+        extra_keys = [extra_keys_of(request, group.block_size) for group in groups]
+        return _Chain(request.block_hashes, content, extra_keys, [0] * len(groups))
+
+    def _learn(self, chain: _Chain) -> None:
+        for group_idx, known in enumerate(chain.num_known):
+            number = known
+            while key := self.geometry.block_key(chain.hashes, group_idx, number):
+                self._places[key] = _Place(chain, number)
+                number += 1
+            chain.num_known[group_idx] = number
+
+    def _forget(self, chain: _Chain) -> None:
+        for group_idx, known in enumerate(chain.num_known):
+            for number in range(known):
+                key = self.geometry.block_key(chain.hashes, group_idx, number)
+                if key is not None and key in self._places and self._places[key].chain is chain:
+                    del self._places[key]
+
+
+def _kept(extra_keys: list[Any]) -> Sequence[Any]:
+    return extra_keys if any(extra_keys) else _Nothing(len(extra_keys))
+
+
+class _Nothing(Sequence[Any]):
+    """As many Nones as there are blocks, in one object."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        return [None] * len(range(self._length)[index]) if isinstance(index, slice) else None
+
+
+def to_vllm_events(
+    events: Iterable[OffloadingEvent],
+    geometry: CacheGeometry,
+    *,
+    descriptions: BlockDescriptions | None = None,
+    group_kinds: Sequence[Mapping[str, Any]] = (),
+) -> Iterator[Any]:
+    """Convert events, splitting each by KV-cache group, and stores by runs of blocks.
 
     Args:
         events: In order.
         geometry: Tells the block size of each group.
+        descriptions: What blocks are made of; None for places alone.
+        group_kinds: What the release says of each group beside its number.
 
     Yields:
         ``BlockStored`` and ``BlockRemoved`` of the installed vLLM.
     """
+    places: Mapping[OffloadKey, _Place] | None = None
     for event in events:
-        hashes: dict[int, list[bytes]] = {}
-        for key in event.keys:
-            hashes.setdefault(get_offload_group_idx(key), []).append(get_offload_block_hash(key))
-        for group_idx, block_hashes in hashes.items():
-            size = geometry.groups[group_idx].block_size
-            yield make_event(event, group_idx, block_hashes, size)
+        if descriptions is not None and not event.removed and places is None:
+            places = descriptions.places()
+        for keys in _runs(event, {} if event.removed else places or {}):
+            group_idx = get_offload_group_idx(keys[0])
+            fields: dict[str, Any] = {
+                "block_size": geometry.groups[group_idx].block_size,
+                "medium": event.medium,
+                "group_idx": group_idx,
+            }
+            if group_kinds and not event.removed:
+                fields |= group_kinds[group_idx]
+            if not event.removed and places and keys[0] in places:
+                fields |= _described(places[keys[0]], group_idx, len(keys), geometry)
+            yield make_event(event.removed, [get_offload_block_hash(key) for key in keys], fields)
+
+
+def _runs(
+    event: OffloadingEvent, places: Mapping[OffloadKey, _Place]
+) -> Iterator[list[OffloadKey]]:
+    """The keys of one event, as long as each follows the one before in its group's prefix."""
+    runs: dict[int, list[OffloadKey]] = {}  # of keys that nothing is known of: by group
+    run: list[OffloadKey] = []
+    for key in event.keys:
+        if key not in places:
+            runs.setdefault(get_offload_group_idx(key), []).append(key)
+            continue
+        last = places[run[-1]] if run else None
+        group_idx, place = get_offload_group_idx(key), places[key]
+        if last != (place.chain, place.number - 1) or group_idx != get_offload_group_idx(run[-1]):
+            if run:
+                yield run
+            run = []
+        run.append(key)
+    if run:
+        yield run
+    yield from runs.values()
+
+
+def _described(
+    first: _Place, group_idx: int, num_blocks: int, geometry: CacheGeometry
+) -> dict[str, Any]:
+    chain, number = first
+    size = geometry.groups[group_idx].block_size
+    parent = geometry.block_key(chain.hashes, group_idx, number - 1) if number else None
+    numbers = range(number, number + num_blocks)
+    return {
+        "parent_block_hash": None if parent is None else get_offload_block_hash(parent),
+        "token_ids": list(chain.content.token_ids[number * size : (number + num_blocks) * size]),
+        "lora_id": chain.content.lora_id,
+        "lora_name": chain.content.lora_name,
+        "extra_keys": event_extra_keys([chain.extra_keys[group_idx][n] for n in numbers]),
+    }

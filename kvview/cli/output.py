@@ -22,6 +22,8 @@ _EXTRAS = {
     "numpy": "reference",
     "hypothesis": "testing",
     "pytest": "testing",
+    "msgspec": "events",
+    "zmq": "events",
 }
 
 

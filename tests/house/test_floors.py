@@ -43,6 +43,8 @@ ALLOWED_AT_IMPORT = {
     "click": ("kvview.cli", "*.command"),
     "rich": ("*.command", "kvview.testing.terminal"),
     "typing_extensions": ("kvview", "kvview_reference", "kvview_vllm"),
+    "msgspec": ("kvview.events.batches", "kvview.events.recording", "kvview.events.wire"),
+    "zmq": ("kvview.events.channel",),
 }
 # And where later, inside a function: what only some callers need.
 ALLOWED_LATER = {

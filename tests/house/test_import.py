@@ -10,7 +10,7 @@ import pytest
 
 import kvview
 
-HEAVY = {"torch", "vllm", "hypothesis", "numpy", "pydantic"}
+HEAVY = {"torch", "vllm", "hypothesis", "numpy", "pydantic", "msgspec", "zmq"}
 
 NAMES = [
     "GPUBlockPoolView",

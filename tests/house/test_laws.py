@@ -17,6 +17,7 @@ LAWS = laws()
 ERRORS_WITHOUT_A_LAW = {
     "ConfigError": "what a user set",
     "TraceError": "what stands in a trace",
+    "WireFormatError": "what bytes on a wire hold",
     "HookError": "what a connector raised, whatever it was",
     "NoFreeBlocksError": "what an engine asked of its own pool",
     "UnsupportedContractError": "what is installed",

@@ -51,6 +51,7 @@ class Engine:
         depth: Batches in flight; several take the asynchronous scheduler, in the order of
             `EngineCore.step_with_batch_queue`, and no byte is checked.
         tokens_per_step: Token budget of one step.
+        publishes_events: Whether the scheduler gathers KV events.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Engine:
         num_blocks: int = NUM_BLOCKS,
         depth: int = 1,
         tokens_per_step: int = cpu_scheduler.MAX_TOKENS,
+        publishes_events: bool = False,
     ) -> None:
         import torch
 
@@ -75,6 +77,11 @@ class Engine:
             max_num_batched_tokens=tokens_per_step,
             steps_in_flight=depth,
         )
+        if publishes_events:
+            config: Any = importlib.import_module("vllm.config.kv_events").KVEventsConfig
+            self.vllm_config.kv_events_config = config(
+                enable_kv_cache_events=True, publisher="null"
+            )
         self.geometry: CacheGeometry = read_geometry(self.vllm_config, self.kv_cache_config)
         self.scheduler = cpu_scheduler.make_scheduler(
             self.vllm_config, self.kv_cache_config, self.geometry

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import reduce
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from weakref import WeakSet
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -53,11 +53,13 @@ from kvview_vllm.connector.messages import (
 )
 from kvview_vllm.connector.scheduler import SchedulerSide
 from kvview_vllm.connector.worker import WorkerSide
-from kvview_vllm.events import to_vllm_events
+from kvview_vllm.events import BlockDescriptions, to_vllm_events
 from kvview_vllm.geometry import read_facts, read_geometry
 from kvview_vllm.metrics import PromMetrics, Reporter
 from kvview_vllm.releases import installed, reading, require_concrete
 from kvview_vllm.releases.calls import (
+    event_group_kinds,
+    publishes_events,
     recomputes_failed_loads,
     uncache_blocks,
     unfinished_statuses,
@@ -109,6 +111,8 @@ class KVViewOptions(BaseModel):
         pin_budget: Largest share of the pool's blocks that it may hold, 0 to 1.
         trace_holds: Whether leak reports name the line that took each hold (slow).
         leak_report_seconds: How old a hold, or a job, is when the log names it; None: never.
+        events: "self_describing", or "location_only": without tokens, parent, LoRA and
+            extra keys, for routers that know each block from the GPU's events.
         contain_faults: Whether what a hook raises is told and contained (FAULT-1, FAULT-2);
             else it comes through as it is, for a debugger or the kit.
     """
@@ -120,6 +124,7 @@ class KVViewOptions(BaseModel):
     pin_budget: float | None = Field(default=None, gt=0, le=1)
     trace_holds: bool = False
     leak_report_seconds: float | None = Field(default=60.0, gt=0)
+    events: Literal["self_describing", "location_only"] = "self_describing"
     contain_faults: bool = True
 
 
@@ -192,7 +197,11 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
                 release=self._release,
                 preempted_status=RequestStatus.PREEMPTED,
                 faults=Faults(target, "scheduler", goes_on=goes_on),
+                descriptions=BlockDescriptions(self._geometry, num_blocks=0)
+                if options.events == "self_describing" and publishes_events(vllm_config)
+                else None,
             )
+            self._group_kinds = event_group_kinds(kv_cache_config)
             self._reporter = Reporter(self._scheduler_side.owner, target)
             if not recomputes:
                 _logger.warning(_LOSES_ANSWERS, target)
@@ -284,7 +293,12 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[Any]:
         """The connector's events, as vLLM's."""
-        return list(to_vllm_events(self._scheduler.take_events(), self._geometry))
+        events, descriptions = self._scheduler.take_events(), self._scheduler.descriptions
+        return list(
+            to_vllm_events(
+                events, self._geometry, descriptions=descriptions, group_kinds=self._group_kinds
+            )
+        )
 
     def has_pending_push_work(self) -> bool:
         """Keep the engine stepping while jobs are in flight (0.24.0 asks)."""

@@ -54,6 +54,7 @@ from kvview.connector.job_book import JobBook, check_promise
 from kvview_vllm.connector.containment import Faults, contain
 from kvview_vllm.connector.messages import JobReport, KVViewMetadata
 from kvview_vllm.connector.steps import LazySteps, request_info, resumed_request_ids
+from kvview_vllm.events import BlockDescriptions
 from kvview_vllm.metrics import Meter
 from kvview_vllm.releases import ConnectorSeam
 from kvview_vllm.releases.calls import request_content
@@ -103,6 +104,7 @@ class SchedulerSide:
         preempted_status: ``RequestStatus.PREEMPTED``, for releases whose output
             does not name the preempted requests.
         faults: What becomes of a half that fails.
+        descriptions: Follows the requests, where events speak of what blocks are made of.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class SchedulerSide:
         release: ConnectorSeam,
         preempted_status: Any,
         faults: Faults,
+        descriptions: BlockDescriptions | None = None,
     ) -> None:
         contain(half, faults)
         self.half = half
@@ -121,6 +124,7 @@ class SchedulerSide:
         self.geometry = geometry
         self.asynchronous = asynchronous = release.worker_metadata
         self._release = release
+        self.descriptions = descriptions
         self._preempted_status = preempted_status
         self.owner = uuid.uuid4().hex
         self._nothing_to_do = KVViewMetadata(self.owner, StepPlan(), not asynchronous, ())
@@ -144,6 +148,8 @@ class SchedulerSide:
     def on_engine_ready(self, facts: EngineFacts) -> None:
         """Hand the facts on."""
         self.meter.page_bytes = facts.page_bytes
+        if self.descriptions is not None:
+            self.descriptions.num_blocks = facts.num_gpu_blocks
         self.half.on_engine_ready(facts)
 
     # --- a request begins ---
@@ -153,6 +159,8 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.request is not request:
             tracked = self._tracked[request.request_id] = _Tracked(request, self._content(request))
+            if self.descriptions is not None:
+                self.descriptions.follow(request, tracked.content)
         elif tracked.chunks:  # before it begins again, not after: the plan would be too late
             self._lost.add(request.request_id)
             self._hear_of_preemption(request.request_id)
@@ -478,6 +486,8 @@ class SchedulerSide:
             self._unseen.pop(request.request_id, None)
             self._lost.discard(request.request_id)
             info = request_info(request, tracked.content, _num_computed_tokens(tracked))
+        if self.descriptions is not None:
+            self.descriptions.finish(request, info.content)
         self._speak_of(request.request_id)
         self.half.on_request_finished(info, block_ids, reason)
 

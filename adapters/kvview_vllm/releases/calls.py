@@ -9,20 +9,21 @@ Source: the paths named at each function, 0.11.0 to the newest tested release.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
 
-from kvview import ConfigError, OffloadingEvent, RequestContent, UnsupportedEngineError
+from kvview import ConfigError, RequestContent, UnsupportedEngineError
 from kvview_vllm.releases.release import GeometrySeam, find_class
 from kvview_vllm.releases.versions import engine_version
 
 EVENT_FIELDS = (
     *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
     *("lora_name", "group_idx"),  # from 0.14.0, which requires the first, and 0.20.0
+    *("extra_keys", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"),  # 0.17.0, 0.22.0
 )
 """What :func:`make_event` can say of blocks that were stored or removed."""
 
@@ -138,6 +139,11 @@ class _ExtraKeys(Sequence[Any]):
         return keys
 
 
+def extra_keys_of(request: Any, block_size: int) -> Sequence[Any]:
+    """What the hash of each block of so many tokens covers beside them, computed at a look."""
+    return _ExtraKeys(request, block_size)
+
+
 def request_content(request: Any, hash_block_size: int) -> RequestContent:
     """What a ``Request``'s KV is computed from; nothing is copied.
 
@@ -165,23 +171,53 @@ def unfinished_statuses() -> frozenset[Any]:
 # --- events ---
 
 
-def make_event(event: OffloadingEvent, group_idx: int, hashes: list[bytes], size: int) -> Any:
+def make_event(removed: bool, hashes: list[bytes], fields: Mapping[str, Any]) -> Any:
     """``BlockStored`` or ``BlockRemoved`` of vllm/distributed/kv_events.py.
 
     Their medium is a string in every release, of any value: the enum of 0.27 is that of
     the offloading managers' events alone.
+
+    Args:
+        removed: Which of the two.
+        hashes: Of the blocks; they take the form that the GPU's own events have.
+        fields: Of :data:`EVENT_FIELDS`; those that the release lacks are left out.
     """
     kv_events: Any = import_module("vllm.distributed.kv_events")
     convert = import_module("vllm.v1.core.kv_cache_utils").maybe_convert_block_hash
-    kind = kv_events.BlockRemoved if event.removed else kv_events.BlockStored
-    values = dict.fromkeys(EVENT_FIELDS) | {
-        "block_hashes": [convert(block_hash) for block_hash in hashes],
-        "token_ids": [],
-        "block_size": size,
-        "medium": event.medium,
-        "group_idx": group_idx,
-    }
+    kind = kv_events.BlockRemoved if removed else kv_events.BlockStored
+    values = dict.fromkeys(EVENT_FIELDS) | {"token_ids": []} | dict(fields)
+    values["block_hashes"] = [convert(block_hash) for block_hash in hashes]
+    if values["parent_block_hash"] is not None:
+        values["parent_block_hash"] = convert(values["parent_block_hash"])
     return kind(**{name: values[name] for name in kind.__struct_fields__ if name in values})
+
+
+def event_extra_keys(extra_keys: list[Any]) -> list[Any]:
+    """Extra keys as events carry them: from 0.31 hashes tag them, and events do not."""
+    utils: Any = import_module("vllm.v1.core.kv_cache_utils")
+    convert = getattr(utils, "to_event_extra_keys", list)
+    converted: list[Any] = convert(extra_keys)
+    return converted
+
+
+def event_group_kinds(kv_cache_config: Any) -> list[dict[str, Any]]:
+    """What events say of each KV-cache group; nothing up to 0.21, or without groups (0.11.0)."""
+    interface: Any = import_module("vllm.v1.kv_cache_interface")
+    if kv_cache_config is None or not hasattr(interface, "get_kv_cache_spec_kind"):
+        return []
+    return [
+        {
+            "kv_cache_spec_kind": interface.get_kv_cache_spec_kind(group.kv_cache_spec).value,
+            "kv_cache_spec_sliding_window": getattr(group.kv_cache_spec, "sliding_window", None),
+        }
+        for group in kv_cache_config.kv_cache_groups
+    ]
+
+
+def publishes_events(vllm_config: Any) -> bool:
+    """Whether the engine publishes KV events."""
+    config = vllm_config.kv_events_config
+    return config is not None and bool(config.enable_kv_cache_events)
 
 
 # --- offloading: vllm/v1/kv_offload ---

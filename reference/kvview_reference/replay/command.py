@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,8 @@ from kvview.errors import ConfigError, KVViewError
 from kvview.targets import load_connector
 
 if TYPE_CHECKING:
+    from kvview import CacheGeometry
+    from kvview_reference.engine import Engine
     from kvview_reference.replay.run import ReplayReport
     from kvview_reference.replay.traces import Trace, TraceRequest
 
@@ -67,6 +71,17 @@ _SYNTHETIC_BLOCK_SIZE = 512
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the generated workload.")
 @click.option(
+    "--publish", metavar="ENDPOINT", help="Publish KV events there, as the newest vLLM does."
+)
+@click.option("--publish-replay", metavar="ENDPOINT", help="Answer there who missed some.")
+@click.option(
+    "--publish-wait",
+    type=click.FloatRange(0),
+    default=1.0,
+    show_default=True,
+    help="Seconds for readers to connect before, and to ask after.",
+)
+@click.option(
     "--json", "json_file", metavar="FILE", help="Write the report there ('-' for stdout)."
 )
 def replay(
@@ -81,6 +96,9 @@ def replay(
     groups: str,
     requests: int | None,
     seed: int,
+    publish: str | None,
+    publish_replay: str | None,
+    publish_wait: float,
     json_file: str | None,
 ) -> None:
     """Run a request trace through the reference engine, with a connector.
@@ -89,14 +107,18 @@ def replay(
     Without one, a seeded workload of the same shape is generated. Every byte
     that the connector loads is verified.
     """
-    from kvview_reference.replay.run import ReplayConfig
+    from kvview_reference.replay.run import ReplayConfig, make_geometry
     from kvview_reference.replay.run import replay as run
     from kvview_reference.replay.traces import open_trace
     from kvview_reference.replay.workload import generate_trace
 
     if requests is not None and requests < 1:
         raise ConfigError(f"--requests must be at least 1, got {requests}")
-    connector_options = _parse_options(options, cpu_blocks=cpu_blocks, policy=policy)
+    if publish is None and publish_replay is not None:
+        raise ConfigError("--publish-replay is for --publish")
+    tells = True if publish is not None and connector == DEFAULT_CONNECTOR else None
+    named = {"cpu_blocks": cpu_blocks, "policy": policy, "enable_events": tells}
+    connector_options = _parse_options(options, **named)
     config = ReplayConfig(gpu_blocks, block_bytes, concurrency, groups, connector_options)
     connector_class = load_connector(connector)
     require_writable("--json", json_file)
@@ -127,11 +149,37 @@ def replay(
             else:
                 bar.update(task, completed=source.bytes_read, total=source.total_bytes)
 
-        with naming(connector):
-            result = run(_take(rows, requests), block_size, connector_class, config, on_progress)
+        geometry = make_geometry(groups, block_size)
+        with (
+            _published(publish, publish_replay, publish_wait, geometry) as on_step,
+            naming(connector),
+        ):
+            rows = _take(rows, requests)
+            result = run(rows, block_size, connector_class, config, on_progress, on_step)
     _show(result, title, len(malformed))
     write_json(json_file, {**asdict(result), "malformed_rows": len(malformed)})
     sys.exit(ExitCode.CLEAN if result.is_clean else ExitCode.WRONG)
+
+
+@contextmanager
+def _published(
+    endpoint: str | None, replay_endpoint: str | None, wait: float, geometry: CacheGeometry
+) -> Iterator[Callable[[Engine], None] | None]:
+    if endpoint is None:
+        yield None
+        return
+    from kvview.events.channel import Publisher
+    from kvview.events.formats import WIRE_FORMATS
+    from kvview_reference.replay.publish import EventFeed
+
+    newest = [known for known in WIRE_FORMATS if known.producer == "vllm"][-1]
+    with Publisher(endpoint, replay_endpoint, topic="kv-events") as publisher:
+        feed = EventFeed(publisher, geometry, newest)
+        click.echo(f"publishing at {publisher.endpoint}", err=True)
+        time.sleep(wait)
+        yield feed.publish
+        time.sleep(wait)
+    click.echo(f"{feed.num_events:,} events published", err=True)
 
 
 def _take(rows: Iterable[TraceRequest], limit: int | None) -> Iterator[TraceRequest]:

@@ -130,6 +130,7 @@ def replay(
     connector: type[Connector],
     config: ReplayConfig,
     on_progress: Callable[[int], None] = lambda num_requests: None,
+    on_step: Callable[[Engine], None] | None = None,
 ) -> ReplayReport:
     """Run a trace to its end, and until the connector has nothing left to do.
 
@@ -139,6 +140,8 @@ def replay(
         connector: The connector's class.
         config: Sizes and options.
         on_progress: Told of the requests started so far, now and then.
+        on_step: Shown the engine after each step, to take its events; without one
+            the pool records none.
 
     Raises:
         ConfigError: A size is impossible, or a request does not fit in the pool.
@@ -155,10 +158,11 @@ def replay(
         num_gpu_blocks=default_blocks if config.gpu_blocks is None else config.gpu_blocks,
         page_bytes=config.block_bytes,
         max_running=config.concurrency,
+        enable_events=on_step is not None,
     )
     start = time.perf_counter()
     try:
-        blocks = _run(engine, _requests(trace, geometry), config.concurrency, on_progress)
+        blocks = _run(engine, _requests(trace, geometry), config.concurrency, on_progress, on_step)
         pool = engine.kv_cache.pool
         holds = pool.num_blocks - 1 - pool.num_free_blocks()
     except BaseException:
@@ -193,6 +197,7 @@ def _run(
     requests: Iterator[tuple[Request, TraceRequest]],
     concurrency: int,
     on_progress: Callable[[int], None],
+    on_step: Callable[[Engine], None] | None,
 ) -> int:
     blocks = 0
     more = True
@@ -209,6 +214,8 @@ def _run(
                 raise ConfigError(f"line {row.line} of the trace: {error}") from None
             blocks += len(row.hash_ids)
         engine.step()
+        if on_step is not None:
+            on_step(engine)
         on_progress(engine.stats.requests)
     return blocks
 

@@ -1,0 +1,330 @@
+"""``kvview events``: streams of KV events heard, recorded, validated and played again."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvview.cli.exit_codes import EXIT_CODES, ExitCode
+from kvview.cli.output import require_writable, write_json
+from kvview.errors import ConfigError, WireFormatError
+
+if TYPE_CHECKING:
+    from kvview.events.recording import Message
+    from kvview.events.wire import AnyEvent, Batch
+    from kvview.testing.events.consumers import Consumer, Judgement
+    from kvview.testing.events.stream_fold import Finding, StreamFold
+
+_SHOWN = 20  # findings on the screen; the JSON has all that are kept
+_KEPT = 10_000
+_SOURCE = "SOURCE is an endpoint, tcp://HOST:PORT or ipc://PATH, or a recording (.jsonl, .gz)."
+
+
+@click.group()
+def events() -> None:
+    """KV events of vLLM, SGLang and kvview: hear, record, validate, play again."""
+
+
+def _heard(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of every command that takes a SOURCE."""
+    for option in (
+        click.option("--messages", type=click.IntRange(1), help="End after so many."),
+        click.option("--seconds", type=click.FloatRange(0), help="End after so long."),
+        click.option("--topic", default="", help="What the topics begin with.  [default: any]"),
+        click.option(
+            "--replay-from",
+            metavar="ENDPOINT",
+            help="Ask there for messages that were missed.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@events.command(epilog=EXIT_CODES)
+@click.argument("source")
+@_heard
+@click.option(
+    "--consumer",
+    "consumers",
+    multiple=True,
+    metavar="NAME",
+    help="Say what this reader does with each event. Repeatable; 'all' for every one.",
+)
+@click.option("--format", "format_name", metavar="NAME", help="Read this format alone, strictly.")
+@click.option(
+    "--json", "json_file", metavar="FILE", help="Write the report there ('-' for stdout)."
+)
+def validate(
+    source: str,
+    consumers: tuple[str, ...],
+    format_name: str | None,
+    json_file: str | None,
+    **heard: Any,
+) -> None:
+    """Judge a stream: format, sequence, EVENT-1, 3 and 5, and what readers lose.
+
+    SOURCE is an endpoint, tcp://HOST:PORT or ipc://PATH, or a recording.
+    """
+    from kvview.events.formats import find_format
+    from kvview.events.wire import EventDecoder
+    from kvview.testing.events.consumers import CONSUMERS, find_consumer
+    from kvview.testing.events.stream_fold import StreamFold
+
+    require_writable("--json", json_file)
+    chosen = CONSUMERS if "all" in consumers else tuple(map(find_consumer, consumers))
+    strict = None if format_name is None else find_format(format_name)
+    decoder = EventDecoder(strict, strict=strict is not None)
+    report = _Report(StreamFold(decoder), {consumer.name: Counter() for consumer in chosen})
+    with suppress(KeyboardInterrupt):
+        for message in _messages(source, report, **heard):
+            batch, found = report.fold.apply(message.sequence, message.payload)
+            report.note(found)
+            for consumer in chosen:
+                report.judge(consumer, batch)
+        report.has_ended = True
+    report.show(json_file == "-")
+    code = report.code()
+    write_json(json_file, report.to_dict(source, code))
+    sys.exit(code)
+
+
+@events.command(epilog=EXIT_CODES)
+@click.argument("source")
+@_heard
+def tail(source: str, **heard: Any) -> None:
+    """Print each event in a line, and what lies where at the end.
+
+    SOURCE is an endpoint, tcp://HOST:PORT or ipc://PATH, or a recording.
+    """
+    from kvview.testing.events.stream_fold import StreamFold
+
+    report = _Report(StreamFold())
+    with suppress(KeyboardInterrupt):
+        for message in _messages(source, report, **heard):
+            batch, found = report.fold.apply(message.sequence, message.payload)
+            for event in () if batch is None else batch.events:
+                click.echo(f"{message.sequence:>8} {_line(event)}")
+            for finding in found:
+                click.echo(f"{finding.sequence:>8} ! {finding.law}: {finding.what}")
+            report.note(found)
+        report.has_ended = True
+    report.show_held()
+    sys.exit(report.code())
+
+
+@events.command(epilog=EXIT_CODES)
+@click.argument("endpoint")
+@click.argument("file")
+@_heard
+def record(endpoint: str, file: str, **heard: Any) -> None:
+    """Write the messages of ENDPOINT into FILE (.jsonl, or .jsonl.gz)."""
+    from kvview.events.recording import Recording
+    from kvview.testing.events.stream_fold import StreamFold
+
+    require_writable("FILE", file)
+    report = _Report(StreamFold())
+    with Recording(file) as recording, suppress(KeyboardInterrupt):
+        for message in _messages(endpoint, report, **heard):
+            recording.write(message)
+            report.note(report.fold.apply(message.sequence, message.payload)[1])
+        report.has_ended = True
+    click.echo(f"{report.fold.num_messages} messages in {file}")
+    sys.exit(report.code())
+
+
+@events.command(epilog=EXIT_CODES)
+@click.argument("file")
+@click.argument("endpoint")
+@click.option("--replay-to", metavar="ENDPOINT", help="Answer there who missed messages.")
+@click.option("--wait", default=1.0, show_default=True, help="Seconds for readers to connect.")
+@click.option("--linger", default=0.0, show_default=True, help="Seconds to answer replays after.")
+def replay(file: str, endpoint: str, replay_to: str | None, wait: float, linger: float) -> None:
+    """Publish the messages of the recording FILE at ENDPOINT, which is bound.
+
+    They go as fast as they can, numbered from 0.
+    """
+    from kvview.events.channel import Publisher
+
+    payloads = (message.payload for message in _recorded(file, ""))
+    with Publisher(endpoint, replay_to) as publisher:
+        click.echo(f"publishing at {publisher.endpoint}", err=True)
+        time.sleep(wait)
+        number = sum(1 for _ in map(publisher.publish, payloads))
+        time.sleep(linger)
+    click.echo(f"{number} messages published")
+    sys.exit(ExitCode.CLEAN if number else ExitCode.NOT_CHECKED)
+
+
+def _messages(
+    source: str,
+    report: _Report,
+    *,
+    messages: int | None,
+    seconds: float | None,
+    topic: str,
+    replay_from: str | None,
+) -> Iterator[Message]:
+    found = _recorded(source, topic)
+    if "://" in source:
+        found = _live(source, report, topic, replay_from, seconds)
+    elif replay_from is not None or seconds is not None:
+        raise ConfigError(f"--replay-from and --seconds are for an endpoint. {_SOURCE}")
+    for number, message in enumerate(found, start=1):
+        yield message
+        if number == messages:
+            return
+
+
+def _recorded(source: str, topic: str) -> Iterator[Message]:
+    from kvview.events.recording import read_recording
+
+    return (message for message in read_recording(source) if message.topic.startswith(topic))
+
+
+def _live(
+    source: str, report: _Report, topic: str, replay_from: str | None, seconds: float | None
+) -> Iterator[Message]:
+    """What is heard; what was missed comes before what follows it."""
+    from kvview.events.channel import Listener
+
+    end = None if seconds is None else time.monotonic() + seconds
+    expected = 0
+    with Listener(source, replay_from, topic=topic) as listener:
+        while end is None or time.monotonic() < end:
+            left = 0.2 if end is None else max(0.0, min(0.2, end - time.monotonic()))
+            message: Message | None = None
+            try:
+                message = listener.receive(left)
+                if message is None:
+                    continue
+                if message.sequence > expected and replay_from is not None:
+                    for missed in listener.replay(expected):
+                        if expected <= missed.sequence < message.sequence:
+                            report.num_replayed += 1
+                            yield missed
+            except (WireFormatError, ConfigError) as error:
+                report.tell(str(error))
+                if message is None:
+                    continue
+            expected = message.sequence + 1
+            yield message
+
+
+@dataclass
+class _Report:
+    fold: StreamFold
+    judged: dict[str, Counter[Judgement]] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    num_findings: int = 0
+    num_replayed: int = 0
+    trouble: list[str] = field(default_factory=list)
+    has_ended: bool = False
+
+    def note(self, found: list[Finding]) -> None:
+        self.num_findings += len(found)
+        self.findings += found[: _KEPT - len(self.findings)]
+
+    def tell(self, trouble: str) -> None:
+        if trouble not in self.trouble[:_SHOWN]:
+            click.echo(f"kvview: {trouble}", err=True)
+            self.trouble.append(trouble)
+
+    def judge(self, consumer: Consumer, batch: Batch | None) -> None:
+        if batch is not None:
+            self.judged[consumer.name].update(consumer.judge(batch))
+
+    def code(self) -> ExitCode:
+        from kvview.testing.events.consumers import Verdict
+
+        lost = (Verdict.REJECTED, Verdict.BATCH_LOST)
+        if self.num_findings or any(
+            one.verdict in lost for all_ in self.judged.values() for one in all_
+        ):
+            return ExitCode.WRONG
+        if not self.has_ended:
+            return ExitCode.INTERRUPTED
+        if self.trouble or not self.fold.num_messages:
+            return ExitCode.NOT_CHECKED
+        return ExitCode.CLEAN
+
+    def show(self, is_quiet: bool) -> None:
+        """Everything for people; on stderr when stdout has the JSON."""
+        for finding in self.findings[:_SHOWN]:
+            click.echo(f"message {finding.sequence}: {finding.law}: {finding.what}", err=is_quiet)
+        if self.num_findings > _SHOWN:
+            click.echo(f"... and {self.num_findings - _SHOWN} more", err=is_quiet)
+        for name, judged in self.judged.items():
+            for judgement, count in judged.most_common():
+                thread = f" ({judgement.thread})" if judgement.thread else ""
+                why = f": {judgement.why}" if judgement.why else ""
+                click.echo(f"{name}: {count} {judgement.verdict.value}{why}{thread}", err=is_quiet)
+        self.show_held(is_quiet)
+
+    def show_held(self, is_quiet: bool = False) -> None:
+        fold = self.fold
+        formats = ", ".join(fold.formats) or "no format"
+        replayed = f", {self.num_replayed} of them replayed" if self.num_replayed else ""
+        click.echo(
+            f"{fold.num_messages} messages{replayed}, {fold.num_events.total()} events, {formats}",
+            err=is_quiet,
+        )
+        for medium, held in sorted(fold.held.items()):
+            click.echo(f"{medium}: {len(held)} blocks", err=is_quiet)
+        if fold.num_messages and not fold.knows_all:
+            click.echo("not all was heard: what lies where is a part", err=is_quiet)
+
+    def to_dict(self, source: str, code: ExitCode) -> dict[str, Any]:
+        return {
+            "source": source,
+            "exit_code": int(code),
+            "messages": self.fold.num_messages,
+            "replayed": self.num_replayed,
+            "events": dict(self.fold.num_events),
+            "formats": dict(self.fold.formats),
+            "held": {medium: len(held) for medium, held in sorted(self.fold.held.items())},
+            "knows_all": self.fold.knows_all,
+            "missing": [[gap.start, gap.stop] for gap in self.fold.gaps],
+            "num_findings": self.num_findings,
+            "findings": [asdict(finding) for finding in self.findings],
+            "trouble": self.trouble,
+            "consumers": {
+                name: [
+                    {
+                        "verdict": judgement.verdict.value,
+                        "why": judgement.why,
+                        "thread": judgement.thread,
+                        "events": count,
+                    }
+                    for judgement, count in judged.most_common()
+                ]
+                for name, judged in self.judged.items()
+            },
+        }
+
+
+def _line(event: AnyEvent) -> str:
+    from kvview.events.wire import RemovedEvent, StoredEvent, UnreadableEvent
+
+    if isinstance(event, UnreadableEvent):
+        return f"? {event.why}"
+    if not isinstance(event, StoredEvent | RemovedEvent):
+        return "cleared"
+    hashes = [
+        block_hash.hex()[:16] if isinstance(block_hash, bytes) else f"{block_hash:016x}"
+        for block_hash in event.block_hashes[:3]
+    ]
+    more = "" if len(event.block_hashes) <= 3 else f" ... ({len(event.block_hashes)})"
+    group = "" if event.group_idx is None else f" group {event.group_idx}"
+    said = f"{event.medium}{group} {' '.join(hashes)}{more}"
+    if isinstance(event, RemovedEvent):
+        return f"- {said}"
+    tokens = len(event.token_ids or ())
+    return f"+ {said} ({tokens} tokens, blocks of {event.block_size})"

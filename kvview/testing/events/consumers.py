@@ -1,0 +1,374 @@
+"""What the readers of KV events do with each: their rules, as far as their sources say.
+
+Each profile is read from one state of one public decoder, which it names; what a reader
+does with an event that it has decoded is in its rules as far as the block is lost or
+changed there. A profile judges one batch at a time, and remembers nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from kvview.errors import ConfigError
+from kvview.events.formats import find_format
+from kvview.events.wire import (
+    AnyEvent,
+    Batch,
+    ClearedEvent,
+    RemovedEvent,
+    StoredEvent,
+    UnreadableEvent,
+)
+
+
+class Verdict(Enum):
+    """What becomes of an event, the best first."""
+
+    ACCEPTED = "accepted"
+    PARTLY = "accepted, but"
+    REJECTED = "rejected"
+    BATCH_LOST = "whole batch lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A verdict, and what it is for.
+
+    Args:
+        verdict: On the event.
+        why: What is lost, or why all of it; empty for ACCEPTED.
+        thread: Where it was reported, ``owner/name#number``; empty when nowhere known.
+    """
+
+    verdict: Verdict
+    why: str = ""
+    thread: str = ""
+
+
+Rule = Callable[[AnyEvent, Batch], Judgement | None]
+"""What one rule says of an event, None when it has nothing against it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """A reader of KV events.
+
+    Args:
+        name: As ``--consumer`` has it.
+        what: Who it is.
+        source: Where the rules were read: repository, file, commit.
+        read_on: Date of that state, or of the look where it has none.
+        rules: Of each event the worst judgement counts.
+    """
+
+    name: str
+    what: str
+    source: str
+    read_on: str
+    rules: tuple[Rule, ...]
+
+    def judge(self, batch: Batch) -> list[Judgement]:
+        """A judgement for each event; where one costs the batch, all events are lost."""
+        judged = [self._judge(event, batch) for event in batch.events]
+        costly = next((one for one in judged if one.verdict is Verdict.BATCH_LOST), None)
+        return judged if costly is None else [costly] * len(judged)
+
+    def _judge(self, event: AnyEvent, batch: Batch) -> Judgement:
+        found = [one for rule in self.rules if (one := rule(event, batch)) is not None]
+        order = [*Verdict]
+        worst = max(found, key=lambda one: order.index(one.verdict), default=None)
+        if worst is None or worst.verdict is not Verdict.PARTLY:
+            return worst or Judgement(Verdict.ACCEPTED)
+        partly = [one for one in found if one.verdict is Verdict.PARTLY]
+        threads = [one.thread for one in partly if one.thread]
+        return Judgement(
+            Verdict.PARTLY, "; ".join(one.why for one in partly), threads[0] if threads else ""
+        )
+
+
+def find_consumer(name: str) -> Consumer:
+    """A profile by its name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    for consumer in CONSUMERS:
+        if consumer.name == name:
+            return consumer
+    known = ", ".join(consumer.name for consumer in CONSUMERS)
+    raise ConfigError(f"--consumer {name!r}: not known, known are {known}")
+
+
+def _hashes(event: AnyEvent) -> Iterable[int | bytes]:
+    if isinstance(event, StoredEvent | RemovedEvent):
+        yield from event.block_hashes or ()
+    if isinstance(event, StoredEvent) and event.parent_block_hash is not None:
+        yield event.parent_block_hash
+
+
+# --- rules that several readers share ---
+
+
+def _unreadable(event: AnyEvent, batch: Batch) -> Judgement | None:
+    if isinstance(event, UnreadableEvent):
+        return Judgement(Verdict.BATCH_LOST, f"it cannot be read: {event.why}")
+    return None
+
+
+def _arrays_only(thread: str) -> Rule:
+    def rule(event: AnyEvent, batch: Batch) -> Judgement | None:
+        if batch.wire_format.is_map:
+            return Judgement(Verdict.BATCH_LOST, "events are read as arrays, and are maps", thread)
+        return None
+
+    return rule
+
+
+def _maps_only(event: AnyEvent, batch: Batch) -> Judgement | None:
+    if not batch.wire_format.is_map:
+        return Judgement(Verdict.BATCH_LOST, "events are read as maps, and are arrays")
+    return None
+
+
+def _integer_hashes_only(event: AnyEvent, batch: Batch) -> Judgement | None:
+    if any(isinstance(block_hash, bytes) for block_hash in _hashes(event)):
+        return Judgement(Verdict.BATCH_LOST, "hashes are read as integers, and are bytes")
+    return None
+
+
+def _ignores(*names: str, thread: str = "") -> Rule:
+    """Fields that are read over, where they say something that tells blocks apart."""
+
+    def rule(event: AnyEvent, batch: Batch) -> Judgement | None:
+        said = [name for name in names if getattr(event, name, None)]
+        if "medium" in said and event.medium == "GPU":  # type: ignore[union-attr]
+            said.remove("medium")
+        return Judgement(Verdict.PARTLY, f"{', '.join(said)} not read", thread) if said else None
+
+    return rule
+
+
+def _metadata_is_no_name(thread: str) -> Rule:
+    def rule(event: AnyEvent, batch: Batch) -> Judgement | None:
+        if isinstance(event, StoredEvent) and event.metadata is not None:
+            why = "the eighth field is read as the adapter's name, and is a map"
+            return Judgement(Verdict.BATCH_LOST, why, thread)
+        return None
+
+    return rule
+
+
+# --- Dynamo ---
+
+_MAIN_KINDS = ("full_attention", "mla_attention", "sink_full_attention")
+_DYNAMO_EMPTY = "vllm-project/vllm#43468"
+
+
+def _dynamo_rank(event: AnyEvent, batch: Batch) -> Judgement | None:
+    if not batch.wire_format.has_rank:
+        return Judgement(Verdict.BATCH_LOST, "a batch is read as three elements, and has two")
+    return None
+
+
+def _dynamo_groups(event: AnyEvent, batch: Batch) -> Judgement | None:
+    kind = getattr(event, "kv_cache_spec_kind", None)
+    if kind is not None and kind not in _MAIN_KINDS:
+        return Judgement(Verdict.REJECTED, f"blocks of {kind} are left out")
+    return None
+
+
+def _dynamo_locality(event: AnyEvent, batch: Batch) -> Judgement | None:
+    locality = getattr(event, "locality", None)
+    if locality not in (None, "LOCAL"):
+        return Judgement(Verdict.REJECTED, f"locality {locality} is left out")
+    return None
+
+
+def _dynamo_tokens(event: AnyEvent, batch: Batch) -> Judgement | None:
+    if not isinstance(event, StoredEvent) or not event.block_hashes:
+        return None
+    hashes = [*_hashes(event)]
+    if len({*hashes}) < len(hashes):
+        return Judgement(Verdict.REJECTED, "a hash comes twice in it")
+    size, tokens = event.block_size or 0, len(event.token_ids or ())
+    if not size:
+        return Judgement(Verdict.REJECTED, "block size 0 is not the reader's", _DYNAMO_EMPTY)
+    whole = min(tokens // size, len(event.block_hashes))
+    if not whole:
+        why = f"token_ids too short: need {size}, got {tokens}"
+        return Judgement(Verdict.REJECTED, why, _DYNAMO_EMPTY)
+    if whole < len(event.block_hashes):
+        lost = len(event.block_hashes) - whole
+        return Judgement(Verdict.PARTLY, f"token_ids too short: the last {lost} blocks are lost")
+    return None
+
+
+# --- AIBrix ---
+
+_AIBRIX_FIELDS = "vllm-project/aibrix#2285"
+
+
+def _aibrix_tokens(event: AnyEvent, batch: Batch) -> Judgement | None:
+    if not isinstance(event, StoredEvent):
+        return None
+    tokens, size = len(event.token_ids or ()), event.block_size or 0
+    if tokens and (size <= 0 or tokens % size):
+        why = f"{tokens} tokens do not divide into blocks of {size}"
+        return Judgement(Verdict.BATCH_LOST, why)
+    blocks = tokens // size if tokens else 0
+    if blocks != len(event.block_hashes):
+        why = f"length mismatch: {len(event.block_hashes)} hashes, {blocks} blocks of tokens"
+        return Judgement(Verdict.REJECTED, why)
+    return None
+
+
+# --- llm-d ---
+
+
+def _llmd_tokens(event: AnyEvent, batch: Batch) -> Judgement | None:
+    if isinstance(event, StoredEvent) and not event.token_ids and event.block_hashes:
+        why = "taken as a move of blocks that are known already; others are passed over"
+        return Judgement(Verdict.PARTLY, why, "llm-d/llm-d-kv-cache#561")
+    return None
+
+
+def _llmd_group(event: AnyEvent, batch: Batch) -> Judgement | None:
+    if not isinstance(event, StoredEvent) or event.group_idx is None:
+        return None
+    if event.group_idx < 0:
+        return Judgement(Verdict.BATCH_LOST, f"group {event.group_idx} is negative")
+    if not event.kv_cache_spec_kind:
+        return Judgement(Verdict.PARTLY, "the kind of its group is overwritten with an empty one")
+    return None
+
+
+def _llmd_clear(event: AnyEvent, batch: Batch) -> Judgement | None:
+    if isinstance(event, ClearedEvent):
+        why = "it clears every medium, not the GPU alone"
+        return Judgement(Verdict.PARTLY, why)
+    return None
+
+
+_LLMD = (_unreadable, _llmd_tokens, _llmd_group, _llmd_clear)
+_LLMD_FILE = "llm-d/llm-d-kv-cache pkg/kvevents/engineadapter/vllm_adapter.go"
+
+# --- classes of a producer, read as they are ---
+
+
+def _classes_of(name: str) -> Rule:
+    fields = find_format(name)
+
+    def rule(event: AnyEvent, batch: Batch) -> Judgement | None:
+        is_stored = isinstance(event, StoredEvent)
+        if not is_stored and not isinstance(event, RemovedEvent):
+            return None
+        written = batch.wire_format.stored if is_stored else batch.wire_format.removed
+        names = {field.name for field in written}
+        missing = [
+            field.name
+            for field in (fields.stored if is_stored else fields.removed)
+            if not field.is_omitted and field.name not in names
+        ]
+        if missing:
+            return Judgement(Verdict.BATCH_LOST, f"{', '.join(missing)} missing")
+        return None
+
+    return rule
+
+
+def _never(thread: str) -> Rule:
+    def rule(event: AnyEvent, batch: Batch) -> Judgement | None:
+        return Judgement(Verdict.BATCH_LOST, "a batch is read as a map, and is an array", thread)
+
+    return rule
+
+
+_MAPS = "vllm-project/vllm#42892"
+
+CONSUMERS: tuple[Consumer, ...] = (
+    Consumer(
+        "dynamo",
+        "NVIDIA Dynamo's router; block size as the events have it",
+        "ai-dynamo/dynamo lib/kv-router/src/zmq_wire at 0917ca25, 2bd0a36d",
+        "2026-11-22",
+        (
+            _unreadable,
+            _dynamo_rank,
+            _integer_hashes_only,
+            _metadata_is_no_name("ai-dynamo/dynamo#14530"),
+            _dynamo_groups,
+            _dynamo_locality,
+            _dynamo_tokens,
+        ),
+    ),
+    Consumer(
+        "llm-d-arrays",
+        "llm-d's index before its pull request 661",
+        f"{_LLMD_FILE} at 7be76e11",
+        "2026-06-12",
+        (_arrays_only(_MAPS), *_LLMD),
+    ),
+    Consumer(
+        "llm-d",
+        "llm-d's index, arrays and maps",
+        f"{_LLMD_FILE}, pull request 661 over 7be76e11",
+        "2026-06-12",
+        _LLMD,
+    ),
+    Consumer(
+        "aibrix",
+        "AIBrix's gateway",
+        "vllm-project/aibrix pkg/cache/kvcache/msgpack_decoder.go at e3e10f9e",
+        "2026-08-23",
+        (
+            _unreadable,
+            _arrays_only("vllm-project/aibrix#2285"),
+            _metadata_is_no_name("ai-dynamo/dynamo#14530"),
+            _aibrix_tokens,
+            _ignores("medium", "group_idx", "extra_keys", "lora_name", thread=_AIBRIX_FIELDS),
+        ),
+    ),
+    Consumer(
+        "aibrix-0.4",
+        "AIBrix's gateway before its pull request 1848",
+        "vllm-project/aibrix issue 1720: the error it reports",
+        "2025-10-31",
+        (_never("vllm-project/aibrix#1720"),),
+    ),
+    Consumer(
+        "kthena",
+        "kthena's runtime",
+        "volcano-sh/kthena python/kthena/runtime/zmq_subscriber.py at 3cc05728",
+        "2026-08-21",
+        (
+            _unreadable,
+            _arrays_only("volcano-sh/kthena#1535"),
+            _integer_hashes_only,
+            _ignores("medium", "group_idx", "extra_keys", "lora_name"),
+        ),
+    ),
+    Consumer(
+        "vllm",
+        "vLLM's own classes, 0.24 and later",
+        "vllm/distributed/kv_events.py of 0.33.0",
+        "2026-11-21",
+        (_unreadable, _maps_only, _classes_of("vllm-0.33")),
+    ),
+    Consumer(
+        "vllm-0.23",
+        "vLLM's own classes, 0.14 to 0.23",
+        "vllm/distributed/kv_events.py of 0.23.0",
+        "2026-11-21",
+        (_unreadable, _arrays_only(_MAPS), _classes_of("vllm-0.22")),
+    ),
+    Consumer(
+        "sglang",
+        "SGLang's own classes since its pull request 37482",
+        "sglang/srt/disaggregation/kv_events.py, as its tests copy it",
+        "2026-11-22",
+        (_unreadable, _maps_only, _integer_hashes_only, _classes_of("sglang-maps")),
+    ),
+)
+"""Every profile that there is."""

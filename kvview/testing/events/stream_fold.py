@@ -1,0 +1,145 @@
+"""A stream of KV events judged: numbers without gaps, stores and removals that take turns.
+
+1. Numbers rise by one. A gap, a number that comes again and a publisher that began anew are
+   told; after a gap, and where the beginning was not heard, a removal of what is unknown is
+   no fault (EVENT-1, EVENT-3).
+2. In a tier a key is stored once and then removed; on the GPU several blocks may have it.
+3. ``AllBlocksCleared`` empties the GPU alone (EVENT-5): it names no medium, and what a
+   tier holds stays loadable.
+4. What a stream cannot show is not judged: whether what is advertised is loadable (EVENT-2),
+   and that failed stores are silent (EVENT-4). :attr:`StreamFold.held` is what to compare.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvview.errors import WireFormatError
+from kvview.events import MEDIUM_GPU
+from kvview.events.wire import (
+    AnyEvent,
+    Batch,
+    ClearedEvent,
+    EventDecoder,
+    Hash,
+    RemovedEvent,
+    StoredEvent,
+)
+
+_Key = tuple[Hash, int | None]  # of a block: its hash, and its group
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong with a stream.
+
+    Args:
+        sequence: Number of the message.
+        law: ``"EVENT-1"`` for example, or ``"FORMAT"``.
+        what: In a sentence.
+    """
+
+    sequence: int
+    law: str
+    what: str
+
+
+@dataclass
+class StreamFold:
+    """Folds messages into what lies where, and finds what is wrong.
+
+    Args:
+        decoder: Reads the batches; leniently, as a stream goes on after a bad one.
+    """
+
+    decoder: EventDecoder = field(default_factory=lambda: EventDecoder(strict=False))
+    held: dict[str, Counter[_Key]] = field(default_factory=dict)
+    num_messages: int = 0
+    num_events: Counter[str] = field(default_factory=Counter)
+    formats: Counter[str] = field(default_factory=Counter)
+    gaps: list[range] = field(default_factory=list)
+    knows_all: bool = False
+    _next: int | None = None
+
+    def apply(self, sequence: int, payload: bytes) -> tuple[Batch | None, list[Finding]]:
+        """Take one message in.
+
+        Args:
+            sequence: As its frame says.
+            payload: The batch.
+
+        Returns:
+            The batch, None when it cannot be read; and what is wrong with the message.
+        """
+        found = [*self._number(sequence)]
+        self.num_messages += 1
+        try:
+            batch = self.decoder.decode(payload)
+        except WireFormatError as error:
+            self.knows_all = False
+            return None, [*found, Finding(sequence, "FORMAT", str(error))]
+        self.formats[batch.wire_format.name] += 1
+        found += [Finding(sequence, "FORMAT", problem) for problem in batch.problems]
+        for number, event in enumerate(batch.events):
+            self.num_events[type(event).__name__] += 1
+            found += [
+                Finding(sequence, law, f"event {number} {what}") for law, what in self._fold(event)
+            ]
+        return batch, found
+
+    def fill(self, gap: range) -> None:
+        """Say that a replay brought what was missing; its messages are applied already."""
+        self.gaps = [other for other in self.gaps if other != gap]
+
+    def _number(self, sequence: int) -> Iterator[Finding]:
+        expected, self._next = self._next, sequence + 1
+        if expected is None:
+            self.knows_all = sequence == 0
+        elif sequence > expected:
+            self.gaps.append(range(expected, sequence))
+            self.knows_all = False
+            yield Finding(
+                sequence, "EVENT-3", f"{sequence - expected} messages from {expected} are missing"
+            )
+        elif sequence == 0:
+            self.held.clear()
+            self.knows_all = True
+            yield Finding(sequence, "EVENT-3", f"the publisher began anew, after {expected - 1}")
+        elif sequence < expected:
+            yield Finding(sequence, "EVENT-3", f"the message comes after {expected - 1}")
+
+    def _fold(self, event: AnyEvent) -> Iterator[tuple[str, str]]:
+        if isinstance(event, ClearedEvent):
+            self.held.pop(MEDIUM_GPU, None)
+        elif isinstance(event, StoredEvent | RemovedEvent):
+            medium = event.medium or MEDIUM_GPU
+            held = self.held.setdefault(medium, Counter())
+            for block_hash in event.block_hashes or ():
+                key = block_hash, event.group_idx
+                if isinstance(event, RemovedEvent):
+                    if held[key] > 1:
+                        held[key] -= 1
+                    elif not held.pop(key, 0) and self.knows_all:
+                        name = _named(block_hash)
+                        yield "EVENT-1", f"removes {name} from {medium}, which does not hold it"
+                elif held[key] and medium != MEDIUM_GPU:
+                    yield "EVENT-1", f"stores {_named(block_hash)} in {medium} a second time"
+                else:
+                    held[key] += 1
+            if isinstance(event, StoredEvent):
+                yield from _shape(event)
+
+
+def _shape(event: StoredEvent) -> Iterator[tuple[str, str]]:
+    tokens, blocks = len(event.token_ids or ()), len(event.block_hashes or ())
+    if tokens and tokens != blocks * (event.block_size or 0):
+        yield (
+            "FORMAT",
+            f"has {tokens} tokens for {blocks} blocks of {event.block_size}",
+        )
+
+
+def _named(block_hash: Hash) -> str:
+    return f"block {block_hash.hex() if isinstance(block_hash, bytes) else block_hash}"

@@ -1,0 +1,398 @@
+"""Streams of KV events: consumers, the fold, the channel, recordings and the command."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import pytest
+import zmq
+from click.testing import CliRunner, Result
+
+from kvview import ConfigError, WireFormatError
+from kvview.cli.commands import EntryPointGroup
+from kvview.events.channel import Listener, Publisher, read_frames
+from kvview.events.formats import find_format
+from kvview.events.recording import Message, Recording, read_recording
+from kvview.events.wire import Batch, codec, decode, encode
+from kvview.testing.events.command import events as command
+from kvview.testing.events.consumers import CONSUMERS, Verdict, find_consumer
+from kvview.testing.events.stream_fold import StreamFold
+
+pack = msgspec.msgpack.encode
+ANY_PORT = "tcp://127.0.0.1:*"
+SALTED = [
+    ["BlockStored", [1], None, [5] * 16, 16, None, "GPU"],
+    ["BlockStored", [2], 1, [6] * 16, 16, None, "GPU", {"cache_salt": "tenant"}],
+]  # one event of the batch has metadata: SGLang 0.5.18
+KTHENA = {
+    "type": "BlockStored",
+    "block_hashes": [15760518052499183552],
+    "parent_block_hash": None,
+    "token_ids": [*range(16)],
+    "block_size": 16,
+    "lora_id": None,
+    "medium": "GPU",
+    "lora_name": None,
+    "extra_keys": [None],
+    "group_idx": 0,
+    "kv_cache_spec_kind": "full_attention",
+}
+GROUPED = ["BlockStored", [1], None, [5] * 16, 16, None, "CPU", None, None, 1]
+INCIDENTS = {
+    "ai-dynamo/dynamo#14530": ("dynamo", SALTED, Verdict.BATCH_LOST),
+    "volcano-sh/kthena#1535": ("kthena", [KTHENA], Verdict.BATCH_LOST),
+    "vllm-project/aibrix#1720": ("aibrix-0.4", SALTED[:1], Verdict.BATCH_LOST),
+    "vllm-project/aibrix#2285": ("aibrix", [GROUPED], Verdict.PARTLY),
+}
+
+
+def batch_of(name: str, *events: tuple[str, dict[str, Any]]) -> Batch:
+    writer = codec(find_format(name))
+    made = [writer.make(tag, **values) for tag, values in events]
+    return Batch(1.5, made, 0, writer.wire_format)
+
+
+def stored(*hashes: int, medium: str = "GPU", **values: Any) -> tuple[str, dict[str, Any]]:
+    said = {"token_ids": [7] * 4 * len(hashes), "block_size": 4, "group_idx": 0}
+    said |= {"kv_cache_spec_kind": "full_attention"}
+    return "BlockStored", {"block_hashes": [*hashes], "medium": medium, **said, **values}
+
+
+def removed(*hashes: int, medium: str = "GPU") -> tuple[str, dict[str, Any]]:
+    return "BlockRemoved", {"block_hashes": [*hashes], "medium": medium, "group_idx": 0}
+
+
+CLEARED: tuple[str, dict[str, Any]] = ("AllBlocksCleared", {})
+
+
+def payload_of(*events: tuple[str, dict[str, Any]], name: str = "vllm-0.30") -> bytes:
+    return encode(batch_of(name, *events))
+
+
+# --- consumers ---
+
+
+@pytest.mark.parametrize("thread", INCIDENTS)
+def test_an_incident_is_flagged_by_its_thread(thread: str) -> None:
+    name, events, verdict = INCIDENTS[thread]
+    judged = find_consumer(name).judge(decode(pack([1.5, events, 0]), strict=False))
+    assert {judgement.verdict for judgement in judged} == {verdict}
+    assert judged[-1].thread == thread
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "verdict", "why"),
+    [
+        ("dynamo", {}, Verdict.ACCEPTED, ""),
+        ("dynamo", {"token_ids": []}, Verdict.REJECTED, "token_ids too short: need 4, got 0"),
+        ("dynamo", {"block_size": 0}, Verdict.REJECTED, "block size 0"),
+        ("dynamo", {"token_ids": [1] * 5}, Verdict.PARTLY, "the last 1 blocks are lost"),
+        ("dynamo", {"parent_block_hash": 1}, Verdict.REJECTED, "a hash comes twice"),
+        ("dynamo", {"block_hashes": [b"h" * 32]}, Verdict.BATCH_LOST, "hashes are read as int"),
+        ("dynamo", {"kv_cache_spec_kind": "mamba"}, Verdict.REJECTED, "blocks of mamba"),
+        ("dynamo", {"locality": "REMOTE"}, Verdict.REJECTED, "locality REMOTE"),
+        ("llm-d", {}, Verdict.ACCEPTED, ""),
+        ("llm-d", {"token_ids": []}, Verdict.PARTLY, "taken as a move"),
+        ("llm-d", {"kv_cache_spec_kind": None}, Verdict.PARTLY, "overwritten with an empty one"),
+        ("llm-d-arrays", {}, Verdict.BATCH_LOST, "read as arrays, and are maps"),
+        ("vllm", {}, Verdict.ACCEPTED, ""),
+        ("vllm-0.23", {}, Verdict.BATCH_LOST, "read as arrays, and are maps"),
+        ("sglang", {}, Verdict.ACCEPTED, ""),
+    ],
+)
+def test_what_a_consumer_does(
+    name: str, values: dict[str, Any], verdict: Verdict, why: str
+) -> None:
+    batch = batch_of("vllm-0.30", stored(1, 2, medium="CPU", **values))
+    (judgement,) = find_consumer(name).judge(batch)
+    assert (judgement.verdict, why in judgement.why) == (verdict, True), judgement
+
+
+def test_arrays_and_their_readers() -> None:
+    grouped = batch_of("vllm-0.22", stored(1, 2), removed(1), CLEARED)
+    verdicts = {consumer.name: consumer.judge(grouped)[0].verdict for consumer in CONSUMERS}
+    assert verdicts["dynamo"] is verdicts["aibrix"] is verdicts["vllm-0.23"] is Verdict.ACCEPTED
+    assert verdicts["kthena"] is verdicts["llm-d-arrays"] is Verdict.ACCEPTED
+    assert verdicts["vllm"] is verdicts["sglang"] is Verdict.BATCH_LOST
+    places = batch_of("vllm-0.22", stored(1, 2, medium="CPU", token_ids=[]))
+    (judgement,) = find_consumer("aibrix").judge(places)
+    assert judgement.why == "length mismatch: 2 hashes, 0 blocks of tokens"
+    (judgement,) = find_consumer("vllm").judge(batch_of("sglang-maps", stored(1)))
+    assert judgement.why == "lora_name missing"
+
+
+def test_every_reader_has_its_source() -> None:
+    assert all(consumer.source and consumer.read_on for consumer in CONSUMERS)
+    with pytest.raises(ConfigError, match="--consumer 'x': not known, known are dynamo, "):
+        find_consumer("x")
+
+
+# --- the fold ---
+
+
+def laws(fold: StreamFold, sequence: int, *events: tuple[str, dict[str, Any]]) -> list[str]:
+    _, found = fold.apply(sequence, payload_of(*events))
+    return [finding.law for finding in found]
+
+
+def test_what_lies_where() -> None:
+    fold = StreamFold()
+    assert laws(fold, 0, stored(1, 2), stored(1, medium="CPU")) == []
+    assert laws(fold, 1, stored(1), removed(1), removed(2)) == []
+    assert {medium: set(held) for medium, held in fold.held.items()} == {
+        "GPU": {(1, 0)},
+        "CPU": {(1, 0)},
+    }
+    assert laws(fold, 2, CLEARED) == []
+    assert [*fold.held] == ["CPU"]
+    assert laws(fold, 3, removed(1)) == ["EVENT-1"]
+    assert laws(fold, 4, stored(1, medium="CPU")) == ["EVENT-1"]
+    assert laws(fold, 5, removed(1, medium="CPU")) == []
+    assert laws(fold, 6, removed(1, medium="CPU")) == ["EVENT-1"]
+    assert laws(fold, 7, stored(3, token_ids=[1])) == ["FORMAT"]
+
+
+def test_numbers_without_gaps() -> None:
+    fold = StreamFold()
+    assert laws(fold, 5, removed(9)) == []  # heard too late to know
+    assert laws(fold, 7) == ["EVENT-3"]
+    assert fold.gaps == [range(6, 7)]
+    assert laws(fold, 7) == ["EVENT-3"]
+    assert laws(fold, 0, stored(1)) == ["EVENT-3"]  # the publisher began anew
+    assert laws(fold, 1, removed(1), removed(2)) == ["EVENT-1"]
+    assert fold.apply(2, b"junk")[0] is None
+    assert laws(fold, 3, removed(5)) == []  # what the unreadable batch held is not known
+
+
+# --- the channel ---
+
+
+@pytest.mark.parametrize("replay_topic", [True, False])
+def test_what_was_missed_is_replayed(replay_topic: bool) -> None:
+    with Publisher(ANY_PORT, ANY_PORT, topic="kv", replay_topic=replay_topic) as publisher:
+        for number in range(5):
+            assert publisher.publish(b"%d" % number) == number
+        with Listener(publisher.endpoint, publisher.replay_endpoint) as listener:
+            missed = [*listener.replay(2)]
+            assert [(message.sequence, message.payload) for message in missed] == [
+                *((2, b"2"), (3, b"3"), (4, b"4"))
+            ]
+            assert {message.topic for message in missed} == {"kv" if replay_topic else ""}
+            heard = None
+            while heard is None:  # until the subscription has arrived
+                publisher.publish(b"live")
+                heard = listener.receive(0.05)
+            assert (heard.payload, heard.topic) == (b"live", "kv")
+
+
+def test_endpoints_that_are_none() -> None:
+    with pytest.raises(ConfigError, match=r"endpoint 'nonsense': .*wanted tcp://HOST:PORT"):
+        Listener("nonsense")
+    with pytest.raises(ConfigError, match="endpoint 'tcp://nobody:1': cannot be bound"):
+        Publisher("tcp://nobody:1")
+    with Publisher(ANY_PORT) as publisher:
+        with pytest.raises(ConfigError, match="cannot be bound: Address already in use"):
+            Publisher(publisher.endpoint)
+        with Listener(publisher.endpoint) as listener:
+            assert listener.receive(0.01) is None
+            with pytest.raises(ConfigError, match="no replay endpoint was given"):
+                next(listener.replay(0))
+        with (
+            Listener(publisher.endpoint, "tcp://127.0.0.1:9", replay_seconds=0.05) as listener,
+            pytest.raises(ConfigError, match=r"no answer in 0.05 s"),
+        ):
+            next(listener.replay(0))
+
+
+def test_frames_of_a_foreign_protocol() -> None:
+    for frames in ([b"hello"], [b"", b"1", b""], [b""] * 4):
+        with pytest.raises(WireFormatError, match="not a message of KV events: "):
+            read_frames(frames)
+
+
+# --- recordings ---
+
+
+def test_a_recording_is_read_again(tmp_path: Path) -> None:
+    messages = [Message(number, bytes([number, 255]), "kv", 1.5) for number in range(3)]
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        with Recording(str(tmp_path / name)) as recording:
+            for message in messages:
+                recording.write(message)
+        assert [*read_recording(str(tmp_path / name))] == messages
+    cut = tmp_path / "cut.jsonl.gz"
+    cut.write_bytes((tmp_path / "a.jsonl.gz").read_bytes()[:-12])
+    with pytest.raises(WireFormatError, match="cut off or no gzip"):
+        list(read_recording(str(cut)))
+    with pytest.raises(ConfigError, match="No such file"):
+        list(read_recording(str(tmp_path / "none.jsonl")))
+    (tmp_path / "other.jsonl").write_text("{}\n")
+    with pytest.raises(WireFormatError, match=r"other\.jsonl:1: not a recorded message"):
+        list(read_recording(str(tmp_path / "other.jsonl")))
+
+
+# --- the command ---
+
+
+class KVView(EntryPointGroup):
+    """The command line, whatever is installed."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return command if cmd_name == "events" else None
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(KVView("kvview"), ["events", *map(str, args)])
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Callable[..., Path]:
+    def write(*payloads: bytes, first: int = 0) -> Path:
+        path = tmp_path / "stream.jsonl"
+        with Recording(str(path)) as recording:
+            for number, payload in enumerate(payloads, start=first):
+                recording.write(Message(number, payload, "kv"))
+        return path
+
+    return write
+
+
+def test_validate_a_recording(recorded: Any, tmp_path: Path) -> None:
+    path = recorded(payload_of(stored(1, 2), stored(1, medium="CPU")), payload_of(removed(2)))
+    done = run("validate", path, "--json", tmp_path / "report.json")
+    assert done.exit_code == 0, done.output
+    assert done.output == "2 messages, 3 events, vllm-0.30\nCPU: 1 blocks\nGPU: 1 blocks\n"
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["held"] == {"CPU": 1, "GPU": 1}
+    assert report["knows_all"] is True
+    assert run("validate", path, "--messages", 1).output.startswith("1 messages, 2 events")
+    assert run("validate", path, "--topic", "other").exit_code == 4
+
+
+def test_validate_finds_what_is_wrong(recorded: Any) -> None:
+    done = run("validate", recorded(payload_of(removed(1)), b"junk"))
+    assert done.exit_code == 1
+    assert "message 0: EVENT-1: event 0 removes block 1 from GPU" in done.output
+    assert "message 1: FORMAT: not a batch of KV events: " in done.output
+    done = run("validate", recorded(payload_of(stored(1))), "--format", "vllm-0.23.0")
+    assert done.exit_code == 1
+    assert "FORMAT: not a batch of vllm-0.22: " in done.output
+
+
+def test_validate_says_what_a_consumer_loses(recorded: Any) -> None:
+    path = recorded(payload_of(stored(1, 2)), payload_of(stored(3, medium="CPU", token_ids=[])))
+    done = run("validate", path, "--consumer", "dynamo", "--consumer", "llm-d", "--json", "-")
+    assert done.exit_code == 1
+    report = json.loads(done.stdout)
+    assert [row["events"] for row in report["consumers"]["dynamo"]] == [1, 1]
+    assert {row["thread"] for row in report["consumers"]["dynamo"]} == {
+        *("", "vllm-project/vllm#43468")
+    }
+    assert "llm-d: 1 accepted, but: taken as a move" in done.stderr
+    assert run("validate", path, "--consumer", "llm-d").exit_code == 0
+    assert run("validate", path, "--consumer", "all").output.count("kthena: ") == 1
+
+
+def test_tail_prints_a_line_for_each_event(recorded: Any) -> None:
+    done = run("tail", recorded(payload_of(stored(1, 2), removed(1), CLEARED)))
+    assert done.output.splitlines()[:3] == [
+        "       0 + GPU group 0 0000000000000001 0000000000000002 (8 tokens, blocks of 4)",
+        "       0 - GPU group 0 0000000000000001",
+        "       0 cleared",
+    ]
+
+
+def test_wrong_inputs_are_one_line(recorded: Any, tmp_path: Path) -> None:
+    for args, said in (
+        (("validate", tmp_path / "none.jsonl"), "No such file"),
+        (("validate", recorded(), "--replay-from", "tcp://a:1"), "are for an endpoint"),
+        (("validate", recorded(), "--consumer", "x"), "not known, known are dynamo"),
+        (("validate", recorded(), "--format", "x"), "wire format 'x': not known"),
+        (("validate", "bad://x"), "endpoint 'bad://x': "),
+        (("record", "tcp://127.0.0.1:9", tmp_path / "no/where"), "not a file in an existing"),
+        (("replay", recorded(), "tcp://nobody:1"), "cannot be bound"),
+    ):
+        done = run(*args)
+        assert (done.exit_code, said in done.stderr) == (2, True), done.output
+        assert done.stderr.count("\n") == 1
+
+
+def publish_with_losses(publisher: Publisher, done: threading.Event) -> None:
+    """The number goes up and every second message is lost, until all has been heard."""
+    live, lost = publisher._socket, publisher._context.socket(zmq.PUB)
+    while not done.wait(0.01):
+        for socket in (lost, live):
+            publisher._socket = socket
+            publisher.publish(payload_of())
+    lost.close(linger=0)
+
+
+def test_gaps_are_found_and_replayed() -> None:
+    done = threading.Event()
+    with Publisher(ANY_PORT, ANY_PORT) as publisher:
+        for number in range(4):  # before anybody listens
+            publisher.publish(payload_of(stored(number)))
+        thread = threading.Thread(target=publish_with_losses, args=(publisher, done))
+        thread.start()
+        args = ("validate", publisher.endpoint, "--messages", 12, "--json", "-")
+        replayed = run(*args, "--replay-from", publisher.replay_endpoint)
+        missed = run(*args)
+        done.set()
+        thread.join()
+    assert replayed.exit_code == 0, replayed.output
+    report = json.loads(replayed.stdout)
+    assert report["held"] == {"GPU": 4}
+    assert report["knows_all"] is True
+    assert report["replayed"] >= 4
+    assert missed.exit_code == 1
+    assert "EVENT-3: 1 messages from" in missed.stderr
+    report = json.loads(missed.stdout)
+    assert report["knows_all"] is False
+    assert report["missing"]
+
+
+def test_record_what_is_published(tmp_path: Path) -> None:
+    path = tmp_path / "heard.jsonl.gz"
+    done = threading.Event()
+
+    def publish() -> None:
+        while not done.wait(0.01):
+            publisher.publish(payload_of(stored(1)))
+
+    with Publisher(ANY_PORT, topic="kv") as publisher:
+        thread = threading.Thread(target=publish)
+        thread.start()
+        heard = run("record", publisher.endpoint, path, "--messages", 3)
+        done.set()
+        thread.join()
+        silent = run("record", publisher.endpoint, path, "--seconds", "0.05")
+    assert heard.exit_code == 0, heard.output
+    assert heard.output == f"3 messages in {path}\n"
+    assert (silent.exit_code, silent.output) == (4, f"0 messages in {path}\n")
+
+
+def test_a_recording_is_played_again(recorded: Callable[..., Path]) -> None:
+    path = recorded(*[payload_of(stored(number)) for number in range(20)])
+    with Publisher(ANY_PORT) as publisher:  # a free port
+        endpoint = publisher.endpoint
+    heard: list[Message | None] = []
+
+    def listen() -> None:
+        with Listener(endpoint) as listener:
+            heard.extend(listener.receive(20) for _ in range(20))
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    played = run("replay", path, endpoint, "--wait", "1")
+    thread.join()
+    assert played.exit_code == 0, played.output
+    assert played.output == f"publishing at {endpoint}\n20 messages published\n"
+    assert [message and message.payload for message in heard] == [
+        message.payload for message in read_recording(str(path))
+    ]

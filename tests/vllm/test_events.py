@@ -1,0 +1,228 @@
+"""Events of this release: the golden corpus both ways, and what our connector's say of blocks."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip(  # a submodule: this very folder is named vllm
+    "vllm.version",
+    reason="needs vLLM's Python sources: tests/vllm/sources.py",
+    exc_type=ImportError,
+)
+
+import make_event_corpus as golden  # type: ignore[import-not-found]
+import msgspec
+
+import engine as lane  # type: ignore[import-not-found]
+from kvview import MEDIUM_CPU, OffloadingEvent, make_offload_key
+from kvview.events.formats import WIRE_FORMATS, find_format
+from kvview.events.wire import Batch, codec, decode, encode
+from kvview_vllm.releases.versions import engine_version
+
+with warnings.catch_warnings():  # of torch, at its first import
+    warnings.simplefilter("ignore")
+    importlib.import_module("vllm.distributed.kv_events")
+
+TOLD = f"{Path(__file__).parent / 'told_connectors.py'}:ToldConnector"
+TOKENS = range(10, 10 + 6 * lane.BLOCK_SIZE + 4)
+NEWER = {"session_id", "lookahead_token_ids"}  # of requests and engines, not of blocks
+
+
+def release() -> str:
+    return engine_version().partition("+")[0]
+
+
+def test_the_corpus_is_that_of_the_manifest() -> None:
+    assert golden.digests([*golden.rows()]) == golden.manifest_of(release())
+
+
+def test_the_corpus_is_read_and_written_back() -> None:
+    wire_format = find_format(f"vllm-{release()}")
+    for row in golden.rows():
+        for named in (wire_format, None):
+            batch = decode(row["payload"], named)
+            assert encode(batch) == row["payload"], row["case"]
+            assert (batch.ts, batch.data_parallel_rank) == (
+                row["meaning"]["ts"],
+                row["meaning"]["rank"],
+            )
+            for event, meant in zip(batch.events, row["meaning"]["events"], strict=True):
+                for name, value in meant.items():
+                    assert name == "type" or getattr(event, name) == _listed(value), row["case"]
+
+
+def _listed(value: object) -> object:
+    """As msgpack has it: without tuples."""
+    return [_listed(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def test_what_we_write_vllm_reads() -> None:
+    kv_events: Any = importlib.import_module("vllm.distributed.kv_events")
+    wire_format = find_format(f"vllm-{release()}")
+    writer = codec(wire_format)
+    events = [
+        writer.make("BlockStored", block_hashes=[1], token_ids=[5], block_size=1, medium="CPU"),
+        writer.make("BlockRemoved", block_hashes=[b"h"], medium="GPU"),
+        writer.make("AllBlocksCleared"),
+    ]
+    payload = encode(Batch(1.5, events, 3, wire_format))
+    batch = msgspec.msgpack.decode(payload, type=kv_events.KVEventBatch)
+    assert [type(event).__name__ for event in batch.events] == [
+        *("BlockStored", "BlockRemoved", "AllBlocksCleared")
+    ]
+    assert (batch.events[0].token_ids, batch.events[0].medium) == ([5], "CPU")
+    assert msgspec.msgpack.encode(batch) == payload
+
+
+def test_a_format_has_the_fields_of_the_release() -> None:
+    kv_events: Any = importlib.import_module("vllm.distributed.kv_events")
+    wire_format = find_format(f"vllm-{release()}")
+    assert wire_format in WIRE_FORMATS
+    for kind, fields in (
+        (kv_events.BlockStored, wire_format.stored),
+        (kv_events.BlockRemoved, wire_format.removed),
+    ):
+        assert kind.__struct_fields__ == tuple(field.name for field in fields)
+        num_required = len(fields) - len(kind.__struct_defaults__)
+        assert [field.is_omitted for field in fields] == [
+            number >= num_required for number in range(len(fields))
+        ]
+
+
+# --- our connector's ---
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def publish(self, batch: Any) -> None:
+        self.events += batch.events
+
+    def shutdown(self) -> None:
+        pass
+
+
+def make_engine(folder: Path, windows: tuple[int | None, ...] = (None,), **extra: Any) -> Any:
+    if release() == "0.11.0":
+        pytest.skip("its scheduler cannot be made with events and without a publisher")
+    config = lane.connector_config(TOLD)
+    config["kv_connector_extra_config"] |= extra
+    engine = lane.Engine(folder / "model", config, windows=windows, publishes_events=True)
+    engine.scheduler.kv_event_publisher = engine.recorder = Recorder()
+    return engine
+
+
+def advertise(engine: Any, stored: list[Any], *, removed: bool = False) -> list[Any]:
+    """What our connector publishes for the blocks of the GPU's events."""
+    utils: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
+    hashes = {
+        utils.maybe_convert_block_hash(block_hash): bytes(block_hash)
+        for request in engine.requests.values()
+        for block_hash in request.block_hashes
+    }
+    keys = [
+        make_offload_key(hashes[block_hash], getattr(event, "group_idx", None) or 0)
+        for event in stored
+        for block_hash in event.block_hashes
+    ]
+    half = engine.scheduler.connector._scheduler_side.half
+    half.take_events = lambda: [OffloadingEvent(keys, MEDIUM_CPU, removed)]
+    return list(engine.scheduler.connector.take_events())
+
+
+def by_block(events: list[Any]) -> dict[Any, dict[str, Any]]:
+    """Each block of the events by itself: hash to fields."""
+    found = {}
+    for event in events:
+        fields = {name: getattr(event, name) for name in event.__struct_fields__}
+        hashes, size = fields.pop("block_hashes"), fields["block_size"]
+        tokens, extra = fields.pop("token_ids"), fields.pop("extra_keys", None)
+        parent = fields.pop("parent_block_hash")
+        for number, block_hash in enumerate(hashes):
+            found[block_hash, fields.get("group_idx")] = fields | {
+                "parent_block_hash": hashes[number - 1] if number else parent,
+                "token_ids": tokens[number * size : (number + 1) * size],
+                "extra_keys": None if extra is None else extra[number],
+            }
+    return found
+
+
+def gpu_stores(engine: Any) -> list[Any]:
+    return [event for event in engine.recorder.events if type(event).__name__ == "BlockStored"]
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, lane.WINDOW)])
+def test_an_event_says_of_a_block_what_the_gpus_event_said(
+    tmp_path: Path, windows: tuple[int | None, ...]
+) -> None:
+    if len(windows) > 1 and lane.refuses_several_groups():
+        pytest.skip("this release has no several groups for a connector")
+    engine = make_engine(tmp_path, windows)
+    request = engine.add("r", TOKENS, max_tokens=20)
+    request.cache_salt = "tenant"
+    engine.add("s", [*TOKENS[:40], *range(500, 540)])
+    for _ in range(2):
+        engine.step()
+    living = by_block(advertise(engine, gpu_stores(engine)))
+    engine.run()
+    stored = gpu_stores(engine)
+    finished = by_block(advertise(engine, stored))
+    wanted = by_block(stored)
+    assert wanted
+    assert finished.keys() == wanted.keys() >= living.keys()
+    for found in (living, finished):
+        for block, fields in found.items():
+            assert fields.pop("medium") == "CPU"
+            for name, value in fields.items():
+                if name in NEWER or (name.startswith("kv_cache_spec") and not wanted[block][name]):
+                    continue
+                assert value == wanted[block][name], name
+    assert {fields["token_ids"][0] for fields in finished.values()} >= {10, 500 + 40 % 16}
+
+
+def test_a_run_of_blocks_is_one_event(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    engine.add("r", TOKENS)
+    engine.run()
+    (event,) = advertise(engine, gpu_stores(engine))
+    assert len(event.block_hashes) == 6
+    assert event.token_ids == list(TOKENS[: 6 * lane.BLOCK_SIZE])
+    assert event.parent_block_hash is None
+    (removal,) = advertise(engine, gpu_stores(engine), removed=True)
+    assert type(removal).__name__ == "BlockRemoved"
+    assert removal.block_hashes == event.block_hashes
+
+
+def test_the_place_alone_by_choice(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, events="location_only")
+    engine.add("r", TOKENS)
+    engine.run()
+    (event,) = advertise(engine, gpu_stores(engine))
+    assert (event.token_ids, event.parent_block_hash) == ([], None)
+    assert (event.block_size, event.medium) == (lane.BLOCK_SIZE, "CPU")
+
+
+def test_what_is_forgotten_is_not_guessed(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    for number in range(30):
+        engine.add(f"r{number}", range(1000 * number, 1000 * number + 50))
+        engine.run()
+    stored = gpu_stores(engine)
+    events = advertise(engine, stored)
+    described = by_block([event for event in events if event.token_ids])
+    wanted = by_block(stored)
+    # As many hashes as the pool has blocks; an event more is of no request we still know.
+    assert lane.NUM_BLOCKS - 3 <= len(described) <= lane.NUM_BLOCKS
+    assert all(
+        fields["token_ids"] == wanted[block]["token_ids"] for block, fields in described.items()
+    )
+    (places,) = [event for event in events if not event.token_ids]
+    assert len(places.block_hashes) == len(wanted) - len(described)
+    side = engine.scheduler.connector._scheduler_side.descriptions
+    assert len(side.places()) == len(described)
