@@ -2,10 +2,10 @@
 
     python tests/vllm/add_release.py 0.34.0 [--dry-run] [--no-matrix]
 
-It writes the release into ``RELEASES`` (``sources.py``) and ``NEWEST_TESTED`` (``versions.py``),
-runs the matrix on it, and writes its row into ``docs/support-matrix.md``. What it prints is left
-to a person: rows for ``releases/shapes.py`` and ``releases/release.py``, and other calls for
-``releases/calls.py``. A row is never written by itself: it says that the adapter was looked at.
+It writes the release into ``RELEASES`` (``releases/versions.py``), runs the matrix on it, and
+writes its row into ``docs/support-matrix.md``. What it prints is left to a person: rows for
+``releases/shapes.py`` and ``releases/release.py``, and other calls for ``releases/calls.py``. A
+row is never written by itself: it says that the adapter was looked at.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -21,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from matrix import IMPORT_PATHS, ROOT  # type: ignore[import-not-found]
-from sources import RELEASES, SourcesError, sources  # type: ignore[import-not-found]
+
+from kvview_vllm.releases.sources import SourcesError, sources
+from kvview_vllm.releases.versions import RELEASES
 
 HERE = Path(__file__).parent
-SOURCES = HERE / "sources.py"
 VERSIONS = ROOT / "adapters/kvview_vllm/releases/versions.py"
 PAGE = ROOT / "docs/support-matrix.md"
 
@@ -103,17 +103,13 @@ def differences(old: Found, new: Found) -> list[str]:
 def write_release(release: str) -> None:
     """Put the release into the list of those that are tested."""
     newest = RELEASES[-1]
-    text = SOURCES.read_text()
+    text = VERSIONS.read_text()
     text = (
         text.replace(f'"{newest}"),\n)', f'"{newest}"),\n    "{release}",\n)')
         if (f'"{newest}"),\n)' in text)
         else text.replace(f'    "{newest}",\n)', f'    "{newest}",\n    "{release}",\n)')
     )
-    text = text.replace(f"from {RELEASES[0]} to {newest}", f"from {RELEASES[0]} to {release}")
-    SOURCES.write_text(text)
-    VERSIONS.write_text(
-        re.sub(r'NEWEST_TESTED = ".*"', f'NEWEST_TESTED = "{release}"', VERSIONS.read_text())
-    )
+    VERSIONS.write_text(text)
 
 
 def write_row(page: str, release: str, seams: dict[str, dict[str, int]]) -> str:
