@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 
 import click
 from rich.console import Console
+from rich.control import Control
 from rich.markup import escape
+from rich.segment import ControlType
 from rich.table import Table
 
 from kvview.cli.exit_codes import ExitCode
@@ -25,6 +27,7 @@ SEEDS = 100
 """Of a release, unless the user says otherwise: all minors of vLLM then take a coffee break."""
 
 _WIDTH = 120
+_OVER_THE_STATUS = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 _OURS = ("target", "vllm", "against", "engine", "json_file")
 _STYLES = {Verdict.GREEN: "green", Verdict.FAILED: "bold red", Verdict.BUG: "bold red"}
 _CODES = {
@@ -65,7 +68,9 @@ def check_in_releases(
     wanted = releases.resolve(names)
     report = UpgradeReport(target, engine)
     if against is not None:
-        (report.against,) = releases.resolve([against])
+        if len(named := releases.resolve([against])) != 1:
+            raise ConfigError(f"--against takes one release, not {against!r}")
+        report.against = named[0]
         _compare(report, releases, wanted, on_progress)
         _show_changes(console, report)
     num_done = 0
@@ -74,6 +79,7 @@ def check_in_releases(
         nonlocal num_done
         num_done += 1
         line = f"{engine} {result.release}: {result.verdict}, {result.seconds:.0f} s"
+        console.control(_OVER_THE_STATUS)
         console.print(f"{line} ({num_done} of {len(wanted)})", markup=False, highlight=False)
 
     report.results = check_releases(
@@ -160,8 +166,9 @@ def _show_changes(console: Console, report: UpgradeReport) -> None:
 
 def _print(console: Console, table: Table) -> None:
     """Where there is no terminal, a file or CI, wide enough for a sentence a row."""
-    width = None if console.is_terminal else max(console.width, _WIDTH)
-    console.print(table, width=width)
+    if not console.is_terminal and console.width < _WIDTH:
+        console = Console(file=console.file, width=_WIDTH, emoji=False)
+    console.print(table)
 
 
 def _show_results(console: Console, report: UpgradeReport) -> None:

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -138,7 +138,7 @@ def check_releases(
     processes = _Processes()
 
     def check(release: str) -> ReleaseResult:
-        result = ReleaseResult(release, Verdict.INTERRUPTED, "it was not begun")
+        result = _not_begun(release)
         if not processes.are_ended:
             try:
                 folder = releases.fetch(release, lambda text: on_progress(release, text))
@@ -151,12 +151,19 @@ def check_releases(
         return result
 
     with ThreadPoolExecutor(min(_MOST_PROCESSES, os.cpu_count() or 1)) as executor:
-        futures = [executor.submit(check, release) for release in names]
+        futures: list[Future[ReleaseResult]] = []
         try:
-            return [future.result() for future in futures]
+            for release in names:
+                futures.append(executor.submit(check, release))
+            wait(futures)
         except KeyboardInterrupt:
             processes.end()
-            return [future.result() for future in futures]
+        begun = [future.result() for future in futures]
+    return [*begun, *(_not_begun(release) for release in names[len(begun) :])]
+
+
+def _not_begun(release: str) -> ReleaseResult:
+    return ReleaseResult(release, Verdict.INTERRUPTED, "it was not begun")
 
 
 def _check_one(
@@ -181,6 +188,8 @@ def _check_one(
             "PYTHONPATH": os.pathsep.join(paths),
         }
         code, said = processes.run(command, environment)
+        if processes.are_ended and code == -signal.SIGTERM:  # before it could end in order
+            code, said = 130, "interrupted"
         text = file.read_text() if file.exists() else ""
     report: dict[str, Any] | None = json.loads(text) if text else None
     verdict, reason = judge(release, code, said, report)
