@@ -153,10 +153,15 @@ def check(
 def _check_in_releases(
     console: Console, target: str, engine: str, names: tuple[str, ...], against: str | None
 ) -> tuple[ExitCode, dict[str, Any]]:
-    from kvview.testing.upgrade.command import check_in_releases, exit_code
+    from kvview.testing.upgrade.command import (
+        check_in_releases,
+        exit_code,
+        show_results,
+    )
 
     with _ended_in_order(), _status(f"checking {target}") as on_progress:
         report = check_in_releases(target, engine, names, against, console, on_progress)
+    show_results(console, report)
     return exit_code(report), report.to_dict()
 
 

@@ -48,7 +48,7 @@ def check_in_releases(
     console: Console,
     on_progress: Callable[[str], None],
 ) -> UpgradeReport:
-    """Check a target in releases and print a row for each.
+    """Check a target in releases; say what changed, and of each how it ended.
 
     Args:
         target: As for ``kvview check``.
@@ -92,7 +92,6 @@ def check_in_releases(
         on_result=tell,
     )
     report.seconds = time.monotonic() - start
-    _show_results(console, report)
     return report
 
 
@@ -146,6 +145,7 @@ def _compare(
 
 
 def _show_changes(console: Console, report: UpgradeReport) -> None:
+    console.control(_OVER_THE_STATUS)
     for release, changes in report.changes.items():
         title = f"changed from {report.against} to {release}, of what {report.target} uses"
         if not changes:
@@ -171,7 +171,8 @@ def _print(console: Console, table: Table) -> None:
     console.print(table)
 
 
-def _show_results(console: Console, report: UpgradeReport) -> None:
+def show_results(console: Console, report: UpgradeReport) -> None:
+    """A row a release, and one line at the end."""
     title = escape(f"{report.target} in {report.engine}")
     table = Table(title=title, title_justify="left", box=None)
     table.add_column("release", no_wrap=True)
