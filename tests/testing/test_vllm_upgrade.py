@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from kvview import ConfigError
+from kvview_vllm.comparison.changes import changes
+from kvview_vllm.comparison.surfaces import BASE, WATCHED
 from kvview_vllm.releases.sources import SourcesError, resolve, resolve_all, sources
 from kvview_vllm.releases.versions import LATEST_OF_MINORS, NEWEST_TESTED
-from kvview_vllm.upgrade.changes import changes
-from kvview_vllm.upgrade.surfaces import BASE, WATCHED
 
 # --- the fetch: real pip, a real server, a small wheel ---
 

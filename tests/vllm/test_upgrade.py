@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvview.testing.upgrade import Verdict, check_releases, load_releases
+from kvview_vllm.comparison import surfaces
 from kvview_vllm.releases.versions import LATEST_OF_MINORS, NEWEST_TESTED
-from kvview_vllm.upgrade import surfaces
 
 vllm = pytest.importorskip(  # a submodule: this very folder is named vllm
     "vllm.version",

@@ -62,7 +62,7 @@ class VLLMEngines:
     @staticmethod
     def releases() -> Releases:
         """Those that can be checked without being installed."""
-        from kvview_vllm.upgrade import VLLMReleases
+        from kvview_vllm.comparison import VLLMReleases
 
         return VLLMReleases()
 

@@ -9,7 +9,7 @@ checked by ``kvview check`` itself, in a process whose imports find that release
 3. Ctrl-C ends the processes in order: what they have found by then is told.
 """
 
-from kvview.testing.upgrade.releases import Change, Releases, load_releases
+from kvview.testing.upgrade.engine_releases import Change, Releases, load_releases
 from kvview.testing.upgrade.runs import ReleaseResult, UpgradeReport, Verdict, check_releases
 
 __all__ = [

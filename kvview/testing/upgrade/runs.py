@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvview.errors import KVViewError, line_of
-from kvview.testing.upgrade.releases import Change, Releases
+from kvview.testing.upgrade.engine_releases import Change, Releases
 
 _MOST_PROCESSES = 4  # an engine takes about 1 GB
 _SAID = "kvview: "

@@ -29,7 +29,7 @@ class VLLMReleases:
 
     def changes(self, target: str, old: Path, new: Path) -> list[Change]:
         """What changed, of what a connector's source uses."""
-        from kvview_vllm.upgrade.changes import changes
+        from kvview_vllm.comparison.changes import changes
 
         return changes(target, old, new)
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvview.testing.upgrade import Change
-from kvview_vllm.upgrade.connector_source import ConnectorSource, read_connector
-from kvview_vllm.upgrade.surfaces import BASE, WATCHED, Member, has_name, members, parameters
+from kvview_vllm.comparison.connector_source import ConnectorSource, read_connector
+from kvview_vllm.comparison.surfaces import BASE, WATCHED, Member, has_name, members, parameters
 
 _ALIKE = 0.6
 

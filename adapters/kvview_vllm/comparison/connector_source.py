@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvview import ConfigError
-from kvview_vllm.upgrade.surfaces import BASE, WATCHED, parse
+from kvview_vllm.comparison.surfaces import BASE, WATCHED, parse
 
 _GUARDS = {"ImportError", "ModuleNotFoundError", "Exception"}
 
