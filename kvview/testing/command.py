@@ -57,6 +57,18 @@ DEFAULT_MUTANTS = 20
     metavar="KEY=VALUE",
     help="An option for the connector; the value is JSON, or else text. Repeatable.",
 )
+@click.option(
+    "--vllm",
+    multiple=True,
+    metavar="RELEASE",
+    help="Check in this vLLM release (0.33, 0.33.0), or 'all': its sources are fetched, "
+    "nothing is installed. Repeatable.",
+)
+@click.option(
+    "--against",
+    metavar="RELEASE",
+    help="With --vllm: say what changed since this release, of what the connector uses.",
+)
 @click.option("--hook-seconds", type=float, help="CPU time of one call of a hook.  [default: 30]")
 @click.option(
     "--json", "json_file", metavar="FILE", help="Write the report there ('-' for stdout)."
@@ -83,6 +95,8 @@ def check(
     steps: int | None,
     seeds: int | None,
     engine: str | None,
+    vllm: tuple[str, ...],
+    against: str | None,
     options: tuple[str, ...],
     hook_seconds: float | None,
     json_file: str | None,
@@ -104,6 +118,10 @@ def check(
         _finish(*_self_test(console, num_mutants, seed or 0), json_file)
     if target is None:
         raise ConfigError("give a TARGET, package.module:factory, or --self-test")
+    if vllm:
+        _finish(*_check_in_releases(console, target, "vllm", vllm, against), json_file)
+    if against is not None:
+        raise ConfigError("--against compares releases: name some with --vllm")
     from kvview.options import read_options
     from kvview.testing import load_target, read_expected_failures, run_checks
     from kvview.testing.page import write_report
@@ -130,6 +148,21 @@ def check(
     if page_file is not None:
         write_report(page_file, report)
     _finish(_verdict(report), report.to_dict(), json_file)
+
+
+def _check_in_releases(
+    console: Console, target: str, engine: str, names: tuple[str, ...], against: str | None
+) -> tuple[ExitCode, dict[str, Any]]:
+    from kvview.testing.upgrade.command import (
+        check_in_releases,
+        exit_code,
+        show_results,
+    )
+
+    with _ended_in_order(), _status(f"checking {target}") as on_progress:
+        report = check_in_releases(target, engine, names, against, console, on_progress)
+    show_results(console, report)
+    return exit_code(report), report.to_dict()
 
 
 def _verdict(report: Report) -> ExitCode:

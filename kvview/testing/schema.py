@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 if TYPE_CHECKING:
     from kvview.testing.recorder import LawBroken
     from kvview.testing.report import Report
+    from kvview.testing.upgrade import UpgradeReport
 
 SCHEMA_VERSION: Literal[1] = 1
 """Grows when a field goes or means something else; new fields may come without."""
@@ -143,6 +144,47 @@ class SelfTestModel(_Model):
     mutants: list[MutantModel]
     num_survivors: int
     automatic: dict[str, Any] = Field(description="Automatic mutants, drawn with --seed.")
+
+
+class ReleaseModel(_Model):
+    """One release."""
+
+    release: str
+    verdict: Literal[
+        "green", "failed", "not checked", "could not run", "interrupted", "a bug of kvview"
+    ]
+    reason: str = Field(description="The first reason why it is not green, or empty.")
+    seconds: float
+    left_out: list[str] = Field(description="What the release cannot play.")
+    report: ReportModel | None = Field(description="Of its process; null when it wrote none.")
+
+
+class ChangeModel(_Model):
+    """What a release changed of what the connector uses."""
+
+    owner: str
+    name: str
+    told: str
+    breaks: bool = Field(description="Whether the connector, as it is written, fails on it.")
+    where: str = Field(description="Where the connector uses it, or empty.")
+
+
+class UpgradeModel(_Model):
+    """What ``kvview check TARGET --vllm RELEASE --json FILE`` writes."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    target: str
+    engine: str
+    is_clean: bool = Field(description="Whether every release is green.")
+    seconds: float
+    releases: list[ReleaseModel] = Field(validation_alias="results")
+    against: str | None
+    changes: dict[str, list[ChangeModel]] = Field(description="By release, since `against`.")
+
+    @classmethod
+    def of(cls, report: UpgradeReport) -> UpgradeModel:
+        """A report as it is written."""
+        return cls.model_validate(report)
 
 
 def _failure(broken: LawBroken | None) -> FailureModel | None:

@@ -2,12 +2,12 @@
 
     python tests/vllm/add_release.py 0.34.0 [--dry-run] [--no-matrix]
 
-It writes the release into ``RELEASES`` (``sources.py``) and ``NEWEST_TESTED`` (``versions.py``),
-what differs into ``docs/releases.md``, runs the matrix on it, and writes its row (and a column for
-each test file that has none) into ``docs/support-matrix.md``. Named again, the newest release is
-looked at and tested again. Left to a person: rows for ``releases/shapes.py`` and
-``releases/release.py``, and other calls for ``releases/calls.py``. No such row is written by
-itself: it says that the adapter was looked at.
+It writes the release into ``RELEASES`` (``releases/versions.py``), what differs into
+``docs/releases.md``, runs the matrix on it, and writes its row (and a column for each test file
+that has none) into ``docs/support-matrix.md``. Named again, the newest release is looked at and
+tested again. Left to a person: rows for ``releases/shapes.py`` and ``releases/release.py``, and
+other calls for ``releases/calls.py``. No such row is written by itself: it says that the adapter
+was looked at.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -24,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from matrix import IMPORT_PATHS, ROOT, make_page, read_page  # type: ignore[import-not-found]
-from sources import RELEASES, SourcesError, sources  # type: ignore[import-not-found]
 
-from kvview_vllm.releases.versions import number
+from kvview_vllm.releases.sources import SourcesError, sources
+from kvview_vllm.releases.versions import RELEASES, number
 
 HERE = Path(__file__).parent
-SOURCES = HERE / "sources.py"
 VERSIONS = ROOT / "adapters/kvview_vllm/releases/versions.py"
 PAGE = ROOT / "docs/support-matrix.md"
 DIFFERENCES = ROOT / "docs/releases.md"
@@ -109,17 +107,13 @@ def differences(old: Found, new: Found) -> list[str]:
 def write_release(release: str) -> None:
     """Put the release into the list of those that are tested."""
     newest = RELEASES[-1]
-    text = SOURCES.read_text()
+    text = VERSIONS.read_text()
     text = (
         text.replace(f'"{newest}"),\n)', f'"{newest}"),\n    "{release}",\n)')
         if (f'"{newest}"),\n)' in text)
         else text.replace(f'    "{newest}",\n)', f'    "{newest}",\n    "{release}",\n)')
     )
-    text = text.replace(f"from {RELEASES[0]} to {newest}", f"from {RELEASES[0]} to {release}")
-    SOURCES.write_text(text)
-    VERSIONS.write_text(
-        re.sub(r'NEWEST_TESTED = ".*"', f'NEWEST_TESTED = "{release}"', VERSIONS.read_text())
-    )
+    VERSIONS.write_text(text)
 
 
 def write_differences(page: str, release: str, newest: str, lines: Sequence[str]) -> str:

@@ -26,7 +26,9 @@ import drift_connector  # type: ignore[import-not-found]  # noqa: F401 - its dri
 import drift_memory  # type: ignore[import-not-found]  # noqa: F401
 from drift_edits import DRIFTS, DriftError, Files, Sources  # type: ignore[import-not-found]
 from drift_plays import HARNESS, Answer, play_each, prepare  # type: ignore[import-not-found]
-from sources import RELEASES, sources  # type: ignore[import-not-found]
+
+from kvview_vllm.releases.sources import sources
+from kvview_vllm.releases.versions import RELEASES
 
 NEWEST = RELEASES[-1]
 

@@ -29,14 +29,10 @@ from xml.etree import ElementTree
 
 from rich.console import Console
 from rich.table import Table
-from sources import (  # type: ignore[import-not-found]
-    LATEST_OF_MINORS,
-    RELEASES,
-    SourcesError,
-    sources,
-)
 
 from kvview_vllm.releases import differences
+from kvview_vllm.releases.sources import SourcesError, resolve_all, sources
+from kvview_vllm.releases.versions import LATEST_OF_MINORS, RELEASES
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -129,20 +125,6 @@ def _read_report(report: Path, files: Sequence[Path], output: str) -> dict[str, 
     return dict(seams)
 
 
-def resolve(name: str) -> str:
-    """The release that "0.33" or "0.33.0" names: for a minor, its latest patch.
-
-    Raises:
-        SystemExit: It names none.
-    """
-    if name in RELEASES:
-        return name
-    found = [release for release in LATEST_OF_MINORS if release.startswith(f"{name}.")]
-    if not found:
-        raise SystemExit(f"no release {name!r}; there are {', '.join(RELEASES)}")
-    return str(found[0])
-
-
 def _cell(seam: Seam) -> str:
     if seam.failed:
         return f"[red]{seam.failed} failed[/]"
@@ -220,9 +202,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the docs page here")
     arguments = parser.parse_args()
-    releases = RELEASES if arguments.all else LATEST_OF_MINORS
+    releases: Sequence[str] = RELEASES if arguments.all else LATEST_OF_MINORS
     if arguments.releases:
-        releases = tuple(dict.fromkeys(map(resolve, arguments.releases)))
+        try:
+            releases = resolve_all(arguments.releases)
+        except SourcesError as error:
+            parser.error(str(error))
     files = sorted(HERE.glob("test_*.py"))
     files = [file for file in files if (file.stem[5:] == INFERENCE) == bool(arguments.vllm_cpu)]
     if arguments.seams:

@@ -522,11 +522,12 @@ def _plain(annotation: Any) -> str:
     if isinstance(annotation, type) and not hasattr(annotation, "__args__"):
         return annotation.__name__
     text = annotation if isinstance(annotation, str) else repr(annotation)
-    return _plain_text(text)
+    return plain_text(text)
 
 
 @cache
-def _plain_text(text: str) -> str:
+def plain_text(text: str) -> str:
+    """An annotation without modules, strings and other ways to write the same."""
     text = re.sub(r"<(?:class|enum) '([^']*)'>", r"\1", text)
     try:
         tree = ast.parse(text, mode="eval")

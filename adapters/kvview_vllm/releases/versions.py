@@ -13,8 +13,19 @@ from importlib import import_module
 
 from kvview import KVViewError, UnsupportedEngineError
 
-OLDEST_TESTED = "0.11.0"
-NEWEST_TESTED = "0.33.0"
+RELEASES = (
+    *("0.11.0", "0.11.1", "0.11.2", "0.12.0", "0.13.0", "0.14.0", "0.14.1"),
+    *("0.15.0", "0.15.1", "0.16.0", "0.17.0", "0.17.1", "0.18.0", "0.18.1"),
+    *("0.19.0", "0.19.1", "0.20.0", "0.20.1", "0.20.2", "0.21.0", "0.22.0"),
+    *("0.22.1", "0.23.0", "0.24.0", "0.25.0", "0.25.1", "0.26.0", "0.27.0"),
+    *("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
+)
+"""Every release that is tested, oldest first."""
+
+LATEST_OF_MINORS = tuple({release.rpartition(".")[0]: release for release in RELEASES}.values())
+"""The last patch release of each minor, oldest first."""
+
+OLDEST_TESTED, NEWEST_TESTED = RELEASES[0], RELEASES[-1]
 TESTED = f"{OLDEST_TESTED} - {NEWEST_TESTED}"
 
 ALLOW_UNTESTED = "KVVIEW_ALLOW_UNTESTED_VLLM"

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvview.testing.connector.harness import ConnectorHarness, EngineFactory
     from kvview.testing.connector.scenario import Scenario
     from kvview.testing.connector.stream import StepStream
+    from kvview.testing.upgrade import Releases
 
 _MOST_BLOCKS = 500
 
@@ -57,6 +58,13 @@ class VLLMEngines:
             found = " ".join(f"{type(error).__name__}: {error}".split())
             raise refusal("configuration", found, "a VllmConfig for the CPU") from error
         self._answers: dict[tuple[tuple[CacheGroup, ...], int, int], str | None] = {}
+
+    @staticmethod
+    def releases() -> Releases:
+        """Those that can be checked without being installed."""
+        from kvview_vllm.comparison import VLLMReleases
+
+        return VLLMReleases()
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
         """Leave out what this release cannot play (VSIM-2)."""

@@ -1,0 +1,217 @@
+"""The Python sources of vLLM releases, unpacked from their wheels and kept.
+
+The ``.py`` files of a wheel are enough to import and run vLLM's scheduler on a CPU: some
+10 MB of a 300 MB wheel, which is why they are read out of it in place. Where the index
+cannot serve parts of a file, or asks for what only pip knows, pip downloads the wheel. The
+index is the one of the user's pip configuration. They land in ``$KVVIEW_CACHE`` (else
+``~/.cache/kvview``), one folder a release, ready for PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Callable, Sequence
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile, ZipFile
+
+from kvview import KVViewError
+from kvview_vllm.releases.versions import LATEST_OF_MINORS, RELEASES, TESTED, number
+
+_PLATFORMS = ("manylinux1", *(f"manylinux_2_{minor}" for minor in (24, 28, 31, 35)))
+_WINDOW = 4 << 20
+_ANSWER_S = 60
+
+
+class SourcesError(KVViewError):
+    """The sources of a release could not be had; the message is one line."""
+
+
+def resolve(name: str) -> tuple[str, ...]:
+    """The releases that "0.33", "0.33.0" or "all" names: of a minor its latest patch.
+
+    A whole version that is not among the tested ones is taken as it is: the package index
+    knows whether it exists.
+
+    Raises:
+        SourcesError: It names none.
+    """
+    if name == "all":
+        return LATEST_OF_MINORS
+    if name in RELEASES:
+        return (name,)
+    if found := [release for release in LATEST_OF_MINORS if release.startswith(f"{name}.")]:
+        return (found[0],)
+    if number(name) is not None and name.count(".") >= 2:
+        return (name,)
+    raise SourcesError(
+        f"vllm {name}: no such release is known; give one of {TESTED}, such as 0.33 or 0.33.0, "
+        "'all', or the whole version of another one"
+    )
+
+
+def resolve_all(names: Sequence[str]) -> list[str]:
+    """The releases that names stand for, each once, in the order of the names.
+
+    Raises:
+        SourcesError: One of them names none.
+    """
+    return list(dict.fromkeys(release for name in names for release in resolve(name)))
+
+
+def cache_folder() -> Path:
+    """Where the sources are kept."""
+    return (
+        Path(os.environ.get("KVVIEW_CACHE") or Path.home() / ".cache" / "kvview") / "vllm-sources"
+    )
+
+
+def sources(release: str, on_progress: Callable[[str], None] = lambda text: None) -> Path:
+    """Gives the folder with the sources of a release, fetching it the first time.
+
+    Beside the ``vllm`` package it holds a ``vllm-<release>+cpu.dist-info``: that local
+    version is how vLLM recognises a CPU build of itself.
+
+    Args:
+        release: A version on the package index, such as "0.33.0".
+        on_progress: Told what is being done, if anything has to be.
+
+    Returns:
+        A folder to put on PYTHONPATH.
+
+    Raises:
+        SourcesError: There is no such release, no network, or no room.
+    """
+    folder = cache_folder() / release
+    if folder.is_dir():
+        return folder
+    on_progress("asking pip where its wheel is")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        url = _wheel_url(release)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            unpacked = Path(scratch, release)
+            _fetch(release, url, unpacked, on_progress)
+            metadata = unpacked / f"vllm-{release}+cpu.dist-info" / "METADATA"
+            metadata.parent.mkdir()
+            metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {release}+cpu\n")
+            try:
+                unpacked.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # else another process was first
+                    raise
+    except OSError as error:
+        raise SourcesError(f"vllm {release}: its sources cannot be kept: {error}") from error
+    return folder
+
+
+def _fetch(release: str, url: str, folder: Path, on_progress: Callable[[str], None]) -> None:
+    on_progress("fetching its sources")
+    try:
+        with io.BufferedReader(_RemoteFile(url), _WINDOW) as file:
+            _unpack(file, folder)
+        return
+    except (OSError, HTTPException, BadZipFile):
+        on_progress("downloading its whole wheel: the index serves no parts of it")
+    with tempfile.TemporaryDirectory(dir=folder.parent) as target:
+        _pip(release, "download", f"--dest={target}")
+        wheel = next(Path(target).glob("*.whl"))
+        try:
+            _unpack(wheel, folder)
+        except BadZipFile as error:
+            raise SourcesError(f"vllm {release}: cannot unpack the wheel: {error}") from error
+
+
+def _wheel_url(release: str) -> str:
+    with tempfile.TemporaryDirectory() as target:
+        told = _pip(
+            *(release, "install", "--dry-run", "--ignore-installed", "--report=-"),
+            # Else pip downloads the wheel to read its metadata; before 23.3 it does anyway.
+            *("--use-feature=fast-deps", f"--target={target}"),
+        )
+    return str(json.loads(told)["install"][0]["download_info"]["url"])
+
+
+def _pip(release: str, command: str, *options: str) -> str:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", command, f"vllm=={release}", *options),
+            *("--no-deps", "--only-binary=:all:", "--quiet", "--python-version=3.12"),
+            *(f"--platform={platform}_x86_64" for platform in _PLATFORMS),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode == 0:
+        return done.stdout
+    if "No module named pip" in done.stderr:
+        raise SourcesError(
+            f"vllm {release}: fetching it needs pip, which {sys.executable} does not have: "
+            "run 'python -m ensurepip' there"
+        )
+    if "(from versions: none)" in done.stderr:
+        raise SourcesError(f"vllm {release}: no package index answers")
+    if "(from versions: " in done.stderr:
+        raise SourcesError(f"vllm {release}: the package index has no such release")
+    raise SourcesError(f"vllm {release}: pip failed: {' '.join(done.stderr.split()[-30:])}")
+
+
+def _unpack(wheel: Any, folder: Path) -> None:
+    with ZipFile(wheel) as archive:
+        # In the order of the file: a buffer that is read ahead then serves neighbours.
+        for member in sorted(archive.infolist(), key=lambda member: int(member.header_offset)):
+            if member.filename.startswith("vllm/") and member.filename.endswith(".py"):
+                archive.extract(member, folder)
+
+
+class _RemoteFile(io.RawIOBase):
+    """A file on a server, read in parts.
+
+    Raises:
+        OSError: The server does not answer, or not with parts.
+    """
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._url, self._at = url, 0
+        with self._ask(0, 0) as answer:
+            self._size = int(answer.headers["Content-Range"].rpartition("/")[2])
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        size = min(len(buffer), self._size - self._at)
+        if size <= 0:
+            return 0
+        with self._ask(self._at, self._at + size - 1) as answer:
+            data = answer.read()
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def _ask(self, first: int, last: int) -> Any:
+        request = urllib.request.Request(self._url, headers={"Range": f"bytes={first}-{last}"})
+        answer = urllib.request.urlopen(request, timeout=_ANSWER_S)
+        if answer.status != 206:
+            answer.close()
+            raise OSError("the server sends whole files only")
+        return answer

@@ -1,0 +1,187 @@
+"""One connector in many releases: real processes of the real kit, on the reference engine.
+
+A release of the tests is an empty folder: the one that is called "reference" is what the
+report names, so it is a release that ran; any other one did not run where it should have.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvview import ConfigError
+from kvview.cli.commands import cli
+from kvview.cli.exit_codes import ExitCode
+from kvview.testing.upgrade import Change, ReleaseResult, UpgradeReport, Verdict, check_releases
+from kvview.testing.upgrade.command import exit_code
+from kvview.testing.upgrade.runs import judge
+
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = f"{ROOT}/examples/host_cache.py:HostCacheConnector"
+LEAKS = """
+import sys
+from kvview.testing import load_mutants
+load_mutants()
+Leaks = sys.modules["kvview_planted_faults.connector"].LeaksFailedStores
+"""
+
+
+class Folders:
+    """Releases that are folders."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def resolve(self, names: Sequence[str]) -> list[str]:
+        return list(names)
+
+    def fetch(self, release: str, on_progress: Callable[[str], None]) -> Path:
+        if release == "unheard-of":
+            raise ConfigError("no such release")
+        return self.folder
+
+    def environment(self) -> Mapping[str, str]:
+        return {"SET_FOR_ALL": "1"}
+
+    def changes(self, target: str, old: Path, new: Path) -> list[Change]:
+        return []
+
+
+def check(folder: Path, *names: str, target: str = EXAMPLE, options: Sequence[str] = ()) -> Any:
+    return check_releases(target, "reference", Folders(folder), names, options)
+
+
+def test_verdicts_of_real_processes(tmp_path: Path) -> None:
+    ran, elsewhere, unheard = check(
+        tmp_path, "reference", "1.0", "unheard-of", options=["--seeds=12"]
+    )
+    assert (ran.verdict, ran.reason) == (Verdict.GREEN, "")
+    assert ran.report["runs"]["num_seeds"] == 12
+    assert (elsewhere.verdict, elsewhere.reason) == (
+        Verdict.COULD_NOT_RUN,
+        "it ran in reference, not in 1.0",
+    )
+    assert (unheard.verdict, unheard.reason) == (Verdict.COULD_NOT_RUN, "no such release")
+
+
+def test_the_first_reason_of_a_failure_names_the_law(tmp_path: Path) -> None:
+    file = tmp_path / "leaks.py"
+    file.write_text(LEAKS)
+    (result,) = check(tmp_path, "reference", target=f"{file}:Leaks", options=["--seeds=6"])
+    assert result.verdict is Verdict.FAILED
+    assert result.reason.startswith("CONN-4: ")
+    assert result.reason.endswith("of 6 seeds)")
+
+
+def test_what_was_not_exercised_is_not_green(tmp_path: Path) -> None:
+    (result,) = check(tmp_path, "reference", options=["--seeds=6", "--option=cpu_blocks=0"])
+    assert result.verdict is Verdict.NOT_CHECKED
+    assert "nothing was ever loaded" in result.reason
+
+
+def test_a_target_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    (result,) = check(tmp_path, "reference", target="nowhere.py:Nothing")
+    assert result.verdict is Verdict.COULD_NOT_RUN
+    assert "there is no file 'nowhere.py'" in result.reason
+
+
+def test_the_release_is_first_on_the_path(tmp_path: Path) -> None:
+    (tmp_path / "pydantic.py").write_text("raise SystemExit('the release was imported')")
+    (result,) = check(tmp_path, "reference")
+    assert result.verdict is not Verdict.GREEN
+    assert "the release was imported" in result.reason
+
+
+def test_ctrl_c_ends_the_processes_in_order(tmp_path: Path) -> None:
+    begun = threading.Event()
+
+    def interrupt() -> None:
+        begun.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    results = check_releases(
+        EXAMPLE,
+        "reference",
+        Folders(tmp_path),
+        ["reference"] * 6,
+        ["--seeds=100000"],
+        on_progress=lambda release, text: begun.set(),
+    )
+    assert {result.verdict for result in results} == {Verdict.INTERRUPTED}
+    assert len(results) == 6
+
+
+def report(outcome: str = "passed", **more: Any) -> dict[str, Any]:
+    failure = {"law": "CONN-2", "what": "CONN-2: wrong", "seeds": [3, 4]}
+    one = {"name": "a", "outcome": outcome, "reason": "", "failure": failure}
+    runs = {"engine": "vllm 1.2.3+cpu", "num_seeds": 9}
+    return {"is_clean": outcome == "passed", "checks": [one], "runs": runs, **more}
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "found", "verdict", "reason"),
+    [
+        (0, "", report(), Verdict.GREEN, ""),
+        (0, "", None, Verdict.COULD_NOT_RUN, "wrote no report"),
+        (0, "", report("failed"), Verdict.NOT_CHECKED, "not clean"),
+        (0, "", report(runs=None), Verdict.COULD_NOT_RUN, "it ran in no engine"),
+        (0, "", report(runs={"engine": "vllm 1.2.30"}), Verdict.COULD_NOT_RUN, "not in 1.2.3"),
+        (1, "", report("failed"), Verdict.FAILED, "CONN-2: wrong (2 of 9 seeds)"),
+        (4, "", report("not checked"), Verdict.NOT_CHECKED, "CONN-2: wrong"),
+        (2, "a\nkvview: no such option\nb\n", None, Verdict.COULD_NOT_RUN, "no such option"),
+        (2, "kvview: No module named 'x.y'", None, Verdict.COULD_NOT_RUN, "pip install x "),
+        (3, "kvview: it raised", None, Verdict.FAILED, "it raised"),
+        (5, "kvview: a bug", None, Verdict.BUG, "a bug"),
+        (77, "oh", None, Verdict.COULD_NOT_RUN, "exit code 77: oh"),
+        (-signal.SIGSEGV, "", None, Verdict.COULD_NOT_RUN, "SIGSEGV"),
+        (130, "", report(), Verdict.INTERRUPTED, "before its runs did"),
+    ],
+)
+def test_what_a_process_says(
+    code: int, said: str, found: dict[str, Any] | None, verdict: Verdict, reason: str
+) -> None:
+    judged = judge("1.2.3", code, said, found)
+    assert judged[0] is verdict
+    assert reason in judged[1]
+    assert bool(judged[1]) == (verdict is not Verdict.GREEN)
+
+
+@pytest.mark.parametrize("verdict", list(Verdict))
+def test_only_green_ends_with_0(verdict: Verdict) -> None:
+    results = [ReleaseResult("1", Verdict.GREEN), ReleaseResult("2", verdict)]
+    made = UpgradeReport("t", "e", results)
+    assert (exit_code(made) is ExitCode.CLEAN) == made.is_clean == (verdict is Verdict.GREEN)
+    assert [each["verdict"] for each in made.to_dict()["releases"]] == ["green", verdict]
+    assert not UpgradeReport("t", "e", []).is_clean
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(cli, ["check", *args])
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ((EXAMPLE, "--vllm", "0.1"), "vllm 0.1: no such release is known"),
+        ((EXAMPLE, "--against", "0.30"), "--against compares releases"),
+        ((EXAMPLE, "--vllm", "0.30", "--report", "a.html"), "--report is for one release"),
+        ((EXAMPLE, "--vllm", "0.30", "--engine", "reference"), "not 'reference'"),
+        (("--self-test", "--vllm", "0.30"), "--vllm is for a TARGET"),
+        ((EXAMPLE, "--vllm", "0.30", "--against", "all"), "--against takes one release"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line(args: tuple[str, ...], told: str) -> None:
+    result = run(*args)
+    assert result.exit_code == ExitCode.COULD_NOT_RUN
+    assert told in result.stderr
+    assert len(result.stderr.splitlines()) == 1
