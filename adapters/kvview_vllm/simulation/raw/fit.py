@@ -11,6 +11,8 @@ from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.raw.caches import BLOCK_SIZE
 
 _MOST_BLOCKS = 300
+# Two resets with no step between them end many connectors; other things are to be seen too.
+_DOUBLE_RESETS_EVERY = 8
 _GEOMETRY = CacheGeometry.single(BLOCK_SIZE)
 
 
@@ -110,11 +112,18 @@ def _scaled(scenario: Scenario) -> Scenario:
             return Squeeze(event.num_blocks * num_blocks // old)
         return event
 
+    events = scenario.events
+    if len(events) % _DOUBLE_RESETS_EVERY:
+        events = tuple(
+            event
+            for before_it, event in zip((None, *events), events, strict=False)
+            if not (isinstance(event, Reset) and isinstance(before_it, Reset))
+        )
     return replace(
         scenario,
         geometry=_GEOMETRY,
         num_gpu_blocks=num_blocks,
-        events=tuple(map(fitted, scenario.events)),
+        events=tuple(map(fitted, events)),
         max_tokens_per_step=max(
             scenario.max_running, scenario.max_tokens_per_step * BLOCK_SIZE // before
         ),

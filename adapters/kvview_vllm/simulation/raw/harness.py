@@ -18,9 +18,11 @@ import importlib
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from typing_extensions import override
 
@@ -93,11 +95,12 @@ class RawHarness(VLLMConnectorHarness):
                 max_num_seqs=scenario.max_running,
                 max_num_batched_tokens=scenario.max_tokens_per_step,
             )
-        if watched is not None and not _supports_hma(watched, self._config):
-            self._config.scheduler_config.disable_hybrid_kv_cache_manager = True
+        with _registered(watched):
+            if watched is not None and not _supports_hma(watched, self._config):
+                self._config.scheduler_config.disable_hybrid_kv_cache_manager = True
         cache_config = make_config(self._config, scenario.num_gpu_blocks)
         geometry = read_geometry(self._config, cache_config)
-        with named("building the scheduler"):
+        with named("building the scheduler"), _registered(watched):
             self._scheduler = cpu_scheduler.make_scheduler(
                 copy.deepcopy(self._config), copy.deepcopy(cache_config), geometry, plain=True
             )
@@ -111,7 +114,7 @@ class RawHarness(VLLMConnectorHarness):
         self._context: Any = importlib.import_module("vllm.forward_context")
         self._worker = None
         if watched is not None:
-            with named("building the worker's side"):
+            with named("building the worker's side"), _registered(watched):
                 self._worker = cpu_scheduler.make_worker_connector(self._config, cache_config)
                 self._worker.register_kv_caches(self._caches.tensors)
 
@@ -328,10 +331,23 @@ class RawHarness(VLLMConnectorHarness):
         )
 
 
+def _factory() -> Any:
+    module: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory")
+    return module.KVConnectorFactory
+
+
+@contextmanager
+def _registered(connector_class: type | None) -> Iterator[None]:
+    """Up to 0.21 a name that vLLM knows itself goes before the path of a module."""
+    if connector_class is None:
+        yield
+        return
+    with patch.dict(_factory()._registry, {connector_class.__name__: lambda: connector_class}):
+        yield
+
+
 def _supports_hma(connector_class: type, vllm_config: Any) -> bool:
-    factory: Any = importlib.import_module(
-        "vllm.distributed.kv_transfer.kv_connector.factory"
-    ).KVConnectorFactory
+    factory = _factory()
     if hasattr(factory, "supports_hma_config"):
         return bool(factory.supports_hma_config(vllm_config.kv_transfer_config))
     base: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")

@@ -104,10 +104,6 @@ class StandIns:
                 names = {kind.__name__ for cls in connector_classes for kind in cls.__mro__}
                 if "OffloadingConnector" in names:
                     self._replace_cpu_spec(stack)
-                if "SimpleCPUOffloadConnector" in names:
-                    from kvview_vllm.simulation.raw.simple_offload import replace_backend
-
-                    replace_backend(self, stack)
             yield
 
     @property

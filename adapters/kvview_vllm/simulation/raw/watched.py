@@ -83,13 +83,14 @@ class Watch:
         finally:
             self._inside.pop()
         if name == "get_num_new_matched_tokens":
-            return self._promise(args[0].request_id, args[1], answer)
+            return self._promise(args[0], args[1], answer)
         if name == "update_state_after_alloc":
             num_tokens = args[2] if len(args) > 2 else kwargs["num_external_tokens"]
             self._note_load(args[0].request_id, num_tokens)
         return answer
 
-    def _promise(self, request_id: str, num_computed: int, answer: Any) -> Any:
+    def _promise(self, request: Any, num_computed: int, answer: Any) -> Any:
+        request_id = request.request_id
         is_pair = isinstance(answer, tuple) and len(answer) == 2
         if not is_pair or not (answer[0] is None or isinstance(answer[0], int)):
             raise InvariantBroken(
@@ -101,11 +102,14 @@ class Watch:
         (self.unanswered.add if num_tokens is None else self.unanswered.discard)(request_id)
         if not self._loads and num_tokens is not None:
             return 0, False
-        if num_tokens is not None and num_tokens < 0:
+        most = request.num_tokens - num_computed - (not is_async)
+        if num_tokens is not None and not 0 <= num_tokens <= most:
+            why = "" if is_async else ": within a step one token must be left to compute"
             raise InvariantBroken(
                 "CONN-2",
                 f"get_num_new_matched_tokens returned {num_tokens} tokens for {request_id!r}, "
-                f"which has {num_computed} computed: less than none",
+                f"which has {request.num_tokens}, {num_computed} of them computed: expected 0 to "
+                f"{most}{why}",
             )
         if num_tokens:
             self.coverage["hits"] += 1
