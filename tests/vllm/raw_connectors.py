@@ -72,9 +72,7 @@ class HostConnector(KVConnectorBase_V1):
         hashes = request.block_hashes
         return number < len(hashes) and hashes[number] in self.stored
 
-    def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if not num_external_tokens:
             return
         first = self.first_block[request.request_id]
@@ -333,9 +331,7 @@ class LeaksBlocks(HostConnector):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self.pool = gpu_block_pool
 
-    def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens:
             self.pool.touch([self.pool.blocks[self.table_of(blocks)[0]]])
@@ -344,9 +340,7 @@ class LeaksBlocks(HostConnector):
 class FreesBlocksOfOthers(LeaksBlocks):
     """Frees a block of the pool that it never touched."""
 
-    def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         HostConnector.update_state_after_alloc(self, request, blocks, num_external_tokens)
         if num_external_tokens:
             self.pool.free_blocks([self.pool.blocks[self.table_of(blocks)[0]]])

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-from kvview import CacheGeometry, ConfigError, Connector, ConnectorConfig
+from kvview import CacheGeometry, ConfigError, ConnectorConfig
 from kvview.connector.raising import build_connector
 from kvview.targets import is_engine_connector
 from kvview.testing.connector import repeat, watchdog
@@ -79,7 +79,7 @@ __all__ = [
 
 
 def check_connector(
-    connector_class: type[Connector],
+    connector_class: type[Any],
     *,
     seeds: int = 200,
     first_seed: int = 0,
@@ -97,7 +97,7 @@ def check_connector(
     3. A hook that does not return ends its run; the second of them ends the check.
 
     Args:
-        connector_class: What to check.
+        connector_class: What to check: a kvview connector, or one of the engine's own kind.
         seeds: How many.
         first_seed: The first of them.
         options: Of the connector. ``cpu_blocks`` and ``enable_events`` are added where
@@ -150,7 +150,7 @@ def check_connector(
 
 
 def replay_seed(
-    connector_class: type[Connector],
+    connector_class: type[Any],
     seed: int,
     *,
     options: Mapping[str, Any] | None = None,
@@ -161,7 +161,7 @@ def replay_seed(
     """Run one seed again, and make its failure smaller.
 
     Args:
-        connector_class: What to check.
+        connector_class: What to check: a kvview connector, or one of the engine's own kind.
         seed: Of a failure.
         options: As when it failed.
         max_shrink_runs: Runs to make it smaller; 0 leaves it as it is.
@@ -189,7 +189,7 @@ class _Check:
 
     def __init__(
         self,
-        connector_class: type[Connector],
+        connector_class: type[Any],
         options: dict[str, Any],
         engines: EngineFactory,
         steps: int | None,

@@ -22,11 +22,11 @@ from kvview import (
 )
 from kvview.connector.raising import build_connector
 from kvview.errors import line_of
+from kvview.targets import is_engine_connector
 from kvview.testing.connector import watchdog
 from kvview.testing.connector.as_it_is import AsItIsWorker
 from kvview.testing.connector.coverage import seeds_of
 from kvview.testing.connector.faults import FaultyWorker, Pool
-from kvview.targets import is_engine_connector
 from kvview.testing.connector.harness import (
     ConnectorHarness,
     EngineFactory,
@@ -80,7 +80,7 @@ _SECONDS_A_LEASE_MAY_LAST = 7 * 24 * 3600.0
 
 
 def simulate(
-    connector_class: type[Connector],
+    connector_class: type[Any],
     scenario: Scenario,
     options: Mapping[str, Any] | None = None,
     *,
@@ -90,7 +90,7 @@ def simulate(
     """Run a connector through a scenario; the same arguments give the same result.
 
     Args:
-        connector_class: What to run.
+        connector_class: What to run: a kvview connector, or one of the engine's own kind.
         scenario: What happens.
         options: Of the connector. ``cpu_blocks`` and ``enable_events`` are added where
             it takes them.
@@ -203,7 +203,7 @@ class Run:
 
     def __init__(
         self,
-        connector_class: type[Connector],
+        connector_class: type[Any],
         scenario: Scenario,
         options: dict[str, Any],
         unique_ids: bool,
@@ -241,7 +241,7 @@ class Run:
         self._num_wrong = 0
         self._engine: ConnectorHarness | None = None
 
-    def _configure(self, connector_class: type[Connector], options: dict[str, Any]) -> None:
+    def _configure(self, connector_class: type[Any], options: dict[str, Any]) -> None:
         config = configure(connector_class, self.scenario, options)
         fates = self._fates()
         part_class = type(self._name, (_Part,), {})  # reports name the connector
@@ -262,19 +262,24 @@ class Run:
     # --- what the worker's wrapper asks ---
 
     def is_free(self, block_id: int) -> bool:
+        """Whether nobody refers to a block."""
         return self.engine.ref_count(block_id) == 0
 
     def is_held(self, block_id: int) -> bool:
+        """Whether a view holds it."""
         return block_id in self.engine.held_blocks()
 
     def hashes(self, block_id: int) -> tuple[OffloadKey, ...]:
+        """What a block holds."""
         return self.engine.block_keys([block_id])[0]
 
     def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
+        """Per block of a request that loads, what must come into it."""
         return self.engine.expected_keys(request_id)
 
     @property
     def engine(self) -> ConnectorHarness:
+        """The engine, once it is built."""
         assert self._engine is not None, "the engine is built by run()"
         return self._engine
 
@@ -307,6 +312,7 @@ class Run:
         )
 
     def run(self) -> SimulationResult:
+        """Play the scenario to its end, or to the first law that is broken."""
         failure = None
         try:
             self._engine = self._build_engine()

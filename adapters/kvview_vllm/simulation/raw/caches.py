@@ -159,18 +159,14 @@ def _stride_order(backend: Any, num_dims: int) -> tuple[int, ...]:
 
 def _layer_class() -> type:
     """Attention layers without weights: a connector asks them for their backend and cache."""
-    attention = next(
-        getattr(module, "Attention")  # noqa: B009 - Any
-        for name in _LAYERS
-        if (module := _import(name)) is not None and hasattr(module, "Attention")
-    )
+    attention: Any = _find(_LAYERS, "Attention").Attention
 
     class Layer(attention):  # type: ignore[misc]
         def __init__(self, backend: Any, spec: Any) -> None:
-            vars(self).update(_backend=backend, _spec=spec, kv_cache=None)
+            self.__dict__.update(_backend=backend, _spec=spec, kv_cache=None)
 
         def __setattr__(self, name: str, value: object) -> None:
-            vars(self)[name] = value
+            self.__dict__[name] = value
 
         def get_attn_backend(self) -> Any:
             return self._backend

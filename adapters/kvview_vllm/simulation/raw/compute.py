@@ -104,9 +104,7 @@ class TokenCompute:
         block_id = int(slots[at]) // self._block_size
         return Wrong(planned.request.request_id, start + at, block_id, layer, there)
 
-    def holds(
-        self, planned: PlannedRequest, table: Sequence[int], start: int, end: int
-    ) -> bool:
+    def holds(self, planned: PlannedRequest, table: Sequence[int], start: int, end: int) -> bool:
         """Whether all bytes of some tokens are there already, in all layers."""
         return all(
             self.first_wrong(planned, table, start, end, layer) is None

@@ -57,9 +57,7 @@ class RawEngines:
         )
         leave_out(scenario.steps_in_flight > 1, "several steps in flight", steps_in_flight=1)
         leave_out(scenario.compute_lags, "compute that lags", compute_lags=False)
-        leave_out(
-            scenario.ends_abruptly, "an end with transfers in flight", ends_abruptly=False
-        )
+        leave_out(scenario.ends_abruptly, "an end with transfers in flight", ends_abruptly=False)
         events = tuple(event for event in scenario.events if not isinstance(event, Alias))
         leave_out(events != scenario.events, "a second hash of a block", events=events)
         resets = [event for event in scenario.events if isinstance(event, Reset)]

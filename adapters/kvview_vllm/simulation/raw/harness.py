@@ -240,7 +240,10 @@ class RawHarness(VLLMConnectorHarness):
                 no_forward = self._mixin.kv_connector_no_forward(output, self._config)
                 return no_forward.kv_connector_output, []
             attention = attention_metadata(
-                self._compute, scheduled, cpu_scheduler.computed_before(output), self._tables(output)
+                self._compute,
+                scheduled,
+                cpu_scheduler.computed_before(output),
+                self._tables(output),
             )
             with (
                 self._context.set_forward_context(
@@ -321,9 +324,7 @@ class RawHarness(VLLMConnectorHarness):
         is_load = start <= wrong.position < start + number
         source = "a block that was hit or computed"
         if is_load:
-            source = (
-                f"get_num_new_matched_tokens promised tokens {start} to {start + number} of it"
-            )
+            source = f"get_num_new_matched_tokens promised tokens {start} to {start + number} of it"
         raise InvariantBroken(
             "XFER-1",
             f"request {wrong.request_id!r} reads wrong bytes at token {wrong.position}, in block "

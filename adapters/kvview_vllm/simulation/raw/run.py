@@ -49,7 +49,7 @@ class RawRun(Run):
         *,
         without: str = "",
     ) -> None:
-        super().__init__(connector_class, scenario, dict(options), True, _engines())  # type: ignore[arg-type]
+        super().__init__(connector_class, scenario, dict(options), True, _engines())
         self._connector_class = None if without == "connector" else connector_class
         self._transfer_config = split_options(options)
         self._raw_watch = Watch(loads=without != "loads")
@@ -118,7 +118,8 @@ class RawRun(Run):
             self._raise_held(held)
         if unfinished:
             raise InvariantBroken(
-                "ENGINE", f"requests {list(unfinished)} wait for ever, and the connector has nothing"
+                "ENGINE",
+                f"requests {list(unfinished)} wait for ever, and the connector has nothing",
             )
         raise InvariantBroken("CONN-3", "has_pending_push_work is true for ever")
 
@@ -152,9 +153,7 @@ def judge(
     assert failure is not None, "only what failed is judged"
 
     def told_without(what: str) -> Any:
-        return (
-            RawRun(connector_class, result.scenario, options, without=what).run().failure
-        )
+        return RawRun(connector_class, result.scenario, options, without=what).run().failure
 
     if bare := told_without("connector"):
         message = f"without the connector too: {bare.law}: {bare.message}"

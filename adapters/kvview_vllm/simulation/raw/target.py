@@ -47,6 +47,6 @@ def _children(config: Mapping[str, Any]) -> Iterator[type]:
     ).KVConnectorFactory
     kind: Any = importlib.import_module("vllm.config").KVTransferConfig
     for child in config.get("kv_connector_extra_config", {}).get("connectors", ()):
-        found = factory.get_connector_class(kind(**{k: v for k, v in child.items()}))
+        found = factory.get_connector_class(kind(**child))
         yield found
         yield from _children(child)
