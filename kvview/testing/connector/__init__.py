@@ -135,6 +135,7 @@ def check_connector(
                     break
     except KeyboardInterrupt:
         is_interrupted = True
+    check.notes += sorted(name for name in check.coverage if name.startswith("stands in"))
     return ConnectorRuns(
         connector_class.__name__,
         check.engines.name,

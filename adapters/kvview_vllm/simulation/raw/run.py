@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from kvview_vllm.releases import engine_version
 from kvview_vllm.simulation.raw.fit import RawEngines
 from kvview_vllm.simulation.raw.harness import RawHarness
 from kvview_vllm.simulation.raw.stand_ins import StandIns
-from kvview_vllm.simulation.raw.target import classes_of, split_options
+from kvview_vllm.simulation.raw.target import classes_of, in_folder, split_options
 from kvview_vllm.simulation.raw.watched import Watch
 
 if TYPE_CHECKING:
@@ -60,6 +61,11 @@ class RawRun(Run):
 
     @override
     def run(self) -> SimulationResult:
+        with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
+            self._transfer_config = in_folder(self._transfer_config, folder)
+            return self._run()
+
+    def _run(self) -> SimulationResult:
         classes = classes_of(self._connector_class, self._transfer_config)
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)  # small tensors: more of them wait for each other
