@@ -68,7 +68,7 @@ def test_a_right_connector_is_green_and_has_loaded(runs: ConnectorRuns) -> None:
     assert runs.coverage["loads beside a GPU hit"] > 10
 
 
-def test_what_is_not_played_is_named(runs: ConnectorRuns) -> None:
+def test_vsim_2_what_is_not_played_is_named(runs: ConnectorRuns) -> None:
     left_out = {name for name in runs.coverage if name.startswith("left out: ")}
     assert "left out: several steps in flight" in left_out
     assert ("left out: resets of the connector" in left_out) != cpu_scheduler.can_reset_connectors()
@@ -118,7 +118,7 @@ def test_a_connector_that_did_nothing_is_not_green(engines: VLLMEngines) -> None
     assert {gap.name for gap in runs.not_exercised} == {"hits", "loads", "stores"}
 
 
-def test_a_failure_says_what_the_controls_said(engines: VLLMEngines) -> None:
+def test_vsim_6_a_failure_says_what_the_controls_said(engines: VLLMEngines) -> None:
     runs = check_connector(ForgetsAStore, seeds=1, engines=engines, max_shrink_runs=12)
     (failure,) = runs.failures
     assert failure.law == "CONN-4"
@@ -129,21 +129,18 @@ def test_a_failure_says_what_the_controls_said(engines: VLLMEngines) -> None:
         exec(failure.script, namespace)
 
 
-def test_what_fails_without_the_connector_is_the_engines(
+def test_vsim_6_what_fails_without_the_connector_is_the_engines(
     engines: VLLMEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "kvview_vllm.simulation.requests.PlannedRequest.token",
-        lambda self, position: 5 if position % 97 else id(self) % 7,
-    )
-    monkeypatch.setattr("kvview_vllm.simulation.raw.compute.TokenCompute.write", lambda *args: None)
+    target = "kvview_vllm.simulation.raw.token_bytes.TokenCompute.write"
+    monkeypatch.setattr(target, lambda *args: None)
     runs = check_connector(HostConnector, seeds=1, engines=engines)
     (failure,) = runs.failures
     assert failure.law == "ENGINE"
     assert "without the connector too" in failure.message
 
 
-def test_without_a_connector_every_seed_is_green() -> None:
+def test_vsim_3_without_a_connector_every_seed_is_green() -> None:
     for seed in SEEDS[:3]:
         result = RawRun(HostConnector, generate_scenario(seed), {}, without="connector").run()
         assert result.failure is None, result.failure
@@ -190,6 +187,28 @@ def test_vllms_example_connector_loses_what_a_chunked_prefill_left(
     ).failure
     assert failure is not None
     assert failure.law in ("XFER-1", "CONN-2", "CONN-3")
+
+
+def test_vsim_4_tensors_are_those_of_the_gpu_backend() -> None:
+    run = RawRun(HostConnector, generate_scenario(3), {})
+    assert run.run().failure is None
+    caches = run.harness.caches
+    assert len({tensor.data_ptr() for tensor in caches.tensors.values()}) == len(caches.slots)
+    for tensor, slots in zip(caches.tensors.values(), caches.slots, strict=True):
+        assert slots.shape[:2] == (caches.config.num_blocks, 16)
+        assert slots.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        assert slots.numel() == tensor.numel()
+
+
+def test_vsim_5_what_stands_in_for_cuda_is_named(engines: VLLMEngines) -> None:
+    from importlib import import_module
+
+    connector = import_module(f"{V1}.offloading_connector").OffloadingConnector
+    options = {"cpu_bytes_to_use": 1_000_000, "num_cpu_blocks": 30}
+    scenario = replace(generate_scenario(3), events=())
+    result = simulate(connector, scenario, options, engines=engines)
+    assert result.failure is None, result.failure
+    assert any(name.startswith("stands in: for the copies of vLLM") for name in result.coverage)
 
 
 def _evicted() -> tuple[Any, ...]:

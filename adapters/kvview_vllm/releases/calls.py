@@ -306,6 +306,12 @@ def blocks_freed_later(scheduler: Any) -> list[Any]:
     return [block for _, blocks in getattr(scheduler, "deferred_frees", ()) for block in blocks]
 
 
+def reserves_blocks() -> bool:
+    """Whether a load begins only beside what prefills under way have yet to allocate (0.23)."""
+    manager: Any = import_module("vllm.v1.core.kv_cache_manager").KVCacheManager
+    return "reserved_blocks" in inspect.signature(manager.allocate_slots).parameters
+
+
 def states_take_loads() -> bool:
     """Whether a request with Mamba groups may load: 0.15.0 to 0.22.1 assert that none does."""
     scheduler: Any = import_module("vllm.v1.core.sched.scheduler").Scheduler

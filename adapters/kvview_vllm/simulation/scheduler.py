@@ -13,7 +13,6 @@ Source: vllm/config, vllm/v1/core/sched/scheduler.py and vllm/v1/outputs.py, 0.1
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import logging
 import os
@@ -35,6 +34,7 @@ from kvview_vllm.releases.calls import (
     handle_preemptions,
     known_arguments,
     make_known,
+    reserves_blocks,
     sampled_tokens,
     set_concurrent_batches,
 )
@@ -148,8 +148,7 @@ def can_block_itself() -> bool:
 
     Since 0.23.0 a load begins only beside what the prefills under way have yet to allocate.
     """
-    manager: Any = importlib.import_module("vllm.v1.core.kv_cache_manager").KVCacheManager
-    return "reserved_blocks" not in inspect.signature(manager.allocate_slots).parameters
+    return not reserves_blocks()
 
 
 def can_reset_connectors() -> bool:

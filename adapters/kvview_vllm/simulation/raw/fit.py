@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from kvview import CacheGeometry
 from kvview.testing.connector.scenario import Add, Alias, Event, Reset, Scenario, Squeeze
+from kvview_vllm.releases.worker_caches import BLOCK_SIZE
 from kvview_vllm.simulation import scheduler as cpu_scheduler
-from kvview_vllm.simulation.raw.caches import BLOCK_SIZE
 
 _MOST_BLOCKS = 300
 # Two resets with no step between them end many connectors; other things are to be seen too.

@@ -30,10 +30,15 @@ from kvview import OffloadKey
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.releases.calls import handle_preemptions
+from kvview_vllm.releases.worker_caches import (
+    allocate,
+    has_pending_work,
+    make_config,
+    supports_several_groups,
+)
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.engine import LaunchedStep, VLLMConnectorHarness, named
-from kvview_vllm.simulation.raw.caches import allocate, make_config
-from kvview_vllm.simulation.raw.compute import TokenCompute, Wrong, attention_metadata
+from kvview_vllm.simulation.raw.token_bytes import TokenCompute, Wrong, attention_metadata
 from kvview_vllm.simulation.raw.watched import Watch, make_watched
 from kvview_vllm.simulation.stream_order import Forward
 
@@ -96,7 +101,7 @@ class RawHarness(VLLMConnectorHarness):
                 max_num_batched_tokens=scenario.max_tokens_per_step,
             )
         with _registered(watched):
-            if watched is not None and not _supports_hma(watched, self._config):
+            if watched is not None and not supports_several_groups(watched, self._config):
                 self._config.scheduler_config.disable_hybrid_kv_cache_manager = True
         cache_config = make_config(self._config, scenario.num_gpu_blocks)
         geometry = read_geometry(self._config, cache_config)
@@ -104,9 +109,9 @@ class RawHarness(VLLMConnectorHarness):
             self._scheduler = cpu_scheduler.make_scheduler(
                 copy.deepcopy(self._config), copy.deepcopy(cache_config), geometry, plain=True
             )
-        self._caches = allocate(self._config, cache_config)
+        self.caches = allocate(self._config, cache_config)
         self._layers = [name for g in cache_config.kv_cache_groups for name in g.layer_names]
-        self._compute = TokenCompute(self._caches.slots)
+        self._compute = TokenCompute(self.caches.slots)
         self._state: Any = importlib.import_module(_STATE)
         self._mixin: Any = importlib.import_module(
             "vllm.v1.worker.kv_connector_model_runner_mixin"
@@ -116,7 +121,7 @@ class RawHarness(VLLMConnectorHarness):
         if watched is not None:
             with named("building the worker's side"), _registered(watched):
                 self._worker = cpu_scheduler.make_worker_connector(self._config, cache_config)
-                self._worker.register_kv_caches(self._caches.tensors)
+                self._worker.register_kv_caches(self.caches.tensors)
 
     # --- what is asked ---
 
@@ -135,17 +140,13 @@ class RawHarness(VLLMConnectorHarness):
         return bool(
             self._launched
             or self._scheduler.requests
-            or self._has_pending_work()
+            or has_pending_work(self._scheduler.connector)
             or self.held_blocks()
         )
 
-    def _has_pending_work(self) -> bool:
-        ask = getattr(self._scheduler.connector, "has_pending_push_work", None)
-        return ask is not None and bool(ask())
-
     @override
     def _has_requests(self) -> bool:
-        return bool(self._scheduler.has_requests()) or self._has_pending_work()
+        return bool(self._scheduler.has_requests()) or has_pending_work(self._scheduler.connector)
 
     @override
     def held_blocks(self) -> Mapping[int, int]:
@@ -282,7 +283,7 @@ class RawHarness(VLLMConnectorHarness):
                 one = compute.first_wrong(planned, table, 0, start, number)
                 wrong += [one] if one is not None else []
             if self._worker is not None:
-                self._worker.save_kv_layer(layer, self._caches.tensors[layer], attention)
+                self._worker.save_kv_layer(layer, self.caches.tensors[layer], attention)
         for planned, start, _ in batch:
             if planned.request.request_id in self._to_verify and start:
                 self._to_verify.pop(planned.request.request_id)
@@ -345,14 +346,6 @@ def _registered(connector_class: type | None) -> Iterator[None]:
         return
     with patch.dict(_factory()._registry, {connector_class.__name__: lambda: connector_class}):
         yield
-
-
-def _supports_hma(connector_class: type, vllm_config: Any) -> bool:
-    factory = _factory()
-    if hasattr(factory, "supports_hma_config"):
-        return bool(factory.supports_hma_config(vllm_config.kv_transfer_config))
-    base: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
-    return hasattr(base, "supports_hma") and bool(base.supports_hma(connector_class))
 
 
 if TYPE_CHECKING:

@@ -85,14 +85,14 @@ class RawRun(Run):
 
     @override
     def _build_engine(self) -> ConnectorHarness:
-        self._harness = RawHarness(
+        self.harness = RawHarness(
             self.scenario,
             self._connector_class,
             self._transfer_config,
             self._raw_watch,
             self._stand_ins,
         )
-        return self._harness
+        return self.harness
 
     @override
     def _num_tokens_loaded(self) -> int:
@@ -100,7 +100,7 @@ class RawRun(Run):
 
     @override
     def _raise_stuck(self) -> None:
-        watch, engine = self._raw_watch, self._harness
+        watch, engine = self._raw_watch, self.harness
         unfinished = engine.unfinished()
         held = engine.held_blocks()
         if loading := [name for name, status in unfinished.items() if status == "loading"]:

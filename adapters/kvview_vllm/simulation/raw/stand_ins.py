@@ -7,7 +7,6 @@ Copies of one direction run in order, and up to some steps late, as on a CUDA st
 
 from __future__ import annotations
 
-import importlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -115,16 +114,6 @@ class StandIns:
         return cuda
 
     def _replace_cpu_spec(self, stack: ExitStack) -> None:
-        from kvview_vllm.simulation.raw import offloading
+        from kvview_vllm.releases.cpu_spec_copies import replace_worker
 
-        offloading.replace_worker(self, stack)
-
-
-def import_any(*names: str) -> Any:
-    """The first of some modules that the release has; None without any."""
-    for name in names:
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
-    return None
+        replace_worker(self.make_queue, stack)

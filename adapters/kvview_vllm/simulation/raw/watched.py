@@ -14,6 +14,7 @@ from typing import Any
 
 from kvview.testing.connector.hook_calls import hook
 from kvview.testing.connector.invariants import InvariantBroken
+from kvview_vllm.releases.worker_caches import overridden
 
 _LAW_OF_METHOD = {
     "__init__": "CONN-1",
@@ -181,6 +182,8 @@ def make_watched(connector_class: type, watch: Watch) -> type:
         "vllm.distributed.kv_transfer.kv_connector.v1.base"
     ).KVConnectorBase_V1
 
+    own = overridden(connector_class, base)
+
     def watched(name: str) -> Callable[..., Any]:
         inner = getattr(connector_class, name)
 
@@ -193,15 +196,7 @@ def make_watched(connector_class: type, watch: Watch) -> type:
         call.__wrapped__ = inner  # type: ignore[attr-defined] # its signature is asked for
         return call
 
-    members: dict[str, Any] = {
-        name: watched(name)
-        for name in _LAW_OF_METHOD
-        if hasattr(connector_class, name)
-        and (
-            name in ("get_num_new_matched_tokens", "update_state_after_alloc")
-            or getattr(connector_class, name) is not getattr(base, name, None)
-        )
-    }
+    members: dict[str, Any] = {name: watched(name) for name in _LAW_OF_METHOD if name in own}
     members["__module__"] = connector_class.__module__
     members["__qualname__"] = connector_class.__qualname__
     return type(connector_class.__name__, (connector_class,), members)
@@ -209,10 +204,10 @@ def make_watched(connector_class: type, watch: Watch) -> type:
 
 def _flat(blocks: Iterable[Any]) -> Iterable[Any]:
     for block in blocks:  # up to 0.13 a list for each group
-        if hasattr(block, "block_id"):
-            yield block
-        else:
+        if isinstance(block, list | tuple):
             yield from block
+        else:
+            yield block
 
 
 def _line() -> str:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import importlib
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from kvview_vllm.releases import refusal
 from kvview_vllm.releases.calls import known_arguments, make_known
+from kvview_vllm.releases.versions import refusal
+
+if TYPE_CHECKING:
+    import torch
 
 BLOCK_SIZE = 16
 """Tokens of a block: the smallest that the GPU backends of every release serve."""
@@ -56,6 +57,8 @@ def make_config(vllm_config: Any, num_blocks: int) -> Any:
         vllm_config: vLLM's ``VllmConfig``.
         num_blocks: Blocks of the pool.
     """
+    import torch
+
     interface: Any = importlib.import_module("vllm.v1.kv_cache_interface")
     specs = {
         f"model.layers.{index}.self_attn.attn": make_known(
@@ -95,6 +98,8 @@ def allocate(vllm_config: Any, config: Any) -> RealCaches:
         vllm_config: The worker's ``VllmConfig``: its layers are made known to it.
         config: As :func:`make_config` makes it.
     """
+    import torch
+
     utils: Any = importlib.import_module("vllm.v1.worker.utils")
     backend: Any = importlib.import_module(
         "vllm.v1.attention.backends.flash_attn"
@@ -127,6 +132,8 @@ def allocate(vllm_config: Any, config: Any) -> RealCaches:
 
 def _tensor(backend: Any, config: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer's tensor up to 0.31, as a model runner shapes it, and its slots."""
+    import torch
+
     shape = _shape(backend, config.num_blocks, BLOCK_SIZE)
     probe = _shape(backend, 1_234_577, 7919 * BLOCK_SIZE)
     blocks, tokens = probe.index(1_234_577), probe.index(7919 * BLOCK_SIZE)
@@ -190,3 +197,31 @@ def _import(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         return None
+
+
+# --- connectors ---
+
+
+def supports_several_groups(connector_class: type, vllm_config: Any) -> bool:
+    """Whether a connector takes a hybrid cache; since 0.24 the factory says so of children too."""
+    module: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory")
+    factory = module.KVConnectorFactory
+    if hasattr(factory, "supports_hma_config"):
+        return bool(factory.supports_hma_config(vllm_config.kv_transfer_config))
+    base: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
+    return hasattr(base, "supports_hma") and bool(base.supports_hma(connector_class))
+
+
+def has_pending_work(connector: Any) -> bool:
+    """Whether a connector wants steps without requests, where it is asked."""
+    ask = getattr(connector, "has_pending_push_work", None)
+    return ask is not None and bool(ask())
+
+
+def overridden(connector_class: type, base: type) -> set[str]:
+    """Methods of a connector that are not those of its base."""
+    return {
+        name
+        for name in dir(connector_class)
+        if getattr(connector_class, name, None) is not getattr(base, name, None)
+    }

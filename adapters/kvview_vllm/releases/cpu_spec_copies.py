@@ -9,41 +9,40 @@ Source: vllm/v1/kv_offload, 0.12.0 to 0.33.0: ``get_worker`` of the spec since 0
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
-import torch
-
 from kvview_vllm.releases.calls import make_known
-from kvview_vllm.simulation.raw.stand_ins import StandIns, import_any
-from kvview_vllm.transfer import canonical_kv_caches
 
+MakeQueue = Callable[[str], Any]
 _STANDS_IN = "for the copies of vLLM's CPUOffloadingSpec, copies between steps"
 
 
-def replace_worker(stand_ins: StandIns, stack: ExitStack) -> None:
+def replace_worker(make_queue: MakeQueue, stack: ExitStack) -> None:
     """Have the CPU spec hand out a :class:`LateWorker`, as long as the stack is open.
 
     Args:
-        stand_ins: Says how late copies are.
+        make_queue: Of copies of a direction, which may be late.
         stack: Undoes it.
     """
-    module = import_any("vllm.v1.kv_offload.cpu.spec", "vllm.v1.kv_offload.cpu")
+    from kvview_vllm.transfer import canonical_kv_caches
+
+    module = _import_any("vllm.v1.kv_offload.cpu.spec", "vllm.v1.kv_offload.cpu")
     spec = getattr(module, "CPUOffloadingSpec", None)
     if spec is None:
         return
 
     def get_worker(self: Any, kv_caches: Any) -> Any:
         if getattr(self, "_worker", None) is None:
-            self._worker = LateWorker(stand_ins, self, kv_caches)
+            self._worker = LateWorker(make_queue, self, kv_caches)
         return self._worker
 
     def get_handlers(self: Any, kv_caches: Any, *_: Any) -> Iterator[tuple[Any, Any, Any]]:
         if isinstance(kv_caches, dict):  # up to 0.18: tensors of layers
             kv_caches = canonical_kv_caches(kv_caches, getattr(self, "kv_cache_config", None))
-        handler = LateWorker(stand_ins, self, kv_caches)
+        handler = LateWorker(make_queue, self, kv_caches)
         gpu, cpu = module.GPULoadStoreSpec, module.CPULoadStoreSpec
         yield gpu, cpu, handler
         yield cpu, gpu, handler
@@ -56,23 +55,25 @@ class LateWorker:
     """Copies between GPU blocks and chunks of the host, late.
 
     Args:
-        stand_ins: Says how late.
+        make_queue: Of copies of a direction, which may be late.
         spec: vLLM's ``CPUOffloadingSpec``.
         kv_caches: Canonical KV caches, vLLM's or kvview's.
     """
 
-    def __init__(self, stand_ins: StandIns, spec: Any, kv_caches: Any) -> None:
+    def __init__(self, make_queue: MakeQueue, spec: Any, kv_caches: Any) -> None:
         self._caches = kv_caches
         self._per_chunk = _first(spec, "blocks_per_chunk", "block_size_factor") or (
             spec.offloaded_block_size // _gpu_block_size(spec)
         )
         num_chunks = _first(spec, "num_chunks", "num_blocks", "num_cpu_blocks")
+        import torch
+
         self._host = [
             torch.zeros((num_chunks, self._per_chunk, cache.page_size_bytes), dtype=torch.int8)
             for cache in kv_caches.tensors
         ]
-        self._stores = stand_ins.make_queue(_STANDS_IN)
-        self._loads = stand_ins.make_queue(_STANDS_IN)
+        self._stores = make_queue(_STANDS_IN)
+        self._loads = make_queue(_STANDS_IN)
 
     # --- since 0.25 ---
 
@@ -134,7 +135,7 @@ class LateWorker:
 
 
 def _result(job_id: int, direction: tuple[str, str]) -> Any:
-    module = import_any("vllm.v1.kv_offload.base", "vllm.v1.kv_offload.worker.worker")
+    module = _import_any("vllm.v1.kv_offload.base", "vllm.v1.kv_offload.worker.worker")
     result = getattr(module, "TransferResult", None)
     if result is None:
         result = importlib.import_module("vllm.v1.kv_offload.worker.worker").TransferResult
@@ -157,3 +158,12 @@ def _first(owner: Any, *names: str) -> Any:
 def _gpu_block_size(spec: Any) -> int:
     size = spec.gpu_block_size
     return int(size if isinstance(size, int) else size[0])
+
+
+def _import_any(*names: str) -> Any:
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    return None
