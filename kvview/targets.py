@@ -32,6 +32,7 @@ from kvview.connector.raising import where
 from kvview.errors import ConfigError, one_line
 
 _PREFIX = "kvview_target_"
+_ENGINE_BASES = {"KVConnectorBase_V1"}  # by name: no engine is imported here
 _log = logging.getLogger(__name__)
 
 
@@ -70,6 +71,11 @@ def is_connector(found: object) -> bool:
     """Whether a target is meant for :func:`load_connector`, rightly or not."""
     parts = (Connector, SchedulerConnector, WorkerConnector)
     return isinstance(found, parts) or (isinstance(found, type) and issubclass(found, parts))
+
+
+def is_engine_connector(found: object) -> bool:
+    """Whether a target is a connector class of an engine's own kind, as of vLLM's."""
+    return isinstance(found, type) and any(kind.__name__ in _ENGINE_BASES for kind in found.__mro__)
 
 
 def load_target(target: str) -> Any:

@@ -69,6 +69,12 @@ DEFAULT_MUTANTS = 20
     metavar="RELEASE",
     help="With --vllm: say what changed since this release, of what the connector uses.",
 )
+@click.option(
+    "--kv-transfer-config",
+    "transfer_config",
+    metavar="JSON",
+    help="Of a connector of vLLM, as vllm serve takes it; --option goes into its extra config.",
+)
 @click.option("--hook-seconds", type=float, help="CPU time of one call of a hook.  [default: 30]")
 @click.option(
     "--json", "json_file", metavar="FILE", help="Write the report there ('-' for stdout)."
@@ -98,6 +104,7 @@ def check(
     vllm: tuple[str, ...],
     against: str | None,
     options: tuple[str, ...],
+    transfer_config: str | None,
     hook_seconds: float | None,
     json_file: str | None,
     page_file: str | None,
@@ -108,7 +115,8 @@ def check(
 
     TARGET is package.module:factory or path/to/file.py:factory, where the factory
     makes a harness over a pool view, a coordinator, an offloading manager or a
-    transfer worker; or a connector class, which is run in an engine under faults.
+    transfer worker; or a connector class, which is run in an engine under faults:
+    of kvview, or with --engine vllm any KVConnectorBase_V1 of vLLM, as it is.
     """
     console = Console(stderr=json_file == "-", emoji=False)  # stdout is the report's alone then
     require_writable("--json", json_file)
@@ -128,6 +136,9 @@ def check(
     from kvview.testing.terminal import show_report
 
     path = expected_failures_file
+    given = read_options(options)
+    if transfer_config is not None:
+        given |= read_options([f"kv_transfer_config={transfer_config}"])
     with _ended_in_order(), naming(target), _status(f"checking {target}") as on_progress:
         report = run_checks(
             load_target(target),
@@ -138,7 +149,7 @@ def check(
             steps=steps,
             seeds=seeds,
             engine=engine,
-            options=read_options(options),
+            options=given,
             hook_seconds=hook_seconds,
             target=target,
             on_result=lambda result: on_progress(result.check.name),

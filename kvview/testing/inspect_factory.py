@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 
 from kvview.errors import ConfigError
-from kvview.targets import is_connector, require_connector
+from kvview.targets import is_connector, is_engine_connector, require_connector
 from kvview.testing.harness import (
     MIN_BLOCKS_PER_GROUP,
     MIN_CAPACITY,
@@ -42,6 +42,8 @@ def inspect_factory(factory: Factory) -> tuple[Contract, frozenset[Capability]]:
             declares a capability that there is not. All that is wrong, in one message.
     """
     name = getattr(factory, "__qualname__", None) or repr(factory)
+    if is_engine_connector(factory):
+        return "connector", frozenset()
     if is_connector(factory):
         require_connector(factory, f"target {name}")
         return "connector", frozenset()

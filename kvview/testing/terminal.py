@@ -55,7 +55,8 @@ def _show_coverage(console: Console, report: Report) -> None:
         cells.add_column(name, justify="right" if index else "left", no_wrap=not index)
     for row in rows:
         cells.add_row(*row)
-    console.print(cells)
+    if rows:
+        console.print(cells)
 
 
 def _show_checks(console: Console, report: Report) -> None:

@@ -33,6 +33,7 @@ ALLOWED_AT_IMPORT = {
         "kvview_reference.transfer",
         "kvview_reference.connector",
         "kvview_vllm.transfer",
+        "kvview_vllm.simulation.raw",
     ),
     "numpy": ("kvview_reference.transfer",),
     "vllm": ("kvview_vllm.scheduler",),  # vLLM itself imports it, by --scheduler-cls

@@ -13,7 +13,7 @@ Source: :mod:`kvview_vllm.simulation.engine`, which is what is tried.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from kvview_vllm.simulation.engine import Configs, VLLMConnectorHarness
 
 if TYPE_CHECKING:
     from kvview.testing.connector.harness import ConnectorHarness, EngineFactory
+    from kvview.testing.connector.result import SimulationResult
     from kvview.testing.connector.scenario import Scenario
     from kvview.testing.connector.stream import StepStream
     from kvview.testing.upgrade import Releases
@@ -118,6 +119,22 @@ class VLLMEngines:
             leave_out(f"more than {most} steps in flight", steps_in_flight=most)
         if most > 1 and (why := self._why_not(scenario, groups, 1, most)):
             leave_out(f"{most} steps in flight with {several}: {why}", steps_in_flight=1)
+
+    def simulate_own(
+        self, connector_class: type, scenario: Scenario, options: Mapping[str, Any]
+    ) -> SimulationResult:
+        """Run a ``KVConnectorBase_V1`` as it is (:mod:`kvview_vllm.simulation.raw`)."""
+        from kvview_vllm.simulation.raw import RawRun
+
+        return RawRun(connector_class, scenario, options).run()
+
+    def judge_own(
+        self, connector_class: type, result: SimulationResult, options: Mapping[str, Any]
+    ) -> SimulationResult:
+        """Whether what failed is the connector's (VSIM-6)."""
+        from kvview_vllm.simulation.raw import judge
+
+        return judge(connector_class, result, options)
 
     def build(
         self,

@@ -115,7 +115,7 @@ class _Stats:
 
 
 @dataclass(eq=False)
-class _Step:
+class LaunchedStep:
     """One that is launched, until its output is taken in."""
 
     output: Any
@@ -144,36 +144,7 @@ class VLLMConnectorHarness:
     ) -> None:
         self.stats = _Stats()
         self._geometry = scenario.geometry
-        target = f"{__name__}:{HandedConnector.__name__}"
-        children = [cpu_scheduler.connector_config(target, connector=c) for c in connectors]
-        for child in children:  # the kit looks for faults; its clock counts steps
-            child["kv_connector_extra_config"] |= _BARE
-        configs = Configs(
-            self._geometry.groups,
-            children[0] if len(children) == 1 else cpu_scheduler.multi_config(*children),
-            scenario.num_gpu_blocks,
-            max_num_seqs=scenario.max_running,
-            max_num_batched_tokens=scenario.max_tokens_per_step,
-            steps_in_flight=scenario.steps_in_flight,
-        )
-        with _named("building the scheduler"):
-            self._scheduler = cpu_scheduler.make_scheduler(
-                configs.vllm, configs.kv_cache, self._geometry
-            )
-            self._worker = cpu_scheduler.make_worker_connector(configs.vllm, configs.kv_cache)
-        for connector in self._connectors():
-            connector.block_pool_view.now = clock
-        self._compute = Compute(
-            self._geometry, scenario.num_gpu_blocks, _PAGE_BYTES, num_layers=_NUM_LAYERS
-        )
-        with _named("register_kv_caches"):
-            self._worker.register_kv_caches(
-                {
-                    name: tensor
-                    for group in configs.kv_cache.kv_cache_groups
-                    for name, tensor in zip(group.layer_names, self._compute.pages, strict=True)
-                }
-            )
+        self._build(scenario, connectors, clock)
         self._manager = self._scheduler.kv_cache_manager
         self._pool = self._manager.block_pool
         self._look = view(self._pool, owner="simulation")
@@ -189,7 +160,7 @@ class VLLMConnectorHarness:
         self._while_loading = {"loading", None} if between_steps else {"running"}
         self._steps_in_flight = scenario.steps_in_flight
         self._stream = stream
-        self._launched: deque[_Step] = deque()
+        self._launched: deque[LaunchedStep] = deque()
         self._aborts: dict[str, None] = {}  # to be heard of before the next output
         self._num_aborts = self._num_resets = 0
         self._added: dict[str, PlannedRequest] = {}  # the last request of each id
@@ -198,6 +169,41 @@ class VLLMConnectorHarness:
         self._squeezed: list[Any] = []
         self._can_block_itself = cpu_scheduler.can_block_itself()
         self._idle_steps = 0
+
+    def _build(
+        self, scenario: Scenario, connectors: Sequence[Connector], clock: Callable[[], float]
+    ) -> None:
+        """The scheduler, the worker's side and the bytes."""
+        target = f"{__name__}:{HandedConnector.__name__}"
+        children = [cpu_scheduler.connector_config(target, connector=c) for c in connectors]
+        for child in children:  # the kit looks for faults; its clock counts steps
+            child["kv_connector_extra_config"] |= _BARE
+        configs = Configs(
+            self._geometry.groups,
+            children[0] if len(children) == 1 else cpu_scheduler.multi_config(*children),
+            scenario.num_gpu_blocks,
+            max_num_seqs=scenario.max_running,
+            max_num_batched_tokens=scenario.max_tokens_per_step,
+            steps_in_flight=scenario.steps_in_flight,
+        )
+        with named("building the scheduler"):
+            self._scheduler = cpu_scheduler.make_scheduler(
+                configs.vllm, configs.kv_cache, self._geometry
+            )
+            self._worker = cpu_scheduler.make_worker_connector(configs.vllm, configs.kv_cache)
+        for connector in self._connectors():
+            connector.block_pool_view.now = clock
+        self._compute = Compute(
+            self._geometry, scenario.num_gpu_blocks, _PAGE_BYTES, num_layers=_NUM_LAYERS
+        )
+        with named("register_kv_caches"):
+            self._worker.register_kv_caches(
+                {
+                    name: tensor
+                    for group in configs.kv_cache.kv_cache_groups
+                    for name, tensor in zip(group.layer_names, self._compute.pages, strict=True)
+                }
+            )
 
     # --- what happens to it ---
 
@@ -222,7 +228,7 @@ class VLLMConnectorHarness:
         if any(add.request_id in step.requests for step in self._launched):
             raise ConfigError(f"request {add.request_id!r} is in a step that is in flight")
         self.stats.requests += 1
-        with _named("add_request"):
+        with named("add_request"):
             planned = PlannedRequest(
                 add.request_id,
                 prompt,
@@ -262,12 +268,16 @@ class VLLMConnectorHarness:
 
     def squeeze(self, num_blocks: int) -> None:
         """Somebody else has this many blocks from now on, as far as they are free."""
-        with _named("squeezing"):
+        with named("squeezing"):
             if self._squeezed:
                 self._pool.free_blocks(self._squeezed)
             num_blocks = min(num_blocks, self._pool.get_num_free_blocks())
             self._squeezed = self._pool.get_new_blocks(num_blocks) if num_blocks else []
-        self._compute.overwrite(block.block_id for block in self._squeezed)
+        self._overwrite([block.block_id for block in self._squeezed])
+
+    def _overwrite(self, block_ids: Sequence[int]) -> None:
+        """Who squeezes blocks out writes into them."""
+        self._compute.overwrite(block_ids)
 
     def alias(self) -> bool:
         """Cache the first part of a block under a hash of its own, beside the whole."""
@@ -295,7 +305,7 @@ class VLLMConnectorHarness:
         """
         self._num_resets += 1
         if self._steps_in_flight == 1 or self._num_resets % 2:
-            with _named("reset_prefix_cache"):
+            with named("reset_prefix_cache"):
                 return cpu_scheduler.reset_caches(self._scheduler)
         self.stats.running_resets += 1
         try:
@@ -308,7 +318,7 @@ class VLLMConnectorHarness:
         """Stop both sides; what is left is what neither requests nor the scenario have."""
         while self._launched:
             self._run(self._launched.popleft())
-        with _named("shutdown"):
+        with named("shutdown"):
             self._scheduler.shutdown()
             self._worker.shutdown()
         refs = {block_id: self.ref_count(block_id) for block_id in range(1, self.num_blocks)}
@@ -404,13 +414,13 @@ class VLLMConnectorHarness:
         )
 
     def _finish(self, request_ids: Sequence[str]) -> None:
-        with _named("finish_requests"):
+        with named("finish_requests"):
             self._scheduler.finish_requests(request_ids, self._aborted)
 
     def _launch(self) -> Any:
         """Schedule a step and launch it; what the worker reports goes into its output."""
         was_running = {request.request_id for request in self._scheduler.running}
-        with _named("schedule"):
+        with named("schedule"):
             output = self._scheduler.schedule()
         requests = self._scheduler.requests
         self.stats.preemptions += sum(
@@ -419,7 +429,7 @@ class VLLMConnectorHarness:
         forward, sampled = self._plan(output)
         self._uncomputed = forward.written
         runs_first = cpu_scheduler.loads_after_launch(output)
-        with _named("the worker's side"):
+        with named("the worker's side"):
             cpu_scheduler.bind_transfers(self._worker, output, output.kv_connector_metadata)
             self._poison()
             if not runs_first:
@@ -429,7 +439,7 @@ class VLLMConnectorHarness:
             self._compute.run(forward)
         else:
             self._stream.launch()
-        with _named("the worker's side"):
+        with named("the worker's side"):
             if runs_first:
                 cpu_scheduler.start_transfers(self._worker)
             self._uncomputed = set()
@@ -438,7 +448,7 @@ class VLLMConnectorHarness:
         answer = cpu_scheduler.make_model_output(output, sampled, transfers)
         invalid = cpu_scheduler.invalid_blocks(transfers)
         planned = {request_id: self._added[request_id] for request_id in sampled}
-        self._launched.append(_Step(output, answer, forward, invalid, planned))
+        self._launched.append(LaunchedStep(output, answer, forward, invalid, planned))
         self.stats.most_in_flight = max(self.stats.most_in_flight, len(self._launched))
         if self._stream is None:
             self.stats.mismatches += forward.mismatches(invalid)
@@ -483,14 +493,14 @@ class VLLMConnectorHarness:
         if aborts:
             self._finish(aborts)
         num_unfinished = len(self.unfinished())
-        with _named("update_from_output"):
+        with named("update_from_output"):
             self._scheduler.update_from_output(step.output, step.answer)
         self.stats.finished += num_unfinished - len(self.unfinished())
         for planned in step.requests.values():
             status = planned.request.status
             planned.check(planned.request.is_finished() and status is not self._aborted)
 
-    def _run(self, step: _Step) -> None:
+    def _run(self, step: LaunchedStep) -> None:
         """Have a step compute, if it has not yet."""
         if self._stream is not None:
             self._compute.run(step.forward)
@@ -507,7 +517,7 @@ class VLLMConnectorHarness:
 
 
 @contextmanager
-def _named(where: str) -> Iterator[None]:
+def named(where: str) -> Iterator[None]:
     """What neither the connector nor kvview raised is vLLM's (VSIM-1)."""
     try:
         yield

@@ -310,13 +310,16 @@ def make_kv_cache_config(
     )
 
 
-def make_scheduler(vllm_config: Any, kv_cache_config: Any, geometry: Any) -> Any:
+def make_scheduler(
+    vllm_config: Any, kv_cache_config: Any, geometry: Any, *, plain: bool = False
+) -> Any:
     """A ``ViewScheduler`` or ``AsyncViewScheduler``, connector and all.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
         kv_cache_config: Its ``KVCacheConfig``.
         geometry: As :func:`~kvview_vllm.geometry.read_geometry` reads it from them.
+        plain: Whether vLLM's own is wanted, for one step in flight.
     """
     from kvview_vllm.scheduler import AsyncViewScheduler, ViewScheduler
 
@@ -333,6 +336,8 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any, geometry: Any) -> Any
     known = known_arguments(scheduler.Scheduler, values)
     if "block_size" in known and "hash_block_size" not in known:
         known["block_size"] = geometry.hash_block_size  # the one size is that of hashes then
+    if plain:
+        return scheduler.Scheduler(**known)
     asynchronous = vllm_config.scheduler_config.async_scheduling
     return AsyncViewScheduler(**known) if asynchronous else ViewScheduler(**known)
 

@@ -19,12 +19,13 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-from kvview import CacheGeometry, ConfigError, Connector, ConnectorConfig
+from kvview import CacheGeometry, ConfigError, ConnectorConfig
 from kvview.connector.raising import build_connector
+from kvview.targets import is_engine_connector
 from kvview.testing.connector import repeat, watchdog
 from kvview.testing.connector.coverage import EVENTS_WANTED
 from kvview.testing.connector.generate import generate_scenario
-from kvview.testing.connector.harness import EngineFactory, load_engines
+from kvview.testing.connector.harness import EngineFactory, load_engines, own_runs
 from kvview.testing.connector.result import (
     ConnectorFailure,
     ConnectorRuns,
@@ -78,7 +79,7 @@ __all__ = [
 
 
 def check_connector(
-    connector_class: type[Connector],
+    connector_class: type[Any],
     *,
     seeds: int = 200,
     first_seed: int = 0,
@@ -96,7 +97,7 @@ def check_connector(
     3. A hook that does not return ends its run; the second of them ends the check.
 
     Args:
-        connector_class: What to check.
+        connector_class: What to check: a kvview connector, or one of the engine's own kind.
         seeds: How many.
         first_seed: The first of them.
         options: Of the connector. ``cpu_blocks`` and ``enable_events`` are added where
@@ -134,6 +135,7 @@ def check_connector(
                     break
     except KeyboardInterrupt:
         is_interrupted = True
+    check.notes += sorted(name for name in check.coverage if name.startswith("stands in"))
     return ConnectorRuns(
         connector_class.__name__,
         check.engines.name,
@@ -149,7 +151,7 @@ def check_connector(
 
 
 def replay_seed(
-    connector_class: type[Connector],
+    connector_class: type[Any],
     seed: int,
     *,
     options: Mapping[str, Any] | None = None,
@@ -160,7 +162,7 @@ def replay_seed(
     """Run one seed again, and make its failure smaller.
 
     Args:
-        connector_class: What to check.
+        connector_class: What to check: a kvview connector, or one of the engine's own kind.
         seed: Of a failure.
         options: As when it failed.
         max_shrink_runs: Runs to make it smaller; 0 leaves it as it is.
@@ -188,7 +190,7 @@ class _Check:
 
     def __init__(
         self,
-        connector_class: type[Connector],
+        connector_class: type[Any],
         options: dict[str, Any],
         engines: EngineFactory,
         steps: int | None,
@@ -235,11 +237,33 @@ class _Check:
             failure = replace(failure, message=f"{failure.message}. This is {told}")
             result = replace(result, failure=failure)
         if failure is not None:
-            self._add(seed, self._shrunk(result) if differs is None else result, differs is None)
+            if differs is None:
+                result = self._shrunk(result) if self._is_own else self._judged(result)
+            self._add(seed, result, differs is None)
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether it is a connector of kvview, and not one of the engine's own kind."""
+        return not is_engine_connector(self._connector_class)
+
+    def _judged(self, result: SimulationResult) -> SimulationResult:
+        """What fails without the connector too is not shrunk: it is not the connector's."""
+        judge = own_runs(self.engines, self._connector_class).judge_own
+        judged = judge(self._connector_class, result, self._options)
+        assert judged.failure is not None, "a failure is judged, not mended"
+        if judged.failure.law == "ENGINE" and judged.failure != result.failure:
+            return judged
+        shrunk = self._shrunk(result)
+        if shrunk is result:
+            return judged
+        smaller = judge(self._connector_class, shrunk, self._options)
+        return smaller if smaller.failure and smaller.failure.law == judged.failure.law else judged
 
     @cached_property
     def _wants_events(self) -> bool:
         """Whether events are asked for: by an option, or one that no other name will do for."""
+        if not self._is_own:
+            return False
         return _asks_for_events(self._options) or (
             self._takes(enable_events=True) and not self._takes(no_such_option=True)
         )
@@ -255,6 +279,8 @@ class _Check:
 
     def _takes_one_group(self) -> bool:
         """Whether it is the geometry that the connector refuses, not the options."""
+        if not self._is_own:
+            return False
         scenario = Scenario(CacheGeometry.single(4), num_gpu_blocks=8, events=())
         try:
             configure(self._connector_class, scenario, self._options)

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from kvview import Connector, OffloadKey
 from kvview.errors import ConfigError
 from kvview.testing.connector.scenario import Add, Scenario
 from kvview.testing.connector.stream import StepStream
+
+if TYPE_CHECKING:
+    from kvview.testing.connector.result import SimulationResult
 
 ENTRY_POINTS = "kvview.engines"
 
@@ -165,6 +168,47 @@ class EngineFactory(Protocol):
             stream: Told of each launch and each output taken; given with a scenario whose
                 ``compute_lags``. It reaches the worker halves as ``compute_stream``.
         """
+
+
+@runtime_checkable
+class RunsOwnConnectors(Protocol):
+    """An engine factory that runs connectors written to the engine itself, as they are."""
+
+    def simulate_own(
+        self, connector_class: type, scenario: Scenario, options: Mapping[str, Any]
+    ) -> SimulationResult:
+        """Run one through a scenario; what is left out is counted in the coverage.
+
+        Args:
+            connector_class: Of the engine's own kind.
+            scenario: What happens.
+            options: What its user configures.
+        """
+
+    def judge_own(
+        self, connector_class: type, result: SimulationResult, options: Mapping[str, Any]
+    ) -> SimulationResult:
+        """Find out whether a failure is the connector's: the law is ``ENGINE`` if it is not.
+
+        Args:
+            connector_class: What failed.
+            result: How.
+            options: As it ran.
+        """
+
+
+def own_runs(engines: EngineFactory, connector_class: type) -> RunsOwnConnectors:
+    """The factory, as one that runs connectors of its engine.
+
+    Raises:
+        ConfigError: It runs kvview connectors alone.
+    """
+    if isinstance(engines, RunsOwnConnectors):
+        return engines
+    raise ConfigError(
+        f"{connector_class.__qualname__} is no kvview connector, and {engines.name} runs no other: "
+        f"give --engine vllm to check a connector of vLLM"
+    )
 
 
 def load_engines(name: str = "reference") -> EngineFactory:

@@ -22,11 +22,17 @@ from kvview import (
 )
 from kvview.connector.raising import build_connector
 from kvview.errors import line_of
+from kvview.targets import is_engine_connector
 from kvview.testing.connector import watchdog
 from kvview.testing.connector.as_it_is import AsItIsWorker
 from kvview.testing.connector.coverage import seeds_of
 from kvview.testing.connector.faults import FaultyWorker, Pool
-from kvview.testing.connector.harness import ConnectorHarness, EngineFactory, load_engines
+from kvview.testing.connector.harness import (
+    ConnectorHarness,
+    EngineFactory,
+    load_engines,
+    own_runs,
+)
 from kvview.testing.connector.hook_calls import hook, make_worker, require_type
 from kvview.testing.connector.invariants import (
     FEWEST_LAPS,
@@ -74,7 +80,7 @@ _SECONDS_A_LEASE_MAY_LAST = 7 * 24 * 3600.0
 
 
 def simulate(
-    connector_class: type[Connector],
+    connector_class: type[Any],
     scenario: Scenario,
     options: Mapping[str, Any] | None = None,
     *,
@@ -84,7 +90,7 @@ def simulate(
     """Run a connector through a scenario; the same arguments give the same result.
 
     Args:
-        connector_class: What to run.
+        connector_class: What to run: a kvview connector, or one of the engine's own kind.
         scenario: What happens.
         options: Of the connector. ``cpu_blocks`` and ``enable_events`` are added where
             it takes them.
@@ -98,9 +104,13 @@ def simulate(
         HookError: The connector's constructor raised.
     """
     engines = engines or load_engines()
+    if is_engine_connector(connector_class):
+        return own_runs(engines, connector_class).simulate_own(
+            connector_class, scenario, dict(options or {})
+        )
     with watchdog.watching():
         with watchdog.calling():  # the constructor
-            run = _Run(connector_class, scenario, dict(options or {}), unique_ids, engines)
+            run = Run(connector_class, scenario, dict(options or {}), unique_ids, engines)
         return run.run()
 
 
@@ -188,12 +198,12 @@ class _Part(Connector):
         return self.worker
 
 
-class _Run:
+class Run:
     """Builds the connectors and the engine, plays the scenario, and watches both."""
 
     def __init__(
         self,
-        connector_class: type[Connector],
+        connector_class: type[Any],
         scenario: Scenario,
         options: dict[str, Any],
         unique_ids: bool,
@@ -214,14 +224,9 @@ class _Run:
         self._coverage["with lagging compute"] += self.scenario.compute_lags
         self._engines = engines
         self._name = connector_class.__name__
-        config = configure(connector_class, self.scenario, options)
-        fates = self._fates()
         self._stream = StepStream() if self.scenario.compute_lags else None
-        part_class = type(self._name, (_Part,), {})  # reports name the connector
-        self._parts: list[_Part] = [
-            part_class(connector_class, config, self.scenario, fates, self, self._stream)
-            for _ in range(self.scenario.num_connectors)
-        ]
+        self._parts: list[_Part] = []
+        self._configure(connector_class, options)
         self._watch = HoldWatch(_PATIENCE)
         self._timeline: deque[Snapshot] = deque(maxlen=_LONGEST_TIMELINE)
         self._num_steps = 0
@@ -236,22 +241,45 @@ class _Run:
         self._num_wrong = 0
         self._engine: ConnectorHarness | None = None
 
+    def _configure(self, connector_class: type[Any], options: dict[str, Any]) -> None:
+        config = configure(connector_class, self.scenario, options)
+        fates = self._fates()
+        part_class = type(self._name, (_Part,), {})  # reports name the connector
+        self._parts += [
+            part_class(connector_class, config, self.scenario, fates, self, self._stream)
+            for _ in range(self.scenario.num_connectors)
+        ]
+
+    def _build_engine(self) -> ConnectorHarness:
+        return self._engines.build(
+            self.scenario,
+            self._parts,
+            owner=self._name,
+            clock=lambda: self._seconds,
+            stream=self._stream,
+        )
+
     # --- what the worker's wrapper asks ---
 
     def is_free(self, block_id: int) -> bool:
+        """Whether nobody refers to a block."""
         return self.engine.ref_count(block_id) == 0
 
     def is_held(self, block_id: int) -> bool:
+        """Whether a view holds it."""
         return block_id in self.engine.held_blocks()
 
     def hashes(self, block_id: int) -> tuple[OffloadKey, ...]:
+        """What a block holds."""
         return self.engine.block_keys([block_id])[0]
 
     def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
+        """Per block of a request that loads, what must come into it."""
         return self.engine.expected_keys(request_id)
 
     @property
     def engine(self) -> ConnectorHarness:
+        """The engine, once it is built."""
         assert self._engine is not None, "the engine is built by run()"
         return self._engine
 
@@ -284,15 +312,10 @@ class _Run:
         )
 
     def run(self) -> SimulationResult:
+        """Play the scenario to its end, or to the first law that is broken."""
         failure = None
         try:
-            self._engine = self._engines.build(
-                self.scenario,
-                self._parts,
-                owner=self._name,
-                clock=lambda: self._seconds,
-                stream=self._stream,
-            )
+            self._engine = self._build_engine()
             for lap in range(self.scenario.laps):
                 self._play_lap(lap)
             self._coverage["steady runs"] += self.scenario.laps >= FEWEST_LAPS
@@ -343,10 +366,13 @@ class _Run:
                 for worker in self._workers:
                     worker.hold()
             self._play(event)
-        self._loaded_by_lap.append(sum(part.history.num_tokens_to_load for part in self._parts))
+        self._loaded_by_lap.append(self._num_tokens_loaded())
 
     def _is_last(self, lap: int, number: int) -> bool:
         return lap == self.scenario.laps - 1 and number == len(self.scenario.events)
+
+    def _num_tokens_loaded(self) -> int:
+        return sum(part.history.num_tokens_to_load for part in self._parts)
 
     @property
     def _lap_loads(self) -> tuple[int, ...]:

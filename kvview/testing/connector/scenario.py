@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from kvview import CacheGeometry
-from kvview.targets import target_of
+from kvview.targets import is_connector, target_of
 
 NUM_SHARED_BLOCKS = 2
 """Hash blocks at the start of every prompt, the same for all families."""
@@ -258,8 +258,8 @@ def _import_of(connector_class: type[object]) -> tuple[list[str], str]:
     module, name = connector_class.__module__, connector_class.__qualname__
     last = name.split(".")[-1]
     if target := target_of(connector_class):
-        loading = f"{last} = load_connector({target!r})"
-        return ["from kvview.targets import load_connector", "", loading], last
+        load = "load_connector" if is_connector(connector_class) else "load_target"
+        return [f"from kvview.targets import {load}", "", f"{last} = {load}({target!r})"], last
     if "<locals>" in name:
         return [f"# {name} of {module}: it lives in a function, bring it here"], last
     return [f"from {module} import {name.split('.')[0]}"], name

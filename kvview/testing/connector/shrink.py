@@ -70,7 +70,10 @@ class _Shrinker:
         result = self._simulate(scenario)
         if result.failure is None or result.failure.law != self._law:
             return False
-        if result.scenario == self._scenario:
+        is_other = scenario.geometry != self._scenario.geometry
+        if result.scenario == self._scenario or (
+            is_other and result.scenario.geometry == self._scenario.geometry
+        ):
             return False  # the engine cannot play what is simpler in it
         self.best = result
         return True

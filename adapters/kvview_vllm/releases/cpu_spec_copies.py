@@ -1,0 +1,169 @@
+"""Stands in for the copies of vLLM's own ``CPUOffloadingSpec``, at its worker interface.
+
+Managers, specs and the bookkeeping of jobs stay vLLM's.
+
+Source: vllm/v1/kv_offload, 0.12.0 to 0.33.0: ``get_worker`` of the spec since 0.25, before that
+``get_handlers``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+from kvview_vllm.releases.calls import make_known
+
+MakeQueue = Callable[[str], Any]
+_STANDS_IN = "for the copies of vLLM's CPUOffloadingSpec, copies between steps"
+
+
+def replace_worker(make_queue: MakeQueue, stack: ExitStack) -> None:
+    """Have the CPU spec hand out a :class:`LateWorker`, as long as the stack is open.
+
+    Args:
+        make_queue: Of copies of a direction, which may be late.
+        stack: Undoes it.
+    """
+    from kvview_vllm.transfer import canonical_kv_caches
+
+    module = _import_any("vllm.v1.kv_offload.cpu.spec", "vllm.v1.kv_offload.cpu")
+    spec = getattr(module, "CPUOffloadingSpec", None)
+    if spec is None:
+        return
+
+    def get_worker(self: Any, kv_caches: Any) -> Any:
+        if getattr(self, "_worker", None) is None:
+            self._worker = LateWorker(make_queue, self, kv_caches)
+        return self._worker
+
+    def get_handlers(self: Any, kv_caches: Any, *_: Any) -> Iterator[tuple[Any, Any, Any]]:
+        if isinstance(kv_caches, dict):  # up to 0.18: tensors of layers
+            kv_caches = canonical_kv_caches(kv_caches, getattr(self, "kv_cache_config", None))
+        handler = LateWorker(make_queue, self, kv_caches)
+        gpu, cpu = module.GPULoadStoreSpec, module.CPULoadStoreSpec
+        yield gpu, cpu, handler
+        yield cpu, gpu, handler
+
+    replaced = get_worker if hasattr(spec, "get_worker") else get_handlers
+    stack.enter_context(patch.object(spec, replaced.__name__, replaced))
+
+
+class LateWorker:
+    """Copies between GPU blocks and chunks of the host, late.
+
+    Args:
+        make_queue: Of copies of a direction, which may be late.
+        spec: vLLM's ``CPUOffloadingSpec``.
+        kv_caches: Canonical KV caches, vLLM's or kvview's.
+    """
+
+    def __init__(self, make_queue: MakeQueue, spec: Any, kv_caches: Any) -> None:
+        self._caches = kv_caches
+        self._per_chunk = _first(spec, "blocks_per_chunk", "block_size_factor") or (
+            spec.offloaded_block_size // _gpu_block_size(spec)
+        )
+        num_chunks = _first(spec, "num_chunks", "num_blocks", "num_cpu_blocks")
+        import torch
+
+        self._host = [
+            torch.zeros((num_chunks, self._per_chunk, cache.page_size_bytes), dtype=torch.int8)
+            for cache in kv_caches.tensors
+        ]
+        self._stores = make_queue(_STANDS_IN)
+        self._loads = make_queue(_STANDS_IN)
+
+    # --- since 0.25 ---
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Copy GPU blocks to the host."""
+        self._stores.put(job_id, lambda: self._copy(src_spec, dst_spec, True))
+        return True
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Copy chunks of the host to the GPU."""
+        self._loads.put(job_id, lambda: self._copy(dst_spec, src_spec, False))
+        return True
+
+    # --- before ---
+
+    def transfer_async(self, job_id: int, spec: Any) -> bool:
+        """One of both, by the classes of the specs."""
+        is_store = type(spec[0]).__name__.startswith("GPU")
+        return (self.submit_store if is_store else self.submit_load)(job_id, *spec)
+
+    # --- in all releases ---
+
+    def get_finished(self) -> list[Any]:
+        """Jobs that have ended since the last call."""
+        done = []
+        for queue, direction in ((self._stores, ("GPU", "CPU")), (self._loads, ("CPU", "GPU"))):
+            done += [_result(job_id, direction) for job_id in queue.done]
+            queue.done.clear()
+        return done
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        """Run these jobs now."""
+        self._stores.wait(set(job_ids))
+        self._loads.wait(set(job_ids))
+
+    def shutdown(self) -> None:
+        """Nothing is left running."""
+
+    def _copy(self, gpu: Any, cpu: Any, is_store: bool) -> None:
+        chunks = [int(chunk) for chunk in cpu.block_ids]
+        blocks = [int(block) for block in gpu.block_ids]
+        sizes = getattr(gpu, "group_sizes", None) or [len(blocks)]
+        indices = getattr(gpu, "block_indices", None)
+        chunk = 0
+        for group, size in enumerate(sizes):
+            mine, blocks = blocks[:size], blocks[size:]
+            if not mine:
+                continue
+            # Without indices (up to 0.18) it is the end of the last chunk that is full.
+            skip = -size % self._per_chunk if indices is None else indices[group] % self._per_chunk
+            for number, block in enumerate(mine):
+                at, part = divmod(skip + number, self._per_chunk)
+                for ref in self._caches.group_data_refs[group]:
+                    page = self._caches.tensors[ref.tensor_idx].tensor[block]
+                    host = self._host[ref.tensor_idx][chunks[chunk + at], part]
+                    source, target = (page, host) if is_store else (host, page)
+                    target[: ref.page_size_bytes] = source[: ref.page_size_bytes]
+            chunk += -(-(skip + size) // self._per_chunk)
+
+
+def _result(job_id: int, direction: tuple[str, str]) -> Any:
+    module = _import_any("vllm.v1.kv_offload.base", "vllm.v1.kv_offload.worker.worker")
+    result = getattr(module, "TransferResult", None)
+    if result is None:
+        result = importlib.import_module("vllm.v1.kv_offload.worker.worker").TransferResult
+    if not hasattr(result, "__dataclass_fields__"):
+        return job_id, True
+    return make_known(
+        result,
+        job_id=job_id,
+        success=True,
+        transfer_size=1,
+        transfer_time=0.001,
+        transfer_type=direction,
+    )
+
+
+def _first(owner: Any, *names: str) -> Any:
+    return next((value for name in names if (value := getattr(owner, name, None))), None)
+
+
+def _gpu_block_size(spec: Any) -> int:
+    size = spec.gpu_block_size
+    return int(size if isinstance(size, int) else size[0])
+
+
+def _import_any(*names: str) -> Any:
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    return None

@@ -1,0 +1,69 @@
+"""What a raw connector's target and options come to: the arguments of ``KVTransferConfig``."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvview import ConfigError
+from kvview.errors import line_of
+
+TRANSFER_CONFIG = "kv_transfer_config"
+"""The option under which a whole ``--kv-transfer-config`` comes."""
+
+FOLDER = "{tmp}"
+"""Stands in options for an empty folder of each run's own."""
+
+
+def split_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """``KVTransferConfig`` arguments, less the class.
+
+    Args:
+        options: ``kv_connector_extra_config``, and beside it :data:`TRANSFER_CONFIG`.
+
+    Raises:
+        ConfigError: It is no mapping, or names what vLLM does not know.
+    """
+    extra = dict(options)
+    config = extra.pop(TRANSFER_CONFIG, {})
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"kv_transfer_config must be a JSON object, got {config!r}")
+    given = config.get("kv_connector_extra_config", {})
+    kind: Any = importlib.import_module("vllm.config").KVTransferConfig
+    merged = {**config, "kv_connector_extra_config": {**given, **extra}}
+    try:
+        kind(**{**merged, "kv_connector": "Any", "kv_role": merged.get("kv_role", "kv_both")})
+    except Exception as error:
+        raise ConfigError(f"vLLM refuses the kv_transfer_config: {line_of(error)}") from error
+    return merged
+
+
+def in_folder(value: Any, folder: str) -> Any:
+    """Options with :data:`FOLDER` replaced: what a connector keeps must not outlive its run.
+
+    Args:
+        value: Options, or a part of them.
+        folder: Of this run.
+    """
+    if isinstance(value, str):
+        return value.replace(FOLDER, folder)
+    if isinstance(value, Mapping):
+        return {name: in_folder(part, folder) for name, part in value.items()}
+    return [in_folder(part, folder) for part in value] if isinstance(value, list) else value
+
+
+def classes_of(connector_class: type | None, config: Mapping[str, Any]) -> list[type]:
+    """A connector's class, and those of the children that a ``MultiConnector`` names."""
+    return [] if connector_class is None else [connector_class, *_children(config)]
+
+
+def _children(config: Mapping[str, Any]) -> Iterator[type]:
+    factory: Any = importlib.import_module(
+        "vllm.distributed.kv_transfer.kv_connector.factory"
+    ).KVConnectorFactory
+    kind: Any = importlib.import_module("vllm.config").KVTransferConfig
+    for child in config.get("kv_connector_extra_config", {}).get("connectors", ()):
+        found = factory.get_connector_class(kind(**child))
+        yield found
+        yield from _children(child)

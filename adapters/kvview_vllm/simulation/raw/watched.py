@@ -1,0 +1,220 @@
+"""A raw connector under watch: which of its methods raises, promises, touches and frees.
+
+The class that vLLM builds is a subclass of the connector's own, so nothing else changes:
+its bases, its class methods, what it overrides.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvview.testing.connector.hook_calls import hook
+from kvview.testing.connector.invariants import InvariantBroken
+from kvview_vllm.releases.worker_caches import overridden
+
+_LAW_OF_METHOD = {
+    "__init__": "CONN-1",
+    "bind_gpu_block_pool": "CONN-1",
+    "bind_kv_cache_manager": "CONN-1",
+    "register_kv_caches": "XFER-1",
+    "get_num_new_matched_tokens": "CONN-2",
+    "update_state_after_alloc": "CONN-2",
+    "on_new_request": "CONN-4",
+    "request_finished": "CONN-4",
+    "request_finished_all_groups": "CONN-4",
+    "reset_cache": "CONN-11",
+    "shutdown": "CONN-4",
+    "take_events": "EVENT-3",
+    "build_connector_meta": "CONN-3",
+    "update_connector_output": "CONN-3",
+    "has_pending_push_work": "CONN-3",
+    "has_pending_block_frees": "CONN-3",
+    "get_loaded_kv_cache_group_ids": "CONN-3",
+    "handle_preemptions": "CONN-3",
+    "bind_connector_metadata": "CONN-3",
+    "clear_connector_metadata": "CONN-3",
+    "start_load_kv": "CONN-3",
+    "wait_for_layer_load": "CONN-3",
+    "save_kv_layer": "CONN-3",
+    "wait_for_save": "CONN-3",
+    "get_finished": "CONN-3",
+    "get_transfer_results": "CONN-3",
+    "get_block_ids_with_load_errors": "CONN-3",
+    "build_connector_worker_meta": "CONN-3",
+    "get_kv_connector_stats": "CONN-3",
+}
+
+
+class Watch:
+    """What a run saw of a connector.
+
+    Args:
+        loads: Whether what it promises is passed on; else vLLM is told that it has nothing.
+    """
+
+    def __init__(self, *, loads: bool = True) -> None:
+        self.coverage: Counter[str] = Counter()
+        self.unanswered: set[str] = set()  # requests that are told None
+        self.promised: dict[str, tuple[int, int, bool]] = {}  # from token, number, between steps
+        self.to_load: dict[str, tuple[int, int]] = {}  # from token to token, since the last step
+        self.left_out: set[str] = set()
+        self.held: Counter[int] = Counter()  # by touches in hooks
+        self.places: dict[int, str] = {}  # of the last touch
+        self._loads = loads
+        self._inside: list[str] = []
+
+    # --- methods ---
+
+    def call(self, name: str, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a method of the connector."""
+        self._inside.append(name)
+        try:
+            with hook(name, _LAW_OF_METHOD[name]):
+                try:
+                    answer = method(*args, **kwargs)
+                except NotImplementedError:
+                    if name != "reset_cache":
+                        raise
+                    self.left_out.add("resets of the connector: reset_cache is not implemented")
+                    return False
+        finally:
+            self._inside.pop()
+        if name == "get_num_new_matched_tokens":
+            return self._promise(args[0], args[1], answer)
+        if name == "update_state_after_alloc":
+            num_tokens = args[2] if len(args) > 2 else kwargs["num_external_tokens"]
+            self._note_load(args[0].request_id, num_tokens)
+        return answer
+
+    def _promise(self, request: Any, num_computed: int, answer: Any) -> Any:
+        request_id = request.request_id
+        is_pair = isinstance(answer, tuple) and len(answer) == 2
+        if not is_pair or not (answer[0] is None or isinstance(answer[0], int)):
+            raise InvariantBroken(
+                "CONN-2",
+                f"get_num_new_matched_tokens returned {answer!r}: expected a number of tokens or "
+                f"None, and whether they are loaded between steps",
+            )
+        num_tokens, is_async = answer
+        (self.unanswered.add if num_tokens is None else self.unanswered.discard)(request_id)
+        if not self._loads and num_tokens is not None:
+            return 0, False
+        most = request.num_tokens - num_computed - (not is_async)
+        if num_tokens is not None and not 0 <= num_tokens <= most:
+            why = "" if is_async else ": within a step one token must be left to compute"
+            raise InvariantBroken(
+                "CONN-2",
+                f"get_num_new_matched_tokens returned {num_tokens} tokens for {request_id!r}, "
+                f"which has {request.num_tokens}, {num_computed} of them computed: expected 0 to "
+                f"{most}{why}",
+            )
+        if num_tokens:
+            self.coverage["hits"] += 1
+            self.promised[request_id] = num_computed, num_tokens, is_async
+        return answer
+
+    def _note_load(self, request_id: str, num_tokens: int) -> None:
+        if not num_tokens:
+            return
+        start, _, is_async = self.promised.get(request_id, (0, 0, False))
+        self.to_load[request_id] = start, start + num_tokens
+        self.coverage["tokens to load"] += num_tokens
+        self.coverage["loads between steps" if is_async else "loads within a step"] += 1
+        self.coverage["loads beside a GPU hit"] += start > 0
+
+    # --- the pool ---
+
+    def watch_pool(self, pool: Any) -> None:
+        """Note what the connector's methods do with the pool itself."""
+        touch, free, take = pool.touch, pool.free_blocks, pool.get_new_blocks
+
+        def watched_touch(blocks: Any, *args: Any, **kwargs: Any) -> Any:
+            blocks = list(blocks)
+            answer = touch(blocks, *args, **kwargs)
+            self._hold(_flat(blocks))
+            return answer
+
+        def watched_take(*args: Any, **kwargs: Any) -> Any:
+            blocks = take(*args, **kwargs)
+            self._hold(blocks)
+            return blocks
+
+        def watched_free(blocks: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+            blocks = list(blocks)
+            self._release(blocks)
+            return free(blocks, *args, **kwargs)
+
+        pool.touch, pool.get_new_blocks, pool.free_blocks = (
+            watched_touch,
+            watched_take,
+            watched_free,
+        )
+
+    def _hold(self, blocks: Iterable[Any]) -> None:
+        if not self._inside:
+            return
+        for block in blocks:
+            self.held[block.block_id] += 1
+            self.coverage["blocks held"] += 1
+            self.places[block.block_id] = f"{self._inside[-1]}{_line()}"
+
+    def _release(self, blocks: Iterable[Any]) -> None:
+        if not self._inside:
+            return
+        for block in blocks:
+            if self.held[block.block_id] <= 0:
+                raise InvariantBroken(
+                    "POOL-4",
+                    f"{self._inside[-1]} frees block {block.block_id} of the raw pool{_line()}, "
+                    f"which the connector does not hold: it was touched as often as it was freed. "
+                    f"view.free_blocks(ids) refuses that and changes nothing",
+                )
+            self.held[block.block_id] -= 1
+
+
+def make_watched(connector_class: type, watch: Watch) -> type:
+    """A subclass for vLLM to build, whose methods go through a watch."""
+    base: Any = importlib.import_module(
+        "vllm.distributed.kv_transfer.kv_connector.v1.base"
+    ).KVConnectorBase_V1
+
+    own = overridden(connector_class, base)
+
+    def watched(name: str) -> Callable[..., Any]:
+        inner = getattr(connector_class, name)
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            bound = inner.__get__(self)
+            return watch.call(name, bound, args, kwargs)
+
+        call.__name__ = name
+        call.__doc__ = inner.__doc__
+        call.__wrapped__ = inner  # type: ignore[attr-defined] # its signature is asked for
+        return call
+
+    members: dict[str, Any] = {name: watched(name) for name in _LAW_OF_METHOD if name in own}
+    members["__module__"] = connector_class.__module__
+    members["__qualname__"] = connector_class.__qualname__
+    return type(connector_class.__name__, (connector_class,), members)
+
+
+def _flat(blocks: Iterable[Any]) -> Iterable[Any]:
+    for block in blocks:  # up to 0.13 a list for each group
+        if isinstance(block, list | tuple):
+            yield from block
+        else:
+            yield block
+
+
+def _line() -> str:
+    """The connector's own line that calls the pool."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") == __name__:
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None:
+        return ""
+    return f", at {frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"

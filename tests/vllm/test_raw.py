@@ -1,0 +1,228 @@
+"""Connectors that have never heard of kvview, under the simulation."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip(  # a submodule: this very folder is named vllm
+    "vllm.version",
+    reason="needs vLLM's Python sources: tests/vllm/sources.py",
+    exc_type=ImportError,
+)
+
+from kvview import CacheGeometry, ConfigError
+from kvview.testing.connector import (
+    Add,
+    ConnectorRuns,
+    Scenario,
+    Squeeze,
+    Step,
+    check_connector,
+    generate_scenario,
+    load_engines,
+    simulate,
+)
+from kvview_vllm.simulation import VLLMEngines
+from kvview_vllm.simulation import scheduler as cpu_scheduler
+from kvview_vllm.simulation.raw import RawRun
+
+with warnings.catch_warnings():  # of torch, as vLLM imports it
+    warnings.simplefilter("ignore")
+    from tests.vllm.raw_connectors import (
+        FAULTS,
+        FAULTS_WITH_A_POOL,
+        DoesNothing,
+        ForgetsAStore,
+        HostConnector,
+        PromisesAllTokens,
+        Raises,
+    )
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+SEEDS = range(8)
+has_pool = pytest.mark.skipif(
+    not hasattr(HostConnector, "bind_gpu_block_pool"),
+    reason="no connector is given the pool in this release",
+)
+
+
+@pytest.fixture(scope="module")
+def engines() -> VLLMEngines:
+    return VLLMEngines()
+
+
+@pytest.fixture(scope="module")
+def runs(engines: VLLMEngines) -> ConnectorRuns:
+    return check_connector(HostConnector, seeds=len(SEEDS), engines=engines)
+
+
+def test_a_right_connector_is_green_and_has_loaded(runs: ConnectorRuns) -> None:
+    assert runs.is_clean, runs.summary()
+    assert runs.coverage["loads"] > 50
+    assert runs.coverage["loads beside a GPU hit"] > 10
+
+
+def test_vsim_2_what_is_not_played_is_named(runs: ConnectorRuns) -> None:
+    left_out = {name for name in runs.coverage if name.startswith("left out: ")}
+    assert "left out: several steps in flight" in left_out
+    assert ("left out: resets of the connector" in left_out) != cpu_scheduler.can_reset_connectors()
+
+
+def test_loads_within_a_step_are_right_too(engines: VLLMEngines) -> None:
+    for seed in SEEDS[:3]:
+        result = simulate(
+            HostConnector, generate_scenario(seed), {"within_step": True}, engines=engines
+        )
+        assert result.failure is None, result.failure
+        assert result.coverage["loads within a step"]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_found(fault: type, engines: VLLMEngines) -> None:
+    if fault is Raises and not cpu_scheduler.can_load_between_steps():
+        pytest.skip("loads end within a step")
+    assert any(_failure(fault, seed, engines) is not None for seed in SEEDS)
+
+
+@has_pool
+@pytest.mark.parametrize("fault", FAULTS_WITH_A_POOL, ids=lambda fault: fault.__name__)
+def test_what_is_done_to_the_raw_pool_is_seen(fault: type, engines: VLLMEngines) -> None:
+    failure = _failure(fault, 0, engines)
+    assert failure is not None
+    assert failure.law in ("CONN-4", "POOL-4")
+    assert "update_state_after_alloc" in failure.message, "the call is named"
+    assert "view." in failure.message, "the view's method is suggested"
+
+
+def test_the_method_that_raises_is_named_with_its_line(engines: VLLMEngines) -> None:
+    failure = next(f for seed in SEEDS if (f := _failure(Raises, seed, engines)))
+    assert "update_connector_output raised KeyError" in failure.message
+    assert "raw_connectors.py:" in failure.message
+
+
+def test_a_promise_of_more_than_there_is_names_the_method(engines: VLLMEngines) -> None:
+    failure = next(f for seed in SEEDS if (f := _failure(PromisesAllTokens, seed, engines)))
+    assert failure.law in ("CONN-2", "XFER-1", "CONN-3")
+
+
+def test_a_connector_that_did_nothing_is_not_green(engines: VLLMEngines) -> None:
+    runs = check_connector(DoesNothing, seeds=2, engines=engines)
+    assert not runs.failures
+    assert not runs.is_clean
+    assert {gap.name for gap in runs.not_exercised} == {"hits", "loads", "stores"}
+
+
+def test_vsim_6_a_failure_says_what_the_controls_said(engines: VLLMEngines) -> None:
+    runs = check_connector(ForgetsAStore, seeds=1, engines=engines, max_shrink_runs=12)
+    (failure,) = runs.failures
+    assert failure.law == "CONN-4"
+    assert "Without the connector the run is green" in failure.message
+    assert "ForgetsAStore" in failure.script
+    namespace: dict[str, Any] = {}
+    with pytest.raises(AssertionError, match="CONN-4"):
+        exec(failure.script, namespace)
+
+
+def test_vsim_6_what_fails_without_the_connector_is_the_engines(
+    engines: VLLMEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = "kvview_vllm.simulation.raw.token_bytes.TokenCompute.write"
+    monkeypatch.setattr(target, lambda *args: None)
+    runs = check_connector(HostConnector, seeds=1, engines=engines)
+    (failure,) = runs.failures
+    assert failure.law == "ENGINE"
+    assert "without the connector too" in failure.message
+
+
+def test_vsim_3_without_a_connector_every_seed_is_green() -> None:
+    for seed in SEEDS[:3]:
+        result = RawRun(HostConnector, generate_scenario(seed), {}, without="connector").run()
+        assert result.failure is None, result.failure
+
+
+def test_the_reference_engine_refuses_it_in_one_line() -> None:
+    scenario = Scenario(CacheGeometry.single(4), 8, (Step(1),))
+    with pytest.raises(ConfigError, match="give --engine vllm"):
+        simulate(HostConnector, scenario, engines=load_engines())
+
+
+def test_a_bad_transfer_config_is_told(engines: VLLMEngines) -> None:
+    scenario = Scenario(CacheGeometry.single(4), 8, (Step(1),))
+    with pytest.raises(ConfigError, match="kv_transfer_config"):
+        simulate(
+            HostConnector,
+            scenario,
+            {"kv_transfer_config": {"kv_role": "nobody"}},
+            engines=engines,
+        )
+
+
+def test_vllms_example_connector_loses_what_a_chunked_prefill_left(
+    engines: VLLMEngines,
+) -> None:
+    """Only the first chunk is saved (vLLM #16928, PR 53314), and loaded as if it were all."""
+    scenario = Scenario(
+        CacheGeometry.single(16),
+        num_gpu_blocks=40,
+        events=(
+            Add("first", 1, 75, 2),
+            Step(6),
+            Add("again", 1, 75, 2),
+            Step(4),
+        ),
+        max_tokens_per_step=32,
+    )
+    options = {"shared_storage_path": "{tmp}"}
+    failure = simulate(_example_connector(), scenario, options, engines=engines).failure
+    assert failure is None, "a GPU hit needs no load"
+    events = (*scenario.events[:2], *_evicted(), *scenario.events[2:])
+    failure = simulate(
+        _example_connector(), replace(scenario, events=events), options, engines=engines
+    ).failure
+    assert failure is not None
+    assert failure.law in ("XFER-1", "CONN-2", "CONN-3")
+
+
+def test_vsim_4_tensors_are_those_of_the_gpu_backend() -> None:
+    run = RawRun(HostConnector, generate_scenario(3), {})
+    assert run.run().failure is None
+    caches = run.harness.caches
+    assert len({tensor.data_ptr() for tensor in caches.tensors.values()}) == len(caches.slots)
+    for tensor, slots in zip(caches.tensors.values(), caches.slots, strict=True):
+        assert slots.shape[:2] == (caches.config.num_blocks, 16)
+        assert slots.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        assert slots.numel() == tensor.numel()
+
+
+def test_vsim_5_what_stands_in_for_cuda_is_named(engines: VLLMEngines) -> None:
+    from importlib import import_module
+
+    connector = import_module(f"{V1}.offloading_connector").OffloadingConnector
+    options = {"cpu_bytes_to_use": 1_000_000, "num_cpu_blocks": 30}
+    scenario = replace(generate_scenario(3), events=())
+    result = simulate(connector, scenario, options, engines=engines)
+    assert result.failure is None, result.failure
+    assert any(name.startswith("stands in: for the copies of vLLM") for name in result.coverage)
+
+
+def _evicted() -> tuple[Any, ...]:
+    return Squeeze(100), Squeeze(0)
+
+
+def _example_connector() -> Any:
+    from importlib import import_module
+
+    try:
+        return import_module(f"{V1}.example_connector").ExampleConnector
+    except ImportError:  # its name up to 0.12
+        return import_module(f"{V1}.shared_storage_connector").SharedStorageConnector
+
+
+def _failure(connector_class: type, seed: int, engines: VLLMEngines) -> Any:
+    return simulate(connector_class, generate_scenario(seed), engines=engines).failure
