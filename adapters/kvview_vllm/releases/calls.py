@@ -361,6 +361,15 @@ def states_take_loads() -> bool:
     )
 
 
+def states_are_hit_with_the_rest() -> bool:
+    """Whether a prefix is hit as far as all groups have it, beside a connector and with Mamba.
+
+    0.24.0 to 0.26.0 take the longest hit of a group for that of all: wrong tokens.
+    """
+    scheduler = import_module("vllm.v1.core.sched.scheduler")
+    return "max(per_group_hits)" not in inspect.getsource(scheduler)
+
+
 def sampled_tokens(tokens: list[list[int]]) -> list[Any]:
     """Tokens as a ``ModelRunnerOutput`` takes them: arrays in 0.11.1 and 0.11.2."""
     outputs: Any = import_module("vllm.v1.outputs")

@@ -28,7 +28,11 @@ from kvview import (
 )
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.releases import engine_version, installed, probe_pool, refusal
-from kvview_vllm.releases.calls import make_block_pool, states_take_loads
+from kvview_vllm.releases.calls import (
+    make_block_pool,
+    states_are_hit_with_the_rest,
+    states_take_loads,
+)
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.engine import Configs, VLLMConnectorHarness
 
@@ -194,6 +198,8 @@ class VLLMEngines:
             return "a connector is told of no group, and takes it for full attention"
         if any(isinstance(group, Mamba) for group in groups) and not states_take_loads():
             return "no connector may load beside it in this release"
+        if any(isinstance(group, Mamba) for group in groups) and not states_are_hit_with_the_rest():
+            return "beside a connector vLLM takes the longest hit of a group for that of all"
         try:
             geometry = Configs(groups).geometry
             size = geometry.hash_block_size
