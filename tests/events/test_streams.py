@@ -21,7 +21,7 @@ from kvview.events.formats import find_format
 from kvview.events.recording import Message, Recording, read_recording
 from kvview.events.wire import Batch, codec, decode, encode
 from kvview.testing.events.command import events as command
-from kvview.testing.events.consumers import CONSUMERS, Verdict, find_consumer
+from kvview.testing.events.consumers import CONSUMERS, Reception, find_consumer
 from kvview.testing.events.stream_fold import StreamFold
 
 pack = msgspec.msgpack.encode
@@ -45,10 +45,10 @@ KTHENA = {
 }
 GROUPED = ["BlockStored", [1], None, [5] * 16, 16, None, "CPU", None, None, 1]
 INCIDENTS = {
-    "ai-dynamo/dynamo#14530": ("dynamo", SALTED, Verdict.BATCH_LOST),
-    "volcano-sh/kthena#1535": ("kthena", [KTHENA], Verdict.BATCH_LOST),
-    "vllm-project/aibrix#1720": ("aibrix-0.4", SALTED[:1], Verdict.BATCH_LOST),
-    "vllm-project/aibrix#2285": ("aibrix", [GROUPED], Verdict.PARTLY),
+    "ai-dynamo/dynamo#14530": ("dynamo", SALTED, Reception.BATCH_LOST),
+    "volcano-sh/kthena#1535": ("kthena", [KTHENA], Reception.BATCH_LOST),
+    "vllm-project/aibrix#1720": ("aibrix-0.4", SALTED[:1], Reception.BATCH_LOST),
+    "vllm-project/aibrix#2285": ("aibrix", [GROUPED], Reception.PARTLY),
 }
 
 
@@ -89,25 +89,25 @@ def test_an_incident_is_flagged_by_its_thread(thread: str) -> None:
 @pytest.mark.parametrize(
     ("name", "values", "verdict", "why"),
     [
-        ("dynamo", {}, Verdict.ACCEPTED, ""),
-        ("dynamo", {"token_ids": []}, Verdict.REJECTED, "token_ids too short: need 4, got 0"),
-        ("dynamo", {"block_size": 0}, Verdict.REJECTED, "block size 0"),
-        ("dynamo", {"token_ids": [1] * 5}, Verdict.PARTLY, "the last 1 blocks are lost"),
-        ("dynamo", {"parent_block_hash": 1}, Verdict.REJECTED, "a hash comes twice"),
-        ("dynamo", {"block_hashes": [b"h" * 32]}, Verdict.BATCH_LOST, "hashes are read as int"),
-        ("dynamo", {"kv_cache_spec_kind": "mamba"}, Verdict.REJECTED, "blocks of mamba"),
-        ("dynamo", {"locality": "REMOTE"}, Verdict.REJECTED, "locality REMOTE"),
-        ("llm-d", {}, Verdict.ACCEPTED, ""),
-        ("llm-d", {"token_ids": []}, Verdict.PARTLY, "taken as a move"),
-        ("llm-d", {"kv_cache_spec_kind": None}, Verdict.PARTLY, "overwritten with an empty one"),
-        ("llm-d-arrays", {}, Verdict.BATCH_LOST, "read as arrays, and are maps"),
-        ("vllm", {}, Verdict.ACCEPTED, ""),
-        ("vllm-0.23", {}, Verdict.BATCH_LOST, "read as arrays, and are maps"),
-        ("sglang", {}, Verdict.ACCEPTED, ""),
+        ("dynamo", {}, Reception.ACCEPTED, ""),
+        ("dynamo", {"token_ids": []}, Reception.REJECTED, "token_ids too short: need 4, got 0"),
+        ("dynamo", {"block_size": 0}, Reception.REJECTED, "block size 0"),
+        ("dynamo", {"token_ids": [1] * 5}, Reception.PARTLY, "the last 1 blocks are lost"),
+        ("dynamo", {"parent_block_hash": 1}, Reception.REJECTED, "a hash comes twice"),
+        ("dynamo", {"block_hashes": [b"h" * 32]}, Reception.BATCH_LOST, "hashes are read as int"),
+        ("dynamo", {"kv_cache_spec_kind": "mamba"}, Reception.REJECTED, "blocks of mamba"),
+        ("dynamo", {"locality": "REMOTE"}, Reception.REJECTED, "locality REMOTE"),
+        ("llm-d", {}, Reception.ACCEPTED, ""),
+        ("llm-d", {"token_ids": []}, Reception.PARTLY, "taken as a move"),
+        ("llm-d", {"kv_cache_spec_kind": None}, Reception.PARTLY, "overwritten with an empty one"),
+        ("llm-d-arrays", {}, Reception.BATCH_LOST, "read as arrays, and are maps"),
+        ("vllm", {}, Reception.ACCEPTED, ""),
+        ("vllm-0.23", {}, Reception.BATCH_LOST, "read as arrays, and are maps"),
+        ("sglang", {}, Reception.ACCEPTED, ""),
     ],
 )
 def test_what_a_consumer_does(
-    name: str, values: dict[str, Any], verdict: Verdict, why: str
+    name: str, values: dict[str, Any], verdict: Reception, why: str
 ) -> None:
     batch = batch_of("vllm-0.30", stored(1, 2, medium="CPU", **values))
     (judgement,) = find_consumer(name).judge(batch)
@@ -117,9 +117,9 @@ def test_what_a_consumer_does(
 def test_arrays_and_their_readers() -> None:
     grouped = batch_of("vllm-0.22", stored(1, 2), removed(1), CLEARED)
     verdicts = {consumer.name: consumer.judge(grouped)[0].verdict for consumer in CONSUMERS}
-    assert verdicts["dynamo"] is verdicts["aibrix"] is verdicts["vllm-0.23"] is Verdict.ACCEPTED
-    assert verdicts["kthena"] is verdicts["llm-d-arrays"] is Verdict.ACCEPTED
-    assert verdicts["vllm"] is verdicts["sglang"] is Verdict.BATCH_LOST
+    assert verdicts["dynamo"] is verdicts["aibrix"] is verdicts["vllm-0.23"] is Reception.ACCEPTED
+    assert verdicts["kthena"] is verdicts["llm-d-arrays"] is Reception.ACCEPTED
+    assert verdicts["vllm"] is verdicts["sglang"] is Reception.BATCH_LOST
     places = batch_of("vllm-0.22", stored(1, 2, medium="CPU", token_ids=[]))
     (judgement,) = find_consumer("aibrix").judge(places)
     assert judgement.why == "length mismatch: 2 hashes, 0 blocks of tokens"

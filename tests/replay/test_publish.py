@@ -10,7 +10,7 @@ from kvview import CacheGeometry, OffloadKey, get_offload_group_idx
 from kvview.events.channel import Listener, Publisher
 from kvview.events.formats import find_format
 from kvview.events.wire import StoredEvent
-from kvview.testing.events.consumers import Verdict, find_consumer
+from kvview.testing.events.consumers import Reception, find_consumer
 from kvview.testing.events.stream_fold import StreamFold
 from kvview_reference.connector import OffloadConnector
 from kvview_reference.engine import Engine
@@ -91,7 +91,9 @@ def test_the_fold_is_what_is_loadable_after_every_step(groups: str) -> None:
                 batch.events, find_consumer(name).judge(batch), strict=True
             ):
                 is_window = isinstance(event, StoredEvent) and event.group_idx == 1
-                wanted = Verdict.REJECTED if name == "dynamo" and is_window else Verdict.ACCEPTED
+                wanted = (
+                    Reception.REJECTED if name == "dynamo" and is_window else Reception.ACCEPTED
+                )
                 assert judgement.verdict is wanted, judgement
         seen.update(type(event).__name__ for event in batch.events)
     assert seen["BlockStored"]

@@ -242,9 +242,9 @@ class _Report:
             self.judged[consumer.name].update(consumer.judge(batch))
 
     def code(self) -> ExitCode:
-        from kvview.testing.events.consumers import Verdict
+        from kvview.testing.events.consumers import Reception
 
-        lost = (Verdict.REJECTED, Verdict.BATCH_LOST)
+        lost = (Reception.REJECTED, Reception.BATCH_LOST)
         if self.num_findings or any(
             one.verdict in lost for all_ in self.judged.values() for one in all_
         ):

@@ -23,7 +23,7 @@ from kvview.events.wire import (
 )
 
 
-class Verdict(Enum):
+class Reception(Enum):
     """What becomes of an event, the best first."""
 
     ACCEPTED = "accepted"
@@ -42,7 +42,7 @@ class Judgement:
         thread: Where it was reported, ``owner/name#number``; empty when nowhere known.
     """
 
-    verdict: Verdict
+    verdict: Reception
     why: str = ""
     thread: str = ""
 
@@ -72,19 +72,19 @@ class Consumer:
     def judge(self, batch: Batch) -> list[Judgement]:
         """A judgement for each event; where one costs the batch, all events are lost."""
         judged = [self._judge(event, batch) for event in batch.events]
-        costly = next((one for one in judged if one.verdict is Verdict.BATCH_LOST), None)
+        costly = next((one for one in judged if one.verdict is Reception.BATCH_LOST), None)
         return judged if costly is None else [costly] * len(judged)
 
     def _judge(self, event: AnyEvent, batch: Batch) -> Judgement:
         found = [one for rule in self.rules if (one := rule(event, batch)) is not None]
-        order = [*Verdict]
+        order = [*Reception]
         worst = max(found, key=lambda one: order.index(one.verdict), default=None)
-        if worst is None or worst.verdict is not Verdict.PARTLY:
-            return worst or Judgement(Verdict.ACCEPTED)
-        partly = [one for one in found if one.verdict is Verdict.PARTLY]
+        if worst is None or worst.verdict is not Reception.PARTLY:
+            return worst or Judgement(Reception.ACCEPTED)
+        partly = [one for one in found if one.verdict is Reception.PARTLY]
         threads = [one.thread for one in partly if one.thread]
         return Judgement(
-            Verdict.PARTLY, "; ".join(one.why for one in partly), threads[0] if threads else ""
+            Reception.PARTLY, "; ".join(one.why for one in partly), threads[0] if threads else ""
         )
 
 
@@ -113,14 +113,16 @@ def _hashes(event: AnyEvent) -> Iterable[int | bytes]:
 
 def _unreadable(event: AnyEvent, batch: Batch) -> Judgement | None:
     if isinstance(event, UnreadableEvent):
-        return Judgement(Verdict.BATCH_LOST, f"it cannot be read: {event.why}")
+        return Judgement(Reception.BATCH_LOST, f"it cannot be read: {event.why}")
     return None
 
 
 def _arrays_only(thread: str) -> Rule:
     def rule(event: AnyEvent, batch: Batch) -> Judgement | None:
         if batch.wire_format.is_map:
-            return Judgement(Verdict.BATCH_LOST, "events are read as arrays, and are maps", thread)
+            return Judgement(
+                Reception.BATCH_LOST, "events are read as arrays, and are maps", thread
+            )
         return None
 
     return rule
@@ -128,13 +130,13 @@ def _arrays_only(thread: str) -> Rule:
 
 def _maps_only(event: AnyEvent, batch: Batch) -> Judgement | None:
     if not batch.wire_format.is_map:
-        return Judgement(Verdict.BATCH_LOST, "events are read as maps, and are arrays")
+        return Judgement(Reception.BATCH_LOST, "events are read as maps, and are arrays")
     return None
 
 
 def _integer_hashes_only(event: AnyEvent, batch: Batch) -> Judgement | None:
     if any(isinstance(block_hash, bytes) for block_hash in _hashes(event)):
-        return Judgement(Verdict.BATCH_LOST, "hashes are read as integers, and are bytes")
+        return Judgement(Reception.BATCH_LOST, "hashes are read as integers, and are bytes")
     return None
 
 
@@ -145,7 +147,7 @@ def _ignores(*names: str, thread: str = "") -> Rule:
         said = [name for name in names if getattr(event, name, None)]
         if "medium" in said and event.medium == "GPU":  # type: ignore[union-attr]
             said.remove("medium")
-        return Judgement(Verdict.PARTLY, f"{', '.join(said)} not read", thread) if said else None
+        return Judgement(Reception.PARTLY, f"{', '.join(said)} not read", thread) if said else None
 
     return rule
 
@@ -154,7 +156,7 @@ def _metadata_is_no_name(thread: str) -> Rule:
     def rule(event: AnyEvent, batch: Batch) -> Judgement | None:
         if isinstance(event, StoredEvent) and event.metadata is not None:
             why = "the eighth field is read as the adapter's name, and is a map"
-            return Judgement(Verdict.BATCH_LOST, why, thread)
+            return Judgement(Reception.BATCH_LOST, why, thread)
         return None
 
     return rule
@@ -168,21 +170,21 @@ _DYNAMO_EMPTY = "vllm-project/vllm#43468"
 
 def _dynamo_rank(event: AnyEvent, batch: Batch) -> Judgement | None:
     if not batch.wire_format.has_rank:
-        return Judgement(Verdict.BATCH_LOST, "a batch is read as three elements, and has two")
+        return Judgement(Reception.BATCH_LOST, "a batch is read as three elements, and has two")
     return None
 
 
 def _dynamo_groups(event: AnyEvent, batch: Batch) -> Judgement | None:
     kind = getattr(event, "kv_cache_spec_kind", None)
     if kind is not None and kind not in _MAIN_KINDS:
-        return Judgement(Verdict.REJECTED, f"blocks of {kind} are left out")
+        return Judgement(Reception.REJECTED, f"blocks of {kind} are left out")
     return None
 
 
 def _dynamo_locality(event: AnyEvent, batch: Batch) -> Judgement | None:
     locality = getattr(event, "locality", None)
     if locality not in (None, "LOCAL"):
-        return Judgement(Verdict.REJECTED, f"locality {locality} is left out")
+        return Judgement(Reception.REJECTED, f"locality {locality} is left out")
     return None
 
 
@@ -191,17 +193,17 @@ def _dynamo_tokens(event: AnyEvent, batch: Batch) -> Judgement | None:
         return None
     hashes = [*_hashes(event)]
     if len({*hashes}) < len(hashes):
-        return Judgement(Verdict.REJECTED, "a hash comes twice in it")
+        return Judgement(Reception.REJECTED, "a hash comes twice in it")
     size, tokens = event.block_size or 0, len(event.token_ids or ())
     if not size:
-        return Judgement(Verdict.REJECTED, "block size 0 is not the reader's", _DYNAMO_EMPTY)
+        return Judgement(Reception.REJECTED, "block size 0 is not the reader's", _DYNAMO_EMPTY)
     whole = min(tokens // size, len(event.block_hashes))
     if not whole:
         why = f"token_ids too short: need {size}, got {tokens}"
-        return Judgement(Verdict.REJECTED, why, _DYNAMO_EMPTY)
+        return Judgement(Reception.REJECTED, why, _DYNAMO_EMPTY)
     if whole < len(event.block_hashes):
         lost = len(event.block_hashes) - whole
-        return Judgement(Verdict.PARTLY, f"token_ids too short: the last {lost} blocks are lost")
+        return Judgement(Reception.PARTLY, f"token_ids too short: the last {lost} blocks are lost")
     return None
 
 
@@ -216,11 +218,11 @@ def _aibrix_tokens(event: AnyEvent, batch: Batch) -> Judgement | None:
     tokens, size = len(event.token_ids or ()), event.block_size or 0
     if tokens and (size <= 0 or tokens % size):
         why = f"{tokens} tokens do not divide into blocks of {size}"
-        return Judgement(Verdict.BATCH_LOST, why)
+        return Judgement(Reception.BATCH_LOST, why)
     blocks = tokens // size if tokens else 0
     if blocks != len(event.block_hashes):
         why = f"length mismatch: {len(event.block_hashes)} hashes, {blocks} blocks of tokens"
-        return Judgement(Verdict.REJECTED, why)
+        return Judgement(Reception.REJECTED, why)
     return None
 
 
@@ -230,7 +232,7 @@ def _aibrix_tokens(event: AnyEvent, batch: Batch) -> Judgement | None:
 def _llmd_tokens(event: AnyEvent, batch: Batch) -> Judgement | None:
     if isinstance(event, StoredEvent) and not event.token_ids and event.block_hashes:
         why = "taken as a move of blocks that are known already; others are passed over"
-        return Judgement(Verdict.PARTLY, why, "llm-d/llm-d-kv-cache#561")
+        return Judgement(Reception.PARTLY, why, "llm-d/llm-d-kv-cache#561")
     return None
 
 
@@ -238,16 +240,16 @@ def _llmd_group(event: AnyEvent, batch: Batch) -> Judgement | None:
     if not isinstance(event, StoredEvent) or event.group_idx is None:
         return None
     if event.group_idx < 0:
-        return Judgement(Verdict.BATCH_LOST, f"group {event.group_idx} is negative")
+        return Judgement(Reception.BATCH_LOST, f"group {event.group_idx} is negative")
     if not event.kv_cache_spec_kind:
-        return Judgement(Verdict.PARTLY, "the kind of its group is overwritten with an empty one")
+        return Judgement(Reception.PARTLY, "the kind of its group is overwritten with an empty one")
     return None
 
 
 def _llmd_clear(event: AnyEvent, batch: Batch) -> Judgement | None:
     if isinstance(event, ClearedEvent):
         why = "it clears every medium, not the GPU alone"
-        return Judgement(Verdict.PARTLY, why)
+        return Judgement(Reception.PARTLY, why)
     return None
 
 
@@ -272,7 +274,7 @@ def _classes_of(name: str) -> Rule:
             if not field.is_omitted and field.name not in names
         ]
         if missing:
-            return Judgement(Verdict.BATCH_LOST, f"{', '.join(missing)} missing")
+            return Judgement(Reception.BATCH_LOST, f"{', '.join(missing)} missing")
         return None
 
     return rule
@@ -280,7 +282,7 @@ def _classes_of(name: str) -> Rule:
 
 def _never(thread: str) -> Rule:
     def rule(event: AnyEvent, batch: Batch) -> Judgement | None:
-        return Judgement(Verdict.BATCH_LOST, "a batch is read as a map, and is an array", thread)
+        return Judgement(Reception.BATCH_LOST, "a batch is read as a map, and is an array", thread)
 
     return rule
 
