@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from kvview.connector.hooks import hooks_of
 from kvview.errors import one_line
 
 _logger = logging.getLogger(__name__)
+_LAW = re.compile(r"[A-Z]+-\d+: ")  # it stays in front
 _AT_START = {"bind_gpu_block_pool_view", "on_engine_ready"}
 
 
@@ -67,7 +69,10 @@ class Faults:
         _logger.error(
             "kvview: connector %s failed: %s. The engine ends: %s", self.target, error, why
         )
-        raise type(error)(f"connector {self.target}: {error}") from error
+        law = _LAW.match(str(error))
+        front = law[0] if law else ""
+        said = str(error).removeprefix(front)
+        raise type(error)(f"{front}connector {self.target}: {said}") from error
 
 
 def tell_at_start(target: str, error: BaseException) -> None:
