@@ -7,11 +7,13 @@ wrong, where, and what to do; whatever raised has changed nothing.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_LAW = re.compile(r"[A-Z]+-\d+")
 _LONGEST_LINE = 1000
 
 
@@ -109,6 +111,12 @@ class ViewNotBoundError(KVViewError, RuntimeError):
 
 class TransferSpecError(KVViewError, ValueError):
     """A transfer names pages that do not exist or do not pair up (XFER-1)."""
+
+
+def split_law(message: str) -> tuple[str, str]:
+    """The law that a message begins with, empty if none, and the rest of it."""
+    law, colon, rest = message.partition(": ")
+    return (law, rest) if colon and _LAW.fullmatch(law) else ("", message)
 
 
 def one_line(error: BaseException) -> str:

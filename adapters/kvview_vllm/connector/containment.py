@@ -17,16 +17,14 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
 from collections.abc import Callable
 from typing import Any
 
 from kvview import ConnectorError, SchedulerConnector
 from kvview.connector.hooks import hooks_of
-from kvview.errors import one_line
+from kvview.errors import one_line, split_law
 
 _logger = logging.getLogger(__name__)
-_LAW = re.compile(r"[A-Z]+-\d+: ")  # it stays in front
 _AT_START = {"bind_gpu_block_pool_view", "on_engine_ready"}
 
 
@@ -69,9 +67,8 @@ class Faults:
         _logger.error(
             "kvview: connector %s failed: %s. The engine ends: %s", self.target, error, why
         )
-        law = _LAW.match(str(error))
-        front = law[0] if law else ""
-        said = str(error).removeprefix(front)
+        law, said = split_law(str(error))
+        front = f"{law}: " if law else ""  # where every message of a law has it
         raise type(error)(f"{front}connector {self.target}: {said}") from error
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import pickle
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from kvview import Connector, KVViewError, TransferSpecError, WorkerConnector
 from kvview.connector.raising import build_connector, where, wrong_type
-from kvview.errors import line_of
+from kvview.errors import line_of, split_law
 from kvview.testing.connector import watchdog
 from kvview.testing.connector.invariants import InvariantBroken
 
-_LAW = re.compile(r"^([A-Z]+-\d+): ")
 _LAW_OF_WORKER_HOOK = {"register_kv_caches": "XFER-1", "shutdown": "CONN-4"}  # others: CONN-3
 
 
@@ -31,8 +29,9 @@ def hook(name: str, law: str) -> Iterator[None]:
         raise InvariantBroken(law, message, is_timeout=True) from error
     except BaseException as error:  # sys.exit() in a hook must not end the check
         text = line_of(error)
-        if (named := _LAW.match(text)) and not (law == "CONN-2" and text.startswith("OFF-2")):
-            law, text = named[1], text[named.end() :]
+        named, said = split_law(text)
+        if named and not (law == "CONN-2" and text.startswith("OFF-2")):
+            law, text = named, said
         elif isinstance(error, TransferSpecError):
             law = "XFER-1"
         kind = type(error).__name__
