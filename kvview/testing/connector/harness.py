@@ -7,7 +7,8 @@ that builds it among the entry points ``kvview.engines``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -217,11 +218,27 @@ def load_engines(name: str = "reference") -> EngineFactory:
     Raises:
         ConfigError: No package brings one, or what it needs is not installed.
     """
+    with _what_it_needs(name):
+        return load_factory_class(name)()
+
+
+def load_factory_class(name: str) -> Callable[[], EngineFactory]:
+    """The class of that factory, of which nothing is built.
+
+    Raises:
+        ConfigError: As :func:`load_engines`.
+    """
     found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if name not in found:
         raise ConfigError(f"there is no engine {name!r}; known: {', '.join(sorted(found))}")
+    with _what_it_needs(name):
+        factory_class: Callable[[], EngineFactory] = found[name].load()
+    return factory_class
+
+
+@contextmanager
+def _what_it_needs(name: str) -> Iterator[None]:
     try:
-        factory: EngineFactory = found[name].load()()
+        yield
     except ModuleNotFoundError as error:
         raise ConfigError(f"engine {name!r} needs {error.name}: it is not installed") from error
-    return factory

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol
 
 from kvview.errors import ConfigError
-from kvview.testing.connector.harness import ENTRY_POINTS
+from kvview.testing.connector.harness import load_factory_class
 
 
 @dataclass(frozen=True)
@@ -70,14 +69,7 @@ def load_releases(engine: str) -> Releases:
     Raises:
         ConfigError: It has none.
     """
-    found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
-    if engine not in found:
-        raise ConfigError(f"there is no engine {engine!r}; known: {', '.join(sorted(found))}")
-    try:
-        factory = found[engine].load()
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"engine {engine!r} needs {error.name}: it is not installed") from error
-    bring: Callable[[], Releases] | None = getattr(factory, "releases", None)
+    bring: Callable[[], Releases] | None = getattr(load_factory_class(engine), "releases", None)
     if bring is None:
         raise ConfigError(f"engine {engine!r} brings no releases to check in")
     return bring()
