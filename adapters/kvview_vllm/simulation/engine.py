@@ -419,14 +419,8 @@ class VLLMConnectorHarness:
 
     def _launch(self) -> Any:
         """Schedule a step and launch it; what the worker reports goes into its output."""
-        was_running = {request.request_id for request in self._scheduler.running}
-        with named("schedule"):
-            output = self._scheduler.schedule()
-        requests = self._scheduler.requests
-        self.stats.preemptions += sum(
-            requests[request_id].status is self._preempted for request_id in was_running
-        )
-        forward, sampled = self._plan(output)
+        output = self._schedule()
+        forward, sampled = self._plan(output), self._sample(output)
         self._uncomputed = forward.written
         runs_first = cpu_scheduler.loads_after_launch(output)
         with named("the worker's side"):
@@ -454,6 +448,17 @@ class VLLMConnectorHarness:
             self.stats.mismatches += forward.mismatches(invalid)
         return output
 
+    def _schedule(self) -> Any:
+        """Schedule a step, and count whom it preempts."""
+        running = {request.request_id for request in self._scheduler.running}
+        with named("schedule"):
+            output = self._scheduler.schedule()
+        requests = self._scheduler.requests
+        self.stats.preemptions += sum(
+            requests[name].status is self._preempted for name in running if name in requests
+        )
+        return output
+
     def _end_deadlock(self) -> None:
         """Abort a request that waits with its loads done behind one that needs its blocks.
 
@@ -473,17 +478,25 @@ class VLLMConnectorHarness:
             self.stats.gave_up += 1
             self.abort(holds[-1])
 
-    def _plan(self, output: Any) -> tuple[Forward, dict[str, list[int]]]:
-        """What a step computes, and the tokens that it samples."""
+    def _plan(self, output: Any) -> Forward:
+        """What a step computes."""
         starts = cpu_scheduler.computed_before(output)
-        scheduled = output.num_scheduled_tokens
-        tables = {request_id: self._manager.get_block_ids(request_id) for request_id in scheduled}
+        scheduled, tables = output.num_scheduled_tokens, self._tables(output)
+        return self._compute.plan(scheduled, starts, self._added, tables)
+
+    def _tables(self, output: Any) -> dict[str, Sequence[Sequence[int]]]:
+        """The blocks of each request of a step, by group."""
+        return {name: self._manager.get_block_ids(name) for name in output.num_scheduled_tokens}
+
+    def _sample(self, output: Any) -> dict[str, list[int]]:
+        """The tokens that a step samples."""
+        starts = cpu_scheduler.computed_before(output)
         sampled: dict[str, list[int]] = {}
-        for request_id, num_tokens in scheduled.items():
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
             planned, end = self._added[request_id], starts[request_id] + num_tokens
             is_prefill = end < planned.request.num_tokens
             sampled[request_id] = [] if is_prefill else [planned.token(end)]
-        return self._compute.plan(scheduled, starts, self._added, tables), sampled
+        return sampled
 
     def _take_in(self) -> None:
         """Take the output of the oldest step in, and hear of aborts before."""

@@ -209,14 +209,8 @@ class RawHarness(VLLMConnectorHarness):
     @override
     def _launch(self) -> Any:
         self._stand_ins.tick()
-        running = {request.request_id for request in self._scheduler.running}
-        with named("schedule"):
-            output = self._scheduler.schedule()
-        requests = self._scheduler.requests
-        self.stats.preemptions += sum(
-            requests[name].status is self._preempted for name in running if name in requests
-        )
-        _, sampled = self._plan_tokens(output)
+        output = self._schedule()
+        sampled = self._sample(output)
         self._note_loads()
         with named("the worker's side"):
             transfers, wrong = self._execute(output)
@@ -306,18 +300,6 @@ class RawHarness(VLLMConnectorHarness):
                 )
             if not self._compute.holds(self._added[name], table, start, end):
                 self._to_verify[name] = start, end
-
-    def _tables(self, output: Any) -> dict[str, Sequence[Sequence[int]]]:
-        return {name: self._manager.get_block_ids(name) for name in output.num_scheduled_tokens}
-
-    def _plan_tokens(self, output: Any) -> tuple[None, dict[str, list[int]]]:
-        starts = cpu_scheduler.computed_before(output)
-        sampled: dict[str, list[int]] = {}
-        for name, number in output.num_scheduled_tokens.items():
-            planned, end = self._added[name], starts[name] + number
-            is_prefill = end < planned.request.num_tokens
-            sampled[name] = [] if is_prefill else [planned.token(end)]
-        return None, sampled
 
     def _raise_wrong(self, wrong: Wrong) -> None:
         self.stats.mismatches += 1
