@@ -68,6 +68,7 @@ class BlockDescriptions:
         self._living: dict[str, _Chain] = {}
         self._finished: OrderedDict[int, _Chain] = OrderedDict()  # by identity, oldest first
         self._num_finished = 0  # hashes of these
+        self._unwritten: dict[int, _Chain] = {}  # those of them that no event asked for yet
         self._places: dict[OffloadKey, _Place] = {}
 
     def follow(self, request: Any, content: RequestContent) -> None:
@@ -87,17 +88,19 @@ class BlockDescriptions:
         chain.content = RequestContent(
             content.token_ids, content.lora_name, content.lora_id, content.cache_salt
         )
-        self._finished[id(chain)] = chain
+        self._finished[id(chain)] = self._unwritten[id(chain)] = chain
         self._num_finished += len(chain.hashes)
         while self._num_finished > self.num_blocks and len(self._finished) > 1:
-            _, oldest = self._finished.popitem(last=False)
+            identity, oldest = self._finished.popitem(last=False)
+            self._unwritten.pop(identity, None)
             self._num_finished -= len(oldest.hashes)
             self._forget(oldest)
 
     def places(self) -> Mapping[OffloadKey, _Place]:
         """Where each key that is remembered stands in its request."""
-        for chain in (*self._finished.values(), *self._living.values()):
+        for chain in (*self._unwritten.values(), *self._living.values()):
             self._learn(chain)
+        self._unwritten.clear()
         return self._places
 
     def _chain(self, request: Any, content: RequestContent) -> _Chain:
