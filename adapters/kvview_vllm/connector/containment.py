@@ -67,9 +67,9 @@ class Faults:
         _logger.error(
             "kvview: connector %s failed: %s. The engine ends: %s", self.target, error, why
         )
-        law, said = split_law(str(error))
-        front = f"{law}: " if law else ""  # where every message of a law has it
-        raise type(error)(f"{front}connector {self.target}: {said}") from error
+        law, _ = split_law(str(error))  # it stays in front, as in every message of a law
+        told = f"{error} (connector {self.target})" if law else f"connector {self.target}: {error}"
+        raise type(error)(told) from error
 
 
 def tell_at_start(target: str, error: BaseException) -> None:
