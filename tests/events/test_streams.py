@@ -45,7 +45,7 @@ KTHENA = {
 }
 GROUPED = ["BlockStored", [1], None, [5] * 16, 16, None, "CPU", None, None, 1]
 INCIDENTS = {
-    "ai-dynamo/dynamo#14530": ("dynamo", SALTED, Reception.BATCH_LOST),
+    "ai-dynamo/dynamo#14530": ("dynamo-1.5", SALTED, Reception.BATCH_LOST),
     "volcano-sh/kthena#1535": ("kthena", [KTHENA], Reception.BATCH_LOST),
     "vllm-project/aibrix#1720": ("aibrix-0.4", SALTED[:1], Reception.BATCH_LOST),
     "vllm-project/aibrix#2285": ("aibrix", [GROUPED], Reception.PARTLY),

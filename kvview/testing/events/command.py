@@ -278,6 +278,12 @@ class _Report:
         )
         for medium, held in sorted(fold.held.items()):
             click.echo(f"{medium}: {len(held)} blocks", err=is_quiet)
+        if fold.num_copies_left:
+            click.echo(
+                f"{fold.num_copies_left} removals leave another copy: a reader that does not "
+                f"count copies loses the block (vllm-project/vllm#55092)",
+                err=is_quiet,
+            )
         if fold.num_messages and not fold.knows_all:
             click.echo("not all was heard: what lies where is a part", err=is_quiet)
 
@@ -290,6 +296,7 @@ class _Report:
             "events": dict(self.fold.num_events),
             "formats": dict(self.fold.formats),
             "held": {medium: len(held) for medium, held in sorted(self.fold.held.items())},
+            "copies_left": self.fold.num_copies_left,
             "knows_all": self.fold.knows_all,
             "missing": [[gap.start, gap.stop] for gap in self.fold.gaps],
             "num_findings": self.num_findings,

@@ -165,6 +165,7 @@ def _metadata_is_no_name(thread: str) -> Rule:
 # --- Dynamo ---
 
 _MAIN_KINDS = ("full_attention", "mla_attention", "sink_full_attention")
+_DYNAMO_MEDIA = ("GPU", "CPU", "CPU_PINNED", "DISK", "STORAGE", "EXTERNAL")
 _DYNAMO_EMPTY = "vllm-project/vllm#43468"
 
 
@@ -178,13 +179,23 @@ def _dynamo_groups(event: AnyEvent, batch: Batch) -> Judgement | None:
     kind = getattr(event, "kv_cache_spec_kind", None)
     if kind is not None and kind not in _MAIN_KINDS:
         return Judgement(Reception.REJECTED, f"blocks of {kind} are left out")
+    group = getattr(event, "group_idx", None)
+    if isinstance(event, StoredEvent) and kind is None and group:
+        why = f"group {group} is left out, for its kind is not said"
+        return Judgement(Reception.REJECTED, why)
     return None
 
 
-def _dynamo_locality(event: AnyEvent, batch: Batch) -> Judgement | None:
+def _dynamo_place(event: AnyEvent, batch: Batch) -> Judgement | None:
     locality = getattr(event, "locality", None)
     if locality not in (None, "LOCAL"):
         return Judgement(Reception.REJECTED, f"locality {locality} is left out")
+    medium = getattr(event, "medium", None)
+    if medium not in (None, *_DYNAMO_MEDIA):
+        return Judgement(Reception.REJECTED, f"medium {medium} is none of {_DYNAMO_MEDIA}")
+    ownership = getattr(event, "ownership", None)
+    if ownership is not None:
+        return Judgement(Reception.REJECTED, f"blocks owned by {ownership} are left out")
     return None
 
 
@@ -206,6 +217,15 @@ def _dynamo_tokens(event: AnyEvent, batch: Batch) -> Judgement | None:
         return Judgement(Reception.PARTLY, f"token_ids too short: the last {lost} blocks are lost")
     return None
 
+
+_DYNAMO = (
+    _unreadable,
+    _dynamo_rank,
+    _integer_hashes_only,
+    _dynamo_groups,
+    _dynamo_place,
+    _dynamo_tokens,
+)
 
 # --- AIBrix ---
 
@@ -292,18 +312,17 @@ _MAPS = "vllm-project/vllm#42892"
 CONSUMERS: tuple[Consumer, ...] = (
     Consumer(
         "dynamo",
-        "NVIDIA Dynamo's router; block size as the events have it",
-        "ai-dynamo/dynamo lib/kv-router/src/zmq_wire at 0917ca25, 2bd0a36d",
+        "NVIDIA Dynamo's router, 1.6; block size as the events have it",
+        "ai-dynamo-runtime 1.6.1 as it runs: tests/events/test_dynamo_indexer.py",
         "2026-11-22",
-        (
-            _unreadable,
-            _dynamo_rank,
-            _integer_hashes_only,
-            _metadata_is_no_name("ai-dynamo/dynamo#14530"),
-            _dynamo_groups,
-            _dynamo_locality,
-            _dynamo_tokens,
-        ),
+        _DYNAMO,
+    ),
+    Consumer(
+        "dynamo-1.5",
+        "NVIDIA Dynamo's router before its pull request 14530",
+        "ai-dynamo-runtime 1.5.1 as it runs: tests/events/test_dynamo_indexer.py",
+        "2026-11-22",
+        (*_DYNAMO, _metadata_is_no_name("ai-dynamo/dynamo#14530")),
     ),
     Consumer(
         "llm-d-arrays",

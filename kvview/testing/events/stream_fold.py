@@ -6,7 +6,10 @@
 2. In a tier a key is stored once and then removed; on the GPU several blocks may have it.
 3. ``AllBlocksCleared`` empties the GPU alone (EVENT-5): it names no medium, and what a
    tier holds stays loadable.
-4. What a stream cannot show is not judged: whether what is advertised is loadable (EVENT-2),
+4. vLLM tells each block's removal, also where another one holds the same key
+   (vllm-project/vllm#55092): a reader that keeps a set and no count has lost the key then.
+   ``num_copies_left`` counts these removals; they are no fault of the stream.
+5. What a stream cannot show is not judged: whether what is advertised is loadable (EVENT-2),
    and that failed stores are silent (EVENT-4). :attr:`StreamFold.held` is what to compare.
 """
 
@@ -61,6 +64,7 @@ class StreamFold:
     formats: Counter[str] = field(default_factory=Counter)
     gaps: list[range] = field(default_factory=list)
     knows_all: bool = False
+    num_copies_left: int = 0
     _next: int | None = None
 
     def apply(self, sequence: int, payload: bytes) -> tuple[Batch | None, list[Finding]]:
@@ -121,6 +125,7 @@ class StreamFold:
                 if isinstance(event, RemovedEvent):
                     if held[key] > 1:
                         held[key] -= 1
+                        self.num_copies_left += 1
                     elif not held.pop(key, 0) and self.knows_all:
                         name = _named(block_hash)
                         yield "EVENT-1", f"removes {name} from {medium}, which does not hold it"

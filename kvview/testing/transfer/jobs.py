@@ -192,15 +192,15 @@ def check_xfer_5_shutdown_ends_what_is_in_flight(worker: TransferDriver) -> None
     worker.store(parts)
     worker.finish()
     worker.pause()
-    # A worker that ends its jobs waits in shutdown until then.
-    resumed = threading.Timer(0.05, lambda: worker.harness.resume())
-    if worker.can(Capability.PAUSE):
-        worker.line("import threading; threading.Timer(0.05, h.resume).start()")
-        resumed.start()
     jobs = {}
     for group, part in parts.items():
         worker.scramble(group, part.blocks)
         jobs[worker.load({group: part})] = group
+    # A worker that ends its jobs waits in shutdown until then; one that does not is back before.
+    resumed = threading.Timer(0.1, lambda: worker.harness.resume())
+    if worker.can(Capability.PAUSE):
+        worker.line("import threading; threading.Timer(0.1, h.resume).start()")
+        resumed.start()
     worker.call(worker.worker, "shutdown")
     # One picture for both looks: between them is when a worker that goes on would write.
     before = {at: flat.clone() for at, flat in worker._flat.items()}
