@@ -167,8 +167,9 @@ def _define(
     described: list[Any] = []
     for field in fields:
         kind = _TYPES[field.kind]
-        kind = kind | None if field.is_nullable or loose else kind
-        if loose or (field.is_omitted and has_defaults):
+        is_optional = loose and field.kind is not Kind.HASHES  # of no blocks nothing can be said
+        kind = kind | None if field.is_nullable or is_optional else kind
+        if is_optional or (field.is_omitted and has_defaults):
             described.append((field.name, kind, None))
         else:
             described.append((field.name, kind))

@@ -24,6 +24,9 @@ from kvview.events.wire import (
     decode,
     encode,
 )
+from kvview.testing.events.command import _line
+from kvview.testing.events.consumers import CONSUMERS
+from kvview.testing.events.stream_fold import StreamFold
 
 pack = msgspec.msgpack.encode
 HASHES = st.integers(0, 2**64 - 1) | st.binary(max_size=33)
@@ -87,6 +90,10 @@ def _is_sound(payload: bytes) -> None:
     assert encode(batch) == payload
     for event in batch.events:
         assert isinstance(event, StoredEvent | RemovedEvent | ClearedEvent | UnreadableEvent)
+        assert _line(event)
+    for consumer in CONSUMERS:
+        assert len(consumer.judge(batch)) == len(batch.events)
+    StreamFold().apply(0, payload)
     if batch.problems:
         with pytest.raises(WireFormatError):
             decode(payload)
@@ -155,6 +162,7 @@ def test_a_byte_changed_or_lost_is_a_batch_or_our_error(
         b"\x91" * 100_000,  # deeper than any stack
         b"\x92\xcb" + b"\0" * 8 + b"\x91" * 100_000,
         b"\x92\xcb" + b"\0" * 8 + b"\x91\x93\xabBlockStored" + b"\x91" * 100_000 + b"\x01",
+        pack([1.5, [{"type": "BlockStored"}, ["BlockRemoved", None], ["BlockStored"]], 0]),
         b'{"type": "BlockStored"}',
         b"GET / HTTP/1.1\r\n\r\n",
     ],
