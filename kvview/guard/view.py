@@ -292,6 +292,11 @@ class GuardedView(GuardedQueries, NotCopyable):
 
     # --- reports ---
 
+    def guards(self) -> list[GuardedView]:
+        """This guard, and the guards over it."""
+        views = set(self._view.tree())
+        return [guard for guard in _guards if guard._view in views]
+
     def held_blocks(self) -> Mapping[int, int]:
         """References held, plain, leased and by guards over this one, ``{block_id: count}``."""
         self._enter()

@@ -11,8 +11,10 @@ from typing import Any
 
 SEEDS = 40  # of each connector; `kvview check` runs 200 by default
 FEW, SLICE = 6, 20  # seeds that are run in one step: first few, then up to each multiple
+_MULTI = "kvview_reference.connector:MultiConnector"
 _LAZY = "kvview_reference.connector:LazyOffloadConnector"
 _OFFLOAD = "kvview_reference.connector:OffloadConnector"
+_FEW_PAGES = {"cpu_blocks": 40}
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,11 @@ class Subject:
 
     target: str
     options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        children = self.options.get("connectors", ())
+        names = [child["connector"].rpartition(":")[2] for child in children]
+        return f"{self.target} of {', '.join(names)}" if names else self.target
 
     def load(self) -> Any:
         """The factory or the connector."""
@@ -49,11 +56,21 @@ SUBJECTS = [
     Subject(_OFFLOAD),
     Subject(_LAZY),
     Subject(
-        "kvview_reference.connector:MultiConnector",
+        _MULTI,
         {
             "connectors": [
                 {"connector": _OFFLOAD, "options": {"enable_events": True}},
                 {"connector": _LAZY, "options": {"enable_events": True}},
+            ]
+        },
+    ),
+    Subject(
+        _MULTI,
+        {
+            "connectors": [
+                {"connector": "kvview.testing.connector.witness:WitnessConnector"},
+                {"connector": "examples.host_cache:HostCacheConnector", "options": _FEW_PAGES},
+                {"connector": _OFFLOAD, "options": {"enable_events": True}},
             ]
         },
     ),
@@ -76,7 +93,7 @@ class Step:
 
     def __str__(self) -> str:
         seeds = f"seeds {self.seeds.start}-{self.seeds.stop - 1}" if self.seeds else ""
-        return f"{self.subject.target} {self.name}{seeds}"
+        return f"{self.subject} {self.name}{seeds}"
 
     def run(self, coverage: Counter[str]) -> str | None:
         """What the kit finds; None when it is green.
