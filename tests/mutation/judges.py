@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 SEEDS = 40  # of each connector; `kvview check` runs 200 by default
+STEADY = 109  # of the 200, the first steady run without resets
 FEW, SLICE = 6, 20  # seeds that are run in one step: first few, then up to each multiple
 _MULTI = "kvview_reference.connector:MultiConnector"
 _LAZY = "kvview_reference.connector:LazyOffloadConnector"
@@ -151,6 +152,8 @@ def steps_of(subject: Subject, num_seeds: int) -> Iterator[Step]:
         ends = [end for end in (FEW, *range(SLICE, num_seeds, SLICE)) if end < num_seeds]
         for first, end in pairwise([0, *ends, num_seeds]):
             yield Step(subject, seeds=range(first, end))
+        if num_seeds >= SLICE:
+            yield Step(subject, seeds=range(STEADY, STEADY + 1))
         return
     for planned in plan_checks(loaded, Effort())[1]:
         if not planned.skip_reason:

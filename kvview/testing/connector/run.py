@@ -563,7 +563,7 @@ class Run:
     def _check_skipped(self) -> None:
         """Nothing was ever short: there is no block that could not be stored."""
         for part in self._parts:
-            num_skipped = part.scheduler.num_skipped_blocks
+            num_skipped = part.scheduler.num_told_as_skipped
             if num_skipped:
                 raise InvariantBroken(
                     "CONN-13",

@@ -201,7 +201,7 @@ class WatchedScheduler(SchedulerConnector):
         return Counter(block_id for lease in leases for block_id in lease.block_ids)
 
     @property
-    def num_skipped_blocks(self) -> int | None:
+    def num_told_as_skipped(self) -> int | None:
         """What it counts as not stored; None when it does not count."""
         half = self._inner
         return half.num_skipped_blocks if isinstance(half, SupportsSkippedBlocks) else None
