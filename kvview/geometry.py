@@ -11,7 +11,8 @@ chunked local attention, Mamba), each with its own block size over one pool.
 - GEO-3 A prefix of L tokens is a hit for a group when every block of
   ``required_blocks(L)`` is cached: those that the next token's attention reads.
 - GEO-4 A hit of several groups **must** be the longest prefix, a multiple of
-  ``scheduler_block_size``, that is a hit for each of them.
+  ``scheduler_block_size``, that is a hit for each of them. With the prefix cache off
+  nothing is one.
 
 Source: vLLM PR #44165; ``vllm/v1/core/single_type_kv_cache_manager.py`` (0.33.0),
 ``get_num_skipped_tokens`` of each manager.

@@ -12,6 +12,8 @@ connector overrides what it needs, and a later release may add methods.
   calls may come between the two, a reset among them, which ends the promise; the
   second may never come.
 - CONN-3 Every job of a plan **must** be reported exactly once, succeeded or failed.
+  While a store is in flight ``has_pending_work`` **must** say so: an engine without
+  requests does not step otherwise, and the store's blocks stay held.
 - CONN-4 Every block touched **must** be freed once: on success, failure, abort,
   preemption, reset and shutdown alike.
 - CONN-5 Jobs are named by ``job_id``, never by request id: a request id may come
@@ -38,6 +40,10 @@ connector overrides what it needs, and a later release may add methods.
   does not dwindle.
 - CONN-11 While jobs are in flight ``reset_cache`` **may** refuse. When none is, and nothing is
   pending, it **must** forget what was offloaded: KV of other weights is not loaded for ever.
+- CONN-12 When both halves are shut down, the threads that they started **must** have ended.
+  What all instances of a process share may stay.
+- CONN-13 ``num_skipped_blocks``, where a half has it, **must** count what could have been
+  stored and was not: none, where neither blocks, budget nor tier were short.
 
 The engine, for its part: calls the scheduler half from one thread; runs loads
 of a request before computing what follows them; never hands a block of an

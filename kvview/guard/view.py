@@ -9,7 +9,8 @@ holds, or pin the whole pool; what follows is seen hours later (vLLM #42571,
 - GUARD-2 A lease **must** give its references back exactly once: by ``release``,
   by the end of its ``with`` block, or by expiry, whichever comes first.
 - GUARD-3 Leases **must** expire in the order of their deadlines, whatever the
-  order in which they were taken or renewed (vLLM #58222, #50789).
+  order in which they were taken or renewed (vLLM #58222, #50789). A lease that ended
+  leaves no deadline behind: neither memory nor the time of later calls.
 - GUARD-4 A call from another thread than the guard's **must** raise.
 - GUARD-5 A pin budget is a share of the pool, and what counts is what the engine
   can not allocate: each block once that *any* view or guard of the pool holds. A
@@ -291,6 +292,11 @@ class GuardedView(GuardedQueries, NotCopyable):
         self.stats.active_leases -= 1
 
     # --- reports ---
+
+    def guards(self) -> list[GuardedView]:
+        """This guard, and the guards over it."""
+        views = set(self._view.tree())
+        return [guard for guard in _guards if guard._view in views]
 
     def held_blocks(self) -> Mapping[int, int]:
         """References held, plain, leased and by guards over this one, ``{block_id: count}``."""

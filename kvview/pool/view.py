@@ -8,7 +8,7 @@ reset, block objects and reference counts are never reachable through a view.
 The laws, numbered as in the errors and in the conformance kit:
 
 - POOL-1 A touched block **must** leave the free queue at once; no allocation
-  returns it until every touch was freed.
+  returns it until every touch was freed. A hold that ended leaves nothing behind.
 - POOL-2 N touches **must** need N frees. Occurrences inside one call count one
   by one, and a block is never twice in the free queue, whatever is passed.
 - POOL-3 All or nothing: a call that raises **must** have changed nothing.
@@ -43,7 +43,7 @@ The laws, numbered as in the errors and in the conformance kit:
   joined behind since: nothing that stayed is missed or comes twice. A block that left and
   came back is behind all that stayed, and comes again; of what the engine itself took and
   gave back between two calls this is not promised. What joins at the head, in front of the
-  items taken before, comes after ``restart``.
+  items taken before, comes after ``restart``. One that is dropped costs nothing any more.
 - POOL-14 ``free_blocks_with_notice`` **must** tell of each block once: when it is handed
   out again, or at a reset of the prefix cache, whichever comes first. A touch in between
   does not end the wait.

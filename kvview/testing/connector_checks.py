@@ -34,6 +34,8 @@ LAWS: Mapping[str, str] = {
     "CONN-8": "Only KV that is computed, and whole, is stored.",
     "CONN-10": "What a connector's own tier has room for does not become less.",
     "CONN-11": "A reset is done when nothing is in flight.",
+    "CONN-12": "No thread outlives the shutdown of its half.",
+    "CONN-13": "Nothing is counted as not stored while there is room for all.",
     "EVENT-1": "No event removes what its medium does not hold.",
     "EVENT-2": "What the events advertise can be found, and what is found is advertised.",
     "EVENT-3": "Events are taken once.",

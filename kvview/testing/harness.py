@@ -103,6 +103,8 @@ class Capability(StrEnum):
     """``with_geometry`` takes :class:`~kvview.Mamba` groups."""
     HYBRID = "hybrid"
     """``with_geometry`` takes several groups."""
+    CACHING_OFF = "caching_off"
+    """``without_caching()``: a new harness of the same geometry whose prefix cache is off."""
 
     # offloading
     EVENTS = "events"
@@ -376,6 +378,7 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         Capability.CHUNKED_LOCAL: (),
         Capability.MAMBA: (),
         Capability.HYBRID: (),
+        Capability.CACHING_OFF: (Need("harness", "without_caching", 0),),
     },
     "offloading": {
         Capability.EVENTS: (),

@@ -183,14 +183,17 @@ class ReferenceGeometry:
             Capability.CHUNKED_LOCAL,
             Capability.MAMBA,
             Capability.HYBRID,
+            Capability.CACHING_OFF,
         }
     )
     null_block_id = NULL_BLOCK_ID
     num_blocks = 80
 
-    def __init__(self, geometry: CacheGeometry | None = None) -> None:
+    def __init__(
+        self, geometry: CacheGeometry | None = None, *, enable_caching: bool = True
+    ) -> None:
         self.geometry = geometry or CacheGeometry.single(_BLOCK_SIZE)
-        self.pool = BlockPool(self.num_blocks)
+        self.pool = BlockPool(self.num_blocks, enable_caching=enable_caching)
         self.coordinator = self.make_coordinator()
 
     def make_coordinator(self) -> KVCacheCoordinator:
@@ -198,7 +201,7 @@ class ReferenceGeometry:
         return make_coordinator(
             self.geometry.groups,
             self.pool,
-            enable_caching=True,
+            enable_caching=self.pool.enable_caching,
             scheduler_block_size=self.geometry.scheduler_block_size,
             hash_block_size=self.geometry.hash_block_size,
         )
@@ -208,6 +211,10 @@ class ReferenceGeometry:
     ) -> ReferenceGeometry:
         """A new harness of another geometry; sizes that do not divide are refused (GEO-2)."""
         return type(self)(CacheGeometry(scheduler_block_size, hash_block_size, tuple(groups)))
+
+    def without_caching(self) -> ReferenceGeometry:
+        """A new harness of this geometry whose prefix cache is off."""
+        return type(self)(self.geometry, enable_caching=False)
 
     def cache(self, block_hashes: Sequence[bytes], group_idx: int, block: int) -> int:
         """Cache block number ``block`` of a request in a group, alone; returns its id."""
@@ -289,6 +296,8 @@ class ReferenceTransfer:
             self._compute,
         )
         self.worker = self.make_worker()
+        self.num_cpu_blocks = self.worker.num_cpu_blocks
+        self.blocks_per_chunk = self.worker.blocks_per_chunk
         self._gate: threading.Event | None = None
 
     def make_worker(self) -> CPUGPUTransferWorker:

@@ -10,9 +10,12 @@ from itertools import pairwise
 from typing import Any
 
 SEEDS = 40  # of each connector; `kvview check` runs 200 by default
+STEADY = 109  # of the 200, the first steady run without resets
 FEW, SLICE = 6, 20  # seeds that are run in one step: first few, then up to each multiple
+_MULTI = "kvview_reference.connector:MultiConnector"
 _LAZY = "kvview_reference.connector:LazyOffloadConnector"
 _OFFLOAD = "kvview_reference.connector:OffloadConnector"
+_FEW_PAGES = {"cpu_blocks": 40}
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,11 @@ class Subject:
 
     target: str
     options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        children = self.options.get("connectors", ())
+        names = [child["connector"].rpartition(":")[2] for child in children]
+        return f"{self.target} of {', '.join(names)}" if names else self.target
 
     def load(self) -> Any:
         """The factory or the connector."""
@@ -49,11 +57,21 @@ SUBJECTS = [
     Subject(_OFFLOAD),
     Subject(_LAZY),
     Subject(
-        "kvview_reference.connector:MultiConnector",
+        _MULTI,
         {
             "connectors": [
                 {"connector": _OFFLOAD, "options": {"enable_events": True}},
                 {"connector": _LAZY, "options": {"enable_events": True}},
+            ]
+        },
+    ),
+    Subject(
+        _MULTI,
+        {
+            "connectors": [
+                {"connector": "kvview.testing.connector.witness:WitnessConnector"},
+                {"connector": "examples.host_cache:HostCacheConnector", "options": _FEW_PAGES},
+                {"connector": _OFFLOAD, "options": {"enable_events": True}},
             ]
         },
     ),
@@ -76,7 +94,7 @@ class Step:
 
     def __str__(self) -> str:
         seeds = f"seeds {self.seeds.start}-{self.seeds.stop - 1}" if self.seeds else ""
-        return f"{self.subject.target} {self.name}{seeds}"
+        return f"{self.subject} {self.name}{seeds}"
 
     def run(self, coverage: Counter[str]) -> str | None:
         """What the kit finds; None when it is green.
@@ -134,6 +152,8 @@ def steps_of(subject: Subject, num_seeds: int) -> Iterator[Step]:
         ends = [end for end in (FEW, *range(SLICE, num_seeds, SLICE)) if end < num_seeds]
         for first, end in pairwise([0, *ends, num_seeds]):
             yield Step(subject, seeds=range(first, end))
+        if num_seeds >= SLICE:
+            yield Step(subject, seeds=range(STEADY, STEADY + 1))
         return
     for planned in plan_checks(loaded, Effort())[1]:
         if not planned.skip_reason:

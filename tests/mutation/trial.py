@@ -184,7 +184,7 @@ def measure_reach(
                 raise RuntimeError(f"{one.step} is not green without a mutant: {found}")
             reached.append(one)
         if ended.why:
-            raise RuntimeError(f"the checks of {ended.job.target}: {ended.why}")
+            raise RuntimeError(f"the checks of {ended.job}: {ended.why}")
         if file:
             _write(file, {**known, **{str(one.step): one for one in reached}}.values())
     return reached
@@ -193,7 +193,7 @@ def measure_reach(
 def _write(file: Path, reached: Iterable[Reach]) -> None:
     rows = [
         {
-            "target": one.step.subject.target,
+            "target": str(one.step.subject),
             "name": one.step.name,
             "seeds": [one.step.seeds.start, one.step.seeds.stop],
             "places": sorted(one.places),
@@ -209,7 +209,7 @@ def _write(file: Path, reached: Iterable[Reach]) -> None:
 
 
 def _read(file: Path, subjects: Sequence[Subject]) -> Iterator[Reach]:
-    of_target = {subject.target: subject for subject in subjects}
+    of_target = {str(subject): subject for subject in subjects}
     for row in json.loads(file.read_text()) if file.is_file() else ():
         if row["target"] in of_target:
             step = Step(of_target[row["target"]], row["name"], range(*row["seeds"]))
@@ -301,13 +301,13 @@ def play(
         forget(OWN)
         say(("import", ""))
         importlib.import_module(site.module)
-        coverage = {one.step.subject.target: Counter[str]() for one in reach if one.step.seeds}
+        coverage = {str(one.step.subject): Counter[str]() for one in reach if one.step.seeds}
         before = green.get(site.id, 0)
         for one in reach:
             if one not in steps:
-                coverage.get(one.step.subject.target, Counter()).update(one.coverage)
+                coverage.get(str(one.step.subject), Counter()).update(one.coverage)
         for one in steps:
-            seen = coverage.get(one.step.subject.target, Counter())
+            seen = coverage.get(str(one.step.subject), Counter())
             if before and one.step.seeds.stop <= before:
                 seen.update(one.coverage)  # what it exercised then is not known any more
                 continue
@@ -317,7 +317,7 @@ def play(
             if found is not None:
                 say(("found", found))
                 return
-        for target in {one.step.subject.target for one in steps if one.step.seeds}:
+        for target in {str(one.step.subject) for one in steps if one.step.seeds}:
             if found := not_checked(coverage[target]):
                 say(("found", found))
                 return

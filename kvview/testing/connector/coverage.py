@@ -77,6 +77,8 @@ def rows_of(geometry: CacheGeometry) -> Iterator[str]:
 
 def seeds_of(scenario: Scenario) -> Iterator[str]:
     """What a scenario counts as a seed of: kinds of geometry, and ends that loads may have."""
+    if not scenario.cpu_blocks:
+        return  # without a tier nothing is loaded
     is_possible = dict.fromkeys(_ENDS, scenario.loads_may_be_late)
     is_possible["failed"] = scenario.loads_may_fail
     hits = list(_HITS) if scenario.loads_beside_hits else ["no-gpu-hit"]

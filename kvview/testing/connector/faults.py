@@ -186,6 +186,12 @@ class FaultyWorker(WorkerConnector):
         flights = [flight for unit in self._units if unit.has_moved for flight in unit.flights]
         return [flight.job.job_id for flight in flights if not flight.result]
 
+    def stores_in_flight(self) -> Iterator[tuple[int, Sequence[int]]]:
+        """Stores that are not reported yet, each with the blocks that it reads."""
+        for flight in self._flights.values():
+            if not flight.is_load:
+                yield flight.job.job_id, flight.gpu_blocks
+
     def release_lost(self) -> None:
         """Report lost jobs from now on, and forget what is left of the fates."""
         self._is_lost_over = True

@@ -44,6 +44,8 @@ _SHARE_AS_IT_IS = 0.6  # of the worker halves, where compute lags
 _SMALLEST_POOL, _SMALLEST_SIZE = 8, 4
 _HUGE_POOLS = {17: 2_000, 57: 10_000}  # by the place of a seed in a hundred
 _SMALL_POOLS = (3, 36, 72)
+_NO_TIERS = (5, 61)  # the connector's option asks for none
+_ROOMY = (12, 74)  # nothing is ever short
 _STEADY_EVERY, _FIRST_STEADY = 50, 9  # seeds
 
 _KINDS = ("full", "window", "chunked", "mamba")
@@ -119,8 +121,26 @@ def generate_scenario(seed: int, steps: int = 0) -> Scenario:
     )
     if scenario.ends_abruptly:
         scenario = replace(scenario, events=events.end_in_flight())
-    laps = max(1, -(-steps // scenario.steps_per_lap))
-    return _overlap_steps(_Draw(seed + 2**41), replace(scenario, laps=laps))
+    if seed % 100 in _NO_TIERS:
+        scenario = replace(scenario, cpu_blocks=0)
+    scenario = replace(scenario, laps=max(1, -(-steps // scenario.steps_per_lap)))
+    if seed % 100 in _ROOMY:
+        scenario = _without_shortage(scenario)
+    return _overlap_steps(_Draw(seed + 2**41), scenario)
+
+
+def _without_shortage(scenario: Scenario) -> Scenario:
+    """The same requests, with room for all of them on both sides."""
+    num_blocks = scenario.num_blocks_of_all
+    return replace(
+        scenario,
+        events=tuple(event for event in scenario.events if not isinstance(event, Squeeze)),
+        fates=tuple(replace(fate, outcome="ok", is_lost=False) for fate in scenario.fates),
+        cpu_blocks=num_blocks,
+        num_gpu_blocks=2 * num_blocks + 1,
+        ends_abruptly=False,
+        group_pages=(),
+    )
 
 
 def _overlap_steps(draw: _Draw, scenario: Scenario) -> Scenario:

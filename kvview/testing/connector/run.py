@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
-from typing import Any
+from typing import Any, NoReturn
 
 from kvview import (
     ConfigError,
@@ -62,6 +62,7 @@ from kvview.testing.connector.scenario import (
     Step,
 )
 from kvview.testing.connector.stream import StepStream
+from kvview.testing.connector.threads import ThreadWatch, leaves_threads
 from kvview.testing.connector.watch import History, WatchedScheduler
 
 _PATIENCE = 30  # steps that a block may be held for no job
@@ -108,10 +109,24 @@ def simulate(
         return own_runs(engines, connector_class).simulate_own(
             connector_class, scenario, dict(options or {})
         )
-    with watchdog.watching():
+
+    def play() -> tuple[SimulationResult, list[str]]:
         with watchdog.calling():  # the constructor
             run = Run(connector_class, scenario, dict(options or {}), unique_ids, engines)
-        return run.run()
+        return run.run(), run.threads_left
+
+    with watchdog.watching():
+        result, left = play()
+        if left and result.failure is None and leaves_threads(connector_class, lambda: play()[1]):
+            failure = Failure(
+                "CONN-12",
+                f"shutdown of the halves returned, and their threads {left} go on: end what was "
+                f"started, and wait for it",
+                result.coverage.get("steps", 0),
+                len(scenario.events),
+            )
+            result = replace(result, failure=failure)
+        return result
 
 
 def configure(
@@ -240,6 +255,8 @@ class Run:
         self._names: dict[str, str] = {}  # of requests in the scenario, to those in the engine
         self._num_wrong = 0
         self._engine: ConnectorHarness | None = None
+        self._threads = ThreadWatch()
+        self.threads_left: list[str] = []  # when all was shut down
 
     def _configure(self, connector_class: type[Any], options: dict[str, Any]) -> None:
         config = configure(connector_class, self.scenario, options)
@@ -326,8 +343,11 @@ class Run:
                 check_conserved(self._lap_loads, FEWEST_LAPS)
             if not self.scenario.ends_abruptly:
                 self._drain()
+                if self.scenario.is_roomy:
+                    self._check_skipped()
                 self._reset_at_rest()
             self._shutdown()
+            self.threads_left = self._threads.left()
         except EndedLoudly:
             self._coverage["ended by a copy that failed"] += 1
         except InvariantBroken as broken:
@@ -442,21 +462,31 @@ class Run:
         self.engine.step()
         self._check(is_step=True)
 
-    def _reset(self) -> None:
+    def _reset(self) -> bool:
         self._coverage["resets with jobs in flight"] += bool(self._num_in_flight)
-        self._coverage["resets"] += self.engine.reset()
+        was_reset = self.engine.reset()
+        self._coverage["resets"] += was_reset
         self._check()
+        return was_reset
 
     def _reset_at_rest(self) -> None:
         """Reset once more; who refuses is given some steps, and asked again."""
         for part in self._parts:
             part.scheduler.has_refused_reset = False
-        self._reset()
+        was_reset = self._reset()
         for _ in range(_STEPS_TO_REST):
             if not any(part.scheduler.has_refused_reset for part in self._parts):
-                return
+                break
             self._step()
-            self._reset()
+            was_reset = self._reset()
+        else:
+            self._raise_refuses()
+        if self._parts and not was_reset:
+            raise InvariantBroken(
+                "ENGINE", "no block is in use, and the engine does not reset its prefix cache"
+            )
+
+    def _raise_refuses(self) -> NoReturn:
         raise InvariantBroken(
             "CONN-11",
             f"reset_cache refuses for ever: no job was in flight and no request there, and it was "
@@ -469,8 +499,10 @@ class Run:
         self._play(Squeeze(0))
         still, ended, has_waited = 0, -1, False
         for number in range(_MAX_DRAIN_STEPS):
-            if not self.engine.has_work() and not self._num_in_flight:
-                break
+            if not self.engine.has_work():
+                self._check_asleep()
+                if not self._num_in_flight:
+                    break
             if number >= _STEPS_BEFORE_LOST:
                 for worker in self._workers:
                     worker.release_lost()
@@ -495,6 +527,19 @@ class Run:
                 self._step()
         check_drained(self.engine.held_blocks(), "when everything has ended")
 
+    def _check_asleep(self) -> None:
+        """An engine without work does not step: a store in flight is not heard of."""
+        held = Counter(self.engine.held_blocks()) - self._expiring_blocks()
+        for worker in self._workers:
+            for job_id, blocks in worker.stores_in_flight():
+                if kept := [block for block in blocks if block in held]:
+                    raise InvariantBroken(
+                        "CONN-3",
+                        f"store job {job_id} is in flight and holds blocks {kept}, no request is "
+                        f"there and has_pending_work is false: the engine steps no more, and "
+                        f"they stay held",
+                    )
+
     def _raise_stuck(self) -> None:
         if lost := [job for worker in self._workers for job in worker.unreported()]:
             raise InvariantBroken("CONN-3", f"jobs {lost} were started and are never reported")
@@ -514,6 +559,18 @@ class Run:
         raise InvariantBroken(
             "CONN-3", "has_pending_work is true for ever, and nothing is in flight"
         )
+
+    def _check_skipped(self) -> None:
+        """Nothing was ever short: there is no block that could not be stored."""
+        for part in self._parts:
+            num_skipped = part.scheduler.num_told_as_skipped
+            if num_skipped:
+                raise InvariantBroken(
+                    "CONN-13",
+                    f"num_skipped_blocks is {num_skipped!r}, and neither blocks nor pages of the "
+                    f"tier were ever short, and no transfer failed: it counts what could have "
+                    f"been stored and was not",
+                )
 
     def _shutdown(self) -> None:
         left = self.engine.shutdown()

@@ -172,6 +172,28 @@ class Scenario:
         """Steps that the events ask for, once through."""
         return sum(event.count for event in self.events if isinstance(event, Step))
 
+    @property
+    def num_blocks_of_all(self) -> int:
+        """Blocks that hold all tokens of all requests, no two of which share one."""
+        lengths: dict[str, int] = {}
+        num_blocks = 0
+        for add in self.events:
+            if isinstance(add, Add):
+                before = lengths.get(add.continues or "", 0)
+                length = before + add.num_prompt_tokens + add.num_output_tokens
+                lengths[add.request_id] = max(length, lengths.get(add.request_id, 0))
+                num_blocks += sum(-(-length // g.block_size) for g in self.geometry.groups)
+        return self.laps * num_blocks
+
+    @property
+    def is_roomy(self) -> bool:
+        """Whether nothing is ever short: blocks, pages of the tier, transfers that succeed."""
+        return (
+            min(self.cpu_blocks, self.num_gpu_blocks // 2) >= self.num_blocks_of_all
+            and all(fate.outcome == "ok" and not fate.is_lost for fate in self.fates)
+            and not any(isinstance(event, Squeeze) and event.num_blocks for event in self.events)
+        )
+
     def fate_of_load(self, fate: Fate) -> Fate:
         """What becomes of a load that a fate falls to."""
         if not self.loads_may_fail:

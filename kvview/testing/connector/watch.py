@@ -13,6 +13,7 @@ from kvview import (
     CacheGeometry,
     EngineFacts,
     FinishReason,
+    FullAttention,
     GPUBlockPoolView,
     GuardedView,
     OffloadingEvent,
@@ -21,7 +22,9 @@ from kvview import (
     SchedulerConnector,
     StepInfo,
     StepPlan,
+    SupportsFindCachedBlock,
     SupportsSilentTiers,
+    SupportsSkippedBlocks,
     TransferResult,
     make_offload_key,
 )
@@ -30,6 +33,7 @@ from kvview.testing.connector.faults import Flight
 from kvview.testing.connector.hook_calls import hook, require_type
 from kvview.testing.connector.invariants import (
     EventFold,
+    InvariantBroken,
     check_advertised,
     check_promise,
     check_reset,
@@ -192,8 +196,15 @@ class WatchedScheduler(SchedulerConnector):
         view = self._view
         if not isinstance(view, GuardedView):
             return Counter()
-        leases = {lease for _, _, lease in view.deadlines if lease.is_active}
+        deadlines = [entry for guard in view.guards() for entry in guard.deadlines]
+        leases = {lease for _, _, lease in deadlines if lease.is_active}
         return Counter(block_id for lease in leases for block_id in lease.block_ids)
+
+    @property
+    def num_told_as_skipped(self) -> int | None:
+        """What it counts as not stored; None when it does not count."""
+        half = self._inner
+        return half.num_skipped_blocks if isinstance(half, SupportsSkippedBlocks) else None
 
     @override
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
@@ -212,11 +223,31 @@ class WatchedScheduler(SchedulerConnector):
             return None
         self.unanswered.discard(request.request_id)
         require_type("match_prefix", answer, "CONN-2")
+        self._check_gpu_hit(request, num_computed_tokens)
         self.fold_events()
         self._history.on_promise(
             request, num_computed_tokens, answer, self._is_silent(request.request_id)
         )
         return answer
+
+    def _check_gpu_hit(self, request: RequestInfo, num_computed_tokens: int) -> None:
+        """The engine hits all that its own pool holds of a prefix: one group of full attention."""
+        view, geometry = self._view, self._history.geometry
+        is_one = len(geometry.groups) == 1 and isinstance(geometry.groups[0], FullAttention)
+        if not is_one or not isinstance(view, SupportsFindCachedBlock):
+            return
+
+        def is_there(group: int, block: int) -> bool:
+            key = geometry.block_key(request.block_hashes, group, block)
+            return key is not None and view.find_cached_block(key) is not None
+
+        longest = geometry.longest_prefix(request.num_tokens - 1, is_there)
+        if num_computed_tokens != longest:
+            raise InvariantBroken(
+                "ENGINE",
+                f"request {request.request_id!r} is said to hit {num_computed_tokens} tokens on "
+                f"the GPU, and the pool holds {longest} of its {request.num_tokens}",
+            )
 
     def _is_silent(self, request_id: str) -> bool:
         if not isinstance(self._inner, SupportsSilentTiers):

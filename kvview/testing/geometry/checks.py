@@ -271,6 +271,27 @@ def check_geo_4_every_table_ends_with_the_hit(cache: GeometryDriver) -> None:
             cache.check_hits(request, 40)
 
 
+@geometry_check("GEO-4", Capability.CACHING_OFF)
+def check_geo_4_nothing_is_a_hit_with_the_prefix_cache_off(cache: GeometryDriver) -> None:
+    """Whatever was computed: no tokens, and an empty table a group."""
+    shapes: list[tuple[CacheGroup, ...]] = [(FullAttention(4),)]
+    if cache.can(HYBRID):
+        shapes.append((FullAttention(4), FullAttention(8)))
+    for groups in shapes:
+        cache.start(8, 4, *groups)
+        cache.use(cache.call(cache.harness, "without_caching"), "coordinator")
+        request = cache.request("a", 16)
+        for index, group in enumerate(groups):
+            for block in range(16 // group.block_size):
+                cache.call(cache.harness, "cache", request, index, block)
+        for max_tokens in (0, 8, 16):
+            found = cache.call(cache.subject, "find_longest_cache_hit", request, max_tokens)
+            tables, num_tokens = found
+            told = [list(table) for table in tables], num_tokens
+            cache.derive()
+            cache.equal(told, ([[] for _ in groups], 0), "nothing is a hit without a cache")
+
+
 @check("GEO-*", contract="geometry")
 def check_geo_any_mix_of_groups(factory: Factory) -> None:
     """Random groups, requests and cached blocks, each hit compared with an oracle."""

@@ -7,6 +7,7 @@ import gc
 import logging
 import pickle
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,10 +22,12 @@ from kvview.errors import (
 )
 from kvview.keys import OffloadKey
 from kvview.pool import SupportsPinBudget
+from kvview.testing.cost import cost_of
 from kvview.testing.harness import Capability
 from kvview.testing.pool.driver import PoolDriver, pool_check
 
 LEASES = Capability.LEASES
+_TOLERATED_GROWTH = 65_536  # bytes
 
 
 def _lease(pool: PoolDriver, name: str, blocks: list[int], **options: Any) -> Any:
@@ -204,31 +207,87 @@ def check_guard_3_renewed_lease_expires_at_its_new_deadline(pool: PoolDriver) ->
     pool.check_free(first)
 
 
+@pool_check("GUARD-3", LEASES)
+def check_guard_3_deadline_goes_with_its_lease(pool: PoolDriver) -> None:
+    """Thousands of leases that ended before their time cost neither memory nor the next one."""
+    block, other = pool.blocks[1:3]
+    costs, sizes, others = [], [], []
+
+    def lease_often(times: int) -> None:
+        for _ in range(times):
+            pool.view.lease([block], ttl=1e6).release()
+
+    tracemalloc.start()
+    try:
+        for num_others in (0, 1000):  # leases that go on
+            others += [pool.view.lease([other], ttl=1e6) for _ in range(num_others)]
+            pool.line(f"others = [view.lease([{other}], ttl=1e6) for _ in range({num_others})]")
+            pool.line(f"for _ in range(6000): view.lease([{block}], ttl=1e6).release()")
+            lease_often(3000)
+            start = tracemalloc.get_traced_memory()[0]
+            lease_often(3000)
+            sizes.append(tracemalloc.get_traced_memory()[0] - start)
+            costs.append(cost_of(lambda: lease_often(50)))
+    finally:
+        tracemalloc.stop()
+    limit = f"at most {_TOLERATED_GROWTH} bytes more"
+    pool.true(max(sizes) <= _TOLERATED_GROWTH, "what has ended is forgotten", sizes, limit)
+    alone, beside = costs
+    pool.true(
+        beside.lines <= alone.times(4).lines,
+        "a lease costs the same beside a thousand others",
+        beside.lines,
+        f"at most {alone.times(4).lines} lines (4 x that of 50 leases alone, and a little)",
+    )
+    pool.held.update([other])
+    pool.check_held(other)
+    pool.call(pool.harness, "advance", 2e6)
+    pool.touch([])
+    _ended(pool, [other])
+    pool.check_free(other)
+
+
 @pool_check("GUARD-4", Capability.ONE_THREAD)
 def check_guard_4_another_thread_is_refused(pool: PoolDriver) -> None:
     """A call from another thread raises WrongThreadError and changes nothing."""
     block = pool.blocks[1]
-    for method, blocks in (("touch_blocks", [block]), ("free_blocks", [])):
-        raised: list[BaseException | None] = [None]
-
-        def call(method: str, blocks: list[int], raised: list[BaseException | None]) -> None:
-            try:
-                getattr(pool.view, method)(blocks)
-            except Exception as error:
-                raised[0] = error
-
-        thread = threading.Thread(target=call, args=(method, blocks, raised))
-        thread.start()
-        thread.join()
-        code = f"Thread(target=view.{method}, args=({blocks},))"
-        pool.line(f"from threading import Thread; t = {code}; t.start(); t.join()")
-        pool.true(
-            isinstance(raised[0], WrongThreadError),
-            f"{method} on another thread raises",
-            raised[0],
-            "WrongThreadError",
-        )
+    view, harness = pool.view, pool.harness
+    calls: list[tuple[str, Callable[[], object]]] = [
+        (f"view.touch_blocks([{block}])", lambda: view.touch_blocks([block])),
+        ("view.free_blocks([])", lambda: view.free_blocks([])),
+        (
+            "next(view.iter_free_block_ids_with_hash(), None)",
+            lambda: next(view.iter_free_block_ids_with_hash(), None),
+        ),
+    ]
+    if pool.can(Capability.HOLDS):
+        calls.append(("view.held_blocks()", lambda: view.held_blocks()))
+    if pool.can(LEASES):
+        calls.append((f"view.lease([{block}])", lambda: view.lease([block])))
+    if pool.can(Capability.GUARDS):
+        calls.append(("h.guard_over(view, None)", lambda: harness.guard_over(view, None)))
+    for code, call in calls:
+        code = f"__import__({__name__!r}, fromlist=['x']).in_a_thread(lambda: {code})"
+        error = pool.refuses(WrongThreadError, code, lambda call=call: in_a_thread(call))  # type: ignore[misc]
+        pool.true(str(error).startswith("GUARD-4: "), "the error names its law", error, "GUARD-4")
     pool.check_free(block)
+
+
+def in_a_thread(call: Callable[[], object]) -> None:
+    """Run a call on another thread, and raise here what it raised there."""
+    raised: list[Exception] = []
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
 
 
 @pool_check("GUARD-5", Capability.PIN_BUDGET)

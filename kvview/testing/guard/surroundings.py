@@ -11,6 +11,7 @@ from typing import Any
 from kvview.errors import (
     BlockNotHeldError,
     PinBudgetExceeded,
+    StaleBlockError,
     UnknownBlockError,
     ViewClosedError,
     WrongThreadError,
@@ -203,7 +204,8 @@ def check_guard_6_forked_process_is_refused(pool: PoolDriver) -> None:
     ]
     for code, call in calls:
         code = f"__import__({__name__!r}, fromlist=['x']).in_a_fork(lambda: {code})"
-        pool.refuses(WrongThreadError, code, lambda call=call: in_a_fork(call))  # type: ignore[misc]
+        error = pool.refuses(WrongThreadError, code, lambda call=call: in_a_fork(call))  # type: ignore[misc]
+        pool.true(str(error).startswith("GUARD-6: "), "the error names its law", error, "GUARD-6")
     pool.equal(pool.call(lease, "release"), True, "the lease is the first process's")
     pool.free([first])
     pool.check_free(first, second)
@@ -306,6 +308,11 @@ def check_guard_11_stats_count_what_was_done(pool: PoolDriver) -> None:
     pool.call(pool.harness, "advance", 6)
     pool.touch([])
     pool.equal((told.leases, told.expired), (2, 1), "leases that expire are counted")
+    if pool.can(Capability.CACHE) and pool.can(Capability.BLOCK_KEYS):
+        block = pool.hashed(1)
+        stale = [b"another" + pool.hashes[block[0]][0]]
+        pool.refused(StaleBlockError, pool.view, "lease", block, expected_keys=stale)
+        pool.equal(told.refused, 4, "a lease that is refused is counted once")
 
 
 @pool_check("GUARD-11", Capability.TRACE, Capability.LEAKS, LEASES)

@@ -171,6 +171,56 @@ def check_off_11_arc_is_the_published_algorithm(factory: Factory) -> None:
     run_arc_machine(factory)
 
 
+@manager_check("OFF-11", ARC)
+def check_off_11_arc_use_under_load_counts(tier: ManagerDriver) -> None:
+    """What an eviction passed over, and was used while it was loaded, was used again."""
+    held = tier.fill()
+    tier.load(held[:2])
+    tier.equal(_evicted(tier), held[2:3], "keys under load are passed over")
+    tier.touch(held[:1])
+    tier.end_load(held[:2])
+    wanted = [held[1], *held[3:]]
+    tier.equal(_evicted(tier, len(wanted), 200), wanted, "a touch under load is a second use")
+    tier.expect(HIT, held[:1], "OFF-11")
+
+
+@manager_check("OFF-11", ARC)
+def check_off_11_arc_third_use_under_load_counts(tier: ManagerDriver) -> None:
+    """Of keys that were used again, one that is used under load goes last."""
+    held = tier.fill()
+    for one in held:
+        tier.touch([one])
+    tier.load(held[:2])
+    output = tier.must_offer(keys(*range(100, 98 + tier.capacity)))
+    tier.equal(list(output.evicted_keys), held[2:], "keys under load are passed over")
+    tier.finish(output.keys_to_store, success=False)
+    tier.touch(held[:1])
+    tier.end_load(held[:2])
+    output = tier.must_offer(keys(*range(200, 200 + tier.capacity)))
+    wanted = [held[1], held[0]]
+    tier.equal(list(output.evicted_keys), wanted, "a touch under load is a use too")
+
+
+@manager_check("OFF-11", ARC)
+def check_off_11_arc_store_that_failed_leaves_no_key(tier: ManagerDriver) -> None:
+    """Of one that came for the first time, and of one that was evicted and came again."""
+    held = tier.fill()
+    again = held[: tier.capacity // 2]
+    for one in again:
+        tier.touch([one])
+    (gone,) = tier.store(100).evicted_keys
+    held = [key(100), *(one for one in held if one != gone)]
+    for one in (gone, key(300)):
+        output = tier.must_offer([one])
+        held = [other for other in held if other not in output.evicted_keys]
+        tier.finish([one], success=False)
+        tier.expect(MISS, [one], "OFF-4")
+    tier.touch(held)  # what is left behind would be the oldest now
+    output = tier.must_offer(keys(*range(400, 400 + tier.capacity)))
+    evicted = sorted(output.evicted_keys)
+    tier.equal(evicted, sorted(held), "all that is held goes, and nothing else")
+
+
 # --- OFF-12: the store threshold ---
 
 

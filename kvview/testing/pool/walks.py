@@ -6,7 +6,7 @@ import tracemalloc
 from typing import Any
 
 from kvview.errors import ViewClosedError
-from kvview.testing.cost import cost_of
+from kvview.testing.cost import cost_of, cost_of_first
 from kvview.testing.harness import Capability
 from kvview.testing.pool.driver import PoolDriver, pool_check
 
@@ -301,6 +301,88 @@ def check_pool_13_open_walk_does_not_grow(pool: PoolDriver) -> None:
     grown = sizes[1] - sizes[0]
     limit = f"at most {_TOLERATED_GROWTH} bytes"
     pool.true(grown <= _TOLERATED_GROWTH, "an open walk does not grow", grown, limit)
+
+
+@pool_check("POOL-13", CACHE, RESUMABLE_WALK)
+def check_pool_13_walk_that_is_dropped_costs_nothing(pool: PoolDriver) -> None:
+    """Neither memory nor time of the engine, whether it was closed or not."""
+    blocks = pool.hashed(6)
+
+    def drop(times: int) -> None:
+        for _ in range(times):
+            pool.view.walk_free_blocks().take(1)
+
+    def serve() -> None:
+        for _ in range(8):
+            pool.harness.release(pool.harness.allocate(2))
+
+    pool.line("for _ in range(2000): view.walk_free_blocks().take(1)")
+    drop(100)
+    before = cost_of(serve)
+    tracemalloc.start()
+    try:
+        start = tracemalloc.get_traced_memory()[0]
+        drop(2000)
+        grown = tracemalloc.get_traced_memory()[0] - start
+    finally:
+        tracemalloc.stop()
+    limit = f"at most {_TOLERATED_GROWTH} bytes"
+    pool.true(grown <= _TOLERATED_GROWTH, "a dropped walk leaves nothing behind", grown, limit)
+    after = cost_of(serve).lines
+    lines = before.times(2).lines
+    pool.true(after <= lines, "nor does it slow the engine", after, f"at most {lines} lines")
+    assert blocks, "something to walk over"
+
+
+@pool_check("POOL-1")
+def check_pool_1_touching_and_freeing_leaves_nothing_behind(pool: PoolDriver) -> None:
+    """However often the same blocks are held and given back while the engine rests."""
+    hashed = pool.hashed(4) if pool.can(CACHE) else []
+    blocks = [block for block in pool.blocks if block not in hashed][:4]
+
+    def hold(times: int) -> None:
+        for _ in range(times):
+            for some in (blocks, hashed):
+                pool.view.touch_blocks(some)
+                pool.view.free_blocks(some)
+
+    pool.line(f"for _ in range(3000): view.touch_blocks({blocks}); view.free_blocks({blocks})")
+    tracemalloc.start()
+    try:
+        hold(500)
+        start = tracemalloc.get_traced_memory()[0]
+        hold(3000)
+        grown = tracemalloc.get_traced_memory()[0] - start
+    finally:
+        tracemalloc.stop()
+    limit = f"at most {_TOLERATED_GROWTH} bytes"
+    pool.true(grown <= _TOLERATED_GROWTH, "a hold that ended leaves nothing", grown, limit)
+
+
+@pool_check("POOL-6", CACHE, Capability.SIZED)
+def check_pool_6_what_was_touched_is_passed_over_once(pool: PoolDriver) -> None:
+    """Where most of the queue is held, one walk may meet that; the next ones need not."""
+    pool.resize(2000)
+    blocks = pool.hashed(len(pool.blocks))
+    alone = cost_of_first(pool.start_walk, 20)
+    pool.touch([block for number, block in enumerate(blocks) if number % 100])
+    for _ in range(3):
+        pool.equal(pool.walk(), pool.expected_walk(), "a walk yields what is left")
+    again = cost_of_first(pool.start_walk, 20)
+    lines = alone.times(8).lines
+    pool.true(
+        again.lines <= lines,
+        "a walk over 20 free blocks costs O(20), whatever was touched before",
+        again.lines,
+        f"at most {lines} lines (8 x that of 20 blocks in a row, and a little)",
+    )
+    if pool.can(Capability.FREE_ORDER):
+        for _ in range(3):
+            pool.listed(pool.view, "iter_free_block_ids")
+        ids = cost_of_first(pool.view.iter_free_block_ids, 20)
+        pool.true(ids.lines <= lines, "nor does the walk over all", ids.lines, f"{lines} lines")
+    pool.free(list(pool.held))
+    pool.equal(pool.walk(), pool.expected_walk(), "a walk yields what came back")
 
 
 def _serve(pool: PoolDriver, walk: Any) -> None:

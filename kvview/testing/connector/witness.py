@@ -1,0 +1,183 @@
+"""A child for connectors that hold others: it says when it is not told what it must be told.
+
+What a multi-connector forgets to pass on shows in none of its own answers. So one of its
+children is :class:`WitnessConnector`, beside others that store and load:
+
+    kvview check my_multi.py:MyMulti --option 'connectors=[{"connector": "kvview.testing.\
+connector.witness:WitnessConnector"}, {"connector": "my_connector.py:MyConnector"}]'
+
+It stores nothing and promises nothing. It holds a block of each request that ends, under a
+lease that runs out by the engine's clock, and its worker half keeps a thread until shutdown.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from typing_extensions import override
+
+from kvview import (
+    BlockIds,
+    CanonicalKVCaches,
+    Connector,
+    EngineFacts,
+    FinishReason,
+    GPUBlockPoolView,
+    RequestInfo,
+    SchedulerConnector,
+    StepInfo,
+    StepPlan,
+    SupportsLeases,
+    TransferResult,
+    WorkerConnector,
+)
+from kvview.testing.connector.invariants import InvariantBroken
+
+_SECONDS = 3.0  # that a block of a request is held, by the engine's clock
+_MOST_LEASES = 2
+
+
+class WitnessConnector(Connector):
+    """Breaks the law that whoever holds it breaks."""
+
+    @override
+    def make_scheduler(self) -> SchedulerConnector:
+        return WitnessScheduler()
+
+    @override
+    def make_worker(self) -> WorkerConnector:
+        return WitnessWorker()
+
+
+class WitnessScheduler(SchedulerConnector):
+    """Knows what came before, and so what should have come."""
+
+    def __init__(self) -> None:
+        self._view: GPUBlockPoolView | None = None
+        self._facts: EngineFacts | None = None
+        self._with_blocks: set[str] = set()
+        self._running: set[str] = set()  # of them: their loads, by whomever, have ended
+        self._leases: list[Any] = []
+
+    @override
+    def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
+        if self._view is not None or self._facts is not None:
+            raise InvariantBroken("CONN-1", "a child is bound twice, or not as the first thing")
+        self._view = view
+
+    @override
+    def on_engine_ready(self, facts: EngineFacts) -> None:
+        if self._view is None or self._facts is not None:
+            raise InvariantBroken("CONN-1", "on_engine_ready comes once to a child, after the bind")
+        self._facts = facts
+
+    def _check_ready(self, hook: str) -> None:
+        if self._view is None or self._facts is None:
+            missing = "bind_gpu_block_pool_view" if self._view is None else "on_engine_ready"
+            raise InvariantBroken("CONN-1", f"{hook} of a child is called before {missing}")
+
+    @override
+    def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
+        self._check_ready("match_prefix")
+        return 0
+
+    @override
+    def on_blocks_allocated(
+        self,
+        request: RequestInfo,
+        block_ids: BlockIds,
+        num_computed_tokens: int,
+        num_external_tokens: int,
+    ) -> None:
+        name = request.request_id
+        if num_external_tokens:
+            raise InvariantBroken(
+                "CONN-2",
+                f"a child that promised nothing is to load {num_external_tokens} tokens of "
+                f"request {name!r}",
+            )
+        if name in self._running:
+            raise InvariantBroken(
+                "CONN-1",
+                f"request {name!r} gets blocks again, and its child did not hear how it lost those "
+                f"that it had: pass on_request_preempted and on_request_finished to each child",
+            )
+        self._with_blocks.add(name)
+
+    @override
+    def plan_step(self, step: StepInfo) -> StepPlan:
+        self._check_ready("plan_step")
+        self._leases = [lease for lease in self._leases if lease.is_active]
+        for running in step.scheduled:
+            name = running.request.request_id
+            if name not in self._with_blocks:
+                raise InvariantBroken(
+                    "CONN-1",
+                    f"request {name!r} is scheduled, and a child did not hear of its blocks: pass "
+                    f"on_blocks_allocated to each child",
+                )
+            self._running.add(name)
+        return StepPlan()
+
+    @override
+    def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
+        if results:
+            raise InvariantBroken("CONN-3", f"a child without jobs hears of {list(results)}")
+
+    @override
+    def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
+        self._forget(request)
+
+    def _forget(self, request: RequestInfo) -> None:
+        self._with_blocks.discard(request.request_id)
+        self._running.discard(request.request_id)
+
+    @override
+    def on_request_finished(
+        self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
+    ) -> None:
+        self._forget(request)
+        view = self._view
+        blocks = [block for table in block_ids for block in table]
+        if blocks and isinstance(view, SupportsLeases) and len(self._leases) < _MOST_LEASES:
+            self._leases.append(view.lease(blocks[-1:], job=request.request_id, ttl=_SECONDS))
+
+    @override
+    def has_pending_work(self) -> bool:
+        return any(lease.is_active for lease in self._leases)  # it ends in a step
+
+    @override
+    def shutdown(self) -> None:
+        for lease in self._leases:
+            lease.release()
+        self._leases = []
+
+
+class WitnessWorker(WorkerConnector):
+    """Keeps a thread from its registration to its shutdown."""
+
+    def __init__(self) -> None:
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @override
+    def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
+        if self._thread is not None:
+            raise InvariantBroken("CONN-1", "register_kv_caches comes once to a child")
+        self._thread = threading.Thread(target=self._is_over.wait, name="witness", daemon=True)
+        self._thread.start()
+
+    @override
+    def start_plan(self, plan: StepPlan) -> None:
+        if self._thread is None or plan.loads or plan.stores:
+            raise InvariantBroken(
+                "CONN-3", "a child starts its own plan, after register_kv_caches: it planned no job"
+            )
+
+    @override
+    def shutdown(self) -> None:
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join()
