@@ -481,6 +481,12 @@ class ConnectorSeam(Seam):
         _BASE,
         since="0.18.0",
     )
+    asked_for_stats: bool = _difference(
+        "the scheduler's side is asked for stats at every step; before, only beside a worker's",
+        lambda surface: hasattr(surface.base, "has_pending_push_work"),  # of the same release
+        "vllm/v1/core/sched/scheduler.py",
+        since="0.24.0",
+    )
     stale_outputs: bool = _difference(
         "a preempted request waits for its outputs in flight; before, it may be given one twice",
         lambda _: "drop_stale_output" in signature_of(_scheduler(), "_preempt_request"),
