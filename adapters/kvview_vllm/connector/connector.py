@@ -78,11 +78,10 @@ if TYPE_CHECKING:
     class SupportsHMA:  # noqa: D101
         pass
 else:
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
     # Here and not at the first instance: Python would refuse a class that lacks an
     # abstract method before anything could be probed.
     with reading("connector", "the interface of connectors"):
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1 import base
         from vllm.distributed.kv_transfer.kv_connector.v1.base import (
             KVConnectorBase_V1,
