@@ -7,7 +7,8 @@ Prometheus (0.11.1 and later) and into the log line of vLLM's stats.
 - METRIC-1 A series **must** be told apart by ``connector`` (the target) and ``child`` (empty
   but for the children of a connector of several).
 - METRIC-2 What an engine last said **must** be true while it rests: nobody asks it then. So
-  the age of a hold is exported as the time at which it began.
+  the age of a hold is exported as the time at which it began, and what is told once a second
+  is told at every step when no request is left.
 
 ``docs/metrics.md`` has the names, and the questions that they answer.
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
-
 from kvview_vllm.binding import BlockPoolViewMixin, walk_connectors
 from kvview_vllm.releases import check_scheduler, reading
+
+with reading("binding", "the schedulers"):
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
 
 __all__ = ["AsyncViewScheduler", "ViewScheduler"]
 

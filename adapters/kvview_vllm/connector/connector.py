@@ -78,11 +78,10 @@ if TYPE_CHECKING:
     class SupportsHMA:  # noqa: D101
         pass
 else:
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
     # Here and not at the first instance: Python would refuse a class that lacks an
     # abstract method before anything could be probed.
     with reading("connector", "the interface of connectors"):
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1 import base
         from vllm.distributed.kv_transfer.kv_connector.v1.base import (
             KVConnectorBase_V1,
@@ -275,7 +274,10 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
             if unfilled and self._bound_pool is not None:
                 uncache_blocks(self._bound_pool, unfilled)
         # Reports of sibling connectors carry another owner.
-        self._scheduler.hear(take_reports(connector_output, self._scheduler.owner))
+        from_stats = not self._release.worker_metadata
+        owner = self._scheduler.owner
+        if reports := take_reports(connector_output, owner, from_stats=from_stats):
+            self._scheduler.hear(reports)
         stats = connector_output.kv_connector_stats
         if isinstance(stats, KVViewStats) and (new := self._news()) is not None:
             stats.aggregate(new)  # 0.11.0 asks this side for none
@@ -294,6 +296,8 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
     def take_events(self) -> Iterable[Any]:
         """The connector's events, as vLLM's."""
         events, descriptions = self._scheduler.take_events(), self._scheduler.descriptions
+        if not events:
+            return ()
         return list(
             to_vllm_events(
                 events, self._geometry, descriptions=descriptions, group_kinds=self._group_kinds
@@ -358,12 +362,16 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         class, and what the last of them answered is all that arrives.
         """
         if self._worker_side is None:
+            if self._release.asked_for_stats and not self._scheduler.is_stats_due():
+                return None
             news = [said for each in self._siblings() if (said := each._news()) is not None]
             return reduce(KVViewStats.aggregate, news) if news else None
+        if self._release.asked_for_stats:
+            return None  # workers have none of their own
         reports: list[JobReport] = []
         if not self._release.worker_metadata:
             reports = [r for each in self._siblings() for r in each._worker.reports()]
-        # Up to 0.23 the scheduler's side is asked only beside a worker that has some.
+        # The scheduler's side is asked only beside a worker that has some.
         if reports or self._worker_side.is_stats_due():
             return stats_of(reports)
         return None

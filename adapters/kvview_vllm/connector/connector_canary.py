@@ -190,7 +190,8 @@ def _play_reports() -> None:
     output = pickle.loads(pickle.dumps(output))
     if release.failed_blocks:
         expect(_SEAM, "blocks that were not loaded", output.invalid_block_ids or set(), set())
-    expect(_SEAM, "reports of a worker", take_reports(output, _NAME), reports)
+    taken = take_reports(output, _NAME, from_stats=not release.worker_metadata)
+    expect(_SEAM, "reports of a worker", taken, reports)
 
 
 def _play_events() -> None:

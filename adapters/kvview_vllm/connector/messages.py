@@ -121,15 +121,16 @@ class KVViewStats(KVConnectorStats):
         return {"data": self.data}[name]
 
 
-def take_reports(connector_output: Any, owner: str) -> list[JobReport]:
+def take_reports(connector_output: Any, owner: str, *, from_stats: bool) -> list[JobReport]:
     """Take the reports for one owner out of a ``KVConnectorOutput``.
 
     Args:
         connector_output: As given to ``update_connector_output``. Taken out of the stats,
             as the front end needs none.
         owner: Whose reports to take.
+        from_stats: Whether this release has no other place for them.
     """
-    if installed().connector.worker_metadata:
+    if not from_stats:
         metadata = connector_output.kv_connector_worker_meta
         reports = metadata.reports if isinstance(metadata, KVViewWorkerMetadata) else ()
         return [report for report in reports if report.owner == owner]

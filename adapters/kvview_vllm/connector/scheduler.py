@@ -60,6 +60,7 @@ from kvview_vllm.releases import ConnectorSeam
 from kvview_vllm.releases.calls import request_content
 
 _RECENT_STEPS = 64
+_SECONDS_BETWEEN_STATS = 1.0
 _NULL_BLOCK_ID = 0  # the first block that every release takes from its pool
 
 
@@ -138,6 +139,7 @@ class SchedulerSide:
         self._acknowledged: list[int] = []
         self._promised_blocks: dict[str, GPULoadStoreSpec] = {}
         self._lost_ids = count(-1, -1)
+        self._next_stats = 0.0
         self.meter = Meter(num_workers)
 
     def bind(self, view: GuardedView) -> None:
@@ -367,34 +369,37 @@ class SchedulerSide:
             for request_id in output.num_scheduled_tokens
             if (tracked := self._tracked.get(request_id)) is not None
         }
-        begun = [new.req_id for new in output.scheduled_new_reqs] + list(
-            resumed_request_ids(cached, self._release)
-        )
-        if len(scheduled) > 1 and begun:
+        begun = [new.req_id for new in output.scheduled_new_reqs]
+        begun += resumed_request_ids(cached, self._release)
+        hits = [name for name in begun if computed[name] and name in scheduled]
+        if hits and len(scheduled) > 1:
             written = self._written_blocks(output, computed)
-            for request_id in begun:
-                if request_id in scheduled:
-                    table = scheduled[request_id].table()
-                    computed[request_id] = self._existing(table, computed[request_id], written)
+            for request_id in hits:
+                table = scheduled[request_id].table()
+                computed[request_id] = self._existing(table, computed[request_id], written)
         return [
             RequestStep(
-                request_info(tracked.request, tracked.content, computed[request_id]),
-                self._live_table(tracked, computed[request_id]),
-                computed[request_id],
+                request_info(tracked.request, tracked.content, start := computed[request_id]),
+                self._live_table(tracked, start),
+                start,
                 output.num_scheduled_tokens[request_id],
             )
             for request_id, tracked in scheduled.items()
         ]
 
     def _written_blocks(self, output: Any, computed: Mapping[str, int]) -> set[int]:
-        """Blocks whose KV is computed in this step."""
+        """Blocks that a request may hit and whose KV is computed in this step."""
         written: set[int] = set()
+        hash_size = self.geometry.hash_block_size
         for request_id, num_tokens in output.num_scheduled_tokens.items():
+            start = computed[request_id]
+            end = start + num_tokens
+            if start // hash_size == end // hash_size:
+                continue  # nothing is hashed before the tokens of a hash are there
             if (tracked := self._tracked.get(request_id)) is not None:
-                start = computed[request_id]
                 for group, table in zip(self.geometry.groups, tracked.table(), strict=True):
                     size = group.block_size
-                    written.update(table[start // size : -(-(start + num_tokens) // size)])
+                    written.update(table[start // size : -(-end // size)])
         written.discard(_NULL_BLOCK_ID)
         return written
 
@@ -410,12 +415,15 @@ class SchedulerSide:
         return num_tokens
 
     def _live_table(self, tracked: _Tracked, num_computed_tokens: int) -> BlockIds:
-        table = []
+        table: list[Sequence[int]] = []
         for group, block_ids in zip(self.geometry.groups, tracked.table(), strict=True):
             # vLLM replaces these by the null block and tells nobody (SCHED-1).
             skipped = group.num_skipped_tokens(num_computed_tokens) // group.block_size
-            skipped = min(skipped, len(block_ids))
-            table.append([_NULL_BLOCK_ID] * skipped + list(block_ids[skipped:]))
+            if skipped:
+                skipped = min(skipped, len(block_ids))
+                table.append([_NULL_BLOCK_ID] * skipped + list(block_ids[skipped:]))
+            else:
+                table.append(block_ids[:])
         return tuple(table)
 
     # --- jobs end ---
@@ -437,6 +445,14 @@ class SchedulerSide:
                 tracked.load_failed = True
         if results:
             self.half.on_transfers_finished(results)
+
+    def is_stats_due(self) -> bool:
+        """Whether to say what is new: once a second, and whenever no request is left (METRIC-2)."""
+        now = time.monotonic()
+        if self._tracked and now < self._next_stats:
+            return False
+        self._next_stats = now + _SECONDS_BETWEEN_STATS
+        return True
 
     def late_jobs(self, seconds: float) -> Iterator[tuple[TransferJob, float]]:
         """Jobs that have been in flight for so long, and for how long, oldest first."""

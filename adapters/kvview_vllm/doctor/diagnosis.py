@@ -22,6 +22,7 @@ from kvview_vllm.releases import (
 from kvview_vllm.releases.beyond import Beyond, beyond
 from kvview_vllm.releases.calls import make_block_pool, make_cpu_manager
 from kvview_vllm.releases.release import Seam
+from kvview_vllm.releases.versions import VLLMNotImportableError, importing
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,11 @@ def diagnose() -> Diagnosis:
     except VLLMNotInstalledError as error:
         return Diagnosis(None, TESTED, False, {}, (SeamReport("vllm", False, str(error)),))
     found: list[Seam] = []
-    seams = tuple(_report(seam, check, found) for seam, check in _CHECKS.items())
+    try:
+        seams = tuple(_report(seam, check, found) for seam, check in _CHECKS.items())
+    except VLLMNotImportableError as error:
+        reports = (SeamReport("vllm", False, str(error)),)
+        return Diagnosis(version, TESTED, is_tested(version), {}, reports)
     flags = {name for seam in found for name, has in vars(seam).items() if has is True}
     capabilities = {each.name: each.name in flags for each in differences()}
     return Diagnosis(version, TESTED, is_tested(version), capabilities, seams, beyond())
@@ -83,7 +88,10 @@ _Check = Callable[[Release], tuple[Seam, str]]
 
 def _report(seam: str, check: _Check, found: list[Seam]) -> SeamReport:
     try:
-        probed, detail = check(installed())
+        with importing():
+            probed, detail = check(installed())
+    except VLLMNotImportableError:
+        raise
     except Exception as error:
         return SeamReport(seam, False, f"{type(error).__name__}: {error}")
     found.append(probed)

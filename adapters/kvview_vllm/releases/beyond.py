@@ -34,7 +34,10 @@ class Beyond:
 
 def _has(owner: str, name: str, word: str = "") -> Callable[[], bool]:
     def has() -> bool:
-        shape = shape_of(owner_of(owner), name)
+        try:
+            shape = shape_of(owner_of(owner), name)
+        except Exception:  # a module that cannot be imported here is used by nobody either
+            return False
         return shape is not None and word in shape
 
     return has

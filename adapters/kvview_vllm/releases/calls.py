@@ -123,9 +123,6 @@ class _ExtraKeys(Sequence[Any]):
     def __init__(self, request: Any, hash_block_size: int) -> None:
         self._request = request
         self._size = hash_block_size
-        self._generate: Any = import_module(
-            "vllm.v1.core.kv_cache_utils"
-        ).generate_block_hash_extra_keys
 
     def __len__(self) -> int:
         return len(self._request.block_hashes)
@@ -135,7 +132,8 @@ class _ExtraKeys(Sequence[Any]):
             return [self[number] for number in range(*index.indices(len(self)))]
         number = range(len(self))[index]
         start = number * self._size
-        keys, _ = self._generate(self._request, start, start + self._size, 0)
+        utils: Any = import_module("vllm.v1.core.kv_cache_utils")
+        keys, _ = utils.generate_block_hash_extra_keys(self._request, start, start + self._size, 0)
         return keys
 
 

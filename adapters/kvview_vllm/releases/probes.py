@@ -30,7 +30,7 @@ from kvview_vllm.releases.release import (
     takes,
 )
 from kvview_vllm.releases.shapes import check_shapes
-from kvview_vllm.releases.versions import engine_version, refusal, require_usable
+from kvview_vllm.releases.versions import engine_version, importing, refusal, require_usable
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
@@ -49,23 +49,27 @@ class Release:
     version: str
 
     @cached_property
+    @importing()
     def binding(self) -> BindingSeam:
         """How connectors are bound."""
         check_shapes(BindingSeam.seam)
         return BindingSeam.found_on(import_module(_BASE).KVConnectorBase_V1)
 
     @cached_property
+    @importing()
     def geometry(self) -> GeometrySeam:
         """How block sizes are said."""
         check_shapes(GeometrySeam.seam)
         return GeometrySeam.found_on(import_module("vllm.v1.kv_cache_interface"))
 
     @cached_property
+    @importing()
     def connector(self) -> ConnectorSeam:
         """What connectors and workers tell each other."""
         return probe_connector()
 
     @cached_property
+    @importing()
     def offloading(self) -> OffloadingSeam:
         """How managers are called."""
         return probe_offloading(require_class("OffloadingManager"))

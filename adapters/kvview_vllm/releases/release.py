@@ -22,7 +22,13 @@ from dataclasses import dataclass, field, fields
 from importlib import import_module
 from typing import Any, ClassVar, Self
 
-from kvview_vllm.releases.versions import OLDEST_TESTED, number, refusal, require_usable
+from kvview_vllm.releases.versions import (
+    OLDEST_TESTED,
+    importing,
+    number,
+    refusal,
+    require_usable,
+)
 
 _KV_UTILS = "vllm.v1.core.kv_cache_utils"
 _BLOCK_POOL = "vllm/v1/core/block_pool.py"
@@ -392,7 +398,8 @@ def find_class(name: str) -> Any:
     package = "vllm.v1.kv_offload"
     for module in ("base", "abstract", "spec", "mediums", "worker.worker"):
         try:
-            found = getattr(import_module(f"{package}.{module}"), name, None)
+            with importing():
+                found = getattr(import_module(f"{package}.{module}"), name, None)
         except ModuleNotFoundError as error:
             if not str(error.name).startswith(package):
                 raise
@@ -480,6 +487,12 @@ class ConnectorSeam(Seam):
         ),
         _BASE,
         since="0.18.0",
+    )
+    asked_for_stats: bool = _difference(
+        "the scheduler's side is asked for stats at every step; before, only beside a worker's",
+        lambda surface: hasattr(surface.base, "has_pending_push_work"),  # of the same release
+        "vllm/v1/core/sched/scheduler.py",
+        since="0.24.0",
     )
     stale_outputs: bool = _difference(
         "a preempted request waits for its outputs in flight; before, it may be given one twice",

@@ -37,7 +37,13 @@ from kvview_vllm.releases.release import (
     find_class,
     signature_of,
 )
-from kvview_vllm.releases.versions import OLDEST_TESTED, number, refusal, require_usable
+from kvview_vllm.releases.versions import (
+    OLDEST_TESTED,
+    broken_import,
+    number,
+    refusal,
+    require_usable,
+)
 
 _MEMBER = "a member"
 _PROPERTY = "a property"
@@ -477,6 +483,8 @@ def reading(seam: str, what: str) -> Iterator[None]:
     except KVViewError:
         raise
     except Exception as error:
+        if told := broken_import(error):
+            raise told from error
         place = error.__traceback__
         while place is not None and place.tb_next is not None:
             place = place.tb_next

@@ -9,9 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from traceback import walk_tb
 
 from kvview import KVViewError, UnsupportedEngineError
+from kvview.errors import one_line
 
 RELEASES = (
     *("0.11.0", "0.11.1", "0.11.2", "0.12.0", "0.13.0", "0.14.0", "0.14.1"),
@@ -39,6 +44,52 @@ class VLLMNotInstalledError(KVViewError, ImportError):
     """Something that needs vLLM was used, and no vLLM can be imported."""
 
 
+class VLLMNotImportableError(UnsupportedEngineError):
+    """The installed vLLM cannot be imported beside what else is installed, torch for example."""
+
+
+def broken_import(error: BaseException) -> VLLMNotImportableError | None:
+    """What to say of an error that a module of vLLM raised while it was imported.
+
+    Returns:
+        None of any other error, and where a name of vLLM's own is missing: that is a shape.
+    """
+    if isinstance(error, ImportError) and str(error.name).partition(".")[0] == "vllm":
+        return None
+    steps = [
+        (str(frame.f_globals.get("__name__")), frame.f_code, line)
+        for frame, line in walk_tb(error.__traceback__)
+    ]
+    names = [name for name, code, _ in steps if code.co_name == "<module>"]
+    if not any(name.partition(".")[0] == "vllm" for name in names):
+        return None
+    name, _, line = steps[-1]
+    torch = getattr(sys.modules.get("torch"), "__version__", None)
+    return VLLMNotImportableError(
+        f"vLLM {engine_version()} is installed and cannot be imported beside "
+        f"{f'torch {torch}' if torch else 'what else is installed'}: {one_line(error)} ({name}, "
+        f"line {line}). Nothing was bound. Install what this vLLM was built for, torch first, or "
+        f"another vLLM"
+    )
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Say in one line that the installed vLLM cannot be imported; other errors come through.
+
+    Raises:
+        VLLMNotImportableError: It cannot.
+    """
+    try:
+        yield
+    except KVViewError:
+        raise
+    except Exception as error:
+        if told := broken_import(error):
+            raise told from error
+        raise
+
+
 def engine_version() -> str:
     """The version string of the installed vLLM.
 
@@ -47,7 +98,7 @@ def engine_version() -> str:
     """
     try:
         vllm = import_module("vllm")
-    except ImportError as error:
+    except Exception as error:
         raise VLLMNotInstalledError(
             f"kvview_vllm wraps an installed vLLM ({TESTED}), and "
             f"importing it failed: {error}. Install vLLM, or use kvview_reference, which "

@@ -33,6 +33,7 @@ from kvview_vllm.releases.calls import (
     states_are_hit_with_the_rest,
     states_take_loads,
 )
+from kvview_vllm.releases.versions import VLLMNotImportableError, importing
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.engine import Configs, VLLMConnectorHarness
 
@@ -58,7 +59,10 @@ class VLLMEngines:
         cpu_scheduler.prepare()
         self.name = f"vllm {engine_version()}"
         try:
-            Configs([FullAttention(16)])
+            with importing():
+                Configs([FullAttention(16)])
+        except VLLMNotImportableError:
+            raise
         except Exception as error:
             found = " ".join(f"{type(error).__name__}: {error}".split())
             raise refusal("configuration", found, "a VllmConfig for the CPU") from error

@@ -1,0 +1,97 @@
+"""A vLLM that cannot be imported beside what else is installed: one line, on every way in."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip(  # a submodule: this very folder is named vllm
+    "vllm.version",
+    reason="needs vLLM's Python sources: tests/vllm/sources.py",
+    exc_type=ImportError,
+)
+
+# A name that torch does not have, asked for while a module of vLLM's is imported.
+_SCRIPT = """
+import contextlib, importlib, io, json, sys
+from importlib.machinery import ModuleSpec
+
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        return ModuleSpec(name, self) if name == broken else None
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        exec(compile("import torch\\ntorch._C.no_such_name", "broken.py", "exec"), vars(module))
+
+sys.meta_path.insert(0, Broken())
+_, broken, target = sys.argv
+from kvview.cli import main
+
+def command(*arguments):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            sys.argv = ["kvview", *arguments]
+            main()
+        except SystemExit as end:
+            return [end.code, said.getvalue()]
+
+def imported(name):
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+
+ways = {name: imported(name) for name in ("kvview_vllm.connector", "kvview_vllm.scheduler")}
+ways["doctor"] = command("doctor")
+ways["check"] = command("check", target, "--engine", "vllm", "--seeds", "1")
+print(json.dumps(ways))
+"""
+
+
+@pytest.fixture(scope="module")
+def ways() -> dict[str, Any]:
+    example = "examples/host_cache.py:HostCacheConnector"
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, "vllm.v1.core.sched.scheduler", example],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+LINE = "is installed and cannot be imported beside torch "
+
+
+@pytest.mark.parametrize("way", ["kvview_vllm.connector", "kvview_vllm.scheduler"])
+def test_modules_are_refused(ways: dict[str, Any], way: str) -> None:
+    if ways[way] is None:
+        pytest.skip("it does not import the scheduler on this release")
+    kind, text = ways[way]
+    assert kind == "VLLMNotImportableError"
+    assert LINE in text
+    assert "\n" not in text
+    assert "no_such_name" in text
+
+
+def test_doctor_says_it_once(ways: dict[str, Any]) -> None:
+    code, text = ways["doctor"]
+    assert code == 1
+    assert "Traceback" not in text
+    assert " ".join(text.split()).count("no_such_name") == 1
+
+
+def test_a_check_could_not_run(ways: dict[str, Any]) -> None:
+    code, text = ways["check"]
+    assert code == 2
+    assert "Traceback" not in text
+    assert text.startswith("kvview: vLLM ")
+    assert LINE in text
