@@ -22,6 +22,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -137,7 +138,7 @@ class Job:
 
 def _as_pages(address: int, num_pages: int, stride: int, width: int) -> Pages:
     # By address: torch never frees or resizes again what it has shown to numpy.
-    memory = (ctypes.c_uint8 * ((num_pages - 1) * stride + width)).from_address(address)
+    memory: Any = (ctypes.c_uint8 * ((num_pages - 1) * stride + width)).from_address(address)
     page = np.dtype((np.void, width))
     return np.ndarray(num_pages, page, np.frombuffer(memory, np.uint8), strides=(stride,))
 
