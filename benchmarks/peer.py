@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
 
 RELEASE = "0.33.0"
 HOW_TO_GET_IT = (
@@ -60,3 +65,58 @@ def best_times(
                 call()
             best[number] = min(best[number], time.process_time() - start)
     return [seconds / repeats for seconds in best]
+
+
+def take_turns(
+    sides: Sequence[Callable[[], object]], *, repeats: int = 1, rounds: int = 9
+) -> list[list[float]]:
+    """CPU seconds of one call, a side each, a round each; one round before does not count."""
+    times: list[list[float]] = [[] for _ in sides]
+    for turn in range(rounds + 1):
+        for side, call in enumerate(sides):
+            start = time.process_time()
+            for _ in range(repeats):
+                call()
+            if turn:
+                times[side].append((time.process_time() - start) / repeats)
+    return times
+
+
+class Figures:
+    """The table of one benchmark: ratios of vLLM's time to ours, with their spread.
+
+    Args:
+        title: Above the table.
+        unit: Of the times shown.
+        per_second: How many of them make a second.
+    """
+
+    def __init__(self, title: str, unit: str, per_second: float) -> None:
+        self._per_second = per_second
+        self._table = Table(title=f"{title}, {unit}; medians of rounds taken in turns")
+        for column in ("", "kvview", f"vLLM {RELEASE}", "speedup", "low-high", "target", "", ""):
+            self._table.add_column(column, justify="right" if column else "left", no_wrap=True)
+        self._values: dict[str, float] = {}
+
+    def ratio(self, name: str, times: list[list[float]], target: float, note: str = "") -> None:
+        """One line: ours, then vLLM's, a round each."""
+        ours, theirs = (statistics.median(side) for side in times)
+        single = [peer / our for our, peer in zip(*times, strict=True)]
+        speedup = statistics.median(single)
+        self._values[f"{name}_speedup"] = round(speedup, 3)
+        self._table.add_row(
+            name.replace("_", " "),
+            f"{ours * self._per_second:,.3f}",
+            f"{theirs * self._per_second:,.3f}",
+            f"{speedup:.2f}x",
+            f"{min(single):.2f}-{max(single):.2f}",
+            f">= {target:g}",
+            "met" if speedup >= target else "missed",
+            note,
+        )
+
+    def show(self, json_file: Path | None) -> None:
+        """Print the table, and write the figures by name."""
+        Console(width=120).print(self._table)
+        if json_file:
+            json_file.write_text(json.dumps(self._values, indent=2) + "\n")

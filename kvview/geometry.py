@@ -23,12 +23,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import ClassVar
 
 from kvview.errors import GeometryError
-from kvview.keys import BlockHash, OffloadKey, make_offload_key
-
-IsCached = Callable[[int], bool]
-"""Whether block number i of a request (0-based, in its group's blocks) is cached."""
+from kvview.keys import BlockHash, OffloadKey, make_offload_key, make_offload_keys
+from kvview.prefix_search import CachedBlocks, IsCached
 
 
 def _require_positive(name: str, value: int) -> None:
@@ -45,6 +44,8 @@ class CacheGroup:
     """
 
     block_size: int
+    # Then the search passes over ends that are not cached without asking what they read.
+    _always_reads_its_end: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -72,22 +73,24 @@ class CacheGroup:
 
         Args:
             max_tokens: Upper limit in tokens.
-            is_cached: Asked about block numbers of this group.
-            alignment: The result is a multiple of this many tokens.
+            is_cached: Asked about block numbers of this group, about each at most once.
+            alignment: The result is a multiple of this many tokens, and this of the block size.
         """
-        num_tokens = max_tokens - max_tokens % alignment
-        known = num_tokens // self.block_size  # blocks [known, end) are cached
-        while num_tokens > 0:
-            required = self.required_blocks(num_tokens)
-            block = min(known, required.stop) - 1
-            while block >= required.start and is_cached(block):
-                block -= 1
-            if block < required.start:
-                return num_tokens
+        return self.search_prefix(max_tokens, CachedBlocks(is_cached), alignment)
+
+    def search_prefix(self, max_tokens: int, cached: CachedBlocks, alignment: int) -> int:
+        """The same, for who searches again with a lower limit: ``cached`` remembers."""
+        step = alignment // self.block_size
+        num_blocks = max_tokens // alignment * step
+        while num_blocks > 0:
+            required = self.required_blocks(num_blocks * self.block_size)
+            missing = cached.last_missing(required.start, required.stop)
+            if missing is None:
+                return num_blocks * self.block_size
             # Every prefix that still needs the missing block is out.
-            known = block + 1
-            while num_tokens > 0 and block in self.required_blocks(num_tokens):
-                num_tokens -= alignment
+            num_blocks = missing // step * step
+            if self._always_reads_its_end:
+                num_blocks = cached.last_cached(num_blocks, step)
         return 0
 
 
@@ -95,14 +98,10 @@ class CacheGroup:
 class FullAttention(CacheGroup):
     """Tokens attend to everything before them."""
 
-    def longest_prefix(self, max_tokens: int, is_cached: IsCached, alignment: int) -> int:
+    def search_prefix(self, max_tokens: int, cached: CachedBlocks, alignment: int) -> int:
         # Cached prefixes are downward closed here: from the left, stop at a miss.
         """The longest cached prefix, found from the left."""
-        num_blocks = max_tokens // self.block_size
-        hit = 0
-        while hit < num_blocks and is_cached(hit):
-            hit += 1
-        num_tokens = hit * self.block_size
+        num_tokens = cached.first_missing(max(0, max_tokens) // self.block_size) * self.block_size
         return num_tokens - num_tokens % alignment
 
 
@@ -115,6 +114,7 @@ class SlidingWindow(CacheGroup):
     """
 
     sliding_window: int
+    _always_reads_its_end = True  # a window of 1 reads nothing: its first candidate is a hit
 
     def num_skipped_tokens(self, num_tokens: int) -> int:
         """Tokens before the window."""
@@ -139,6 +139,8 @@ class ChunkedLocalAttention(CacheGroup):
 @dataclass(frozen=True)
 class Mamba(CacheGroup):
     """A state-space group: the state after the last block is all that is read."""
+
+    _always_reads_its_end = True
 
     def num_skipped_tokens(self, num_tokens: int) -> int:
         """All but the last token: its state holds the rest."""
@@ -192,20 +194,28 @@ class CacheGeometry:
 
         Args:
             max_tokens: Upper limit in tokens.
-            is_cached: ``is_cached(group_idx, block_number)``; asked lazily.
+            is_cached: ``is_cached(group_idx, block_number)``; asked lazily, about none twice.
 
         Returns:
             Tokens, a multiple of ``scheduler_block_size``.
         """
+        return self.search_prefix(
+            max_tokens,
+            [CachedBlocks(partial(is_cached, index)) for index in range(len(self.groups))],
+        )
+
+    def search_prefix(self, max_tokens: int, cached: Sequence[CachedBlocks]) -> int:
+        """The same, where each group's blocks are looked up in a way of the caller's."""
+        searches = list(zip(self.groups, cached, strict=True))
+        # Full attention first: what it lacks, the others need not be asked about.
+        searches.sort(key=lambda search: not isinstance(search[0], FullAttention))
         num_tokens = max_tokens
         while True:
             before = num_tokens
-            for index, group in enumerate(self.groups):
+            for group, blocks in searches:
                 # The greatest common hit is never stepped over: each group only
                 # moves to its own longest hit at or below the candidate.
-                num_tokens = group.longest_prefix(
-                    num_tokens, partial(is_cached, index), self.scheduler_block_size
-                )
+                num_tokens = group.search_prefix(num_tokens, blocks, self.scheduler_block_size)
             if num_tokens == before or num_tokens == 0:
                 return num_tokens
 
@@ -241,6 +251,20 @@ class CacheGeometry:
         if index >= len(block_hashes):
             return None
         return make_offload_key(block_hashes[index], group_idx)
+
+    def block_keys(
+        self, block_hashes: Sequence[BlockHash], group_idx: int, blocks: range
+    ) -> list[OffloadKey]:
+        """The keys of blocks in a row, as far as they are full and hashed.
+
+        Args:
+            block_hashes: Of the request.
+            group_idx: KV-cache group.
+            blocks: Numbers of blocks in the request, ascending by 1.
+        """
+        ratio = self.groups[group_idx].block_size // self.hash_block_size
+        hashes = block_hashes[(blocks.start + 1) * ratio - 1 : blocks.stop * ratio : ratio]
+        return make_offload_keys(hashes, group_idx)
 
     def block_hash_index(self, group_idx: int, block: int) -> int:
         """Where a request's block hashes hold the hash of a group's block.

@@ -16,7 +16,8 @@ Source: ``vllm/v1/kv_offload/base.py`` (0.20.0 and later).
 
 from __future__ import annotations
 
-from typing import NewType
+from collections.abc import Sequence
+from typing import NewType, cast
 
 from kvview.errors import NotAnOffloadKeyError
 
@@ -48,6 +49,18 @@ def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
             f"{group_idx} and {block_hash!r}"
         )
     return OffloadKey(block_hash + group_idx.to_bytes(_GROUP_BYTES, "big"))
+
+
+def make_offload_keys(block_hashes: Sequence[bytes], group_idx: int) -> list[OffloadKey]:
+    """Pack many block hashes of one KV-cache group, checked once.
+
+    Raises:
+        NotAnOffloadKeyError: As for :func:`make_offload_key`.
+    """
+    if not 0 <= group_idx < MAX_GROUPS or not all(block_hashes):
+        return [make_offload_key(block_hash, group_idx) for block_hash in block_hashes]
+    suffix = group_idx.to_bytes(_GROUP_BYTES, "big")
+    return cast("list[OffloadKey]", [block_hash + suffix for block_hash in block_hashes])
 
 
 def require_offload_key(key: bytes) -> OffloadKey:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from typing_extensions import override
 
@@ -41,10 +41,10 @@ from kvview import (
     OffloadKey,
     get_offload_block_hash,
     get_offload_group_idx,
-    make_offload_key,
     require_offload_key,
 )
 from kvview.guard.ledger import Ledger, LedgerView, check_block_ids, ledger_of
+from kvview.keys import make_offload_keys
 from kvview_reference.events import EventLog
 from kvview_reference.walks import (
     ResumedWalk,
@@ -394,7 +394,7 @@ class BlockPool:
             ValueError: Not one hash a block, or an impossible group index.
         """
         self.check_block_ids(block_ids)
-        keys = [make_offload_key(block_hash, group_idx) for block_hash in block_hashes]
+        keys = make_offload_keys(block_hashes, group_idx)
         if len(block_ids) != len(keys):
             raise ValueError(f"{len(block_ids)} block_ids, {len(keys)} block_hashes")
         for block_id in block_ids:
@@ -436,6 +436,19 @@ class BlockPool:
         if holders is None:
             require_offload_key(key)
         return next(iter(holders)) if isinstance(holders, dict) else holders
+
+    def find_leading_blocks(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """The blocks that hold these keys, up to the first key that none holds."""
+        found = list(map(self._blocks_by_hash.get, keys))
+        if set(map(type, found)) <= {int}:  # as a rule; a loop takes a quarter longer
+            return cast("list[int]", found)
+        if None in found:
+            del found[found.index(None) :]
+        return [next(iter(held)) if isinstance(held, dict) else cast("int", held) for held in found]
+
+    def are_cached(self, keys: Iterable[OffloadKey]) -> Iterable[bool]:
+        """Of each key, whether a block holds it; lazy."""
+        return map(self._blocks_by_hash.__contains__, keys)
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
         """Keys of each block, primary first; none of one that holds nothing reusable."""

@@ -13,6 +13,7 @@ CONTRACT_ORDER = (
     "errors",
     "version",
     "keys",
+    "prefix_search",
     "geometry",
     "events",
     "transfer",

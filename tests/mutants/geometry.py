@@ -19,6 +19,7 @@ from kvview.testing import Mutant
 from kvview_reference.geometry.coordinator import (
     HybridKVCacheCoordinator,
     KVCacheCoordinator,
+    SingleTypeKVCacheManager,
     make_coordinator,
 )
 from kvview_reference.harness import ReferenceGeometry
@@ -83,18 +84,37 @@ class WrongHit(ReferenceGeometry):
         )
 
 
+def find(
+    manager: SingleTypeKVCacheManager, block_hashes: Sequence[bytes], block: int
+) -> int | None:
+    """The pool block that holds a block of the prefix, or None."""
+    keys = manager.keys(block_hashes, block, block + 1)
+    return manager.pool.find_cached_block(keys[0]) if keys else None
+
+
+def longest_hit(
+    manager: SingleTypeKVCacheManager, block_hashes: Sequence[bytes], max_tokens: int
+) -> int:
+    """The longest hit of one group alone, in tokens."""
+    return manager.group.longest_prefix(
+        max_tokens,
+        lambda block: find(manager, block_hashes, block) is not None,
+        manager.geometry.scheduler_block_size,
+    )
+
+
 class EachAlone(HybridKVCacheCoordinator):
     """Every group's own longest hit, with its table."""
 
     def each_alone(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
-        return [m.find_longest_cache_hit(block_hashes, max_tokens)[1] for m in self.managers]
+        return [longest_hit(m, block_hashes, max_tokens) for m in self.managers]
 
     def tables(self, block_hashes: Sequence[bytes], num_tokens: int) -> Hit:
         """The tables of a prefix, with null for what is not there."""
         tables = []
         for manager in self.managers:
             required = manager.group.required_blocks(num_tokens)
-            found = [manager.find_cached_block(block_hashes, block) or 0 for block in required]
+            found = [find(manager, block_hashes, block) or 0 for block in required]
             tables.append([0] * required.start + found)
         return tuple(tables), num_tokens
 
@@ -244,9 +264,7 @@ class TrustsTheLastBlock(WrongHit):
         def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> Hit:
             first, step = self.managers[0], self.geometry.scheduler_block_size
             num_blocks = max_tokens // first.block_size
-            cached = [
-                b for b in range(num_blocks) if first.find_cached_block(block_hashes, b) is not None
-            ]
+            cached = [b for b in range(num_blocks) if find(first, block_hashes, b) is not None]
             num_tokens = (cached[-1] + 1) * first.block_size if 0 in cached else 0
             return self.tables(block_hashes, num_tokens // step * step)
 
@@ -313,7 +331,7 @@ class NamesWhatIsNotRead(WrongHit):
         def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> Hit:
             tables, num_tokens = super().find_longest_cache_hit(block_hashes, max_tokens)
             found = [
-                [m.find_cached_block(block_hashes, n) or 0 for n in range(len(table))]
+                [find(m, block_hashes, n) or 0 for n in range(len(table))]
                 for m, table in zip(self.managers, tables, strict=True)
             ]
             return tuple(found), num_tokens
@@ -456,7 +474,7 @@ class AsksEachGroupOnce(WrongHit):
             for manager in sorted(
                 self.managers, key=lambda manager: not isinstance(manager.group, FullAttention)
             ):
-                _, num_tokens = manager.find_longest_cache_hit(block_hashes, num_tokens)
+                num_tokens = longest_hit(manager, block_hashes, num_tokens)
             return self.tables(block_hashes, num_tokens)
 
 
@@ -478,7 +496,7 @@ class KeepsTheTableOfTheFirstRound(WrongHit):
         def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> Hit:
             tables, num_tokens = super().find_longest_cache_hit(block_hashes, max_tokens)
             kept = [
-                m.find_longest_cache_hit(block_hashes, max_tokens)[0]
+                m.hit_blocks(block_hashes, longest_hit(m, block_hashes, max_tokens))
                 if isinstance(m.group, FullAttention)
                 else table
                 for m, table in zip(self.managers, tables, strict=True)

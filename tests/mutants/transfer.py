@@ -266,6 +266,12 @@ class SaysWhatALoadMoved(ChangesResults):
         return result if result.success else replace(result, moved=[False, False])
 
 
+def without_the_last(job: Any) -> Any:
+    """The job less one page of its last group."""
+    *others, (group, blocks, rows) = job.moves
+    return replace(job, moves=[*others, (group, blocks[:-1], rows[:-1])])
+
+
 @planted("XFER-1", "check_xfer_1_each_group_comes_back_exactly")
 class SkipsTheCopyOnTheSpot(WrongWorker):
     """Jobs small enough for the caller's thread are reported, and not copied."""
@@ -273,7 +279,7 @@ class SkipsTheCopyOnTheSpot(WrongWorker):
     def spoil(self, worker: Any) -> None:
         copier = worker._copier
         copy, caller = copier._copy, threading.get_ident()
-        copier._copy = lambda *sides: threading.get_ident() == caller or copy(*sides)
+        copier._copy = lambda job: threading.get_ident() == caller or copy(job)
 
 
 @planted("XFER-1", "check_xfer_1_each_group_comes_back_exactly")
@@ -284,9 +290,8 @@ class LosesTheShareOfTheOtherThreads(WrongWorker):
         copier = worker._copier
         copy, caller = copier._copy, threading.get_ident()
 
-        def copy_less(*sides: Any) -> None:
-            is_caller = threading.get_ident() == caller
-            copy(*(side if is_caller else side[:-1] for side in sides))
+        def copy_less(job: Any) -> None:
+            copy(job if threading.get_ident() == caller else without_the_last(job))
 
         copier._copy = copy_less
 
@@ -488,9 +493,8 @@ class LosesTheEndOfLargeJobs(WrongWorker):
     def spoil(self, worker: Any) -> None:
         copy = worker._copier._copy
 
-        def copy_less(dst: Any, src: Any, sizes: Any) -> None:
-            end = -1 if sizes.sum() > 2 << 20 else None
-            copy(dst[:end], src[:end], sizes[:end])
+        def copy_less(job: Any) -> None:
+            copy(without_the_last(job) if job.num_bytes > 2 << 20 else job)
 
         worker._copier._copy = copy_less
 

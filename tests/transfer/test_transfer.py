@@ -31,7 +31,7 @@ from kvview import (
     TransferSpecError,
     TransferWorker,
 )
-from kvview_reference.transfer import CPUGPUTransferWorker
+from kvview_reference.transfer import CPUGPUTransferWorker, host_copy
 from kvview_reference.transfer.cuda import (
     StreamCopier,
 )
@@ -249,10 +249,11 @@ def finish(worker: TransferWorker, job_ids: Sequence[int]) -> list[TransferResul
     return worker.get_finished()
 
 
-def share_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let two threads share even the smallest job."""
+def share_everything(monkeypatch: pytest.MonkeyPatch, small_copy_bytes: int) -> None:
+    """Let two threads share even the smallest job; pages below the size are gathered."""
+    monkeypatch.setattr(transfer_module, "SMALL_COPY_BYTES", small_copy_bytes)
     monkeypatch.setattr(transfer_module, "SHARED_BYTES", 1)
-    monkeypatch.setattr(transfer_module, "SHARED_COPY_BYTES", 1)
+    monkeypatch.setattr(transfer_module, "FEW_COPIES", 0)
 
 
 # XFER-1, XFER-2, XFER-3: exact bytes, nothing else, in order.
@@ -309,12 +310,12 @@ def draw_job(
 
 
 @ENGINES
-@pytest.mark.parametrize("shared", [False, True], ids=["one-copier", "two-copiers"])
+@pytest.mark.parametrize("way", ["one-by-one", "gathered-by-two", "copied-by-two"])
 def test_random_jobs_move_exactly_the_named_bytes(
-    engine: str, shared: bool, monkeypatch: pytest.MonkeyPatch
+    engine: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if shared:
-        share_everything(monkeypatch)
+    if way != "one-by-one":
+        share_everything(monkeypatch, 1 << 20 if way == "gathered-by-two" else 0)
     jobs_run = {True: 0, False: 0}
 
     @settings(max_examples=100, deadline=None)
@@ -468,8 +469,8 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
-        self._copy = transfer_module._memmove_all
-        monkeypatch.setattr(transfer_module, "_memmove_all", self._copy_when_open)
+        self._copy = host_copy.memmove_all
+        monkeypatch.setattr(transfer_module, "memmove_all", self._copy_when_open)
 
     def _copy_when_open(self, *copies: Any) -> None:
         assert self.opened.wait(30)
@@ -651,8 +652,8 @@ def test_a_freed_tensor_fails_the_job_that_needs_it(engine: str, new_size: int) 
 
 
 def test_an_error_in_any_copying_thread_fails_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    share_everything(monkeypatch)
-    copy = transfer_module._memmove_all
+    share_everything(monkeypatch, 0)
+    copy = host_copy.copy_all
 
     def broken(*copies: Any) -> None:
         if threading.current_thread().name.startswith("kvview-copy"):
@@ -660,11 +661,11 @@ def test_an_error_in_any_copying_thread_fails_the_job(monkeypatch: pytest.Monkey
         copy(*copies)
 
     with running(World(ONE), num_threads=2) as worker:
-        monkeypatch.setattr(transfer_module, "_memmove_all", broken)
+        monkeypatch.setattr(transfer_module, "copy_all", broken)
         worker.transfer_async(1, store([1, 3], [0, 2]))
         (result,) = finish(worker, [1])
         assert (result.success, result.error) == (False, "OSError: bus error")
-        monkeypatch.setattr(transfer_module, "_memmove_all", copy)
+        monkeypatch.setattr(transfer_module, "copy_all", copy)
         worker.transfer_async(2, store([1, 3], [0, 2]))
         assert finish(worker, [2])[0].success
 

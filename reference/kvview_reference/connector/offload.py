@@ -51,6 +51,7 @@ from kvview import (
     get_offload_group_idx,
 )
 from kvview.options import parse_options
+from kvview.prefix_search import CachedBlocks
 from kvview_reference.offloading import CPUOffloadingManager
 from kvview_reference.transfer import CPUGPUTransferWorker
 
@@ -115,6 +116,46 @@ class _Load:
     num_computed_tokens: int  # what the request had before it
 
 
+class _TierBlocks(CachedBlocks):
+    """Which blocks of one group the tier can load now.
+
+    Args:
+        manager: Of the tier.
+        ctx: The request.
+        keys: Of the request's blocks.
+        num_on_gpu: Leading blocks of which the GPU has what it needs.
+    """
+
+    def __init__(
+        self,
+        manager: CPUOffloadingManager,
+        ctx: ReqContext,
+        keys: Sequence[OffloadKey],
+        num_on_gpu: int,
+    ) -> None:
+        super().__init__(self._is_loadable)
+        self._manager, self._ctx = manager, ctx
+        self._keys, self._num_on_gpu = keys, num_on_gpu
+
+    def _is_loadable(self, block: int) -> bool:
+        return block < self._num_on_gpu or (
+            block < len(self._keys)
+            and self._manager.lookup(self._keys[block], self._ctx) is LookupResult.HIT
+        )
+
+    @override
+    def first_missing(self, stop: int) -> int:
+        # One loop: through a call of _is_loadable a block takes twice as long.
+        if self._num_leading is None:
+            lookup, ctx, num_leading = self._manager.lookup, self._ctx, self._num_on_gpu
+            for key in self._keys[num_leading:stop]:
+                if lookup(key, ctx) is not LookupResult.HIT:
+                    break
+                num_leading += 1
+            self._num_leading = num_leading
+        return min(stop, self._num_leading)
+
+
 class OffloadScheduler(SchedulerConnector):
     """The scheduler half: what to load, what to save, what to hold meanwhile.
 
@@ -158,15 +199,17 @@ class OffloadScheduler(SchedulerConnector):
     @override
     def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
         ctx = ReqContext(request.request_id)
-        geometry, lookup = self._geometry, self._manager.lookup
-
-        def is_loadable(group: int, block: int) -> bool:
-            if (block + 1) * geometry.groups[group].block_size <= num_computed_tokens:
-                return True  # the GPU has what it needs of these
-            key = geometry.block_key(request.block_hashes, group, block)
-            return key is not None and lookup(key, ctx) is LookupResult.HIT
-
-        num_tokens = geometry.longest_prefix(request.num_tokens - 1, is_loadable)
+        geometry, hashes = self._geometry, request.block_hashes
+        tier = [
+            _TierBlocks(
+                self._manager,
+                ctx,
+                geometry.block_keys(hashes, index, range(len(hashes))),
+                num_computed_tokens // group.block_size,
+            )
+            for index, group in enumerate(geometry.groups)
+        ]
+        num_tokens = geometry.search_prefix(request.num_tokens - 1, tier)
         return max(0, num_tokens - num_computed_tokens)
 
     @override
@@ -177,7 +220,7 @@ class OffloadScheduler(SchedulerConnector):
         num_computed_tokens: int,
         num_external_tokens: int,
     ) -> None:
-        ctx, block_key = ReqContext(request.request_id), self._geometry.block_key
+        ctx = ReqContext(request.request_id)
         num_tokens = num_computed_tokens + num_external_tokens
         self._num_seen_tokens[request.request_id] = num_tokens
         keys: list[OffloadKey] = []
@@ -186,12 +229,9 @@ class OffloadScheduler(SchedulerConnector):
         block_indices: list[int] = []
         for index, group in enumerate(self._geometry.groups):
             first = num_computed_tokens // group.block_size
-            numbers = [n for n in group.required_blocks(num_tokens) if n >= first]
-            keys += [
-                key
-                for n in numbers
-                if (key := block_key(request.block_hashes, index, n)) is not None
-            ]
+            required = group.required_blocks(num_tokens)
+            numbers = range(max(first, required.start), max(first, required.stop))
+            keys += self._geometry.block_keys(request.block_hashes, index, numbers)
             gpu_block_ids += [block_ids[index][n] for n in numbers]
             group_sizes.append(len(numbers))
             block_indices.append(numbers[0] if numbers else 0)
@@ -383,8 +423,9 @@ class OffloadScheduler(SchedulerConnector):
         return [
             key
             for index, group in enumerate(self._geometry.groups)
-            for block in group.required_blocks(num_tokens)
-            if (key := self._geometry.block_key(request.block_hashes, index, block)) is not None
+            for key in self._geometry.block_keys(
+                request.block_hashes, index, group.required_blocks(num_tokens)
+            )
         ]
 
 

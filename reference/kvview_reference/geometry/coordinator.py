@@ -19,13 +19,16 @@ Source: vLLM PR #44165; ``vllm/v1/core/kv_cache_coordinator.py`` and
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from typing_extensions import override
 
-from kvview import CacheGeometry, CacheGroup, GeometryError, make_offload_key
+from kvview import CacheGeometry, CacheGroup, FullAttention, GeometryError, OffloadKey
+from kvview.keys import make_offload_keys
+from kvview.prefix_search import CachedBlocks
 from kvview_reference.pool import NULL_BLOCK_ID, BlockPool
+
+_SMALLEST_PIECE, _LARGEST_PIECE = 16, 128  # blocks looked up at once
 
 
 class SingleTypeKVCacheManager:
@@ -60,36 +63,23 @@ class SingleTypeKVCacheManager:
         self._num_cached: dict[str, int] = {}  # leading blocks already looked at for caching
         self._num_dropped: dict[str, int] = {}  # leading blocks already given back
 
-    def find_cached_block(self, block_hashes: Sequence[bytes], block: int) -> int | None:
-        """The pool block that holds block number ``block`` of a prefix, or None."""
-        index = self.geometry.block_hash_index(0, block)
-        if index >= len(block_hashes):
-            return None
-        return self.pool.find_cached_block(make_offload_key(block_hashes[index], self.group_idx))
+    def num_hashed_blocks(self, block_hashes: Sequence[bytes]) -> int:
+        """Blocks of this group that the hashes cover."""
+        return len(block_hashes) * self.geometry.hash_block_size // self.block_size
 
-    def find_longest_cache_hit(
-        self, block_hashes: Sequence[bytes], max_tokens: int
-    ) -> tuple[list[int], int]:
-        """The longest hit of this group alone: its blocks, and its length in tokens.
-
-        Blocks that the next token will not read are the null block.
-        """
-        num_tokens = self.group.longest_prefix(
-            max_tokens,
-            lambda block: self.find_cached_block(block_hashes, block) is not None,
-            self.geometry.scheduler_block_size,
-        )
-        return self.hit_blocks(block_hashes, num_tokens), num_tokens
+    def keys(self, block_hashes: Sequence[bytes], start: int, stop: int) -> list[OffloadKey]:
+        """The keys of blocks ``start`` to ``stop`` of a prefix, as far as it is hashed."""
+        ratio = self.block_size // self.geometry.hash_block_size
+        hashes = block_hashes[(start + 1) * ratio - 1 : stop * ratio : ratio]
+        return make_offload_keys(hashes, self.group_idx)
 
     def hit_blocks(self, block_hashes: Sequence[bytes], num_tokens: int) -> list[int]:
         """The block table of a hit of ``num_tokens``."""
         required = self.group.required_blocks(num_tokens)
-        blocks = [NULL_BLOCK_ID] * required.start
-        for number in required:
-            block_id = self.find_cached_block(block_hashes, number)
-            assert block_id is not None, "a hit names only cached blocks"
-            blocks.append(block_id)
-        return blocks
+        keys = self.keys(block_hashes, required.start, required.stop)
+        found = self.pool.find_leading_blocks(keys)
+        assert len(found) == len(required), "a hit names only cached blocks"
+        return [NULL_BLOCK_ID] * required.start + found
 
     def blocks(self, request_id: str) -> list[int]:
         """The request's block table; empty when it has none."""
@@ -160,7 +150,70 @@ class SingleTypeKVCacheManager:
             self.pool.free_blocks(table[::-1])
 
 
-class KVCacheCoordinator(ABC):
+class _PoolBlocks(CachedBlocks):
+    """What of one prompt the pool holds for one group, looked up in pieces that double.
+
+    From the left what full attention reads, its blocks kept; for other groups from the
+    right, as one byte a block, which ``rfind`` searches at the speed of memory: 5 to 10
+    times vLLM's speed where a call a block reached 1.2 times (benchmarks/prefix.py).
+    """
+
+    def __init__(self, manager: SingleTypeKVCacheManager, block_hashes: Sequence[bytes]) -> None:
+        self.leading: list[int] = []
+        self._manager = manager
+        self._hashes = block_hashes
+        self._stop = manager.num_hashed_blocks(block_hashes)
+        self._piece = _SMALLEST_PIECE
+        self._is_leading_known = False
+        self._bytes: bytearray | None = None
+        self._start = 0  # from here on the bytes are known
+
+    @override
+    def first_missing(self, stop: int) -> int:
+        leading, stop = self.leading, min(stop, self._stop)
+        while len(leading) < stop and not self._is_leading_known:
+            piece = min(stop, len(leading) + self._next_piece())
+            keys = self._manager.keys(self._hashes, len(leading), piece)
+            leading += self._manager.pool.find_leading_blocks(keys)
+            self._is_leading_known = len(leading) < piece
+        return min(stop, len(leading))
+
+    @override
+    def last_missing(self, start: int, stop: int) -> int | None:
+        if stop > self._stop:
+            return stop - 1
+        missing = self._find_last(b"\0", start, stop)
+        return None if missing < 0 else missing
+
+    @override
+    def last_cached(self, num_blocks: int, step: int) -> int:
+        while num_blocks > 0:
+            end = self._find_last(b"\1", 0, num_blocks) + 1
+            if end == num_blocks:
+                break
+            num_blocks = end // step * step
+        return num_blocks
+
+    def _next_piece(self) -> int:
+        piece = self._piece
+        self._piece = min(2 * piece, _LARGEST_PIECE)
+        return piece
+
+    def _find_last(self, byte: bytes, start: int, stop: int) -> int:
+        """The last of these blocks with this byte, or -1."""
+        if self._bytes is None:
+            self._bytes, self._start = bytearray(stop), stop
+        while True:
+            found = self._bytes.rfind(byte, max(start, self._start), stop)
+            if found >= 0 or self._start <= start:
+                return found
+            first = max(start, self._start - self._next_piece())
+            keys = self._manager.keys(self._hashes, first, self._start)
+            self._bytes[first : self._start] = bytes(self._manager.pool.are_cached(keys))
+            self._start = first
+
+
+class KVCacheCoordinator:
     """Keeps the groups of one engine in step.
 
     Args:
@@ -194,7 +247,6 @@ class KVCacheCoordinator(ABC):
             for index, group in enumerate(kv_cache_groups)
         )
 
-    @abstractmethod
     def find_longest_cache_hit(
         self, block_hashes: Sequence[bytes], max_tokens: int
     ) -> tuple[tuple[list[int], ...], int]:
@@ -207,6 +259,15 @@ class KVCacheCoordinator(ABC):
         Returns:
             Block ids a group, from block 0 (null where not needed), and tokens.
         """
+        cached = [_PoolBlocks(manager, block_hashes) for manager in self.managers]
+        num_tokens = self.geometry.search_prefix(max_tokens, cached)
+        tables = []
+        for manager, blocks in zip(self.managers, cached, strict=True):
+            if isinstance(manager.group, FullAttention):
+                tables.append(blocks.leading[: num_tokens // manager.block_size])
+            else:
+                tables.append(manager.hit_blocks(block_hashes, num_tokens))
+        return tuple(tables), num_tokens
 
     def allocate(
         self,
@@ -305,27 +366,9 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
             )
         super().__init__(kv_cache_groups, block_pool, **sizes)
 
-    @override
-    def find_longest_cache_hit(
-        self, block_hashes: Sequence[bytes], max_tokens: int
-    ) -> tuple[tuple[list[int], ...], int]:
-        blocks, num_tokens = self.managers[0].find_longest_cache_hit(block_hashes, max_tokens)
-        return (blocks,), num_tokens
-
 
 class HybridKVCacheCoordinator(KVCacheCoordinator):
     """Several groups: the longest hit that all of them share."""
-
-    @override
-    def find_longest_cache_hit(
-        self, block_hashes: Sequence[bytes], max_tokens: int
-    ) -> tuple[tuple[list[int], ...], int]:
-        managers = self.managers
-        num_tokens = self.geometry.longest_prefix(
-            max_tokens,
-            lambda group, block: managers[group].find_cached_block(block_hashes, block) is not None,
-        )
-        return tuple(m.hit_blocks(block_hashes, num_tokens) for m in managers), num_tokens
 
 
 def make_coordinator(

@@ -18,9 +18,11 @@ the padding that the KV-cache tensors may have:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +31,8 @@ import torch
 from kvview import CanonicalKVCacheRef, CanonicalKVCacheTensor, ConfigError, TransferResult
 
 Ids = npt.NDArray[np.int64]
+Pages = npt.NDArray[np.void]
+"""Pages of one width, an item each; they may lie apart."""
 
 COALESCED_BYTES = 1 << 20
 """Consecutive pages are copied as one up to this size: more would leave the
@@ -110,6 +114,33 @@ class Job:
         if all(len(group.widths) == 1 for group, _, _ in self.moves):
             gpu, host, sizes = _coalesce(gpu, host, sizes, [len(part) for part in parts[0]])
         return (host, gpu, sizes) if self.to_host else (gpu, host, sizes)
+
+    def pages(self) -> Iterator[tuple[Pages, Pages, Ids, Ids]]:
+        """The same in CPU memory, by group and tensor.
+
+        Yields:
+            Destination, source, and what to copy: indices of the former and of the latter.
+        """
+        host_address, row_bytes = self.host.ctypes.data, self.host.strides[0]
+        for group, gpu_blocks, host_rows in self.moves:
+            for number, tensor in enumerate(group.tensors):
+                address, stride, column, width = (
+                    int(numbers[number])
+                    for numbers in (group.addresses, group.strides, group.columns, group.widths)
+                )
+                host = _as_pages(host_address + column, len(self.host), row_bytes, width)
+                gpu = _as_pages(address, tensor.shape[0], stride, width)
+                if self.to_host:
+                    yield host, gpu, host_rows, gpu_blocks
+                else:
+                    yield gpu, host, gpu_blocks, host_rows
+
+
+def _as_pages(address: int, num_pages: int, stride: int, width: int) -> Pages:
+    # By address: torch never frees or resizes again what it has shown to numpy.
+    memory: Any = (ctypes.c_uint8 * ((num_pages - 1) * stride + width)).from_address(address)
+    page = np.dtype((np.void, width))
+    return np.ndarray(num_pages, page, np.frombuffer(memory, np.uint8), strides=(stride,))
 
 
 def _join(parts: Sequence[Ids]) -> Ids:

@@ -9,13 +9,13 @@ Source: vLLM PR #38453; ``vllm/v1/kv_offload/cpu/gpu_worker.py`` (0.33.0).
 
 from __future__ import annotations
 
-import ctypes
 import reprlib
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -32,6 +32,13 @@ from kvview import (
     TransferSpec,
     TransferSpecError,
 )
+from kvview_reference.transfer.host_copy import (
+    FEW_COPIES,
+    SMALL_COPY_BYTES,
+    copy_all,
+    copy_pages,
+    memmove_all,
+)
 from kvview_reference.transfer.pages import (
     Group,
     Ids,
@@ -46,9 +53,8 @@ from kvview_reference.transfer.pages import (
 if TYPE_CHECKING:
     from kvview import ComputeEvent, ComputeStream, TransferWorker
 
-SHARED_BYTES, SHARED_COPY_BYTES = 1 << 20, 32 << 10
-"""Several threads share a job of at least so many bytes, in copies of on average so
-many: between small ones they would wait for the interpreter lock, not for memory."""
+SHARED_BYTES = 1 << 20
+"""Several threads share copies of at least so many bytes together."""
 
 
 class Copier(Protocol):
@@ -140,7 +146,7 @@ class ThreadCopier:
             return
         start = time.perf_counter()
         try:
-            self._copy(*job.copies())
+            self._copy(job)
         except Exception as error:
             result = failed(job, error, self._store_by_group(job) if job.to_host else None)
         else:
@@ -152,33 +158,35 @@ class ThreadCopier:
         moved = []
         for move in job.moves:
             try:
-                self._copy(*replace(job, moves=[move]).copies())
+                self._copy(replace(job, moves=[move], num_bytes=move[0].row_bytes * len(move[1])))
             except Exception:
                 moved += [False] * len(move[1])
             else:
                 moved += [True] * len(move[1])
         return moved
 
-    def _copy(self, dst: Ids, src: Ids, sizes: Ids) -> None:
-        num_bytes, share = int(sizes.sum()), len(sizes)
-        if num_bytes >= max(SHARED_BYTES, share * SHARED_COPY_BYTES):
-            share = -(-share // self._num_threads)
+    def _copy(self, job: Job) -> None:
+        copies = job.copies()
+        num_copies = len(copies[0])
+        if num_copies <= FEW_COPIES and job.num_bytes < SHARED_BYTES:
+            memmove_all(*copies)
+        elif job.num_bytes < num_copies * SMALL_COPY_BYTES:
+            for dst, src, *ids in job.pages():
+                self._share(partial(copy_pages, dst, src), ids, len(ids[0]) * dst.itemsize)
+        else:
+            self._share(copy_all, copies, job.num_bytes)
+
+    def _share(self, copy: Callable[..., None], arrays: Sequence[Ids], num_bytes: int) -> None:
+        """Copy what the arrays name, each thread a part if there is enough of it."""
+        num_copies = len(arrays[0])
+        share = -(-num_copies // self._num_threads) if num_bytes >= SHARED_BYTES else num_copies
         others = [
-            self._helpers.submit(
-                _memmove_all, *(side[at : at + share] for side in (dst, src, sizes))
-            )
-            for at in range(share, len(sizes), share or 1)
+            self._helpers.submit(copy, *(array[at : at + share] for array in arrays))
+            for at in range(share, num_copies, share or 1)
         ]
-        _memmove_all(dst[:share], src[:share], sizes[:share])
+        copy(*(array[:share] for array in arrays))
         for other in others:
             other.result()
-
-
-def _memmove_all(dst: Ids, src: Ids, sizes: Ids) -> None:
-    # Not torch: its copies share a pool that spins at barriers, which costs
-    # milliseconds a page as soon as another process wants one of the cores.
-    for _ in map(ctypes.memmove, dst.tolist(), src.tolist(), sizes.tolist()):
-        pass
 
 
 class CPUGPUTransferWorker:

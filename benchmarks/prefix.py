@@ -1,0 +1,228 @@
+"""The prefix search beside vLLM's: milliseconds for one long prompt, by mix of KV-cache groups.
+
+    python benchmarks/prefix.py [--json FILE] [--vllm-sources DIR] [--rounds N]
+
+Both coordinators have the same blocks cached and are asked for the same prompt, in turns,
+in one process. Hashes are digests, the pools were used before, so that block ids lie
+scattered, and prompts are registered as they are computed, from their head; in the case
+``shuffled`` in random order, which no engine does, so that every look misses the caches.
+``*_speedup`` is vLLM's time over ours, median of the rounds.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+from peer import (  # type: ignore[import-not-found, unused-ignore]
+    HOW_TO_GET_IT,
+    Figures,
+    add_vllm_to_path,
+    take_turns,
+)
+
+from kvview import (
+    BlockHash,
+    CacheGeometry,
+    CacheGroup,
+    ConnectorConfig,
+    FullAttention,
+    Mamba,
+    RequestInfo,
+    SlidingWindow,
+)
+from kvview.keys import make_offload_keys
+from kvview_reference.connector.offload import OffloadConnector, OffloadScheduler
+from kvview_reference.geometry import make_coordinator
+from kvview_reference.pool import BlockPool
+
+BLOCK_SIZE = 16
+SIZES = (1_000, 8_000, 64_000)
+HASHES = [sha256(number.to_bytes(4, "big")).digest() for number in range(max(SIZES))]
+
+IsCached = Callable[[int, int, int], bool]
+"""Whether block i of n is cached in group g."""
+
+
+class Case(NamedTuple):
+    """A mix of groups, and what of a prompt is cached."""
+
+    groups: tuple[CacheGroup, ...]
+    is_cached: IsCached
+    target: float
+    is_shuffled: bool = False
+
+
+FULL, MAMBA = FullAttention(BLOCK_SIZE), Mamba(BLOCK_SIZE)
+NARROW, WIDE = SlidingWindow(BLOCK_SIZE, 1024), SlidingWindow(BLOCK_SIZE, 4096)
+CASES = {
+    "full": Case((FULL,), lambda g, i, n: True, 3.0),
+    "full_shuffled": Case((FULL,), lambda g, i, n: True, 3.0, is_shuffled=True),
+    "full_nothing_cached": Case((FULL,), lambda g, i, n: False, 1.0),
+    "full_half_cached": Case((FULL,), lambda g, i, n: 2 * i < n, 3.0),
+    "full_window": Case((FULL, WIDE), lambda g, i, n: True, 1.5),
+    "full_window_half": Case((FULL, WIDE), lambda g, i, n: g == 0 or 2 * i < n, 1.5),
+    "full_two_windows": Case((FULL, NARROW, WIDE), lambda g, i, n: True, 1.5),
+    "full_mamba_every_64": Case((FULL, MAMBA), lambda g, i, n: g == 0 or i % 64 == 63, 1.5),
+    "full_mamba_first": Case((FULL, MAMBA), lambda g, i, n: g == 0 or i == 0, 1.5),
+    "full_nothing_else": Case((FULL, MAMBA), lambda g, i, n: g == 0, 1.5),
+    "window_holes": Case((WIDE,), lambda g, i, n: i % 64 != 63, 1.5),
+    "window_first": Case((WIDE,), lambda g, i, n: i < 16, 1.5),
+    "mamba_first": Case((MAMBA,), lambda g, i, n: i == 0, 1.5),
+    "interleaved_mamba": Case((FULL, MAMBA, MAMBA), lambda g, i, n: g == 0 or i % 2 == g % 2, 0.67),
+}
+
+
+def shuffled(num_blocks: int) -> list[int]:
+    return random.Random(num_blocks).sample(range(num_blocks), num_blocks)
+
+
+def cached_blocks(case: Case, group: int, n: int) -> list[int]:
+    """What is cached for a group, in the order in which it was registered."""
+    numbers = shuffled(n) if case.is_shuffled else range(n)
+    return [i for i in numbers if case.is_cached(group, i, n)]
+
+
+def our_search(case: Case, n: int) -> Callable[[], int]:
+    pool = BlockPool(n * len(case.groups) + 10)
+    coordinator = make_coordinator(
+        case.groups, pool, True, scheduler_block_size=BLOCK_SIZE, hash_block_size=BLOCK_SIZE
+    )
+    used = pool.allocate_blocks(pool.num_free_blocks())
+    pool.free_blocks([used[i] for i in shuffled(len(used))])
+    for group in range(len(case.groups)):
+        numbers = cached_blocks(case, group, n)
+        block_ids = pool.allocate_blocks(len(numbers))
+        hashes = [HASHES[i] for i in numbers]
+        pool.cache_blocks(block_ids, hashes, block_size=BLOCK_SIZE, group_idx=group)
+        pool.free_blocks(block_ids)
+    prompt = HASHES[:n]
+    return lambda: coordinator.find_longest_cache_hit(prompt, n * BLOCK_SIZE)[1]
+
+
+def vllm_search(case: Case, n: int) -> Callable[[], int]:
+    interface: Any = import_module("vllm.v1.kv_cache_interface")
+    utils: Any = import_module("vllm.v1.core.kv_cache_utils")
+    make = import_module("vllm.v1.core.kv_cache_coordinator").get_kv_cache_coordinator
+    half: Any = import_module("torch").float16
+
+    def spec(index: int, group: CacheGroup) -> Any:
+        layer = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 8, "dtype": half}
+        if isinstance(group, FullAttention):
+            return interface.FullAttentionSpec(**layer)
+        if isinstance(group, SlidingWindow):
+            return interface.SlidingWindowSpec(**layer, sliding_window=group.sliding_window)
+        shapes = ((8 * (index + 1),),)  # specs that are equal are looked up as one
+        return interface.MambaSpec(
+            block_size=BLOCK_SIZE, shapes=shapes, dtypes=(half,), mamba_cache_mode="align"
+        )
+
+    groups = [
+        interface.KVCacheGroupSpec([f"layer{i}"], spec(i, g)) for i, g in enumerate(case.groups)
+    ]
+    facts = {
+        "kv_cache_config": interface.KVCacheConfig(n * len(groups) + 10, [], groups),
+        "max_model_len": (n + 1) * BLOCK_SIZE,
+        "use_eagle": False,
+        "enable_caching": True,
+        "enable_kv_cache_events": False,
+        "dcp_world_size": 1,
+        "pcp_world_size": 1,
+        "hash_block_size": BLOCK_SIZE,
+        "scheduler_block_size": BLOCK_SIZE,
+        "max_in_flight_tokens": 8192,
+    }
+    coordinator = make(
+        **{k: v for k, v in facts.items() if k in inspect.signature(make).parameters}
+    )
+    pool = coordinator.block_pool
+    used = pool.get_new_blocks(pool.get_num_free_blocks())
+    pool.free_blocks([used[i] for i in shuffled(len(used))])
+    for group in range(len(groups)):
+        numbers = cached_blocks(case, group, n)
+        blocks = pool.get_new_blocks(len(numbers))
+        for i, block in zip(numbers, blocks, strict=True):
+            key = utils.make_block_hash_with_group_id(HASHES[i], group)
+            pool._insert_block_hash(key, block, BLOCK_SIZE)
+        pool.free_blocks(blocks)
+    prompt = HASHES[:n]
+    return lambda: coordinator.find_longest_cache_hit(prompt, n * BLOCK_SIZE)[1]
+
+
+def our_lookups(n: int) -> Callable[[], int]:
+    """What a connector may promise of a prompt that the CPU tier holds."""
+    config = ConnectorConfig(CacheGeometry.single(BLOCK_SIZE), {"cpu_blocks": n})
+    scheduler = OffloadConnector(config).make_scheduler()
+    assert isinstance(scheduler, OffloadScheduler)
+    hashes = [BlockHash(block_hash) for block_hash in HASHES[:n]]
+    keys = make_offload_keys(hashes, 0)
+    scheduler._manager.prepare_store(keys)
+    scheduler._manager.complete_store(keys)
+    request = RequestInfo("r", n * BLOCK_SIZE + 1, hashes)
+    return lambda: scheduler.match_prefix(request, 0) or 0
+
+
+def vllm_lookups(n: int) -> Callable[[], int]:
+    """The same in vLLM's offloading connector, the keys made before."""
+    base: Any = import_module("vllm.v1.kv_offload.base")
+    manager: Any = import_module("vllm.v1.kv_offload.cpu.manager").CPUOffloadingManager(n)
+    keys, context = make_offload_keys(HASHES[:n], 0), base.ReqContext("r")
+    manager.prepare_store(keys, context)
+    manager.complete_store(keys, context)
+    package = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+    scheduler = import_module(f"{package}.scheduler").OffloadingConnectorScheduler
+    search = scheduler._maximal_prefix_lookup
+    half = object.__new__(scheduler)  # what the search reads of it
+    half.manager = manager
+    no_events = base.OffloadingKVEventsConfig(False, False)
+    half._events_tracker = import_module(f"{package}.events").OffloadingEventsTracker(no_events)
+    return lambda: search(half, keys, context, None, None, 0) * BLOCK_SIZE
+
+
+def measure(sizes: Sequence[int], rounds: int, figures: Figures) -> None:
+    for name, case in CASES.items():
+        for n in sizes:
+            ours, theirs = our_search(case, n), vllm_search(case, n)
+            hit = ours()
+            assert hit == theirs(), (name, n, hit, theirs())
+            few = rounds if name != "interleaved_mamba" else min(rounds, 3)
+            repeats = max(1, 8_000 // n)
+            figures.ratio(
+                f"{name}_{n}",
+                take_turns([ours, theirs], repeats=repeats, rounds=few),
+                case.target,
+                f"{hit // BLOCK_SIZE} hit",
+            )
+    for n in sizes:
+        ours, theirs = our_lookups(n), vllm_lookups(n)
+        assert ours() == theirs() == n * BLOCK_SIZE
+        times = take_turns([ours, theirs], repeats=max(1, 8_000 // n), rounds=rounds)
+        figures.ratio(f"lookups_{n}", times, 1.5, "of a manager")
+
+
+@click.command()
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Flat named figures.")
+@click.option("--vllm-sources", type=click.Path(path_type=Path), help="Holds vLLM's package.")
+@click.option("--rounds", default=7, show_default=True, help="Turns; the median counts.")
+@click.option("--size", "sizes", type=int, multiple=True, default=SIZES, help="Blocks.")
+def main(
+    json_file: Path | None, vllm_sources: Path | None, rounds: int, sizes: tuple[int, ...]
+) -> None:
+    """Measure the prefix search beside vLLM's."""
+    if not add_vllm_to_path(vllm_sources):
+        print(HOW_TO_GET_IT, file=sys.stderr)
+        sys.exit(1)
+    figures = Figures("prefix search", "ms", 1e3)
+    measure(sizes, rounds, figures)
+    figures.show(json_file)
+
+
+if __name__ == "__main__":
+    main()
