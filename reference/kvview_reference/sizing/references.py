@@ -8,7 +8,8 @@
    blocks ``starts[r]`` to ``starts[r + 1] - 1``, in prefix order.
 3. A trace of more than ``max_references`` is sampled by block: half of the blocks are
    dropped, with all their references, until the rest fits. A cache of ``n`` blocks is then
-   as one of ``n * rate`` is for the sample.
+   as one of ``n * rate`` is for the sample. A few blocks that every request uses may be in
+   it or not: by how much their uses are too many is taken off the hits (:attr:`excess`).
 
 Source: C. Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST '15 (sampling by
 block, fixed size); "Cache Modeling and Optimization using Miniature Simulations", ATC '17.
@@ -51,7 +52,7 @@ class References:
         requests: By arrival.
         starts: First block of each run, and at the end the number of blocks.
         num_ids: Hash ids of all prompts, dropped ones too: what hit rates are shares of.
-        num_prompt_tokens: Of all of them.
+        num_full_blocks: Of those the ids that a cache may hold.
         rate: Share of the blocks that is here; 1.0 unless sampled.
         num_too_large: Requests that were passed over.
     """
@@ -59,7 +60,7 @@ class References:
     requests: Sequence[Reference]
     starts: Sequence[int]
     num_ids: int
-    num_prompt_tokens: int
+    num_full_blocks: int
     rate: float
     num_too_large: int
 
@@ -72,6 +73,11 @@ class References:
     def num_references(self) -> int:
         """Uses of blocks."""
         return sum(request.num_blocks for request in self.requests)
+
+    @property
+    def excess(self) -> float:
+        """Uses that a sample shows and the trace does not have; 0.0 unless sampled."""
+        return self.num_references / self.rate - self.num_full_blocks if self.rate < 1.0 else 0.0
 
     @property
     def seconds(self) -> float:
@@ -102,20 +108,20 @@ def read_references(
         max_references: Kept in memory.
     """
     reader = _Reader(max_references)
-    num_ids = num_tokens = num_too_large = 0
+    num_ids = num_full = num_too_large = 0
     for row in trace:
         size = row.num_prompt_tokens + row.num_output_tokens
         if max_request_blocks is not None and -(-size // block_size) > max_request_blocks:
             num_too_large += 1
             continue
         num_ids += len(row.hash_ids)
-        num_tokens += row.num_prompt_tokens
         ids = row.hash_ids
         if not has_partial_blocks:
             ids = ids[: row.num_prompt_tokens // block_size]
+        num_full += len(ids)
         reader.add(row.arrival_s, row.scope, ids)
     requests, starts = reader.finish()
-    return References(requests, starts, num_ids, num_tokens, reader.rate, num_too_large)
+    return References(requests, starts, num_ids, num_full, reader.rate, num_too_large)
 
 
 class _Names(dict[int, int]):
@@ -176,11 +182,9 @@ class _Reader:
         order = sorted(range(len(self._blocks)), key=self._arrivals.__getitem__)
         in_order = [self._blocks[index] for index in order]
         first = self._arrivals[order[0]] if order else 0.0
-        found = _runs(in_order, self._signatures(in_order))
-        if found is None:  # blocks of one signature lie apart: the ids name no prefixes
-            found = _runs(in_order, range(len(self._tickets)))
-        assert found is not None
-        runs, starts = found
+        runs, starts = _runs(in_order, self._signatures(in_order))
+        if not _are_prefixes(runs):
+            runs, starts = _runs(in_order, range(len(self._tickets)))
         return [
             Reference(self._arrivals[index] - first, kept, len(blocks))
             for index, kept, blocks in zip(order, runs, in_order, strict=True)
@@ -199,15 +203,15 @@ class _Reader:
 
 def _runs(
     in_order: Sequence[array[int]], signatures: Sequence[int]
-) -> tuple[list[array[int]], array[int]] | None:
-    """The runs of each request and where each begins; None if one comes in pieces."""
+) -> tuple[list[array[int]], array[int]]:
+    """The runs of each request, -1 where one is in pieces, and where each begins."""
     numbers = [-1] * len(signatures)
     run_of = [-1] * len(signatures)  # by the number of a first block
     starts = array("I")
     num_blocks = 0
     found: list[array[int]] = []
     for blocks in in_order:
-        runs = array("I")
+        runs = array("i")
         at, size, last = 0, len(blocks), None
         while at < size:
             first = numbers[blocks[at]]
@@ -223,14 +227,24 @@ def _runs(
                 at += 1
                 continue
             run, last = run_of[first], None
-            if run < 0:
-                return None
             end = starts[run + 1] if run + 1 < len(starts) else num_blocks
             length = end - first
             if list(map(numbers.__getitem__, blocks[at : at + length])) != list(range(first, end)):
-                return None
+                run = -1
             runs.append(run)
-            at += length
+            at += max(1, length)
         found.append(runs)
     starts.append(num_blocks)
     return found, starts
+
+
+def _are_prefixes(requests: Iterable[array[int]]) -> bool:
+    """Whether each run always follows the same one: the ids then name prefixes."""
+    before: dict[int, int] = {}
+    for runs in requests:
+        last = -2
+        for run in runs:
+            if run < 0 or before.setdefault(run, last) != last:
+                return False
+            last = run
+    return True
