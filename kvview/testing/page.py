@@ -7,9 +7,9 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from kvview.cli.page import make_table, write_page
 from kvview.testing.recorder import LawBroken
 from kvview.testing.report import BAD, CheckResult, Outcome, Report
+from kvview.web_page import make_table, write_page
 
 _CLASSES = {
     Outcome.PASSED: "good",

@@ -23,6 +23,7 @@ CONTRACT_ORDER = (
     "options",
     "targets",
     "config",
+    "web_page",
     "cli",
 )
 

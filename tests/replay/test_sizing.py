@@ -32,8 +32,8 @@ from kvview_reference.sizing.curves import lru_curve, lru_reaches, optimum_hits
 from kvview_reference.sizing.model import ModelShape, parse_size, read_model
 from kvview_reference.sizing.recordings import SAME_REQUEST_S, RecordedTrace
 from kvview_reference.sizing.references import References, read_references
-from kvview_reference.sizing.report import SizeReport
-from kvview_reference.sizing.report import size as run_size
+from kvview_reference.sizing.sweep import SizeReport
+from kvview_reference.sizing.sweep import size as run_size
 from kvview_reference.sizing.tiers import Tiers
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -227,7 +227,7 @@ def test_the_report_adds_up() -> None:
 @pytest.mark.parametrize("prompts", [[], [[]], [[1]], [[1, 2], [3, 4]], [[1], [1]]])
 def test_traces_in_which_little_happens(prompts: list[list[int]], tmp_path: Path) -> None:
     from kvview_reference.sizing.explain import explain
-    from kvview_reference.sizing.page import write_size_page
+    from kvview_reference.sizing.size_page import write_size_page
 
     report = report_of(prompts, gpu_blocks=8)
     assert report.enough_host_blocks == 0

@@ -20,7 +20,7 @@ from kvview.cli.output import require_writable, write_json, write_text
 from kvview.errors import ConfigError, KVViewError
 
 if TYPE_CHECKING:
-    from kvview_reference.sizing.report import SizeReport
+    from kvview_reference.sizing.sweep import SizeReport
 
 _GENERATED_BLOCK_SIZE = 512
 _SHOWN = 20  # of what was lost; the JSON has all
@@ -123,7 +123,7 @@ def size(
     from kvview_reference.offloading.policies import policy_factory
     from kvview_reference.sizing.model import parse_size, read_model
     from kvview_reference.sizing.references import MAX_REFERENCES, read_references
-    from kvview_reference.sizing.report import size as run
+    from kvview_reference.sizing.sweep import size as run
 
     if requests is not None and requests < 1:
         raise ConfigError(f"--requests must be at least 1, got {requests}")
@@ -184,7 +184,7 @@ def size(
     write_json(json_file, report.model_dump(mode="json"))
     write_text("--csv", csv_file, _csv(report))
     if html_file is not None:
-        from kvview_reference.sizing.page import write_size_page
+        from kvview_reference.sizing.size_page import write_size_page
 
         write_size_page(html_file, report)
     if lost:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvview_reference.sizing.report import ENOUGH, SizeReport
+from kvview_reference.sizing.sweep import ENOUGH, SizeReport
 
 
 def explain(report: SizeReport) -> list[str]:
@@ -12,8 +12,12 @@ def explain(report: SizeReport) -> list[str]:
 
 def _answer(report: SizeReport) -> list[str]:
     alone, most = report.no_connector_hit_rate, report.unlimited_hit_rate
-    gpu = f"The GPU's {report.gpu_blocks:,} blocks" if report.gpu_blocks else "No GPU cache"
-    lines = [f"{gpu} alone: {alone:.1%} of the prompt blocks are hits; a host adds to that."]
+    lines = ["There is no GPU cache: all hits are the host's."]
+    if report.gpu_blocks:
+        lines = [
+            f"The GPU's {report.gpu_blocks:,} blocks alone: {alone:.1%} of the prompt blocks are "
+            "hits; a host adds to that."
+        ]
     if report.enough_host_blocks:
         enough = blocks_and_gib(report, report.enough_host_blocks)
         lines += [

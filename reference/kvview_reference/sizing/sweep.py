@@ -1,6 +1,6 @@
 """What a host tier is worth at every size: the run, and the JSON of ``kvview size --json``.
 
-``docs/sizing.md`` describes it; ``python -m kvview_reference.sizing.report`` prints the JSON
+``docs/sizing.md`` describes it; ``python -m kvview_reference.sizing.sweep`` prints the JSON
 Schema.
 """
 
@@ -61,7 +61,7 @@ class Point(_Model):
     peak_offload_gb_per_s: float | None
 
 
-class Curve(_Model):
+class PolicyCurve(_Model):
     """One policy."""
 
     policy: str
@@ -102,7 +102,7 @@ class SizeReport(_Model):
     full_host_blocks: int = Field(description="Beyond it an LRU host wins nothing.")
     enough_host_blocks: int = Field(description="LRU wins 99 % of what any host can win.")
     enough_host_gib: float | None
-    curves: list[Curve]
+    curves: list[PolicyCurve]
     optimum: list[tuple[int, float]] = Field(
         description="Host blocks, and the hit rate that no policy exceeds with GPU and host: MIN "
         "with bypass, which knows the future."
@@ -187,7 +187,7 @@ def size(
         how = "stack distances, exact" if policy == "lru" else "a replay a size"
         if rate < 1.0:
             how = f"{how.removesuffix(', exact')}, sampled at {rate:g}"
-        curves.append(Curve(policy=policy, method=how, points=points))
+        curves.append(PolicyCurve(policy=policy, method=how, points=points))
     return SizeReport(
         trace=trace,
         block_size=block_size,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from html import escape
 from math import log10
 
-from kvview.cli.page import make_table, write_page
+from kvview.web_page import make_table, write_page
 from kvview_reference.sizing.explain import blocks_and_gib, explain
-from kvview_reference.sizing.report import Curve, SizeReport
+from kvview_reference.sizing.sweep import PolicyCurve, SizeReport
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 900, 72, 34, 12
 _HEIGHT, _BOTTOM = 400, 84
@@ -157,7 +157,7 @@ def _sizes(report: SizeReport, chart: _Chart, low: int, high: int) -> list[str]:
     return parts
 
 
-def _table(report: SizeReport, curve: Curve) -> str:
+def _table(report: SizeReport, curve: PolicyCurve) -> str:
     has_bytes = report.model is not None
     names = ["host blocks", *["GiB"] * has_bytes, "all hits", "of the host", "offloaded"]
     names += ["per loaded", "prefill s saved", "load s", *["GB/s in", "GB/s out"] * has_bytes]
