@@ -85,13 +85,16 @@ def require_writable(option: str, path: str | None) -> None:
 
 def write_json(path: str | None, report: dict[str, Any]) -> None:
     """Write a report; to stdout for "-", nowhere for None."""
-    if path is None:
-        return
-    text = json.dumps(report, indent=2) + "\n"
+    write_text("--json", path, json.dumps(report, indent=2) + "\n" if path else "")
+
+
+def write_text(option: str, path: str | None, text: str) -> None:
+    """Write what an option asked for; to stdout for "-", nowhere for None."""
     if path == "-":
         click.echo(text, nl=False)
-        return
-    try:
-        Path(path).write_text(text)
-    except OSError as error:
-        raise ConfigError(f"--json {path!r}: {error.strerror}") from error
+    elif path is not None:
+        try:
+            # A lone surrogate, which a message may quote, must not cost the report.
+            Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            raise ConfigError(f"{option} {path!r}: {error.strerror}") from error

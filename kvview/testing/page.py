@@ -3,43 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from kvview.errors import ConfigError
 from kvview.testing.recorder import LawBroken
 from kvview.testing.report import BAD, CheckResult, Outcome, Report
+from kvview.web_page import make_table, write_page
 
-_STYLE = """
-:root { color-scheme: light dark; --text: #222; --page: #fff; --rule: #e3e6ea; --code: #f4f5f7;
-  --note: #5a6169; --bad: #b22222; --good: #2e7d32; --expected: #9a5b00; --axis: #333;
-  --engine: #4e79a7; --held: #f28e2b; --free: #d7dde3; --hatch: #7a4300 }
-@media (prefers-color-scheme: dark) { :root { --text: #e4e6e8; --page: #17191c; --rule: #3a3f45;
-  --code: #22262b; --note: #a3abb3; --bad: #ff8a80; --good: #81c784; --expected: #ffb74d;
-  --axis: #c3c8cd; --engine: #7ea6d0; --held: #c8741c; --free: #454c54; --hatch: #ffdcb3 } }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2em auto; padding: 0 1em;
-  color: var(--text); background: var(--page) }
-h1 { font-size: 1.5em } h2 { font-size: 1.2em; margin-top: 2em }
-h1, h2, td { overflow-wrap: anywhere }
-table { border-collapse: collapse }
-th, td { text-align: left; vertical-align: top; padding: .3em 1.2em .3em 0;
-  border-bottom: 1px solid var(--rule) }
-th { font-weight: 600 } td:first-child, .number, .outcome { white-space: nowrap }
-.number { text-align: right; font-variant-numeric: tabular-nums }
-pre { background: var(--code); padding: 1em; overflow-x: auto; font-size: 13px; line-height: 1.4 }
-code { font-size: 13px } .note { color: var(--note) } .good { color: var(--good) }
-.bad { color: var(--bad); font-weight: 600 } .expected { color: var(--expected) }
-svg { width: 100%; height: auto; margin: .5em 0 } summary { cursor: pointer; color: var(--note) }
-svg text { font: 13px system-ui, sans-serif; fill: var(--axis) }
-svg .told { fill: var(--bad) } .axis { fill: none; stroke: var(--axis) }
-.engine { fill: var(--engine) } .held { fill: var(--held) } .free { fill: var(--free) }
-.hatch { fill: none; stroke: var(--hatch); stroke-width: 1.2 }
-.halo { fill: none; stroke: var(--page); stroke-width: 5 }
-.jobs { fill: none; stroke: var(--bad); stroke-width: 2.5 }
-.broken { stroke: var(--bad); stroke-width: 1.5; stroke-dasharray: 4 3 }
-"""
 _CLASSES = {
     Outcome.PASSED: "good",
     Outcome.FAILED: "bad",
@@ -60,39 +31,7 @@ def write_report(path: str | Path, report: Report) -> None:
     Raises:
         ConfigError: The file cannot be written.
     """
-    title = f"kvview check: {report.target}"
-    # The empty icon keeps a browser from asking a server for one.
-    head = (
-        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f'<link rel="icon" href="data:,"><title>{escape(title)}</title><style>{_STYLE}</style>'
-    )
-    body = "\n".join([f"<h1>{escape(title)}</h1>", *_parts(report)])
-    page = f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
-    try:
-        # A lone surrogate, which a message may quote, must not cost the report.
-        Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise ConfigError(f"report {str(path)!r}: {error.strerror}") from error
-
-
-def _make_table(
-    names: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = ()
-) -> str:
-    """A table as HTML.
-
-    Args:
-        names: Of its columns, as text.
-        rows: Cells, as HTML.
-        numbers: Names of the columns that hold numbers.
-    """
-
-    def row(tag: str, cells: Sequence[str]) -> str:
-        kinds = [' class="number"' if name in numbers else "" for name in names]
-        filled = zip(kinds, cells, strict=True)
-        return "<tr>" + "".join(f"<{tag}{kind}>{cell}</{tag}>" for kind, cell in filled) + "</tr>"
-
-    lines = [row("th", [escape(name) for name in names]), *(row("td", cells) for cells in rows)]
-    return "<table>" + "\n".join(lines) + "</table>"
+    write_page("report", path, f"kvview check: {report.target}", _parts(report))
 
 
 def _parts(report: Report) -> list[str]:
@@ -130,9 +69,9 @@ def _parts(report: Report) -> list[str]:
         rows = [
             (escape(n), f"{times:,}") for n, times in sorted(coverage.items()) if not is_cell(n)
         ]
-        table = _make_table(("what", "times"), rows, ["times"])
+        table = make_table(("what", "times"), rows, ["times"])
         head, *cells = table_of_cells(coverage)
-        parts += ["<h2>What the runs did</h2>", table, _make_table(head, cells, head[1:])]
+        parts += ["<h2>What the runs did</h2>", table, make_table(head, cells, head[1:])]
     return parts
 
 
@@ -148,7 +87,7 @@ def _laws(report: Report) -> str:
             )
             seconds = "" if result.outcome is Outcome.SKIPPED else f"{result.seconds:.2f}"
             rows.append(("" if number else f"<b>{escape(law)}</b>", outcome, seconds, about))
-    return _make_table(("law", "outcome", "seconds", "check"), rows, ["seconds"])
+    return make_table(("law", "outcome", "seconds", "check"), rows, ["seconds"])
 
 
 def _prose(text: str) -> str:
@@ -176,7 +115,7 @@ def _failure(result: CheckResult) -> str:
 def _picture(failure: LawBroken) -> str:
     from kvview.testing.connector.timeline import timeline_svg, timeline_table
 
-    table = _make_table(*timeline_table(failure.timeline))
+    table = make_table(*timeline_table(failure.timeline))
     summary = "<summary>The same in numbers</summary>"
     return f"{timeline_svg(failure.timeline)}\n<details>{summary}{table}</details>"
 

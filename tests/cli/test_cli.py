@@ -125,7 +125,7 @@ def test_gzip_and_json_to_stdout(tmp_path: Path) -> None:
     ("args", "part"),
     [
         (["no/such/trace.jsonl"], "no/such/trace.jsonl"),
-        ([str(ROOT)], "a directory"),
+        ([str(ROOT / "kvview")], "no file in it ends in"),
         (["--connector", "nonsense"], "expected 'path/to/file.py:Name'"),
         (["--connector", "no_such_module:Connector"], "No module named 'no_such_module'"),
         (["--connector", "no_such_file.py:Connector"], "there is no file"),

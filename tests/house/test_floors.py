@@ -24,6 +24,7 @@ CONTRACT_ORDER = (
     "options",
     "targets",
     "config",
+    "web_page",
     "cli",
 )
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence, Set
+from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
 from math import floor
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 from kvview import ConfigError, OffloadKey
+from kvview.errors import one_line
+from kvview.targets import load_target
 
 Keys = Sequence[OffloadKey]
 """Keys of one request, in prefix order."""
@@ -292,13 +295,34 @@ def register_policy(name: str, factory: PolicyFactory, *, replace: bool = False)
 
 
 def policy_factory(name: str) -> PolicyFactory:
-    """The factory registered under a name (OFF-7).
+    """The factory registered under a name, or that a target names (OFF-7).
+
+    Args:
+        name: Registered, or ``path/to/file.py:Policy``, or ``package.module:Policy``.
 
     Raises:
-        ConfigError: The name is not known; lists those that are.
+        ConfigError: The name is not known, which lists those that are; or the target does
+            not import.
     """
-    try:
-        return _FACTORIES[name]
-    except (KeyError, TypeError):
+    factory = _FACTORIES.get(name) if isinstance(name, str) else None
+    if factory is None and isinstance(name, str) and ":" in name:
+        return partial(_build, name, load_target(name))
+    if factory is None:
         known = ", ".join(sorted(_FACTORIES))
-        raise ConfigError(f"OFF-7: unknown cache policy {name!r}; known: {known}") from None
+        raise ConfigError(
+            f"OFF-7: unknown cache policy {name!r}; known: {known}, and file.py:Policy"
+        )
+    return factory
+
+
+def _build(name: str, found: Any, capacity: int) -> CachePolicy:
+    """The policy of a target, if it is one."""
+    try:
+        policy = found(capacity)
+    except TypeError as error:
+        why = f"cannot be built from a capacity: {one_line(error)}"
+        raise ConfigError(f"OFF-7: cache policy {name!r} {why}") from error
+    lacks = [call for call in ("admit", "touch", "release", "remove") if not hasattr(policy, call)]
+    if lacks:
+        raise ConfigError(f"OFF-7: cache policy {name!r} lacks {', '.join(lacks)}")
+    return cast("CachePolicy", policy)

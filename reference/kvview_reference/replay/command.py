@@ -81,6 +81,7 @@ _SYNTHETIC_BLOCK_SIZE = 512
     show_default=True,
     help="Seconds for readers to connect before, and to ask after.",
 )
+@click.option("--strict", is_flag=True, help="Damaged input ends the run, with exit code 2.")
 @click.option(
     "--json", "json_file", metavar="FILE", help="Write the report there ('-' for stdout)."
 )
@@ -99,12 +100,13 @@ def replay(
     publish: str | None,
     publish_replay: str | None,
     publish_wait: float,
+    strict: bool,
     json_file: str | None,
 ) -> None:
     """Run a request trace through the reference engine, with a connector.
 
-    TRACE is JSONL or JSONL.gz in the Mooncake, Bailian or cc-traces schema.
-    Without one, a seeded workload of the same shape is generated. Every byte
+    TRACE is JSONL or JSONL.gz in the Mooncake, Bailian or cc-traces schema, or a
+    folder of such files. Without one, a seeded workload of the same shape is generated. Every byte
     that the connector loads is verified.
     """
     from kvview_reference.replay.run import ReplayConfig, make_geometry
@@ -138,8 +140,8 @@ def replay(
                 malformed.append(str(error))
                 click.echo(f"kvview: skipped: {error}", err=True)
 
-        source = open_trace(trace, on_error=report)
-        rows, block_size, title = source, source.block_size, Path(trace).name
+        source = open_trace(trace, on_error=None if strict else report)
+        rows, block_size, title = source, source.block_size, Path(trace).resolve().name
     with _progress() as bar:
         task = bar.add_task(title, total=None if source else total)
 
@@ -157,7 +159,9 @@ def replay(
             rows = _take(rows, requests)
             result = run(rows, block_size, connector_class, config, on_progress, on_step)
     _show(result, title, len(malformed))
-    write_json(json_file, {**asdict(result), "malformed_rows": len(malformed)})
+    write_json(json_file, {**asdict(result), "malformed_rows": len(malformed), "lost": malformed})
+    if malformed:
+        click.echo(f"kvview: lost: {len(malformed)} of {title} could not be read", err=True)
     sys.exit(ExitCode.CLEAN if result.is_clean else ExitCode.WRONG)
 
 

@@ -32,6 +32,7 @@ OnError = Callable[[TraceError], object]
 MAX_ROW_BYTES = 256 * 2**20
 """Longest row that is read: a file without newlines must not fill the memory."""
 
+_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _DAMAGED_GZIP = (EOFError, zlib.error, gzip.BadGzipFile)
 
 
@@ -155,6 +156,57 @@ class Trace:
                 yield line, row.rstrip(b"\r\n")
 
 
+class TraceFolder(Trace):
+    """The files of a folder as one trace, by name: as cc-traces come, a session each.
+
+    A file that cannot be read, or is of another schema or block size, is a malformed row.
+    """
+
+    def __init__(self, path: str, on_error: OnError | None, max_row_bytes: int) -> None:
+        names = sorted(name for name in os.listdir(path) if name.endswith(_SUFFIXES))
+        if not names:
+            raise ConfigError(f"cannot read trace {path!r}: no file in it ends in .json(l)(.gz)")
+        self.path = path
+        self.bytes_read = self.total_bytes = 0
+        self._on_error = on_error
+        self._files: list[Trace] = []
+        self._errors: list[TraceError] = []
+        for name in names:
+            try:
+                file = Trace(os.path.join(path, name), on_error, max_row_bytes)
+                self._add(file)
+            except ConfigError as error:
+                if on_error is None:
+                    raise
+                self._errors.append(TraceError(str(error)))
+        if not self._files:
+            raise ConfigError(f"cannot read trace {path!r}: {self._errors[0]}")
+
+    def _add(self, file: Trace) -> None:
+        if not self._files:
+            self.schema, self.block_size = file.schema, file.block_size
+        if (file.schema, file.block_size) != (self.schema, self.block_size):
+            raise ConfigError(
+                f"{file.path}: {file.schema} in blocks of {file.block_size}, and {self.schema} in "
+                f"blocks of {self.block_size} before it"
+            )
+        self._files.append(file)
+        self.total_bytes += file.total_bytes
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        """Requests, a file after the other."""
+        for error in self._errors:
+            if self._on_error is not None:
+                self._on_error(error)
+        before = 0
+        for file in self._files:
+            for request in file:
+                self.bytes_read = before + file.bytes_read
+                yield request
+            before += file.total_bytes
+            self.bytes_read = before
+
+
 def open_trace(
     path: str | os.PathLike[str],
     *,
@@ -164,7 +216,7 @@ def open_trace(
     """Open a trace of any known schema.
 
     Args:
-        path: JSON Lines, gzip-compressed or not.
+        path: JSON Lines, gzip-compressed or not; or a folder of such files.
         on_error: Told of each malformed row, once per iteration, and the row is
             skipped; None raises at the first.
         max_row_bytes: Longer rows, decompressed, are malformed.
@@ -176,4 +228,5 @@ def open_trace(
         ConfigError: The file cannot be read, is empty, or no row of it can be read.
         TraceError: The first row is malformed and ``on_error`` is None.
     """
-    return Trace(os.fspath(path), on_error, max_row_bytes)
+    kind = TraceFolder if os.path.isdir(path) else Trace
+    return kind(os.fspath(path), on_error, max_row_bytes)

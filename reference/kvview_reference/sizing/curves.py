@@ -1,0 +1,178 @@
+"""Hits of a cache of every size in one pass: LRU, and what no policy can exceed.
+
+Both go through runs (:mod:`kvview_reference.sizing.references`) and count blocks. A hit needs
+the whole prefix before it: with LRU a prefix is always used at least as recently as what
+follows it, so counting the blocks within reach of a size counts just those.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import accumulate
+
+from kvview_reference.sizing.references import References
+
+
+class Curve:
+    """Hits against size; exact at every size.
+
+    Args:
+        reached: Pairs of a size and blocks: from that size on, each block more of capacity
+            gives so many hits more (or, negative, so many fewer).
+    """
+
+    def __init__(self, reached: dict[int, int]) -> None:
+        self._sizes = sorted(reached)
+        self._slopes = list(accumulate(reached[size] for size in self._sizes))
+        steps = zip(self._sizes, self._sizes[1:], self._slopes, strict=False)
+        rises = ((high - low) * slope for low, high, slope in steps)
+        self._hits = list(accumulate(rises, initial=0))
+
+    @property
+    def full_size(self) -> int:
+        """The smallest size with which nothing more is won."""
+        return self._sizes[-1] if self._sizes else 0
+
+    def hits(self, size: int) -> int:
+        """Blocks that a cache of this size hits."""
+        at = bisect_right(self._sizes, size) - 1
+        if at < 0:
+            return 0
+        return self._hits[at] + (size - self._sizes[at]) * self._slopes[at]
+
+    def size_for(self, hits: float) -> int:
+        """The smallest size with at least so many hits; ``full_size`` if there is none."""
+        low, high = 0, self.full_size
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.hits(middle) >= hits else (middle + 1, high)
+        return low
+
+
+Reach = tuple[int, int]
+"""A stack distance, and how many blocks lie from there on without a gap: ``(d, n)`` is hit
+by a cache of ``d + 1`` blocks with one block, by one of ``d + n`` with all."""
+
+
+def lru_reaches(references: References) -> Iterator[list[Reach]]:
+    """For each request the stack distances of what it uses again, in prefix order.
+
+    A request's blocks become the most recent ones, the first block foremost: as engines
+    free a chain from its tail. It ends at the first block that was never used before.
+
+    Source: R. Mattson et al., "Evaluation techniques for storage hierarchies", IBM Systems
+    Journal 9(2), 1970; the tree is P. Fenwick's.
+    """
+    weights = references.weights()
+    num_slots = sum(len(request.runs) for request in references.requests)
+    tree = [0] * (num_slots + 1)  # weights by slot; later slots are more recent
+    slots = [0] * len(weights)
+    total = next_slot = 0
+    for request in references.requests:
+        reaches: list[Reach] = []
+        furthest, is_prefix = 0, True
+        for run in request.runs:
+            slot, weight = slots[run], weights[run]
+            if not slot:
+                is_prefix = False
+                continue
+            if is_prefix:
+                older, at = 0, slot
+                while at:
+                    older += tree[at]
+                    at &= at - 1
+                distance = max(total - older, furthest)
+                reaches.append((distance, weight))
+                furthest = distance + weight - 1
+        for run in request.runs:
+            slot, weight = slots[run], weights[run]
+            if slot:
+                while slot <= num_slots:
+                    tree[slot] -= weight
+                    slot += slot & -slot
+            else:
+                total += weight
+        for run in reversed(request.runs):
+            next_slot += 1
+            slots[run] = slot = next_slot
+            weight = weights[run]
+            while slot <= num_slots:
+                tree[slot] += weight
+                slot += slot & -slot
+        yield reaches
+
+
+def lru_curve(reaches: Iterable[Iterable[Reach]]) -> Curve:
+    """The hits of LRU at every size."""
+    reached: dict[int, int] = {}
+    for request in reaches:
+        for distance, weight in request:
+            reached[distance] = reached.get(distance, 0) + 1
+            reached[distance + weight] = reached.get(distance + weight, 0) - 1
+    return Curve(reached)
+
+
+def hits_within(reaches: Iterable[Reach], size: int) -> int:
+    """Blocks of one request that an LRU cache of this size hits."""
+    return sum(min(weight, max(0, size - distance)) for distance, weight in reaches)
+
+
+def optimum_hits(references: References, sizes: Sequence[int]) -> list[int]:
+    """Hits of MIN with bypass: what a cache that knows the future has at most.
+
+    After each request the blocks that are asked for again the soonest are kept, of the
+    request and of the cache alike; what is never asked for again is not kept. No policy
+    exceeds it, whatever it stores and when.
+
+    Args:
+        references: Of the trace.
+        sizes: In blocks.
+
+    Source: L. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM
+    Systems Journal 5(2), 1966.
+    """
+    weights = references.weights()
+    never = len(references.requests)
+    upcoming: list[list[int]] = []  # for each use of a run, the request of its next use
+    following = [never] * len(weights)
+    for number in range(never - 1, -1, -1):
+        runs = references.requests[number].runs
+        upcoming.append([following[run] for run in runs])
+        for run in runs:
+            following[run] = number
+    upcoming.reverse()
+    return [_optimum(references, weights, upcoming, size) for size in sizes]
+
+
+def _optimum(
+    references: References, weights: list[int], upcoming: list[list[int]], size: int
+) -> int:
+    never = len(upcoming)
+    kept = [0] * len(weights)  # blocks of each run, from its head on
+    due = [0] * len(weights)
+    order: list[tuple[int, int, int]] = []  # a heap: the latest due first, then the deepest
+    hits = used = 0
+    for request, dues in zip(references.requests, upcoming, strict=True):
+        for depth, (run, then) in enumerate(zip(request.runs, dues, strict=True)):
+            hits += kept[run]
+            used -= kept[run]
+            kept[run] = 0
+            if then < never:
+                kept[run] = weights[run]
+                used += weights[run]
+                due[run] = then
+                heappush(order, (-then, -depth, run))
+        while used > size:
+            then, _, run = order[0]
+            surplus = used - size
+            if due[run] == -then and kept[run] > surplus:
+                kept[run] -= surplus
+                used = size
+            else:
+                heappop(order)
+                if due[run] == -then:
+                    used -= kept[run]
+                    kept[run] = 0
+    return hits

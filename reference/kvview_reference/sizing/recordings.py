@@ -1,0 +1,133 @@
+"""A recording of a server's KV events as a trace.
+
+1. An event that stores blocks on the GPU is a request that computed them; what it found
+   before them is the chain of their parents. Other media, and all KV-cache groups but the
+   first, say nothing about requests.
+2. Blocks that follow the last ones of a request within ``SAME_REQUEST_S`` are the same
+   request's: its next prefill step, or what it generated.
+3. What an engine computes again after it was evicted is stored again, so it is seen. A
+   request that finds all of its full blocks stores none, and is not.
+
+Source: ``kvview events record``; the fields are those of vLLM's ``BlockStored``.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvview.errors import ConfigError, KVViewError, WireFormatError
+from kvview.events import MEDIUM_GPU
+from kvview.events.recording import read_recording
+from kvview.events.wire import EventDecoder, Hash, StoredEvent
+from kvview_reference.replay.trace_schemas import TraceRequest
+
+SAME_REQUEST_S = 5.0
+"""A turn that comes sooner than this is taken for the one before it, which the GPU still has."""
+
+
+@dataclass(slots=True)
+class _Request:
+    start_s: float
+    last_s: float
+    blocks: array[int]
+
+
+class RecordedTrace:
+    """The requests that a recording shows.
+
+    Args:
+        path: Of the recording.
+        on_error: Told of messages that cannot be read; None raises at the first.
+
+    Attributes:
+        block_size: Tokens of a block.
+
+    Raises:
+        ConfigError: The file cannot be read, or stores no block on a GPU.
+        WireFormatError: A message cannot be read and ``on_error`` is None.
+    """
+
+    def __init__(self, path: str, on_error: Callable[[KVViewError], object] | None) -> None:
+        self.path = path
+        self.block_size = 0
+        self._on_error = on_error
+        self._numbers: dict[Hash, int] = {}
+        self._parents = array("q")  # of each block; -1 for the first of a prompt
+        self._open: dict[int, _Request] = {}  # by the last block
+        self._requests: list[_Request] = []
+        self._group: int | None = None
+        for at, event in self._stored():
+            self._add(at, event)
+        if not self._requests:
+            raise ConfigError(f"recording {path!r}: no event stores a block on a GPU")
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        first = min(request.start_s for request in self._requests)
+        for number, request in enumerate(self._requests, 1):
+            tokens = len(request.blocks) * self.block_size
+            start_s = request.start_s - first
+            yield TraceRequest(str(number), start_s, tokens, 0, request.blocks, "", number)
+
+    def _stored(self) -> Iterator[tuple[float, StoredEvent]]:
+        decoder = EventDecoder(strict=False)
+        expected: int | None = None
+        try:
+            for message in read_recording(self.path):
+                if expected is not None and message.sequence > expected:
+                    missing = f"{message.sequence - expected} messages from {expected} are missing"
+                    self._report(WireFormatError(f"{self.path}: {missing}"))
+                expected = message.sequence + 1
+                try:
+                    batch = decoder.decode(message.payload)
+                except WireFormatError as error:
+                    self._report(WireFormatError(f"message {message.sequence}: {error}"))
+                    continue
+                for problem in batch.problems:
+                    self._report(WireFormatError(f"message {message.sequence}: {problem}"))
+                for event in batch.events:
+                    if isinstance(event, StoredEvent):
+                        yield batch.ts, event
+        except WireFormatError as error:
+            self._report(error)  # and nothing can be read after it
+
+    def _report(self, error: WireFormatError) -> None:
+        if self._on_error is None:
+            raise error
+        self._on_error(error)
+
+    def _add(self, at: float, event: StoredEvent) -> None:
+        if (event.medium or MEDIUM_GPU) != MEDIUM_GPU or not event.block_hashes:
+            return
+        group = event.group_idx or 0
+        if self._group is None:
+            self._group, self.block_size = group, event.block_size
+        if group != self._group:
+            return
+        parent = -1
+        if event.parent_block_hash is not None:
+            parent = self._number(event.parent_block_hash, -1)
+        request = self._open.pop(parent, None)
+        if request is None or at - request.last_s > SAME_REQUEST_S:
+            request = _Request(at, at, self._chain(parent))
+            self._requests.append(request)
+        request.last_s = at
+        for block_hash in event.block_hashes:
+            parent = self._number(block_hash, parent)
+            request.blocks.append(parent)
+        self._open[parent] = request
+
+    def _number(self, block_hash: Hash, parent: int) -> int:
+        number = self._numbers.setdefault(block_hash, len(self._parents))
+        if number == len(self._parents):
+            self._parents.append(parent)
+        return number
+
+    def _chain(self, last: int) -> array[int]:
+        blocks = array("q")
+        while last >= 0:
+            blocks.append(last)
+            last = self._parents[last]
+        blocks.reverse()
+        return blocks

@@ -1,0 +1,127 @@
+"""What the GPU's prefix cache and a host tier do for each request of a trace.
+
+1. Requests are served one after another, by arrival. The GPU holds the blocks used last
+   (LRU, chains from their tail). What it does not have the host gives, as far as the prefix
+   goes without a gap; the rest is computed.
+2. Every block of a request is offered to the host, and counts as used there, hit or not: as
+   vLLM's connector does, so the host holds what the GPU holds too.
+3. Any policy is replayed through the reference's manager, with stores in steps as a
+   chunked prefill makes them. LRU needs no replay: one pass has every size.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvview import LookupResult, OffloadKey, ReqContext, make_offload_key
+from kvview_reference.offloading import CPUOffloadingManager
+from kvview_reference.sizing.curves import Curve, Reach, hits_within, lru_curve, lru_reaches
+from kvview_reference.sizing.references import References
+
+STEP_BLOCKS = 128
+"""Blocks of one store at most: what a step of a chunked prefill computes."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Blocks that a host tier moves, a request each.
+
+    Args:
+        loaded: From the host: its hits.
+        stored: To the host.
+    """
+
+    loaded: Sequence[int]
+    stored: Sequence[int]
+
+
+class Tiers:
+    """A trace, a GPU of one size, and hosts of any.
+
+    Args:
+        references: Of the trace.
+        gpu_blocks: Blocks that the GPU's prefix cache may hold; 0 for none.
+
+    Attributes:
+        gpu_hits: Blocks hit on the GPU, a request each: the same with every host.
+        curve: Hits of one LRU cache against its size.
+    """
+
+    def __init__(self, references: References, gpu_blocks: int) -> None:
+        self.references = references
+        self.gpu_blocks = gpu_blocks
+        self._reaches: list[list[Reach]] = list(lru_reaches(references))
+        self.curve: Curve = lru_curve(self._reaches)
+        held = self.sampled(gpu_blocks)
+        self.gpu_hits = array("I", (hits_within(reaches, held) for reaches in self._reaches))
+        self._keys: list[OffloadKey] = []
+
+    def sampled(self, num_blocks: int) -> int:
+        """What a size of blocks is for the sample."""
+        rate = self.references.rate
+        return num_blocks if rate == 1.0 else max(bool(num_blocks), round(num_blocks * rate))
+
+    def lru(self, host_blocks: int) -> Traffic:
+        """The traffic of an LRU host, without a replay."""
+        size = self.sampled(host_blocks)
+        hits = [hits_within(reaches, size) for reaches in self._reaches]
+        requests = self.references.requests
+        return Traffic(
+            array("I", (max(0, hit - gpu) for hit, gpu in zip(hits, self.gpu_hits, strict=True))),
+            array("I", (min(r.num_blocks - h, size) for r, h in zip(requests, hits, strict=True))),
+        )
+
+    def replay(self, host_blocks: int, policy: str) -> Traffic:
+        """The traffic of a host under any policy known by name.
+
+        Raises:
+            ConfigError: There is no such policy.
+        """
+        size = self.sampled(host_blocks)
+        if not size:
+            none = array("I", bytes(4 * len(self.gpu_hits)))
+            return Traffic(none, none)
+        manager = CPUOffloadingManager(size, policy)
+        loaded, stored = array("I"), array("I")
+        for keys, on_gpu in zip(self._requests(), self.gpu_hits, strict=True):
+            num_loaded, num_stored = _serve(manager, keys, on_gpu)
+            loaded.append(num_loaded)
+            stored.append(num_stored)
+        return Traffic(loaded, stored)
+
+    def _requests(self) -> Iterator[list[OffloadKey]]:
+        """The keys of each request, one by one: all at once would be large."""
+        starts, keys = self.references.starts, self._keys
+        if not keys:
+            keys += (make_offload_key(n.to_bytes(32, "big"), 0) for n in range(starts[-1]))
+        for request in self.references.requests:
+            found: list[OffloadKey] = []
+            for run in request.runs:
+                found += keys[starts[run] : starts[run + 1]]
+            yield found
+
+
+def _serve(manager: CPUOffloadingManager, keys: list[OffloadKey], on_gpu: int) -> tuple[int, int]:
+    """One request from its arrival to its end: blocks loaded, and stored."""
+    ctx, lookup, hit = ReqContext(), manager.lookup, LookupResult.HIT
+    end = on_gpu
+    while end < len(keys) and lookup(keys[end], ctx) is hit:
+        end += 1
+    loaded = keys[on_gpu:end]
+    if loaded:
+        manager.prepare_load(loaded, ctx)
+    offered = keys[:on_gpu] + keys[end:]
+    stored: list[OffloadKey] = []
+    for at in range(0, len(offered), STEP_BLOCKS):
+        output = manager.prepare_store(offered[at : at + STEP_BLOCKS], ctx)
+        if output is None:  # the tier is full of this request
+            break
+        stored += output.keys_to_store
+    manager.touch(keys, ctx)
+    if loaded:
+        manager.complete_load(loaded, ctx)
+    if stored:
+        manager.complete_store(stored, ctx)
+    return len(loaded), len(stored)

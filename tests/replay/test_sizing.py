@@ -1,0 +1,441 @@
+"""`kvview size`: one pass against plain simulations, sampling, what it costs, bad input."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import random
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvview.cli import commands
+from kvview.errors import ConfigError
+from kvview.events.formats import WIRE_FORMATS
+from kvview.events.recording import Message, Recording
+from kvview.events.wire import Batch, codec, encode
+from kvview_reference.replay.traces import TraceRequest, open_trace
+from kvview_reference.replay.workload import generate_trace
+from kvview_reference.sizing.curves import lru_curve, lru_reaches, optimum_hits
+from kvview_reference.sizing.model import ModelShape, parse_size, read_model
+from kvview_reference.sizing.recordings import SAME_REQUEST_S, RecordedTrace
+from kvview_reference.sizing.references import References, read_references
+from kvview_reference.sizing.sweep import SizeReport
+from kvview_reference.sizing.sweep import size as run_size
+from kvview_reference.sizing.tiers import Tiers
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+MOONCAKE_FILE = DATA / "mooncake_conversation_trace.jsonl"
+BLOCK_SIZE = 4
+
+
+def request(number: int, ids: Sequence[int], arrival_s: float | None = None) -> TraceRequest:
+    at = float(number) if arrival_s is None else arrival_s
+    return TraceRequest(str(number), at, max(1, len(ids) * BLOCK_SIZE), 1, tuple(ids), "", number)
+
+
+def referred(prompts: Iterable[Sequence[int]], **options: Any) -> References:
+    rows = [request(number, ids) for number, ids in enumerate(prompts)]
+    return read_references(rows, BLOCK_SIZE, **options)
+
+
+def chains(seed: int, num_requests: int) -> list[list[int]]:
+    """Prompts that branch off one another, as conversations and system prompts do."""
+    rng = random.Random(seed)
+    prompts: list[list[int]] = []
+    new = 0
+    for _ in range(num_requests):
+        prompt: list[int] = []
+        if prompts and rng.random() < 0.7:
+            other = rng.choice(prompts[-6:])
+            prompt = other[: rng.randint(0, len(other))]
+        length = rng.randint(0, 5)
+        prompt += range(new, new + length)
+        new += length
+        prompts.append(prompt)
+    return prompts
+
+
+def plain_lru(prompts: Iterable[Sequence[int]], size: int) -> int:
+    cache: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for prompt in prompts:
+        for block in prompt:
+            if block not in cache:
+                break
+            hits += 1
+        for block in reversed(list(dict.fromkeys(prompt))):
+            cache.pop(block, None)
+            cache[block] = None
+        while len(cache) > size:
+            cache.popitem(last=False)
+    return hits
+
+
+def plain_optimum(prompts: Sequence[Sequence[int]], size: int) -> int:
+    cache: set[int] = set()
+    hits = 0
+    for number, prompt in enumerate(prompts):
+        hits += len(cache.intersection(prompt))
+        due = {}
+        for block in cache | set(prompt):
+            later = (n for n, p in enumerate(prompts[number + 1 :]) if block in p)
+            due[block] = next(later, None)
+        wanted = sorted((when, block) for block, when in due.items() if when is not None)
+        cache = {block for _, block in wanted[:size]}
+    return hits
+
+
+# --- one pass beside plain simulations ---
+
+
+@given(seed=st.integers(0, 10**6), num_requests=st.integers(0, 40))
+@settings(max_examples=60, deadline=None)
+def test_lru_at_every_size_in_one_pass(seed: int, num_requests: int) -> None:
+    prompts = chains(seed, num_requests)
+    references = referred(prompts)
+    curve = lru_curve(lru_reaches(references))
+    for size in range(references.num_blocks + 2):
+        assert curve.hits(size) == plain_lru(prompts, size), size
+    assert curve.hits(curve.full_size) == curve.hits(10**9)
+    if curve.full_size:
+        assert curve.hits(curve.full_size - 1) < curve.hits(curve.full_size)
+
+
+@given(prompts=st.lists(st.lists(st.integers(0, 8), max_size=6), max_size=12))
+@settings(max_examples=100, deadline=None)
+def test_ids_that_name_no_prefixes(prompts: list[list[int]]) -> None:
+    unique = [list(dict.fromkeys(prompt)) for prompt in prompts]
+    references = referred(prompts)
+    curve = lru_curve(lru_reaches(references))
+    for size in range(10):
+        assert curve.hits(size) == plain_lru(unique, size)
+
+
+@given(seed=st.integers(0, 10**6), size=st.integers(0, 40))
+@settings(max_examples=60, deadline=None)
+def test_no_policy_exceeds_the_optimum(seed: int, size: int) -> None:
+    prompts = chains(seed, 25)
+    references = referred(prompts)
+    (bound,) = optimum_hits(references, [size])
+    assert bound == plain_optimum(prompts, size)
+    assert bound >= plain_lru(prompts, size)
+
+
+def test_runs_hold_what_the_same_requests_use() -> None:
+    references = referred([[1, 2, 3, 4], [1, 2, 9], [1, 2, 3, 4, 5]])
+    assert references.weights() == [2, 2, 1, 1]
+    assert [list(r.runs) for r in references.requests] == [[0, 1], [0, 2], [0, 1, 3]]
+    assert references.num_references == 12
+
+
+def test_requests_go_by_arrival_and_sessions_interleave() -> None:
+    rows = [request(0, [1, 2], 5.0), request(1, [7], 2.0), request(2, [1], 3.0)]
+    references = read_references(rows, BLOCK_SIZE)
+    assert [r.num_blocks for r in references.requests] == [1, 1, 2]
+    assert [r.arrival_s for r in references.requests] == [0.0, 1.0, 3.0]
+
+
+def test_partial_blocks_are_counted_and_not_cached() -> None:
+    row = TraceRequest("1", 0.0, BLOCK_SIZE + 1, 0, (1, 2), "", 1)
+    assert read_references([row], BLOCK_SIZE).num_blocks == 1
+    assert read_references([row], BLOCK_SIZE).num_ids == 2
+    assert read_references([row], BLOCK_SIZE, has_partial_blocks=True).num_blocks == 2
+
+
+def test_a_request_that_cannot_fit_is_counted_and_passed_over() -> None:
+    references = referred([[1], [1, 2, 3, 4], [1]], max_request_blocks=3)
+    assert (len(references.requests), references.num_too_large) == (2, 1)
+
+
+# --- tiers ---
+
+
+@pytest.mark.parametrize("gpu_blocks", [0, 40])
+def test_a_replay_of_lru_agrees_with_the_curve(gpu_blocks: int) -> None:
+    references = referred(chains(3, 400))
+    tiers = Tiers(references, gpu_blocks)
+    longest = max(request.num_blocks for request in references.requests)
+    for host in (0, longest, 2 * longest, 1000):
+        fast, replayed = tiers.lru(host), tiers.replay(host, "lru")
+        assert list(fast.loaded) == list(replayed.loaded)
+        assert sum(tiers.gpu_hits) + sum(fast.loaded) == tiers.curve.hits(max(gpu_blocks, host))
+    assert list(tiers.lru(1000).stored) == list(tiers.replay(1000, "lru").stored)
+
+
+@pytest.mark.parametrize("gpu_blocks", [0, 300])
+def test_a_sample_is_close_to_the_whole(gpu_blocks: int) -> None:
+    rows = list(generate_trace(num_requests=4000, seed=1))
+    options: dict[str, Any] = {"trace": "t", "block_size": 512, "gpu_blocks": gpu_blocks}
+    options |= {"policies": ["arc"], "host_sizes": [1000, 10_000, 50_000]}
+    references = read_references(rows, 512, max_references=40_000)
+    assert references.rate < 1.0
+    whole, sample = run_size(read_references(rows, 512), **options), run_size(references, **options)
+    assert sample.sampling_rate == references.rate
+    assert abs(whole.no_connector_hit_rate - sample.no_connector_hit_rate) < 0.01
+    for curves in zip(whole.curves, sample.curves, strict=True):
+        for exact, guess in zip(*(curve.points for curve in curves), strict=True):
+            assert abs(exact.host_hit_rate - guess.host_hit_rate) < 0.015
+    for (_, exact_bound), (_, guessed) in zip(whole.optimum, sample.optimum, strict=True):
+        assert abs(exact_bound - guessed) < 0.015
+
+
+# --- the report ---
+
+
+def report_of(prompts: Sequence[Sequence[int]], **options: Any) -> SizeReport:
+    defaults: dict[str, Any] = {"trace": "t", "block_size": BLOCK_SIZE, "gpu_blocks": 0}
+    return run_size(referred(prompts), **{**defaults, "policies": ["lru", "arc"], **options})
+
+
+def test_the_report_adds_up() -> None:
+    model = ModelShape(2, 2, 8)
+    report = report_of(chains(5, 300), gpu_blocks=20, model=model, prefill_tokens_per_s=100.0)
+    assert model.token_bytes == 2 * 2 * 2 * 8 * 2
+    for curve in report.curves:
+        for point in curve.points:
+            shares = point.gpu_hit_rate, point.host_hit_rate, point.computed_rate
+            assert sum(shares) == pytest.approx(1.0)
+            assert point.loaded_blocks == pytest.approx(point.host_hit_rate * report.blocks)
+            assert point.prefill_seconds_saved == point.loaded_blocks * BLOCK_SIZE / 100.0
+            assert point.gpu_hit_rate == pytest.approx(report.no_connector_hit_rate)
+            bound = dict(report.optimum)[point.host_blocks]
+            assert 1 - point.computed_rate <= bound + 1e-9
+    lru = report.curves[0].points
+    assert 1 - lru[-1].computed_rate == pytest.approx(report.unlimited_hit_rate)
+    assert report.lru_curve[-1][1] == pytest.approx(report.unlimited_hit_rate)
+    assert 0 < report.enough_host_blocks <= report.full_host_blocks
+    hits = sum(moment.gpu_hit_blocks + moment.host_hit_blocks for moment in report.timeline)
+    assert hits == pytest.approx(
+        dict(report.lru_curve).get(report.full_host_blocks, 0) * report.blocks, rel=0.02
+    )
+    assert sum(moment.requests for moment in report.timeline) == report.requests
+
+
+@pytest.mark.parametrize("prompts", [[], [[]], [[1]], [[1, 2], [3, 4]], [[1], [1]]])
+def test_traces_in_which_little_happens(prompts: list[list[int]], tmp_path: Path) -> None:
+    from kvview_reference.sizing.explain import explain
+    from kvview_reference.sizing.size_page import write_size_page
+
+    report = report_of(prompts, gpu_blocks=8)
+    assert report.enough_host_blocks == 0
+    assert "No host wins anything" in " ".join(explain(report))
+    write_size_page(str(tmp_path / "page.html"), report)
+
+
+# --- the model ---
+
+
+@pytest.mark.parametrize(
+    ("config", "token_bytes"),
+    [
+        ({"layers": 32, "kv_heads": 8, "head_size": 128}, 131_072),
+        ({"layers": 32, "kv_heads": 8, "head_size": 128, "dtype": "fp8", "tp": 16}, 131_072),
+        (
+            {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+            | {"hidden_size": 4096, "torch_dtype": "float32"},
+            262_144,
+        ),
+        (
+            {"text_config": {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}},
+            2 * 2 * 4 * 8 * 2,
+        ),
+        (
+            {"num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512}
+            | {"qk_rope_head_dim": 64, "torch_dtype": "bfloat16"},
+            61 * 576 * 2,
+        ),
+    ],
+)
+def test_bytes_of_a_token(config: dict[str, Any], token_bytes: int, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    shape = read_model(str(path), {"tp": None})
+    assert shape is not None
+    assert shape.token_bytes == token_bytes
+    assert f"= {token_bytes:,} bytes a token" in shape.formula(16)
+
+
+def test_sizes() -> None:
+    assert parse_size("5000", "--sizes", None, 10) == 5000
+    assert parse_size("50%", "--sizes", None, 10) == 5
+    assert parse_size("1.5GiB", "--sizes", 2**20, 10) == 1536
+    for bad in ("", "-1", "1.5", "GiB", "5 GB", "1e3", "0x10"):
+        with pytest.raises(ConfigError, match="--sizes"):
+            parse_size(bad, "--sizes", 1, 10)
+
+
+# --- recordings ---
+
+
+def record(path: Path, steps: Iterable[tuple[float, list[int], int | None]]) -> Path:
+    wire_format = [known for known in WIRE_FORMATS if known.producer == "vllm"][-1]
+    make = codec(wire_format).make
+    with Recording(str(path)) as recording:
+        for number, (at, hashes, parent) in enumerate(steps):
+            event = make(
+                "BlockStored",
+                block_hashes=hashes,
+                parent_block_hash=parent,
+                token_ids=[0] * (BLOCK_SIZE * len(hashes)),
+                block_size=BLOCK_SIZE,
+                medium="GPU",
+                group_idx=0,
+            )
+            payload = encode(Batch(at, [event], None, wire_format))
+            recording.write(Message(number, payload))
+    return path
+
+
+def test_a_recording_is_a_trace(tmp_path: Path) -> None:
+    soon, later = 1.0, 1.0 + 2 * SAME_REQUEST_S
+    path = record(
+        tmp_path / "events.jsonl",
+        [
+            (0.0, [11, 12], None),
+            (soon, [13], 12),  # the same request goes on
+            (soon, [21], None),
+            (later, [14, 15], 13),  # the next turn
+            (later + 1, [16], 12),  # another branch of the first
+        ],
+    )
+    trace = RecordedTrace(str(path), None)
+    assert trace.block_size == BLOCK_SIZE
+    found = [(row.arrival_s, list(row.hash_ids)) for row in trace]
+    assert found == [
+        (0.0, [0, 1, 2]),
+        (soon, [3]),
+        (later, [0, 1, 2, 4, 5]),
+        (later + 1, [0, 1, 6]),
+    ]
+    curve = lru_curve(lru_reaches(read_references(trace, BLOCK_SIZE)))
+    assert curve.hits(100) == 5
+
+
+# --- the command ---
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    point = EntryPoint("size", "kvview_reference.sizing.command:size", commands.GROUP)
+    monkeypatch.setattr(commands, "entry_points", lambda group: [point])
+    return lambda *args: CliRunner().invoke(commands.cli, ["size", *map(str, args)])
+
+
+def test_what_it_writes(tmp_path: Path, run: Callable[..., Result]) -> None:
+    model = ("--layers", 2, "--kv-heads", 2, "--head-size", 8)
+    outputs = [tmp_path / name for name in ("r.json", "r.csv", "r.html")]
+    options = [part for path in outputs for part in (f"--{path.suffix[1:]}", path)]
+    result = run("--requests", 300, "--sizes", "500,1MiB,100%", *model, *options)
+    assert result.exit_code == 0, result.output
+    assert "= 128 bytes a token; x 512 tokens" in result.output
+    report = SizeReport.model_validate_json(outputs[0].read_text())
+    assert [curve.policy for curve in report.curves] == ["lru", "arc"]
+    assert [point.host_blocks for point in report.curves[0].points][:2] == [16, 500]
+    rows = list(csv.DictReader(io.StringIO(outputs[1].read_text())))
+    assert [row["policy"] for row in rows] == ["lru"] * 3 + ["arc"] * 3
+    page = outputs[2].read_text()
+    assert "http" not in page.replace("http-equiv", "")
+    for start in [at for at in range(len(page)) if page.startswith("<svg", at)]:
+        ElementTree.fromstring(page[start : page.index("</svg>", start) + 6])
+    assert run("--requests", 50, "--json", "-").output.startswith("{")
+
+
+def test_schema_of_the_docs_is_up_to_date() -> None:
+    path = Path(__file__).parents[2] / "docs" / "size.schema.json"
+    assert json.loads(path.read_text()) == SizeReport.model_json_schema()
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (["--sizes", "64GiB"], "bytes need a model"),
+        (["--sizes", "many"], "expected blocks, GiB or %"),
+        (["--policies", "mru"], "known: arc, lru"),
+        (["--policies", "json:dumps"], "lacks admit, touch"),
+        (["--layers", "3"], "--kv-heads, --head-size"),
+        (["--layers", "3", "--kv-heads", "3", "--head-size", "8", "--tp", "2"], "evenly"),
+        (["--model", "no/such.json"], "No such file"),
+        (["--prefill-rate", "0"], "--prefill-rate"),
+        (["--requests", "0"], "--requests"),
+        (["--json", "-", "--csv", "-"], "stdout"),
+        (["no/such/trace.jsonl"], "no/such/trace.jsonl"),
+    ],
+)
+def test_bad_input_is_one_line(args: list[str], part: str, run: Callable[..., Result]) -> None:
+    result = run(*args)
+    assert result.exit_code == 2
+    assert part in result.output
+    assert result.output.startswith("kvview: ")
+    assert result.output.count("\n") == 1
+
+
+def test_damaged_input(tmp_path: Path, run: Callable[..., Result]) -> None:
+    row = {"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps(row) + "\nnot json\n" + json.dumps(row) + "\n")
+    result = run(path, "--json", tmp_path / "r.json")
+    assert result.exit_code == 0
+    assert result.stderr.splitlines()[-1] == "kvview: lost: 1 of t.jsonl could not be read"
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["requests"] == 2
+    assert "t.jsonl:2" in report["lost"][0]
+    assert run(path, "--strict").exit_code == 2
+    rows = (
+        json.dumps(row | {"timestamp": at}) + "\n"
+        for at in random.Random(0).sample(range(9999), 999)
+    )
+    packed = gzip.compress("".join(rows).encode())
+    path.write_bytes(packed[: len(packed) // 2])
+    assert run(path, "--strict").exit_code == 2
+    assert "truncated or damaged" in run(path).stderr
+
+
+def test_a_folder_is_a_trace(tmp_path: Path, run: Callable[..., Result]) -> None:
+    turn = {"t": 1.0, "type": "n", "in": 128, "out": 1, "hash_ids": [1, 2]}
+    for name in "ab":
+        session = {"id": name, "block_size": 64, "hash_id_scope": "local", "requests": [turn, turn]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(session))
+    (tmp_path / "README.md").write_text("no trace")
+    rows = list(open_trace(tmp_path))
+    assert [row.scope for row in rows] == ["a", "a", "b", "b"]
+    (tmp_path / "other.json").write_text('{"timestamp": 1}')
+    result = run(tmp_path, "--json", tmp_path.parent / "r.json")
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path.parent / "r.json").read_text())
+    assert (report["requests"], report["blocks"], len(report["lost"])) == (4, 8, 1)
+    assert run(tmp_path, "--strict").exit_code == 2
+    (tmp_path / "empty").mkdir()
+    assert "no file in it ends in" in run(tmp_path / "empty").output
+
+
+def test_starts_without_what_it_does_not_need() -> None:
+    code = (
+        "import sys, kvview_reference.sizing.command as c; c.size(['--requests', '5'], "
+        "standalone_mode=False)"
+    )
+    code = f"try:\n    {code}\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.skipif(not MOONCAKE_FILE.exists(), reason="no real trace in ../shared/data")
+def test_the_real_trace() -> None:
+    trace = open_trace(MOONCAKE_FILE)
+    references = read_references(trace, trace.block_size, has_partial_blocks=True)
+    curve = lru_curve(lru_reaches(references))
+    rates = [round(100 * curve.hits(size) / references.num_ids, 1) for size in (10_000, 50_000)]
+    assert rates == [21.2, 35.5]
+    (most,) = optimum_hits(references, [10_000])
+    assert round(100 * most / references.num_ids, 1) == 36.6
