@@ -34,6 +34,7 @@ FEW_COPIES = 32
 
 _PIECE_BYTES = 512 << 10  # half of a core's second-level cache
 _MAX_VECTORS = 1024  # IOV_MAX of Linux
+_MAX_CALL_BYTES = 1 << 30  # Linux copies 2 GiB less a page at once, and says no error
 
 CopyAll = Callable[[Ids, Ids, Ids], None]
 """Copies between addresses: destinations, sources, sizes in bytes."""
@@ -68,8 +69,9 @@ def _reads_of_the_kernel() -> CopyAll | None:
 
     def read_all(dst: Ids, src: Ids, sizes: Ids) -> None:
         local, remote = np.stack((dst, sizes), axis=1), np.stack((src, sizes), axis=1)
-        for at in range(0, len(sizes), _MAX_VECTORS):
-            count = len(sizes[at : at + _MAX_VECTORS])
+        vectors = min(_MAX_VECTORS, _MAX_CALL_BYTES // max(1, int(sizes.max(initial=1)))) or 1
+        for at in range(0, len(sizes), vectors):
+            count = len(sizes[at : at + vectors])
             sides = [side[at:].ctypes.data for side in (local, remote)]
             num_read = read(os.getpid(), sides[0], count, sides[1], count, 0)
             if num_read != sizes[at : at + count].sum():
