@@ -166,9 +166,8 @@ def _define(
     absent = dict.fromkeys(_ALL_FIELDS - {field.name for field in fields})
     described: list[Any] = []
     for field in fields:
-        kind = _TYPES[field.kind]
-        is_optional = loose and field.kind is not Kind.HASHES  # of no blocks nothing can be said
-        kind = kind | None if field.is_nullable or is_optional else kind
+        is_optional = loose and field.kind is not Kind.HASHES  # without, there is no event
+        kind = _TYPES[field.kind] | None if field.is_nullable or is_optional else _TYPES[field.kind]
         if is_optional or (field.is_omitted and has_defaults):
             described.append((field.name, kind, None))
         else:

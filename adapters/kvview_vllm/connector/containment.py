@@ -19,6 +19,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from kvview import ConnectorError, SchedulerConnector
@@ -83,7 +84,8 @@ def contain(half: SchedulerConnector, faults: Faults) -> None:
     idle = SchedulerConnector()
     for name in hooks_of(type(half)):
         hook, default = getattr(half, name), getattr(idle, name)
-        if getattr(inspect.unwrap(hook), "__func__", None) is default.__func__:
+        own = inspect.unwrap(hook)
+        if isinstance(own, MethodType) and own.__func__ is default.__func__:
             call = default  # nothing of the connector's can fail there
         else:
             call = _contained(name, hook, default, faults)

@@ -1,0 +1,78 @@
+"""``kvview new``: what it writes passes as it stands, and it overwrites nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvview.cli.new import new
+from kvview.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    paths = [folder, ROOT, ROOT / "reference"]
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_what_is_written_passes_as_it_stands(tmp_path: Path) -> None:
+    made = run(tmp_path, "-m", "kvview", "new", "warm_store.py")
+    assert (made.returncode, made.stderr) == (0, "")
+    *_, replay, check, test = made.stdout.splitlines()
+    assert test.split() == ["python", "-m", "pytest", "test_warm_store.py"]
+    target = "warm_store.py:WarmStoreConnector"
+    assert check.split() == ["kvview", "check", target]  # what the test file runs
+    program, *rest = replay.split()
+    done = run(tmp_path, "-m", program, *rest, "--requests", "30")
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_warm_store.py")
+    assert done.returncode == 0, done.stdout
+    typed = run(tmp_path, "-m", "mypy", "--strict", "warm_store.py", "test_warm_store.py")
+    assert typed.returncode == 0, typed.stdout
+    workflow = (tmp_path / ".github" / "workflows" / "kvview.yml").read_text()
+    assert "kvview check warm_store.py:WarmStoreConnector" in workflow
+    assert "HostCache" not in (tmp_path / "warm_store.py").read_text()
+
+
+@pytest.mark.parametrize("there", ["mine.py", "test_mine.py", ".github/workflows/kvview.yml"])
+def test_nothing_is_overwritten(tmp_path: Path, there: str) -> None:
+    kept = tmp_path / there
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text("kept")
+    result = CliRunner().invoke(new, [str(tmp_path / "mine.py")])
+    assert isinstance(result.exception, ConfigError)
+    assert "already there; nothing was written" in str(result.exception)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [kept]
+    assert kept.read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["my-connector.py"], "not a Python module's name"),
+        (["class.py"], "not a Python module's name"),
+        (["connector.txt"], "not a Python module's name"),
+        (["mine.py", "--name", "a b"], "not the name of a class"),
+    ],
+)
+def test_what_is_no_name_is_refused(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(new, arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
+    assert not any(tmp_path.iterdir())
