@@ -25,8 +25,8 @@ its medium, protects them while they are read or written, and evicts.
   one time: which of them goes first is open until they are touched.
 - OFF-11 A manager that says it is ARC **must** keep what was used again apart from what was
   used once and, with one key a call, evict as published (Megiddo and Modha, FAST '03).
-- OFF-12 With a store threshold of N, at least 1, a key **must** be left out before its N-th offer and
-  not after. One call offers each of its keys once, a refused one none; ``reset`` forgets.
+- OFF-12 With a store threshold of N, at least 1, a key **must** be left out before its N-th
+  offer and not after. One call offers each of its keys once, a refused one none; ``reset`` forgets.
 
 Source: vLLM PR #36644; ``vllm/v1/kv_offload/base.py`` (0.33.0).
 """
