@@ -1,12 +1,13 @@
 """How many automatic mutants the kit kills, by module; what survives, and why.
 
-    python benchmarks/mutation.py [--mutants 400] [--seed 0] [--processes 2] [--seeds 40]
-        [--verdicts FILE.jsonl] [--page FILE.md]
+    python benchmarks/mutation.py [--mutants 400] [--seed 0] [--fresh 7:120] [--processes 2]
+        [--seeds 40] [--verdicts FILE.jsonl] [--page FILE.md]
 
 The mutants, and who judges them, are those of tests/mutation; ``kvview check --self-test``
 plays a few of the same. With --verdicts each verdict is written as it comes, and a run
 that was ended goes on from there; with more --seeds than before only the survivors are
-played, from the first seed that is new. Exit code 1: a survivor has no reason in
+played, from the first seed that is new. --fresh draws once more, with another seed: none of
+the checks was written for what lives of that. Exit code 1: a survivor has no reason in
 tests/mutation/survivors.toml, which this prints as it would stand there.
 """
 
@@ -17,7 +18,7 @@ import signal
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -41,27 +42,38 @@ counts as killed when a check or a run fails, when what must be exercised never 
 
 A connector is run here with fewer seeds than the 200 of `kvview check`, so that the rate is
 a lower bound. Equivalent mutants count as alive: the rate is of all that were drawn. A kill
-stands when checks were added since; and since they were added for what lived of this draw,
-another `--seed` is the fairer question.
+stands when checks were added since. They were added for what lived of the first draw, so
+that a fresh one is the fairer question.
 """
 
+Draws = Mapping[int, Sequence[trial.Verdict]]
+"""The verdicts on what was drawn, by the seed; the first is the one that checks grow from."""
 
-def describe(
-    verdicts: Sequence[trial.Verdict], account: survivors.Account, *, seed: int, num_sites: int
-) -> str:
+
+def rate_of(name: str, seed: int, verdicts: Sequence[trial.Verdict]) -> str:
+    """How many of a draw were killed, and how."""
+    hows = Counter(verdict.how for verdict in verdicts if verdict.is_killed)
+    killed = hows.total()
+    told = ", ".join(f"{how} {times}" for how, times in hows.most_common())
+    rate = f"{killed} of {len(verdicts)} killed, {killed / len(verdicts):.1%}"
+    return f"**{name}: {rate}** (seed {seed}; {told}).\n"
+
+
+def describe(draws: Draws, account: survivors.Account, *, num_sites: int) -> str:
     """The page."""
-    killed = [verdict for verdict in verdicts if verdict.is_killed]
-    hows = Counter(verdict.how for verdict in killed)
+    by_id = {one.site.id: one for drawn in draws.values() for one in drawn}
+    verdicts = list(by_id.values())
     lived = Counter(one.num_seeds for one in verdicts if not one.is_killed)
     lines = [
         HEAD,
         "Never made wrong:\n",
         *(f"- {what}: {why}." for what, why in operators.LEFT_OUT.items()),
         "",
-        f"**{len(killed)} of {len(verdicts)} killed, {len(killed) / len(verdicts):.1%}** "
-        f"(seed {seed}, of {num_sites:,} possible; "
-        + ", ".join(f"{how} {times}" for how, times in hows.most_common())
-        + ").\n",
+        *(
+            rate_of("A fresh draw" if number else "The draw that checks grew from", seed, drawn)
+            for number, (seed, drawn) in enumerate(draws.items())
+        ),
+        f"Of {num_sites:,} possible ones; below, all that were drawn.\n",
         "| module | mutants | killed | rate |",
         "|---|---|---|---|",
     ]
@@ -112,6 +124,7 @@ def read_verdicts(
 @click.command(help=__doc__)
 @click.option("--mutants", "num_mutants", default=400, show_default=True)
 @click.option("--seed", default=0, show_default=True)
+@click.option("--fresh", multiple=True, metavar="SEED:MUTANTS", help="Another draw, told apart.")
 @click.option("--processes", default=2, show_default=True)
 @click.option("--seeds", default=judges.SEEDS, show_default=True, help="Of each connector.")
 @click.option("--page", type=click.Path(path_type=Path), help="Write docs/mutation.md there.")
@@ -121,6 +134,7 @@ def read_verdicts(
 def main(
     num_mutants: int,
     seed: int,
+    fresh: Sequence[str],
     processes: int,
     seeds: int,
     page: Path | None,
@@ -134,7 +148,11 @@ def main(
     trial.warm_up()
     sources = trial.fingerprint()
     sites = trial.all_sites()
-    chosen = operators.sample(sites, num_mutants, seed)
+    drawn = {seed: operators.sample(sites, num_mutants, seed)}
+    for text in fresh:
+        another, _, num_more = text.partition(":")
+        drawn[int(another)] = operators.sample(sites, int(num_more), int(another))
+    chosen = list({site.id: site for some in drawn.values() for site in some}.values())
     known = read_verdicts(log, sites, sources, earlier)
     lived = {name: one.num_seeds for name, one in read_verdicts(log, sites).items()}
     done = {name: one for name, one in known.items() if one.is_killed or one.num_seeds >= seeds}
@@ -163,7 +181,8 @@ def main(
         )
     verdicts = [done[site.id] for site in chosen]
     account = survivors.compare(verdicts, sites, survivors.read_survivors())
-    text = describe(verdicts, account, seed=seed, num_sites=len(sites))
+    draws = {number: [done[site.id] for site in some] for number, some in drawn.items()}
+    text = describe(draws, account, num_sites=len(sites))
     if page is not None:
         page.write_text(text)
     click.echo(text[len(HEAD) :])

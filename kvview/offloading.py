@@ -9,7 +9,8 @@ its medium, protects them while they are read or written, and evicts.
 - OFF-3 ``prepare_store`` **must** be atomic: it makes room for all its new keys
   or returns None, and never evicts a key of its own input.
 - OFF-4 A failed store **must** leave no trace: not the key, not a page, no event.
-- OFF-5 Stored plus pending keys **must not** exceed the capacity.
+- OFF-5 Stored plus pending keys **must not** exceed the capacity. A manager that counts
+  its room **must** tell it as it is, transfers from before a reset included.
 - OFF-6 ``lookup`` **must** say HIT exactly while a load may be prepared:
   HIT_PENDING from ``prepare_store`` to ``complete_store``, MISS otherwise.
 - OFF-7 An unknown policy **must** be a ``ValueError`` that lists the known ones.
@@ -24,8 +25,8 @@ its medium, protects them while they are read or written, and evicts.
   one time: which of them goes first is open until they are touched.
 - OFF-11 A manager that says it is ARC **must** keep what was used again apart from what was
   used once and, with one key a call, evict as published (Megiddo and Modha, FAST '03).
-- OFF-12 With a store threshold of N a key **must** be left out before its N-th offer and
-  not after. One call offers each of its keys once, a refused one none; ``reset`` forgets.
+- OFF-12 With a store threshold of N, at least 1, a key **must** be left out before its N-th
+  offer and not after. One call offers each of its keys once, a refused one none; ``reset`` forgets.
 
 Source: vLLM PR #36644; ``vllm/v1/kv_offload/base.py`` (0.33.0).
 """

@@ -10,7 +10,7 @@
   succeed in part: the result then names the blocks that were moved. A load may not.
 - XFER-5 ``transfer_async`` **must not** wait for earlier jobs, and returns before
   the bytes are moved unless they are few enough to be moved on the spot; each
-  accepted job is reported exactly once.
+  accepted job is reported exactly once. ``shutdown`` gives the tier's memory back.
 - XFER-6 GPU pages **must** be read and written only after all work that the caller's
   compute stream held when the job was submitted: a key in the pool and a count of
   computed tokens mean *launched*, in stream order, and the kernels may still run

@@ -120,6 +120,10 @@ class Capability(StrEnum):
     STORE_THRESHOLD = "store_threshold"
     """``with_threshold(num_offers)``: a new harness whose manager stores a key at so many."""
 
+    TIER_COUNTS = "tier_counts"
+    """The manager has ``num_free_blocks()``, what a store may take without an eviction, and
+    ``num_protected_blocks()``, what transfers use, those from before a reset included."""
+
     # transfer
     FAIL = "fail"
     """``fail_next()``: the copy of the job that is submitted next fails."""
@@ -134,6 +138,8 @@ class Capability(StrEnum):
     TIER_SPEC = "tier_spec"
     """``tier_spec(pages)``: how the tier names its pages, which may be anything: keys, offsets,
     files. Without it by :class:`~kvview.CPULoadStoreSpec`, and any other page is refused."""
+    HOST_BYTES = "host_bytes"
+    """The worker has ``host_bytes``: of host memory that its tier takes, 0 after shutdown."""
 
 
 class PoolHarness(Protocol):
@@ -391,6 +397,10 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         Capability.LRU: (),
         Capability.ARC: (),
         Capability.STORE_THRESHOLD: (Need("harness", "with_threshold", 1),),
+        Capability.TIER_COUNTS: (
+            Need("manager", "num_free_blocks", 0),
+            Need("manager", "num_protected_blocks", 0),
+        ),
     },
     "transfer": {
         Capability.FAIL: (Need("harness", "fail_next", 0),),
@@ -401,6 +411,7 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
             Need("harness", "release_compute", 0),
         ),
         Capability.TIER_SPEC: (Need("harness", "tier_spec", 1),),
+        Capability.HOST_BYTES: (Need("worker", "host_bytes", None),),
     },
     "connector": {},
 }

@@ -250,7 +250,8 @@ class ReferenceManager:
     def capabilities(self) -> frozenset[Capability]:
         """All of a manager's, and the policy that it has."""
         has = {Capability.EVENTS, Capability.PAGES, Capability.RESET, Capability.POLICIES}
-        return frozenset(has | {Capability.STORE_THRESHOLD, Capability(self.cache_policy)})
+        has |= {Capability.STORE_THRESHOLD, Capability.TIER_COUNTS}
+        return frozenset(has | {Capability(self.cache_policy)})
 
     def with_policy(self, name: str) -> OffloadingManager:
         """A new manager with another policy."""
@@ -270,7 +271,13 @@ class ReferenceTransfer:
     """
 
     capabilities = frozenset(
-        {Capability.FAIL, Capability.PAUSE, Capability.FAIL_BLOCK, Capability.COMPUTE}
+        {
+            Capability.FAIL,
+            Capability.PAUSE,
+            Capability.FAIL_BLOCK,
+            Capability.COMPUTE,
+            Capability.HOST_BYTES,
+        }
     )
     num_cpu_blocks = 24
     blocks_per_chunk = 3

@@ -152,7 +152,7 @@ def steps_of(subject: Subject, num_seeds: int) -> Iterator[Step]:
         ends = [end for end in (FEW, *range(SLICE, num_seeds, SLICE)) if end < num_seeds]
         for first, end in pairwise([0, *ends, num_seeds]):
             yield Step(subject, seeds=range(first, end))
-        if num_seeds >= SLICE:
+        if FEW < num_seeds <= STEADY:
             yield Step(subject, seeds=range(STEADY, STEADY + 1))
         return
     for planned in plan_checks(loaded, Effort())[1]:

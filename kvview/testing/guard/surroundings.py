@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -110,6 +111,10 @@ def check_guard_10_view_of_any_kind_is_guarded(pool: PoolDriver) -> None:
             for method in ("free_blocks", "give_back_blocks"):
                 pool.refused(BlockNotHeldError, guard, method, blocks)
             pool.refused(BlockNotHeldError, guard, "free_blocks_with_notice", blocks, id)
+        error = pool.refused(BlockNotHeldError, guard, "free_blocks", [5, 3, 0])
+        named = re.findall(r"\d+", str(error))
+        is_named = "3" in named and "5" not in named
+        pool.true(is_named, "the error names the block that is not held", error, "block 3")
         _compare(pool, guard, engine, {1: 2, 2: 1, 5: 1})
         pool.call(guard, "give_back_blocks", [1, 0])
         _compare(pool, guard, engine, {1: 1, 2: 1, 5: 1})

@@ -286,6 +286,35 @@ def check_off_5_whole_capacity_can_be_used(tier: ManagerDriver) -> None:
     tier.expect(HIT, held, "OFF-5")
 
 
+@manager_check("OFF-5", Capability.TIER_COUNTS)
+def check_off_5_manager_tells_its_room(tier: ManagerDriver) -> None:
+    """What a store may take without an eviction, and what transfers use, at any time."""
+
+    def check(num_taken: int, num_protected: int) -> None:
+        free = tier.call(tier.manager, "num_free_blocks")
+        tier.equal(free, tier.capacity - num_taken, "num_free_blocks counts what nobody has")
+        used = tier.call(tier.manager, "num_protected_blocks")
+        tier.equal(used, num_protected, "num_protected_blocks counts what transfers use")
+
+    check(0, 0)
+    tier.must_offer(keys(0, 1, 2))
+    check(3, 3)
+    tier.finish(keys(0))
+    check(3, 2)
+    tier.load(keys(0))
+    tier.load(keys(0))
+    check(3, 3)
+    tier.finish(keys(1), success=False)
+    check(2, 2)
+    if tier.can(Capability.RESET):
+        tier.reset()
+        check(2, 2)
+        tier.end_load(keys(0))
+    tier.end_load(keys(0))
+    tier.finish(keys(2))
+    check(0 if tier.can(Capability.RESET) else 2, 0)
+
+
 # --- OFF-6: lookup tells the truth ---
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvview.errors import ConfigError
 from kvview.offloading import LookupResult
 from kvview.testing.checks import check
 from kvview.testing.harness import Capability, Factory
@@ -238,6 +239,13 @@ def check_off_12_key_is_stored_at_its_nth_offer(tier: ManagerDriver) -> None:
             answer = MISS if number < threshold else PENDING if number == threshold else HIT
             tier.expect(answer, [first])
             tier.finish(output.keys_to_store)
+
+
+@manager_check("OFF-12", STORE_THRESHOLD)
+def check_off_12_threshold_of_none_is_refused(tier: ManagerDriver) -> None:
+    """No key can be stored before it is offered."""
+    for threshold in (0, -1):
+        tier.refused(ConfigError, tier.harness, "with_threshold", threshold)
 
 
 @manager_check("OFF-12", STORE_THRESHOLD)

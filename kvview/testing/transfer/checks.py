@@ -344,6 +344,17 @@ def check_xfer_5_shutdown_may_be_called_twice(worker: TransferDriver) -> None:
     worker.call(worker.worker, "shutdown")
 
 
+@transfer_check("XFER-5", Capability.HOST_BYTES)
+def check_xfer_5_shutdown_gives_memory_back(worker: TransferDriver) -> None:
+    """The tier takes host memory while the worker runs, and none after its shutdown."""
+    worker.store({0: _part(worker, 0)})
+    num_bytes = worker.read(worker.worker, "host_bytes")
+    worker.true(num_bytes > 0, "the tier takes host memory", num_bytes, "more than 0")
+    worker.call(worker.worker, "shutdown")
+    num_bytes = worker.read(worker.worker, "host_bytes")
+    worker.equal(num_bytes, 0, "a worker that was shut down has no host memory")
+
+
 # --- XFER-6: launched is not computed ---
 
 
