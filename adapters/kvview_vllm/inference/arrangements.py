@@ -15,6 +15,7 @@ from kvview.targets import is_engine_connector, target_of
 from kvview_vllm.inference.server import BLOCK_SIZE
 from kvview_vllm.releases.worker_caches import overridden
 from kvview_vllm.simulation import scheduler as cpu_scheduler
+from kvview_vllm.simulation.raw.stand_ins import copies_on_cuda
 from kvview_vllm.simulation.raw.target import classes_of, in_folder, split_options
 
 HOST_BLOCKS = 56
@@ -77,7 +78,7 @@ class Configured:
             self._config["kv_connector_module_path"] = connector_class.__module__
             self.vllm_class = connector_class
             self.resets = self._can_reset()
-        self.is_multi = self.vllm_class.__name__ == "MultiConnector"
+        self.classes = classes_of(self.vllm_class, self._config)
 
     def config(self, arrangement: Arrangement, folder: Path) -> tuple[dict[str, Any], type]:
         """The ``kv_transfer_config`` and the class that it names.
@@ -94,6 +95,14 @@ class Configured:
             "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
         ).MultiConnector
         return cpu_scheduler.multi_config(*children), multi
+
+    def why_not(self, arrangement: Arrangement) -> str:
+        """Why the connector is not run so; empty when it is."""
+        if arrangement.is_multi and self.vllm_class.__name__ == "MultiConnector":
+            return "it is one"
+        if "tensor_parallel_size" in arrangement.more and copies_on_cuda(self.classes):
+            return "what stands in for CUDA lives in one process"
+        return ""
 
     def more(self, arrangement: Arrangement) -> dict[str, Any]:
         """Arguments of ``vllm.LLM``."""

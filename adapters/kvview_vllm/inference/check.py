@@ -5,11 +5,12 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvview import ConfigError
 from kvview.targets import target_of
 from kvview.testing.connector import watchdog
 from kvview.testing.connector.coverage import Gap
@@ -87,6 +88,7 @@ def check_tokens(
         time.perf_counter() - start,
         dict(check.coverage),
         is_interrupted,
+        notes=sorted(name for name in check.coverage if name.startswith("stands in")),
         gaps=check.gaps,
     )
 
@@ -117,21 +119,37 @@ class _Check:
                 self._broken.append(_Broken(plain.name, "ENGINE", told, tuple(self._seeds)))
         if self._broken:
             return
-        arrangements = [a for a in ARRANGEMENTS if not (a.is_multi and self._configured.is_multi)]
+        arrangements = [a for a in ARRANGEMENTS if not self._is_left_out(a)]
         jobs = [self._job(arrangement, models, folder) for arrangement in arrangements]
         jobs += [self._job(plain, models, folder, "spoilt") for plain in PLAIN]
         results = self._run(jobs)
+        self._require_started(results)
         names = [plain.name for plain in PLAIN]
         controls = dict(zip(names, results[len(arrangements) :], strict=True))
         for arrangement, served in zip(arrangements, results, strict=False):
+            if served.is_refused:
+                self.coverage[f"left out: {arrangement.name}: {served.message}"] = 1
+                continue
             broken = self._judge(arrangement, served)
-            if broken is not None:
+            if broken is not None and all(broken.law != other.law for other in self._broken):
                 broken = self._blame(broken, arrangement, models, folder)
             if broken is not None:
                 self._broken.append(broken)
             elif not served.law:
                 self._count(arrangement, served, controls.get(arrangement.name))
         self._say_what_is_missing()
+
+    def _is_left_out(self, arrangement: Arrangement) -> bool:
+        why = self._configured.why_not(arrangement)
+        if why:
+            self.coverage[f"left out: {arrangement.name}: {why}"] = 1
+        return bool(why)
+
+    def _require_started(self, results: Sequence[Served]) -> None:
+        """What starts nowhere was given wrong options, or is not for this engine."""
+        if not any(served.is_up for served in results):
+            name, message = self._connector_class.__name__, results[0].message
+            raise ConfigError(f"{name} does not start in this vLLM: {message}")
 
     def failures(self) -> list[ConnectorFailure]:
         """One a law and seed; the first arrangement is told, and the names of the others."""
@@ -175,7 +193,9 @@ class _Check:
             return job
         own = Path(tempfile.mkdtemp(dir=folder))  # no engine finds what another one kept
         config, connector_class = self._configured.config(arrangement, own)
-        return replace(job, config=config, connector_class=connector_class)
+        return replace(
+            job, config=config, connector_class=connector_class, classes=self._configured.classes
+        )
 
     def _run(self, jobs: list[Job]) -> list[Served]:
         silence = max(_FEWEST_SILENT_SECONDS, _WAITS * self.hook_seconds)
@@ -244,6 +264,8 @@ class _Check:
         )  # what comes back was stored
         self.coverage[f"answers compared in {name}"] += len(served.answers)
         self.coverage.update({f"left out: {what}": 1 for what in served.left_out})
+        if not self._configured.is_own:
+            self.coverage["left out: request ids that come again: vLLM makes its own"] = 1
         if not self._configured.resets:
             self.coverage["left out: other weights: reset_cache is not implemented"] = 1
         if control is None or not loads:

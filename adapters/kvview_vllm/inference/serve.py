@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvview import ConfigError
 from kvview.errors import line_of, split_law
 from kvview.testing.connector import watchdog
 from kvview.testing.connector.invariants import InvariantBroken
@@ -15,11 +17,13 @@ from kvview_vllm.inference.planted import make_spoilt
 from kvview_vllm.inference.server import Server
 from kvview_vllm.inference.traffic import SeededTraffic, Served
 from kvview_vllm.simulation.raw.harness import registered
+from kvview_vllm.simulation.raw.stand_ins import StandIns
 from kvview_vllm.simulation.raw.watched import Watch, make_watched
 
 NUM_BLOCKS = {"llama": 18, "gemma": 36}
 """Not room for four requests: there are preemptions. Of groups, each has blocks of its own."""
 
+_OF_WORKER = re.compile(r"Worker failed with error '(.*)', please check")
 _TOKENS_PER_STEP = 64  # prompts take several steps
 
 
@@ -34,6 +38,7 @@ class Job:
         seeds: Of the traffic.
         config: ``kv_transfer_config``; None for no connector.
         connector_class: The class that it names.
+        classes: That class, and those of children.
         is_own: Whether the connector is kvview's, which has a pool of its own to check.
         resets: Whether the connector can be reset.
         truth: Answers without a connector.
@@ -48,6 +53,7 @@ class Job:
     seeds: Sequence[int]
     config: dict[str, Any] | None = None
     connector_class: type | None = None
+    classes: Sequence[type] = ()
     is_own: bool = False
     resets: bool = True
     truth: Mapping[str, Sequence[int]] | None = None
@@ -71,20 +77,28 @@ def serve(job: Job, on_progress: Callable[[str], None]) -> Served:
     torch.set_num_threads(1)  # two that wait for each other are 20 times slower
     served = Served()
     watch = Watch(loads=job.control != "loads off")
+    stand_ins = StandIns(())
     engines: list[Server] = []
     watched = None if job.connector_class is None else _watched(job, watch, engines)
     try:
-        with watchdog.limit(job.hook_seconds), watchdog.watching(), registered(watched):
+        with (
+            watchdog.limit(job.hook_seconds),
+            watchdog.watching(),
+            registered(watched),
+            stand_ins.installed(job.classes),
+        ):
             config = None if watched is None else {**(job.config or {}), **_named(watched)}
             more = {"max_num_batched_tokens": _TOKENS_PER_STEP, **job.more}
             server = Server(job.model, config, NUM_BLOCKS[job.kind], **more)
             engines.append(server)
+            served.is_up = True
             if config is not None and not job.is_own:
                 watch.watch_pool(server.pool)
-            _play(job, server, watch, served, on_progress)
+            _play(job, server, watch, served, stand_ins, on_progress)
     except BaseException as error:  # whatever ends it is the result
-        served.law, served.message = _broken(error, is_up=bool(engines))
+        _tell_broken(error, served)
     served.coverage.update(watch.coverage)
+    served.coverage.update(dict.fromkeys(stand_ins.used, 1))
     return served
 
 
@@ -93,12 +107,16 @@ def _play(
     server: Server,
     watch: Watch,
     served: Served,
+    stand_ins: StandIns,
     on_progress: Callable[[str], None],
 ) -> None:
     traffic = None
     _count_preemptions(server.scheduler, served)
     for seed in job.seeds:
-        traffic = SeededTraffic(server, served, seed, job.truth, job.resets, on_progress)
+        traffic = SeededTraffic(
+            server, served, seed, job.truth, job.resets, job.is_own, on_progress
+        )
+        traffic.on_step = stand_ins.tick
         traffic.play()
         served.lost += [name for name in traffic.prompts if name not in served.answers]
     if traffic is not None:
@@ -138,13 +156,20 @@ def _named(connector_class: type) -> dict[str, Any]:
     }
 
 
-def _broken(error: BaseException, is_up: bool) -> tuple[str, str]:
+def _tell_broken(error: BaseException, served: Served) -> None:
     """The law that an error breaks, and what is said of it."""
     cause: BaseException | None = error
     while cause is not None:
+        if isinstance(cause, ConfigError) or isinstance(cause.__cause__, ConfigError):
+            served.is_refused = not served.is_up
         if isinstance(cause, InvariantBroken):
-            return cause.law, cause.message
+            served.law, served.message = cause.law, cause.message
+            return
         cause = cause.__cause__ or cause.__context__
-    law, said = split_law(line_of(error))
-    when = "the engine ended" if is_up else "the engine did not start"
-    return law or "ENGINE", f"{when}: {type(error).__name__}: {said}"
+    text = line_of(error)
+    if in_worker := _OF_WORKER.search(text):
+        text = in_worker[1]
+    law, said = split_law(text)
+    when = "the engine ended" if served.is_up else "the engine did not start"
+    served.law = law or "ENGINE"
+    served.message = said if law else f"{when}: {type(error).__name__}: {said}"

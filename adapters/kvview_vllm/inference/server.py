@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,6 @@ def prepare() -> None:
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_LOGGING_LEVEL="ERROR",
         VLLM_NO_USAGE_STATS="1",
-        VLLM_WORKER_MULTIPROC_METHOD="fork",
     )
 
 
@@ -88,6 +88,9 @@ class Server:
         vllm_config: Any = importlib.import_module("vllm.config")
         if config is not None:
             more["kv_transfer_config"] = vllm_config.KVTransferConfig(**config)
+        workers: Any = importlib.import_module("vllm.v1.executor.multiproc_executor")
+        # Forked, so that they know the target: a CPU's are spawned, and import all of vLLM.
+        workers.get_mp_context = lambda: multiprocessing.get_context("fork")
         self.llm: Any = vllm.LLM(
             str(model),
             max_model_len=MAX_TOKENS,
@@ -134,10 +137,10 @@ class Server:
         return self.llm.reset_prefix_cache(reset_connector=True) is not False
 
     def change_weights(self, shift: int) -> None:
-        """Have each token mean another one; the opposite shift takes it back.
+        """Have all tokens mean something else; the opposite shift takes it back.
 
         Args:
-            shift: Rows of the embedding.
+            shift: Columns of the embedding.
         """
         self.llm.collective_rpc(roll_embeddings, args=(shift,))
 
@@ -152,4 +155,4 @@ def roll_embeddings(worker: Any, shift: int) -> None:
     """Change the weights; runs in the worker's process."""
     for name, weight in worker.model_runner.model.named_parameters():
         if name.endswith("embed_tokens.weight"):
-            weight.data.copy_(weight.data.roll(shift, 0))
+            weight.data.copy_(weight.data.roll(shift, 1))

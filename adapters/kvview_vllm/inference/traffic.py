@@ -31,6 +31,8 @@ class Served:
         message: What happened then.
         left_out: What was not played, in a few words each.
         lost: Names of requests that ended without an answer.
+        is_up: Whether the engine started.
+        is_refused: Whether the connector refused its configuration.
     """
 
     answers: dict[str, list[int]] = field(default_factory=dict)
@@ -39,6 +41,8 @@ class Served:
     message: str = ""
     left_out: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    is_up: bool = False
+    is_refused: bool = False
 
 
 class Traffic:
@@ -60,6 +64,7 @@ class Traffic:
         self.served = served
         self.prompts: dict[str, list[int]] = {}
         self._tell = on_progress
+        self.on_step: Callable[[], None] = lambda: None
 
     def ask(self, name: str, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> None:
         """Send a request; its answer is written down under its name."""
@@ -72,6 +77,7 @@ class Traffic:
         came = False
         for _ in range(count):
             self._tell("a step")
+            self.on_step()
             for output in self.server.engine.step():
                 came = True
                 if output.finished:
@@ -140,6 +146,7 @@ class SeededTraffic(Traffic):
         seed: Of everything random.
         truth: Answers without a connector; None when this is that run.
         resets: Whether the connector can be reset.
+        ids_again: Whether the id of a request that was dropped comes again.
         on_progress: Told what is done, often.
     """
 
@@ -150,12 +157,14 @@ class SeededTraffic(Traffic):
         seed: int,
         truth: Mapping[str, Sequence[int]] | None,
         resets: bool,
+        ids_again: bool,
         on_progress: Callable[[str], None],
     ) -> None:
         super().__init__(server, served, on_progress)
         self._seed = seed
         self._truth = truth
         self._resets = resets
+        self._ids_again = ids_again
         self._draw = random.Random(seed)
 
     def play(self) -> None:
@@ -190,23 +199,23 @@ class SeededTraffic(Traffic):
         return names
 
     def _aborts(self, talks: Sequence[str]) -> None:
-        """While it loads, while it computes, while it waits; the id comes again."""
-        name = self._name("dropped")
-        for talk in talks:
+        """While it loads, while it computes, while it waits."""
+        for number, talk in enumerate(talks):
             self.forget()
+            name = self._dropped(number)
             self.ask(name, [*self._said(talk), *self._tokens(9)])
             self.step(self._draw.randint(1, 3))
             self.drop(name)
-        self.ask(name, [*self._said(talks[2]), *self._tokens(11)])
-        long = self._name("long")
-        self.ask(long, self._tokens(200), 30)
+        self.ask(self._name("dropped"), [*self._said(talks[2]), *self._tokens(11)])
+        self.ask(self._dropped(4), self._tokens(200), 30)
         self.step(2)
-        self.drop(long)
-        waiting = self._name("waiting")
-        self.ask(waiting, self._tokens(150))
-        self.drop(waiting)
-        self.ask(long, self._tokens(81))
+        self.drop(self._dropped(4))
+        self.ask(self._dropped(5), self._tokens(150))
+        self.drop(self._dropped(5))
         self.rest()
+
+    def _dropped(self, number: int) -> str:
+        return self._name("dropped" if self._ids_again and number < 4 else f"dropped {number}")
 
     def _pressure(self) -> None:
         """More than there is room for, twice: evictions in both tiers, preemptions."""
