@@ -38,12 +38,15 @@ class Arrangement:
     is_multi: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether others are compared with it; it has a control."""
+        return not (self.is_multi or self.more)
 
-PLAIN = (Arrangement("one group", "llama"), Arrangement("sliding windows", "gemma"))
-"""Those that the others are compared with, and that have a control."""
 
 ARRANGEMENTS = (
-    *PLAIN,
+    Arrangement("one group", "llama"),
+    Arrangement("sliding windows", "gemma"),
     Arrangement("two under MultiConnector", "llama", is_multi=True),
     Arrangement(
         "tensor parallel 2",

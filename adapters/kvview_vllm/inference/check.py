@@ -16,7 +16,7 @@ from kvview.testing.connector import watchdog
 from kvview.testing.connector.coverage import Gap
 from kvview.testing.connector.result import ConnectorFailure
 from kvview.testing.token_checks import TokenRuns
-from kvview_vllm.inference.arrangements import ARRANGEMENTS, PLAIN, Arrangement, Configured
+from kvview_vllm.inference.arrangements import ARRANGEMENTS, Arrangement, Configured
 from kvview_vllm.inference.engines import run_engines
 from kvview_vllm.inference.models import make_model
 from kvview_vllm.inference.serve import Job, serve
@@ -49,6 +49,7 @@ def check_tokens(
     options: Mapping[str, Any] | None = None,
     hook_seconds: float = watchdog.HOOK_SECONDS,
     on_progress: Callable[[str], None] = lambda text: None,
+    arrangements: Sequence[Arrangement] = ARRANGEMENTS,
 ) -> TokenRuns:
     """Serve with a connector and without it, and compare.
 
@@ -64,6 +65,7 @@ def check_tokens(
         options: Of the connector.
         hook_seconds: CPU seconds that one call of a method may take.
         on_progress: Told what is being done.
+        arrangements: What it is run in; each model's plain one among them.
 
     Raises:
         ConfigError: No vLLM that can run is installed, or the options are refused.
@@ -72,6 +74,7 @@ def check_tokens(
     version = require_vllm()
     check = _Check(connector_class, dict(options or {}), range(first_seed, first_seed + seeds))
     check.hook_seconds, check.on_progress = hook_seconds, on_progress
+    check.arrangements = arrangements
     start = time.perf_counter()
     is_interrupted = False
     with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
@@ -98,6 +101,7 @@ class _Check:
 
     def __init__(self, connector_class: type, options: dict[str, Any], seeds: range) -> None:
         self.hook_seconds = watchdog.HOOK_SECONDS
+        self.arrangements: Sequence[Arrangement] = ()
         self.on_progress: Callable[[str], None] = lambda text: None
         self.coverage: Counter[str] = Counter()
         self.gaps: list[Gap] = []
@@ -110,21 +114,22 @@ class _Check:
 
     def run(self, folder: Path) -> None:
         """All of it."""
-        models = {plain.kind: make_model(plain.kind, folder / plain.kind) for plain in PLAIN}
-        bare = [self._job(plain, models, folder, is_bare=True) for plain in PLAIN]
-        for plain, served in zip(PLAIN, self._run(bare), strict=True):
+        plains = [arrangement for arrangement in self.arrangements if arrangement.is_plain]
+        models = {plain.kind: make_model(plain.kind, folder / plain.kind) for plain in plains}
+        bare = [self._job(plain, models, folder, is_bare=True) for plain in plains]
+        for plain, served in zip(plains, self._run(bare), strict=True):
             self._truth[plain.kind] = served
             if served.law:
                 told = f"without a connector: {served.message}"
                 self._broken.append(_Broken(plain.name, "ENGINE", told, tuple(self._seeds)))
         if self._broken:
             return
-        arrangements = [a for a in ARRANGEMENTS if not self._is_left_out(a)]
+        arrangements = [a for a in self.arrangements if not self._is_left_out(a)]
         jobs = [self._job(arrangement, models, folder) for arrangement in arrangements]
-        jobs += [self._job(plain, models, folder, "spoilt") for plain in PLAIN]
+        jobs += [self._job(plain, models, folder, "spoilt") for plain in plains]
         results = self._run(jobs)
         self._require_started(results)
-        names = [plain.name for plain in PLAIN]
+        names = [plain.name for plain in plains]
         controls = dict(zip(names, results[len(arrangements) :], strict=True))
         for arrangement, served in zip(arrangements, results, strict=False):
             if served.is_refused:
@@ -135,6 +140,7 @@ class _Check:
                 broken = self._blame(broken, arrangement, models, folder)
             if broken is not None:
                 self._broken.append(broken)
+                self.coverage.update(served.coverage)
             elif not served.law:
                 self._count(arrangement, served, controls.get(arrangement.name))
         self._say_what_is_missing()
@@ -278,7 +284,8 @@ class _Check:
             self.gaps.append(Gap(f"control in {name}", what))
 
     def _say_what_is_missing(self) -> None:
-        compared = [a.name for a in ARRANGEMENTS if self.coverage[f"answers compared in {a.name}"]]
+        names = [arrangement.name for arrangement in self.arrangements]
+        compared = [name for name in names if self.coverage[f"answers compared in {name}"]]
         if compared and not self.coverage["loads"]:
             if not self.coverage["hits"]:
                 self.gaps.append(Gap("hits", "the connector never promised any token"))
