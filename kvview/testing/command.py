@@ -75,6 +75,12 @@ DEFAULT_MUTANTS = 20
     metavar="JSON",
     help="Of a connector of vLLM, as vllm serve takes it; --option goes into its extra config.",
 )
+@click.option(
+    "--inference",
+    is_flag=True,
+    help="Serve a tiny model with the connector in the installed vLLM, and compare the tokens "
+    "with those without it (docs/inference.md).",
+)
 @click.option("--hook-seconds", type=float, help="CPU time of one call of a hook.  [default: 30]")
 @click.option(
     "--json", "json_file", metavar="FILE", help="Write the report there ('-' for stdout)."
@@ -105,6 +111,7 @@ def check(
     against: str | None,
     options: tuple[str, ...],
     transfer_config: str | None,
+    inference: bool,
     hook_seconds: float | None,
     json_file: str | None,
     page_file: str | None,
@@ -126,6 +133,8 @@ def check(
         _finish(*_self_test(console, num_mutants, seed or 0), json_file)
     if target is None:
         raise ConfigError("give a TARGET, package.module:factory, or --self-test")
+    if vllm and inference:
+        raise ConfigError("--inference runs in the installed vLLM: leave out --vllm")
     if vllm:
         _finish(*_check_in_releases(console, target, "vllm", vllm, against), json_file)
     if against is not None:
@@ -151,9 +160,11 @@ def check(
             engine=engine,
             options=given,
             hook_seconds=hook_seconds,
+            inference=inference,
             target=target,
             on_result=lambda result: on_progress(result.check.name),
             on_seed=lambda done, failed: on_progress(f"{done} seeds, {failed} failed"),
+            on_step=on_progress,
         )
     show_report(console, report)
     if page_file is not None:

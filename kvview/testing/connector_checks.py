@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvview.errors import ConfigError
 from kvview.testing.checks import Check, CheckFunction, check
 from kvview.testing.harness import Factory
-from kvview.testing.profiles import current_profile
+from kvview.testing.profiles import Profile, current_profile
 from kvview.testing.recorder import LawBroken
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class NotExercised(LawBroken):
 
 
 def shared_runs(factory: Factory) -> ConnectorRuns:
-    """The simulated runs of a connector class, by the current profile; made once.
+    """The runs of a connector class, simulated or real, by the current profile; made once.
 
     Raises:
         ConfigError: They need what is not installed, or the connector refuses its options.
@@ -75,6 +75,8 @@ def shared_runs(factory: Factory) -> ConnectorRuns:
             "pip install 'kvview[reference]'"
         ) from error
     profile = current_profile()
+    if factory not in profile.shared and profile.inference:
+        profile.shared[factory] = _token_runs(factory, profile)
     if factory not in profile.shared:
         on_progress: Callable[[int, int], None] | None = profile.shared.get("on_progress")
         profile.shared[factory] = check_connector(
@@ -91,12 +93,27 @@ def shared_runs(factory: Factory) -> ConnectorRuns:
     return runs
 
 
+def _token_runs(factory: Factory, profile: Profile) -> ConnectorRuns:
+    from kvview.testing.connector import watchdog
+    from kvview.testing.token_checks import ENGINE, load_token_check
+
+    on_step: Callable[[str], None] | None = profile.shared.get("on_step")
+    return load_token_check(profile.engine or ENGINE)(
+        factory,  # type: ignore[arg-type]
+        seeds=profile.num_seeds,
+        first_seed=profile.seed or 0,
+        options=profile.options,
+        hook_seconds=profile.hook_seconds or watchdog.HOOK_SECONDS,
+        on_progress=on_step or (lambda text: None),
+    )
+
+
 def coverage_check(pattern: str) -> Check:
     """The check that one thing, or all that match a pattern, was exercised."""
     name = f"{COVERAGE}: {pattern}"
 
     def run(factory: Factory) -> None:
-        _require(factory, lambda gap: fnmatch.fnmatchcase(gap.name, pattern))
+        require_exercised(factory, lambda gap: fnmatch.fnmatchcase(gap.name, pattern))
 
     run.__name__ = name
     run.__doc__ = f"{pattern} is exercised."
@@ -107,13 +124,16 @@ def coverage_check_without(patterns: Sequence[str]) -> CheckFunction:
     """:func:`check_coverage_of_simulated_runs`, less what has a check of its own."""
 
     def run(factory: Factory) -> None:
-        _require(factory, lambda gap: not any(fnmatch.fnmatchcase(gap.name, p) for p in patterns))
+        require_exercised(
+            factory, lambda gap: not any(fnmatch.fnmatchcase(gap.name, p) for p in patterns)
+        )
 
     run.__doc__ = check_coverage_of_simulated_runs.__doc__
     return run
 
 
-def _require(factory: Factory, concerns: Callable[[Gap], bool]) -> None:
+def require_exercised(factory: Factory, concerns: Callable[[Gap], bool]) -> None:
+    """Refuse what its runs did not exercise, of what concerns the caller."""
     runs = shared_runs(factory)
     gaps = [gap for gap in runs.not_exercised if concerns(gap)]
     if runs.is_interrupted:
@@ -128,7 +148,8 @@ def _require(factory: Factory, concerns: Callable[[Gap], bool]) -> None:
         )
 
 
-def _check_law(factory: Factory, laws: Callable[[str], bool], expected: str) -> None:
+def check_law(factory: Factory, laws: Callable[[str], bool], expected: str) -> None:
+    """Refuse a connector whose runs broke one of these laws."""
     runs = shared_runs(factory)
     failures = [failure for failure in runs.failures if laws(failure.law)]
     if failures:
@@ -153,7 +174,7 @@ def _broken(failures: Sequence[ConnectorFailure], runs: ConnectorRuns, expected:
 
 def _register(law: str, summary: str) -> None:
     def run(factory: Factory) -> None:
-        _check_law(factory, lambda broken: broken == law, summary)
+        check_law(factory, lambda broken: broken == law, summary)
 
     run.__name__ = f"check_{law.lower().replace('-', '_')}_in_simulated_runs"
     run.__doc__ = summary
@@ -167,10 +188,10 @@ for _law, _summary in LAWS.items():
 @check("*", contract="connector")
 def check_any_other_law_in_simulated_runs(factory: Factory) -> None:
     """No other law is broken either."""
-    _check_law(factory, lambda broken: broken not in LAWS, "no law broken")
+    check_law(factory, lambda broken: broken not in LAWS, "no law broken")
 
 
 @check(COVERAGE, contract="connector")
 def check_coverage_of_simulated_runs(factory: Factory) -> None:
     """All that must happen in simulated runs did happen."""
-    _require(factory, lambda gap: True)
+    require_exercised(factory, lambda gap: True)

@@ -28,6 +28,8 @@ class Profile:
         options: Of a connector.
         hook_seconds: CPU seconds that one call of a connector's hook may take; None for
             the default.
+        inference: Whether a connector serves a model, in place of simulated runs.
+        token_seeds: Seeds of what it serves then.
         shared: What the checks of one run share.
     """
 
@@ -40,12 +42,16 @@ class Profile:
     engine: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     hook_seconds: float | None = None
+    inference: bool = False
+    token_seeds: int = 1
     shared: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 PROFILES = {
     "ci": Profile("ci", num_examples=100, num_steps=40),
-    "soak": Profile("soak", num_examples=1000, num_steps=100, num_seeds=2000, run_steps=1000),
+    "soak": Profile(
+        "soak", num_examples=1000, num_steps=100, num_seeds=2000, run_steps=1000, token_seeds=10
+    ),
 }
 
 _current: ContextVar[Profile] = ContextVar("kvview_profile", default=PROFILES["ci"])
@@ -64,6 +70,7 @@ class Effort:
         engine: What runs them, ``"reference"`` or ``"vllm"``.
         options: Of the connector.
         hook_seconds: CPU seconds that one call of a hook may take.
+        inference: Whether they serve a model, in place of simulated runs.
     """
 
     profile: str = "ci"
@@ -73,11 +80,12 @@ class Effort:
     engine: str | None = None
     options: Mapping[str, Any] | None = None
     hook_seconds: float | None = None
+    inference: bool = False
 
     def for_connectors(self) -> list[str]:
         """Names of what was asked for that only a connector has."""
-        names = ("seeds", "engine", "options", "hook_seconds")
-        return [name for name in names if getattr(self, name) not in (None, {})]
+        names = ("seeds", "engine", "options", "hook_seconds", "inference")
+        return [name for name in names if getattr(self, name) not in (None, {}, False)]
 
 
 def make_profile(effort: Effort) -> Profile:
@@ -95,16 +103,19 @@ def make_profile(effort: Effort) -> Profile:
             raise ConfigError(f"{what} must be more than 0, got {value}")
     if seed is None and name == "soak":
         seed = random.SystemRandom().randrange(2**32)
+    if effort.inference and effort.steps is not None:
+        raise ConfigError("steps is for simulated runs: what a model is served has its own length")
     base = PROFILES[name]
     return replace(
         base,
         seed=seed,
         num_steps=effort.steps or base.num_steps,
         run_steps=effort.steps or base.run_steps,
-        num_seeds=effort.seeds or base.num_seeds,
+        num_seeds=effort.seeds or (base.token_seeds if effort.inference else base.num_seeds),
         engine=effort.engine,
         options=dict(effort.options or {}),
         hook_seconds=effort.hook_seconds,
+        inference=effort.inference,
         shared={},
     )
 

@@ -57,6 +57,10 @@ def plan_checks(
         raise ConfigError(f"{names[0]} is for a connector, and this target is a {contract} harness")
     expected = dict(expected_failures or {})
     checks = checks_for(contract)
+    if effort.inference:
+        from kvview.testing.token_checks import token_checks
+
+        checks = token_checks()
     if contract == "connector":
         checks = _with_expected_gaps(checks, expected)
     _require_known("expected_failures", expected, checks, lambda name, c: name == c.name)
@@ -86,9 +90,11 @@ def run_checks(
     engine: str | None = None,
     options: Mapping[str, Any] | None = None,
     hook_seconds: float | None = None,
+    inference: bool = False,
     target: str | None = None,
     on_result: Callable[[CheckResult], None] | None = None,
     on_seed: Callable[[int, int], None] | None = None,
+    on_step: Callable[[str], None] | None = None,
 ) -> Report:
     """Run every check of the contract that a factory's harness is for.
 
@@ -109,19 +115,21 @@ def run_checks(
         engine: What runs it, ``"reference"`` (the default) or ``"vllm"``.
         options: Of the connector.
         hook_seconds: CPU seconds that one call of a hook may take.
+        inference: Serve a model with it, in place of simulated runs.
         target: How to name the factory in the report.
         on_result: Told each result as it comes.
         on_seed: Told the numbers of seeds and of failures so far.
+        on_step: Told what real inference is doing.
 
     Raises:
         ConfigError: A target, a name or a profile that cannot be used.
     """
-    effort = Effort(profile, seed, steps, seeds, engine, options, hook_seconds)
+    effort = Effort(profile, seed, steps, seeds, engine, options, hook_seconds, inference)
     chosen = make_profile(effort)
     contract, planned = plan_checks(
         factory, effort, expected_failures=expected_failures, select=select
     )
-    chosen.shared["on_progress"] = on_seed
+    chosen.shared.update(on_progress=on_seed, on_step=on_step)
     results: list[CheckResult] = []
     is_interrupted = False
     for item in planned:

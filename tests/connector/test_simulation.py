@@ -213,6 +213,7 @@ def test_the_first_failure_is_shrunk_to_a_script_that_fails(
     failure = replay_seed(connector, seed, max_shrink_runs=250)
     assert failure is not None
     assert failure.law == law
+    assert failure.result is not None
     small, big = failure.result.scenario, generate_scenario(seed)
     assert len(small.events) <= 8 < len(big.events)
     assert len(small.fates) <= len(big.fates)

@@ -87,6 +87,7 @@ def test_a_failure_is_shrunk_to_a_script_that_fails(engines: VLLMEngines) -> Non
         if generate_scenario(seed).worker_half == "job_by_job"  # threads shrink slowly
     )
     failure = next(filter(None, found))
+    assert failure.result is not None
     assert len(failure.result.scenario.events) <= 12
     with pytest.raises(AssertionError, match="CONN-"):
         exec(failure.script, {})  # what a person pastes

@@ -148,6 +148,7 @@ def test_seeds_show_who_does_not_wait_for_compute() -> None:
     assert len(failures) >= 3
     for failure in failures:
         assert failure.law in ("XFER-1", "XFER-6")
+        assert failure.result is not None
         assert failure.result.scenario.steps_in_flight > 1
         assert failure.result.scenario.compute_lags
 

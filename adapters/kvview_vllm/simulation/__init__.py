@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from kvview.testing.connector.result import SimulationResult
     from kvview.testing.connector.scenario import Scenario
     from kvview.testing.connector.stream import StepStream
+    from kvview.testing.token_checks import TokenCheck
     from kvview.testing.upgrade import Releases
 
 _MOST_BLOCKS = 500
@@ -74,6 +75,13 @@ class VLLMEngines:
         from kvview_vllm.comparison import VLLMReleases
 
         return VLLMReleases()
+
+    @staticmethod
+    def token_check() -> TokenCheck:
+        """What runs real inference in the installed vLLM."""
+        from kvview_vllm.inference import check_tokens
+
+        return check_tokens
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
         """Leave out what this release cannot play (VSIM-2)."""

@@ -78,19 +78,19 @@ class ConnectorFailure:
         law: Number of the law that was broken, ``"CONN-4"`` for example.
         message: What happened, in the smallest run that was found.
         script: Python that shows it again.
-        result: The run that the script is of.
+        result: The simulated run that the script is of; None for one of a real model.
     """
 
     seed: int
     law: str
     message: str
     script: str
-    result: SimulationResult
+    result: SimulationResult | None = None
 
     @property
     def timeline(self) -> Sequence[Snapshot]:
         """Of the run that the script is of, one snapshot a step."""
-        return self.result.timeline
+        return () if self.result is None else self.result.timeline
 
 
 @dataclass(frozen=True)

@@ -100,12 +100,12 @@ class RawHarness(VLLMConnectorHarness):
                 max_num_seqs=scenario.max_running,
                 max_num_batched_tokens=scenario.max_tokens_per_step,
             )
-        with _registered(watched):
+        with registered(watched):
             if watched is not None and not supports_several_groups(watched, self._config):
                 self._config.scheduler_config.disable_hybrid_kv_cache_manager = True
         cache_config = make_config(self._config, scenario.num_gpu_blocks)
         geometry = read_geometry(self._config, cache_config)
-        with named("building the scheduler"), _registered(watched):
+        with named("building the scheduler"), registered(watched):
             self._scheduler = cpu_scheduler.make_scheduler(
                 copy.deepcopy(self._config), copy.deepcopy(cache_config), geometry, plain=True
             )
@@ -119,7 +119,7 @@ class RawHarness(VLLMConnectorHarness):
         self._context: Any = importlib.import_module("vllm.forward_context")
         self._worker = None
         if watched is not None:
-            with named("building the worker's side"), _registered(watched):
+            with named("building the worker's side"), registered(watched):
                 self._worker = cpu_scheduler.make_worker_connector(self._config, cache_config)
                 self._worker.register_kv_caches(self.caches.tensors)
 
@@ -321,8 +321,8 @@ def _factory() -> Any:
 
 
 @contextmanager
-def _registered(connector_class: type | None) -> Iterator[None]:
-    """Up to 0.21 a name that vLLM knows itself goes before the path of a module."""
+def registered(connector_class: type | None) -> Iterator[None]:
+    """Have vLLM build this class: up to 0.21 a name that it knows goes before a module's path."""
     if connector_class is None:
         yield
         return

@@ -21,6 +21,12 @@ PREFIX = "stands in"
 """Begins the names of what stood in, in the coverage."""
 
 
+def copies_on_cuda(connector_classes: Sequence[type]) -> bool:
+    """Whether vLLM's own part of a connector copies with CUDA alone, and is replaced."""
+    names = {kind.__name__ for cls in connector_classes for kind in cls.__mro__}
+    return "OffloadingConnector" in names
+
+
 class CopyQueue:
     """Copies of one direction, in order.
 
@@ -100,8 +106,7 @@ class StandIns:
         with ExitStack() as stack:
             if not torch.cuda.is_available():
                 stack.enter_context(patch.object(torch.Tensor, "cuda", self._cuda))
-                names = {kind.__name__ for cls in connector_classes for kind in cls.__mro__}
-                if "OffloadingConnector" in names:
+                if copies_on_cuda(connector_classes):
                     self._replace_cpu_spec(stack)
             yield
 

