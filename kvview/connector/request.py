@@ -135,11 +135,8 @@ def full_blocks(
     """
     for group_idx, (group, table) in enumerate(zip(geometry.groups, block_ids, strict=True)):
         last = min(request.num_computed_tokens // group.block_size, len(table))
-        for number in range(first_token // group.block_size, last):
-            block_id = table[number]
-            if block_id == null_block_id:
-                continue
-            key = geometry.block_key(request.block_hashes, group_idx, number)
-            if key is None:
-                break
-            yield FullBlock(group_idx, number, block_id, key)
+        first = first_token // group.block_size
+        keys = geometry.block_keys(request.block_hashes, group_idx, range(first, last))
+        for number, (block_id, key) in enumerate(zip(table[first:last], keys, strict=False), first):
+            if block_id != null_block_id:
+                yield FullBlock(group_idx, number, block_id, key)

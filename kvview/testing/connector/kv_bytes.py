@@ -84,7 +84,9 @@ class KVBytes:
         """Compute the KV of blocks: what their keys say."""
         for _, rows, pages in self._expected(block_ids, keys):
             for layer, expected in pages:
-                layer[rows, : expected.shape[1]] = expected
+                # Not layer[rows, :n] = expected, which wakes all of torch's threads: 4 ms
+                # instead of 10 us for 300 rows of 512 bytes where another wants a core.
+                layer[:, : expected.shape[1]].index_copy_(0, rows, expected)
 
     def poison(self, block_ids: Sequence[int]) -> None:
         """Overwrite blocks with what no key stands for."""
@@ -97,7 +99,8 @@ class KVBytes:
         wrong = torch.zeros(len(block_ids), dtype=torch.bool, device=self._positions.device)
         for at, rows, pages in self._expected(block_ids, keys):
             for layer, expected in pages:
-                wrong[at] |= (layer[rows, : expected.shape[1]] != expected).any(dim=1)
+                found = layer[:, : expected.shape[1]].index_select(0, rows)
+                wrong[at] |= (found != expected).any(dim=1)
         return int(wrong.sum())
 
     def _rows(self, block_ids: Sequence[int]) -> torch.Tensor:

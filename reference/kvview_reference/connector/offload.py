@@ -12,7 +12,7 @@ Source: vLLM 0.33.0, ``vllm/v1/simple_kv_offload/manager.py`` (the eager mode); 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -173,6 +173,8 @@ class OffloadScheduler(SchedulerConnector):
             store_threshold=options.store_threshold,
         )
         self._view: GPUBlockPoolView | None = None
+        self._num_free_blocks: Callable[[], int] | None = None
+        self._num_pinnable_blocks: Callable[[], int] | None = None
         self._null_block_id = 0
         self._lookahead = self._reserve = options.lookahead_blocks or 0
         self._job_ids = count()
@@ -189,6 +191,13 @@ class OffloadScheduler(SchedulerConnector):
         self._view = view
         if isinstance(view, SupportsPoolSize):
             self._null_block_id = view.null_block_id
+        # Once: to ask a protocol costs 20 us, in every step as much as the plan itself.
+        self._num_free_blocks = (
+            view.num_free_blocks if isinstance(view, SupportsFreeCount) else None
+        )
+        self._num_pinnable_blocks = (
+            view.num_pinnable_blocks if isinstance(view, SupportsPinBudget) else None
+        )
 
     @override
     def on_engine_ready(self, facts: EngineFacts) -> None:
@@ -321,10 +330,10 @@ class OffloadScheduler(SchedulerConnector):
         if view is None:
             return 0  # never bound: nothing can be held, so nothing is offloaded
         room = self._manager.num_blocks - self._manager.num_protected_blocks()
-        if isinstance(view, SupportsFreeCount):
-            room = min(room, view.num_free_blocks() - self._reserve)
-        if isinstance(view, SupportsPinBudget):
-            room = min(room, view.num_pinnable_blocks())
+        if self._num_free_blocks is not None:
+            room = min(room, self._num_free_blocks() - self._reserve)
+        if self._num_pinnable_blocks is not None:
+            room = min(room, self._num_pinnable_blocks())
         return room
 
     def _store(self, blocks: Iterable[FullBlock], room: int) -> TransferJob | None:
