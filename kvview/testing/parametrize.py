@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvview.testing.checks import Check
 from kvview.testing.harness import Factory
+from kvview.testing.offloading.policy import as_factory
 from kvview.testing.profiles import Effort, Profile, make_profile, use_profile
 from kvview.testing.recorder import LawBroken
 from kvview.testing.runner import plan_checks
@@ -51,6 +52,7 @@ def make_params(
     import pytest
 
     effort = effort or Effort()
+    factory = as_factory(factory)
     chosen = make_profile(effort)
     _, planned = plan_checks(factory, effort, expected_failures=expected_failures, select=select)
     params = []

@@ -277,6 +277,10 @@ def _exception(error: BaseException) -> str:
 
 
 def _import_line(factory: Callable[[], Any]) -> str:
+    policy = getattr(factory, "policy", None)
+    if isinstance(policy, type):
+        place = "from kvview.testing.offloading.policy import as_factory"
+        return f"{place}\n{_import_line(policy)}\nfactory = as_factory(factory)"
     module = getattr(factory, "__module__", None)
     name = getattr(factory, "__qualname__", None)
     if target := target_of(factory):

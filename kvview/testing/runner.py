@@ -20,6 +20,7 @@ from kvview.testing.connector_checks import (
 )
 from kvview.testing.harness import Contract, Factory
 from kvview.testing.inspect_factory import inspect_factory
+from kvview.testing.offloading.policy import as_factory
 from kvview.testing.profiles import Effort, Profile, make_profile, use_profile
 from kvview.testing.recorder import LawBroken
 from kvview.testing.report import CheckResult, Outcome, Report
@@ -104,7 +105,8 @@ def run_checks(
     4. The checks of a connector share one set of simulated runs.
 
     Args:
-        factory: Makes a harness in its first state; or a connector class.
+        factory: Makes a harness in its first state; or a connector class, or that of a
+            cache policy, which is put into the reference's manager.
         expected_failures: ``{name of a check: reason}``; one that passes is bad news. What a
             connector does not exercise is named ``coverage: NAME``, ``*`` allowed.
         profile: ``ci`` (the same every time) or ``soak`` (random, much longer).
@@ -126,6 +128,7 @@ def run_checks(
     """
     effort = Effort(profile, seed, steps, seeds, engine, options, hook_seconds, inference)
     chosen = make_profile(effort)
+    factory = as_factory(factory)
     contract, planned = plan_checks(
         factory, effort, expected_failures=expected_failures, select=select
     )

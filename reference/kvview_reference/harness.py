@@ -263,6 +263,14 @@ class ReferenceManager:
         return type(self)(self.cache_policy, self.capacity, num_offers)
 
 
+class PolicyManager(ReferenceManager):
+    """The same with a policy of somebody's own, which need not be LRU or ARC."""
+
+    capabilities = frozenset(
+        {Capability.EVENTS, Capability.PAGES, Capability.RESET, Capability.STORE_THRESHOLD}
+    )
+
+
 class ReferenceTransfer:
     """The CPU<->GPU worker over CPU tensors with padding, gaps and a shared tensor.
 

@@ -25,8 +25,10 @@ from kvview_reference.engine.request import Request, Status, chain_hashes
 from kvview_reference.pool import NULL_BLOCK_ID
 
 if TYPE_CHECKING:
+    from kvview.testing import ManagerHarness
     from kvview.testing.connector.harness import ConnectorHarness, EngineFactory
     from kvview.testing.connector.stream import StepStream
+    from kvview_reference.offloading import CachePolicy
 
 _PAGE_BYTES = 64
 _NUM_LAYERS = 2
@@ -53,6 +55,15 @@ class ReferenceEngines:
         """Build an engine."""
         connector = connectors[0] if len(connectors) == 1 else _SideBySide(connectors)
         return ReferenceConnectorHarness(scenario, connector, owner, clock, stream)
+
+    def manager_of_policy(self, policy: type[CachePolicy]) -> ManagerHarness:
+        """A manager with a cache policy, for the manager's checks."""
+        from kvview_reference.harness import PolicyManager
+        from kvview_reference.offloading.policies import register_policy
+
+        name = f"{policy.__module__}:{policy.__qualname__}"
+        register_policy(name, policy, replace=True)
+        return PolicyManager(name)
 
 
 class _SideBySide(Connector):

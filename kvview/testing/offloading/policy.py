@@ -1,0 +1,38 @@
+"""A cache policy as a target: judged inside the reference's manager, by the manager's checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvview.errors import ConfigError
+from kvview.testing.harness import Factory
+
+_METHODS = ("admit", "touch", "release", "remove")
+
+
+@dataclass(frozen=True)
+class ManagerOfPolicy:
+    """Makes a harness: a manager with a policy.
+
+    Args:
+        policy: Its class.
+    """
+
+    policy: type
+
+    def __call__(self) -> Any:
+        """The harness in its first state."""
+        from kvview.testing.connector.harness import load_engines
+
+        engines = load_engines()
+        if not hasattr(engines, "manager_of_policy"):
+            raise ConfigError(f"engine {engines.name!r} has no manager that takes a cache policy")
+        return engines.manager_of_policy(self.policy)
+
+
+def as_factory(found: Factory) -> Factory:
+    """What a target means: of a class that is a cache policy, a manager with it."""
+    if isinstance(found, type) and all(callable(getattr(found, name, None)) for name in _METHODS):
+        return ManagerOfPolicy(found)
+    return found
