@@ -164,12 +164,12 @@ class Tiering:
         """What a request computed goes to the host, and down."""
         context, keys = self.context(), [self.key(number) for number in numbers]
         prepared = self.manager.prepare_store(keys, context)
-        if prepared is not None:
+        if prepared is not None and prepared.keys_to_store:
             for key, place in zip(
                 prepared.keys_to_store, self._places(prepared.store_spec), strict=True
             ):
                 self.page(place)[:] = bytes_of(bytes(key))
-            self.manager.complete_store(keys, context, True)
+            self.manager.complete_store(list(prepared.keys_to_store), context, True)
         self._tell("on_request_finished", context)
         self.settle()
         return prepared is not None
