@@ -1,7 +1,8 @@
 """kvview: the contract between an LLM engine's KV cache and a connector.
 
 Importing it needs neither torch nor vLLM. Each contract is one module or package:
-``pool``, ``geometry``, ``events``, ``offloading``, ``transfer``, ``connector``, ``guard``.
+``pool``, ``geometry``, ``events``, ``offloading``, ``transfer``, ``connector``, ``guard``,
+``tier``.
 """
 
 from kvview.connector import (
@@ -33,11 +34,13 @@ from kvview.errors import (
     HookError,
     KeyNotLoadableError,
     KVViewError,
+    NamespaceMismatchError,
     NoFreeBlocksError,
     NotAnOffloadKeyError,
     NotCopyableError,
     PinBudgetExceeded,
     StaleBlockError,
+    TierJobError,
     TraceError,
     TransferNotInFlightError,
     TransferSpecError,
@@ -166,6 +169,7 @@ __all__ = [
     "LoadStoreSpec",
     "LookupResult",
     "Mamba",
+    "NamespaceMismatchError",
     "NoFreeBlocksError",
     "NotAnOffloadKeyError",
     "NotCopyableError",
@@ -201,6 +205,7 @@ __all__ = [
     "SupportsSilentTiers",
     "SupportsSkippedBlocks",
     "SupportsStepHooks",
+    "TierJobError",
     "TraceError",
     "TransferJob",
     "TransferNotInFlightError",

@@ -113,6 +113,14 @@ class TransferSpecError(KVViewError, ValueError):
     """A transfer names pages that do not exist or do not pair up (XFER-1)."""
 
 
+class TierJobError(KVViewError, ValueError):
+    """A job of a tier whose number, keys or pages cannot be used (TIER-6)."""
+
+
+class NamespaceMismatchError(KVViewError, ValueError):
+    """What lies there was written for other weights, another layout or other hashes (TIER-10)."""
+
+
 def split_law(message: str) -> tuple[str, str]:
     """The law that a message begins with, empty if none, and the rest of it."""
     law, colon, rest = message.partition(": ")

@@ -19,6 +19,7 @@ from kvview.testing.harness import (
     GeometryHarness,
     ManagerHarness,
     PoolHarness,
+    TierHarness,
     TransferHarness,
 )
 from kvview.testing.inspect_factory import inspect_factory
@@ -39,6 +40,9 @@ from kvview.testing.profiles import PROFILES, Profile
 from kvview.testing.recorder import LawBroken
 from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.testing.runner import read_expected_failures, run_checks
+from kvview.testing.tier import checks as tier_checks
+from kvview.testing.tier import guard_checks as tier_guard_checks
+from kvview.testing.tier.store_harness import GuardedStoreHarness, StoreHarness
 from kvview.testing.transfer import checks as transfer_checks
 from kvview.testing.transfer import jobs as job_checks
 from kvview.testing.transfer.compute import GatedComputeStream
@@ -52,6 +56,7 @@ __all__ = [
     "CheckResult",
     "GatedComputeStream",
     "GeometryHarness",
+    "GuardedStoreHarness",
     "LawBroken",
     "ManagerHarness",
     "Mutant",
@@ -62,6 +67,8 @@ __all__ = [
     "PoolHarness",
     "Profile",
     "Report",
+    "StoreHarness",
+    "TierHarness",
     "TransferHarness",
     "check",
     "checks_for",
@@ -88,6 +95,8 @@ __all__ = [
     "read_expected_failures",
     "run_checks",
     "run_mutants",
+    "tier_checks",
+    "tier_guard_checks",
     "transfer_checks",
     "view_checks",
     "walk_checks",

@@ -14,7 +14,7 @@ from functools import wraps
 
 from kvview.testing.harness import Capability, Contract, Factory
 
-_FAMILIES = ("CONN", "POOL", "GUARD", "GEO", "OFF", "EVENT", "XFER")
+_FAMILIES = ("CONN", "POOL", "GUARD", "GEO", "OFF", "EVENT", "XFER", "TIER")
 
 CheckFunction = Callable[[Factory], None]
 

@@ -16,10 +16,12 @@ from typing import Any, Literal, Protocol
 from kvview.geometry import CacheGroup
 from kvview.offloading import OffloadingManager
 from kvview.pool import GPUBlockPoolView
+from kvview.tier import Namespace, TierStore
 from kvview.transfer import CanonicalKVCaches, TransferWorker
 
-Contract = Literal["pool", "geometry", "offloading", "transfer", "connector"]
-"""The contract that a harness is for; a connector class is its own harness."""
+Contract = Literal["pool", "geometry", "offloading", "transfer", "connector", "tier"]
+"""The contract that a harness is for; a connector class is its own harness, and of a class of
+stores the kit makes one."""
 
 Factory = Callable[..., Any]
 """Makes a harness in its first state; every check calls it at least once. A connector class
@@ -140,6 +142,31 @@ class Capability(StrEnum):
     files. Without it by :class:`~kvview.CPULoadStoreSpec`, and any other page is refused."""
     HOST_BYTES = "host_bytes"
     """The worker has ``host_bytes``: of host memory that its tier takes, 0 after shutdown."""
+
+    # tier
+    REOPEN = "reopen"
+    """``reopen()``: a new harness over the same bytes; the store before is closed by then."""
+    NAMESPACES = "namespaces"
+    """``with_namespace(namespace)``: a new harness beside this one, in the same place."""
+    DAMAGE = "damage"
+    """``damage(how)``: spoil what lies on the medium (``"flip"``, ``"cut"``, ``"grow"``,
+    ``"swap"``); returns how many entries."""
+    VERIFIES = "verifies"
+    """The store itself sees damaged bytes, also without a guard."""
+    GONE = "gone"
+    """``lose_medium()``: the medium is taken away under the store."""
+    BUDGET = "budget"
+    """``with_budget(max_bytes)``: a new harness in a place of its own; ``occupied_bytes()`` is
+    what its store takes there."""
+    KILL = "kill"
+    """``killed_runs(num, seed)``: what a store says after its process was killed while it
+    wrote, so many times; each a dict like that of :func:`kvview.testing.tier.killed.run`."""
+    DELETE = "delete"
+    """The store has ``delete(keys)``."""
+    USAGE = "usage"
+    """The store has ``usage()``."""
+    TIER_GUARD = "tier_guard"
+    """``guard(store, namespace, **options)``: the guard under test over any store."""
 
 
 class PoolHarness(Protocol):
@@ -285,6 +312,29 @@ class TransferHarness(Protocol):
         ...
 
 
+class TierHarness(Protocol):
+    """A store under test; fresh: it holds nothing. 16 MiB are kept before one key is evicted."""
+
+    @property
+    def store(self) -> TierStore:
+        """The store under test."""
+        ...
+
+    @property
+    def namespace(self) -> Namespace:
+        """That it was made for."""
+        ...
+
+    @property
+    def capabilities(self) -> Collection[str]:
+        """What may be asked for beyond this."""
+        ...
+
+    def end(self) -> None:
+        """The check is over: close the store and remove what it wrote; callable twice."""
+        ...
+
+
 @dataclass(frozen=True)
 class Need:
     """One method or attribute that a contract or a capability asks for.
@@ -305,6 +355,7 @@ SUBJECTS: Mapping[Contract, str] = {
     "geometry": "coordinator",
     "offloading": "manager",
     "transfer": "worker",
+    "tier": "store",
 }
 """The attribute that tells what a harness is for."""
 
@@ -344,6 +395,16 @@ REQUIRED: Mapping[Contract, Sequence[Need]] = {
         Need("harness", "kv_caches", None),
         Need("harness", "num_cpu_blocks", None),
         Need("harness", "blocks_per_chunk", None),
+    ),
+    "tier": (
+        Need("store", "lookup", 1),
+        Need("store", "put", 3),
+        Need("store", "get", 3),
+        Need("store", "poll", 0),
+        Need("store", "drain", 1),
+        Need("store", "close", 0),
+        Need("harness", "namespace", None),
+        Need("harness", "end", 0),
     ),
 }
 """What every harness of a contract has."""
@@ -414,5 +475,21 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         Capability.HOST_BYTES: (Need("worker", "host_bytes", None),),
     },
     "connector": {},
+    "tier": {
+        Capability.PAUSE: (Need("harness", "pause", 0), Need("harness", "resume", 0)),
+        Capability.REOPEN: (Need("harness", "reopen", 0),),
+        Capability.NAMESPACES: (Need("harness", "with_namespace", 1),),
+        Capability.DAMAGE: (Need("harness", "damage", 1),),
+        Capability.VERIFIES: (Need("harness", "damage", 1),),
+        Capability.GONE: (Need("harness", "lose_medium", 0),),
+        Capability.BUDGET: (
+            Need("harness", "with_budget", 1),
+            Need("harness", "occupied_bytes", 0),
+        ),
+        Capability.KILL: (Need("harness", "killed_runs", 2),),
+        Capability.DELETE: (Need("store", "delete", 1),),
+        Capability.USAGE: (Need("store", "usage", 0),),
+        Capability.TIER_GUARD: (Need("harness", "guard", 2),),
+    },
 }
 """Per contract, the capabilities that may be declared, and what each one needs."""

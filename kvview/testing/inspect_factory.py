@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from kvview.errors import ConfigError
 from kvview.targets import is_connector, is_engine_connector, require_connector
@@ -21,6 +22,7 @@ from kvview.testing.harness import (
     Factory,
     Need,
 )
+from kvview.testing.tier.store_harness import tier_factory
 
 _SMALLEST = {
     "num_blocks": MIN_POOL_BLOCKS,
@@ -30,8 +32,14 @@ _SMALLEST = {
 }
 
 
-def inspect_factory(factory: Factory) -> tuple[Contract, frozenset[Capability]]:
+def inspect_factory(
+    factory: Factory, options: Mapping[str, Any] | None = None
+) -> tuple[Contract, frozenset[Capability]]:
     """Call a factory once, and check all that the checks rely on.
+
+    Args:
+        factory: Of harnesses; or a class of connectors, or of stores.
+        options: Of a class of stores.
 
     Returns:
         The contract that the harness is for, and the capabilities declared.
@@ -50,7 +58,7 @@ def inspect_factory(factory: Factory) -> tuple[Contract, frozenset[Capability]]:
     if not callable(factory):
         raise ConfigError(f"{name} is no factory: it cannot be called")
     try:
-        harness = factory()
+        harness = tier_factory(factory, options or {})()
     except Exception as error:
         raise ConfigError(f"factory {name} raises {type(error).__name__}: {error}") from error
     contract = _contract_of(harness, name)
@@ -65,6 +73,8 @@ def inspect_factory(factory: Factory) -> tuple[Contract, frozenset[Capability]]:
         problems += _too_small(harness, contract)
     if contract == "transfer":
         harness.worker.shutdown()
+    if contract == "tier" and hasattr(harness, "end"):
+        harness.end()
     if problems:
         raise ConfigError(
             f"factory {name} makes a {type(harness).__name__} that is no {contract} harness: "

@@ -226,8 +226,9 @@ class Recorder:
             return self.script()
         profile = current_profile()
         call = f"{check.__name__}(factory)"
-        if profile.seed is not None:
-            effort = Effort(profile.name, profile.seed, steps=profile.num_steps)
+        if profile.seed is not None or profile.options:
+            options = dict(profile.options) or None
+            effort = Effort(profile.name, profile.seed, profile.num_steps, options=options)
             call = f"with use_profile(make_profile({effort!r})): {call}"
         return "\n".join(
             [

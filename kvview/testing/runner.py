@@ -24,6 +24,7 @@ from kvview.testing.offloading.policy import as_factory
 from kvview.testing.profiles import Effort, Profile, make_profile, use_profile
 from kvview.testing.recorder import LawBroken
 from kvview.testing.report import CheckResult, Outcome, Report
+from kvview.tier import is_tier_store
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,11 @@ def plan_checks(
     Raises:
         ConfigError: The target is not usable, or a name matches no check.
     """
-    contract, capabilities = inspect_factory(factory)
-    if contract != "connector" and (names := effort.for_connectors()):
+    contract, capabilities = inspect_factory(factory, effort.options)
+    names = [] if contract == "connector" else effort.for_connectors()
+    if contract == "tier" and is_tier_store(factory):
+        names = [name for name in names if name != "options"]
+    if names:
         raise ConfigError(f"{names[0]} is for a connector, and this target is a {contract} harness")
     expected = dict(expected_failures or {})
     checks = checks_for(contract)

@@ -84,7 +84,7 @@ class ReportModel(_Model):
 
     schema_version: Literal[1] = SCHEMA_VERSION
     target: str
-    contract: Literal["pool", "geometry", "offloading", "transfer", "connector"]
+    contract: Literal["pool", "geometry", "offloading", "transfer", "connector", "tier"]
     profile: str
     seed: int | None = Field(description="Of everything random; null: the same every time.")
     is_clean: bool

@@ -20,13 +20,20 @@ from kvview import (
     GuardedView,
     OffloadingManager,
 )
-from kvview.testing import Capability, GatedComputeStream
+from kvview.testing import Capability, GatedComputeStream, GuardedStoreHarness, StoreHarness
 from kvview_reference.geometry.coordinator import KVCacheCoordinator, make_coordinator
 from kvview_reference.offloading import CPUOffloadingManager
 from kvview_reference.pool import NULL_BLOCK_ID, BlockPool
+from kvview_reference.tier import FileStore
 
 if TYPE_CHECKING:
-    from kvview.testing import GeometryHarness, ManagerHarness, PoolHarness, TransferHarness
+    from kvview.testing import (
+        GeometryHarness,
+        ManagerHarness,
+        PoolHarness,
+        TierHarness,
+        TransferHarness,
+    )
     from kvview_reference.transfer import CPUGPUTransferWorker
 
 _BLOCK_SIZE = 16
@@ -399,7 +406,17 @@ def transfer() -> ReferenceTransfer:
     return ReferenceTransfer()
 
 
+def tier() -> StoreHarness:
+    """The tier of files."""
+    return StoreHarness(FileStore, {"root": "{tmp}"})
+
+
+def guarded_tier() -> GuardedStoreHarness:
+    """The tier of files behind a :class:`~kvview.tier.GuardedTier`."""
+    return GuardedStoreHarness(FileStore, {"root": "{tmp}", "checksum": "none"})
+
+
 if TYPE_CHECKING:
 
-    def _fit() -> tuple[PoolHarness, GeometryHarness, ManagerHarness, TransferHarness]:
-        return pool(), geometry(), offloading_lru(), transfer()
+    def _fit() -> tuple[PoolHarness, GeometryHarness, ManagerHarness, TransferHarness, TierHarness]:
+        return pool(), geometry(), offloading_lru(), transfer(), tier()

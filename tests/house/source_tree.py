@@ -16,7 +16,7 @@ FLOORS = {
 }
 """The installed packages. ``kvview.testing`` is a floor of its own inside the first."""
 
-ROOMS = ("pool", "geometry", "events", "offloading", "transfer", "connector", "guard")
+ROOMS = ("pool", "geometry", "events", "offloading", "transfer", "connector", "guard", "tier")
 """The contracts: each has a module or package of its name on every floor."""
 
 

@@ -21,6 +21,7 @@ CONTRACT_ORDER = (
     "pool",
     "connector",
     "guard",
+    "tier",
     "options",
     "targets",
     "config",
@@ -48,6 +49,7 @@ ALLOWED_AT_IMPORT = {
     "typing_extensions": ("kvview", "kvview_reference", "kvview_vllm"),
     "msgspec": ("kvview.events.batches", "kvview.events.recording", "kvview.events.wire"),
     "zmq": ("kvview.events.channel",),
+    "xxhash": (),
 }
 # And where later, inside a function: what only some callers need.
 ALLOWED_LATER = {
@@ -55,6 +57,7 @@ ALLOWED_LATER = {
     "torch": ("kvview.testing", "kvview_reference", "kvview_vllm"),
     "numpy": ("kvview.testing", "kvview_reference", "kvview_vllm"),
     "vllm": ("kvview_vllm",),
+    "xxhash": ("kvview.tier.checksum",),
 }
 
 NAMES_ABOVE = {
@@ -71,6 +74,7 @@ LONG_CONTRACT_MODULES = {
     # Behaviour, not protocols: the ledger and its checks.
     "kvview/guard/ledger.py": 500,
     "kvview/guard/view.py": 500,
+    "kvview/tier/guarded.py": 450,
 }
 
 

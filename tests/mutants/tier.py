@@ -1,164 +1,544 @@
-"""Connectors whose own tier is not conserved: what a fault occupied is never used again."""
+"""Wrong tier stores and wrong guards."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Sequence
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
-from examples.host_cache import HostCacheScheduler
-from kvview import (
-    BlockIds,
-    ConnectorConfig,
-    FinishReason,
-    OffloadKey,
-    ReqContext,
-    RequestInfo,
-    TransferResult,
-)
-from kvview.testing import Mutant
-from kvview_reference.connector.offload import OffloadOptions, OffloadScheduler
-from kvview_reference.offloading import CPUOffloadingManager
-
-from .connector import Offload, breaker
-from .example import Host
+from kvview.testing import GuardedStoreHarness, Mutant, StoreHarness
+from kvview.tier import GuardedTier, Namespace, TierStore, TierUsage
+from kvview_reference.tier import FileStore
 
 MUTANTS: list[Mutant] = []
-breaks = breaker(MUTANTS, seeds=[9, 59, 109, 159])  # those that are steady
+StoreT = TypeVar("StoreT", bound=type[Any])
+
+_OPTIONS = {"root": "{tmp}"}
 
 
-@breaks("CONN-10", "the host pages of a store that failed are not free again")
-class LosesPagesOfFailedStores(Host):
-    class scheduler(HostCacheScheduler):
-        def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
-            for result in results:
-                if not result.success and result.job_id in self.stores:
-                    self.stores[result.job_id][0].clear()
-            super().on_transfers_finished(results)
+def wrong(law: str, killed_by: str, incident: str | None = None) -> Callable[[StoreT], StoreT]:
+    """A class of stores is wrong; its docstring says how."""
+
+    def add(store: StoreT) -> StoreT:
+        class Harness(StoreHarness):
+            patience = 2.0
+
+            def _target(self) -> str:
+                return f"{__file__}:{store.__qualname__}"
+
+        def factory() -> Any:
+            return Harness(store, _OPTIONS)
+
+        _plant(factory, store, law, killed_by, incident)
+        return store
+
+    return add
 
 
-@breaks("CONN-10", "a reset forgets the keys, and their host pages with them")
-class LosesPagesAtResets(Host):
-    class scheduler(HostCacheScheduler):
-        def reset_cache(self) -> bool:
-            if self.has_pending_work():
-                return False
-            self.slots.clear()
-            return True
+def wrong_guard(law: str, killed_by: str, incident: str | None = None) -> Any:
+    """A class of guards is wrong."""
+
+    def add(guard: type[GuardedTier]) -> type[GuardedTier]:
+        class Harness(GuardedStoreHarness):
+            patience = 2.0
+
+            def guard(self, store: TierStore, namespace: Namespace, **options: Any) -> TierStore:
+                return guard(store, namespace, **options)
+
+        def factory() -> Any:
+            return Harness(FileStore, {**_OPTIONS, "checksum": "none"})
+
+        _plant(factory, guard, law, killed_by, incident)
+        return guard
+
+    return add
 
 
-@breaks("CONN-10", "stores a key twice when two requests end at once, and forgets one page")
-class LosesPagesOfTwins(Host):
-    class scheduler(HostCacheScheduler):
-        def store(self, request: RequestInfo, block_ids: BlockIds) -> None:
-            stores, self.stores = self.stores, {}  # of keys in flight it knows nothing
-            super().store(request, block_ids)
-            self.stores = stores | self.stores
+def _plant(factory: Any, kind: type, law: str, killed_by: str, incident: str | None) -> None:
+    factory.__name__ = factory.__qualname__ = kind.__name__
+    what = (kind.__doc__ or "").strip().partition("\n")[0]
+    MUTANTS.append(Mutant(factory, law, killed_by, what, incident))
 
 
-@breaks("CONN-10", "a load that fails stays counted: its pages are never evicted again")
-class PinsPagesOfFailedLoads(Host):
-    class scheduler(HostCacheScheduler):
-        def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
-            for result in results:
-                if not result.success and result.job_id in self.loads:
-                    self.loads[result.job_id] = []
-            super().on_transfers_finished(results)
+@wrong("TIER-1", "check_tier_1_damaged_bytes_fail")
+class TrustsTheMedium(FileStore):
+    """Bytes are read and not compared: a damaged sector answers wrong tokens."""
+
+    def __init__(self, namespace: Namespace, root: str) -> None:
+        super().__init__(namespace, root=root, checksum="none")
 
 
-@breaks("CONN-10", "pins host pages for a promise, and unpins them when the load has ended")
-class PinsPagesOfPromises(Host):
-    class scheduler(HostCacheScheduler):
-        def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int:
-            num_promised = super().match_prefix(request, num_computed_tokens)
-            num_tokens = num_computed_tokens + num_promised
-            if num_promised:
-                self.loading.update(self.keys_of(request, num_computed_tokens, num_tokens))
-            return num_promised
+@wrong("TIER-1", "check_tier_1_damaged_bytes_fail")
+class SealsWithoutTheKey(FileStore):
+    """The checksum is of the page alone: two files that are swapped both look right."""
 
-        def keys_of(self, request: RequestInfo, first: int, end: int) -> list[OffloadKey]:
-            return [
-                self.key(request, index, block)
-                for index, group in enumerate(self.geometry.groups)
-                for block in group.required_blocks(end)
-                if block >= first // group.block_size
-            ]
-
-        def on_blocks_allocated(
-            self,
-            request: RequestInfo,
-            block_ids: BlockIds,
-            num_computed_tokens: int,
-            num_external_tokens: int,
-        ) -> None:
-            super().on_blocks_allocated(
-                request, block_ids, num_computed_tokens, num_external_tokens
-            )
-            end = num_computed_tokens + num_external_tokens
-            if num_external_tokens:  # once, however often it was asked
-                self.loading -= Counter(self.keys_of(request, num_computed_tokens, end))
+    def _head(self, key: bytes, page: memoryview) -> bytes:
+        return super()._head(b"k", page)[:-1] + bytes(len(key))
 
 
-@breaks("CONN-10", "what is evicted is forgotten, and its page is not used again")
-class LosesPagesOfVictims(Host):
-    class scheduler(HostCacheScheduler):
-        def take_slot(self) -> int | None:
-            if not self.free_slots:
-                super().take_slot()
-                return None
-            return super().take_slot()
+@wrong("TIER-1", "check_tier_1_page_of_another_size_fails")
+class FillsAPartOfThePage(FileStore):
+    """A page that is longer or shorter than the file is filled as far as it goes."""
+
+    def read_into(self, key: bytes, page: memoryview, /) -> bool:
+        content = Path(self._path(key)).read_bytes()[-len(page) :]
+        page[: len(content)] = content
+        return True
 
 
-# --- over a manager of the contract ---
+@wrong("TIER-1", "check_tier_1_keys_are_bytes")
+class NamesFilesByText(FileStore):
+    """Keys are decoded for the names of files: those that are no text share one."""
+
+    def _path(self, key: bytes) -> str:
+        name = key.decode("ascii", "ignore").strip().replace("/", "-")
+        return f"{self._folder}/00/f{name}".rstrip("\0").replace("\0", "")
 
 
-class Managed(Offload):
-    """The right one, with a place to put a wrong manager."""
+@wrong("TIER-1", "check_tier_1_keys_are_bytes")
+class CutsKeys(FileStore):
+    """The first bytes of a key are its name: keys with one beginning are one."""
 
-    manager: type[CPUOffloadingManager] = CPUOffloadingManager
-
-    def make_scheduler(self) -> OffloadScheduler:
-        half = OffloadScheduler(self.config, self.options)
-        options: OffloadOptions = self.options
-        if options.cpu_blocks:
-            half._manager = self.manager(
-                options.cpu_blocks, options.policy, enable_events=options.enable_events
-            )
-        return half
+    def _path(self, key: bytes) -> str:
+        return super()._path(key[:64])
 
 
-@breaks("CONN-10", "a manager that does not free the pages of failed stores")
-class ManagerLosesFailedStores(Managed):
-    class manager(CPUOffloadingManager):
-        def complete_store(
-            self,
-            keys: Collection[OffloadKey],
-            ctx: ReqContext | None = None,
-            /,
-            success: bool = True,
-        ) -> None:
-            free = list(self._free_pages)
-            super().complete_store(keys, ctx, success)
-            if not success:
-                self._free_pages = free
+@wrong("TIER-1", "check_tier_1_many_keys_of_a_job_keep_their_places")
+class LoadsInItsOwnOrder(FileStore):
+    """Keys of a job are sorted for the disk, and their pages are not."""
+
+    def _submit(
+        self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], is_get: bool
+    ) -> None:
+        super()._submit(job, sorted(keys) if is_get and len(keys) > 9 else keys, pages, is_get)
 
 
-@breaks("CONN-10", "loads of aborted requests are never completed: their keys stay protected")
-class ForgetsAbortedLoads(Offload):
-    class scheduler(OffloadScheduler):
-        def __init__(self, config: ConnectorConfig, options: OffloadOptions) -> None:
-            super().__init__(config, options)
-            self.aborted: set[str] = set()
+@wrong("TIER-1", "check_tier_1_pages_come_back_exactly")
+class WritesAtMostAMegabyte(FileStore):
+    """What one write does not take is lost."""
 
-        def on_request_finished(
-            self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
-        ) -> None:
-            if reason is FinishReason.ABORTED:
-                self.aborted.add(request.request_id)
-            super().on_request_finished(request, block_ids, reason)
+    def write(self, key: bytes, page: memoryview, /) -> bool:
+        return super().write(key, page[:1_000_000])
 
-        def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
-            for result in results:
-                load = self._loads.get(result.job_id)
-                if load is not None and load.ctx.req_id in self.aborted:
-                    del self._loads[result.job_id]
-            super().on_transfers_finished(results)
+
+class ChangesReports(FileStore):
+    """Its poll is changed by ``change``."""
+
+    def poll(self) -> Any:  # type: ignore[misc]
+        return self.change(super().poll())
+
+    def change(self, done: list[tuple[int, list[bool]]]) -> Any:
+        """Make the reports wrong."""
+        return done
+
+
+@wrong("TIER-2", "check_tier_2_each_job_is_reported_once")
+class ReportsTwice(ChangesReports):
+    """A report comes again with the next poll."""
+
+    _last: Sequence[tuple[int, list[bool]]] = ()
+
+    def change(self, done: list[tuple[int, list[bool]]]) -> Any:
+        again, self._last = self._last, done
+        return [*again, *done]
+
+
+@wrong("TIER-2", "check_tier_2_each_job_is_reported_once")
+class ReportsTheJob(ChangesReports):
+    """One flag for all keys of a job."""
+
+    def change(self, done: list[tuple[int, list[bool]]]) -> Any:
+        return [(job, [all(flags)]) for job, flags in done]
+
+
+@wrong("TIER-2", "check_tier_2_flags_are_in_the_order_of_the_keys")
+class ReportsInReverse(ChangesReports):
+    """The flags of a job are those of the keys from the last to the first."""
+
+    def change(self, done: list[tuple[int, list[bool]]]) -> Any:
+        return [(job, flags[1:] + flags[:1]) for job, flags in done]
+
+
+@wrong("TIER-2", "check_tier_2_flags_are_in_the_order_of_the_keys")
+class FailsTheWholeJob(ChangesReports):
+    """One key that is missing fails its neighbours."""
+
+    def change(self, done: list[tuple[int, list[bool]]]) -> Any:
+        return [(job, [all(flags)] * len(flags)) for job, flags in done]
+
+
+@wrong("TIER-2", "check_tier_2_job_without_keys_is_reported", "vllm#39732")
+class ForgetsEmptyJobs(ChangesReports):
+    """A job without keys is never reported: whoever waits for it waits for ever."""
+
+    def change(self, done: list[tuple[int, list[bool]]]) -> Any:
+        return [(job, flags) for job, flags in done if flags]
+
+
+@wrong("TIER-2", "check_tier_2_numbers_of_jobs_may_come_again")
+class ReportsANumberOnce(ChangesReports):
+    """A number that was reported is not reported again."""
+
+    def change(self, done: list[tuple[int, list[bool]]]) -> Any:
+        seen = self.__dict__.setdefault("seen", set())
+        new = [(job, flags) for job, flags in done if job not in seen]
+        seen.update(job for job, _ in new)
+        return new
+
+
+@wrong("TIER-3", "check_tier_3_put_is_read_before_its_report")
+class WritesBehind(FileStore):
+    """A put is reported when it is queued, and written when there is time."""
+
+    def write(self, key: bytes, page: memoryview, /) -> bool:
+        threading.Timer(0.02, super().write, (key, page)).start()
+        return True
+
+
+@wrong("TIER-3", "check_tier_3_reported_pages_are_left_alone")
+class FillsAgain(FileStore):
+    """A page is filled a second time after its job was reported: a retry that nobody stopped."""
+
+    def read_into(self, key: bytes, page: memoryview, /) -> bool:
+        threading.Timer(0.01, super().read_into, (key, page)).start()
+        return super().read_into(key, page)
+
+
+@wrong("TIER-4", "check_tier_4_failed_get_is_a_miss_until_it_is_stored_again")
+class ForgetsFailures(FileStore):
+    """A key that failed is still found: requests ask and load for ever."""
+
+    def read_into(self, key: bytes, page: memoryview, /) -> bool:
+        size = os.path.getsize(self._path(key))
+        return size == len(self._head(key, page)) + len(page) and super().read_into(key, page)
+
+    def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
+        return [os.path.exists(self._path(key)) for key in keys]
+
+
+@wrong("TIER-4", "check_tier_4_damaged_key_is_stored_again")
+class KeepsDamagedFiles(FileStore):
+    """What fails its checksum stays, and a put keeps what is there."""
+
+    def __init__(self, namespace: Namespace, root: str) -> None:
+        super().__init__(namespace, root=root)
+        self._budget.remove = lambda path: None  # type: ignore[method-assign]
+
+
+@wrong("TIER-4", "check_tier_4_get_of_nothing_can_be_stored")
+class FailsForEver(FileStore):
+    """A key that failed once is not stored any more."""
+
+    def __init__(self, namespace: Namespace, root: str) -> None:
+        super().__init__(namespace, root=root)
+        self._answers.stored = lambda key: None  # type: ignore[method-assign]
+
+
+@wrong("TIER-5", "check_tier_5_calls_return_while_io_waits")
+class LooksUpOnTheCallersThread(FileStore):
+    """A lookup asks the medium while the scheduler waits."""
+
+    def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
+        return [self.has(key) for key in keys]
+
+
+@wrong("TIER-5", "check_tier_5_calls_return_while_io_waits")
+class PutsOnTheCallersThread(FileStore):
+    """A put returns when it is done."""
+
+    def _submit(
+        self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], is_get: bool
+    ) -> None:
+        super()._submit(job, keys, pages, is_get)
+        if not is_get:
+            with self._changed:
+                self._changed.wait_for(lambda: job not in self._jobs)
+
+
+@wrong("TIER-5", "check_tier_5_lookup_knows_when_it_is_asked_again")
+class NeverKnows(FileStore):
+    """What a lookup did not know it never learns."""
+
+    def _ask(self, keys: list[bytes]) -> None: ...
+
+
+@wrong("TIER-6", "check_tier_6_wrong_jobs_are_refused")
+class TakesAnyJob(FileStore):
+    """Keys that are named twice, and pages of any shape, are taken."""
+
+    def _submit(
+        self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], is_get: bool
+    ) -> None:
+        num = min(len(keys), len(pages))
+        flat = [memoryview(bytearray(page.nbytes + 1)) for page in pages[:num]]
+        known = [key[:100] or b"-" for key in dict.fromkeys(keys[:num])]
+        super()._submit(job, known, (flat if num and job == 900 else pages)[: len(known)], is_get)
+
+
+@wrong("TIER-6", "check_tier_6_number_in_flight_is_refused")
+class TakesANumberTwice(FileStore):
+    """A second job of one number takes the place of the first."""
+
+    def _submit(
+        self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], is_get: bool
+    ) -> None:
+        with self._changed:
+            self._jobs.pop(job, None)
+        super()._submit(job, keys, pages, is_get)
+
+
+@wrong("TIER-6", "check_tier_6_medium_that_is_gone_raises_nothing")
+class RaisesForTheMedium(FileStore):
+    """A put into a folder that is gone raises on the scheduler's thread."""
+
+    def _submit(
+        self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], is_get: bool
+    ) -> None:
+        os.stat(self._folder / "lock")
+        super()._submit(job, keys, pages, is_get)
+
+
+@wrong("TIER-7", "check_tier_7_lookup_says_what_was_stored")
+class SaysYesToHalfAKey(FileStore):
+    """A lookup compares the beginning of names."""
+
+    def has(self, key: bytes, /) -> bool:
+        return any(self._folder.glob(f"*/{key.hex()[:-2]}*"))
+
+
+@wrong("TIER-7", "check_tier_7_lookup_says_what_was_stored")
+class FindsNothing(FileStore):
+    """Every lookup is a miss: stored for nothing."""
+
+    def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
+        return [False] * len(keys)
+
+
+@wrong("TIER-7", "check_tier_7_deleted_keys_are_gone")
+class DeletesNothing(FileStore):
+    """What is deleted is still there."""
+
+    def delete(self, keys: Sequence[bytes], /) -> None: ...
+
+
+class WrongBudget(FileStore):
+    """Its budget is changed by ``spoil``."""
+
+    def __init__(self, namespace: Namespace, root: str, max_bytes: int | None = None) -> None:
+        super().__init__(namespace, root=root, max_bytes=max_bytes)
+        if max_bytes is not None:
+            self.spoil(self._budget)
+
+    def spoil(self, budget: Any) -> None:
+        """Make it wrong."""
+
+
+@wrong("TIER-8", "check_tier_8_budget_is_never_exceeded")
+class CountsAfterWriting(WrongBudget):
+    """Room is made when a file has its name: what is being written does not count."""
+
+    def spoil(self, budget: Any) -> None:
+        budget.max_bytes += 60_000
+
+
+@wrong("TIER-8", "check_tier_8_budget_is_never_exceeded")
+class NeverEvicts(WrongBudget):
+    """A store that is full stays full: nothing new is stored any more."""
+
+    def spoil(self, budget: Any) -> None:
+        budget._evict = lambda used, num_bytes: used
+
+
+@wrong("TIER-8", "check_tier_8_page_that_cannot_fit_fails")
+class WritesWhatCannotFit(WrongBudget):
+    """A page that is larger than all of it is written all the same."""
+
+    def spoil(self, budget: Any) -> None:
+        reserve = budget.reserve
+        budget.reserve = lambda size: size > budget.max_bytes or reserve(size)
+
+
+@wrong("TIER-8", "check_tier_8_budget_is_never_exceeded")
+class SaysAnotherBudget(WrongBudget):
+    """What it says of itself is not what it does."""
+
+    def usage(self) -> TierUsage:
+        return TierUsage(0, None)
+
+
+@wrong("TIER-9", "check_tier_9_reopened_store_has_what_was_stored")
+class BeginsAgain(FileStore):
+    """A store that is opened forgets what was there."""
+
+    def __init__(self, namespace: Namespace, root: str) -> None:
+        super().__init__(namespace, root=f"{root}/{time.monotonic_ns()}")
+
+
+@wrong("TIER-9", "check_tier_9_killed_process_leaves_whole_entries")
+class KeepsItsIndexInMemory(FileStore):
+    """Entries count when the store is closed: a process that is killed loses them."""
+
+    def __init__(self, namespace: Namespace, root: str) -> None:
+        super().__init__(namespace, root=root)
+        if not (self._folder / "closed").exists():
+            for path in self._folder.glob("??/*"):
+                path.unlink()
+        (self._folder / "closed").unlink(missing_ok=True)
+
+    def close(self) -> None:
+        super().close()
+        (self._folder / "closed").touch()
+
+
+@wrong("TIER-10", "check_tier_10_namespaces_share_nothing")
+class OneFolderForAll(FileStore):
+    """Other weights find the KV of these."""
+
+    def __init__(self, namespace: Namespace, root: str) -> None:
+        super().__init__(Namespace("any", "any"), root=root)
+
+
+@wrong("TIER-10", "check_tier_10_namespaces_share_nothing", "vllm#46014")
+class ForgetsTheRank(FileStore):
+    """Ranks share a folder: each has other heads of the same tokens."""
+
+    def __init__(self, namespace: Namespace, root: str) -> None:
+        text = namespace.to_json().replace('"rank": 1', '"rank": 0')
+        super().__init__(Namespace.from_json(text), root=root)
+
+
+@wrong("TIER-11", "check_tier_11_close_ends_everything")
+class ForgetsJobsAtClose(FileStore):
+    """Jobs in flight when it is closed are not heard of again."""
+
+    def close(self) -> None:
+        super().close()
+        self._done.clear()
+
+
+@wrong("TIER-11", "check_tier_11_close_ends_everything")
+class ClosesOnce(FileStore):
+    """A second close raises."""
+
+    def close(self) -> None:
+        if self._is_closed:
+            raise ValueError("it is closed")
+        super().close()
+
+
+@wrong("TIER-11", "check_tier_11_drain_says_what_has_not_ended")
+class DrainsNothing(FileStore):
+    """Drain says True at once."""
+
+    def drain(self, timeout: float, /) -> bool:  # type: ignore[misc]
+        return True
+
+
+@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_raises")
+class LetsExceptionsOut(GuardedTier):
+    """What a store raises in ``put`` ends the engine."""
+
+    def put(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
+        if getattr(self.store, "fault", "") == "put raises":
+            raise OSError(28, "no space left")
+        super().put(job, keys, pages)
+
+
+@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_raises")
+class EndsItsThread(GuardedTier):
+    """``SystemExit`` in a store ends the guard's thread, and all jobs after it are late."""
+
+    def _ask_store(self, call: Callable[..., object], *args: object) -> object:
+        found = super()._ask_store(call, *args)
+        if isinstance(found, SystemExit):
+            raise found
+        return found
+
+
+@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_blocks", "vllm#45704")
+class AsksOnTheCallersThread(GuardedTier):
+    """A lookup goes to the store at once."""
+
+    def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
+        found = self._ask_store(self.store.lookup, list(keys))
+        if not isinstance(found, list):
+            return [False] * len(keys)
+        return [
+            flag and not self._answers.has_failed(k) for k, flag in zip(keys, found, strict=True)
+        ]
+
+
+@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_is_late")
+class WaitsForEver(GuardedTier):
+    """A job that is never reported is never late."""
+
+    def _expire(self) -> None: ...
+
+
+@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_is_late")
+class GivesTheEnginesPagesAway(GuardedTier):
+    """A store loads into the engine's own pages: late bytes land in what is another's by then."""
+
+    def _start(self, entry: Any) -> None:
+        if not entry.is_get:
+            super()._start(entry)
+            return
+        pages = list(entry.pages)
+        self._in_store[entry.number] = entry
+        entry.private = [bytearray(len(page) + 16) for page in pages]
+        views = [memoryview(private) for private in entry.private]
+        self.store.get(entry.number, entry.keys, views)
+        late = getattr(self.store, "_late_pages", None)
+        if late:
+            late += pages
+
+
+@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_is_no_report")
+class TakesAnyNumberOfFlags(GuardedTier):
+    """Flags are passed on as they come."""
+
+    def _finish(self, entry: Any, flags: list[bool]) -> None:
+        super()._finish(entry, flags)
+        if getattr(self.store, "fault", "") == "too few flags":
+            job, given = self._done.pop()
+            self._done.append((job, given[1:]))
+
+
+@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_is_no_report")
+class PassesReportsOn(GuardedTier):
+    """A report of a job that nobody gave reaches the engine."""
+
+    def _collect(self) -> None:
+        super()._collect()
+        if getattr(self.store, "fault", "") == "reports a job of nobody":
+            with self._changed:
+                self._done.append((987_654_321, [True]))
+
+
+@wrong_guard("TIER-12", "check_tier_12_guard_bears_lies")
+class LooksAtNoBytes(GuardedTier):
+    """Without checksums: what a store says was loaded is taken for it."""
+
+    def __init__(self, store: TierStore, namespace: Namespace, **options: Any) -> None:
+        super().__init__(store, namespace, **{**options, "checksum": "none"})
+
+
+@wrong_guard("TIER-12", "check_tier_12_guard_bears_lies")
+class BelievesLookups(GuardedTier):
+    """What failed is found again as soon as the store says so."""
+
+    def __init__(self, store: TierStore, namespace: Namespace, **options: Any) -> None:
+        super().__init__(store, namespace, **options)
+        answers: Any = self._answers
+        answers.failed = answers.forget
+
+
+@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_is_late")
+class NeverTriesAgain(GuardedTier):
+    """A store that was left alone once is left alone for ever."""
+
+    def __init__(self, store: TierStore, namespace: Namespace, **options: Any) -> None:
+        super().__init__(store, namespace, **{**options, "retry_after": 1e9})

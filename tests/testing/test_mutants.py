@@ -28,6 +28,7 @@ RIGHT: list[Callable[[], Any]] = [
     harness.offloading_lru,
     harness.offloading_arc,
     harness.transfer,
+    harness.tier,
     sys.modules["kvview_planted_faults.list_pool"].ListPool,
 ]
 

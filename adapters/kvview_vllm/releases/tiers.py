@@ -1,0 +1,163 @@
+"""The seam of tiers below the host, ``vllm.v1.kv_offload.tiering`` (0.22.0 and later).
+
+vLLM calls it experimental: its shapes are probed here, and nothing else knows of them.
+
+Source: ``vllm/v1/kv_offload/tiering/base.py`` and ``spec.py``, 0.22.0 to the newest tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+from kvview_vllm.releases.calls import blocks_per_chunk, make_known, tokens_per_chunk
+from kvview_vllm.releases.release import Seam, _difference, _has_field, find_class
+from kvview_vllm.releases.versions import engine_version, refusal
+
+_TIERING = "vllm.v1.kv_offload.tiering"
+_BASE = f"{_TIERING}.base"
+_PATH = "vllm/v1/kv_offload/tiering/base.py"
+
+
+@dataclass(frozen=True)
+class TierSeam(Seam):
+    """``SecondaryTierManager``, and the jobs that it is given."""
+
+    seam: ClassVar[str] = "tier"
+
+    partial_loads: bool = _difference(
+        "a load may succeed in part; before, all of its keys or none",
+        lambda _: _has_field(_BASE, "JobResult", "successful_keys"),
+        _PATH,
+        since="0.28.0",
+    )
+    chunk_ids: bool = _difference(
+        "the places of a job are chunk_ids; before, block_ids",
+        lambda _: _has_field(_BASE, "TransferJob", "chunk_ids"),
+        _PATH,
+        since="0.30.0",
+    )
+    config_objects: bool = _difference(
+        "a spec has an OffloadingConfig; before, the VllmConfig itself",
+        lambda _: find_spec("vllm.v1.kv_offload.config") is not None,
+        "vllm/v1/kv_offload/config.py",
+        since="0.26.0",
+    )
+    fixed_hash_root: bool = _difference(
+        "the chain of block hashes begins alike in every process; before, at random unless "
+        "PYTHONHASHSEED is set",
+        lambda _: hasattr(import_module("vllm.v1.core.kv_cache_utils"), "resolve_none_hash_seed"),
+        "vllm/v1/core/kv_cache_utils.py",
+        since="0.29.0",
+    )
+
+
+def has_tiers() -> bool:
+    """Whether this vLLM has tiers below the host at all."""
+    engine_version()
+    return find_spec(_TIERING) is not None
+
+
+@cache
+def tier_seam() -> TierSeam:
+    """What differs in the installed vLLM.
+
+    Raises:
+        UnsupportedEngineError: It has no tiers, or other ones than any tested release.
+        VLLMNotInstalledError: No vLLM can be imported.
+    """
+    return TierSeam.found_on(require_tier_class("SecondaryTierManager"))
+
+
+def require_tier_class(name: str) -> Any:
+    """A class of vLLM's tiers that every release with tiers has.
+
+    Raises:
+        UnsupportedEngineError: This one does not.
+        VLLMNotInstalledError: No vLLM can be imported.
+    """
+    if has_tiers():
+        for module in ("base", "factory", "spec"):
+            found = getattr(import_module(f"{_TIERING}.{module}"), name, None)
+            if found is not None:
+                return found
+    raise refusal(TierSeam.seam, f"no {name}", f"a {name} in {_TIERING}, as from 0.22.0 on")
+
+
+def places_of(job: Any) -> Sequence[int]:
+    """The rows of the host's memory that a job is about."""
+    return [int(place) for place in (job.chunk_ids if tier_seam().chunk_ids else job.block_ids)]
+
+
+def job_result(job_id: int, keys: Sequence[Any], flags: Sequence[bool]) -> Any:
+    """What a tier reports of a job; in part where the release knows of parts."""
+    kind = require_tier_class("JobResult")
+    if all(flags) or not tier_seam().partial_loads:
+        return kind(job_id=job_id, success=all(flags))
+    good = [key for key, flag in zip(keys, flags, strict=True) if flag]
+    return kind(job_id=job_id, success=False, successful_keys=good)
+
+
+def lookup_answers() -> dict[bool | None, Any]:
+    """How a release says hit, miss, and ask again."""
+    results = find_class("LookupResult")
+    if results is None:  # 0.25.0
+        return {True: True, False: False, None: None}
+    return {True: results.HIT, False: results.MISS, None: results.RETRY}
+
+
+def storage_medium() -> Any:
+    """What a tier says its medium is; None where it says nothing."""
+    media = find_class("Medium")
+    return None if media is None else media.STORAGE
+
+
+def request_preference() -> Any:
+    """What a tier answers when it hears of a request: no preference."""
+    kind = find_class("RequestOffloadingContext")
+    return None if kind is None else make_known(kind)
+
+
+def namespace_facts(spec: Any, page_bytes: int) -> dict[str, Any]:
+    """What a spec tells of :class:`~kvview.tier.Namespace`: all but the weights.
+
+    Args:
+        spec: A ``TieringOffloadingSpec``.
+        page_bytes: Of a row of the host's memory, all ranks together.
+    """
+    if tier_seam().config_objects:
+        config = spec.config
+        model, dtype, parallel = config.model.name, config.model.dtype, config.parallel
+        shape = parallel.tp_size, parallel.pp_size
+        layers: Any = [(group.tokens_per_block, group.layer_names) for group in config.groups]
+        order = [
+            getattr(config, name, None)
+            for name in ("kv_cache_layout", "canonical_layout", "replicated_layout")
+        ]
+    else:
+        config = spec.vllm_config
+        model, parallel = config.model_config.model, config.parallel_config
+        dtype = f"{config.cache_config.cache_dtype} of {config.model_config.dtype}"
+        shape = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        groups = spec.kv_cache_config.kv_cache_groups
+        layers = [(group.kv_cache_spec.block_size, group.layer_names) for group in groups]
+        order = [getattr(config.cache_config, "prefix_caching_hash_algo", "")]
+    layout = [page_bytes, parallel.world_size, blocks_per_chunk(spec), layers, order]
+    return {
+        "model": str(model),
+        "kv_dtype": str(dtype),
+        "layout": repr(layout),
+        "block_size": tokens_per_chunk(spec),
+        "tensor_parallel": int(shape[0]),
+        "pipeline_parallel": int(shape[1]),
+    }
+
+
+def constructor_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What vLLM's own constructor wants of what a tier is made with, and the user's rest."""
+    own = {name: value for name, value in given.items() if name == "backpressure_detector"}
+    return own, {name: value for name, value in given.items() if name not in own}

@@ -1,0 +1,204 @@
+"""Any tier store below vLLM's host memory, guarded: ``KVViewTier`` (vLLM 0.22.0 and later).
+
+    PYTHONHASHSEED=0 vllm serve MODEL --kv-transfer-config '{
+      "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+      "kv_connector_extra_config": {
+        "spec_name": "KVViewTieringSpec", "spec_module_path": "kvview_vllm.tier",
+        "cpu_bytes_to_use": 10000000000,
+        "secondary_tiers": [{
+          "type": "kvview", "weights": "REVISION",
+          "store": "my_store.py:Store", "options": {"root": "/kv"}}]}}'
+
+- VTIER-1 A tier **must not** start where the weights, or what the chain of hashes begins with,
+  are not known: it would answer with KV of other weights, or never find its own.
+- VTIER-2 vLLM **must** hear of each job once, of what it loaded in part where the release
+  knows of parts, and no exception.
+
+Source: :mod:`kvview.tier`, whose laws it keeps; ``SecondaryTierManager``,
+vllm/v1/kv_offload/tiering/base.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvview import ConfigError, TierJobError
+from kvview.errors import one_line
+from kvview.options import parse_options
+from kvview.targets import load_target
+from kvview.tier import GuardedTier, Namespace, is_tier_store
+from kvview_vllm.releases import reading
+from kvview_vllm.releases.tiers import (
+    TierSeam,
+    constructor_options,
+    job_result,
+    lookup_answers,
+    namespace_facts,
+    places_of,
+    request_preference,
+    require_tier_class,
+    storage_medium,
+    tier_seam,
+)
+
+_log = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+
+    class _Tier:  # stands in for vLLM's, which mypy does not see
+        def __init__(self, *args: Any, **options: Any) -> None: ...
+
+    class _Spec:
+        pass
+else:
+    tier_seam()
+    _Tier = require_tier_class("SecondaryTierManager")
+    _Spec = require_tier_class("TieringOffloadingSpec")
+
+
+class KVViewTierOptions(BaseModel):
+    """One entry of ``secondary_tiers``, but for its type.
+
+    Args:
+        store: Target of the store, called with the namespace and its options.
+        options: Its own options.
+        weights: Revision or digest of the model's weights; any text that you change when
+            they change (VTIER-1).
+        deadline: Seconds until a job that the store does not report has failed.
+        lookup_deadline: Seconds until a key that nothing is said of is a miss.
+        checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` where the store's own is enough.
+        trip_after: Strikes in a row after which the store is left alone.
+        retry_after: Seconds until it is tried again.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    store: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    weights: str = ""
+    deadline: float = Field(30.0, gt=0)
+    lookup_deadline: float = Field(2.0, gt=0)
+    checksum: str = "xxh3"
+    trip_after: int = Field(3, gt=0)
+    retry_after: float = Field(5.0, gt=0)
+
+
+class KVViewTier(_Tier):
+    """What vLLM's tiering manager moves pages to and from.
+
+    Args:
+        offloading_spec: The ``TieringOffloadingSpec``.
+        primary_kv_view: The host's memory, a row a chunk.
+        tier_type: What the user wrote as type.
+        given: The rest of the entry, and what the release adds.
+
+    Raises:
+        ConfigError: An option that cannot be used, or unknown weights or hashes (VTIER-1).
+        NamespaceMismatchError: The store holds other KV.
+    """
+
+    medium = storage_medium()
+
+    def __init__(
+        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **given: Any
+    ) -> None:
+        own, rest = constructor_options(given)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, **own)
+        try:
+            options = parse_options(KVViewTierOptions, rest)
+            store = load_target(options.store)
+            if not is_tier_store(store):
+                raise ConfigError(f"store {options.store!r} is no class of tier stores")
+            self._page_bytes = (primary_kv_view.strides or (len(primary_kv_view),))[0]
+            with reading(TierSeam.seam, "the configuration of tiering"):
+                facts = namespace_facts(offloading_spec, self._page_bytes)
+            seed = os.environ.get("PYTHONHASHSEED", "")
+            if not seed and not tier_seam().fixed_hash_root:
+                raise ConfigError(
+                    "VTIER-1: this vLLM begins its block hashes at random, so after a restart "
+                    "nothing that was stored is found. Start it with: export PYTHONHASHSEED=0"
+                )
+            namespace = Namespace(**facts, weights=options.weights, hash_seed=seed)
+            self.guard = GuardedTier(
+                store(namespace, **options.options),
+                namespace,
+                deadline=options.deadline,
+                lookup_deadline=options.lookup_deadline,
+                checksum=options.checksum,
+                trip_after=options.trip_after,
+                retry_after=options.retry_after,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"secondary_tiers, type {tier_type!r}: {error}") from None
+        self._memory = primary_kv_view.cast("B")
+        self._answers = lookup_answers()
+        self._jobs: dict[int, list[Any]] = {}
+        self._refused: list[tuple[int, list[bool]]] = []
+
+    def lookup(self, key: Any, req_context: Any = None) -> Any:
+        """Whether a chunk is stored, or that it is not known yet."""
+        return self._answers[self.guard.lookup((bytes(key),))[0]]
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Start to store rows of the host's memory."""
+        self._submit(self.guard.put, job_metadata)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Start to load into rows of the host's memory."""
+        self._submit(self.guard.get, job_metadata)
+
+    def get_finished_jobs(self) -> Iterable[Any]:
+        """Jobs that ended since the last call."""
+        return [
+            job_result(job_id, self._jobs.pop(job_id), flags) for job_id, flags in self.guard.poll()
+        ]
+
+    def get_finished(self) -> Iterable[Any]:
+        """The same, as 0.22 calls it."""
+        return self.get_finished_jobs()
+
+    def has_pending_work(self) -> bool:
+        """Whether a job was not reported: the engine keeps stepping."""
+        return bool(self._jobs)
+
+    def touch(self, keys: Collection[Any], req_context: Any = None) -> None:
+        """Say that chunks were used."""
+        self.guard.touch([bytes(key) for key in keys])
+
+    def on_new_request(self, req_context: Any) -> Any:
+        """No preference."""
+        return request_preference()
+
+    def drain_jobs(self) -> None:
+        """Block until every job has ended; each ends at its deadline at last."""
+        while not self.guard.drain(1.0):
+            pass
+
+    def shutdown(self) -> None:
+        """Close the store and let go of the host's memory."""
+        self.guard.close()
+        self._memory.release()  # else vLLM cannot close its region
+
+    def _submit(self, call: Any, job: Any) -> None:
+        size, memory = self._page_bytes, self._memory
+        self._jobs[job.job_id] = keys = list(job.keys)
+        pages = [memory[place * size : (place + 1) * size] for place in places_of(job)]
+        try:
+            call(job.job_id, [bytes(key) for key in keys], pages)
+        except TierJobError as error:
+            _log.error("job %s fails: %s", job.job_id, one_line(error))
+            self._refused.append((job.job_id, [False] * len(keys)))
+
+
+class KVViewTieringSpec(_Spec):
+    """vLLM's own spec; naming this module brings the type ``kvview`` in."""
+
+
+with suppress(ValueError):  # the module was loaded again
+    require_tier_class("SecondaryTierFactory").register_tier("kvview", __name__, "KVViewTier")

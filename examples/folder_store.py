@@ -1,0 +1,44 @@
+"""A tier in a folder, written once for every engine: a file a key, nothing else.
+
+    kvview check examples/folder_store.py:FolderStore --option root={tmp}
+
+What is not here is done by ``Threaded`` (threads, jobs, lookups that do not wait) and by the
+guard that every bridge puts in front (checksums, deadlines, a store that hangs).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from kvview.tier import Namespace, Threaded
+
+
+class FolderStore(Threaded):
+    """Keeps each page in a file of its own."""
+
+    def __init__(self, namespace: Namespace, root: str, threads: int = 4) -> None:
+        self._folder = Path(root, namespace.digest.hex())
+        self._folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(namespace, threads=threads)
+
+    def has(self, key: bytes, /) -> bool:
+        """Whether there is a file of that name."""
+        return self._path(key).exists()
+
+    def read_into(self, key: bytes, page: memoryview, /) -> bool:
+        """One read; a file that is shorter or longer is no page."""
+        with self._path(key).open("rb", buffering=0) as file:
+            return file.readinto(page) == len(page) and not file.read(1)
+
+    def write(self, key: bytes, page: memoryview, /) -> bool:
+        """Under another name first, so that a name always stands for a whole page."""
+        path = self._path(key)
+        half = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+        half.write_bytes(page)
+        half.rename(path)
+        return True
+
+    def _path(self, key: bytes) -> Path:
+        return self._folder / key.hex()

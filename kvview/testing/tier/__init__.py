@@ -1,0 +1,1 @@
+"""The tier contract's room of the kit."""

@@ -1,0 +1,143 @@
+"""A store in memory that does what it must not, one fault at a time."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Sequence
+
+from kvview.tier import Namespace
+
+BLOCKED_SECONDS = 1.0
+"""After which a call that blocks comes back, so that a guard that waits for it is seen."""
+
+RAISING = ("lookup raises", "put raises", "get raises", "poll raises", "put exits")
+BLOCKING = ("lookup blocks", "put blocks", "get blocks", "poll blocks")
+LATE = ("never reports", "reports late", "writes late")
+MALFORMED = (
+    "reports twice",
+    "reports a job of nobody",
+    "too few flags",
+    "too many flags",
+    "flags are None",
+    "poll is None",
+    "lookup has too few flags",
+    "lookup is None",
+    "lookup never knows",
+)
+LYING = (
+    "lookup lies",
+    "put lies",
+    "flips a bit",
+    "fills a part",
+    "swaps keys",
+    "keeps the pages",
+    "is full",
+)
+
+
+class FaultyStore:
+    """Right as long as ``fault`` is empty.
+
+    Args:
+        namespace: As every store is given one; nothing is shared anyway.
+    """
+
+    def __init__(self, namespace: Namespace | None = None) -> None:
+        self.fault = ""
+        self.callers: set[int] = set()
+        """Threads that were in a call that blocked."""
+        self._held: dict[bytes, bytes | memoryview] = {}
+        self._done: list[tuple[int, list[bool]]] = []
+        self._late: list[tuple[int, list[bool]]] = []
+        self._late_pages: list[memoryview] = []
+        self._goes_on = threading.Event()
+
+    def heal(self) -> None:
+        """Be right from now; what was late comes now."""
+        self.fault = ""
+        for page in self._late_pages:
+            page[:] = b"\xee" * len(page)
+        self._late_pages.clear()
+        self._goes_on.set()
+        self._done += self._late
+        self._late.clear()
+
+    def lookup(self, keys: Sequence[bytes], /) -> Sequence[bool | None]:
+        """Which keys are held."""
+        self._trouble("lookup")
+        if self.fault == "lookup is None":
+            return None  # type: ignore[return-value]
+        flags: list[bool | None] = [key in self._held for key in keys]
+        if self.fault == "lookup has too few flags":
+            return flags[1:]
+        if self.fault == "lookup never knows":
+            return [None] * len(keys)
+        return [True] * len(keys) if self.fault == "lookup lies" else flags
+
+    def put(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
+        """Keep pages."""
+        self._trouble("put")
+        is_kept = self.fault not in ("put lies", "is full")
+        for key, page in zip(keys, pages, strict=True):
+            if is_kept:
+                self._held[key] = page if self.fault == "keeps the pages" else bytes(page)
+        self._report(job, [self.fault != "is full"] * len(keys))
+
+    def get(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
+        """Fill pages."""
+        self._trouble("get")
+        flags = []
+        for key, page in zip(keys, pages, strict=True):
+            found = self._held.get(key)
+            if self.fault == "swaps keys" and found is not None:
+                found = next((kept for other, kept in self._held.items() if other != key), found)
+            flags.append(found is not None and len(found) == len(page))
+            if found is not None and flags[-1]:
+                half = len(page) // 2
+                whole = self.fault != "fills a part"
+                page[: None if whole else half] = found[: None if whole else half]
+                if self.fault == "flips a bit":
+                    page[half] ^= 1
+            if self.fault in ("writes late", "reports late"):
+                self._late_pages.append(page)
+        self._report(job, flags)
+
+    def poll(self) -> Sequence[tuple[int, Sequence[bool]]]:
+        """Jobs that ended."""
+        self._trouble("poll")
+        if self.fault == "poll is None":
+            return None  # type: ignore[return-value]
+        done, self._done = self._done, []
+        if self.fault == "reports twice":
+            self._late += done
+            return done + done
+        return [*done, (987_654_321, [True])] if self.fault == "reports a job of nobody" else done
+
+    def drain(self, timeout: float, /) -> bool:
+        """Nothing is in flight here."""
+        return True
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def _trouble(self, call: str) -> None:
+        if self.fault == f"{call} raises":
+            raise OSError(errno.EIO, "the medium is gone")
+        if self.fault == f"{call} exits":
+            raise SystemExit(1)
+        if self.fault == f"{call} blocks":
+            self.callers.add(threading.get_ident())
+            self._goes_on.wait(BLOCKED_SECONDS)
+
+    def _report(self, job: int, flags: list[bool]) -> None:
+        if self.fault == "reports late":
+            self._late.append((job, flags))
+        elif self.fault == "too few flags":
+            self._done.append((job, flags[1:]))
+        elif self.fault == "too many flags":
+            self._done.append((job, [*flags, True]))
+        elif self.fault == "flags are None":
+            self._done.append((job, None))  # type: ignore[arg-type]
+        elif self.fault != "never reports":
+            self._done.append((job, flags))

@@ -1,0 +1,259 @@
+"""What the checks make of a class of stores: a harness over it, in a fresh folder."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kvview.errors import ConfigError, one_line
+from kvview.targets import target_of
+from kvview.testing.harness import Capability
+from kvview.testing.profiles import current_profile
+from kvview.tier import GuardedTier, Namespace, Threaded, TierStore, is_tier_store
+from kvview.tier.store import missing_methods
+
+FOLDER = "{tmp}"
+"""In the text of an option, stands for a folder of the check's own."""
+
+_KILL_SECONDS = 300.0
+_SMALLEST_ENTRY = 290  # bytes; smaller files are the store's own notes
+
+
+def tier_factory(target: Any, options: Mapping[str, Any] | None = None) -> Callable[[], Any]:
+    """A factory of harnesses: the target itself, or one made of a class of stores.
+
+    Args:
+        target: A factory, or a class of :class:`~kvview.tier.TierStore`.
+        options: Of the class; None for those of the run.
+
+    Raises:
+        ConfigError: The class lacks a method, or cannot be made with these options.
+    """
+    if not is_tier_store(target):
+        return target  # type: ignore[no-any-return]
+    lacking = ", ".join(missing_methods(target))
+    if lacking:
+        raise ConfigError(f"{target.__qualname__} is no tier store: it lacks {lacking}")
+    if inspect.isabstract(target):
+        lacking = ", ".join(sorted(vars(target)["__abstractmethods__"]))
+        raise ConfigError(f"{target.__qualname__} is abstract: it lacks {lacking}")
+    given = dict(current_profile().options if options is None else options)
+    _require_options(target, given)
+    return lambda: StoreHarness(target, given)
+
+
+class StoreHarness:
+    """A store of a class, made with a namespace and options, in a folder of its own.
+
+    Args:
+        make: The class.
+        options: Its options; ``{tmp}`` in a text is replaced by the folder.
+        namespace: None for one of the kit's.
+        folder: Made by another harness; None for a new one.
+    """
+
+    guarded = False
+    """Whether the store is put behind a :class:`~kvview.tier.GuardedTier`."""
+
+    def __init__(
+        self,
+        make: Callable[..., TierStore],
+        options: Mapping[str, Any],
+        namespace: Namespace | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self._make, self._options = make, options
+        self.namespace = namespace or Namespace("kit", weights="1", kv_dtype="int8", block_size=16)
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="kvview-tier-"))
+        self._gate = threading.Event()
+        self._gate.set()
+        filled = {key: self._filled(value) for key, value in options.items()}
+        self.store: TierStore = self._gated(make)(self.namespace, **filled)
+        if self.guarded:
+            self.store = GuardedTier(self.store, self.namespace)
+
+    @property
+    def capabilities(self) -> set[str]:
+        """What the class, its options and its methods tell."""
+        found: set[str] = set()
+        is_in_folder = any(FOLDER in str(value) for value in self._options.values())
+        if is_in_folder:
+            found |= {Capability.REOPEN, Capability.NAMESPACES, Capability.DAMAGE, Capability.GONE}
+            parameters = inspect.signature(self._make).parameters
+            found |= {Capability.BUDGET} if "max_bytes" in parameters else set()
+            found |= {Capability.KILL} if self._target() and hasattr(os, "fork") else set()
+            is_verified = getattr(self._make, "verifies", False) or self.guarded
+            found |= {Capability.VERIFIES} if is_verified else set()
+        if self._is_threaded():
+            found.add(Capability.PAUSE)
+        for name in (Capability.DELETE, Capability.USAGE):
+            found |= {name} if callable(getattr(self.store, name.value, None)) else set()
+        return found
+
+    def pause(self) -> None:
+        """Whatever blocks in the store blocks from now."""
+        self._gate.clear()
+
+    def resume(self) -> None:
+        """It goes on."""
+        self._gate.set()
+
+    def reopen(self) -> StoreHarness:
+        """Another store over the same folder."""
+        self.resume()
+        self.store.close()
+        return type(self)(self._make, self._options, self.namespace, self.folder)
+
+    def with_namespace(self, namespace: Namespace) -> StoreHarness:
+        """A store for another namespace beside this one."""
+        return type(self)(self._make, self._options, namespace, self.folder)
+
+    def with_budget(self, max_bytes: int) -> StoreHarness:
+        """A store with a budget."""
+        return type(self)(self._make, {**self._options, "max_bytes": max_bytes})
+
+    def occupied_bytes(self) -> int:
+        """Of all files in the folder now."""
+        total = 0
+        for path in self._files():
+            with suppress(OSError):  # a file that was being written
+                total += path.stat().st_size
+        return total
+
+    def damage(self, how: str) -> int:
+        """Spoil every large file in the folder, two by two for ``"swap"``."""
+        contents = {}
+        for path in self._files():
+            with suppress(FileNotFoundError):  # removed on a thread just now
+                contents[path] = path.read_bytes()
+        large = {path: found for path, found in contents.items() if len(found) >= _SMALLEST_ENTRY}
+        spoilt = {path: _spoil(how, n, found) for n, (path, found) in enumerate(large.items())}
+        if how == "swap":
+            pairs = list(zip([*large][::2], [*large][1::2], strict=False))
+            spoilt = {a: large[b] for one, other in pairs for a, b in ((one, other), (other, one))}
+        for path, content in spoilt.items():
+            path.write_bytes(content)
+        return len(spoilt)
+
+    def lose_medium(self) -> None:
+        """A file is where the folder was."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):  # a store that made it again at once
+            self.folder.write_text("no folder", encoding="utf-8")
+
+    def killed_runs(self, num: int, seed: int) -> list[dict[str, Any]]:
+        """Kill a process that writes, again and again; see :mod:`.killed`."""
+        job = {
+            "target": self._target(),
+            "options": {key: self._filled(value) for key, value in self._options.items()},
+            "namespace": self.namespace.to_json(),
+            "num": num,
+            "seed": seed,
+        }
+        command = [sys.executable, "-m", "kvview.testing.tier.killed", json.dumps(job)]
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        ran = subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            timeout=_KILL_SECONDS,
+            check=False,
+        )
+        if ran.returncode:
+            raise RuntimeError(f"killed runs ended with {ran.stderr.decode()[-2000:]}")
+        runs: list[dict[str, Any]] = json.loads(ran.stdout)
+        return runs
+
+    def end(self) -> None:
+        """Close the store and remove the folder."""
+        self.resume()
+        self.store.close()
+        if self.folder.is_dir():
+            shutil.rmtree(self.folder, ignore_errors=True)
+        else:
+            self.folder.unlink(missing_ok=True)
+
+    def _filled(self, value: Any) -> Any:
+        return value.replace(FOLDER, str(self.folder)) if isinstance(value, str) else value
+
+    def _files(self) -> list[Path]:
+        return sorted(path for path in self.folder.rglob("*") if path.is_file())
+
+    def _target(self) -> str | None:
+        module, name = getattr(self._make, "__module__", ""), self._make.__qualname__
+        if target := target_of(self._make):
+            return target
+        return None if module == "__main__" or "<" in name else f"{module}:{name}"
+
+    def _is_threaded(self) -> bool:
+        return isinstance(self._make, type) and issubclass(self._make, Threaded)
+
+    def _gated(self, make: Any) -> Any:
+        """Of a class over ``Threaded``, one whose blocking calls wait at the gate."""
+        if not self._is_threaded():
+            return make
+        gate = self._gate
+
+        class Gated(make):  # type: ignore[misc]
+            def has(self, key: bytes, /) -> bool:
+                gate.wait()
+                return bool(super().has(key))
+
+            def read_into(self, key: bytes, page: memoryview, /) -> bool:
+                gate.wait()
+                return bool(super().read_into(key, page))
+
+            def write(self, key: bytes, page: memoryview, /) -> bool:
+                gate.wait()
+                return bool(super().write(key, page))
+
+        Gated.__name__ = Gated.__qualname__ = make.__name__
+        return Gated
+
+
+class GuardedStoreHarness(StoreHarness):
+    """The same, with a :class:`~kvview.tier.GuardedTier` in front, which is under test too."""
+
+    guarded = True
+
+    @property
+    def capabilities(self) -> set[str]:
+        """Those of the store, and the guard's."""
+        return {*super().capabilities, Capability.TIER_GUARD}
+
+    def guard(self, store: TierStore, namespace: Namespace, **options: Any) -> TierStore:
+        """The guard over any store."""
+        return GuardedTier(store, namespace, **options)
+
+
+def _spoil(how: str, number: int, content: bytes) -> bytes:
+    at = len(content) * (number % 40 + 1) // 42
+    if how == "flip":
+        return content[:at] + bytes([content[at] ^ 1 << number % 8]) + content[at + 1 :]
+    return content[:at] if how == "cut" else content + bytes(number + 1)
+
+
+def _require_options(make: Any, options: Mapping[str, Any]) -> None:
+    name = make.__qualname__
+    try:
+        signature = inspect.signature(make)
+    except (TypeError, ValueError):  # built in, without a signature
+        return
+    try:
+        signature.bind(None, **options)
+    except TypeError as error:
+        hint = f"--option NAME=VALUE, {FOLDER} in a text is a fresh folder"
+        raise ConfigError(
+            f"{name}{signature} must take a namespace and the options {sorted(options)}: "
+            f"{one_line(error)}; give options by {hint}"
+        ) from None

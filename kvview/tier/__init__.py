@@ -1,0 +1,35 @@
+"""The tier contract: a store below the host, written once, under any engine.
+
+``store`` says what a store is, ``namespace`` whose bytes it keeps; ``Threaded`` is the base
+for those who only write blocking reads and writes, and ``GuardedTier`` stands between any
+store and any engine.
+"""
+
+from kvview.tier.guarded import GuardedTier, TierStats
+from kvview.tier.namespace import Namespace
+from kvview.tier.store import (
+    SupportsDelete,
+    SupportsTouch,
+    SupportsUsage,
+    SupportsWakeUp,
+    TierStore,
+    TierUsage,
+    is_tier_store,
+    require_tier_job,
+)
+from kvview.tier.threaded import Threaded
+
+__all__ = [
+    "GuardedTier",
+    "Namespace",
+    "SupportsDelete",
+    "SupportsTouch",
+    "SupportsUsage",
+    "SupportsWakeUp",
+    "Threaded",
+    "TierStats",
+    "TierStore",
+    "TierUsage",
+    "is_tier_store",
+    "require_tier_job",
+]

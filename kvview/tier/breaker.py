@@ -1,0 +1,63 @@
+"""Whether a store is used at all: no after several strikes, and on trial again later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class CircuitBreaker:
+    """Counts strikes in a row, and opens.
+
+    1. After ``trip_after`` strikes it is open: nothing passes for ``retry_after`` seconds.
+    2. Then one job passes, on trial. If it ends well the breaker closes; else it stays open
+       for twice as long, at most 16 times ``retry_after``.
+    3. Lookups pass while it is not open; they neither close nor open it.
+
+    Args:
+        clock: Seconds.
+        trip_after: Strikes in a row.
+        retry_after: Seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float], trip_after: int, retry_after: float) -> None:
+        self._clock = clock
+        self._trip_after = trip_after
+        self._retry_after = self._pause = retry_after
+        self._strikes = 0
+        self._until: float | None = None
+        self._trial: int | None = None
+        self.num_trips = 0
+        """How often it opened."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing passes now."""
+        return self._until is not None and self._clock() < self._until
+
+    def passes(self, job: int) -> bool:
+        """Whether a job may go to the store."""
+        if self._until is None:
+            return True
+        if self._clock() < self._until or self._trial is not None:
+            return False
+        self._trial = job
+        return True
+
+    def strike(self) -> None:
+        """The store did what it must not."""
+        self._strikes += 1
+        if self._until is not None:
+            if self._clock() >= self._until:
+                self._open(min(2 * self._pause, 16 * self._retry_after))
+        elif self._strikes >= self._trip_after:
+            self._open(self._retry_after)
+
+    def ended_well(self, job: int) -> None:
+        """The store reported a job as it should; of an open one only the trial counts."""
+        if self._until is None or job == self._trial:
+            self._strikes, self._until, self._trial = 0, None, None
+
+    def _open(self, pause: float) -> None:
+        self._pause, self._trial = pause, None
+        self._until = self._clock() + pause
+        self.num_trips += 1

@@ -1,0 +1,413 @@
+"""What stands between any engine and any store, whatever the store does (TIER-12).
+
+No call of the store is made on the caller's thread, and no page of the engine's is ever in
+the store's hands: a thread of the guard's own calls it, with private pages. So a call that
+blocks, a load that is late and a store that keeps what it was given harm nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from kvview.errors import ConfigError, one_line
+from kvview.tier.answers import LookupAnswers
+from kvview.tier.breaker import CircuitBreaker
+from kvview.tier.checksum import PageSeal
+from kvview.tier.namespace import Namespace
+from kvview.tier.private_pages import PrivatePages
+from kvview.tier.store import (
+    SupportsDelete,
+    SupportsTouch,
+    SupportsWakeUp,
+    TierStore,
+    require_tier_job,
+)
+
+_log = logging.getLogger(__name__)
+_BETWEEN_POLLS = 0.0005  # seconds, of a store that does not wake
+_LONGEST_SLEEP = 0.05
+_LONGEST_CLOSE = 5.0
+
+
+@dataclass(slots=True)
+class TierStats:
+    """What a guarded tier has seen so far.
+
+    Args:
+        puts: Keys stored.
+        gets: Keys loaded.
+        failed: Keys whose put or get failed, for whatever reason.
+        damaged: Of them, keys whose bytes were not what was put.
+        refused: Jobs that did not reach the store: it was closed, or on trial.
+        raised: Calls of the store that raised.
+        late: Jobs that were not reported within their deadline.
+        malformed: Reports that were none.
+        unknown: Reports of jobs that were not in flight: late, twice or nobody's.
+        unanswered: Lookups without an answer in time.
+        trips: Times that the store was left alone for a while.
+    """
+
+    puts: int = 0
+    gets: int = 0
+    failed: int = 0
+    damaged: int = 0
+    refused: int = 0
+    raised: int = 0
+    late: int = 0
+    malformed: int = 0
+    unknown: int = 0
+    unanswered: int = 0
+    trips: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    job: int
+    number: int
+    keys: list[bytes]
+    pages: list[memoryview]
+    is_get: bool
+    due: float
+    private: list[bytearray] = field(default_factory=list)
+    is_copying: bool = False
+    """The guard itself is at the pages: it is not late now."""
+
+
+class GuardedTier:
+    """A store behind a guard, itself a :class:`~kvview.tier.TierStore` (TIER-12).
+
+    Args:
+        store: Any store, made for the same namespace.
+        namespace: Whose bytes.
+        deadline: Seconds until a job that was not reported has failed.
+        lookup_deadline: Seconds until a key that nothing is said of is a miss.
+        checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` to trust the store with TIER-1.
+        trip_after: Strikes in a row after which the store is left alone.
+        retry_after: Seconds until it is tried again.
+        clock: Seconds.
+
+    Raises:
+        ConfigError: A number that is not positive, or a checksum that there is not.
+    """
+
+    def __init__(
+        self,
+        store: TierStore,
+        namespace: Namespace,
+        *,
+        deadline: float = 30.0,
+        lookup_deadline: float = 2.0,
+        checksum: str = "xxh3",
+        trip_after: int = 3,
+        retry_after: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        for name, value in (
+            ("deadline", deadline),
+            ("lookup_deadline", lookup_deadline),
+            ("trip_after", trip_after),
+            ("retry_after", retry_after),
+        ):
+            if not value > 0:
+                raise ConfigError(f"{name} must be more than 0, got {value}")
+        self.store = store
+        self.namespace = namespace
+        self._deadline = deadline
+        self._clock = clock
+        seal = None if checksum == "none" else PageSeal(namespace, checksum)
+        self._private_pages = PrivatePages(seal)
+        self._breaker = CircuitBreaker(clock, trip_after, retry_after)
+        self._answers = LookupAnswers(clock, patience=lookup_deadline)
+        self._stats = TierStats()
+        self._changed = threading.Condition()
+        self._jobs: dict[int, _Job] = {}  # by due
+        self._in_store: dict[int, _Job] = {}
+        self._done: list[tuple[int, list[bool]]] = []
+        self._inbox: deque[Callable[[], object]] = deque()
+        self._unanswered: list[bytes] = []
+        self._next_number = 0
+        self._is_closed = False
+        self._wakes = isinstance(store, SupportsWakeUp)
+        self._awake = threading.Event()
+        self._lane = threading.Thread(target=self._run, name="kvview-tier", daemon=True)
+        self._lane.start()
+
+    @property
+    def stats(self) -> TierStats:
+        """What was seen so far, a copy."""
+        with self._changed:
+            return replace(
+                self._stats,
+                trips=self._breaker.num_trips,
+                unanswered=self._answers.num_unanswered,
+            )
+
+    def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
+        """What is known; the rest is asked on the guard's thread."""
+        with self._changed:
+            if self._is_closed or self._breaker.is_open:
+                return [False] * len(keys)
+            unanswered = self._answers.num_unanswered
+            flags, ask = self._answers.flags(keys)
+            if self._answers.num_unanswered > unanswered:
+                self._strike("lookups are not answered in time")
+        if ask:
+            self._tell(partial(self._to_ask, ask))
+        return flags
+
+    def put(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
+        """Start to store."""
+        self._submit(job, keys, pages, is_get=False)
+
+    def get(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
+        """Start to load."""
+        self._submit(job, keys, pages, is_get=True)
+
+    def poll(self) -> list[tuple[int, list[bool]]]:
+        """Jobs that ended, or whose deadline has passed."""
+        with self._changed:
+            self._expire()
+            done, self._done = self._done, []
+        return done
+
+    def drain(self, timeout: float, /) -> bool:
+        """Wait for all jobs, none longer than its deadline."""
+        end = time.monotonic() + timeout
+        with self._changed:
+            while True:
+                self._expire()
+                left = end - time.monotonic()
+                if not self._jobs or left <= 0:
+                    return not self._jobs
+                self._changed.wait(min(left, _LONGEST_SLEEP))
+
+    def close(self) -> None:
+        """Fail what is in flight and close the store; one that does not close is left."""
+        with self._changed:
+            is_first, self._is_closed = not self._is_closed, True
+            while any(entry.is_copying for entry in self._jobs.values()):
+                self._changed.wait(_LONGEST_SLEEP)
+            for entry in [*self._jobs.values()]:
+                self._finish(entry, [False] * len(entry.keys))
+        self._awake.set()
+        self._lane.join(min(self._deadline, _LONGEST_CLOSE))
+        if is_first and self._lane.is_alive():
+            _log.warning("the store %s does not close; it is left", type(self.store).__name__)
+
+    def delete(self, keys: Sequence[bytes], /) -> None:
+        """Make keys a miss; those that the store cannot drop stay hidden."""
+        with self._changed:
+            for key in keys:
+                self._answers.failed(key)
+        self._tell(partial(self._drop, [*keys]))
+
+    def touch(self, keys: Sequence[bytes], /) -> None:
+        """Say that keys were used, to a store that wants to know."""
+        if isinstance(self.store, SupportsTouch):
+            self._tell(partial(self._ask_store, self.store.touch, [*keys]))
+
+    # --- on the caller's thread ---
+
+    def _submit(
+        self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], is_get: bool
+    ) -> None:
+        with self._changed:
+            require_tier_job(keys, pages, is_get=is_get, in_flight=job in self._jobs)
+            self._next_number += 1
+            number, due = self._next_number, self._clock() + self._deadline
+            entry = _Job(job, number, [*keys], [*pages], is_get, due)
+            self._jobs[job] = entry
+            if self._is_closed or not self._breaker.passes(entry.number):
+                self._stats.refused += 1
+                self._finish(entry, [False] * len(keys))
+                return
+        self._tell(partial(self._start, entry))
+
+    def _tell(self, task: Callable[[], object]) -> None:
+        self._inbox.append(task)
+        self._awake.set()
+
+    def _expire(self) -> None:
+        now = self._clock()
+        if not self._jobs or next(iter(self._jobs.values())).due > now:
+            return
+        for entry in [*self._jobs.values()]:
+            if entry.due <= now and not entry.is_copying:
+                self._stats.late += 1
+                self._strike(f"job {entry.job} was not reported within {self._deadline} s")
+                self._finish(entry, [False] * len(entry.keys))
+
+    def _finish(self, entry: _Job, flags: list[bool]) -> None:
+        """Report a job; its pages are the engine's again."""
+        del self._jobs[entry.job]
+        self._in_store.pop(entry.number, None)
+        entry.pages = []
+        for key, flag in zip(entry.keys, flags, strict=True):
+            if flag and not entry.is_get:
+                self._answers.stored(key)
+            elif not flag and entry.is_get:
+                self._answers.failed(key)
+            elif not flag:
+                self._answers.forget(key)
+        num_good = sum(flags)
+        self._stats.failed += len(flags) - num_good
+        if entry.is_get:
+            self._stats.gets += num_good
+        else:
+            self._stats.puts += num_good
+        self._done.append((entry.job, flags))
+        self._changed.notify_all()
+
+    def _strike(self, what: str) -> None:
+        trips = self._breaker.num_trips
+        self._breaker.strike()
+        if self._breaker.num_trips > trips:
+            _log.warning("the store %s is left alone: %s", type(self.store).__name__, what)
+
+    # --- on the guard's thread ---
+
+    def _run(self) -> None:
+        if isinstance(self.store, SupportsWakeUp):
+            self._ask_store(self.store.on_wake_up, self._awake.set)
+        while not self._is_closed:
+            is_waiting = self._in_store or self._unanswered or self._inbox
+            self._awake.wait(_LONGEST_SLEEP if self._wakes or not is_waiting else _BETWEEN_POLLS)
+            self._awake.clear()
+            while self._inbox and not self._is_closed:
+                self._inbox.popleft()()
+            if self._unanswered:
+                self._look_up()
+            if self._in_store:
+                self._collect()
+        self._ask_store(self.store.close)
+
+    def _ask_store(self, call: Callable[..., object], *args: object) -> object:
+        try:
+            return call(*args)
+        except BaseException as error:  # of a thread of ours; nobody else wants it
+            with self._changed:
+                self._stats.raised += 1
+                name = getattr(call, "__name__", "call")
+                self._strike(f"{name} raised {one_line(error)}")
+            return error
+
+    def _to_ask(self, keys: list[bytes]) -> None:
+        self._unanswered += keys
+
+    def _look_up(self) -> None:
+        keys = self._unanswered
+        found = self._ask_store(self.store.lookup, keys)
+        with self._changed:
+            flags = _flags(found, len(keys))
+            if flags is None:
+                self._unanswered = []
+                if not isinstance(found, BaseException):
+                    self._stats.malformed += 1
+                    self._strike("lookup gave no flag a key")
+                flags = [False] * len(keys)
+            for key, flag in zip(keys, flags, strict=True):
+                if flag is not None:
+                    self._answers.told(key, flag)
+            self._unanswered = [
+                key
+                for key, flag in zip(keys, flags, strict=True)
+                if flag is None and self._answers.waits_for(key)
+            ]
+
+    def _start(self, entry: _Job) -> None:
+        """Give a job to the store, on private pages."""
+        if not self._begin_copy(entry):
+            return
+        private = self._private_pages
+        try:
+            if entry.is_get:
+                entry.private = private.to_get(entry.pages)
+            else:
+                entry.private = private.to_put(entry.keys, entry.pages)
+        except MemoryError:
+            with self._changed:
+                entry.is_copying = False
+                self._strike("there is no memory for private pages")
+                self._finish(entry, [False] * len(entry.keys))
+            return
+        with self._changed:
+            entry.is_copying = False
+            self._in_store[entry.number] = entry
+        views = [memoryview(private) for private in entry.private]
+        call = self.store.get if entry.is_get else self.store.put
+        if not entry.is_get:
+            views = [view.toreadonly() for view in views]
+        raised = self._ask_store(call, entry.number, [*entry.keys], views)
+        if isinstance(raised, BaseException):
+            self._end(entry, [False] * len(entry.keys))
+
+    def _collect(self) -> None:
+        found = self._ask_store(self.store.poll)
+        if isinstance(found, BaseException):
+            return
+        try:
+            reports = [(number, flags) for number, flags in found]  # type: ignore[attr-defined]
+            known = [self._in_store.get(number) for number, _ in reports]
+        except Exception:
+            with self._changed:
+                self._stats.malformed += 1
+                self._strike("poll gave no list of jobs and flags")
+            return
+        for (_, given), entry in zip(reports, known, strict=True):
+            if entry is None or self._in_store.pop(entry.number, None) is None:
+                self._stats.unknown += 1
+                continue
+            flags = _flags(given, len(entry.keys))
+            if flags is None:
+                with self._changed:
+                    self._stats.malformed += 1
+                    self._strike(f"a job of {len(entry.keys)} keys was reported as {given!r:.80}")
+            good = [flag is True for flag in flags or [False] * len(entry.keys)]
+            self._end(entry, good, is_well=flags is not None)
+
+    def _end(self, entry: _Job, flags: list[bool], *, is_well: bool = False) -> None:
+        """The store has ended a job: what it loaded goes into the engine's pages."""
+        if not self._begin_copy(entry):
+            return
+        if entry.is_get:
+            for number, page in enumerate(entry.pages):
+                private = entry.private[number]
+                copy_out = self._private_pages.copy_out
+                if flags[number] and not copy_out(entry.keys[number], private, page):
+                    flags[number] = False
+                    self._stats.damaged += 1
+                    self._drop([entry.keys[number]])  # else a put may keep what is there
+        with self._changed:
+            entry.is_copying = False
+            if is_well:
+                self._breaker.ended_well(entry.number)
+            self._finish(entry, flags)
+        self._private_pages.give_back(entry.private)
+        entry.private = []
+
+    def _drop(self, keys: list[bytes]) -> None:
+        if isinstance(self.store, SupportsDelete):
+            self._ask_store(self.store.delete, keys)
+
+    def _begin_copy(self, entry: _Job) -> bool:
+        with self._changed:
+            entry.is_copying = self._jobs.get(entry.job) is entry
+            return entry.is_copying
+
+
+def _flags(found: object, num: int) -> list[bool | None] | None:
+    """The flags that a store gave, None if they are none."""
+    try:
+        flags = [
+            None if flag is None else bool(flag)
+            for flag in found  # type: ignore[attr-defined]
+        ]
+    except Exception:
+        return None
+    return flags if len(flags) == num else None

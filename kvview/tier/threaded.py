@@ -1,0 +1,207 @@
+"""A store made of three blocking calls: what its author does not write."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import final
+
+from kvview.errors import ConfigError, one_line
+from kvview.tier.answers import LookupAnswers
+from kvview.tier.namespace import Namespace
+from kvview.tier.store import require_tier_job
+
+_log = logging.getLogger(__name__)
+_KEYS_OF_A_LOOKUP = 64
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    keys: list[bytes]
+    pages: list[memoryview]
+    is_get: bool
+    flags: list[bool] = field(default_factory=list)
+    parts_left: int = 0
+
+
+class Threaded(ABC):
+    """The base for who writes ``has``, ``read_into`` and ``write`` and may block in them.
+
+    1. They are called from several threads at once, for different keys or for the same.
+    2. What they raise is a failed key, and for ``has`` a miss; what is no ``OSError`` is
+       logged once.
+    3. Every call of :class:`~kvview.tier.TierStore` is made of them; the keys of a job are
+       split over the threads.
+
+    Args:
+        namespace: Whose bytes; keep it apart from every other (``namespace.digest``).
+        threads: That call them.
+
+    Raises:
+        ConfigError: ``threads`` is not 1 or more.
+    """
+
+    def __init__(self, namespace: Namespace, *, threads: int = 4) -> None:
+        if threads < 1:
+            raise ConfigError(f"threads must be 1 or more, got {threads}")
+        self.namespace = namespace
+        self._changed = threading.Condition()
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._jobs: dict[int, _Job] = {}
+        self._done: list[tuple[int, list[bool]]] = []
+        self._answers = LookupAnswers(time.monotonic)
+        self._is_closed = False
+        self._wake_up: Callable[[], None] = lambda: None
+        self._logged: set[str] = set()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{type(self).__name__}-{n}", daemon=True)
+            for n in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @abstractmethod
+    def has(self, key: bytes, /) -> bool:
+        """Whether a key is stored whole."""
+
+    @abstractmethod
+    def read_into(self, key: bytes, page: memoryview, /) -> bool:
+        """Fill a page with exactly what was written; False when that cannot be."""
+
+    @abstractmethod
+    def write(self, key: bytes, page: memoryview, /) -> bool:
+        """Store a page whole or not at all, in the place of a damaged one too."""
+
+    @final
+    def put(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
+        """Start to store."""
+        self._submit(job, keys, pages, is_get=False)
+
+    @final
+    def get(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
+        """Start to load."""
+        self._submit(job, keys, pages, is_get=True)
+
+    def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
+        """What is known; the rest is asked on a thread."""
+        with self._changed:
+            if self._is_closed:
+                return [False] * len(keys)
+            flags, ask = self._answers.flags(keys)
+            for start in range(0, len(ask), _KEYS_OF_A_LOOKUP):
+                part = ask[start : start + _KEYS_OF_A_LOOKUP]
+                self._tasks.appendleft(partial(self._ask, part))  # before all I/O
+                self._changed.notify()
+        return flags
+
+    @final
+    def poll(self) -> list[tuple[int, list[bool]]]:
+        """Jobs that ended."""
+        with self._changed:
+            done, self._done = self._done, []
+        return done
+
+    @final
+    def drain(self, timeout: float, /) -> bool:
+        """Wait for all jobs."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._jobs, timeout)
+
+    def close(self) -> None:
+        """End what is in flight; jobs that were not begun fail."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        with self._changed:  # parts that no thread began
+            for job, entry in self._jobs.items():
+                entry.pages = []
+                self._done.append((job, entry.flags))
+            self._jobs.clear()
+            self._tasks.clear()
+            self._changed.notify_all()
+
+    @final
+    def on_wake_up(self, wake_up: Callable[[], None], /) -> None:
+        """Call ``wake_up`` when a job ended or a lookup was answered."""
+        self._wake_up = wake_up
+
+    def _later(self, task: Callable[[], None]) -> None:
+        """Run something on a thread; for what a store offers beyond the three calls."""
+        with self._changed:
+            self._tasks.append(task)
+            self._changed.notify()
+
+    def _submit(
+        self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], is_get: bool
+    ) -> None:
+        with self._changed:
+            require_tier_job(keys, pages, is_get=is_get, in_flight=job in self._jobs)
+            if self._is_closed or not keys:
+                self._done.append((job, [False] * len(keys)))
+                return
+            entry = _Job([*keys], [*pages], is_get, [False] * len(keys))
+            self._jobs[job] = entry
+            size = -(-len(keys) // len(self._threads))
+            for start in range(0, len(keys), size):
+                part = range(start, min(start + size, len(keys)))
+                entry.parts_left += 1
+                self._tasks.append(partial(self._move, job, entry, part))
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._tasks or self._is_closed)
+                if self._is_closed:
+                    return
+                task = self._tasks.popleft()
+            task()
+            del task  # it holds pages
+
+    def _move(self, job: int, entry: _Job, part: range) -> None:
+        move = self.read_into if entry.is_get else self.write
+        for number in part:
+            key = entry.keys[number]
+            flag = self._tried(move, key, entry.pages[number])
+            with self._changed:
+                entry.flags[number] = flag
+                if flag and not entry.is_get:
+                    self._answers.stored(key)
+                elif not flag and entry.is_get:
+                    self._answers.failed(key)
+                else:
+                    self._answers.forget(key)
+        with self._changed:
+            entry.parts_left -= 1
+            if entry.parts_left:
+                return
+            entry.pages = []
+            del self._jobs[job]
+            self._done.append((job, entry.flags))
+            self._changed.notify_all()
+        self._wake_up()
+
+    def _ask(self, keys: list[bytes]) -> None:
+        flags = [self._tried(self.has, key) for key in keys]
+        with self._changed:
+            for key, flag in zip(keys, flags, strict=True):
+                self._answers.told(key, flag)
+        self._wake_up()
+
+    def _tried(self, call: Callable[..., bool], *args: object) -> bool:
+        try:
+            return bool(call(*args))
+        except Exception as error:
+            kind = f"{call.__name__} {type(error).__name__}"
+            if not isinstance(error, OSError) and kind not in self._logged:
+                self._logged.add(kind)
+                _log.warning("%s.%s: %s", type(self).__name__, call.__name__, one_line(error))
+            return False

@@ -1,0 +1,206 @@
+"""``FileStore``: a file a key, for many threads and processes on one folder.
+
+    <root>/<namespace>/namespace.json   whose bytes these are
+                       <shard>/<key>    a header with a seal, then the page
+                       half/            what is being written
+                       lock, budget     see ``file_budget``
+
+1. A file gets its name when it is whole (TIER-9). There is no fsync: what a power cut leaves
+   half-written fails its seal.
+2. What fails its seal is removed, so that the next put stores it again (TIER-4).
+3. ``max_bytes`` is a budget of this namespace, for all processes together (TIER-8).
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from kvview import ConfigError
+from kvview.tier import Namespace, Threaded, TierUsage
+from kvview.tier.checksum import SEAL_BYTES, PageSeal
+from kvview_reference.tier.file_budget import FileBudget
+
+_HEAD = struct.Struct(f"<8sQ{SEAL_BYTES}sH")  # magic, bytes of the page, seal, bytes of the key
+_MAGIC = b"kvvtier1"
+_NO_SEAL = bytes(SEAL_BYTES)
+
+
+class FileStore(Threaded):
+    """A tier in a folder (``verifies``: its own seals see what was damaged).
+
+    Args:
+        namespace: Whose bytes; a folder of its own.
+        root: Folder for the folders of namespaces; made if it is missing.
+        max_bytes: Budget of this namespace, None for no limit.
+        threads: That read and write.
+        checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` where the guard's is enough.
+
+    Raises:
+        ConfigError: An option that cannot be used.
+        NamespaceMismatchError: The folder was written for another namespace.
+    """
+
+    verifies = True
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        *,
+        root: str,
+        max_bytes: int | None = None,
+        threads: int = 4,
+        checksum: str = "xxh3",
+    ) -> None:
+        if max_bytes is not None and max_bytes <= 0:
+            raise ConfigError(f"max_bytes must be more than 0, got {max_bytes}")
+        self._seal = None if checksum == "none" else PageSeal(namespace, checksum)
+        self._folder = Path(root, namespace.digest.hex())
+        self._half = self._folder / "half"
+        try:
+            self._half.mkdir(parents=True, exist_ok=True)
+            self._claim(namespace)
+        except OSError as error:
+            raise ConfigError(f"the folder {str(self._folder)!r} cannot be used: {error}") from None
+        self._numbers = itertools.count()
+        self._dropped: set[bytes] = set()
+        self._dropping = threading.Lock()
+        self._budget = FileBudget(self._folder, max_bytes)
+        super().__init__(namespace, threads=threads)
+
+    def has(self, key: bytes, /) -> bool:
+        """Whether there is a file."""
+        return key not in self._dropped and os.path.exists(self._path(key))
+
+    def read_into(self, key: bytes, page: memoryview, /) -> bool:
+        """Read and compare; what is wrong is removed."""
+        if key in self._dropped:
+            return False
+        path = self._path(key)
+        head, more = bytearray(_HEAD.size + len(key)), bytearray(1)
+        try:
+            file = os.open(path, os.O_RDONLY)
+            try:
+                num_read = os.readv(file, [head, page, more])
+            finally:
+                os.close(file)
+        except OSError as error:
+            if error.errno == errno.EIO:
+                self._budget.remove(path)
+            raise
+        if num_read == len(head) + len(page) and head == self._head(key, page):
+            self._budget.used(path)
+            return True
+        self._budget.remove(path)
+        return False
+
+    def write(self, key: bytes, page: memoryview, /) -> bool:
+        """Write under another name, then give it its own."""
+        path = self._path(key)
+        self._drop([key])
+        if os.path.exists(path):
+            self._budget.used(path)
+            return True
+        head = self._head(key, page)
+        num_bytes = len(head) + len(page)
+        if not self._budget.reserve(num_bytes):
+            return False
+        half = f"{self._half}/{os.getpid()}-{threading.get_ident()}-{next(self._numbers)}"
+        try:
+            file = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                if os.writev(file, [head, page]) != num_bytes:
+                    raise OSError(errno.ENOSPC, "a write was cut short")
+            finally:
+                os.close(file)
+            self._budget.commit(half, path, num_bytes)
+        except BaseException:
+            self._budget.give_up(half, num_bytes)
+            raise
+        return True
+
+    def delete(self, keys: Sequence[bytes], /) -> None:
+        """Hide keys now, and remove their files on a thread."""
+        self._dropped |= {*keys}
+        with self._changed:
+            for key in keys:
+                self._answers.failed(key)
+        self._later(partial(self._drop, [*keys]))
+
+    def usage(self) -> TierUsage:
+        """Bytes of all files, as this process knows them."""
+        return TierUsage(self._budget.used_bytes, self._budget.max_bytes)
+
+    def close(self) -> None:
+        """End what is in flight; the folder is free for others."""
+        super().close()
+        self._budget.close()
+
+    def _drop(self, keys: Sequence[bytes]) -> None:
+        """Remove the files of keys that are to be dropped, before they are stored again."""
+        for key in keys:
+            if key in self._dropped:
+                with self._dropping:
+                    if key in self._dropped:
+                        self._budget.remove(self._path(key))
+                        self._dropped.discard(key)
+
+    def _head(self, key: bytes, page: memoryview) -> bytes:
+        seal = _NO_SEAL if self._seal is None else self._seal.of(key, page)
+        return _HEAD.pack(_MAGIC, len(page), seal, len(key)) + key
+
+    def _path(self, key: bytes) -> str:
+        return f"{self._folder}/{zlib.crc32(key) & 0xFF:02x}/{key.hex()}"
+
+    def _claim(self, namespace: Namespace) -> None:
+        """Say whose folder it is, or refuse another's (TIER-10)."""
+        path = self._folder / "namespace.json"
+        while not path.exists():
+            half = self._half / f"namespace-{os.getpid()}-{threading.get_ident()}"
+            with suppress(FileNotFoundError):  # who opens the folder alone just now removes it
+                half.write_text(namespace.to_json(), encoding="utf-8")
+                half.rename(path)
+        found = Namespace.from_json(path.read_text(encoding="utf-8"))
+        namespace.require_same(found, str(self._folder))
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What stands in one file of a store.
+
+    Args:
+        key: Of the page.
+        problem: Why it cannot be loaded, empty if it can.
+    """
+
+    key: bytes
+    problem: str
+
+
+def read_entry(namespace: Namespace, path: str) -> FileEntry:
+    """Look at one file as a load would; changes nothing.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    content = memoryview(Path(path).read_bytes())
+    if len(content) < _HEAD.size or bytes(content[:8]) != _MAGIC:
+        return FileEntry(b"", "it has no header")
+    _, num_bytes, seal, key_bytes = _HEAD.unpack(content[: _HEAD.size])
+    key, page = bytes(content[_HEAD.size :][:key_bytes]), content[_HEAD.size + key_bytes :]
+    if len(page) != num_bytes:
+        return FileEntry(key, f"it has {len(page)} bytes of a page of {num_bytes}")
+    if seal != _NO_SEAL:
+        checksum = PageSeal.name_of(seal)
+        if not checksum or PageSeal(namespace, checksum).of(key, page) != seal:
+            return FileEntry(key, "its seal is not that of its bytes")
+    return FileEntry(key, "")

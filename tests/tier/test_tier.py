@@ -1,0 +1,324 @@
+"""The tier contract: the kit on the stores that are here, and what the kit does not see."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.folder_store import FolderStore
+from kvview import ConfigError, NamespaceMismatchError
+from kvview.testing import BoundCheck, parametrize_with_checks, run_checks
+from kvview.testing.tier.faulty_store import FaultyStore
+from kvview.testing.tier.guard_checks import ManualClock
+from kvview.tier import GuardedTier, Namespace, Threaded, TierStore
+from kvview.tier.answers import LookupAnswers
+from kvview.tier.breaker import CircuitBreaker
+from kvview.tier.checksum import PageSeal
+from kvview_reference.harness import guarded_tier, tier
+from kvview_reference.tier import FileStore, read_entry
+
+pytest.importorskip("xxhash")
+
+HERE = Namespace("m", weights="1")
+THERE = Namespace("m", weights="2")
+
+
+@parametrize_with_checks(tier)
+def test_the_store_of_files(check: BoundCheck) -> None:
+    check()
+
+
+@parametrize_with_checks(guarded_tier)
+def test_the_guard_over_it(check: BoundCheck) -> None:
+    check()
+
+
+@parametrize_with_checks(FolderStore, options={"root": "{tmp}"}, steps=20)
+def test_the_example(check: BoundCheck) -> None:
+    check()
+
+
+# --- targets ---
+
+
+class Lacking:
+    """No store."""
+
+    def put(self) -> None: ...
+
+    def get(self) -> None: ...
+
+    def poll(self) -> None: ...
+
+
+class Half(Threaded):
+    """A store whose author has not finished."""
+
+    def has(self, key: bytes, /) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "said"),
+    [
+        (Lacking, {}, "Lacking is no tier store: it lacks lookup, drain, close"),
+        (Half, {}, "Half is abstract: it lacks read_into, write"),
+        (FolderStore, {}, "missing a required argument: 'root'"),
+        (FolderStore, {"rot": "x"}, r"--option NAME=VALUE, \{tmp\} in a text is a fresh folder"),
+        (FileStore, {"root": "{tmp}", "threads": 0}, "threads must be 1 or more, got 0"),
+        (FileStore, {"root": "{tmp}", "max_bytes": 0}, "max_bytes must be more than 0, got 0"),
+        (FileStore, {"root": "{tmp}", "checksum": "md5"}, "unknown checksum 'md5'; known: xxh3"),
+        (FileStore, {"root": "/dev/null/x"}, "the folder '/dev/null/x.*' cannot be used"),
+    ],
+)
+def test_what_cannot_be_checked_says_why(target: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run_checks(target, options=options)
+
+
+# --- TIER-10: namespaces ---
+
+
+@pytest.mark.parametrize("wrong", [{"model": ""}, {"weights": ""}])
+def test_tier_10_unknown_weights_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"a tier needs the name|set 'weights' to their revision"):
+        Namespace(**{"model": "m", "weights": "1", **wrong})
+
+
+def test_tier_10_a_folder_of_another_namespace_is_refused_with_both_named(tmp_path: Path) -> None:
+    FileStore(HERE, root=str(tmp_path)).close()
+    (tmp_path / HERE.digest.hex()).rename(tmp_path / THERE.digest.hex())
+    with pytest.raises(NamespaceMismatchError, match=r"TIER-10: .*weights '1' there, '2' here"):
+        FileStore(THERE, root=str(tmp_path))
+
+
+def test_a_namespace_is_read_as_it_was_written() -> None:
+    assert Namespace.from_json(HERE.to_json()) == HERE
+    assert HERE.digest != THERE.digest
+    for text in ("", "[]", "{}", '{"model": 1}'):
+        with pytest.raises(ConfigError, match="no namespace of a tier"):
+            Namespace.from_json(text)
+
+
+# --- parts of the guard ---
+
+
+def test_answers_hold_for_a_while_and_failures_until_a_put() -> None:
+    clock = ManualClock()
+    answers = LookupAnswers(clock, patience=5.0, seconds=1.0, max_keys=3)
+    assert answers.flags([b"a"]) == ([None], [b"a"])
+    assert answers.flags([b"a"]) == ([None], [])
+    answers.told(b"a", True)
+    assert answers.flags([b"a"]) == ([True], [])
+    clock.seconds = 1.5
+    assert answers.flags([b"a"]) == ([None], [b"a"])
+    answers.stored(b"a")
+    answers.told(b"a", False)  # asked before it was stored
+    assert answers.flags([b"a"]) == ([True], [])
+    answers.failed(b"a")
+    answers.told(b"a", True)
+    answers.forget(b"a")
+    clock.seconds = 100.0
+    assert answers.flags([b"a"]) == ([False], [])
+    answers.stored(b"a")
+    assert answers.flags([b"a"]) == ([True], [])
+    answers.flags([b"b"])
+    clock.seconds = 106.0
+    assert answers.flags([b"b"]) == ([False], [])
+    assert answers.num_unanswered == 1
+    for key in (b"c", b"d", b"e"):
+        answers.stored(key)
+    assert answers.flags([b"b"]) == ([None], [b"b"])  # the oldest are forgotten
+
+
+def test_a_breaker_opens_and_comes_back() -> None:
+    clock = ManualClock()
+    breaker = CircuitBreaker(clock, trip_after=2, retry_after=10.0)
+    breaker.strike()
+    breaker.ended_well(1)
+    breaker.strike()
+    assert breaker.passes(2)
+    breaker.strike()
+    assert breaker.is_open
+    assert not breaker.passes(3)
+    clock.seconds = 10.0
+    assert not breaker.is_open
+    assert breaker.passes(4)
+    assert not breaker.passes(5), "one is on trial"
+    breaker.strike()
+    clock.seconds = 29.0
+    assert breaker.is_open, "twice as long"
+    clock.seconds = 30.0
+    assert breaker.passes(6)
+    breaker.ended_well(2)
+    assert not breaker.passes(7), "only the trial counts"
+    breaker.ended_well(6)
+    assert breaker.passes(8)
+    assert breaker.num_trips == 2
+
+
+def test_a_seal_is_of_key_namespace_and_bytes() -> None:
+    page = memoryview(bytes(range(200)))
+    for checksum in ("xxh3", "crc32"):
+        seal = PageSeal(HERE, checksum)
+        right = seal.of(b"k", page)
+        assert PageSeal.name_of(right) == checksum
+        others = [seal.of(b"l", page), seal.of(b"k", page[:-1]), seal.of(b"k", page[1:])]
+        others.append(PageSeal(THERE, checksum).of(b"k", page))
+        assert right == seal.of(b"k", page)
+        assert right not in others
+        assert len({*others}) == 4
+
+
+@pytest.fixture
+def guarded() -> Iterator[tuple[GuardedTier, FaultyStore, ManualClock]]:
+    clock, store = ManualClock(), FaultyStore()
+    guard = GuardedTier(store, HERE, clock=clock, deadline=5.0)
+    yield guard, store, clock
+    store.heal()
+    guard.close()
+
+
+def page(fill: int = 0, size: int = 100) -> memoryview:
+    return memoryview(bytearray([fill]) * size)
+
+
+def reports(guard: GuardedTier) -> list[tuple[int, list[bool]]]:
+    for _ in range(5000):
+        if found := guard.poll():
+            return found
+        time.sleep(0.001)
+    raise AssertionError("nothing is reported")
+
+
+def test_the_guard_counts_what_it_sees(
+    guarded: tuple[GuardedTier, FaultyStore, ManualClock],
+) -> None:
+    guard, store, clock = guarded
+    guard.put(1, [b"a", b"b"], [page(1), page(2)])
+    assert reports(guard) == [(1, [True, True])]
+    store.fault = "flips a bit"
+    guard.get(2, [b"a"], [page()])
+    assert reports(guard) == [(2, [False])]
+    store.fault = "never reports"
+    guard.get(3, [b"b"], [page()])
+    clock.seconds = 6.0
+    assert reports(guard) == [(3, [False])]
+    store.fault = "put raises"
+    for job in range(4, 8):
+        guard.put(job, [b"c"], [page()])
+        assert reports(guard) == [(job, [False])]
+    stats = guard.stats
+    assert (stats.puts, stats.gets, stats.failed) == (2, 0, 6)
+    assert (stats.damaged, stats.late, stats.raised, stats.trips) == (1, 1, 2, 1)
+    assert stats.refused == 2, "after three strikes it is left alone"
+
+
+@pytest.mark.parametrize("name", ["deadline", "lookup_deadline", "trip_after", "retry_after"])
+def test_the_guard_refuses_numbers_that_are_not_positive(name: str) -> None:
+    wrong: dict[str, Any] = {name: 0}
+    with pytest.raises(ConfigError, match=f"{name} must be more than 0, got 0"):
+        GuardedTier(FaultyStore(), HERE, **wrong)
+
+
+def test_a_guard_closes_over_a_store_that_blocks() -> None:
+    store = FaultyStore()
+    guard = GuardedTier(store, HERE, deadline=0.05)
+    store.fault = "put blocks"
+    guard.put(1, [b"a"], [page()])
+    guard.close()
+    assert guard.poll() == [(1, [False])]
+    store.heal()
+
+
+# --- the store of files ---
+
+
+def put(store: TierStore, *keys: bytes, size: int = 1000) -> list[bool]:
+    store.put(1, keys, [page(key[0], size) for key in keys])
+    assert store.drain(10.0)
+    [(_, flags)] = store.poll()
+    return [*flags]
+
+
+def test_processes_share_a_folder_and_its_budget(tmp_path: Path) -> None:
+    stores = [FileStore(HERE, root=str(tmp_path), max_bytes=20_000) for _ in range(3)]
+    for number in range(60):
+        assert put(stores[number % 3], bytes([number])) == [True]
+        held = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+        assert held <= 20_000
+    kept = [bytes([n]) for n in range(60) if stores[0].has(bytes([n]))]
+    assert b"\x3b" in kept
+    assert len(kept) > 10
+    for store in stores:
+        store.close()
+    again = FileStore(HERE, root=str(tmp_path), max_bytes=20_000)
+    assert [key for key in kept if again.has(key)] == kept
+    again.close()
+
+
+def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
+    store = FileStore(HERE, root=str(tmp_path), max_bytes=5600)
+    for key in (b"a", b"b", b"c", b"d"):
+        put(store, key)
+    store.get(1, [b"a"], [page(size=1000)])
+    assert store.drain(10.0)
+    store.poll()
+    for key in (b"e", b"f"):
+        put(store, key)
+    assert store.has(b"a")
+    assert not store.has(b"b")
+    store.close()
+
+
+def test_half_files_of_who_was_killed_are_removed_by_who_is_alone(tmp_path: Path) -> None:
+    first = FileStore(HERE, root=str(tmp_path))
+    half = tmp_path / HERE.digest.hex() / "half" / "1-2-3"
+    half.write_bytes(b"x")
+    second = FileStore(HERE, root=str(tmp_path))
+    assert half.exists(), "it may be the first one's"
+    first.close()
+    second.close()
+    FileStore(HERE, root=str(tmp_path)).close()
+    assert not half.exists()
+
+
+def test_an_entry_is_read_as_a_load_would(tmp_path: Path) -> None:
+    store = FileStore(HERE, root=str(tmp_path))
+    put(store, b"k")
+    store.close()
+    (path,) = (tmp_path / HERE.digest.hex()).glob("??/*")
+    assert read_entry(HERE, str(path)).problem == ""
+    assert read_entry(HERE, str(path)).key == b"k"
+    assert read_entry(THERE, str(path)).problem == "its seal is not that of its bytes"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    assert read_entry(HERE, str(path)).problem == "it has 999 bytes of a page of 1000"
+    path.write_bytes(b"short")
+    assert read_entry(HERE, str(path)).problem == "it has no header"
+
+
+def test_what_raises_in_an_authors_call_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Wrong(FolderStore):
+        def write(self, key: bytes, page: memoryview, /) -> bool:
+            raise TypeError("an author's mistake")
+
+    store = Wrong(HERE, str(tmp_path))
+    assert put(store, b"a", b"b") == [False, False]
+    store.close()
+    assert caplog.text.count("Wrong.write: TypeError: an author's mistake") == 1
+
+
+def test_threads_of_a_store_end_with_it(tmp_path: Path) -> None:
+    before = threading.active_count()
+    store = FileStore(HERE, root=str(tmp_path), threads=3)
+    assert threading.active_count() == before + 3
+    store.close()
+    assert threading.active_count() == before
