@@ -138,11 +138,24 @@ def configure(
     for extra in ({**cpu_blocks, **events}, cpu_blocks, events):
         with suppress(ConfigError):
             config = ConnectorConfig(scenario.geometry, {**extra, **options})
-            build_connector(connector_class, config)
+            connector = build_connector(connector_class, config)
+            if not scenario.cpu_blocks:
+                _refuse_late(connector)
             return _pickled(config)
     config = ConnectorConfig(scenario.geometry, options)
     build_connector(connector_class, config)
     return _pickled(config)
+
+
+def _refuse_late(connector: Connector) -> None:
+    """Who takes no tier of that size may say so only when its halves are made."""
+    try:
+        connector.make_scheduler()
+        connector.make_worker()
+    except ConfigError:
+        raise
+    except Exception:
+        return  # told as what it is when the run makes them
 
 
 def _pickled(config: ConnectorConfig) -> bytes:

@@ -1,0 +1,205 @@
+"""What the simulation sees of children, threads, an idle engine, no tier, and room for all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from typing_extensions import override
+
+from examples.host_cache import HostCacheConnector, HostCacheScheduler, HostCacheWorker
+from kvview import (
+    BlockIds,
+    CanonicalKVCaches,
+    Connector,
+    ConnectorConfig,
+    EngineFacts,
+    GPUBlockPoolView,
+    RequestInfo,
+    SchedulerConnector,
+    WorkerConnector,
+)
+from kvview.testing.connector import check_connector
+from kvview_reference.connector import MultiConnector
+from kvview_reference.connector.multi import MultiScheduler, MultiWorker
+
+CHILDREN = {
+    "connectors": [
+        {"connector": "kvview.testing.connector.witness:WitnessConnector"},
+        {"connector": "examples.host_cache:HostCacheConnector", "options": {"cpu_blocks": 40}},
+    ]
+}
+
+
+def laws_of(connector: type[Connector], seeds: int = 6, **more: Any) -> set[str]:
+    report = check_connector(connector, seeds=seeds, max_shrink_runs=0, **more)
+    return {failure.law for failure in report.failures}
+
+
+def test_multi_connector_that_passes_all_on_is_green() -> None:
+    assert laws_of(MultiConnector, 12, options=CHILDREN) == set()
+
+
+class Deaf(MultiScheduler):
+    """Keeps one thing to itself."""
+
+    forgets = ""
+
+    @override
+    def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
+        if self.forgets != "bind":
+            super().bind_gpu_block_pool_view(view)
+
+    @override
+    def on_engine_ready(self, facts: EngineFacts) -> None:
+        if self.forgets != "ready":
+            super().on_engine_ready(facts)
+
+    @override
+    def on_blocks_allocated(
+        self, request: RequestInfo, block_ids: BlockIds, num_computed: int, num_external: int
+    ) -> None:
+        if self.forgets != "blocks" or num_external:
+            super().on_blocks_allocated(request, block_ids, num_computed, num_external)
+
+    @override
+    def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
+        if self.forgets != "preempted":
+            super().on_request_preempted(request, block_ids)
+
+    @override
+    def reset_cache(self) -> bool:
+        return super().reset_cache() or self.forgets == "refused"
+
+    @override
+    def has_pending_work(self) -> bool:
+        return self.forgets != "pending" and super().has_pending_work()
+
+
+@pytest.mark.parametrize(
+    ("forgets", "law"),
+    [
+        ("bind", "CONN-1"),
+        ("ready", "CONN-1"),
+        ("blocks", "CONN-1"),
+        ("preempted", "CONN-1"),
+        ("refused", "CONN-2"),
+        ("pending", "CONN-3"),
+    ],
+)
+def test_child_that_is_not_told_says_so(forgets: str, law: str) -> None:
+    scheduler = type("Scheduler", (Deaf,), {"forgets": forgets})
+
+    class Multi(MultiConnector):
+        @override
+        def make_scheduler(self) -> SchedulerConnector:
+            made: SchedulerConnector = scheduler(
+                [child.make_scheduler() for child in self.children], self.names
+            )
+            return made
+
+    assert law in laws_of(Multi, 8, options=CHILDREN)
+
+
+class LeavesChildrenRunning(MultiWorker):
+    @override
+    def shutdown(self) -> None:
+        pass
+
+
+def with_worker(make: Callable[[int], WorkerConnector]) -> type[Connector]:
+    class Own(HostCacheConnector):
+        @override
+        def make_worker(self) -> WorkerConnector:
+            return make(self.cpu_blocks)
+
+    return Own
+
+
+class Threaded(HostCacheWorker):
+    """Asks a pool for a thread."""
+
+    pool: ThreadPoolExecutor | None = None
+
+    @override
+    def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        self.threads = self.pool or ThreadPoolExecutor(2)
+        self.threads.submit(int).result()
+
+
+class Ends(Threaded):
+    @override
+    def shutdown(self) -> None:
+        self.threads.shutdown()
+
+
+class EndsSoon(Threaded):
+    @override
+    def shutdown(self) -> None:
+        self.threads.shutdown(wait=False)
+
+
+class Shares(Threaded):
+    pool = ThreadPoolExecutor(2)
+
+
+def test_threads_end_with_their_half() -> None:
+    class Multi(MultiConnector):
+        @override
+        def make_worker(self) -> WorkerConnector:
+            return LeavesChildrenRunning([child.make_worker() for child in self.children])
+
+    assert laws_of(Multi, 1, options=CHILDREN) == {"CONN-12"}
+    assert laws_of(with_worker(Threaded), 1) == {"CONN-12"}
+    for right in (Ends, EndsSoon, Shares):
+        assert laws_of(with_worker(right), 2) == set()
+    Shares.pool.shutdown()
+    assert threading.active_count() < 100
+
+
+class OwnScheduler(HostCacheConnector):
+    """The example with a scheduler half to put in."""
+
+    half: type[HostCacheScheduler] = HostCacheScheduler
+
+    @override
+    def make_scheduler(self) -> SchedulerConnector:
+        return self.half(self.config, self.cpu_blocks)
+
+
+def with_scheduler(half: type[HostCacheScheduler]) -> type[Connector]:
+    return type("Own", (OwnScheduler,), {"half": half})
+
+
+def test_idle_engine_is_told_to_step_while_a_store_is_in_flight() -> None:
+    class Sleeps(HostCacheScheduler):
+        @override
+        def has_pending_work(self) -> bool:
+            return False
+
+    assert "CONN-3" in laws_of(with_scheduler(Sleeps), 8)
+
+
+def test_tier_of_no_pages_is_taken_or_refused() -> None:
+    class NeedsAPage(HostCacheScheduler):
+        def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
+            super().__init__(config, cpu_blocks)
+            self.last = 0 if cpu_blocks else [][0]
+
+    found = check_connector(with_scheduler(NeedsAPage), first_seed=5, seeds=1, max_shrink_runs=0)
+    assert [failure.law for failure in found.failures] == ["CONN-1"]
+
+
+def test_nothing_is_skipped_with_room_for_all() -> None:
+    class CountsAll(HostCacheScheduler):
+        @override
+        def store(self, request: RequestInfo, block_ids: BlockIds) -> None:
+            self.num_skipped_blocks += 1
+            super().store(request, block_ids)
+
+    found = check_connector(with_scheduler(CountsAll), first_seed=12, seeds=1, max_shrink_runs=0)
+    assert [failure.law for failure in found.failures] == ["CONN-13"]
