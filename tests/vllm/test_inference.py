@@ -69,6 +69,16 @@ def test_corrupt_kv_gives_other_tokens() -> None:
     assert result["again"] != result["tokens"]
 
 
+def test_a_connector_that_fails() -> None:
+    """One hook at the start, of the scheduler and of a worker; the script has all of them."""
+    hooks = ("__init__", "SchedulerConnector.plan_step", "WorkerConnector.start_plan")
+    script = str(Path(__file__).with_name("inference_faults.py"))
+    command = [sys.executable, script, "--hooks", *hooks]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("as it must") == len(hooks)
+
+
 @pytest.mark.parametrize("scenario", TROUBLE)
 def test_trouble_changes_no_token(scenario: str) -> None:
     result = run(scenario)
