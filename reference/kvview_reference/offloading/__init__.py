@@ -2,5 +2,8 @@
 
 from kvview_reference.offloading.manager import CPUOffloadingManager
 from kvview_reference.offloading.policies import CachePolicy, register_policy
+from kvview_reference.offloading.vllm_arc import VLLMARCPolicy
 
 __all__ = ["CPUOffloadingManager", "CachePolicy", "register_policy"]
+
+register_policy("vllm-arc", VLLMARCPolicy)

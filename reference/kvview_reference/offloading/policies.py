@@ -308,7 +308,7 @@ def policy_factory(name: str) -> PolicyFactory:
     if factory is None and isinstance(name, str) and ":" in name:
         return partial(_build, name, load_target(name))
     if factory is None:
-        known = ", ".join(sorted(_FACTORIES))
+        known = ", ".join(sorted(name for name in _FACTORIES if ":" not in name))
         raise ConfigError(
             f"OFF-7: unknown cache policy {name!r}; known: {known}, and file.py:Policy"
         )

@@ -1,0 +1,104 @@
+"""Cache policies of third parties: given by target, checked inside the reference's manager."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvview import ConfigError, LookupResult, make_offload_key
+from kvview.targets import load_target
+from kvview.testing import Outcome, Report, run_checks
+from kvview_reference.offloading import CPUOffloadingManager
+from kvview_reference.offloading.policies import policy_factory
+from kvview_reference.offloading.vllm_arc import VLLMARCPolicy
+
+PAGE = Path(__file__).parents[2] / "docs" / "sizing.md"
+KEYS = [make_offload_key(bytes([number]), 0) for number in range(9)]
+
+
+@pytest.fixture
+def source() -> str:
+    """The policy of the page."""
+    found = re.search(r"<!-- policy -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def check(policy: Any) -> Report:
+    return run_checks(policy, select=["check_off_[0-9]*"])  # the search takes its time
+
+
+def test_the_policy_of_the_page_keeps_every_law(source: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    target = f"{tmp_path / 'mine.py'}:FirstInFirstOut"
+    report = check(load_target(target))
+    assert report.contract == "offloading"
+    assert report.is_clean, report.failures
+    assert report.counts()[Outcome.PASSED] > 40
+    manager = CPUOffloadingManager(4, target)
+    for keys in (KEYS[:4], KEYS[4:6]):
+        output = manager.prepare_store(keys)
+        assert output is not None
+        manager.complete_store(keys)
+        manager.touch(KEYS[:2])
+    held = [key for key in KEYS if manager.lookup(key) is LookupResult.HIT]
+    assert held == [KEYS[0], KEYS[1], KEYS[4], KEYS[5]]
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("if key not in busy", ""),
+        ("self.order.pop(key, None)", "pass"),
+        ("[:num_victims]", "[:num_victims + 1]"),
+        ("            del self.order[key]\n", "            pass\n"),
+    ],
+)
+def test_wrong_policies_are_caught(right: str, wrong: str, source: str, tmp_path: Path) -> None:
+    assert right in source
+    (tmp_path / "wrong.py").write_text(source.replace(right, wrong))
+    report = check(load_target(f"{tmp_path / 'wrong.py'}:FirstInFirstOut"))
+    assert report.failures
+    failure = report.failures[0].failure
+    assert failure is not None
+    if failure.script:
+        assert "as_factory(factory)" in failure.script
+
+
+def test_arc_as_vllm_has_it_keeps_every_law() -> None:
+    report = check(VLLMARCPolicy)
+    assert report.is_clean, report.failures
+
+
+def test_arc_as_vllm_has_it_stores_what_it_remembers_as_new() -> None:
+    manager = CPUOffloadingManager(2, "vllm-arc")
+
+    def use(*keys: int) -> None:
+        chosen = [KEYS[number] for number in keys]
+        output = manager.prepare_store(chosen)
+        assert output is not None
+        manager.touch(chosen)
+        manager.complete_store(output.keys_to_store)
+
+    for keys in ((0,), (0,), (1,), (2,), (1,)):
+        use(*keys)
+    held = [number for number in range(3) if manager.lookup(KEYS[number]) is LookupResult.HIT]
+    assert held == [0, 1], "0 was used again; 1 came back and took the room of 2"
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("mru", "known: arc, lru, vllm-arc, and file.py:Policy"),
+        ("json:dumps", "lacks admit, touch, release, remove"),
+        ("json:JSONDecoder", "cannot be built from a capacity"),
+        ("no_such_file.py:Policy", "there is no file"),
+        ("json:nothing", "has no 'nothing'"),
+    ],
+)
+def test_what_is_no_policy_is_told_so(name: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(what)):
+        policy_factory(name)(4)
