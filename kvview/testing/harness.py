@@ -154,7 +154,7 @@ class Capability(StrEnum):
     VERIFIES = "verifies"
     """The store itself sees damaged bytes, also without a guard."""
     GONE = "gone"
-    """``lose_medium()``: the medium is taken away under the store."""
+    """``lose_medium()``: the medium, ``folder``, is taken away under the store."""
     BUDGET = "budget"
     """``with_budget(max_bytes)``: a new harness in a place of its own; ``occupied_bytes()`` is
     what its store takes there."""
@@ -481,7 +481,7 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         Capability.NAMESPACES: (Need("harness", "with_namespace", 1),),
         Capability.DAMAGE: (Need("harness", "damage", 1),),
         Capability.VERIFIES: (Need("harness", "damage", 1),),
-        Capability.GONE: (Need("harness", "lose_medium", 0),),
+        Capability.GONE: (Need("harness", "lose_medium", 0), Need("harness", "folder", None)),
         Capability.BUDGET: (
             Need("harness", "with_budget", 1),
             Need("harness", "occupied_bytes", 0),

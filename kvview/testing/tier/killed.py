@@ -25,6 +25,7 @@ from kvview.tier import Namespace
 _KEYS_OF_A_JOB = 4
 _SECONDS_OF_A_JOB = 20.0
 _RUNS_LOOKED_AT = 3
+_MOST_HEALED = 40
 
 
 def run(job: dict[str, Any]) -> list[dict[str, Any]]:
@@ -35,7 +36,9 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
 
     Returns:
         One a run: ``acknowledged`` (keys said to be stored), ``missing`` and ``wrong`` (of the
-        keys of the last three runs) and ``error`` (why the store did not open or answer).
+        keys of the last three runs), ``half`` (found, and not loaded), ``not_healed`` (missing,
+        stored again, and missing still), ``kept`` (loaded keys of this run, and their bytes) and
+        ``error`` (why the store did not open or answer).
     """
     dice = random.Random(job["seed"])
     runs: list[dict[str, Any]] = []
@@ -68,6 +71,9 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
                 "acknowledged": len(lines),
                 "missing": missing,
                 "wrong": found["wrong"],
+                "half": found["half"],
+                "not_healed": found["not_healed"],
+                "kept": {key.hex(): tried[-1][key] for key in acknowledged[-1] & loaded},
                 "error": found["error"],
             }
         )
@@ -123,18 +129,26 @@ def _look(job: dict[str, Any], keys: dict[bytes, int]) -> dict[str, Any]:
     read, write = os.pipe()
 
     def look() -> None:
-        found: dict[str, Any] = {"loaded": [], "wrong": [], "error": ""}
+        found: dict[str, Any] = {"loaded": [], "wrong": [], "half": [], "not_healed": []}
+        found["error"] = ""
         try:
             store = _open(job)
-            pages = {key: memoryview(bytearray(size)) for key, size in keys.items()}
-            store.get(1, list(pages), list(pages.values()))
-            if not store.drain(_SECONDS_OF_A_JOB):
-                raise TimeoutError("a get does not end")
-            [(_, flags)] = store.poll()
-            for (key, page), flag in zip(pages.items(), flags, strict=True):
+            hits = _hits(store, [*keys])
+            for key, page, flag in _get(store, keys):
                 if flag:
                     is_exact = page == bytes_of(key, len(page))
                     found["loaded" if is_exact else "wrong"].append(key.hex())
+                elif key in hits:
+                    found["half"].append(key.hex())
+            lacking = [key for key in keys if key.hex() not in found["loaded"]][:_MOST_HEALED]
+            pages = [memoryview(bytes_of(key, keys[key])) for key in lacking]
+            store.put(2, lacking, pages)
+            flags = _ended(store)
+            stored = {key: keys[key] for key, flag in zip(lacking, flags, strict=True) if flag}
+            if "max_bytes" not in job["options"]:  # else they may be evicted at once
+                for key, page, flag in _get(store, stored):
+                    if not flag or page != bytes_of(key, len(page)):
+                        found["not_healed"].append(key.hex())
             store.close()
         except Exception as error:
             found["error"] = f"{type(error).__name__}: {error}"
@@ -148,6 +162,30 @@ def _look(job: dict[str, Any], keys: dict[bytes, int]) -> dict[str, Any]:
     os.waitpid(child, 0)
     result: dict[str, Any] = json.loads(text)
     return result
+
+
+def _get(store: Any, keys: dict[bytes, int]) -> list[tuple[bytes, memoryview, bool]]:
+    pages = {key: memoryview(bytearray(size)) for key, size in keys.items()}
+    store.get(1, list(pages), list(pages.values()))
+    return [
+        (key, page, flag) for (key, page), flag in zip(pages.items(), _ended(store), strict=True)
+    ]
+
+
+def _hits(store: Any, keys: list[bytes]) -> set[bytes]:
+    flags = store.lookup(keys)
+    end = time.monotonic() + _SECONDS_OF_A_JOB
+    while None in flags and time.monotonic() < end:
+        time.sleep(0.002)
+        flags = store.lookup(keys)
+    return {key for key, flag in zip(keys, flags, strict=True) if flag}
+
+
+def _ended(store: Any) -> list[bool]:
+    if not store.drain(_SECONDS_OF_A_JOB):
+        raise TimeoutError("a job does not end")
+    [(_, flags)] = store.poll()
+    return list(flags)
 
 
 if __name__ == "__main__":

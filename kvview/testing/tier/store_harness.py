@@ -229,7 +229,8 @@ class GuardedStoreHarness(StoreHarness):
     @property
     def capabilities(self) -> set[str]:
         """Those of the store, and the guard's."""
-        return {*super().capabilities, Capability.TIER_GUARD}
+        # What a killed process wrote without a guard has no seal.
+        return {*super().capabilities, Capability.TIER_GUARD} - {Capability.KILL}
 
     def guard(self, store: TierStore, namespace: Namespace, **options: Any) -> TierStore:
         """The guard over any store."""

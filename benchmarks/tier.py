@@ -1,0 +1,179 @@
+"""The store of files: killed, damaged, opened, and how fast.
+
+    python benchmarks/tier.py kill [--runs 1000] [--max-bytes 3000000]
+    python benchmarks/tier.py damage [--changes 100000]
+    python benchmarks/tier.py open [--entries 1000000]
+    python benchmarks/tier.py cost
+
+``kill``: a process that writes is killed with SIGKILL, the store opened again and looked at;
+wrong bytes, lost entries, half-written files and bytes over the budget must be 0. ``damage``: bits
+flipped, files cut, files swapped; a change that gives bytes other than those put is counted.
+``cost``: microseconds a chunk on the caller's thread, and GB/s of one job, guarded and not, the
+variants taking turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvview.testing import StoreHarness
+from kvview.testing.tier.driver import bytes_of
+from kvview.testing.tier.faulty_store import FaultyStore
+from kvview.tier import GuardedTier, Namespace
+from kvview_reference.tier import FileStore
+
+HERE = Namespace("benchmark", weights="1")
+
+
+def kill(runs: int, max_bytes: int | None) -> dict[str, Any]:
+    """Killed so often, with and without a budget."""
+    options = {"root": "{tmp}"} | ({} if max_bytes is None else {"max_bytes": max_bytes})
+    harness = StoreHarness(FileStore, options)
+    harness.store.close()
+    found: Counter[str] = Counter()
+    for number in range(0, runs, 50):
+        for run in harness.killed_runs(min(50, runs - number), number):
+            found["runs"] += 1
+            found["acknowledged keys"] += run["acknowledged"]
+            for what in ("wrong", "half", "not_healed"):
+                found[what] += len(run[what])
+            found["lost"] += 0 if max_bytes else len(run["missing"])
+            found["did not open"] += bool(run["error"])
+        occupied = harness.occupied_bytes()
+        found["over the budget"] += max_bytes is not None and occupied > max_bytes
+    found["half-written files left"] = len([*harness.folder.glob("*/half/*")])
+    harness.end()
+    return dict(found)
+
+
+def damage(changes: int) -> dict[str, Any]:
+    """One change at a time, to a file of 300 pages."""
+    dice, found = random.Random(0), Counter[str]()
+    keys = [f"key {number}".encode() for number in range(300)]
+    sizes = {key: dice.choice((700, 4096, 20_000)) for key in keys}
+    with tempfile.TemporaryDirectory() as root:
+        store = FileStore(HERE, root=root, threads=1)
+        store.put(1, keys, [memoryview(bytes_of(key, sizes[key])) for key in keys])
+        store.drain(60.0)
+        store.poll()
+        whole = {key: Path(store._path(key)).read_bytes() for key in keys}
+        for _ in range(changes):
+            one, other = dice.sample(keys, 2)
+            how = dice.choice(("flip", "cut", "swap", "zero"))
+            content = bytearray(whole[other] if how == "swap" else whole[one])
+            at = dice.randrange(len(content))
+            if how == "flip":
+                content[at] ^= 1 << dice.randrange(8)
+            elif how == "cut":
+                del content[at:]
+            elif how == "zero":
+                content[at : at + 512] = bytes(len(content[at : at + 512]))
+            if content == whole[one]:
+                continue
+            Path(store._path(one)).write_bytes(content)
+            page = memoryview(bytearray(sizes[one]))
+            found[how] += 1
+            if store.read_into(one, page) if os.path.exists(store._path(one)) else False:
+                found["taken for right"] += 1
+            Path(store._path(one)).write_bytes(whole[one])
+        store.close()
+    return dict(found)
+
+
+def open_many(entries: int) -> dict[str, Any]:
+    """A folder of so many empty entries, opened with a budget."""
+    with tempfile.TemporaryDirectory() as root:
+        FileStore(HERE, root=root).close()
+        folder = Path(root, HERE.digest.hex())
+        for shard in range(256):
+            (folder / f"{shard:02x}").mkdir()
+            for number in range(entries // 256):
+                os.close(os.open(f"{folder}/{shard:02x}/{number:08x}", os.O_CREAT | os.O_WRONLY))
+        began = time.perf_counter()
+        store = FileStore(HERE, root=root, max_bytes=1 << 40)
+        seconds = time.perf_counter() - began
+        store.close()
+    return {"entries": entries, "seconds to open": round(seconds, 2)}
+
+
+def cost(rounds: int = 15) -> dict[str, Any]:
+    """On the caller's thread a chunk, and a load of 64 pages of 1 MiB in one job."""
+    keys = [bytes([number]) * 36 for number in range(64)]
+    page = bytes_of(b"page", 1 << 20)
+    pages = [memoryview(bytearray(page)) for _ in keys]
+    back = [memoryview(bytearray(len(page))) for _ in keys]
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as root:
+        made = {
+            "no checksum": FileStore(HERE, root=f"{root}/1", checksum="none"),
+            "store's": FileStore(HERE, root=f"{root}/2"),
+            "guard's": _guarded(f"{root}/3", "none", "xxh3"),
+            "both": _guarded(f"{root}/4", "xxh3", "xxh3"),
+        }
+        empty = GuardedTier(FaultyStore(), HERE)
+        for store in made.values():
+            store.put(1, keys, pages)
+            store.drain(60.0)
+            store.poll()
+        small = [memoryview(bytearray(4096)) for _ in keys]
+        for _ in range(rounds):
+            for name, store in made.items():
+                began = time.perf_counter()
+                store.get(2, keys, back)
+                store.drain(60.0)
+                assert all(store.poll()[0][1])
+                found[f"load, {name}: GB/s"].append(
+                    len(keys) * len(page) / (time.perf_counter() - began) / 1e9
+                )
+            for what in ("put", "get"):
+                began = time.thread_time()
+                getattr(empty, what)(3, keys, small)
+                took = time.thread_time() - began
+                empty.drain(10.0)
+                began = time.thread_time()
+                empty.poll()
+                took += time.thread_time() - began
+                found[f"guard, {what} and poll: us a chunk"].append(took / len(keys) * 1e6)
+            began = time.thread_time()
+            for key in keys:
+                empty.lookup((key,))
+            took = time.thread_time() - began
+            found["guard, lookup: us a chunk"].append(took / len(keys) * 1e6)
+        for store in (*made.values(), empty):
+            store.close()
+    return {name: round(statistics.median(values), 2) for name, values in found.items()}
+
+
+def _guarded(root: str, of_store: str, of_guard: str) -> GuardedTier:
+    return GuardedTier(FileStore(HERE, root=root, checksum=of_store), HERE, checksum=of_guard)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", choices=("kill", "damage", "open", "cost"))
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--max-bytes", type=int)
+    parser.add_argument("--changes", type=int, default=100_000)
+    parser.add_argument("--entries", type=int, default=1_000_000)
+    args = parser.parse_args(argv)
+    results = {
+        "kill": lambda: kill(args.runs, args.max_bytes),
+        "damage": lambda: damage(args.changes),
+        "open": lambda: open_many(args.entries),
+        "cost": cost,
+    }[args.what]()
+    for name, value in results.items():
+        print(f"{name:40} {value}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Sees I/O of the calling thread: what a scheduler would wait for (TIER-5)."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_local = threading.local()
+_STATS = ("stat", "lstat", "access", "read", "write", "pread", "pwrite", "readv", "writev", "fsync")
+
+
+class _Hook:
+    is_installed = False
+
+
+@contextmanager
+def watching_io(folder: str) -> Iterator[list[str]]:
+    """Note what this thread does to files below a folder, in the block.
+
+    Looked at are Python's audit events (open, rename, remove, listing ...) and those functions
+    of ``os`` that have none. Other threads are not looked at.
+    """
+    if not _Hook.is_installed:
+        _Hook.is_installed = True
+        sys.addaudithook(_audit)
+    seen: list[str] = []
+    before: dict[str, Callable[..., Any]] = {}
+    for name in _STATS:
+        before[name] = getattr(os, name)
+        setattr(os, name, _noted(name, before[name]))
+    _local.folder, _local.seen = folder, seen
+    try:
+        yield seen
+    finally:
+        _local.seen = None
+        for name, function in before.items():
+            setattr(os, name, function)
+
+
+def _noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        _note(f"os.{name}", args)
+        return function(*args, **kwargs)
+
+    return noted
+
+
+def _audit(event: str, args: tuple[Any, ...]) -> None:
+    if event == "open" or event.startswith(("os.", "shutil.", "sqlite3.")):
+        _note(event, args)
+
+
+def _note(event: str, args: tuple[Any, ...]) -> None:
+    seen = getattr(_local, "seen", None)
+    if seen is None:
+        return
+    _local.seen = None  # what is asked here does not count
+    try:
+        for arg in args[:2]:
+            path = _path_of(arg)
+            if _local.folder in path:
+                seen.append(f"{event}({path!r})")
+                break
+    finally:
+        _local.seen = seen
+
+
+def _path_of(arg: object) -> str:
+    if isinstance(arg, int) and not isinstance(arg, bool):  # a file that is open
+        try:
+            return os.readlink(f"/proc/self/fd/{arg}")
+        except OSError:
+            return ""
+    return os.fsdecode(arg) if isinstance(arg, (str, bytes, os.PathLike)) else ""
