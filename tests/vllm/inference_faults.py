@@ -4,8 +4,9 @@
 
 Needs the CPU build, as ``kvview check --inference`` does. Each case has a process of its own:
 ``vllm.LLM`` in a fork of this one, which has imported vLLM, or with ``--serve`` a real
-``vllm serve`` that is asked over HTTP. The connector is ``faulty_connectors.py:BrokenConnector``, whose one hook raises
-from its first call on. ``worker killed`` kills the process of one of two workers.
+``vllm serve`` that is asked over HTTP. The connector is ``faulty_connectors.py:BrokenConnector``,
+whose one hook raises from its first call on. ``worker killed`` kills the process of one of two
+workers.
 
 The exit code is 1 if a case does not end as the failure policy says, or if the first line about
 it is not the adapter's, with target, file and hook.
