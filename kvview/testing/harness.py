@@ -93,6 +93,9 @@ class Capability(StrEnum):
     """The guard has ``stats``, like :class:`~kvview.GuardStats`."""
     TRACE = "trace"
     """``traced()``: a new harness whose guard notes the line that took each hold."""
+    ENGINE_SIDE = "engine_side"
+    """The guard has what an engine asks of it: ``speak_of(request_id)``, ``accounts()``,
+    ``guards()`` and ``free_all()``, as :class:`~kvview.GuardedView`."""
     ONE_THREAD = "one_thread"
     """The view refuses calls from another thread than the one that made it."""
 
@@ -438,6 +441,12 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         Capability.GUARDS: (Need("harness", "guard_over", 2),),
         Capability.STATS: (Need("view", "stats", None),),
         Capability.TRACE: (Need("harness", "traced", 0),),
+        Capability.ENGINE_SIDE: (
+            Need("view", "speak_of", 1),
+            Need("view", "accounts", 0),
+            Need("view", "guards", 0),
+            Need("view", "free_all", 0),
+        ),
         Capability.ONE_THREAD: (),
     },
     "geometry": {

@@ -138,6 +138,7 @@ class GuardedReferencePool(ReferencePool):
         Capability.GUARDS,
         Capability.STATS,
         Capability.TRACE,
+        Capability.ENGINE_SIDE,
         Capability.ONE_THREAD,
     }
 

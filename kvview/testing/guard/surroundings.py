@@ -290,6 +290,8 @@ def check_guard_11_stats_count_what_was_done(pool: PoolDriver) -> None:
         told = {name: number for name, number in asdict(pool.view.stats).items() if name in stats}
         pool.derive()
         pool.equal(told, stats, "stats count what was done through the guard")
+        held = pool.view.stats.touched - pool.view.stats.freed
+        pool.equal(pool.view.stats.held, held, "stats tell what is held now")
 
     first, second, third = pool.blocks[:3]
     null = [] if pool.null is None else [pool.null]
@@ -318,6 +320,33 @@ def check_guard_11_stats_count_what_was_done(pool: PoolDriver) -> None:
         stale = [b"another" + pool.hashes[block[0]][0]]
         pool.refused(StaleBlockError, pool.view, "lease", block, expected_keys=stale)
         pool.equal(told.refused, 4, "a lease that is refused is counted once")
+
+
+@pool_check("GUARD-11", Capability.ENGINE_SIDE, GUARDS, LEASES, Capability.LEAKS, Capability.STATS)
+def check_guard_11_engine_is_told_and_takes_all_back(pool: PoolDriver) -> None:
+    """For whom a block was taken, who counts what, who is over it; in the end all is given back."""
+    first, second, third = pool.blocks[1:4]
+    pool.call(pool.view, "speak_of", "r1")
+    pool.call(pool.view, "touch_blocks", [first])
+    pool.call(pool.view, "speak_of", None)
+    lease = pool.call(pool.view, "lease", [second])
+    pool.name(lease, "lease")
+    named = {leak.block_ids: leak.request_id for leak in pool.call(pool.view, "leaks")}
+    pool.derive()
+    pool.equal(named, {(first,): "r1", (second,): None}, "a leak names the request")
+    over = pool.call(pool.harness, "guard_over", pool.view, None)
+    pool.name(over, "over")
+    pool.call(over, "touch_blocks", [third])
+    guards = pool.call(pool.view, "guards")
+    are_all = len(guards) == 2 and pool.view in guards and over in guards
+    pool.true(are_all, "a guard tells those over it", guards, "itself and one more")
+    pool.true(pool.call(over, "guards") == [over], "and none below", "others", "itself")
+    accounts = pool.call(pool.view, "accounts")
+    found = [[stats is pool.view.stats for stats in some] for some in accounts.values()]
+    pool.equal(found, [[True], [False]], "accounts tell each guard once, the one asked first")
+    pool.call(pool.view, "free_all")
+    pool.equal(pool.view.stats.active_leases, 0, "no lease is active after free_all")
+    pool.check_free(first, second, third)
 
 
 @pool_check("GUARD-11", Capability.TRACE, Capability.LEAKS, LEASES)
