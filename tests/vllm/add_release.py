@@ -1,6 +1,6 @@
 """Add a release of vLLM: fetch it, say what differs from the newest tested one, write it down.
 
-    python tests/vllm/add_release.py 0.34.0 [--dry-run] [--no-matrix]
+    python tests/vllm/add_release.py 0.34.0 [--dry-run] [--no-matrix] [--seams view ...]
 
 It writes the release into ``RELEASES`` (``releases/versions.py``), what differs into
 ``docs/releases.md``, runs the matrix on it, and writes its row (and a column for each test file
@@ -125,8 +125,8 @@ def write_differences(page: str, release: str, newest: str, lines: Sequence[str]
     return "\n## ".join([head, section, *others])
 
 
-def run_matrix(release: str) -> tuple[int, dict[str, dict[str, int]]]:
-    """The tests on it: the exit code, and what each seam said."""
+def run_matrix(release: str, only: Sequence[str]) -> tuple[int, dict[str, dict[str, int]]]:
+    """The tests on it, of all seams if none is named: the exit code, and what each seam said."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "matrix.json")
         command = [
@@ -136,6 +136,7 @@ def run_matrix(release: str) -> tuple[int, dict[str, dict[str, int]]]:
             release,
             "--json",
             str(file),
+            *(["--seams", *only] if only else []),
         ]
         code = subprocess.run(command).returncode
         seams: dict[str, dict[str, int]] = (
@@ -149,6 +150,9 @@ def main() -> int:
     parser.add_argument("release", help="such as 0.34.0")
     parser.add_argument("--dry-run", action="store_true", help="say what differs, write nothing")
     parser.add_argument("--no-matrix", action="store_true", help="run no tests, write no row")
+    parser.add_argument(
+        "--seams", nargs="+", default=(), metavar="SEAM", help="of the matrix; default: all"
+    )
     arguments = parser.parse_args()
     release, newest = arguments.release, RELEASES[-1]
     if (found := number(release)) is None:
@@ -175,8 +179,9 @@ def main() -> int:
     DIFFERENCES.write_text(write_differences(DIFFERENCES.read_text(), release, newest, lines))
     if arguments.no_matrix:
         return 0
-    code, seams = run_matrix(release)
-    PAGE.write_text(make_page(read_page(PAGE.read_text()) | {release: seams}))
+    code, seams = run_matrix(release, arguments.seams)
+    record = read_page(PAGE.read_text())
+    PAGE.write_text(make_page(record | {release: record.get(release, {}) | seams}))
     return code
 
 

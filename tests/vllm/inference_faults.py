@@ -123,7 +123,7 @@ def transfer_config(hook: str, policy: str) -> dict[str, Any]:
 
 def first_line(output: str) -> str:
     """The first line that speaks of a fault, ours or vLLM's."""
-    words = ("planted", "Traceback", "unknown_option", "kvview: connector", "died unexpectedly")
+    words = ("planted", "Traceback", "unknown_option", "cannot start", "died unexpectedly")
     return next((s for s in output.splitlines() if any(word in s for word in words)), "")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ pytest.importorskip(  # a submodule: this very folder is named vllm
 import engine as lane  # type: ignore[import-not-found]
 from kvview_vllm.connector.messages import stats_of
 from kvview_vllm.metrics import COUNTERS, GAUGES, PREFIX, Meter, Reporter, merge
+from kvview_vllm.releases import installed
 
 METRICS: Any = importlib.import_module(
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
@@ -126,6 +128,23 @@ def test_what_is_held_while_the_engine_rests(serve: Any) -> None:
     since = front.value("oldest_hold_timestamp_seconds")
     assert since is not None
     assert before - 1 <= since <= time.time()
+
+
+def test_what_is_told_at_most_once_a_second_is_told_at_the_end(serve: Any) -> None:
+    # METRIC-2: while requests run, and at once when none is left
+    if not installed().connector.asked_for_stats:
+        pytest.skip("asked beside a worker's stats only, which come once a second")
+    engine, front = serve(lane.connector_config(cpu_blocks=64))
+    connector = engine.scheduler.connector
+    connector._scheduler_side._next_stats = math.inf
+    connector.block_pool_view.touch_blocks([40, 41])
+    engine.add("only", TOKENS)
+    engine.step()
+    assert connector.get_kv_connector_stats() is None
+    assert front.value("held_references") is None
+    engine.run()
+    assert front.value("held_references") == 2
+    assert front.value("stores") == 1
 
 
 def test_failed_loads_and_what_was_skipped(serve: Any) -> None:
