@@ -213,7 +213,9 @@ def judge(release: str, code: int, said: str, report: dict[str, Any] | None) -> 
         return Verdict.COULD_NOT_RUN, f"the process ended by {how}: {_last_line(said)}"
     verdict = _BY_CODE[code]
     if report is None and (missing := re.search(r"No module named '([\w.]+)'", said)):
-        name = missing[1].partition(".")[0]
+        name, _, submodule = missing[1].partition(".")
+        if submodule:  # the package is there
+            return verdict, f"{release} has no module {missing[1]}"
         return verdict, f"importing it needs {name}: pip install {name} (docs/upgrade.md has all)"
     if report is None:
         if verdict in (Verdict.GREEN, Verdict.NOT_CHECKED):
