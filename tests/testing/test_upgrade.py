@@ -140,6 +140,7 @@ def report(outcome: str = "passed", **more: Any) -> dict[str, Any]:
         (4, "", report("not checked"), Verdict.NOT_CHECKED, "CONN-2: wrong"),
         (2, "a\nkvview: no such option\nb\n", None, Verdict.COULD_NOT_RUN, "no such option"),
         (2, "kvview: No module named 'x.y'", None, Verdict.COULD_NOT_RUN, "pip install x "),
+        (2, "kvview: No module named 'an.old'", None, Verdict.COULD_NOT_RUN, "an 1.2.3 has no"),
         (3, "kvview: it raised", None, Verdict.FAILED, "it raised"),
         (5, "kvview: a bug", None, Verdict.BUG, "a bug"),
         (77, "oh", None, Verdict.COULD_NOT_RUN, "exit code 77: oh"),
@@ -150,7 +151,7 @@ def report(outcome: str = "passed", **more: Any) -> dict[str, Any]:
 def test_what_a_process_says(
     code: int, said: str, found: dict[str, Any] | None, verdict: Verdict, reason: str
 ) -> None:
-    judged = judge("1.2.3", code, said, found)
+    judged = judge("1.2.3", code, said, found, "an")
     assert judged[0] is verdict
     assert reason in judged[1]
     assert bool(judged[1]) == (verdict is not Verdict.GREEN)

@@ -192,11 +192,13 @@ def _check_one(
             code, said = 130, "interrupted"
         text = file.read_text() if file.exists() else ""
     report: dict[str, Any] | None = json.loads(text) if text else None
-    verdict, reason = judge(release, code, said, report)
+    verdict, reason = judge(release, code, said, report, engine)
     return ReleaseResult(release, verdict, reason, time.monotonic() - start, report)
 
 
-def judge(release: str, code: int, said: str, report: dict[str, Any] | None) -> tuple[Verdict, str]:
+def judge(
+    release: str, code: int, said: str, report: dict[str, Any] | None, engine: str = ""
+) -> tuple[Verdict, str]:
     """What a process that checked a release says of it.
 
     Args:
@@ -204,6 +206,7 @@ def judge(release: str, code: int, said: str, report: dict[str, Any] | None) -> 
         code: Its exit code; negative for a signal.
         said: What it wrote to stderr.
         report: Its report, if it wrote one.
+        engine: Of which it is a release.
 
     Returns:
         The verdict and the first reason, which is empty for green.
@@ -213,7 +216,9 @@ def judge(release: str, code: int, said: str, report: dict[str, Any] | None) -> 
         return Verdict.COULD_NOT_RUN, f"the process ended by {how}: {_last_line(said)}"
     verdict = _BY_CODE[code]
     if report is None and (missing := re.search(r"No module named '([\w.]+)'", said)):
-        name = missing[1].partition(".")[0]
+        name, _, submodule = missing[1].partition(".")
+        if submodule and name == engine:
+            return verdict, f"{engine} {release} has no module {missing[1]}"
         return verdict, f"importing it needs {name}: pip install {name} (docs/upgrade.md has all)"
     if report is None:
         if verdict in (Verdict.GREEN, Verdict.NOT_CHECKED):

@@ -17,14 +17,19 @@ import torch
 
 from kvview.testing.connector.scenario import Fate
 
+_CUDA_ONLY = frozenset({"OffloadingConnector", "SimpleCPUOffloadConnector"})
+
 PREFIX = "stands in"
 """Begins the names of what stood in, in the coverage."""
 
 
 def copies_on_cuda(connector_classes: Sequence[type]) -> bool:
     """Whether vLLM's own part of a connector copies with CUDA alone, and is replaced."""
-    names = {kind.__name__ for cls in connector_classes for kind in cls.__mro__}
-    return "OffloadingConnector" in names
+    return not _CUDA_ONLY.isdisjoint(_names(connector_classes))
+
+
+def _names(connector_classes: Sequence[type]) -> set[str]:
+    return {kind.__name__ for cls in connector_classes for kind in cls.__mro__}
 
 
 class CopyQueue:
@@ -106,8 +111,11 @@ class StandIns:
         with ExitStack() as stack:
             if not torch.cuda.is_available():
                 stack.enter_context(patch.object(torch.Tensor, "cuda", self._cuda))
-                if copies_on_cuda(connector_classes):
+                names = _names(connector_classes)
+                if "OffloadingConnector" in names:
                     self._replace_cpu_spec(stack)
+                if "SimpleCPUOffloadConnector" in names:
+                    self._replace_backend(stack)
             yield
 
     @property
@@ -122,3 +130,8 @@ class StandIns:
         from kvview_vllm.releases.cpu_spec_copies import replace_worker
 
         replace_worker(self.make_queue, stack)
+
+    def _replace_backend(self, stack: ExitStack) -> None:
+        from kvview_vllm.releases.simple_offload_copies import replace_backend
+
+        replace_backend(self.make_queue, stack)
