@@ -1,6 +1,6 @@
 """A standalone block pool that keeps the pool contract, and the view over it.
 
-How the free queue is kept, without an object a block, in plain lists of ints:
+How the free queue is kept, without an object a block, in plain lists and an array of ints:
 
 - The queue is one axis of positions, next victim first. Unhashed blocks join at
   its low end, the stack ``_front``: item i has position ``num_blocks - 1 - i``.
@@ -22,6 +22,7 @@ in ``vllm/v1/core/kv_cache_utils.py`` (the eviction order); PR #39654.
 from __future__ import annotations
 
 import logging
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, cast
@@ -90,8 +91,9 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
         self._ref_cnt = [0] * num_blocks
-        self._position = list(range(num_blocks))
-        self._front = self._position[:0:-1]  # the same int objects: 32 bytes a block saved
+        # Not a list: an int object a block costs 32 bytes, and a touch a quarter more time.
+        self._position = array("q", range(num_blocks))
+        self._front = list(range(num_blocks - 1, 0, -1))
         self._back: list[int] = []
         self._back_start = num_blocks
         self._head = 0

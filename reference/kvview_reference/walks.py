@@ -9,7 +9,7 @@ nothing but its position between two calls.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvview import FreeBlockWalk, OffloadKey, ViewClosedError
@@ -31,7 +31,7 @@ class Walk:
         self.entries: list[int] = []  # free blocks, while nobody takes or moves any
         self.last = 0  # of the entries, the one yielded last
 
-    def stop(self, positions: list[int]) -> None:
+    def stop(self, positions: Sequence[int]) -> None:
         """Have it look again, from where it is."""
         if self.entries:
             self.entries.clear()
