@@ -115,6 +115,14 @@ class Figures:
             note,
         )
 
+    def limit(self, name: str, value: float, at_most: float) -> None:
+        """One line: a figure of ours that has an upper limit."""
+        self._values[name] = round(value, 3)
+        met = "met" if value <= at_most else "missed"
+        self._table.add_row(
+            name.replace("_", " "), f"{value:,.2f}", "", "", "", f"<= {at_most:g}", met, ""
+        )
+
     def show(self, json_file: Path | None) -> None:
         """Print the table, and write the figures by name."""
         Console(width=120).print(self._table)

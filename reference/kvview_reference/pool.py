@@ -1,19 +1,19 @@
 """A standalone block pool that keeps the pool contract, and the view over it.
 
-How the free queue is kept, without an object a block, in plain lists of ints:
+How the free queue is kept, without an object a block, in plain lists and an array of ints:
 
 - The queue is one axis of positions, next victim first. Unhashed blocks join at
   its low end, the stack ``_front``: item i has position ``num_blocks - 1 - i``.
   Hashed blocks join at its high end, the list ``_back``: item i has position
   ``_back_start + i``, and what lies before ``_head`` is used up.
-- ``_ref_cnt[b]`` counts references: a block is free exactly when it is 0.
-  ``_position[b]`` is where block b joined the queue last.
-- Touching only counts. The entry stays where it is and is *stale* from then on:
-  an entry is live when its block is free and ``_position`` points at it. Stale
-  entries are dropped when an allocation reaches them, where a walk meets more of
-  them than of live ones, and all at once when they outnumber the blocks.
-- A walk (:mod:`kvview_reference.walks`) is a position on that axis. Whoever moves
-  entries empties the copies that a walk looks at, so that it looks again.
+- ``_ref_cnt[b]`` counts references: a block is free exactly when it is 0, and then
+  its entry is at ``_position[b]``. Who takes it writes 0 there, the null block's id,
+  which is never free: so every entry is a free block or 0, and ``filter`` reads them.
+- Entries of 0 are dropped when an allocation reaches them. Once they outnumber the
+  blocks, every touch moves some entries together (:meth:`BlockPool._compact`), so
+  that no call takes long.
+- A walk (:mod:`kvview_reference.walks`) is a position on that axis. Whoever takes or
+  moves entries stops the walks first, so that they look again.
 
 Source: vLLM 0.33.0, ``vllm/v1/core/block_pool.py`` and ``FreeKVCacheBlockQueue``
 in ``vllm/v1/core/kv_cache_utils.py`` (the eviction order); PR #39654.
@@ -22,6 +22,7 @@ in ``vllm/v1/core/kv_cache_utils.py`` (the eviction order); PR #39654.
 from __future__ import annotations
 
 import logging
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, cast
@@ -54,7 +55,9 @@ from kvview_reference.walks import (
 )
 
 NULL_BLOCK_ID = 0
-_MAX_STALE_SHARE = 8  # stale entries per block before they are dropped
+_MAX_ZEROS = 2  # per block, before entries are moved together
+_MOVED_PER_TOUCH = 4  # entries: the list has at most 4 a block then, with those that join
+_FEWEST_ENTRIES = 64  # looked at together, where most may be 0
 
 _logger = logging.getLogger(__name__)
 
@@ -88,12 +91,16 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
         self._ref_cnt = [0] * num_blocks
-        self._position = list(range(num_blocks))
-        self._front = self._position[:0:-1]  # the same int objects: 32 bytes a block saved
+        # Not a list: an int object a block costs 32 bytes, and a touch a quarter more time.
+        self._position = array("q", range(num_blocks))
+        self._front = list(range(num_blocks - 1, 0, -1))
         self._back: list[int] = []
         self._back_start = num_blocks
         self._head = 0
         self._num_free = num_blocks - 1
+        # While entries are moved together, per list: what is moved next, and where to.
+        self._front_moves = self._back_moves = (0, 0)
+        self._is_compacting = False
         self._is_hashed_in_front = False  # since a move to the head; until it runs empty
         self._hash: list[OffloadKey | None] = [None] * num_blocks
         self._more_hashes: dict[int, list[OffloadKey]] = {}
@@ -121,40 +128,58 @@ class BlockPool:
         """
         if not 0 <= num_blocks <= self._num_free:
             raise NoFreeBlocksError(f"cannot take {num_blocks} of {self._num_free} free blocks")
-        ref_cnt, positions, front = self._ref_cnt, self._position, self._front
-        block_ids: list[int] = []
-        nothing_stale = self._num_entries() == self._num_free
-        while front and (missing := num_blocks - len(block_ids)):
-            start = self._front_start()
-            entries = front[: -missing - 1 : -1]
-            del front[-missing:]
-            if nothing_stale and not self._is_hashed_in_front:
-                block_ids = entries
-                for block_id in entries:
-                    ref_cnt[block_id] = 1
-                continue
-            for position, block_id in enumerate(entries, start):
-                if ref_cnt[block_id] == 0 and positions[block_id] == position:
-                    ref_cnt[block_id] = 1
-                    block_ids.append(block_id)
-                    self._evict_hashes(block_id)
-        if not front:
+        self._stop_walks()
+        block_ids = self._take_front(num_blocks)
+        num_unhashed = 0 if self._is_hashed_in_front else len(block_ids)
+        if not self._front:
             self._is_hashed_in_front = False
-        while missing := num_blocks - len(block_ids):
-            entries = self._back[self._head : self._head + missing]
-            for position, block_id in enumerate(entries, self._back_start + self._head):
-                if ref_cnt[block_id] == 0 and positions[block_id] == position:
-                    ref_cnt[block_id] = 1
-                    block_ids.append(block_id)
-                    self._evict_hashes(block_id)
-            self._set_head(self._head + len(entries))
+        block_ids += self._take_back(num_blocks - len(block_ids))
+        ref_cnt = self._ref_cnt
+        for block_id in block_ids:
+            ref_cnt[block_id] = 1
+        self._evict_hashes(block_ids[num_unhashed:] if num_unhashed else block_ids)
         self._num_free -= num_blocks
         # Positions of the front stack are used again: keep walks out of them.
         for walk in self._walks:
-            walk.entries.clear()
             walk.position = max(walk.position, self._front_start() - 1)
         if self._watchers:
             self._notify_reuse(block_ids)
+        return block_ids
+
+    def _take_front(self, num_blocks: int) -> list[int]:
+        """Take the next entries of the front, as many as there are and are wanted."""
+        front, block_ids, size = self._front, list[int](), _FEWEST_ENTRIES
+        while front and (missing := num_blocks - len(block_ids)):
+            source, target = self._front_moves
+            if target < len(front) <= source:  # between the two all are 0
+                del front[target:]
+                continue
+            size = max(2 * size, missing)
+            live = list(filter(None, front[: -size - 1 : -1]))
+            if len(live) <= missing:
+                del front[-size:]
+            else:
+                del front[self.num_blocks - self._position[live[missing]] :]
+            block_ids += live[:missing]
+        source, target = (min(index, len(front)) for index in self._front_moves)
+        self._front_moves = source, target
+        return block_ids
+
+    def _take_back(self, num_blocks: int) -> list[int]:
+        """Take the next entries of the back; the caller knows that there are so many."""
+        block_ids, size = list[int](), _FEWEST_ENTRIES
+        while missing := num_blocks - len(block_ids):
+            source, target = self._back_moves
+            if target <= self._head < source:  # between the two all are 0
+                self._set_head(source)
+                continue
+            size = max(2 * size, missing)
+            stop = min(self._head + size, len(self._back))
+            live = list(filter(None, self._back[self._head : stop]))
+            if len(live) > missing:
+                stop = self._position[live[missing]] - self._back_start
+            block_ids += live[:missing]
+            self._set_head(stop)
         return block_ids
 
     def touch_blocks(self, block_ids: Iterable[int]) -> None:
@@ -164,7 +189,11 @@ class BlockPool:
             UnknownBlockError: An id is no block of this pool; nothing was touched.
         """
         block_ids = list(block_ids)
-        ref_cnt = self._ref_cnt
+        if self._walks:
+            self._stop_walks()
+        ref_cnt, positions = self._ref_cnt, self._position
+        front, back, back_start = self._front, self._back, self._back_start
+        last_front = self.num_blocks - 1
         num_not_free = 0
         remaining = iter(block_ids)
         try:
@@ -175,6 +204,10 @@ class BlockPool:
                         num_not_free += 1
                     else:
                         ref_cnt[block_id] = 1
+                        if (position := positions[block_id]) > last_front:
+                            back[position - back_start] = 0
+                        else:
+                            front[last_front - position] = 0
                 elif block_id == NULL_BLOCK_ID:
                     num_not_free += 1
                 else:
@@ -183,10 +216,12 @@ class BlockPool:
             self._add_references(block_ids, remaining, -1)
             self.check_block_ids(block_ids)
             raise
-        self._num_free -= len(block_ids) - num_not_free
-        if self._num_entries() - self._num_free > _MAX_STALE_SHARE * self.num_blocks:
-            self._drop_stale_entries(self.num_blocks)
-            self._drop_stale_entries(self._back_start + len(self._back))
+        num_taken = len(block_ids) - num_not_free
+        self._num_free -= num_taken
+        if self._is_compacting or (
+            self._num_entries() - self._num_free > _MAX_ZEROS * self.num_blocks
+        ):
+            self._compact(_MOVED_PER_TOUCH * num_taken + _FEWEST_ENTRIES)
 
     def free_blocks(self, block_ids: Iterable[int]) -> None:
         """Give one reference back a block named; the first is evicted first.
@@ -236,11 +271,13 @@ class BlockPool:
     def move_to_head(self, block_ids: Iterable[int]) -> None:
         """Make those of the blocks that are free the next victims, in the order given."""
         ref_cnt, hashes, positions = self._ref_cnt, self._hash, self._position
+        self._stop_walks()
         position = self._front_start()
         for block_id in dict.fromkeys(reversed(list(block_ids))):
             if ref_cnt[block_id] == 0 and block_id != NULL_BLOCK_ID:
+                self._set_entry(positions[block_id], NULL_BLOCK_ID)
                 position -= 1
-                positions[block_id] = position  # its entry elsewhere is stale from now on
+                positions[block_id] = position
                 self._front.append(block_id)
                 self._is_hashed_in_front |= hashes[block_id] is not None
 
@@ -250,6 +287,14 @@ class BlockPool:
         for block_id in block_ids[:num_done]:
             if block_id != NULL_BLOCK_ID:
                 self._ref_cnt[block_id] += change
+                if change < 0 and self._ref_cnt[block_id] == 0:
+                    self._set_entry(self._position[block_id], block_id)
+
+    def _set_entry(self, position: int, block_id: int) -> None:
+        if position < self.num_blocks:
+            self._front[self.num_blocks - 1 - position] = block_id
+        else:
+            self._back[position - self._back_start] = block_id
 
     def check_block_ids(self, block_ids: Iterable[object]) -> None:
         """Raise ``UnknownBlockError`` unless each is an int that names a block (POOL-4)."""
@@ -257,19 +302,7 @@ class BlockPool:
 
     def free_block_ids(self) -> list[int]:
         """The whole free queue at once, next victim first."""
-        if self._num_entries() == self._num_free:  # nothing is stale
-            return self._front[::-1] + self._back[self._head :]
-        ref_cnt, positions = self._ref_cnt, self._position
-        front, back = self._front[::-1], self._back[self._head :]
-        return [
-            block_id
-            for entries in (
-                enumerate(front, self._front_start()),
-                enumerate(back, self._back_start + self._head),
-            )
-            for position, block_id in entries
-            if ref_cnt[block_id] == 0 and positions[block_id] == position
-        ]
+        return [*filter(None, self._front[::-1]), *filter(None, self._back[self._head :])]
 
     def iter_free_block_ids(self) -> Iterator[int]:
         """The whole free queue, next victim first; lazy, and safe as POOL-7."""
@@ -299,7 +332,7 @@ class BlockPool:
         return self._front_start() if self._is_hashed_in_front else self._back_start + self._head
 
     def entries_after(self, walk: Walk, num_entries: int) -> tuple[int, list[int]]:
-        """A copy of the next entries of a walk, stale ones too, and where they start."""
+        """A copy of the next entries of a walk, and where they start."""
         start, stop = walk.position + 1, self.num_blocks
         if start >= stop:
             start = max(start, self._back_start + self._head)
@@ -307,17 +340,13 @@ class BlockPool:
         stop = min(start + num_entries, stop, walk.end)
         return start, self._entries(start, stop) if start < stop else []
 
-    def tidy(self, walk: Walk, stop: int) -> None:
-        """Drop the stale entries before ``stop``, where a walk met more than live ones."""
-        if 2 * walk.num_stale > stop - self._first_position(stop):
-            self._drop_stale_entries(stop)
+    def _stop_walks(self) -> None:
+        """Have walks look again before they go on: entries are taken or moved."""
+        for walk in self._walks:
+            walk.stop(self._position)
 
     def _front_start(self) -> int:
         return self.num_blocks - len(self._front)
-
-    def _first_position(self, stop: int) -> int:
-        """Where the list starts that ends at, or goes on past, position ``stop``."""
-        return self._front_start() if stop <= self.num_blocks else self._back_start + self._head
 
     def _entries(self, start: int, stop: int) -> list[int]:
         """A copy of a range of entries that lies in one of the two lists."""
@@ -333,41 +362,54 @@ class BlockPool:
         if 2 * head > len(self._back):
             del self._back[:head]
             self._back_start += head
+            source, target = (max(0, index - head) for index in self._back_moves)
+            self._back_moves = source, target
             head = 0
         self._head = head
 
-    def _drop_stale_entries(self, stop: int) -> None:
-        """Drop them before position ``stop``, from the one list that it belongs to.
+    def _compact(self, num_entries: int) -> None:
+        """Move so many entries together, in both lists, away from those of 0.
 
-        The live ones move up to ``stop``: entries after it stay where they are.
+        Each list is gone through from its start: a stretch of entries is moved down to
+        where the one before it ended, and what is left at the end is cut off. That is
+        done in pieces, since all at once takes 150 ms in a pool of 1M blocks.
         """
-        ref_cnt, positions = self._ref_cnt, self._position
-        start = self._first_position(stop)
-        many = stop - start >= self.num_blocks
-        live = [
-            block_id
-            for block_id in (range(1, self.num_blocks) if many else set(self._entries(start, stop)))
-            if ref_cnt[block_id] == 0 and start <= positions[block_id] < stop
-        ]
-        live.sort(key=positions.__getitem__)
-        new_start = stop - len(live)
-        self._renumber(live, start, stop, new_start)
-        if stop <= self.num_blocks:
-            self._front[self.num_blocks - stop :] = live[::-1]
-        else:
-            self._back[new_start - self._back_start : stop - self._back_start] = live
-            self._set_head(new_start - self._back_start)
+        self._is_compacting = True
+        self._stop_walks()
+        front, last_front = self._front, self.num_blocks - 1
+        source, target = self._front_moves
+        stop = min(source + num_entries, len(front))
+        live = _move_down(front, source, stop, target)
+        end = last_front - target + 1
+        self._renumber(live[::-1], last_front - stop + 1, end, end - len(live))
+        self._front_moves = front_moves = stop, target + len(live)
+
+        back = self._back
+        source, target = (max(index, self._head) for index in self._back_moves)
+        stop = min(source + num_entries, len(back))
+        live = _move_down(back, source, stop, target)
+        start = self._back_start + target
+        self._renumber(live, start, self._back_start + stop, start)
+        self._back_moves = back_moves = stop, target + len(live)
+
+        if (front_moves[0], back_moves[0]) == (len(front), len(back)):
+            start = self._back_start + back_moves[1]
+            self._renumber([], start, self._back_start + len(back), start)
+            del back[back_moves[1] :]
+            del front[front_moves[1] :]
+            for walk in self._walks:
+                walk.position = max(walk.position, self._front_start() - 1)
+            self._front_moves = self._back_moves = (0, 0)
+            self._is_compacting = False
 
     def _renumber(self, block_ids: list[int], start: int, stop: int, new_start: int) -> None:
-        """Give the live entries of a range new positions; walks in the range move along."""
+        """Give all blocks of a range new positions; walks in the range move along."""
         positions = self._position
         old_positions = [positions[block_id] for block_id in block_ids] if self._walks else []
         for position, block_id in enumerate(block_ids, new_start):
             positions[block_id] = position
         for walk in self._walks:
-            walk.entries.clear()
-            walk.num_stale = 0
-            if start - 1 <= walk.position < stop:
+            if start <= walk.position < stop:
                 walk.position = new_start - 1 + bisect_right(old_positions, walk.position)
             if start <= walk.end <= stop:
                 walk.end = new_start + bisect_left(old_positions, walk.end)
@@ -470,25 +512,28 @@ class BlockPool:
         """Drop blocks from the prefix cache; references and queue stay as they are."""
         block_ids = list(block_ids)
         self.check_block_ids(block_ids)
-        for block_id in block_ids:
-            self._evict_hashes(block_id)
+        self._evict_hashes(block_ids)
 
-    def _evict_hashes(self, block_id: int) -> None:
-        primary = self._hash[block_id]
-        if primary is None:
-            return
-        self._hash[block_id] = None
-        for key in (primary, *self._more_hashes.pop(block_id, ())):
-            holders = self._blocks_by_hash[key]
-            if isinstance(holders, int):
-                del self._blocks_by_hash[key]
-            else:
-                del holders[block_id]
-                if len(holders) == 1:
-                    self._blocks_by_hash[key] = next(iter(holders))
-            if self._events is not None:
-                block_hash = get_offload_block_hash(key)
-                self._events.append(BlockRemoved([block_hash], get_offload_group_idx(key)))
+    def _evict_hashes(self, block_ids: Iterable[int]) -> None:
+        """Forget what these blocks hold."""
+        hashes, blocks_by_hash, more_hashes = self._hash, self._blocks_by_hash, self._more_hashes
+        for block_id in block_ids:
+            primary = hashes[block_id]
+            if primary is None:
+                continue
+            hashes[block_id] = None
+            keys = (primary, *more_hashes.pop(block_id, ())) if more_hashes else (primary,)
+            for key in keys:
+                holders = blocks_by_hash[key]
+                if isinstance(holders, int):
+                    del blocks_by_hash[key]
+                else:
+                    del holders[block_id]
+                    if len(holders) == 1:
+                        blocks_by_hash[key] = next(iter(holders))
+                if self._events is not None:
+                    block_hash = get_offload_block_hash(key)
+                    self._events.append(BlockRemoved([block_hash], get_offload_group_idx(key)))
 
     def reset_prefix_cache(self) -> bool:
         """Forget every hash; refused with False while any block is in use (POOL-9)."""
@@ -496,10 +541,14 @@ class BlockPool:
             return False
         # Nothing is hashed now, so all of it goes to the front: no walk for hashes
         # has to pass it again.
+        self._stop_walks()
         block_ids = self.free_block_ids()
-        self._renumber(block_ids, self._front_start(), self._back_start + len(self._back), 1)
+        end = self._back_start + len(self._back)
+        self._renumber(block_ids, self._front_start() - 1, end, 1)  # walks that wait there too
         self._front, self._back = block_ids[::-1], []
         self._back_start, self._head = self.num_blocks, 0
+        self._front_moves = self._back_moves = (0, 0)
+        self._is_compacting = False
         self._is_hashed_in_front = False
         self._hash[:] = [None] * self.num_blocks  # in place: walks hold the list
         self._more_hashes.clear()
@@ -529,8 +578,7 @@ class BlockPool:
 
     def forget_owner(self, owner: object) -> None:
         """Tell an owner nothing any more, and make its walks ask for the pool again."""
-        for walk in self._walks:
-            walk.entries.clear()
+        self._stop_walks()
         for watchers in self._watchers.values():
             watchers.pop(owner, None)
 
@@ -541,6 +589,14 @@ class BlockPool:
     def view(self, owner: str = "connector") -> BlockPoolView:
         """What a connector gets; errors and reports name the owner."""
         return BlockPoolView(self, owner)
+
+
+def _move_down(entries: list[int], source: int, stop: int, target: int) -> list[int]:
+    """Move the blocks among some entries to ``target``, and return them; 0 stays behind."""
+    live = list(filter(None, entries[source:stop]))
+    entries[source:stop] = [NULL_BLOCK_ID] * (stop - source)
+    entries[target : target + len(live)] = live
+    return live
 
 
 class BlockPoolView(LedgerView):

@@ -1,15 +1,15 @@
 """Walks over the free queue of :class:`~kvview_reference.pool.BlockPool`.
 
 A walk is a position on the queue's axis. A one-shot walk copies a few entries at a
-time and checks each at the moment it yields it; whoever moves entries empties these
-copies, so that the walk looks again. A resumed walk keeps nothing but its position
-between two calls.
+time; whoever takes or moves entries stops it, which empties the copies, so that it
+looks again: what it yields is true without a check of its own. A resumed walk keeps
+nothing but its position between two calls.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvview import FreeBlockWalk, OffloadKey, ViewClosedError
@@ -17,7 +17,7 @@ from kvview import FreeBlockWalk, OffloadKey, ViewClosedError
 if TYPE_CHECKING:
     from kvview_reference.pool import BlockPool
 
-_ENTRIES_PER_LOOK = (32, 1024)  # copied at a time: at first and among stale ones, at most
+_ENTRIES_PER_LOOK = (32, 1024)  # copied at a time: at first and after a stop, at most
 
 OpenPool = Callable[[], "BlockPool"]  # or raises, when the view was closed
 
@@ -26,10 +26,16 @@ class Walk:
     """Where a walk over the free queue stands, and the entries that it looks at."""
 
     def __init__(self, start: int, end: int = sys.maxsize) -> None:
-        self.position = start - 1  # of the entry yielded last
+        self.position = start - 1  # of what was passed last
         self.end = end
-        self.entries: list[int] = []
-        self.num_stale = 0
+        self.entries: list[int] = []  # free blocks, while nobody takes or moves any
+        self.last = 0  # of the entries, the one yielded last
+
+    def stop(self, positions: Sequence[int]) -> None:
+        """Have it look again, from where it is."""
+        if self.entries:
+            self.entries.clear()
+            self.position = positions[self.last]
 
 
 class ResumedWalk:
@@ -56,24 +62,23 @@ class ResumedWalk:
         pool, walk = self._open(), self._walk
         if not self._has_begun:
             self.restart()
-        ref_cnt, positions, hashes = pool._ref_cnt, pool._position, pool._hash
-        more_hashes = pool._more_hashes
+        hashes, more_hashes = pool._hash, pool._more_hashes
         items: list[tuple[int, OffloadKey]] = []
-        missing = max_blocks
+        missing, size = max_blocks, _ENTRIES_PER_LOOK[0]
         while missing > 0:
-            start, entries = pool.entries_after(walk, max(missing, _ENTRIES_PER_LOOK[0]))
+            start, entries = pool.entries_after(walk, max(missing, size))
             if not entries:
                 break
-            for position, block_id in enumerate(entries, start):
-                if ref_cnt[block_id] == 0 and positions[block_id] == position:
-                    key = hashes[block_id]
-                    if key is not None:
-                        items.append((block_id, key))
-                        if more_hashes and block_id in more_hashes:
-                            items += [(block_id, other) for other in more_hashes[block_id]]
-                        missing -= 1
-                        if missing == 0:
-                            break
+            size *= 2
+            for position, block_id in enumerate(entries, start):  # noqa: B007
+                key = hashes[block_id] if block_id else None
+                if key is not None:
+                    items.append((block_id, key))
+                    if more_hashes and block_id in more_hashes:
+                        items += [(block_id, other) for other in more_hashes[block_id]]
+                    missing -= 1
+                    if missing == 0:
+                        break
             walk.position = position
         self._has_begun = bool(items) or self._has_begun
         return items
@@ -97,62 +102,55 @@ class ResumedWalk:
 def walk_free_block_ids(open_pool: OpenPool) -> Iterator[int]:
     """All free blocks, next victim first, as the queue stands at the first ``next()``."""
     pool = open_pool()
-    ref_cnt, positions = pool._ref_cnt, pool._position
     walk = Walk(*pool.positions())
     for entries in _look(pool, walk, open_pool):
-        for position, block_id in entries:
-            if ref_cnt[block_id] == 0 and positions[block_id] == position:
-                walk.position = position
-                yield block_id
-            else:
-                walk.num_stale += 1
+        for block_id in entries:
+            walk.last = block_id
+            yield block_id
 
 
 def walk_free_block_ids_with_hash(open_pool: OpenPool) -> Iterator[tuple[int, OffloadKey]]:
     """Free blocks with each of their keys, as the queue stands at the first ``next()``."""
     pool = open_pool()
-    ref_cnt, positions, hashes = pool._ref_cnt, pool._position, pool._hash
-    more_hashes = pool._more_hashes
+    hashes, more_hashes = pool._hash, pool._more_hashes
     any_has_more = bool(more_hashes)  # a free block gets no hash, so this stays
     walk = Walk(pool.first_hashed_position(), pool.positions()[1])
     for entries in _look(pool, walk, open_pool):
-        for position, block_id in entries:
-            if ref_cnt[block_id] == 0 and positions[block_id] == position:
-                if (key := hashes[block_id]) is not None:
-                    walk.position = position
-                    yield block_id, key
-                    if any_has_more and block_id in more_hashes:
-                        for key in tuple(more_hashes[block_id]):
-                            if ref_cnt[block_id] or positions[block_id] != walk.position:
-                                break  # taken since, and perhaps freed anew
-                            if hashes[block_id] is None:
-                                break
-                            yield block_id, key
-            else:
-                walk.num_stale += 1
+        for block_id in entries:
+            if (key := hashes[block_id]) is not None:
+                walk.last = block_id
+                yield block_id, key
+                if any_has_more and block_id in more_hashes:
+                    for key in tuple(more_hashes[block_id]):
+                        if not entries and (
+                            pool._ref_cnt[block_id] or pool._position[block_id] != walk.position
+                        ):
+                            break  # taken since, and perhaps freed anew
+                        if hashes[block_id] is None:
+                            break
+                        yield block_id, key
 
 
-def _look(pool: BlockPool, walk: Walk, open_pool: OpenPool) -> Iterator[Iterator[tuple[int, int]]]:
-    """The ``(position, block_id)`` entries of a walk, some at a time, stale ones too."""
+def _look(pool: BlockPool, walk: Walk, open_pool: OpenPool) -> Iterator[list[int]]:
+    """The free blocks of a walk, some at a time; emptied when the walk is stopped."""
     pool.add_walk(walk)
     fewest, most = _ENTRIES_PER_LOOK
     num_entries = fewest
     try:
         while True:
             open_pool()
-            start, walk.entries = pool.entries_after(walk, num_entries)
-            stop = start + len(walk.entries)
-            if start == stop:
+            start, entries = pool.entries_after(walk, num_entries)
+            if not entries:
                 return
-            num_stale = walk.num_stale
-            yield enumerate(walk.entries, start)
-            if walk.entries:  # else they moved
-                walk.position = stop - 1
-                if 2 * (walk.num_stale - num_stale) > stop - start:
-                    num_entries = fewest  # a walk that ends here leaves few behind, untidied
-                else:
-                    num_entries = min(2 * num_entries, most)
-                pool.tidy(walk, stop)
+            live = walk.entries = list(filter(None, entries))
+            if live:
+                yield live
+                if not live:  # stopped
+                    num_entries = fewest
+                    continue
+                walk.entries = []
+            walk.position = start + len(entries) - 1
+            num_entries = min(2 * num_entries, most)
     finally:
         pool.remove_walk(walk)
 

@@ -473,10 +473,11 @@ def test_pool_7_touching_and_freeing_while_walking(
 
 
 @pytest.mark.parametrize("num_unhashed", [0, 3, 8])
-def test_pool_7_the_walk_goes_on_while_stale_entries_are_dropped(
+def test_pool_7_the_walk_goes_on_while_entries_are_moved_together(
     pool: BlockPool, monkeypatch: pytest.MonkeyPatch, num_unhashed: int
 ) -> None:
-    monkeypatch.setattr(pool_module, "_MAX_STALE_SHARE", 0)
+    monkeypatch.setattr(pool_module, "_MAX_ZEROS", 0)
+    monkeypatch.setattr(pool_module, "_FEWEST_ENTRIES", 1)
     pool.free_blocks(pool.allocate_blocks(num_unhashed))
     view = pool.view()
     seen = []
@@ -630,7 +631,7 @@ def test_the_queue_stays_in_proportion_to_the_pool_without_any_allocation(
             list(pool.iter_free_block_ids())
         pool.free_blocks(block_ids)
     num_entries = len(pool._front) + len(pool._back)
-    assert num_entries <= 2 * (pool_module._MAX_STALE_SHARE + 2) * pool.num_blocks
+    assert num_entries <= 2 * (pool_module._MAX_ZEROS + 2) * pool.num_blocks
 
 
 def test_a_block_costs_at_most_100_bytes() -> None:

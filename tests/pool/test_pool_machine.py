@@ -135,13 +135,17 @@ IDS = st.lists(ID, max_size=4)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    max_stale_share = pool_module._MAX_STALE_SHARE
+    max_zeros = pool_module._MAX_ZEROS
+    fewest_entries = pool_module._FEWEST_ENTRIES
+    moved_per_touch = pool_module._MOVED_PER_TOUCH
     entries_per_look = walks._ENTRIES_PER_LOOK
 
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(pool_module, "_MAX_STALE_SHARE", self.max_stale_share)
+        self.patch.setattr(pool_module, "_MAX_ZEROS", self.max_zeros)
+        self.patch.setattr(pool_module, "_FEWEST_ENTRIES", self.fewest_entries)
+        self.patch.setattr(pool_module, "_MOVED_PER_TOUCH", self.moved_per_touch)
         self.patch.setattr(walks, "_ENTRIES_PER_LOOK", self.entries_per_look)
         self.pool = BlockPool(NUM_BLOCKS, enable_events=True)
         self.oracle = Oracle(NUM_BLOCKS)
@@ -294,7 +298,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def pool_is_what_the_oracle_says(self) -> None:
         oracle = self.oracle
-        # Copies, because walking and draining tidy up.
+        # Copies, because draining changes them.
         pool = copy.deepcopy(self.pool)
         assert list(pool.iter_free_block_ids()) == pool.free_block_ids() == oracle.queue
         assert list(pool.iter_free_block_ids_with_hash()) == [
@@ -323,9 +327,10 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 class TidyingPoolMachine(PoolMachine):
-    """Stale entries are dropped all the time, and a walk looks at one or two entries."""
+    """Entries are moved all the time, few a touch, and a walk looks at one or two."""
 
-    max_stale_share = 0
+    max_zeros = 0
+    fewest_entries = moved_per_touch = 1
     entries_per_look = (2, 2)
 
 

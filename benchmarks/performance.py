@@ -1,0 +1,106 @@
+"""Runs the benchmarks that have targets, and writes what they print into docs/performance.md.
+
+    python benchmarks/performance.py [--vllm-sources DIR] [NAME ...]
+
+The page says on what machine, how busy it was, and with which versions; what misses its
+target stands there too. With names, only these are run, and the others' tables are kept.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import click
+from peer import RELEASE  # type: ignore[import-not-found, unused-ignore]
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "performance.md"
+BENCHMARKS = {
+    "prefix": ("Prefix search", ["--rounds", "5"]),
+    "pool_steady": ("The block pool in steady state", ["--rounds", "5"]),
+    "pool": ("The block pool, fresh, call by call", []),
+    "guard": ("View and guard beside the direct call", ["--rounds", "40"]),
+    "offloading": ("The manager of the CPU tier", []),
+    "transfer": ("Transfers beside one plain copy", ["--mib", "64"]),
+    "replay": ("Replay", []),
+}
+WITHOUT_VLLM = ("transfer", "replay")
+INTRODUCTION = f"""\
+# Performance
+
+<!-- Written by benchmarks/performance.py. -->
+
+Figures beside vLLM {RELEASE}'s own classes, taken in turns in one process; "speedup" is vLLM's
+time over ours. Ratios say more than times: a busy machine makes both sides slow. Each heading
+names the script that measured, when, and where. `python benchmarks/performance.py` writes this
+page again.
+"""
+
+
+def machine() -> str:
+    """When and on what a benchmark ran."""
+    versions = [f"Python {platform.python_version()}", f"vLLM {RELEASE}"]
+    for package in ("numpy", "torch"):
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    busy = f"load {os.getloadavg()[0]:.1f} before" if hasattr(os, "getloadavg") else ""
+    parts = [
+        f"{datetime.now(UTC):%Y-%m-%d}",
+        f"{os.cpu_count()} cores ({platform.machine()})",
+        busy,
+        *versions,
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def section(name: str, sources: Path | None) -> str:
+    """Run one benchmark."""
+    title, options = BENCHMARKS[name]
+    if sources and name not in WITHOUT_VLLM:
+        options = [*options, "--vllm-sources", str(sources)]
+    where = machine()
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *options],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "120"},
+        check=False,
+    )
+    if run.returncode:
+        sys.exit(f"benchmarks/{name}.py: exit code {run.returncode}")
+    lines = "\n".join(line.rstrip() for line in run.stdout.strip("\n").splitlines())
+    return f"## {title}\n\n`benchmarks/{name}.py`; {where}.\n\n```text\n{lines}\n```\n"
+
+
+def sections_of(page: str) -> dict[str, str]:
+    """The sections of the page as it is, by benchmark."""
+    found = {}
+    for part in page.split("\n## ")[1:]:
+        for name in BENCHMARKS:
+            if f"`benchmarks/{name}.py`" in part:
+                found[name] = f"## {part.rstrip()}\n"
+    return found
+
+
+@click.command()
+@click.option("--vllm-sources", type=click.Path(path_type=Path), help="Holds vLLM's package.")
+@click.argument("names", nargs=-1, type=click.Choice(list(BENCHMARKS)))
+def main(vllm_sources: Path | None, names: tuple[str, ...]) -> None:
+    """Write docs/performance.md."""
+    sections = sections_of(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
+    for name in names or BENCHMARKS:
+        sections[name] = section(name, vllm_sources)
+        parts = [sections[known] for known in BENCHMARKS if known in sections]
+        PAGE.write_text("\n".join([INTRODUCTION, *parts]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
