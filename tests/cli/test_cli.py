@@ -113,6 +113,15 @@ def test_malformed_row_is_named_and_nothing_else_is_lost(tmp_path: Path) -> None
     assert (report["requests"], report["blocks"], report["malformed_rows"]) == (2, 4, 1)
 
 
+def test_strict_ends_the_run_at_damaged_input(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t.jsonl", [mooncake_row(1, 2), "not json", mooncake_row(3)])
+    assert run("replay", trace, "--strict").exit_code == 2
+    result = run("replay", trace, "--json", tmp_path / "r.json")
+    assert result.exit_code == 0
+    assert result.stderr.splitlines()[-1] == "kvview: lost: 1 of t.jsonl could not be read"
+    assert "t.jsonl:2" in json.loads((tmp_path / "r.json").read_text())["lost"][0]
+
+
 def test_gzip_and_json_to_stdout(tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl.gz"
     trace.write_bytes(gzip.compress(json.dumps(mooncake_row(1, 2, 3)).encode()))
