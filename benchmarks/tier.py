@@ -21,14 +21,14 @@ import statistics
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvview.testing import StoreHarness
 from kvview.testing.tier.driver import bytes_of
 from kvview.testing.tier.faulty_store import FaultyStore
-from kvview.tier import GuardedTier, Namespace
+from kvview.tier import GuardedTier, Namespace, TierStore
 from kvview_reference.tier import FileStore
 
 HERE = Namespace("benchmark", weights="1")
@@ -113,7 +113,7 @@ def cost(rounds: int = 15) -> dict[str, Any]:
     back = [memoryview(bytearray(len(page))) for _ in keys]
     found: defaultdict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as root:
-        made = {
+        made: dict[str, TierStore] = {
             "no checksum": FileStore(HERE, root=f"{root}/1", checksum="none"),
             "store's": FileStore(HERE, root=f"{root}/2"),
             "guard's": _guarded(f"{root}/3", "none", "xxh3"),
@@ -165,13 +165,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--changes", type=int, default=100_000)
     parser.add_argument("--entries", type=int, default=1_000_000)
     args = parser.parse_args(argv)
-    results = {
+    play: dict[str, Callable[[], dict[str, Any]]] = {
         "kill": lambda: kill(args.runs, args.max_bytes),
         "damage": lambda: damage(args.changes),
         "open": lambda: open_many(args.entries),
         "cost": cost,
-    }[args.what]()
-    for name, value in results.items():
+    }
+    for name, value in play[args.what]().items():
         print(f"{name:40} {value}")
 
 

@@ -24,6 +24,7 @@ _EXTRAS = {
     "pytest": "testing",
     "msgspec": "events",
     "zmq": "events",
+    "xxhash": "tier",
 }
 
 

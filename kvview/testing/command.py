@@ -55,7 +55,7 @@ DEFAULT_MUTANTS = 20
     "options",
     multiple=True,
     metavar="KEY=VALUE",
-    help="An option for the connector; the value is JSON, or else text. Repeatable.",
+    help="An option for the connector or store; JSON, or else text. Repeatable.",
 )
 @click.option(
     "--vllm",
@@ -122,8 +122,9 @@ def check(
 
     TARGET is package.module:factory or path/to/file.py:factory, where the factory
     makes a harness over a pool view, a coordinator, an offloading manager or a
-    transfer worker; or a connector class, which is run in an engine under faults:
-    of kvview, or with --engine vllm any KVConnectorBase_V1 of vLLM, as it is.
+    transfer worker; or a class of tier stores, made with the --options ('{tmp}' in
+    one is a fresh folder); or a connector class, which is run in an engine under
+    faults: of kvview, or with --engine vllm any KVConnectorBase_V1 of vLLM, as it is.
     """
     console = Console(stderr=json_file == "-", emoji=False)  # stdout is the report's alone then
     require_writable("--json", json_file)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from examples.folder_store import FolderStore
 from kvview import ConfigError, NamespaceMismatchError
@@ -21,6 +22,7 @@ from kvview.tier.breaker import CircuitBreaker
 from kvview.tier.checksum import PageSeal
 from kvview_reference.harness import guarded_tier, tier
 from kvview_reference.tier import FileStore, read_entry
+from kvview_reference.tier.command import tier as fsck_group
 
 pytest.importorskip("xxhash")
 
@@ -301,6 +303,27 @@ def test_an_entry_is_read_as_a_load_would(tmp_path: Path) -> None:
     assert read_entry(HERE, str(path)).problem == "it has 999 bytes of a page of 1000"
     path.write_bytes(b"short")
     assert read_entry(HERE, str(path)).problem == "it has no header"
+
+
+def test_fsck_says_what_cannot_be_loaded(tmp_path: Path) -> None:
+    def fsck(*args: str) -> Any:
+        return CliRunner().invoke(fsck_group, ["fsck", *args])
+
+    nothing = fsck(str(tmp_path))
+    assert isinstance(nothing.exception, ConfigError)
+    store = FileStore(HERE, root=str(tmp_path))
+    put(store, b"k", b"l")
+    store.close()
+    good = fsck(str(tmp_path))
+    assert good.exit_code == 0, good.output
+    assert "2 entries" in good.output
+    assert "weights '1'" in good.output
+    path = sorted((tmp_path / HERE.digest.hex()).glob("??/*"))[0]
+    path.write_bytes(path.read_bytes()[:-1])
+    bad = fsck(str(tmp_path))
+    assert bad.exit_code == 1
+    assert "it has 999 bytes of a page of 1000" in bad.output
+    assert "1 cannot be loaded" in bad.output
 
 
 def test_what_raises_in_an_authors_call_is_logged_once(

@@ -555,7 +555,7 @@ def check_tier_12_damaged_bytes_behind_the_guard(store: TierDriver) -> None:
 
 
 @check("TIER-*", contract="tier")
-def check_tier_random_calls(factory: Factory) -> None:
+def check_tier_any_random_calls(factory: Factory) -> None:
     """No sequence of puts, gets, lookups, damage and new starts breaks a law."""
     from kvview.testing.tier.machine import run_tier_machine  # hypothesis is slow to import
 
