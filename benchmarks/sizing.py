@@ -29,7 +29,7 @@ from kvview import OffloadKey, make_offload_key
 from kvview_reference.replay.traces import open_trace
 from kvview_reference.replay.workload import generate_trace
 from kvview_reference.sizing.references import References, read_references
-from kvview_reference.sizing.tiers import Tiers
+from kvview_reference.sizing.tier_hits import Tiers
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 STEP_TOKENS = 8192

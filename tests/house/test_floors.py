@@ -50,6 +50,8 @@ ALLOWED_AT_IMPORT = {
     "msgspec": ("kvview.events.batches", "kvview.events.recording", "kvview.events.wire"),
     "zmq": ("kvview.events.channel",),
     "xxhash": (),
+    "transformers": (),
+    "tokenizers": (),
 }
 # And where later, inside a function: what only some callers need.
 ALLOWED_LATER = {
@@ -57,6 +59,7 @@ ALLOWED_LATER = {
     "torch": ("kvview.testing", "kvview_reference", "kvview_vllm"),
     "numpy": ("kvview.testing", "kvview_reference", "kvview_vllm"),
     "vllm": ("kvview_vllm",),
+    **dict.fromkeys(("transformers", "tokenizers"), ("kvview_vllm.inference",)),
     "xxhash": ("kvview.tier.checksum",),
 }
 

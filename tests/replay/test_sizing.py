@@ -34,7 +34,7 @@ from kvview_reference.sizing.recordings import SAME_REQUEST_S, RecordedTrace
 from kvview_reference.sizing.references import References, read_references
 from kvview_reference.sizing.sweep import SizeReport
 from kvview_reference.sizing.sweep import size as run_size
-from kvview_reference.sizing.tiers import Tiers
+from kvview_reference.sizing.tier_hits import Tiers
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 MOONCAKE_FILE = DATA / "mooncake_conversation_trace.jsonl"

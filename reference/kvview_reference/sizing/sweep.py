@@ -16,7 +16,7 @@ from kvview.errors import ConfigError
 from kvview_reference.sizing.curves import optimum_hits
 from kvview_reference.sizing.model import ModelShape
 from kvview_reference.sizing.references import References
-from kvview_reference.sizing.tiers import Tiers, Traffic
+from kvview_reference.sizing.tier_hits import HostTraffic, Tiers
 
 SCHEMA_VERSION: Literal[1] = 1
 """Grows when a field goes or means something else; new fields may come without."""
@@ -260,7 +260,7 @@ class _Accountant:
     def gib(self, blocks: int) -> float | None:
         return None if self._block_bytes is None else blocks * self._block_bytes / 2**30
 
-    def point(self, host: int, traffic: Traffic) -> Point:
+    def point(self, host: int, traffic: HostTraffic) -> Point:
         references = self._tiers.references
         gpu_hits, loaded_blocks = (
             sum(hits) / references.rate for hits in (self._tiers.gpu_hits, traffic.loaded)
@@ -307,7 +307,7 @@ class _Accountant:
             sums[bucket] += value
         return sums
 
-    def timeline(self, traffic: Traffic) -> list[Moment]:
+    def timeline(self, traffic: HostTraffic) -> list[Moment]:
         requests = self._tiers.references.requests
         rate = self._tiers.references.rate
         num = _TIMELINE_BUCKETS if self._span else 1

@@ -25,7 +25,7 @@ STEP_BLOCKS = 128
 
 
 @dataclass(frozen=True)
-class Traffic:
+class HostTraffic:
     """Blocks that a host tier moves, a request each.
 
     Args:
@@ -63,17 +63,17 @@ class Tiers:
         rate = self.references.rate
         return num_blocks if rate == 1.0 else max(bool(num_blocks), round(num_blocks * rate))
 
-    def lru(self, host_blocks: int) -> Traffic:
+    def lru(self, host_blocks: int) -> HostTraffic:
         """The traffic of an LRU host, without a replay."""
         size = self.sampled(host_blocks)
         hits = [hits_within(reaches, size) for reaches in self._reaches]
         requests = self.references.requests
-        return Traffic(
+        return HostTraffic(
             array("I", (max(0, hit - gpu) for hit, gpu in zip(hits, self.gpu_hits, strict=True))),
             array("I", (min(r.num_blocks - h, size) for r, h in zip(requests, hits, strict=True))),
         )
 
-    def replay(self, host_blocks: int, policy: str) -> Traffic:
+    def replay(self, host_blocks: int, policy: str) -> HostTraffic:
         """The traffic of a host under any policy known by name.
 
         Raises:
@@ -82,14 +82,14 @@ class Tiers:
         size = self.sampled(host_blocks)
         if not size:
             none = array("I", bytes(4 * len(self.gpu_hits)))
-            return Traffic(none, none)
+            return HostTraffic(none, none)
         manager = CPUOffloadingManager(size, policy)
         loaded, stored = array("I"), array("I")
         for keys, on_gpu in zip(self._requests(), self.gpu_hits, strict=True):
             num_loaded, num_stored = _serve(manager, keys, on_gpu)
             loaded.append(num_loaded)
             stored.append(num_stored)
-        return Traffic(loaded, stored)
+        return HostTraffic(loaded, stored)
 
     def _requests(self) -> Iterator[list[OffloadKey]]:
         """The keys of each request, one by one: all at once would be large."""
