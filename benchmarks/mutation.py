@@ -42,8 +42,9 @@ counts as killed when a check or a run fails, when what must be exercised never 
 
 A connector is run here with fewer seeds than the 200 of `kvview check`, so that the rate is
 a lower bound. Equivalent mutants count as alive: the rate is of all that were drawn. A kill
-stands when checks were added since. They were added for what lived of the first draw, so
-that a fresh one is the fairer question.
+stands when checks were added since; what has a reason to live is believed to, and what
+lived before is played with what was added since. Checks were added for what lived of the first
+draw, so that a fresh one is the fairer question.
 """
 
 Draws = Mapping[int, Sequence[trial.Verdict]]
