@@ -46,6 +46,8 @@ ALLOWED_AT_IMPORT = {
     "typing_extensions": ("kvview", "kvview_reference", "kvview_vllm"),
     "msgspec": ("kvview.events.batches", "kvview.events.recording", "kvview.events.wire"),
     "zmq": ("kvview.events.channel",),
+    "tokenizers": (),
+    "transformers": (),
 }
 # And where later, inside a function: what only some callers need.
 ALLOWED_LATER = {
@@ -53,6 +55,9 @@ ALLOWED_LATER = {
     "torch": ("kvview.testing", "kvview_reference", "kvview_vllm"),
     "numpy": ("kvview.testing", "kvview_reference", "kvview_vllm"),
     "vllm": ("kvview_vllm",),
+    # Come with a vLLM that can run, and make its models.
+    "tokenizers": ("kvview_vllm.inference.models",),
+    "transformers": ("kvview_vllm.inference.models",),
 }
 
 NAMES_ABOVE = {

@@ -19,7 +19,7 @@ from kvview.testing.token_checks import TokenRuns
 from kvview_vllm.inference.arrangements import ARRANGEMENTS, Arrangement, Configured
 from kvview_vllm.inference.engines import run_engines
 from kvview_vllm.inference.models import make_model
-from kvview_vllm.inference.serve import Job, serve
+from kvview_vllm.inference.serve import ServeJob, serve
 from kvview_vllm.inference.server import prepare, require_vllm
 from kvview_vllm.inference.traffic import Served
 
@@ -179,11 +179,11 @@ class _Check:
         control: str = "",
         *,
         is_bare: bool = False,
-    ) -> Job:
+    ) -> ServeJob:
         kind = arrangement.kind
         truth = self._truth.get(kind)
         more = dict(arrangement.more) if is_bare else self._configured.more(arrangement)
-        job = Job(
+        job = ServeJob(
             f"{arrangement.name}, without the connector" if is_bare else arrangement.name,
             kind,
             models[kind],
@@ -203,7 +203,7 @@ class _Check:
             job, config=config, connector_class=connector_class, classes=self._configured.classes
         )
 
-    def _run(self, jobs: list[Job]) -> list[Served]:
+    def _run(self, jobs: list[ServeJob]) -> list[Served]:
         silence = max(_FEWEST_SILENT_SECONDS, _WAITS * self.hook_seconds)
         return run_engines(jobs, serve, silence, self.on_progress)
 

@@ -28,7 +28,7 @@ _TOKENS_PER_STEP = 64  # prompts take several steps
 
 
 @dataclass(frozen=True)
-class Job:
+class ServeJob:
     """One engine, and what it serves.
 
     Args:
@@ -65,7 +65,7 @@ class Job:
         return f"{self.name}, {self.control}" if self.control else self.name
 
 
-def serve(job: Job, on_progress: Callable[[str], None]) -> Served:
+def serve(job: ServeJob, on_progress: Callable[[str], None]) -> Served:
     """Serve it, and say what came out.
 
     Args:
@@ -103,7 +103,7 @@ def serve(job: Job, on_progress: Callable[[str], None]) -> Served:
 
 
 def _play(
-    job: Job,
+    job: ServeJob,
     server: Server,
     watch: Watch,
     served: Served,
@@ -139,7 +139,7 @@ def _count_preemptions(scheduler: Any, served: Served) -> None:
     scheduler._preempt_request = counted
 
 
-def _watched(job: Job, watch: Watch, engines: list[Server]) -> type:
+def _watched(job: ServeJob, watch: Watch, engines: list[Server]) -> type:
     assert job.connector_class is not None, "without a connector there is none to watch"
     watched = make_watched(job.connector_class, watch)
     if job.control == "spoilt":
