@@ -19,7 +19,7 @@ from kvview.testing.token_checks import TokenRuns
 from kvview_vllm.inference.arrangements import ARRANGEMENTS, Arrangement, Configured
 from kvview_vllm.inference.engines import run_engines
 from kvview_vllm.inference.models import make_model
-from kvview_vllm.inference.serve import Serving, serve
+from kvview_vllm.inference.serve import ServeJob, serve
 from kvview_vllm.inference.server import prepare, require_vllm
 from kvview_vllm.inference.traffic import Served
 
@@ -125,9 +125,9 @@ class _Check:
         if self._broken:
             return
         arrangements = [a for a in self.arrangements if not self._is_left_out(a)]
-        servings = [self._job(arrangement, models, folder) for arrangement in arrangements]
-        servings += [self._job(plain, models, folder, "spoilt") for plain in plains]
-        results = self._run(servings)
+        jobs = [self._job(arrangement, models, folder) for arrangement in arrangements]
+        jobs += [self._job(plain, models, folder, "spoilt") for plain in plains]
+        results = self._run(jobs)
         self._require_started(results)
         names = [plain.name for plain in plains]
         controls = dict(zip(names, results[len(arrangements) :], strict=True))
@@ -179,11 +179,11 @@ class _Check:
         control: str = "",
         *,
         is_bare: bool = False,
-    ) -> Serving:
+    ) -> ServeJob:
         kind = arrangement.kind
         truth = self._truth.get(kind)
         more = dict(arrangement.more) if is_bare else self._configured.more(arrangement)
-        serving = Serving(
+        job = ServeJob(
             f"{arrangement.name}, without the connector" if is_bare else arrangement.name,
             kind,
             models[kind],
@@ -196,19 +196,16 @@ class _Check:
             hook_seconds=self.hook_seconds,
         )
         if is_bare:
-            return serving
+            return job
         own = Path(tempfile.mkdtemp(dir=folder))  # no engine finds what another one kept
         config, connector_class = self._configured.config(arrangement, own)
         return replace(
-            serving,
-            config=config,
-            connector_class=connector_class,
-            classes=self._configured.classes,
+            job, config=config, connector_class=connector_class, classes=self._configured.classes
         )
 
-    def _run(self, servings: list[Serving]) -> list[Served]:
+    def _run(self, jobs: list[ServeJob]) -> list[Served]:
         silence = max(_FEWEST_SILENT_SECONDS, _WAITS * self.hook_seconds)
-        return run_engines(servings, serve, silence, self.on_progress)
+        return run_engines(jobs, serve, silence, self.on_progress)
 
     # --- what it showed ---
 
@@ -247,10 +244,10 @@ class _Check:
         folder: Path,
     ) -> _Broken | None:
         """The same without the connector, and with its loads off; None if vLLM can not do it."""
-        servings = [self._job(arrangement, models, folder, "loads off")]
+        jobs = [self._job(arrangement, models, folder, "loads off")]
         if arrangement.more:
-            servings.append(self._job(arrangement, models, folder, is_bare=True))
-        off, *bare = self._run(servings)
+            jobs.append(self._job(arrangement, models, folder, is_bare=True))
+        off, *bare = self._run(jobs)
         if bare and bare[0].law:
             why = f"{arrangement.name}: vLLM can not run it here: {bare[0].message}"
             self.coverage[f"left out: {why}"] = 1

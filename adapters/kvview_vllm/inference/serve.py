@@ -28,7 +28,7 @@ _TOKENS_PER_STEP = 64  # prompts take several steps
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServeJob:
     """One engine, and what it serves.
 
     Args:
@@ -65,36 +65,36 @@ class Serving:
         return f"{self.name}, {self.control}" if self.control else self.name
 
 
-def serve(serving: Serving, on_progress: Callable[[str], None]) -> Served:
+def serve(job: ServeJob, on_progress: Callable[[str], None]) -> Served:
     """Serve it, and say what came out.
 
     Args:
-        serving: What.
+        job: What.
         on_progress: Told what is done, often.
     """
     import torch
 
     torch.set_num_threads(1)  # two that wait for each other are 20 times slower
     served = Served()
-    watch = Watch(loads=serving.control != "loads off")
+    watch = Watch(loads=job.control != "loads off")
     stand_ins = StandIns(())
     engines: list[Server] = []
-    watched = None if serving.connector_class is None else _watched(serving, watch, engines)
+    watched = None if job.connector_class is None else _watched(job, watch, engines)
     try:
         with (
-            watchdog.limit(serving.hook_seconds),
+            watchdog.limit(job.hook_seconds),
             watchdog.watching(),
             registered(watched),
-            stand_ins.installed(serving.classes),
+            stand_ins.installed(job.classes),
         ):
-            config = None if watched is None else {**(serving.config or {}), **_named(watched)}
-            more = {"max_num_batched_tokens": _TOKENS_PER_STEP, **serving.more}
-            server = Server(serving.model, config, NUM_BLOCKS[serving.kind], **more)
+            config = None if watched is None else {**(job.config or {}), **_named(watched)}
+            more = {"max_num_batched_tokens": _TOKENS_PER_STEP, **job.more}
+            server = Server(job.model, config, NUM_BLOCKS[job.kind], **more)
             engines.append(server)
             served.is_up = True
-            if config is not None and not serving.is_own:
+            if config is not None and not job.is_own:
                 watch.watch_pool(server.pool)
-            _play(serving, server, watch, served, stand_ins, on_progress)
+            _play(job, server, watch, served, stand_ins, on_progress)
     except BaseException as error:  # whatever ends it is the result
         _tell_broken(error, served)
     served.coverage.update(watch.coverage)
@@ -103,7 +103,7 @@ def serve(serving: Serving, on_progress: Callable[[str], None]) -> Served:
 
 
 def _play(
-    serving: Serving,
+    job: ServeJob,
     server: Server,
     watch: Watch,
     served: Served,
@@ -112,9 +112,9 @@ def _play(
 ) -> None:
     traffic = None
     _count_preemptions(server.scheduler, served)
-    for seed in serving.seeds:
+    for seed in job.seeds:
         traffic = SeededTraffic(
-            server, served, seed, serving.truth, serving.resets, serving.is_own, on_progress
+            server, served, seed, job.truth, job.resets, job.is_own, on_progress
         )
         traffic.on_step = stand_ins.tick
         traffic.play()
@@ -139,10 +139,10 @@ def _count_preemptions(scheduler: Any, served: Served) -> None:
     scheduler._preempt_request = counted
 
 
-def _watched(serving: Serving, watch: Watch, engines: list[Server]) -> type:
-    assert serving.connector_class is not None, "without a connector there is none to watch"
-    watched = make_watched(serving.connector_class, watch)
-    if serving.control == "spoilt":
+def _watched(job: ServeJob, watch: Watch, engines: list[Server]) -> type:
+    assert job.connector_class is not None, "without a connector there is none to watch"
+    watched = make_watched(job.connector_class, watch)
+    if job.control == "spoilt":
         return make_spoilt(watched, watch, lambda: engines[0].scheduler)
     return watched
 
