@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "performance.md"
 BENCHMARKS = {
     "prefix": ("Prefix search", ["--rounds", "5"]),
-    "pool_steady": ("The block pool in steady state", ["--rounds", "5"]),
+    "pool_steady": ("The block pool in steady state", ["--rounds", "3", "--size", "100000"]),
     "pool": ("The block pool, fresh, call by call", []),
     "guard": ("View and guard beside the direct call", ["--rounds", "40"]),
     "offloading": ("The manager of the CPU tier", []),
