@@ -169,6 +169,7 @@ def play(hook: str, policy: str, model: Path) -> Outcome:
         child = os.fork()
         if not child:
             os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             file = os.open(said, os.O_WRONLY | os.O_CREAT)
             os.dup2(file, 1)
             os.dup2(file, 2)
@@ -293,6 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--verbose", action="store_true", help="what a wrong case printed, too")
     arguments = parser.parse_args(argv)
     prepare()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # no server is left behind
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
