@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from examples.host_cache import HostCacheConnector, HostCacheScheduler
+from examples.host_cache import HostCacheConnector, HostCacheScheduler, HostCacheWorker
 from kvview import (
     BlockIds,
+    CanonicalKVCaches,
     ConnectorConfig,
     RequestInfo,
     SchedulerConnector,
     SupportsFreeOrder,
     TransferResult,
+    WorkerConnector,
 )
 from kvview.testing import Mutant
 
@@ -122,6 +125,26 @@ class RefusesResets(Host):
     class scheduler(HostCacheScheduler):
         def reset_cache(self) -> bool:
             return False
+
+
+@breaks("CONN-12", "its worker half begins a thread, and never ends it")
+class LeavesAThread(Host):
+    def make_worker(self) -> WorkerConnector:
+        class Worker(HostCacheWorker):
+            def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
+                super().register_kv_caches(kv_caches)
+                threading.Thread(target=threading.Event().wait, args=(30,), daemon=True).start()
+
+        return Worker(self.cpu_blocks)
+
+
+@breaks("CONN-13", "counts what it stores as skipped")
+class CountsWhatItStores(Host):
+    class scheduler(HostCacheScheduler):
+        def store(self, request: RequestInfo, block_ids: BlockIds) -> None:
+            before = len(self.stores)
+            super().store(request, block_ids)
+            self.num_skipped_blocks += len(self.stores) - before
 
 
 @breaks("CONN-2", "takes a store that was moved in part for one that was moved")

@@ -20,10 +20,12 @@ from tests.offloading.keyed_tier import DISK, KeyedManager, KeyedWorker, KeySpec
 class KeyedTransfer(ReferenceTransfer):
     """The worker by key, over the tensors of the reference's harness."""
 
-    capabilities = ReferenceTransfer.capabilities | {Capability.TIER_SPEC}
+    capabilities = ReferenceTransfer.capabilities - {Capability.HOST_BYTES} | {Capability.TIER_SPEC}
 
     def make_worker(self) -> Any:
-        return KeyedWorker(self.kv_caches, blocks_per_chunk=self.blocks_per_chunk)
+        return KeyedWorker(
+            self.kv_caches, self.num_cpu_blocks, blocks_per_chunk=self.blocks_per_chunk
+        )
 
     def tier_spec(self, pages: Sequence[int]) -> LoadStoreSpec:
         return KeySpec([b"page %d" % page for page in pages])

@@ -92,7 +92,7 @@ def test_arc_as_vllm_has_it_stores_what_it_remembers_as_new() -> None:
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("mru", "known: arc, lru, vllm-arc, and file.py:Policy"),
+        ("mru", ", and file.py:Policy"),
         ("json:dumps", "lacks admit, touch, release, remove"),
         ("json:JSONDecoder", "cannot be built from a capacity"),
         ("no_such_file.py:Policy", "there is no file"),

@@ -363,7 +363,7 @@ def test_schema_of_the_docs_is_up_to_date() -> None:
     [
         (["--sizes", "64GiB"], "bytes need a model"),
         (["--sizes", "many"], "expected blocks, GiB or %"),
-        (["--policies", "mru"], "known: arc, lru, vllm-arc"),
+        (["--policies", "mru"], "unknown cache policy 'mru'; known: arc, "),
         (["--policies", "json:dumps"], "lacks admit, touch"),
         (["--layers", "3"], "--kv-heads, --head-size"),
         (["--layers", "3", "--kv-heads", "3", "--head-size", "8", "--tp", "2"], "evenly"),

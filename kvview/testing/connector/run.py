@@ -273,6 +273,8 @@ class Run:
 
     def _configure(self, connector_class: type[Any], options: dict[str, Any]) -> None:
         config = configure(connector_class, self.scenario, options)
+        size = pickle.loads(config).options.get("cpu_blocks")
+        self._is_roomy = self.scenario.is_roomy and size == self.scenario.cpu_blocks
         fates = self._fates()
         part_class = type(self._name, (_Part,), {})  # reports name the connector
         self._parts += [
@@ -356,7 +358,7 @@ class Run:
                 check_conserved(self._lap_loads, FEWEST_LAPS)
             if not self.scenario.ends_abruptly:
                 self._drain()
-                if self.scenario.is_roomy:
+                if self._is_roomy:
                     self._check_skipped()
                 self._reset_at_rest()
             self._shutdown()
