@@ -80,7 +80,7 @@ class KeyedWorker:
         self.lane = ThreadPoolExecutor(1)
         self._stream = kv_caches.compute_stream
         self._k = blocks_per_chunk
-        self.num_cpu_blocks = num_blocks
+        self.num_cpu_blocks, self.blocks_per_chunk = num_blocks, blocks_per_chunk
         self._groups = [
             [(kv_caches.tensors[ref.tensor_idx].tensor, ref.page_size_bytes) for ref in refs]
             for refs in kv_caches.group_data_refs
