@@ -254,6 +254,7 @@ class Run:
         self._name = connector_class.__name__
         self._stream = StepStream() if self.scenario.compute_lags else None
         self._parts: list[_Part] = []
+        self._is_roomy = False
         self._configure(connector_class, options)
         self._watch = HoldWatch(_PATIENCE)
         self._timeline: deque[Snapshot] = deque(maxlen=_LONGEST_TIMELINE)
