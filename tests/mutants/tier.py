@@ -20,6 +20,16 @@ StoreT = TypeVar("StoreT", bound=type[Any])
 _OPTIONS = {"root": "{tmp}"}
 
 
+def later(seconds: float, call: Callable[..., object], *args: object) -> None:
+    """Call it on a thread, if the folder and the pages are there by then."""
+
+    def run() -> None:
+        with suppress(Exception):
+            call(*args)
+
+    threading.Timer(seconds, run).start()
+
+
 def wrong(law: str, killed_by: str, incident: str | None = None) -> Callable[[StoreT], StoreT]:
     """A class of stores is wrong; its docstring says how."""
 
@@ -195,7 +205,7 @@ class WritesBehind(FileStore):
     """A put is reported when it is queued, and written when there is time."""
 
     def write(self, key: bytes, page: memoryview, /) -> bool:
-        threading.Timer(0.02, super().write, (key, page)).start()
+        later(0.02, super().write, key, page)
         return True
 
 
@@ -204,7 +214,7 @@ class FillsAgain(FileStore):
     """A page is filled a second time after its job was reported: a retry that nobody stopped."""
 
     def read_into(self, key: bytes, page: memoryview, /) -> bool:
-        threading.Timer(0.01, super().read_into, (key, page)).start()
+        later(0.01, super().read_into, key, page)
         return super().read_into(key, page)
 
 
