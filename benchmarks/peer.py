@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+import click
 from rich.console import Console
 from rich.table import Table
 
@@ -128,3 +129,35 @@ class Figures:
         Console(width=120).print(self._table)
         if json_file:
             json_file.write_text(json.dumps(self._values, indent=2) + "\n")
+
+
+def vllm_benchmark(
+    measure: Callable[[Sequence[int], int, Figures], None],
+    figures: Figures,
+    sizes: Sequence[int],
+    does: str,
+) -> click.Command:
+    """A command that measures beside vLLM.
+
+    Args:
+        measure: Called with the sizes, the number of rounds and the figures to fill.
+        figures: Shown afterwards.
+        sizes: In blocks, if none are given.
+        does: The line of its help.
+    """
+
+    @click.command(help=does)
+    @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Flat figures.")
+    @click.option("--vllm-sources", type=click.Path(path_type=Path), help="Holds vLLM's package.")
+    @click.option("--rounds", default=7, show_default=True, help="Turns; the median counts.")
+    @click.option("--size", "wanted", type=int, multiple=True, default=sizes, help="Blocks.")
+    def main(
+        json_file: Path | None, vllm_sources: Path | None, rounds: int, wanted: tuple[int, ...]
+    ) -> None:
+        if not add_vllm_to_path(vllm_sources):
+            print(HOW_TO_GET_IT, file=sys.stderr)
+            sys.exit(1)
+        measure(wanted, rounds, figures)
+        figures.show(json_file)
+
+    return main

@@ -16,18 +16,15 @@ import sys
 import time
 import tracemalloc
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
-import click
 from peer import (  # type: ignore[import-not-found, unused-ignore]
-    HOW_TO_GET_IT,
     Figures,
-    add_vllm_to_path,
     take_turns,
+    vllm_benchmark,
 )
 
 from kvview_reference.pool import BlockPool
@@ -172,7 +169,7 @@ def exhaust(iterable: Any) -> None:
     deque(iterable, maxlen=0)
 
 
-def measure(rounds: int, sizes: tuple[int, ...], figures: Figures) -> None:
+def measure(sizes: Sequence[int], rounds: int, figures: Figures) -> None:
     per_round = BLOCKS_PER_ROUND
     for size in sizes:
         for name, work in (("alloc_hash_free", request_churn), ("touch_free", touches)):
@@ -203,21 +200,12 @@ def _per_block(times: list[list[float]], num_blocks: int) -> list[list[float]]:
     return [[seconds / num_blocks for seconds in side] for side in times]
 
 
-@click.command()
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Flat named figures.")
-@click.option("--vllm-sources", type=click.Path(path_type=Path), help="Holds vLLM's package.")
-@click.option("--rounds", default=7, show_default=True, help="Turns; the median counts.")
-@click.option("--size", "sizes", type=int, multiple=True, default=SIZES, help="Blocks.")
-def main(
-    json_file: Path | None, vllm_sources: Path | None, rounds: int, sizes: tuple[int, ...]
-) -> None:
-    """Measure the block pool in steady state beside vLLM's."""
-    if not add_vllm_to_path(vllm_sources):
-        print(HOW_TO_GET_IT, file=sys.stderr)
-        sys.exit(1)
-    figures = Figures("pool in steady state", "ns a block", 1e9)
-    measure(rounds, sizes, figures)
-    figures.show(json_file)
+main = vllm_benchmark(
+    measure,
+    Figures("pool in steady state", "ns a block", 1e9),
+    SIZES,
+    "Measure the block pool in steady state beside vLLM's.",
+)
 
 
 if __name__ == "__main__":

@@ -13,19 +13,15 @@ from __future__ import annotations
 
 import inspect
 import random
-import sys
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import click
 from peer import (  # type: ignore[import-not-found, unused-ignore]
-    HOW_TO_GET_IT,
     Figures,
-    add_vllm_to_path,
     take_turns,
+    vllm_benchmark,
 )
 
 from kvview import (
@@ -207,21 +203,12 @@ def measure(sizes: Sequence[int], rounds: int, figures: Figures) -> None:
         figures.ratio(f"lookups_{n}", times, 1.5, "of a manager")
 
 
-@click.command()
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Flat named figures.")
-@click.option("--vllm-sources", type=click.Path(path_type=Path), help="Holds vLLM's package.")
-@click.option("--rounds", default=7, show_default=True, help="Turns; the median counts.")
-@click.option("--size", "sizes", type=int, multiple=True, default=SIZES, help="Blocks.")
-def main(
-    json_file: Path | None, vllm_sources: Path | None, rounds: int, sizes: tuple[int, ...]
-) -> None:
-    """Measure the prefix search beside vLLM's."""
-    if not add_vllm_to_path(vllm_sources):
-        print(HOW_TO_GET_IT, file=sys.stderr)
-        sys.exit(1)
-    figures = Figures("prefix search", "ms", 1e3)
-    measure(sizes, rounds, figures)
-    figures.show(json_file)
+main = vllm_benchmark(
+    measure,
+    Figures("prefix search", "ms", 1e3),
+    SIZES,
+    "Measure the prefix search beside vLLM's.",
+)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,23 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
+from typing import Protocol, TypeVar
 
 from kvview.testing.harness import Capability, Contract, Factory
 
 _FAMILIES = ("CONN", "POOL", "GUARD", "GEO", "OFF", "EVENT", "XFER", "TIER")
 
 CheckFunction = Callable[[Factory], None]
+
+
+class Ends(Protocol):
+    """What makes the moves of one check."""
+
+    def end(self) -> None:
+        """Give back what was taken, also after a failure."""
+
+
+DriverT = TypeVar("DriverT", bound=Ends)
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,36 @@ def check(
         return run
 
     return register
+
+
+def checks_driving(
+    driver: Callable[[Factory, str], DriverT], *, contract: Contract
+) -> Callable[..., Callable[[Callable[[DriverT], None]], CheckFunction]]:
+    """Make the decorator ``(law, *requires)`` of checks that take a driver instead of a factory.
+
+    Args:
+        driver: Makes one from a factory and the law; it is ended whatever comes of the check.
+        contract: What its factories make harnesses for.
+    """
+
+    def of_law(
+        law: str, *requires: Capability
+    ) -> Callable[[Callable[[DriverT], None]], CheckFunction]:
+        def register(body: Callable[[DriverT], None]) -> CheckFunction:
+            @check(law, *requires, contract=contract)
+            @wraps(body)
+            def run(factory: Factory) -> None:
+                made = driver(factory, law)
+                try:
+                    body(made)
+                finally:
+                    made.end()
+
+            return run
+
+        return register
+
+    return of_law
 
 
 def checks_for(contract: Contract) -> Sequence[Check]:

@@ -92,6 +92,9 @@ class Recorder:
         self._last: tuple[str, object] | None = None
         self._asserts = False  # whether the last of the lines fails by itself
 
+    def end(self) -> None:
+        """Give back what the harness took, also after a failure; most took nothing."""
+
     def use(self, harness: Any, subject: str) -> None:
         """Go on with another harness, which the last call returned."""
         self.harness, self.subject = harness, getattr(harness, subject)

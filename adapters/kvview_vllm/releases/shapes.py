@@ -39,7 +39,7 @@ from kvview_vllm.releases.release import (
 )
 from kvview_vllm.releases.versions import (
     OLDEST_TESTED,
-    broken_import,
+    importing,
     number,
     refusal,
     require_usable,
@@ -479,12 +479,11 @@ def reading(seam: str, what: str) -> Iterator[None]:
         UnsupportedEngineError: Something went wrong.
     """
     try:
-        yield
+        with importing():
+            yield
     except KVViewError:
         raise
     except Exception as error:
-        if told := broken_import(error):
-            raise told from error
         place = error.__traceback__
         while place is not None and place.tb_next is not None:
             place = place.tb_next

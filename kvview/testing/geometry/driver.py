@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache, wraps
+from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 from kvview.errors import GeometryError
 from kvview.geometry import CacheGroup, ChunkedLocalAttention, Mamba, SlidingWindow
-from kvview.testing.checks import CheckFunction, check
+from kvview.testing.checks import checks_driving
 from kvview.testing.harness import MIN_CACHED_BLOCKS, Capability, Factory
 from kvview.testing.recorder import Recorder
-
-GeometryCheck = Callable[["GeometryDriver"], None]
-
-
-def geometry_check(law: str, *requires: Capability) -> Callable[[GeometryCheck], CheckFunction]:
-    """Register a check that drives a coordinator through :class:`GeometryDriver`."""
-
-    def register(body: GeometryCheck) -> CheckFunction:
-        @check(law, *requires, contract="geometry")
-        @wraps(body)
-        def run(factory: Factory) -> None:
-            body(GeometryDriver(factory, law))
-
-        return run
-
-    return register
 
 
 def is_read(group: CacheGroup, token: int, position: int) -> bool:
@@ -175,3 +159,7 @@ class GeometryDriver(Recorder):
             keys = [self._key(hashes, index, block) for block in blocks]
             tables.append([self.cached[keys[b]] if b in read else null for b in blocks])
         return tables
+
+
+geometry_check = checks_driving(GeometryDriver, contract="geometry")
+"""Register a check that drives the harness through :class:`GeometryDriver`."""

@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvview.errors import KeyNotLoadableError, TransferNotInFlightError
 from kvview.events import OffloadingEvent
 from kvview.keys import OffloadKey, make_offload_key
 from kvview.offloading import LookupResult, PrepareStoreOutput, ReqContext, SupportsMedia
-from kvview.testing.checks import CheckFunction, check
+from kvview.testing.checks import checks_driving
 from kvview.testing.harness import Capability, Factory
 from kvview.testing.recorder import Recorder
-
-ManagerCheck = Callable[["ManagerDriver"], None]
-
-
-def manager_check(law: str, *requires: Capability) -> Callable[[ManagerCheck], CheckFunction]:
-    """Register a check that drives a manager through :class:`ManagerDriver`."""
-
-    def register(body: ManagerCheck) -> CheckFunction:
-        @check(law, *requires, contract="offloading")
-        @wraps(body)
-        def run(factory: Factory) -> None:
-            body(ManagerDriver(factory, law))
-
-        return run
-
-    return register
 
 
 def key(number: int, group_idx: int = 0) -> OffloadKey:
@@ -219,3 +202,7 @@ class ManagerDriver(Recorder):
             law="OFF-9",
             **outcome,
         )
+
+
+manager_check = checks_driving(ManagerDriver, contract="offloading")
+"""Register a check that drives the harness through :class:`ManagerDriver`."""

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from functools import wraps
+from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import count
 from math import inf
 from typing import Any
 
 from kvview.errors import ViewClosedError
 from kvview.keys import make_offload_key
-from kvview.testing.checks import CheckFunction, check
+from kvview.testing.checks import checks_driving
 from kvview.testing.harness import Capability, Factory
 from kvview.testing.recorder import Recorder
-
-PoolCheck = Callable[["PoolDriver"], None]
-
-
-def pool_check(law: str, *requires: Capability) -> Callable[[PoolCheck], CheckFunction]:
-    """Register a check that drives a pool through :class:`PoolDriver`."""
-
-    def register(body: PoolCheck) -> CheckFunction:
-        @check(law, *requires, contract="pool")
-        @wraps(body)
-        def run(factory: Factory) -> None:
-            body(PoolDriver(factory, law))
-
-        return run
-
-    return register
 
 
 class PoolDriver(Recorder):
@@ -339,3 +322,7 @@ class PoolDriver(Recorder):
 def _by_last_mention(blocks: Sequence[int]) -> list[int]:
     """Each block once: of one that is named several times, the last mention sets it free."""
     return list(dict.fromkeys(reversed(blocks)))[::-1]
+
+
+pool_check = checks_driving(PoolDriver, contract="pool")
+"""Register a check that drives the harness through :class:`PoolDriver`."""

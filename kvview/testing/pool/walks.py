@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvview.errors import ViewClosedError
@@ -13,6 +15,18 @@ from kvview.testing.pool.driver import PoolDriver, pool_check
 CACHE = Capability.CACHE
 RESUMABLE_WALK = Capability.RESUMABLE_WALK
 _TOLERATED_GROWTH = 32_768  # bytes
+
+
+def _bytes_kept(work: Callable[[], None], first: Callable[[], None] = lambda: None) -> int:
+    """Bytes that work leaves behind, beyond what ``first`` does."""
+    tracemalloc.start()
+    try:
+        first()
+        start = tracemalloc.get_traced_memory()[0]
+        work()
+        return tracemalloc.get_traced_memory()[0] - start
+    finally:
+        tracemalloc.stop()
 
 
 @pool_check("POOL-7", CACHE)
@@ -319,13 +333,7 @@ def check_pool_13_walk_that_is_dropped_costs_nothing(pool: PoolDriver) -> None:
     pool.line("for _ in range(2000): view.walk_free_blocks().take(1)")
     drop(100)
     before = cost_of(serve)
-    tracemalloc.start()
-    try:
-        start = tracemalloc.get_traced_memory()[0]
-        drop(2000)
-        grown = tracemalloc.get_traced_memory()[0] - start
-    finally:
-        tracemalloc.stop()
+    grown = _bytes_kept(partial(drop, 2000))
     limit = f"at most {_TOLERATED_GROWTH} bytes"
     pool.true(grown <= _TOLERATED_GROWTH, "a dropped walk leaves nothing behind", grown, limit)
     after = cost_of(serve).lines
@@ -347,14 +355,7 @@ def check_pool_1_touching_and_freeing_leaves_nothing_behind(pool: PoolDriver) ->
                 pool.view.free_blocks(some)
 
     pool.line(f"for _ in range(3000): view.touch_blocks({blocks}); view.free_blocks({blocks})")
-    tracemalloc.start()
-    try:
-        hold(500)
-        start = tracemalloc.get_traced_memory()[0]
-        hold(3000)
-        grown = tracemalloc.get_traced_memory()[0] - start
-    finally:
-        tracemalloc.stop()
+    grown = _bytes_kept(partial(hold, 3000), partial(hold, 500))
     limit = f"at most {_TOLERATED_GROWTH} bytes"
     pool.true(grown <= _TOLERATED_GROWTH, "a hold that ended leaves nothing", grown, limit)
 

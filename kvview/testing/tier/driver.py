@@ -4,40 +4,19 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import wraps
 from typing import Any
 
 from kvview.errors import TierJobError
-from kvview.testing.checks import CheckFunction, check
+from kvview.testing.checks import checks_driving
 from kvview.testing.harness import Capability, Factory
 from kvview.testing.recorder import Recorder
 from kvview.testing.tier.store_harness import tier_factory
 
-TierCheck = Callable[["TierDriver"], None]
-
 PAGE_BYTES = 4096
 _SENTINEL = 0xA5
-
-
-def tier_check(law: str, *requires: Capability) -> Callable[[TierCheck], CheckFunction]:
-    """Register a check that drives a store through :class:`TierDriver`."""
-
-    def register(body: TierCheck) -> CheckFunction:
-        @check(law, *requires, contract="tier")
-        @wraps(body)
-        def run(factory: Factory) -> None:
-            driver = TierDriver(factory, law)
-            try:
-                body(driver)
-            finally:
-                driver.end()
-
-        return run
-
-    return register
 
 
 def bytes_of(key: bytes, num_bytes: int = PAGE_BYTES) -> bytes:
@@ -285,3 +264,7 @@ def _shown(keys: Sequence[bytes]) -> str:
 def _first_difference(got: bytes, expected: bytes) -> str:
     wrong = [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b]
     return f"{len(wrong)} of {len(got)} bytes are wrong, the first is number {wrong[0]}"
+
+
+tier_check = checks_driving(TierDriver, contract="tier")
+"""Register a check that drives the harness through :class:`TierDriver`."""

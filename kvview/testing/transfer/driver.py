@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
-from kvview.testing.checks import CheckFunction, check
+from kvview.testing.checks import checks_driving
 from kvview.testing.harness import Capability, Factory
 from kvview.testing.recorder import Recorder
 from kvview.transfer import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, TransferResult
-
-TransferCheck = Callable[["TransferDriver"], None]
-
-
-def transfer_check(law: str, *requires: Capability) -> Callable[[TransferCheck], CheckFunction]:
-    """Register a check that drives a worker through :class:`TransferDriver`."""
-
-    def register(body: TransferCheck) -> CheckFunction:
-        @check(law, *requires, contract="transfer")
-        @wraps(body)
-        def run(factory: Factory) -> None:
-            driver = TransferDriver(factory, law)
-            try:
-                body(driver)
-            finally:
-                driver.end()
-
-        return run
-
-    return register
 
 
 @dataclass(frozen=True)
@@ -340,3 +319,7 @@ class TransferDriver(Recorder):
 def _to_bytes(flat: Any) -> bytes:
     data: bytes = flat.cpu().numpy().tobytes()
     return data
+
+
+transfer_check = checks_driving(TransferDriver, contract="transfer")
+"""Register a check that drives the harness through :class:`TransferDriver`."""
