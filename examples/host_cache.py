@@ -8,7 +8,7 @@ Copy it and change what you need. It imports the contract and torch, no engine.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -67,6 +67,7 @@ class HostCacheScheduler(SchedulerConnector):
     def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
         self.geometry = config.geometry
         self.view: GPUBlockPoolView | None = None
+        self.limits: list[Callable[[], int]] = []  # of blocks to hold now, where the engine says
         self.reserve = 0  # free blocks that are the engine's
         self.slots: OrderedDict[OffloadKey, int] = OrderedDict()  # least recently used first
         self.free_slots = list(range(cpu_blocks))
@@ -81,6 +82,11 @@ class HostCacheScheduler(SchedulerConnector):
 
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
         self.view = view
+        if isinstance(view, SupportsFreeCount):
+            num_free_blocks = view.num_free_blocks
+            self.limits.append(lambda: num_free_blocks() - self.reserve)
+        if isinstance(view, SupportsPinBudget):
+            self.limits.append(view.num_pinnable_blocks)
 
     def on_engine_ready(self, facts: EngineFacts) -> None:
         self.reserve = min(4 * facts.max_blocks_per_step, facts.num_gpu_blocks // 16)
@@ -147,11 +153,7 @@ class HostCacheScheduler(SchedulerConnector):
             if block.key not in self.slots and block.key not in in_flight:
                 new[block.key] = block
         # What is held is missing to others: store less rather than too much.
-        room = len(new)
-        if isinstance(view, SupportsFreeCount):
-            room = min(room, view.num_free_blocks() - self.reserve)
-        if isinstance(view, SupportsPinBudget):
-            room = min(room, view.num_pinnable_blocks())
+        room = min([len(new), *(limit() for limit in self.limits)])
         slots: dict[OffloadKey, int] = {}
         for key in new:
             if len(slots) >= room or (slot := self.take_slot()) is None:

@@ -292,12 +292,15 @@ class OffloadScheduler(SchedulerConnector):
 
     def _computed(self, step: StepInfo) -> list[FullBlock]:
         """What is full after this step; generated blocks have no hash before the next."""
-        blocks = []
+        blocks: list[FullBlock] = []
+        size, seen = self._geometry.hash_block_size, self._num_seen_tokens
         for running in step.scheduled:
-            end = running.num_computed_tokens + running.num_scheduled_tokens
-            request = replace(running.request, num_computed_tokens=end)
-            self._num_seen_tokens.setdefault(request.request_id, running.num_computed_tokens)
-            blocks += self._newly_computed(request, running.block_ids)
+            first = running.num_computed_tokens
+            end = first + running.num_scheduled_tokens
+            first = seen.setdefault(running.request.request_id, first)
+            if end // size > first // size:  # else no block of any group became full
+                request = replace(running.request, num_computed_tokens=end)
+                blocks += self._newly_computed(request, running.block_ids)
         return blocks
 
     def _last_computed(self, request: RequestInfo, block_ids: BlockIds) -> list[FullBlock]:
