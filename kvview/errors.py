@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from kvview.links import law_url
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -18,7 +20,13 @@ _LONGEST_LINE = 1000
 
 
 class KVViewError(Exception):
-    """Base of every error raised by kvview."""
+    """Base of every error raised by kvview; a traceback says where the law of one stands."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        law, _ = split_law(str(args[0]) if args else "")
+        if law:
+            self.add_note(law_url(law))
 
 
 class UnknownBlockError(KVViewError, LookupError):

@@ -49,7 +49,7 @@ The engine, for its part: calls the scheduler half from one thread; runs loads
 of a request before computing what follows them; never hands a block of an
 unfinished load to anyone else; and treats a failed load as not computed.
 
-The life of a request is drawn in ``docs/architecture.md``.
+The life of a request is drawn in ``docs/life-of-a-request.md``.
 
 Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` (0.33.0), and
 vLLM PRs #39654 (bind) and #41011 (engine facts for the scheduler half).

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
+from kvview.links import law_url
 from kvview.targets import target_of
 from kvview.testing.checks import running_check
 from kvview.testing.profiles import Effort, current_profile
@@ -54,10 +55,15 @@ class LawBroken(AssertionError):
         self.expected = expected
         self.script = script
 
+    @property
+    def law_url(self) -> str:
+        """Where the law stands; empty for what has no place in the documentation."""
+        return law_url(self.law)
+
     def __str__(self) -> str:
         return (
             f"{self.law}: {self.what}\n  got:      {self.got}\n  expected: {self.expected}\n"
-            f"\n{self.script}"
+            f"  law:      {self.law_url}\n\n{self.script}"
         )
 
 

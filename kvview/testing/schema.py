@@ -40,6 +40,7 @@ class FailureModel(_Model):
     what: str
     got: str
     expected: str
+    law_url: str = Field(description="Where the law stands in the documentation, or empty.")
     script: str = Field(description="Python that fails as long as the law is broken, or empty.")
     seeds: list[int] = Field(description="Of a connector: all that break the law.")
     timeline: list[SnapshotModel] = Field(description="Of a connector: the run of the script.")

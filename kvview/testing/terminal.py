@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvview.links import law_url
+from kvview.testing.connector_checks import COVERAGE
 from kvview.testing.mutants import MutantResult
 from kvview.testing.report import CheckResult, Outcome, Report
 
@@ -33,6 +35,8 @@ def show_report(console: Console, report: Report) -> None:
     for result in report.not_checked:
         assert result.failure is not None, "what is not checked says what"
         _tell(console, f"not checked: {result.failure.what}", "yellow")
+    if report.not_checked:
+        _tell(console, f"what to do: {law_url(COVERAGE)}", "yellow")
     for note in report.runs.notes if report.runs else ():
         _tell(console, note, "yellow")
     _tell(console, report.summary(), "red" if report.failures else "bold")
@@ -85,6 +89,7 @@ def _show_failure(console: Console, result: CheckResult) -> None:
     console.print(failure.what, markup=False, highlight=False, soft_wrap=True)
     console.print(f"  got:      {failure.got}", markup=False, highlight=False)
     console.print(f"  expected: {failure.expected}", markup=False, highlight=False)
+    console.print(f"  law:      {failure.law_url}", markup=False, highlight=False, soft_wrap=True)
     if failure.seeds:
         shown = ", ".join(map(str, failure.seeds[:_MAX_SEEDS]))
         more = len(failure.seeds) - _MAX_SEEDS

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from pathlib import Path
 
 import pytest
 
+from docs.make_laws import laws
+from kvview import BlockNotHeldError, ConfigError
+from kvview.links import DOCS_URL, PROJECT_URL, law_url
 from kvview.targets import load_target
 from tests.house.source_tree import FLOORS, ROOT
 
 DOCUMENTS = sorted(
-    path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 )
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(#[^)\s]*)?\)")
 
 
 def anchors(path: Path) -> set[str]:
-    """Headings of a page, as they are linked to."""
-    heads = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+    """What of a page is linked to: headings, anchors, and modules that the site describes."""
+    text = path.read_text(encoding="utf-8")
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    named = re.findall(r'<a id="(.*?)">|^::: (\S+)$', text, re.MULTILINE)
+    return {
+        *(re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads),
+        *(anchor or module for anchor, module in named),
+    }
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -31,6 +40,26 @@ def test_links_lead_somewhere(document: str) -> None:
         if not path.exists() or (anchor and anchor[1:] not in anchors(path)):
             broken.append(target + anchor)
     assert not broken
+
+
+@pytest.mark.parametrize("law", [*laws(), "POOL-*", "ENGINE", "coverage"])
+def test_errors_and_reports_link_to_a_place_that_is_there(law: str) -> None:
+    page, _, anchor = law_url(law).removeprefix(DOCS_URL).partition("/#")
+    assert anchor in anchors(ROOT / "docs" / f"{page}.md")
+
+
+def test_the_site_is_where_links_lead() -> None:
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").splitlines()
+    assert f"site_url: {DOCS_URL}" in settings
+    assert f"repo_url: {PROJECT_URL}" in settings
+
+
+def test_what_breaks_a_law_says_where_it_stands() -> None:
+    error = pickle.loads(pickle.dumps(BlockNotHeldError("POOL-4: block 7 is not held")))
+    assert str(error) == "POOL-4: block 7 is not held"
+    assert error.__notes__ == [law_url("POOL-4")]
+    assert not hasattr(ConfigError("no law"), "__notes__")
+    assert law_url("*") == law_url("HOOK") == ""
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

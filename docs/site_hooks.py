@@ -1,0 +1,64 @@
+"""What ``mkdocs build`` does beside its plugins, so that the pages read well on a code host too.
+
+1. A relative link that leaves ``docs/`` leads to the code host.
+2. Cross references of docstrings (``:class:`~kvview.Lease```) become links into the API pages.
+3. The number of a law links to its anchor.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from kvview.links import PROJECT_URL
+
+ROOT = Path(__file__).parents[1]
+_LAWS_PAGE = "laws.md"
+_LAWS = re.findall(r"^### (\S+)$", (ROOT / "docs" / _LAWS_PAGE).read_text("utf-8"), re.MULTILINE)
+_LAW = re.compile(rf"(?<![\w-])(?:{'|'.join(sorted(_LAWS, reverse=True))})(?![\w-])")
+_LEAVES = re.compile(r"(?<=\]\()((?:\.\./)+[^)#\s]*)")
+_ROLE = re.compile(r":[a-z]+:<code>(~?)([\w.]+)(?:\(\))?</code>")
+_TAG = re.compile(r"(<[^>]*>)")
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Lead links that leave the site to the code host."""
+    here = posixpath.dirname(f"docs/{page.file.src_uri}")
+
+    def absolute(found: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(here, found[1]))
+        if path.startswith("docs/"):
+            return found[1]
+        kind = "tree" if (ROOT / path).is_dir() else "blob"
+        return f"{PROJECT_URL}/{kind}/main/{path}"
+
+    return _LEAVES.sub(absolute, markdown)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Link what docstrings refer to, and laws."""
+    html = _ROLE.sub(_reference, html)
+    return html if page.file.src_uri == _LAWS_PAGE else _with_laws(html)
+
+
+def _reference(found: re.Match[str]) -> str:
+    name = found[2].rpartition(".")[2] if found[1] else found[2]
+    return f'<autoref optional identifier="{found[2]}"><code>{name}</code></autoref>'
+
+
+def _with_laws(html: str) -> str:
+    parts, inside = _TAG.split(html), 0
+    for number, part in enumerate(parts):
+        if re.match(r"<(?:a|autoref|pre|h\d)\b", part):
+            inside += 1
+        elif re.match(r"</(?:a|autoref|pre|h\d)>", part):
+            inside -= 1
+        elif not inside and not part.startswith("<"):
+            parts[number] = _LAW.sub(_link, part)
+    return "".join(parts)
+
+
+def _link(found: re.Match[str]) -> str:
+    return f'<autoref identifier="{found[0].lower()}">{found[0]}</autoref>'

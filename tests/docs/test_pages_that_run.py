@@ -1,0 +1,101 @@
+"""Pages that are run, done as a reader does it: each file, each edit, each command.
+
+What is shown below a command must be printed by it, line after line, ``...`` left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+_BLOCK = re.compile(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+_EXIT_CODE = re.compile(r"[Ee]xit code (\d)")
+_INSTALLS = ("python3 -m venv", "pip install")  # the README's commands are run by CI
+
+
+def pieces(page: str) -> Iterator[tuple[str, str, str, str]]:
+    """Kind, title and text of each code block, and the prose up to the next one."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    found = list(_BLOCK.finditer(text))
+    ends = [block.start() for block in found[1:]] + [len(text)]
+    for block, end in zip(found, ends, strict=True):
+        yield block[1], block[2] or "", block[3], text[block.end() : end]
+
+
+def edited(source: str, edit: str) -> str:
+    """A file after an edit: methods replace those of their name, or are added to their class."""
+    for changed in [node for node in ast.parse(edit).body if isinstance(node, ast.ClassDef)]:
+        for method in [node for node in changed.body if isinstance(node, ast.FunctionDef)]:
+            lines = source.splitlines()
+            (there,) = (
+                node
+                for node in ast.parse(source).body
+                if isinstance(node, ast.ClassDef) and node.name == changed.name
+            )
+            old = [node for node in there.body if getattr(node, "name", "") == method.name]
+            first, last = (old[0].lineno - 1, old[0].end_lineno) if old else (there.end_lineno,) * 2
+            new = edit.splitlines()[method.lineno - 1 : method.end_lineno]
+            lines[first:last] = new if old else ["", *new]
+            source = "\n".join(lines) + "\n"
+    return source
+
+
+def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    program, _, rest = command.partition(" ")
+    arguments = (["-m", "kvview"] if program == "kvview" else []) + rest.split()
+    paths = [folder, ROOT, ROOT / "reference", ROOT / "adapters"]
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def missing(shown: str, printed: str) -> str:
+    """The first line of a page that the command did not print, after those before it."""
+    lines = iter(printed.splitlines())
+    for line in shown.splitlines():
+        begin = line.removesuffix("...").rstrip()
+        if begin and not any(other.startswith(begin) for other in lines):
+            return line
+    return ""
+
+
+@pytest.mark.parametrize(("page", "wanted"), [("first-connector.md", 6), ("kit.md", 4)])
+def test_the_page_does_what_it_says(page: str, wanted: int, tmp_path: Path) -> None:
+    done: subprocess.CompletedProcess[str] | None = None
+    num_commands = 0
+    for kind, title, text, prose in pieces(page):
+        if kind == "python":
+            path = tmp_path / title
+            path.write_text(edited(path.read_text(), text) if "    ...\n" in text else text)
+        elif kind == "sh" and not text.startswith(_INSTALLS):
+            (command,) = text.splitlines()
+            done = run(command, tmp_path)
+            num_commands += 1
+        elif kind == "text":
+            assert done is not None
+            line = missing(text, done.stdout)
+            assert not line, f"{page} shows {line!r}, which was not printed:\n{done.stdout}"
+            code = _EXIT_CODE.search(prose)
+            assert done.returncode == (int(code[1]) if code else 0), done.stderr
+    assert num_commands == wanted
+
+
+@pytest.mark.parametrize(
+    ("shown", "is_there"),
+    [("one\n", True), ("...\ntwo\nthree\n", True), ("o...\nthree\n", True), ("two\none\n", False)],
+)
+def test_a_line_that_is_not_printed_is_seen(shown: str, is_there: bool) -> None:
+    assert (not missing(shown, "one\ntwo\nthree\n")) is is_there
