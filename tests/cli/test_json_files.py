@@ -52,35 +52,18 @@ def checked_store(folder: Path) -> Any:
 
 
 def self_test(_: Path) -> Any:
-    row: dict[str, Any] = {
-        "mutant": "m",
-        "what": "w",
-        "law": "POOL-1",
-        "incident": None,
-        "check": "c",
-    }
-    row |= {"is_killed": True, "is_killed_by_its_law": True}
-    told = SelfTestModel(mutants=[row], num_survivors=0, automatic={})
-    return told.model_dump(mode="json")
+    row: dict[str, Any] = {"mutant": "m", "what": "w", "law": "POOL-1", "check": "c"}
+    row |= {"incident": None, "is_killed": True, "is_killed_by_its_law": True}
+    told = {"mutants": [row], "num_survivors": 0, "automatic": {}}
+    return SelfTestModel.model_validate(told).model_dump(mode="json")
 
 
-def upgraded(folder: Path) -> Any:
+def upgraded(_: Path) -> Any:
     report = run("check", "kvview_reference.harness:pool", "--select", "POOL-1")
-    row: dict[str, Any] = {
-        "release": "0.33.0",
-        "verdict": "green",
-        "reason": "",
-        "seconds": 1.0,
-        "left_out": [],
-    }
-    told: dict[str, Any] = {
-        "target": "t",
-        "engine": "vllm",
-        "is_clean": True,
-        "seconds": 1.0,
-        "against": None,
-    }
-    told |= {"results": [row | {"report": report}], "changes": {}}
+    row: dict[str, Any] = {"release": "0.33.0", "verdict": "green", "reason": "", "left_out": []}
+    row |= {"seconds": 1.0, "report": report}
+    told: dict[str, Any] = {"target": "t", "engine": "vllm", "is_clean": True, "against": None}
+    told |= {"seconds": 1.0, "results": [row], "changes": {}}
     return UpgradeModel.model_validate(told).model_dump(mode="json")
 
 
