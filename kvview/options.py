@@ -54,6 +54,6 @@ def read_options(given: Iterable[str], flag: str = "--option") -> dict[str, Any]
             raise ConfigError(f"{flag} {option!r}: expected KEY=VALUE")
         try:
             options[key] = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             options[key] = value
     return options

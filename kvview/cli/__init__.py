@@ -25,26 +25,48 @@ def main() -> None:
             raise
         print(f"kvview: {_NEEDS}", file=sys.stderr)
         sys.exit(2)
-    cli(prog_name="kvview")
+    try:
+        cli(prog_name="kvview")
+    except SystemExit as end:
+        if lost := _not_written(sys.stdout):
+            print(f"kvview: stdout: {lost.strerror}", file=sys.stderr)
+            end.code = end.code or 2
+        raise
 
 
-class _UntilClosed(io.FileIO):
-    """A stream whose reader may leave: ``kvview replay | head`` ends as it would without."""
+class _Outlasting(io.FileIO):
+    """A stream whose reader may leave: ``kvview replay | head`` ends as it would without.
+
+    What else prevents writing, a full disk for example, is kept for the end of the run.
+    """
+
+    refused: OSError | None = None
 
     def write(self, data: object) -> int:
         try:
             return super().write(data)  # type: ignore[arg-type]
         except BrokenPipeError:
-            return len(memoryview(data))  # type: ignore[arg-type]
+            pass
+        except OSError as error:
+            self.refused = error
+        return len(memoryview(data))  # type: ignore[arg-type]
 
 
 def _outlasting(stream: TextIO) -> TextIO:
     if not isinstance(stream, io.TextIOWrapper):  # closed, or somebody's own
         return stream
     return io.TextIOWrapper(
-        io.BufferedWriter(_UntilClosed(stream.fileno(), "w", closefd=False)),
+        io.BufferedWriter(_Outlasting(stream.fileno(), "w", closefd=False)),
         encoding=stream.encoding,
-        errors=stream.errors,
+        errors="backslashreplace",  # a file's name need not be text
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
+
+
+def _not_written(stream: TextIO) -> OSError | None:
+    raw = getattr(getattr(stream, "buffer", None), "raw", None)
+    if not isinstance(raw, _Outlasting):
+        return None
+    stream.flush()
+    return raw.refused

@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
+import platform
 import sys
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import Callable
+from functools import wraps
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from typing import Any, NoReturn
 
 import click
 
 from kvview.cli.exit_codes import EXIT_CODES, ExitCode
-from kvview.cli.output import missing_extra, tell_error
+from kvview.cli.output import missing_extra, silence, tell_error
 from kvview.errors import ConfigError, line_of, one_line
-from kvview.version import __version__
+from kvview.version import CONTRACT_VERSION, __version__
 
 GROUP = "kvview.commands"
-_VERBOSE = "kvview.verbose"
+SUMMARIES = {
+    "check": "Check an implementation against the laws of its contract.",
+    "completion": "Print what makes SHELL complete commands and options.",
+    "doctor": "Say which vLLM is installed, and whether kvview fits it.",
+    "events": "Hear, record, validate and play again KV events.",
+    "new": "Write a connector to begin from, its test and a CI job.",
+    "replay": "Run a request trace through the reference engine.",
+    "size": "Say what a host tier of every size would be worth for a trace.",
+    "tier": "Look after tiers below the host.",
+}
+"""Of kvview's own commands, for the help, which imports none of them for it."""
+
+_SUMMARY = 66  # characters: with the longest name, a line of 80
+_QUIET, _VERBOSE = "kvview.quiet", "kvview.verbose"
+_FOR_ALL = (
+    (_QUIET, "-q", "--quiet", "Print nothing but errors, and what goes to '-'."),
+    (_VERBOSE, "-v", "--verbose", "Name versions; show the traceback of an error."),
+)
+_PACKAGES = ("vllm", "torch", "numpy", "pydantic", "msgspec", "pyzmq", "hypothesis", "click")
 
 
 class EntryPointGroup(click.Group):
     """A group whose commands are the entry points :data:`GROUP`.
 
-    1. Each gets ``--verbose``, the exit codes in its help, and errors in one line.
+    1. Each gets ``--quiet`` and ``--verbose``, the exit codes in its help, and errors in one
+       line; so do the commands of a group.
     2. One that does not import is named and takes no other down.
     """
 
@@ -41,6 +63,17 @@ class EntryPointGroup(click.Group):
             command = _unavailable(point, error)
         _complete(command)
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the names and what they do; only a command of others is imported for it."""
+        rows = []
+        for name, point in sorted(self._points().items()):
+            text = SUMMARIES.get(name, "") if _is_own(point) else ""
+            if not text and (command := self.get_command(ctx, name)) is not None:
+                text = command.get_short_help_str(60)
+            rows.append((name, text))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; what it raises becomes its exit code."""
@@ -65,7 +98,7 @@ class EntryPointGroup(click.Group):
 
     def _points(self) -> dict[str, EntryPoint]:
         # Own ones last: nobody takes the place of a command of kvview's.
-        points = sorted(entry_points(group=GROUP), key=lambda point: _package(point) == "kvview")
+        points = sorted(entry_points(group=GROUP), key=_is_own)
         return {point.name: point for point in points}
 
 
@@ -83,19 +116,59 @@ def _package(point: EntryPoint) -> str:
     return point.value if point.dist is None else point.dist.name
 
 
+def _is_own(point: EntryPoint) -> bool:
+    return _package(point) == "kvview"
+
+
 def _complete(command: click.Command) -> None:
-    """Give a command what all have, once."""
-    if not any("--verbose" in option.opts for option in command.params):
-        command.params.append(
-            click.Option(
-                ["--verbose"],
-                is_flag=True,
-                expose_value=False,
-                help="Show the traceback of an error.",
-                callback=lambda ctx, _, value: ctx.meta.update({_VERBOSE: value}),
-            )
-        )
+    """Give a command, and those below it, what all have; once."""
+    if any(isinstance(option, _OptionOfAll) for option in command.params):
+        return
+    taken = {name for option in command.params for name in option.opts}
+    for key, short, long, text in _FOR_ALL:
+        names = [name for name in (short, long) if name not in taken]
+        if long in names:
+            command.params.append(_OptionOfAll(names, key, text))
     command.epilog = command.epilog or EXIT_CODES
+    if isinstance(command, click.Group):
+        for below in command.commands.values():
+            _complete(below)
+    elif command.callback is not None:
+        command.callback = _heeding(command.callback)
+
+
+class _OptionOfAll(click.Option):
+    def __init__(self, names: list[str], key: str, text: str) -> None:
+        def note(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+            if value:  # it may stand before the command, or after it
+                ctx.meta[key] = True
+
+        super().__init__(names, is_flag=True, expose_value=False, help=text, callback=note)
+
+
+def _heeding(callback: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(callback)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        meta = click.get_current_context().meta
+        if meta.get(_QUIET):
+            with silence():
+                return callback(*args, **kwargs)
+        if meta.get(_VERBOSE):
+            click.echo(f"kvview: {_versions()}", err=True)
+        return callback(*args, **kwargs)
+
+    return run
+
+
+def _versions() -> str:
+    found = [f"kvview {__version__} (contract {CONTRACT_VERSION})"]
+    found.append(f"{platform.python_implementation()} {platform.python_version()}")
+    for name in _PACKAGES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)
 
 
 def _unavailable(point: EntryPoint, error: BaseException) -> click.Command:
@@ -125,3 +198,6 @@ def _unavailable(point: EntryPoint, error: BaseException) -> click.Command:
 @click.version_option(__version__, prog_name="kvview")
 def cli() -> None:
     """KV-cache connectors: write once, prove on a laptop, run in every engine."""
+
+
+_complete(cli)

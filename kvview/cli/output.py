@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
 from kvview.cli.exit_codes import ExitCode
 from kvview.errors import ConfigError, ConnectorError, HookError, KVViewError, line_of
 
+_STDOUT: ContextVar[TextIO | None] = ContextVar("what '-' stands for; None: sys.stdout")
 _EXTRAS = {
     "click": "cli",
     "rich": "cli",
@@ -35,12 +38,12 @@ def tell_error(error: Exception, is_verbose: bool) -> ExitCode:
         error: What the command raised.
         is_verbose: Whether the traceback is wanted.
     """
-    text = missing_extra(error) or line_of(error)
+    text = missing_extra(error) or refused_by_the_system(error) or line_of(error)
     if isinstance(error, HookError):
         code = ExitCode.CONNECTOR_RAISED
     elif isinstance(error, ConnectorError):
         code = ExitCode.WRONG
-    elif isinstance(error, KVViewError) or missing_extra(error):
+    elif isinstance(error, KVViewError) or missing_extra(error) or refused_by_the_system(error):
         code = ExitCode.COULD_NOT_RUN
     else:
         code = ExitCode.BUG
@@ -68,6 +71,58 @@ def missing_extra(error: BaseException) -> str | None:
     return None
 
 
+def refused_by_the_system(error: BaseException) -> str | None:
+    """What the operating system did not let us do, and with which file; None for any other error.
+
+    A full disk, a name that is too long: nothing that a mended kvview would do better.
+    """
+    if not isinstance(error, OSError) or not error.strerror:
+        return None
+    return line_of(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """``--quiet``: what is printed goes nowhere, but for what an option sends to "-"."""
+    before = _STDOUT.set(sys.stdout)
+    try:
+        with (
+            open(os.devnull, "w", encoding="utf-8") as nowhere,
+            redirect_stdout(nowhere),
+            redirect_stderr(nowhere),
+        ):
+            yield
+    finally:
+        _STDOUT.reset(before)
+
+
+class Seconds(click.FloatRange):
+    """A time that a command may wait: not negative, and one that comes to an end."""
+
+    name = "seconds"
+
+    def __init__(self) -> None:
+        super().__init__(0, 1e8)
+
+    def convert(self, value: Any, *context: Any) -> Any:
+        """Refuse what is no number, ``nan`` among it: it is in every range."""
+        seconds = super().convert(value, *context)
+        return seconds if seconds == seconds else self.fail(f"{value!r} is no time.", *context)
+
+
+class JSONOption(click.Option):
+    """``--json FILE``: a command's report, and what it is made of.
+
+    Args:
+        schemas: Dataclasses or pydantic models of the reports that it may write, as targets,
+            by the name of their schema; ``docs/make_commands.py`` writes those from here.
+    """
+
+    def __init__(self, names: list[str], *, schemas: dict[str, str]) -> None:
+        super().__init__(names, metavar="FILE", help="Write the report there ('-' for stdout).")
+        self.schemas = schemas
+
+
 def require_writable(option: str, path: str | None) -> None:
     """Refuse a path before the run: a report that cannot be written must not cost the run.
 
@@ -92,7 +147,7 @@ def write_json(path: str | None, report: dict[str, Any]) -> None:
 def write_text(option: str, path: str | None, text: str) -> None:
     """Write what an option asked for; to stdout for "-", nowhere for None."""
     if path == "-":
-        click.echo(text, nl=False)
+        click.echo(text, nl=False, file=_STDOUT.get(None))
     elif path is not None:
         try:
             # A lone surrogate, which a message may quote, must not cost the report.

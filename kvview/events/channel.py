@@ -72,7 +72,7 @@ class Publisher:
         buffer_steps: int = 10_000,
     ) -> None:
         self._context = zmq.Context()
-        self._topic, self._replay_topic = topic.encode(), replay_topic
+        self._topic, self._replay_topic = topic.encode(errors="surrogateescape"), replay_topic
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._next = 0
@@ -117,7 +117,7 @@ class Publisher:
         socket = self._context.socket(kind)
         try:
             socket.bind(endpoint)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, UnicodeError) as error:
             socket.close(linger=0)
             self._context.destroy(linger=0)
             raise ConfigError(f"endpoint {endpoint!r}: cannot be bound: {line_of(error)}") from None
@@ -170,7 +170,7 @@ class Listener:
             self._context.term()
             raise
         self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode(errors="surrogateescape"))
 
     def __enter__(self) -> Listener:
         return self
@@ -219,7 +219,7 @@ class Listener:
         socket = self._context.socket(kind)
         try:
             socket.connect(endpoint)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, UnicodeError) as error:
             socket.close(linger=0)
             raise ConfigError(
                 f"endpoint {endpoint!r}: {line_of(error)}; wanted tcp://HOST:PORT or ipc://PATH"

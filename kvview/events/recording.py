@@ -44,7 +44,7 @@ class Recording:
             self._file: IO[Any] = _open(path, "wb")
         except OSError as error:
             raise ConfigError(f"{path!r}: {error.strerror}") from error
-        self._encode = msgspec.json.Encoder().encode
+        self._path, self._encode = path, msgspec.json.Encoder().encode
 
     def __enter__(self) -> Recording:
         return self
@@ -53,9 +53,16 @@ class Recording:
         self._file.close()
 
     def write(self, message: Message) -> None:
-        """Add a message; it is in the file when this returns."""
-        self._file.write(self._encode(message) + b"\n")
-        self._file.flush()
+        """Add a message; it is in the file when this returns.
+
+        Raises:
+            ConfigError: It cannot be written.
+        """
+        try:
+            self._file.write(self._encode(message) + b"\n")
+            self._file.flush()
+        except OSError as error:  # a disk that is full
+            raise ConfigError(f"{self._path!r}: {error.strerror}") from error
 
 
 def read_recording(path: str) -> Iterator[Message]:

@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 
 from kvview.cli.exit_codes import ExitCode
-from kvview.cli.output import naming, require_writable, write_json
+from kvview.cli.output import JSONOption, naming, require_writable, write_json
 from kvview.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,7 +83,14 @@ DEFAULT_MUTANTS = 20
 )
 @click.option("--hook-seconds", type=float, help="CPU time of one call of a hook.  [default: 30]")
 @click.option(
-    "--json", "json_file", metavar="FILE", help="Write the report there ('-' for stdout)."
+    "--json",
+    "json_file",
+    cls=JSONOption,
+    schemas={
+        "report": "kvview.testing.schema:ReportModel",
+        "self-test": "kvview.testing.schema:SelfTestModel",
+        "upgrade": "kvview.testing.schema:UpgradeModel",
+    },
 )
 @click.option("--report", "page_file", metavar="FILE.html", help="Write a page for people there.")
 @click.option(

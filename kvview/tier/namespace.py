@@ -75,7 +75,7 @@ class Namespace:
         try:
             found: Mapping[str, Any] = json.loads(text)
             return cls(**{field.name: found[field.name] for field in fields(cls)})
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(f"this is no namespace of a tier: {text[:200]!r}") from error
 
     def require_same(self, other: Namespace, where: str) -> None:

@@ -12,10 +12,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvview.cli.commands import cli
+from tests.traces import NAMES, trace_file
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = f"{ROOT / 'examples' / 'host_cache.py'}:HostCacheConnector"
-DATA = ROOT.parent / "shared" / "data"
 REPORT_NAMES = {
     "requests",
     "blocks",
@@ -78,13 +78,10 @@ def test_generated_workload(tmp_path: Path, options: tuple[str, ...]) -> None:
     assert report["bytes_verified"] > 0
 
 
-@pytest.mark.parametrize(
-    "name", ["mooncake_conversation_trace.jsonl", "cc_traces_first40.jsonl.gz"]
-)
-def test_slice_of_a_real_trace(tmp_path: Path, name: str) -> None:
-    if not (DATA / name).exists():
-        pytest.skip(f"no {name} in ../shared/data")
-    report = replay(tmp_path, DATA / name, "--requests", "100", "--gpu-blocks", "8000")
+@pytest.mark.parametrize("name", NAMES)
+def test_slice_of_a_real_trace_or_one_that_is_like_it(tmp_path: Path, name: str) -> None:
+    path = trace_file(name).path
+    report = replay(tmp_path, path, "--requests", "100", "--gpu-blocks", "8000")
     assert report["requests"] == 100
     assert report["gpu_hit_blocks"] > 0
 

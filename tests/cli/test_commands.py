@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import types
@@ -12,10 +13,12 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from docs.make_commands import leaves
 from kvview.cli import commands
-from kvview.cli.commands import cli
+from kvview.cli.commands import SUMMARIES, cli
 from kvview.cli.exit_codes import ExitCode
 from kvview.errors import ConfigError
+from kvview.version import CONTRACT_VERSION, __version__
 
 ROOT = Path(__file__).parents[2]
 LAZY = "kvview_reference.connector:LazyOffloadConnector"
@@ -65,14 +68,64 @@ def test_every_way_in(way: tuple[str, ...]) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_help_fits_a_terminal_and_says_the_exit_codes() -> None:
-    for command in ([], ["check"], ["doctor"], ["replay"]):
-        result = run(*command, "--help")
-        assert result.exit_code == ExitCode.CLEAN
-        assert max(map(len, result.stdout.splitlines())) <= 80
-        for code in ExitCode:
-            assert f"{code:>3}  {code.what}" in result.stdout
-        assert not command or result.stdout.count("--verbose") == 1
+COMMANDS = [path.split()[1:] for path, _ in leaves()]
+GROUPS = [[], *sorted({(command[0],) for command in COMMANDS if len(command) > 1})]
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *GROUPS], ids=" ".join)
+def test_help_fits_a_terminal_and_says_what_all_have(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    result = run(*command, "--help")
+    assert result.exit_code == ExitCode.CLEAN
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    for code in ExitCode:
+        assert f"{code:>3}  {code.what}" in result.stdout
+    for option in ("-q, --quiet", "-v, --verbose"):
+        assert result.stdout.count(f"  {option} ") == 1
+
+
+def test_the_help_has_a_summary_of_every_command_and_imports_none() -> None:
+    commands = {command[0] for command in COMMANDS}
+    assert commands == set(SUMMARIES)
+    shown = run("--help").stdout
+    for summary in SUMMARIES.values():
+        assert f"  {summary}\n" in shown
+
+
+def test_quiet_leaves_errors_and_what_was_asked_for() -> None:
+    args = ("replay", "--requests", "20", "--json", "-")
+    told = run(*args).stdout
+    assert not told.startswith("{")
+    for quiet in (run(*args, "--quiet"), run("--quiet", *args), run(*args, "-q")):
+        assert (quiet.exit_code, quiet.stderr) == (ExitCode.CLEAN, "")
+        assert json.loads(quiet.stdout)["requests"] == 20
+    wrong = run("replay", "no_such_trace", "--quiet")
+    assert (wrong.exit_code, wrong.stdout) == (ExitCode.COULD_NOT_RUN, "")
+    assert wrong.stderr.startswith("kvview: cannot read trace")
+
+
+def test_verbose_names_versions_and_brings_tracebacks() -> None:
+    good = run("events", "validate", "no_such", "--verbose")
+    first, *_, last = good.stderr.splitlines()
+    assert first.startswith(f"kvview: kvview {__version__} (contract {CONTRACT_VERSION}), ")
+    assert "Traceback" in good.stderr
+    assert last.startswith("kvview: 'no_such'")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str) -> None:
+    script = run("completion", shell)
+    assert script.exit_code == ExitCode.CLEAN
+    assert f"_KVVIEW_COMPLETE={shell}_complete" in script.stdout
+    assert run("completion", "ksh").exit_code == ExitCode.COULD_NOT_RUN
+
+
+def test_what_the_shell_asks_is_answered() -> None:
+    asked = "COMP_WORDS='kvview events val' COMP_CWORD=2 _KVVIEW_COMPLETE=bash_complete"
+    done = python(shell=f'{asked} "$0" -c "from kvview.cli import main; main()"')
+    assert done.stdout == "plain,validate\n"
 
 
 def test_the_readme_says_the_exit_codes() -> None:
@@ -81,15 +134,22 @@ def test_the_readme_says_the_exit_codes() -> None:
         assert f"| {code:d} | {code.what.removesuffix(' or of a command')}" in text
 
 
-@pytest.mark.parametrize("option", ["--version", "--help"])
-def test_it_starts_without_the_heavy_packages(option: str) -> None:
+@pytest.mark.parametrize(
+    "command", ["--version", "--help", "new mine.py", "new --help", "completion bash"]
+)
+def test_it_starts_without_the_heavy_packages(command: str, tmp_path: Path) -> None:
+    args = [str(tmp_path / word) if word == "mine.py" else word for word in command.split()]
     code = (
-        "import sys; sys.argv[1:] = [%r]\nfrom kvview.cli import main\n"
-        "try: main()\nexcept SystemExit: print(*sys.modules)"
+        f"import sys; sys.argv[1:] = {args!r}\nfrom kvview.cli import main\n"
+        "try: main()\nexcept SystemExit as end: print(end.code, *sys.modules)"
     )
-    loaded = set(python("-c", code % option).stdout.split())
+    *_, last = python("-c", code).stdout.splitlines()
+    exit_code, *loaded = last.split()
+    assert exit_code == "0"
     assert "kvview.cli.commands" in loaded
-    assert not loaded & {"torch", "numpy", "vllm", "hypothesis"}
+    heavy = {"torch", "numpy", "vllm", "hypothesis", "pydantic", "rich", "msgspec", "zmq"}
+    heavy |= {"kvview.testing", "kvview_reference", "kvview_vllm"}
+    assert not heavy.intersection(loaded)
 
 
 # --- entry points ---

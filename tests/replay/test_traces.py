@@ -22,13 +22,9 @@ from kvview.errors import ConfigError, TraceError
 from kvview_reference.replay import traces
 from kvview_reference.replay.traces import TraceRequest, open_trace
 from kvview_reference.replay.workload import generate_trace
-
-DATA = Path(__file__).parents[3] / "shared" / "data"
-MOONCAKE_FILE = DATA / "mooncake_conversation_trace.jsonl"
-CC_FILE = DATA / "cc_traces_first40.jsonl.gz"
-needs_data = pytest.mark.skipif(
-    not (MOONCAKE_FILE.exists() and CC_FILE.exists()), reason="no real traces in ../shared/data"
-)
+from tests.traces import CC as CC_NAME
+from tests.traces import MOONCAKE as MOONCAKE_NAME
+from tests.traces import trace_file
 
 MOONCAKE = {"timestamp": 1500, "input_length": 600, "output_length": 3, "hash_ids": [0, 7]}
 BAILIAN = {
@@ -499,7 +495,7 @@ def test_abandoned_iteration_closes_the_file(path: Path) -> None:
     del iterator
 
 
-# --- real files ------------------------------------------------------------------------
+# --- real files, or those that are like them (tests/traces) -----------------------------
 
 
 def prefix_hit_rate(requests: Iterable[TraceRequest]) -> tuple[int, int, int, float]:
@@ -515,21 +511,26 @@ def prefix_hit_rate(requests: Iterable[TraceRequest]) -> tuple[int, int, int, fl
     return num_requests, references, len(seen), hits / max(references, 1)
 
 
-@needs_data
 def test_mooncake_file() -> None:
-    trace = open_trace(MOONCAKE_FILE)
+    file = trace_file(MOONCAKE_NAME)
+    trace = open_trace(file.path)
     requests = list(trace)
     num_requests, references, unique, hit_rate = prefix_hit_rate(requests)
-    assert (num_requests, references, unique) == (12_031, 288_500, 182_790)
-    assert hit_rate == pytest.approx(0.366, abs=0.001)
-    assert (requests[0].arrival_s, requests[-1].arrival_s) == (0.0, 3536.999)
+    assert num_requests == 12_031
+    if file.is_real:
+        assert (references, unique) == (288_500, 182_790)
+        assert hit_rate == pytest.approx(0.366, abs=0.001)
+        assert (requests[0].arrival_s, requests[-1].arrival_s) == (0.0, 3536.999)
+    assert references == pytest.approx(288_500, rel=0.1)
+    assert unique == pytest.approx(182_790, rel=0.1)
+    assert hit_rate == pytest.approx(0.366, abs=0.03)
+    assert requests[-1].arrival_s == pytest.approx(3537, rel=0.1)
     assert all(len(r.hash_ids) == -(-r.num_prompt_tokens // 512) for r in requests)
-    assert trace.bytes_read == trace.total_bytes == MOONCAKE_FILE.stat().st_size
+    assert trace.bytes_read == trace.total_bytes == file.path.stat().st_size
 
 
-@needs_data
 def test_cc_file() -> None:
-    trace = open_trace(CC_FILE)
+    trace = open_trace(trace_file(CC_NAME).path)
     assert (trace.schema, trace.block_size) == ("cc-traces", 64)
     num_requests = num_nested = 0
     last_line, last_arrival_s = 0, 0.0
@@ -547,10 +548,9 @@ def test_cc_file() -> None:
     assert len(ids) == num_requests
 
 
-@needs_data
 @pytest.mark.parametrize("line", [1, 2, 150])
 def test_slice_of_mooncake_with_one_bad_row(path: Path, line: int) -> None:
-    with MOONCAKE_FILE.open("rb") as file:
+    with trace_file(MOONCAKE_NAME).path.open("rb") as file:
         rows = [row.rstrip(b"\n") for row in itertools.islice(file, 200)]
     expected = list(open_trace(write(path, rows)))
     assert len(expected) == 200
@@ -561,9 +561,8 @@ def test_slice_of_mooncake_with_one_bad_row(path: Path, line: int) -> None:
     assert f"trace.jsonl:{line}: not JSON: EOF" in errors[0]
 
 
-@needs_data
 def test_slice_of_cc_with_one_bad_nested_request(path: Path) -> None:
-    with gzip.open(CC_FILE) as file:
+    with gzip.open(trace_file(CC_NAME).path) as file:
         rows = [json.loads(row) for row in itertools.islice(file, 3)]
     expected = list(open_trace(write(path, rows)))
     nested = next(entry for entry in rows[2]["requests"] if entry["type"] == "subagent")

@@ -11,13 +11,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvview.cli.exit_codes import ExitCode
-from kvview.cli.output import require_writable, write_json
+from kvview.cli.output import JSONOption, require_writable, write_json
 from kvview_vllm.doctor import Diagnosis, diagnose
 
 
 @click.command()
 @click.option(
-    "--json", "json_file", metavar="FILE", help="Write the report there ('-' for stdout)."
+    "--json",
+    "json_file",
+    cls=JSONOption,
+    schemas={"doctor": "kvview_vllm.doctor.diagnosis:Diagnosis"},
 )
 def doctor(json_file: str | None) -> None:
     """Say which vLLM is installed, and whether kvview fits it."""
@@ -25,7 +28,7 @@ def doctor(json_file: str | None) -> None:
     found = diagnose()
     if json_file != "-":
         _show_diagnosis(found)
-    write_json(json_file, {**asdict(found), "is_healthy": found.is_healthy})
+    write_json(json_file, asdict(found))
     sys.exit(ExitCode.CLEAN if found.is_healthy else ExitCode.WRONG)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Literal
 
 from kvview_vllm.releases import (
     TESTED,
@@ -48,22 +49,21 @@ class Diagnosis:
         version: Of the installed vLLM, None when there is none.
         tested: The range of releases that kvview was tested on.
         is_tested: Whether the version is in it.
+        is_healthy: Whether every seam fits.
         capabilities: Every flag of the table, and whether this vLLM has it.
         seams: One report a seam.
         beyond: What this vLLM has beyond the contract.
+        schema_version: Of the JSON; grows when a field goes or means something else.
     """
 
     version: str | None
     tested: str
     is_tested: bool
+    is_healthy: bool
     capabilities: dict[str, bool]
     seams: tuple[SeamReport, ...]
     beyond: tuple[Beyond, ...] = ()
-
-    @property
-    def is_healthy(self) -> bool:
-        """Whether every seam fits."""
-        return all(seam.fits for seam in self.seams)
+    schema_version: Literal[1] = 1
 
 
 def diagnose() -> Diagnosis:
@@ -71,16 +71,17 @@ def diagnose() -> Diagnosis:
     try:
         version = engine_version()
     except VLLMNotInstalledError as error:
-        return Diagnosis(None, TESTED, False, {}, (SeamReport("vllm", False, str(error)),))
+        return Diagnosis(None, TESTED, False, False, {}, (SeamReport("vllm", False, str(error)),))
     found: list[Seam] = []
     try:
         seams = tuple(_report(seam, check, found) for seam, check in _CHECKS.items())
     except VLLMNotImportableError as error:
         reports = (SeamReport("vllm", False, str(error)),)
-        return Diagnosis(version, TESTED, is_tested(version), {}, reports)
+        return Diagnosis(version, TESTED, is_tested(version), False, {}, reports)
     flags = {name for seam in found for name, has in vars(seam).items() if has is True}
     capabilities = {each.name: each.name in flags for each in differences()}
-    return Diagnosis(version, TESTED, is_tested(version), capabilities, seams, beyond())
+    fits = all(seam.fits for seam in seams)
+    return Diagnosis(version, TESTED, is_tested(version), fits, capabilities, seams, beyond())
 
 
 _Check = Callable[[Release], tuple[Seam, str]]

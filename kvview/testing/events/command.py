@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvview.cli.exit_codes import EXIT_CODES, ExitCode
-from kvview.cli.output import require_writable, write_json
+from kvview.cli.output import JSONOption, Seconds, require_writable, write_json
 from kvview.errors import ConfigError, WireFormatError
 
 if TYPE_CHECKING:
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
 
 _SHOWN = 20  # findings on the screen; the JSON has all that are kept
 _KEPT = 10_000
+_JSON = click.option(
+    "--json",
+    "json_file",
+    cls=JSONOption,
+    schemas={"events": "kvview.testing.events.stream_report:StreamReport"},
+)
 _SOURCE = "SOURCE is an endpoint, tcp://HOST:PORT or ipc://PATH, or a recording (.jsonl, .gz)."
 
 
@@ -36,7 +43,7 @@ def _heard(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of every command that takes a SOURCE."""
     for option in (
         click.option("--messages", type=click.IntRange(1), help="End after so many."),
-        click.option("--seconds", type=click.FloatRange(0), help="End after so long."),
+        click.option("--seconds", type=Seconds(), help="End after so long."),
         click.option("--topic", default="", help="What the topics begin with.  [default: any]"),
         click.option(
             "--replay-from",
@@ -59,9 +66,7 @@ def _heard(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Say what this reader does with each event. Repeatable; 'all' for every one.",
 )
 @click.option("--format", "format_name", metavar="NAME", help="Read this format alone, strictly.")
-@click.option(
-    "--json", "json_file", metavar="FILE", help="Write the report there ('-' for stdout)."
-)
+@_JSON
 def validate(
     source: str,
     consumers: tuple[str, ...],
@@ -91,32 +96,35 @@ def validate(
                 report.judge(consumer, batch)
         report.has_ended = True
     report.show(json_file == "-")
-    code = report.code()
-    write_json(json_file, report.to_dict(source, code))
-    sys.exit(code)
+    report.write(json_file, source)
+    sys.exit(report.code())
 
 
 @events.command(epilog=EXIT_CODES)
 @click.argument("source")
 @_heard
-def tail(source: str, **heard: Any) -> None:
+@_JSON
+def tail(source: str, json_file: str | None, **heard: Any) -> None:
     """Print each event in a line, and what lies where at the end.
 
     SOURCE is an endpoint, tcp://HOST:PORT or ipc://PATH, or a recording.
     """
     from kvview.testing.events.stream_fold import StreamFold
 
+    require_writable("--json", json_file)
+    is_taken = json_file == "-"
     report = _Report(StreamFold())
     with suppress(KeyboardInterrupt):
         for message in _messages(source, report, **heard):
             batch, found = report.fold.apply(message.sequence, message.payload)
             for event in () if batch is None else batch.events:
-                click.echo(f"{message.sequence:>8} {_line(event)}")
+                click.echo(f"{message.sequence:>8} {_line(event)}", err=is_taken)
             for finding in found:
-                click.echo(f"{finding.sequence:>8} ! {finding.law}: {finding.what}")
+                click.echo(f"{finding.sequence:>8} ! {finding.law}: {finding.what}", err=is_taken)
             report.note(found)
         report.has_ended = True
-    report.show_held()
+    report.show_held(is_taken)
+    report.write(json_file, source)
     sys.exit(report.code())
 
 
@@ -144,8 +152,20 @@ def record(endpoint: str, file: str, **heard: Any) -> None:
 @click.argument("file")
 @click.argument("endpoint")
 @click.option("--replay-to", metavar="ENDPOINT", help="Answer there who missed messages.")
-@click.option("--wait", default=1.0, show_default=True, help="Seconds for readers to connect.")
-@click.option("--linger", default=0.0, show_default=True, help="Seconds to answer replays after.")
+@click.option(
+    "--wait",
+    type=Seconds(),
+    default=1.0,
+    show_default=True,
+    help="Seconds for readers to connect.",
+)
+@click.option(
+    "--linger",
+    type=Seconds(),
+    default=0.0,
+    show_default=True,
+    help="Seconds to answer replays after.",
+)
 def replay(file: str, endpoint: str, replay_to: str | None, wait: float, linger: float) -> None:
     """Publish the messages of the recording FILE at ENDPOINT, which is bound.
 
@@ -153,7 +173,9 @@ def replay(file: str, endpoint: str, replay_to: str | None, wait: float, linger:
     """
     from kvview.events.channel import Publisher
 
-    payloads = (message.payload for message in _recorded(file, ""))
+    messages = _recorded(file, "")
+    first = list(islice(messages, 1))  # what cannot be read is said before anybody connects
+    payloads = (message.payload for message in chain(first, messages))
     with Publisher(endpoint, replay_to) as publisher:
         click.echo(f"publishing at {publisher.endpoint}", err=True)
         time.sleep(wait)
@@ -287,34 +309,32 @@ class _Report:
         if fold.num_messages and not fold.knows_all:
             click.echo("not all was heard: what lies where is a part", err=is_quiet)
 
-    def to_dict(self, source: str, code: ExitCode) -> dict[str, Any]:
-        return {
-            "source": source,
-            "exit_code": int(code),
-            "messages": self.fold.num_messages,
-            "replayed": self.num_replayed,
-            "events": dict(self.fold.num_events),
-            "formats": dict(self.fold.formats),
-            "held": {medium: len(held) for medium, held in sorted(self.fold.held.items())},
-            "copies_left": self.fold.num_copies_left,
-            "knows_all": self.fold.knows_all,
-            "missing": [[gap.start, gap.stop] for gap in self.fold.gaps],
-            "num_findings": self.num_findings,
-            "findings": [asdict(finding) for finding in self.findings],
-            "trouble": self.trouble,
-            "consumers": {
+    def write(self, json_file: str | None, source: str) -> None:
+        from kvview.testing.events.stream_report import JudgedEvents, StreamReport
+
+        told = StreamReport(
+            source=source,
+            exit_code=int(self.code()),
+            messages=self.fold.num_messages,
+            replayed=self.num_replayed,
+            events=dict(self.fold.num_events),
+            formats=dict(self.fold.formats),
+            held={medium: len(held) for medium, held in sorted(self.fold.held.items())},
+            copies_left=self.fold.num_copies_left,
+            knows_all=self.fold.knows_all,
+            missing=[(gap.start, gap.stop) for gap in self.fold.gaps],
+            num_findings=self.num_findings,
+            findings=self.findings,
+            trouble=self.trouble,
+            consumers={
                 name: [
-                    {
-                        "verdict": judgement.verdict.value,
-                        "why": judgement.why,
-                        "thread": judgement.thread,
-                        "events": count,
-                    }
-                    for judgement, count in judged.most_common()
+                    JudgedEvents(one.verdict.value, one.why, one.thread, count)
+                    for one, count in judged.most_common()
                 ]
                 for name, judged in self.judged.items()
             },
-        }
+        )
+        write_json(json_file, asdict(told))
 
 
 def _line(event: AnyEvent) -> str:

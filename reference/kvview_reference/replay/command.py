@@ -23,7 +23,7 @@ from rich.progress import (
 from rich.table import Table
 
 from kvview.cli.exit_codes import ExitCode
-from kvview.cli.output import naming, require_writable, write_json
+from kvview.cli.output import JSONOption, Seconds, naming, require_writable, write_json
 from kvview.errors import ConfigError, KVViewError
 from kvview.targets import load_connector
 
@@ -76,14 +76,17 @@ _SYNTHETIC_BLOCK_SIZE = 512
 @click.option("--publish-replay", metavar="ENDPOINT", help="Answer there who missed some.")
 @click.option(
     "--publish-wait",
-    type=click.FloatRange(0),
+    type=Seconds(),
     default=1.0,
     show_default=True,
     help="Seconds for readers to connect before, and to ask after.",
 )
 @click.option("--strict", is_flag=True, help="Damaged input ends the run, with exit code 2.")
 @click.option(
-    "--json", "json_file", metavar="FILE", help="Write the report there ('-' for stdout)."
+    "--json",
+    "json_file",
+    cls=JSONOption,
+    schemas={"replay": "kvview_reference.replay.run:ReplayFile"},
 )
 def replay(
     trace: str | None,
@@ -109,7 +112,7 @@ def replay(
     folder of such files. Without one, a seeded workload of the same shape is generated. Every byte
     that the connector loads is verified.
     """
-    from kvview_reference.replay.run import ReplayConfig, make_geometry
+    from kvview_reference.replay.run import ReplayConfig, ReplayFile, make_geometry
     from kvview_reference.replay.run import replay as run
     from kvview_reference.replay.traces import open_trace
     from kvview_reference.replay.workload import generate_trace
@@ -159,7 +162,8 @@ def replay(
             rows = _take(rows, requests)
             result = run(rows, block_size, connector_class, config, on_progress, on_step)
     _show(result, title, len(malformed))
-    write_json(json_file, {**asdict(result), "malformed_rows": len(malformed), "lost": malformed})
+    told = ReplayFile(**vars(result), malformed_rows=len(malformed), lost=malformed)
+    write_json(json_file, asdict(told))
     if malformed:
         click.echo(f"kvview: lost: {len(malformed)} of {title} could not be read", err=True)
     sys.exit(ExitCode.CLEAN if result.is_clean else ExitCode.WRONG)

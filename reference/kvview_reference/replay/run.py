@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from kvview import (
     CacheGeometry,
@@ -88,6 +88,21 @@ class ReplayReport:
     def is_clean(self) -> bool:
         """Whether every byte was right and every block came back."""
         return not self.mismatches and not self.holds_at_end
+
+
+@dataclass(frozen=True)
+class ReplayFile(ReplayReport):
+    """What ``kvview replay --json FILE`` writes.
+
+    Args:
+        malformed_rows: Rows and files of the trace that could not be read.
+        lost: Each of them, and why.
+        schema_version: Grows when a field goes or means something else.
+    """
+
+    malformed_rows: int
+    lost: list[str]
+    schema_version: Literal[1] = 1
 
 
 def parse_groups(text: str, block_size: int) -> tuple[CacheGroup, ...]:

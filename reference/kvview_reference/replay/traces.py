@@ -46,6 +46,7 @@ def _open(path: str) -> Iterator[tuple[BufferedIOBase, BufferedIOBase]]:
             kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
             raise ConfigError(f"cannot read trace {path!r}: {kind}")
         file = open(path, "rb")  # noqa: SIM115
+        is_packed = file.peek(2)[:2] == b"\x1f\x8b"
     except OSError as error:
         raise ConfigError(f"cannot read trace {path!r}: {error.strerror}") from error
     except ConfigError:
@@ -53,7 +54,7 @@ def _open(path: str) -> Iterator[tuple[BufferedIOBase, BufferedIOBase]]:
     except ValueError as error:  # a null byte, or a surrogate that no file name can hold
         raise ConfigError(f"cannot read trace {path!r}: {error}") from error
     with file:
-        if file.peek(2)[:2] == b"\x1f\x8b":
+        if is_packed:
             with gzip.GzipFile(fileobj=file) as rows:
                 yield file, rows
         else:

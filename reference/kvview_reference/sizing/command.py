@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvview.cli.exit_codes import ExitCode
-from kvview.cli.output import require_writable, write_json, write_text
+from kvview.cli.output import JSONOption, require_writable, write_json, write_text
 from kvview.errors import ConfigError, KVViewError
 
 if TYPE_CHECKING:
@@ -92,7 +92,10 @@ def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option("--strict", is_flag=True, help="Damaged input ends the run, with exit code 2.")
 @click.option(
-    "--json", "json_file", metavar="FILE", help="Write the report there ('-' for stdout)."
+    "--json",
+    "json_file",
+    cls=JSONOption,
+    schemas={"size": "kvview_reference.sizing.sweep:SizeReport"},
 )
 @click.option("--csv", "csv_file", metavar="FILE", help="Write the points ('-' for stdout).")
 @click.option("--html", "html_file", metavar="FILE", help="Write a page with the curves.")
@@ -228,7 +231,7 @@ def _is_recording(path: str) -> bool:
             is_packed = file.read(2) == b"\x1f\x8b"
         with gzip.open(path, "rb") if is_packed else open(path, "rb") as rows:
             first = json.loads(rows.readline(2**20))
-    except (OSError, EOFError, zlib.error, ValueError):
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError):
         return False
     return isinstance(first, dict) and {"sequence", "payload"} <= first.keys()
 

@@ -103,7 +103,7 @@ def read_model(path: str | None, given: Mapping[str, Any]) -> ModelShape | None:
             config = json.loads(Path(path).read_bytes())
         except OSError as error:
             raise ConfigError(f"--model {path!r}: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"--model {path!r}: not JSON: {error}") from None
         if not isinstance(config, dict):
             raise ConfigError(f"--model {path!r}: not a JSON object")

@@ -79,7 +79,8 @@ class Tiers:
         Raises:
             ConfigError: There is no such policy.
         """
-        size = self.sampled(host_blocks)
+        # A host with room for every block evicts none: more room is the same, and costs memory.
+        size = min(self.sampled(host_blocks), self.references.starts[-1])
         if not size:
             none = array("I", bytes(4 * len(self.gpu_hits)))
             return HostTraffic(none, none)
