@@ -10,6 +10,7 @@ from tests.house.source_tree import FLOORS, ROOMS, ROOT, files_of_tests, module_
 
 # A room, and the rooms at the root of kvview that it may import: those above it in the list.
 CONTRACT_ORDER = (
+    "links",
     "errors",
     "version",
     "keys",
@@ -26,6 +27,7 @@ CONTRACT_ORDER = (
     "targets",
     "config",
     "web_page",
+    "web_chart",
     "cli",
 )
 
