@@ -6,6 +6,7 @@ What may change when is written in ``docs/compatibility.md``.
 from __future__ import annotations
 
 import re
+import sys
 
 from kvview.errors import UnsupportedContractError
 
@@ -14,6 +15,7 @@ __version__ = "1.0.0"
 CONTRACT_VERSION = "1.0"
 """Major and minor: a minor release adds what is optional, a major one may break."""
 
+_NAMED = ("hypothesis", "torch", "vllm")
 _VERSION = re.compile(r"[0-9]{1,9}\.[0-9]{1,9}")
 
 
@@ -43,3 +45,29 @@ def require_contract(written_to: str, who: str) -> None:
                 else "see CHANGELOG.md for what changed since, or install an older kvview"
             )
         )
+
+
+def versions_of(target: object = None) -> dict[str, str]:
+    """Versions by name: of kvview, Python, the machine, what was imported, and the target.
+
+    Args:
+        target: What was checked; the distribution that its module is from is named too.
+    """
+    import platform
+    from importlib import metadata
+
+    found = {
+        "kvview": __version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+    }
+    names = {name for name in _NAMED if name in sys.modules}
+    top = str(getattr(target, "__module__", "")).partition(".")[0]
+    names.update(metadata.packages_distributions().get(top, ()))
+    for name in sorted(names - {"kvview"}):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # run from its sources
+            if version := getattr(sys.modules.get(name), "__version__", None):
+                found[name] = str(version)
+    return found

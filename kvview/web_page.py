@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -17,17 +17,18 @@ _STYLE = """
   --axis: #c3c8cd; --engine: #7ea6d0; --held: #c8741c; --free: #454c54; --hatch: #ffdcb3 } }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2em auto; padding: 0 1em;
   color: var(--text); background: var(--page) }
-h1 { font-size: 1.5em } h2 { font-size: 1.2em; margin-top: 2em }
-h1, h2, td { overflow-wrap: anywhere }
+h1 { font-size: 1.5em } h2 { font-size: 1.2em; margin-top: 2em } h3 { font-size: 1em }
+h1, h2, h3, p, td { overflow-wrap: anywhere } a { color: inherit }
 table { border-collapse: collapse }
 th, td { text-align: left; vertical-align: top; padding: .3em 1.2em .3em 0;
   border-bottom: 1px solid var(--rule) }
-th { font-weight: 600 } td:first-child, .number, .outcome { white-space: nowrap }
-.number { text-align: right; font-variant-numeric: tabular-nums }
+th { font-weight: 600 } td.number, .outcome, .law { white-space: nowrap }
+.number { text-align: right; vertical-align: bottom; font-variant-numeric: tabular-nums }
 pre { background: var(--code); padding: 1em; overflow-x: auto; font-size: 13px; line-height: 1.4 }
 code { font-size: 13px } .note { color: var(--note) } .good { color: var(--good) }
 .bad { color: var(--bad); font-weight: 600 } .expected { color: var(--expected) }
-svg { width: 100%; height: auto; margin: .5em 0 } summary { cursor: pointer; color: var(--note) }
+svg { width: 100%; min-width: 640px; height: auto; margin: .5em 0 }
+summary { cursor: pointer; color: var(--note) }
 svg text { font: 13px system-ui, sans-serif; fill: var(--axis) }
 svg .told { fill: var(--bad) } .axis { fill: none; stroke: var(--axis) }
 .engine { fill: var(--engine) } .held { fill: var(--held) } .free { fill: var(--free) }
@@ -41,7 +42,21 @@ svg .told { fill: var(--bad) } .axis { fill: none; stroke: var(--axis) }
 .enough { stroke: var(--note) } .wide { overflow-x: auto }
 .c0 { stroke: var(--engine) } .c1 { stroke: var(--held) } .c2 { stroke: var(--good) }
 .c3 { stroke: var(--bad) } .mark { fill: var(--page); stroke-width: 1.8 }
-@media print { body { max-width: none; margin: 0 } h2, svg, tr { break-inside: avoid } }
+.never { display: inline-block; min-width: 3em;
+  background: repeating-linear-gradient(135deg, transparent 0 5px, var(--rule) 5px 7px) }
+.share { display: inline-block; width: 12em; height: .8em; border: 1px solid var(--axis) }
+.share i { display: block; height: 100%; background: repeating-linear-gradient(90deg,
+  var(--engine) 0 5px, var(--page) 5px 6px) }
+section { border-left: 3px solid var(--bad); padding-left: 1em; margin: 1.5em 0 }
+section.expected { border-left: 3px dashed var(--expected); color: inherit }
+@media print {
+  :root { color-scheme: light; --text: #000; --page: #fff; --rule: #ccc; --code: #f4f5f7;
+    --note: #444; --bad: #b22222; --good: #2e7d32; --expected: #9a5b00; --axis: #333;
+    --engine: #4e79a7; --held: #f28e2b; --free: #d7dde3; --hatch: #7a4300 }
+  body { max-width: none; margin: 0; print-color-adjust: exact }
+  h2, h3, svg, tr { break-inside: avoid }
+  h2, h3 { break-after: avoid } svg { min-width: 0 } .wide { overflow: visible }
+  pre { white-space: pre-wrap; overflow-wrap: anywhere } }
 """
 
 
@@ -71,6 +86,27 @@ def write_page(what: str, path: str | Path, title: str, parts: Iterable[str]) ->
         raise ConfigError(f"{what} {str(path)!r}: {error.strerror}") from error
 
 
+def wide(html: str) -> str:
+    """What may be wider than a narrow screen, and is then moved by itself."""
+    return f'<div class="wide" tabindex="0">{html}</div>'
+
+
+def facts(rows: Iterable[tuple[str, str]]) -> str:
+    """Names and values as a table: both as text."""
+    lines = [f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows]
+    return "<table>" + "\n".join(lines) + "</table>"
+
+
+def share_bar(share: float) -> str:
+    """A share as a striped bar and a number."""
+    return f'<span class="share"><i style="width:{min(1, share):.1%}"></i></span> {share:.1%}'
+
+
+def made_by(versions: Mapping[str, str]) -> list[str]:
+    """The end of every page: what its figures rest on."""
+    return ["<h2>Made with</h2>", facts(versions.items())]
+
+
 def make_table(
     names: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = ()
 ) -> str:
@@ -84,6 +120,8 @@ def make_table(
 
     def row(tag: str, cells: Sequence[str]) -> str:
         kinds = [' class="number"' if name in numbers else "" for name in names]
+        if tag == "th":
+            kinds = [f' scope="col"{kind}' for kind in kinds]
         filled = zip(kinds, cells, strict=True)
         return "<tr>" + "".join(f"<{tag}{kind}>{cell}</{tag}>" for kind, cell in filled) + "</tr>"
 

@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 
 from kvview.cli.exit_codes import ExitCode
-from kvview.cli.output import JSONOption, naming, require_writable, write_json
+from kvview.cli.output import JSONOption, naming, require_writable, write_json, write_text
 from kvview.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,6 +40,11 @@ DEFAULT_MUTANTS = 20
     "expected_failures_file",
     metavar="FILE",
     help="Lines of 'check_name: reason' or 'coverage: name: reason'; a pass is reported.",
+)
+@click.option(
+    "--level",
+    type=click.Choice(["core", "full"]),
+    help="What must be reached: core (what all must keep; no more is checked), or full.",
 )
 @click.option("--seed", type=int, help="Of everything random; of a connector, the first.")
 @click.option("--steps", type=int, help="Longest sequence of calls; fewest steps of a run.")
@@ -92,7 +97,12 @@ DEFAULT_MUTANTS = 20
         "upgrade": "kvview.testing.schema:UpgradeModel",
     },
 )
-@click.option("--report", "page_file", metavar="FILE.html", help="Write a page for people there.")
+@click.option(
+    "--html", "--report", "page_file", metavar="FILE", help="Write a page for people there."
+)
+@click.option(
+    "--badge", "badge_file", metavar="FILE", help="Write a badge there: FILE.svg, or FILE.json."
+)
 @click.option(
     "--self-test",
     is_flag=True,
@@ -110,6 +120,7 @@ def check(
     profile: str,
     select: tuple[str, ...],
     expected_failures_file: str | None,
+    level: str | None,
     seed: int | None,
     steps: int | None,
     seeds: int | None,
@@ -122,6 +133,7 @@ def check(
     hook_seconds: float | None,
     json_file: str | None,
     page_file: str | None,
+    badge_file: str | None,
     self_test: bool,
     num_mutants: int,
 ) -> None:
@@ -135,7 +147,10 @@ def check(
     """
     console = Console(stderr=json_file == "-", emoji=False)  # stdout is the report's alone then
     require_writable("--json", json_file)
-    require_writable("--report", page_file)
+    require_writable("--html", page_file)
+    require_writable("--badge", badge_file)
+    if badge_file is not None and not badge_file.endswith((".svg", ".json")):
+        raise ConfigError(f"--badge {badge_file!r}: name it FILE.svg, or FILE.json for shields.io")
     if self_test:
         _refuse_for_the_self_test(click.get_current_context())
         _finish(*_self_test(console, num_mutants, seed or 0), json_file)
@@ -149,6 +164,7 @@ def check(
         raise ConfigError("--against compares releases: name some with --vllm")
     from kvview.options import read_options
     from kvview.testing import load_target, read_expected_failures, run_checks
+    from kvview.testing.badge import badge_for
     from kvview.testing.page import write_report
     from kvview.testing.terminal import show_report
 
@@ -169,6 +185,7 @@ def check(
             options=given,
             hook_seconds=hook_seconds,
             inference=inference,
+            level=level,
             target=target,
             on_result=lambda result: on_progress(result.check.name),
             on_seed=lambda done, failed: on_progress(f"{done} seeds, {failed} failed"),
@@ -177,6 +194,7 @@ def check(
     show_report(console, report)
     if page_file is not None:
         write_report(page_file, report)
+    write_text("--badge", badge_file, badge_for(badge_file or "", report))
     _finish(_verdict(report), report.to_dict(), json_file)
 
 
@@ -200,7 +218,7 @@ def _verdict(report: Report) -> ExitCode:
         return ExitCode.WRONG
     if report.is_interrupted:
         return ExitCode.INTERRUPTED
-    return ExitCode.NOT_CHECKED if report.not_checked else ExitCode.CLEAN
+    return ExitCode.CLEAN if report.is_clean else ExitCode.NOT_CHECKED
 
 
 def _finish(code: ExitCode, report: dict[str, Any], json_file: str | None) -> None:

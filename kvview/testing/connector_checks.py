@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvview.errors import ConfigError
@@ -106,6 +107,20 @@ def _token_runs(factory: Factory, profile: Profile) -> ConnectorRuns:
         hook_seconds=profile.hook_seconds or watchdog.HOOK_SECONDS,
         on_progress=on_step or (lambda text: None),
     )
+
+
+def core_coverage(check: Check) -> Check:
+    """What level core asks for in place of the coverage of runs; any other check as it is."""
+    if check.law != COVERAGE:
+        return check
+
+    def run(factory: Factory) -> None:
+        runs = shared_runs(factory)
+        if not runs.coverage.get("stores"):
+            require_exercised(factory, lambda gap: gap.name == "loads")
+
+    run.__doc__ = "Something was stored, or loaded."
+    return replace(check, function=run, is_core=True)
 
 
 def coverage_check(pattern: str) -> Check:

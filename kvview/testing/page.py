@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from kvview.links import law_url
 from kvview.testing.recorder import LawBroken
 from kvview.testing.report import BAD, CheckResult, Outcome, Report
-from kvview.web_page import make_table, write_page
+from kvview.web_page import facts, made_by, make_table, share_bar, wide, write_page
 
-_CLASSES = {
-    Outcome.PASSED: "good",
-    Outcome.FAILED: "bad",
-    Outcome.SKIPPED: "note",
-    Outcome.EXPECTED_FAILURE: "expected",
-    Outcome.UNEXPECTED_PASS: "bad",
-    Outcome.NOT_CHECKED: "expected",
+if TYPE_CHECKING:
+    from kvview.testing.connector import ConnectorRuns, Snapshot
+
+_MARKS = {  # a class of the style, and a sign: not by colour alone
+    Outcome.PASSED: ("good", "✓"),
+    Outcome.FAILED: ("bad", "✗"),
+    Outcome.SKIPPED: ("note", "–"),
+    Outcome.EXPECTED_FAILURE: ("expected", "≈"),
+    Outcome.UNEXPECTED_PASS: ("bad", "✗"),
+    Outcome.NOT_CHECKED: ("expected", "?"),
 }
+_MAX_SEEDS = 40
 
 
 def write_report(path: str | Path, report: Report) -> None:
@@ -35,44 +42,44 @@ def write_report(path: str | Path, report: Report) -> None:
 
 
 def _parts(report: Report) -> list[str]:
+    expected = [one for one in report if one.outcome is Outcome.EXPECTED_FAILURE]
+    parts = _head(report)
+    if report.failures:
+        parts += ["<h2>What failed</h2>", *_by_law(report.failures)]
+    not_exercised = [*_by_law(report.not_checked), *_skips(report)]
+    nothing = "<p>Nothing: all that must happen did.</p>" if report.results else "<p>Anything.</p>"
+    parts += ["<h2>What was not exercised</h2>", *(not_exercised or [nothing])]
+    if report.runs is not None:
+        parts += _runs(report.runs, is_clean=not report.failures)
+    if expected:
+        parts += ["<h2>Expected failures</h2>", *_by_law(expected)]
+    parts += ["<h2>Checks by law</h2>", _laws(report)]
+    return parts + made_by(report.versions)
+
+
+def _head(report: Report) -> list[str]:
     num_failed = len(report.failures)
     failed = f"{num_failed} {'check' if num_failed == 1 else 'checks'} failed"
     verdict = failed if num_failed else "every law that was checked holds"
-    if report.not_checked and not num_failed:
+    if not num_failed and not report.is_clean:
         verdict = "nothing is wrong, and not all was checked that must be"
     if report.is_interrupted:
         verdict = f"interrupted after {len(report.results)} of {report.num_selected} checks"
         verdict += f", {failed}" if num_failed else ""
+    kind, mark = ("good", "✓") if report.is_clean else ("bad", "✗")
     counts = ", ".join(f"{times} {outcome}" for outcome, times in report.counts().items())
     parts = [
-        f'<p><b class="{"good" if report.is_clean else "bad"}">{escape(verdict)}</b>. '
+        f'<p><b class="{kind}">{mark} {escape(verdict)}</b>. '
         f"Contract {escape(report.contract)}: {escape(counts or 'nothing ran')}; "
-        f"profile {escape(report.profile)}, {escape(report.effort())}, {report.seconds:.1f} s.</p>"
+        f"profile {escape(report.profile)}, {escape(report.effort())}, {report.seconds:.1f} s.</p>",
+        f"<p>{escape(report.told_level()).capitalize()}.</p>",
     ]
     if report.runs is not None:
         parts += [f"<p>{escape(note)}</p>" for note in report.runs.notes]
-    if report.failures:
-        parts.append("<h2>What failed</h2>")
-    parts += [_failure(result) for result in report.failures]
-    if report.not_checked:
-        parts.append("<h2>What was not exercised</h2>")
-    parts += [_failure(result) for result in report.not_checked]
-    parts += ["<h2>Checks by law</h2>", _laws(report)]
-    expected = [result for result in report if result.outcome is Outcome.EXPECTED_FAILURE]
-    if expected:
-        parts.append("<h2>Expected failures</h2>")
-    parts += [_failure(result) for result in expected]
-    if report.runs is not None:
-        from kvview.testing.connector.coverage import is_cell, table_of_cells
-
-        coverage = report.runs.coverage
-        rows = [
-            (escape(n), f"{times:,}") for n, times in sorted(coverage.items()) if not is_cell(n)
-        ]
-        table = make_table(("what", "times"), rows, ["times"])
-        head, *cells = table_of_cells(coverage)
-        parts += ["<h2>What the runs did</h2>", table, make_table(head, cells, head[1:])]
     return parts
+
+
+# --- the checks ---
 
 
 def _laws(report: Report) -> str:
@@ -82,49 +89,124 @@ def _laws(report: Report) -> str:
             about = f"<code>{escape(result.check.name)}</code><br>{_prose(result.check.summary)}"
             if result.reason:
                 about += f'<br><span class="note">{escape(result.reason)}</span>'
-            outcome = (
-                f'<span class="outcome {_CLASSES[result.outcome]}">{result.outcome.value}</span>'
-            )
+            kind, mark = _MARKS[result.outcome]
+            outcome = f'<span class="outcome {kind}">{mark} {result.outcome.value}</span>'
             seconds = "" if result.outcome is Outcome.SKIPPED else f"{result.seconds:.2f}"
-            rows.append(("" if number else f"<b>{escape(law)}</b>", outcome, seconds, about))
-    return make_table(("law", "outcome", "seconds", "check"), rows, ["seconds"])
+            shown = "" if number else f'<b class="law">{_link(law)}</b>'
+            rows.append((shown, outcome, seconds, about))
+    return wide(make_table(("law", "outcome", "seconds", "check"), rows, ["seconds"]))
+
+
+def _link(law: str) -> str:
+    url = law_url(law)
+    return f'<a href="{escape(url)}">{escape(law)}</a>' if url else escape(law)
 
 
 def _prose(text: str) -> str:
     return re.sub("``(.+?)``", r"<code>\1</code>", escape(text))
 
 
-def _failure(result: CheckResult) -> str:
+def _skips(report: Report) -> list[str]:
+    skipped = [one for one in report if one.outcome is Outcome.SKIPPED]
+    by_reason: dict[str, list[str]] = {}
+    for result in skipped:
+        by_reason.setdefault(result.reason, []).append(result.check.law)
+    rows = [
+        (escape(reason), str(len(laws)), escape(", ".join(dict.fromkeys(laws))))
+        for reason, laws in by_reason.items()
+    ]
+    parts = [wide(make_table(("why", "checks", "laws"), rows, ["checks"]))] if rows else []
+    left_out = [] if report.runs is None else report.runs.left_out
+    if left_out:
+        items = "".join(f"<li>{escape(what)}</li>" for what in left_out)
+        parts.append(f"<p>The engine cannot play, and left out:</p><ul>{items}</ul>")
+    return parts
+
+
+# --- what broke ---
+
+
+def _law_of(result: CheckResult) -> str:
+    return result.failure.law if result.failure else result.check.law
+
+
+def _by_law(results: Iterable[CheckResult]) -> list[str]:
+    """A section a law: the first of its checks in full, the others to be opened."""
+    laws: dict[str, list[CheckResult]] = {}
+    for result in results:
+        laws.setdefault(_law_of(result), []).append(result)
+    return [_section(law, broken) for law, broken in laws.items()]
+
+
+def _section(law: str, results: Sequence[CheckResult]) -> str:
+    first, *others = results
+    kind, mark = _MARKS[first.outcome]
+    name = f"<code>{escape(first.check.name)}</code>"
+    parts = [f'<h3><span class="{kind}">{mark} {_link(law)}</span> {name}</h3>', *_told(first)]
+    for result in others:
+        parts.append(f"<details><summary>also {escape(result.check.name)}</summary>")
+        parts += [*_told(result), "</details>"]
+    style = "" if first.outcome in BAD else ' class="expected"'
+    return f"<section{style}>" + "\n".join(parts) + "</section>"
+
+
+def _told(result: CheckResult) -> list[str]:
     failure = result.failure
-    kind = "bad" if result.outcome in BAD else "expected"
-    law = failure.law if failure else result.check.law
-    parts = [f'<h3><span class="{kind}">{escape(law)}</span> {escape(result.check.name)}</h3>']
     if failure is None:
-        parts.append(f"<p>It passed, and was expected to fail: {escape(result.reason)}</p>")
-        return "\n".join(parts)
-    if result.reason:
-        parts.append(f'<p class="note">{escape(result.reason)}</p>')
+        return [f"<p>It passed, and was expected to fail: {escape(result.reason)}</p>"]
+    parts = [f'<p class="note">{escape(result.reason)}</p>'] if result.reason else []
     parts += [f"<p>{escape(failure.what)}</p>", _values(failure)]
     if failure.timeline:
-        parts.append(_picture(failure))
+        parts.append(_picture(failure.timeline, "a law is broken here"))
     if failure.script:
         parts.append(f"<p>To see it again:</p>\n<pre>{escape(failure.script)}</pre>")
-    return "\n".join(parts)
+    return parts
 
 
-def _picture(failure: LawBroken) -> str:
+def _picture(timeline: Sequence[Snapshot], told_at_the_end: str = "") -> str:
     from kvview.testing.connector.timeline import timeline_svg, timeline_table
 
-    table = make_table(*timeline_table(failure.timeline))
+    table = wide(make_table(*timeline_table(timeline)))
     summary = "<summary>The same in numbers</summary>"
-    return f"{timeline_svg(failure.timeline)}\n<details>{summary}{table}</details>"
+    return f"{timeline_svg(timeline, told_at_the_end)}\n<details>{summary}{table}</details>"
 
 
 def _values(failure: LawBroken) -> str:
-    rows = [(name, escape(getattr(failure, name))) for name in ("got", "expected")]
+    rows = [("got", failure.got), ("expected", failure.expected)]
     if failure.seeds:
-        rows.append(("seeds", escape(", ".join(map(str, failure.seeds)))))
-    cells = "".join(
-        f"<tr><td>{name}</td><td><code>{value}</code></td></tr>" for name, value in rows
-    )
-    return f"<table>{cells}</table>"
+        more = len(failure.seeds) - _MAX_SEEDS
+        seeds = ", ".join(map(str, failure.seeds[:_MAX_SEEDS]))
+        rows.append(("seeds", seeds + (f" and {more} more" if more > 0 else "")))
+    return facts(rows)
+
+
+# --- what simulated runs did ---
+
+
+def _runs(runs: ConnectorRuns, is_clean: bool) -> list[str]:
+    from kvview.testing.connector.coverage import is_cell, rates_of, table_of_cells
+
+    parts = []
+    if runs.typical and is_clean:
+        parts += ["<h2>A typical run</h2>", _picture(runs.typical)]
+    if rates := rates_of(runs.coverage):
+        rows = [(escape(name), share_bar(share)) for name, share in rates]
+        parts += ["<h2>Hit rates</h2>", wide(make_table(("of what", "share"), rows))]
+    head, *cells = table_of_cells(runs.coverage)
+    if cells:
+        parts += [
+            "<h2>Coverage: how loads ended</h2>",
+            "<p>By the KV-cache groups. Hatched: it never happened.</p>",
+            wide(make_table(head, [_cells(row) for row in cells], head[1:])),
+        ]
+    rows = [
+        (escape(n), f"{times:,}") for n, times in sorted(runs.coverage.items()) if not is_cell(n)
+    ]
+    table = make_table(("what", "times"), rows, ["times"])
+    return [*parts, "<h2>What the runs did</h2>", wide(table)]
+
+
+def _cells(row: Sequence[str]) -> list[str]:
+    name, *numbers = map(escape, row)
+    name = f'<span class="law">{name}</span>'
+    return [name, *(f'<span class="never">{n}</span>' if n == "0" else n for n in numbers)]

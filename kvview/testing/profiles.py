@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvview.errors import ConfigError
+from kvview.testing.levels import Level
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Effort:
         options: Of the connector.
         hook_seconds: CPU seconds that one call of a hook may take.
         inference: Whether they serve a model, in place of simulated runs.
+        level: ``core`` or ``full``: what must be reached; of ``core`` no more is checked.
     """
 
     profile: str = "ci"
@@ -81,6 +83,7 @@ class Effort:
     options: Mapping[str, Any] | None = None
     hook_seconds: float | None = None
     inference: bool = False
+    level: str | None = None
 
     def for_connectors(self) -> list[str]:
         """Names of what was asked for that only a connector has."""
@@ -97,6 +100,8 @@ def make_profile(effort: Effort) -> Profile:
     name, seed = effort.profile, effort.seed
     if name not in PROFILES:
         raise ConfigError(f"unknown profile {name!r}; known: {', '.join(PROFILES)}")
+    if effort.level is not None and effort.level not in list(Level):
+        raise ConfigError(f"unknown level {effort.level!r}; known: {', '.join(Level)}")
     for what in ("steps", "seeds", "hook_seconds"):
         value = getattr(effort, what)
         if value is not None and not value > 0:

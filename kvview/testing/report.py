@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from kvview.testing.checks import Check
 from kvview.testing.harness import Contract
+from kvview.testing.levels import Level, Scope, judge_level
 from kvview.testing.recorder import LawBroken
 
 if TYPE_CHECKING:
@@ -63,6 +64,9 @@ class Report:
         num_selected: Checks that were to run.
         is_interrupted: Whether Ctrl-C or SIGTERM ended the run.
         runs: Of a connector, the simulated runs that its checks share; None before them.
+        scope: What of the contract was to be checked.
+        asked_level: The level that must be reached, if one was named.
+        versions: Of what the run rests on, by name.
     """
 
     target: str
@@ -73,11 +77,29 @@ class Report:
     num_selected: int
     is_interrupted: bool = False
     runs: ConnectorRuns | None = None
+    scope: Scope = Scope.ALL
+    asked_level: Level | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_clean(self) -> bool:
-        """Whether every check ended, and as it should."""
-        return not (self.is_interrupted or self.failures or self.not_checked)
+        """Whether every check ended, as it should, and the level asked for is reached."""
+        return not (
+            self.is_interrupted or self.failures or self.not_checked or self.misses_its_level
+        )
+
+    @property
+    def level(self) -> tuple[Level | None, str]:
+        """The level that is reached, and why not the next one."""
+        checks = [(one.check.level, one.outcome.value, one.check.name) for one in self.results]
+        runs = None if self.runs is None else (self.runs.num_seeds, self.runs.coverage)
+        return judge_level(self.scope, checks, runs, self.is_interrupted)
+
+    @property
+    def misses_its_level(self) -> bool:
+        """Whether a level was asked for and is not reached."""
+        reached, _ = self.level
+        return self.asked_level is not None and reached not in (self.asked_level, Level.FULL)
 
     @property
     def not_checked(self) -> list[CheckResult]:
@@ -106,6 +128,12 @@ class Report:
         if self.is_interrupted:
             text += f"; interrupted after {len(self.results)} of {self.num_selected} checks"
         return text
+
+    def told_level(self) -> str:
+        """The level in one line, and why not the next one."""
+        reached, why = self.level
+        told = "no level" if reached is None else f"level {reached}"
+        return f"{told}: {why}" if why else told
 
     def effort(self) -> str:
         """What was random, in a few words."""

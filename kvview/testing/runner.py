@@ -15,16 +15,22 @@ from kvview.testing.checks import Check, checks_for
 from kvview.testing.connector_checks import (
     COVERAGE,
     NotExercised,
+    core_coverage,
     coverage_check,
     coverage_check_without,
 )
 from kvview.testing.harness import Contract, Factory
 from kvview.testing.inspect_factory import inspect_factory
+from kvview.testing.levels import Level, Scope
 from kvview.testing.offloading.policy import as_factory
-from kvview.testing.profiles import Effort, Profile, make_profile, use_profile
+from kvview.testing.profiles import PROFILES, Effort, Profile, make_profile, use_profile
 from kvview.testing.recorder import LawBroken
 from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.tier import is_tier_store
+from kvview.version import versions_of
+
+NOT_DECLARED = "the harness does not declare "
+"""What the reason of a check that is skipped for its capabilities begins with."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,11 @@ def plan_checks(
         raise ConfigError(f"{names[0]} is for a connector, and this target is a {contract} harness")
     expected = dict(expected_failures or {})
     checks = checks_for(contract)
+    if effort.level is not None and (select or effort.inference):
+        raise ConfigError("a level is told of all checks: leave out select and inference, or level")
+    if effort.level == Level.CORE:
+        checks = [core_coverage(one) for one in checks]
+        checks = [check for check in checks if check.level == Level.CORE]
     if effort.inference:
         from kvview.testing.token_checks import token_checks
 
@@ -78,7 +89,7 @@ def plan_checks(
         if select and not any(_matches(pattern, check) for pattern in select):
             continue
         missing = [name.value for name in check.requires if name not in capabilities]
-        skip = f"the harness does not declare {', '.join(missing)}" if missing else ""
+        skip = f"{NOT_DECLARED}{', '.join(missing)}" if missing else ""
         planned.append(PlannedCheck(check, skip, expected.get(check.name, "")))
     return contract, planned
 
@@ -96,6 +107,7 @@ def run_checks(
     options: Mapping[str, Any] | None = None,
     hook_seconds: float | None = None,
     inference: bool = False,
+    level: str | None = None,
     target: str | None = None,
     on_result: Callable[[CheckResult], None] | None = None,
     on_seed: Callable[[int, int], None] | None = None,
@@ -122,6 +134,7 @@ def run_checks(
         options: Of the connector.
         hook_seconds: CPU seconds that one call of a hook may take.
         inference: Serve a model with it, in place of simulated runs.
+        level: ``core`` or ``full``, which must be reached; of ``core`` no more is checked.
         target: How to name the factory in the report.
         on_result: Told each result as it comes.
         on_seed: Told the numbers of seeds and of failures so far.
@@ -130,7 +143,7 @@ def run_checks(
     Raises:
         ConfigError: A target, a name or a profile that cannot be used.
     """
-    effort = Effort(profile, seed, steps, seeds, engine, options, hook_seconds, inference)
+    effort = Effort(profile, seed, steps, seeds, engine, options, hook_seconds, inference, level)
     chosen = make_profile(effort)
     factory = as_factory(factory)
     contract, planned = plan_checks(
@@ -151,10 +164,26 @@ def run_checks(
                 continue
             break
     name = target or getattr(factory, "__qualname__", None) or repr(factory)
-    runs = chosen.shared.get(factory)
     return Report(
-        name, contract, chosen.name, chosen.seed, results, len(planned), is_interrupted, runs
+        name,
+        contract,
+        chosen.name,
+        chosen.seed,
+        results,
+        len(planned),
+        is_interrupted,
+        runs=chosen.shared.get(factory),
+        scope=_scope(effort, bool(select)),
+        asked_level=None if level is None else Level(level),
+        versions=versions_of(factory),
     )
+
+
+def _scope(effort: Effort, is_selected: bool) -> Scope:
+    is_short = (effort.steps or PROFILES["ci"].num_steps) < PROFILES["ci"].num_steps
+    if is_selected or is_short or effort.inference:
+        return Scope.PART
+    return Scope.CORE if effort.level == Level.CORE else Scope.ALL
 
 
 def run_planned(factory: Factory, planned: PlannedCheck, profile: Profile) -> CheckResult:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 if TYPE_CHECKING:
+    from kvview.testing.levels import Level
     from kvview.testing.recorder import LawBroken
     from kvview.testing.report import Report
     from kvview.testing.upgrade import UpgradeReport
@@ -58,6 +59,9 @@ class CheckModel(_Model):
     seconds: float
     reason: str = Field(description="Why it was skipped or expected to fail, or empty.")
     failure: FailureModel | None
+    level: Literal["core", "full"] | None = Field(
+        default=None, description="The level that asks for it; null for neither."
+    )
 
 
 class GapModel(_Model):
@@ -78,6 +82,9 @@ class RunsModel(_Model):
     coverage: dict[str, int] = Field(description="What happened how often.")
     not_exercised: list[GapModel]
     notes: list[str] = Field(description="For people; 'not deterministic', for example.")
+    typical: list[SnapshotModel] = Field(
+        default_factory=list, description="A run with as many loads as most, step by step."
+    )
 
 
 class ReportModel(_Model):
@@ -95,11 +102,22 @@ class ReportModel(_Model):
     counts: dict[str, int] = Field(description="Checks by outcome.")
     checks: list[CheckModel]
     runs: RunsModel | None = Field(description="Of a connector; null for all others.")
+    scope: Literal["all", "core", "part"] = Field(
+        default="part", description="What was to be checked; of a part no level is told."
+    )
+    level: Literal["core", "full"] | None = Field(
+        default=None, description="What is reached (docs/report.md); null: no level."
+    )
+    level_reason: str = Field(default="", description="Why it is not full, or empty.")
+    versions: dict[str, str] = Field(
+        default_factory=dict, description="Of kvview, Python, the target and what they use."
+    )
 
     @classmethod
     def of(cls, report: Report) -> ReportModel:
         """A report as it is written."""
         runs = report.runs
+        level, level_reason = report.level
         return cls(
             target=report.target,
             contract=report.contract,
@@ -119,10 +137,15 @@ class ReportModel(_Model):
                     seconds=round(result.seconds, 4),
                     reason=result.reason,
                     failure=_failure(result.failure),
+                    level=_value(result.check.level),
                 )
                 for result in report
             ],
             runs=None if runs is None else RunsModel.model_validate(runs),
+            scope=report.scope.value,
+            level=_value(level),
+            level_reason=level_reason,
+            versions=dict(report.versions),
         )
 
 
@@ -186,6 +209,10 @@ class UpgradeModel(_Model):
     def of(cls, report: UpgradeReport) -> UpgradeModel:
         """A report as it is written."""
         return cls.model_validate(report)
+
+
+def _value(level: Level | None) -> Literal["core", "full"] | None:
+    return None if level is None else level.value
 
 
 def _failure(broken: LawBroken | None) -> FailureModel | None:

@@ -40,6 +40,7 @@ def show_report(console: Console, report: Report) -> None:
     for note in report.runs.notes if report.runs else ():
         _tell(console, note, "yellow")
     _tell(console, report.summary(), "red" if report.failures else "bold")
+    _tell(console, report.told_level(), "yellow" if report.misses_its_level else "")
 
 
 def _show_coverage(console: Console, report: Report) -> None:

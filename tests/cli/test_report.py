@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 
 from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
+from kvview.links import DOCS_URL
 from kvview.testing import load_mutants, run_checks
 from kvview.testing.connector.result import Snapshot
 from kvview.testing.connector.timeline import timeline_svg
@@ -49,6 +50,18 @@ import sys
 from kvview.testing import load_mutants
 load_mutants()
 Leaks = sys.modules["kvview_planted_faults.connector"].LeaksFailedStores
+"""
+RAISES = """
+
+class Raises(Leaks):
+    def make_scheduler(self):
+        made = super().make_scheduler()
+
+        def plan_step(step):
+            raise ValueError(evil)
+
+        made.plan_step = plan_step
+        return made
 """
 INTERRUPTED = """
 import itertools
@@ -101,10 +114,12 @@ class Page(HTMLParser):
         for tag, attributes in self.tags:
             assert tag not in ("script", "img", "iframe", "object", "use", "base"), tag
             assert "src" not in attributes
-            assert attributes.get("href") in (None, "data:,")
+            href = attributes.get("href")
+            assert href in (None, "data:,") or (tag == "a" and href.startswith(DOCS_URL))
+            assert not any(name.startswith("on") for name in attributes)
         assert "url(" not in self.html
         assert "@import" not in self.html
-        assert "://" not in self.html
+        assert self.html.count("://") == self.html.count(DOCS_URL)
 
 
 def run(*args: str | Path) -> Result:
@@ -131,7 +146,9 @@ def test_page_of_a_pool(tmp_path: Path) -> None:
     assert "view.free_blocks([1]) must raise BlockNotHeldError" in page.text
     assert "h = factory()\nview = h.view\n" in page.text
     assert page.text.index("What failed") < page.text.index("Checks by law")
-    assert page.texts.count("passed") > 5
+    assert page.texts.count("✓ passed") > 5
+    assert page.html.count("<section") < page.texts.count("✗ failed"), "one a law, not a check"
+    assert page.html.count(f'href="{DOCS_URL}laws/#pool-4"') >= 2
 
 
 def test_page_when_nothing_fails_or_a_failure_is_expected(tmp_path: Path) -> None:
@@ -149,7 +166,7 @@ def test_page_when_nothing_fails_or_a_failure_is_expected(tmp_path: Path) -> Non
     result = run(wrong, *select, "--expected-failures", expected, "--report", file)
     assert result.exit_code == 0, result.output
     page = Page(file.read_text())
-    assert "expected failure" in page.texts
+    assert "≈ expected failure" in page.texts
     assert "<known>" in page.text
     assert "<known>" not in page.html
 
@@ -165,6 +182,63 @@ def test_page_of_a_connector(tmp_path: Path) -> None:
         "failure = simulate(LeaksFailedStores, scenario, engines=ReferenceEngines()).failure"
         in page.text
     )
+
+
+def test_page_of_a_clean_connector_has_something_to_show(tmp_path: Path) -> None:
+    file, badge = tmp_path / "report.html", tmp_path / "badge.json"
+    target = "kvview_reference.connector:OffloadConnector"
+    assert run(target, "--seeds", "6", "--html", file, "--badge", badge).exit_code == 0
+    page = Page(file.read_text())
+    page.require_self_contained()
+    for told in ("A typical run", "Hit rates", "Coverage: how loads ended", "Made with", "torch"):
+        assert told in page.texts
+    assert "Nothing: all that must happen did." in page.texts
+    assert "a law is broken here" not in page.text
+    assert "No level: 6 of 200 seeds were run." in page.text
+    assert json.loads(badge.read_text())["message"] == "no level"
+
+
+def test_what_comes_from_outside_is_text(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;"
+    source = CONNECTORS.replace("import sys", f"import sys\nevil = {evil!r}") + RAISES
+    name = "<script>alert(3)<b>&\"'.py"
+    (tmp_path / name).write_text(source)
+    file = tmp_path / "report.html"
+    result = run(f"{tmp_path / name}:Raises", "--seeds", "2", "--html", file)
+    assert result.exit_code == 1, result.output
+    page = Page(file.read_text())
+    page.require_self_contained()
+    assert "raised ValueError " + evil in page.text
+    assert f"{tmp_path / name}:Raises" in page.text
+
+
+def test_page_of_a_replay(tmp_path: Path) -> None:
+    file = tmp_path / "replay.html"
+    told = ["replay", "--requests", "400", "--gpu-blocks", "600", "--html", str(file)]
+    result = CliRunner().invoke(cli, told)
+    assert result.exit_code == 0, result.output
+    page = Page(file.read_text())
+    page.require_self_contained()
+    for text in ("Hits over time", "hit on the host", "Made with", "bytes verified"):
+        assert text in page.texts
+    assert [tag for tag, _ in page.tags].count("polygon") == 3
+    result = CliRunner().invoke(cli, ["replay", "--html", "-"])
+    assert (result.exit_code, result.output) == (2, "kvview: --html needs a file\n")
+
+
+@pytest.mark.parametrize("name", ["badge", "badge.png", ".svgz"])
+def test_badge_of_no_known_kind(tmp_path: Path, name: str) -> None:
+    result = run("kvview_reference.harness:pool", "--badge", tmp_path / name)
+    assert result.exit_code == 2
+    assert "name it FILE.svg, or FILE.json for shields.io" in result.output
+
+
+def test_badge_as_a_picture(tmp_path: Path) -> None:
+    file = tmp_path / "badge.svg"
+    select = ("--select", "check_pool_1_touched_free_block_leaves_the_queue")
+    assert run("kvview_reference.harness:pool", *select, "--badge", file).exit_code == 0
+    svg = ElementTree.fromstring(file.read_text())
+    assert svg.attrib["aria-label"] == "kvview: no level", "one check is no level"
 
 
 def test_interrupted_run_of_a_connector_is_not_clean(tmp_path: Path) -> None:
@@ -186,7 +260,7 @@ def test_timeline_adds_up_and_its_axes_are_labelled() -> None:
     timeline = [Snapshot(step, 10 - step % 4, step % 4, 2, step % 3) for step in range(1, 41)]
     svg = ElementTree.fromstring(timeline_svg(timeline))
     tops = []
-    for area in svg.findall("polygon"):
+    for area in svg.iter("polygon"):
         points = [point.split(",") for point in area.attrib["points"].split()]
         tops.append([float(y) for _, y in points[: len(points) // 2]])
     assert len(tops) == 3
@@ -204,15 +278,13 @@ def test_page_that_cannot_be_written_is_said_before_the_run(tmp_path: Path, targ
     for path in (tmp_path, tmp_path / "none" / "report.html"):
         result = run(target, "--report", path)
         assert result.exit_code == 2
-        assert (
-            result.output == f"kvview: --report {str(path)!r}: not a file in an existing folder\n"
-        )
+        assert result.output == f"kvview: --html {str(path)!r}: not a file in an existing folder\n"
 
 
 def test_self_test_has_no_page(tmp_path: Path) -> None:
     result = run("--self-test", "--report", tmp_path / "report.html")
     assert result.exit_code == 2
-    assert result.output == "kvview: --report is for a TARGET: --self-test has none\n"
+    assert result.output == "kvview: --html is for a TARGET: --self-test has none\n"
 
 
 # --- as a browser shows it ---

@@ -27,6 +27,7 @@ CONTRACT_ORDER = (
     "targets",
     "config",
     "web_page",
+    "web_chart",
     "cli",
 )
 

@@ -38,14 +38,14 @@ NEWEST = RELEASES[-1]
 def plant(name: str, files: Sources, folder: Path) -> None:
     """Write the sources with one drift into a folder, in place of what is there."""
     changed = DRIFTS[name].apply(files)
-    _write_tree(files.folder, folder, changed)
+    write_tree(files.folder, folder, changed)
     (folder / HARNESS).write_text(json.dumps(DRIFTS[name].harness))
     stamp = 1_000_000_000 + list(DRIFTS).index(name)  # by it compiled files are told apart
     for path in changed:
         os.utime(folder / path, (stamp, stamp))
 
 
-def _write_tree(whole: Path, folder: Path, changed: Files) -> None:
+def write_tree(whole: Path, folder: Path, changed: Files) -> None:
     """Sources with some files changed: links, but for those and the folders above them."""
     if folder.exists():
         for path, folders, files in os.walk(folder, topdown=False):

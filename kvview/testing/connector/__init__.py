@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -51,6 +51,7 @@ from kvview.testing.connector.shrink import MAX_RUNS, shrink
 
 _MAX_TIMEOUTS = 2  # seeds whose hooks do not return: each costs all that a hook may take
 _SAMPLE = repeat.EVERY // 2
+_MOST_SAMPLES = 25  # of green runs, to show a typical one
 _TRIES = 50  # of a script, for what does not happen every time
 
 __all__ = [
@@ -147,6 +148,7 @@ def check_connector(
         is_interrupted,
         steps,
         check.notes,
+        check.typical(),
     )
 
 
@@ -202,10 +204,17 @@ class _Check:
         self.num_timeouts = 0
         self.num_runs = 0
         self._num_with_loads = 0
+        self._green: list[SimulationResult] = []
         self.max_shrink_runs = self.shrink_runs_left = 0
         self._connector_class = connector_class
         self._options = options
         self._steps = steps
+
+    def typical(self) -> Sequence[Snapshot]:
+        """Of a green run that loaded as often as most of those that loaded at all."""
+        loads = [result for result in self._green if result.coverage.get("loads")]
+        shown = sorted(loads or self._green, key=lambda result: result.coverage.get("loads", 0))
+        return shown[len(shown) // 2].timeline if shown else ()
 
     def run(self, seed: int) -> None:
         """Run a seed; what fails is run twice, and a sample of the others."""
@@ -226,6 +235,8 @@ class _Check:
             return
         if failure is None:
             self._num_with_loads += bool(result.coverage.get("loads"))
+            if len(self._green) < _MOST_SAMPLES:
+                self._green.append(result)
             if not result.coverage.get("loads") or self._num_with_loads % repeat.EVERY != _SAMPLE:
                 return
         differs = repeat.difference(result, self._simulate(scenario))

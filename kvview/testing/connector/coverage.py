@@ -129,6 +129,20 @@ def not_exercised(coverage: Mapping[str, int]) -> Sequence[Gap]:
     return gaps
 
 
+def rates_of(coverage: Mapping[str, int]) -> list[tuple[str, float]]:
+    """Shares for people, of what the runs did: by name; only those that there are."""
+    count = coverage.get
+    asked, hit = count("tokens asked about", 0), count("tokens hit on the GPU", 0)
+    shares = [
+        ("of all tokens, hit on the GPU", hit, asked),
+        ("of the others, promised by the connector", count("tokens promised", 0), asked - hit),
+    ]
+    for kind in ("loads", "stores"):
+        good = count(kind, 0)
+        shares.append((f"of the {kind}, succeeded", good, good + count(f"failed {kind}", 0)))
+    return [(name, part / whole) for name, part, whole in shares if whole > 0]
+
+
 def is_cell(name: str) -> bool:
     """Whether a name in the coverage belongs into the table of cells."""
     return "/" in name

@@ -108,6 +108,7 @@ class ConnectorRuns:
         is_interrupted: Whether it was ended before the last seed.
         steps: Fewest scheduler steps of a run; None for what the scenarios say.
         notes: What a reader must know and no law forbids, a line each.
+        typical: Where the blocks were in a run that loaded as often as most do.
     """
 
     connector: str
@@ -120,6 +121,7 @@ class ConnectorRuns:
     is_interrupted: bool = False
     steps: int | None = None
     notes: Sequence[str] = ()
+    typical: Sequence[Snapshot] = ()
 
     @property
     def is_clean(self) -> bool:
@@ -130,6 +132,13 @@ class ConnectorRuns:
     def not_exercised(self) -> Sequence[Gap]:
         """What must happen in a run and did not."""
         return not_exercised(self.coverage)
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        """What the engine cannot play, and what was left out of the runs therefore."""
+        prefix = "left out: "
+        found = (name for name in sorted(self.coverage) if name.startswith(prefix))
+        return [name.removeprefix(prefix) for name in found]
 
     @property
     def by_law(self) -> Mapping[str, Sequence[ConnectorFailure]]:

@@ -131,6 +131,9 @@ class History:
     ) -> None:
         """Check what ``match_prefix`` answered, perhaps for a tier that gives no events."""
         self.coverage["hits"] += num_promised > 0
+        self.coverage["tokens asked about"] += request.num_tokens
+        self.coverage["tokens hit on the GPU"] += num_computed
+        self.coverage["tokens promised"] += num_promised
         num_tokens = num_computed + num_promised
         if num_tokens % self.geometry.scheduler_block_size or num_tokens >= request.num_tokens:
             return  # the engine says so

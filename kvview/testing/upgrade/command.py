@@ -105,8 +105,9 @@ def _options_of_each(context: click.Context, engine: str) -> list[str]:
     """What the user gave, but for what is about the whole, as arguments of each process."""
     if context.params["engine"] not in (None, engine):
         raise ConfigError(f"--{engine} runs that engine, and not {context.params['engine']!r}")
-    if context.params["page_file"] is not None:
-        raise ConfigError(f"--report is for one release: leave out --{engine}, or --report")
+    for own, what in (("page_file", "--html"), ("badge_file", "--badge"), ("level", "--level")):
+        if context.params[own] is not None:
+            raise ConfigError(f"{what} is for one release: leave out --{engine}, or {what}")
     options = []
     for option in context.command.params:
         name = option.name or ""

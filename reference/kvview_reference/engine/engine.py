@@ -66,6 +66,7 @@ class EngineStats:
     in GPU blocks, of every group.
 
     Args:
+        prompt_blocks: Of requests at their first start, the last one if it is partial too.
         gpu_hit_blocks: Blocks that requests found in the GPU prefix cache at their first start.
         cpu_hit_blocks: Blocks that they got from the connector instead.
         loaded_blocks: Blocks that load jobs moved (windows move fewer than they hit).
@@ -75,6 +76,7 @@ class EngineStats:
     """
 
     requests: int = 0
+    prompt_blocks: int = 0
     finished: int = 0
     aborted: int = 0
     preemptions: int = 0
@@ -464,6 +466,7 @@ class Engine:
         request.num_computed_tokens = num_computed_tokens
         request.status = Status.RUNNING
         if not request.was_started:
+            self.stats.prompt_blocks += -(-request.num_tokens // self.geometry.hash_block_size)
             self.stats.gpu_hit_blocks += num_hit_tokens // self.geometry.hash_block_size
             num_external = num_computed_tokens - num_hit_tokens
             self.stats.cpu_hit_blocks += num_external // self.geometry.hash_block_size

@@ -88,6 +88,7 @@ _SYNTHETIC_BLOCK_SIZE = 512
     cls=JSONOption,
     schemas={"replay": "kvview_reference.replay.run:ReplayFile"},
 )
+@click.option("--html", "html_file", metavar="FILE", help="Write a page with hits over time.")
 def replay(
     trace: str | None,
     connector: str,
@@ -105,6 +106,7 @@ def replay(
     publish_wait: float,
     strict: bool,
     json_file: str | None,
+    html_file: str | None,
 ) -> None:
     """Run a request trace through the reference engine, with a connector.
 
@@ -112,6 +114,7 @@ def replay(
     folder of such files. Without one, a seeded workload of the same shape is generated. Every byte
     that the connector loads is verified.
     """
+    from kvview_reference.replay.replay_page import HitsOverTime, write_replay_page
     from kvview_reference.replay.run import ReplayConfig, ReplayFile, make_geometry
     from kvview_reference.replay.run import replay as run
     from kvview_reference.replay.traces import open_trace
@@ -127,6 +130,10 @@ def replay(
     config = ReplayConfig(gpu_blocks, block_bytes, concurrency, groups, connector_options)
     connector_class = load_connector(connector)
     require_writable("--json", json_file)
+    require_writable("--html", html_file)
+    if html_file == "-":
+        raise ConfigError("--html needs a file")
+    hits = HitsOverTime() if html_file else None
 
     malformed: list[str] = []
     source: Trace | None = None
@@ -160,8 +167,19 @@ def replay(
             naming(connector),
         ):
             rows = _take(rows, requests)
-            result = run(rows, block_size, connector_class, config, on_progress, on_step)
-    _show(result, title, len(malformed))
+            result = run(
+                rows,
+                block_size,
+                connector_class,
+                config,
+                on_progress,
+                on_step if hits is None else hits.seen_before(on_step),
+                takes_events=on_step is not None,
+            )
+    figures = _figures(result, len(malformed))
+    _show(figures, title)
+    if html_file and hits:
+        write_replay_page(html_file, title, connector_class, figures, result, hits, malformed)
     told = ReplayFile(**vars(result), malformed_rows=len(malformed), lost=malformed)
     write_json(json_file, asdict(told))
     if malformed:
@@ -217,11 +235,8 @@ def _progress() -> Progress:
     )
 
 
-def _show(report: ReplayReport, title: str, num_malformed: int) -> None:
-    table = Table(title=title, show_header=False, title_justify="left")
-    table.add_column(style="bold")
-    table.add_column(justify="right")
-    rows: list[tuple[str, str]] = [
+def _figures(report: ReplayReport, num_malformed: int) -> list[tuple[str, str]]:
+    return [
         ("requests", f"{report.requests:,}"),
         ("blocks", f"{report.blocks:,}"),
         ("hit on the GPU", f"{report.gpu_hit_blocks:,}  ({report.gpu_hit_rate:.1%})"),
@@ -237,7 +252,13 @@ def _show(report: ReplayReport, title: str, num_malformed: int) -> None:
         ("seconds", f"{report.seconds:.1f}"),
         ("blocks per second", f"{report.blocks_per_s:,.0f}"),
     ]
-    for name, value in rows:
+
+
+def _show(figures: list[tuple[str, str]], title: str) -> None:
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for name, value in figures:
         bad = name in ("mismatches", "holds left at the end", "malformed rows") and value != "0"
         table.add_row(name, value, style="red" if bad else None)
     Console(stderr=False).print(table)

@@ -146,6 +146,8 @@ def replay(
     config: ReplayConfig,
     on_progress: Callable[[int], None] = lambda num_requests: None,
     on_step: Callable[[Engine], None] | None = None,
+    *,
+    takes_events: bool = True,
 ) -> ReplayReport:
     """Run a trace to its end, and until the connector has nothing left to do.
 
@@ -157,6 +159,7 @@ def replay(
         on_progress: Told of the requests started so far, now and then.
         on_step: Shown the engine after each step, to take its events; without one
             the pool records none.
+        takes_events: Whether it takes them.
 
     Raises:
         ConfigError: A size is impossible, or a request does not fit in the pool.
@@ -173,7 +176,7 @@ def replay(
         num_gpu_blocks=default_blocks if config.gpu_blocks is None else config.gpu_blocks,
         page_bytes=config.block_bytes,
         max_running=config.concurrency,
-        enable_events=on_step is not None,
+        enable_events=takes_events and on_step is not None,
     )
     start = time.perf_counter()
     try:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 from math import log10
 
-from kvview.web_page import make_table, write_page
+from kvview.version import versions_of
+from kvview.web_chart import HIT_KINDS, LEFT, TOP, Chart, Point, hit_areas, points_of
+from kvview.web_page import made_by, make_table, wide, write_page
 from kvview_reference.sizing.explain import blocks_and_gib, explain
 from kvview_reference.sizing.sweep import PolicyCurve, SizeReport
 
-_WIDTH, _LEFT, _RIGHT, _TOP = 900, 72, 34, 12
 _HEIGHT, _BOTTOM = 400, 84
 _TIMELINE_HEIGHT, _TIMELINE_BOTTOM = 260, 70
 _NUM_COLOURS = 4
 _DASHES = ("", "9 3", "9 3 2 3", "4 3")  # not by colour alone: dashes, and marks
 _MARKS = ("", "M-4,-4 h8 v8 h-8 z", "M0,-5 L5,4 H-5 z", "M0,-5 L5,0 L0,5 L-5,0 z")
-_LEGEND_STEP = 22
-
-_Point = tuple[float, float]
+_SHARE = "share of the prompt blocks"
 
 
 def write_size_page(path: str, report: SizeReport) -> None:
@@ -44,50 +42,8 @@ def write_size_page(path: str, report: SizeReport) -> None:
     if report.lost:
         parts.append(f'<p class="bad">{len(report.lost)} parts of the trace were lost:</p>')
         parts.append("<pre>" + escape("\n".join(report.lost[:100])) + "</pre>")
+    parts += made_by(versions_of())
     write_page("--html", path, f"kvview size: {report.trace}", parts)
-
-
-class _Chart:
-    """Maps values to places: shares upwards; sizes by their logarithm, or seconds."""
-
-    def __init__(self, first: float, last: float, top: float, height: int, bottom: int) -> None:
-        self._first, self._last, self._top = first, max(last, first + 1e-9), top
-        self.height, self.bottom = height, height - bottom
-
-    def x(self, value: float) -> float:
-        share = (value - self._first) / (self._last - self._first)
-        return round(_LEFT + (_WIDTH - _LEFT - _RIGHT) * share, 1)
-
-    def y(self, value: float) -> float:
-        return round(self.bottom - (self.bottom - _TOP) * value / self._top, 1)
-
-    def shares(self) -> list[str]:
-        """The lines and labels of the axis upwards."""
-        every = next(step for step in (0.01, 0.02, 0.05, 0.1, 0.2, 1.0) if self._top / step <= 8)
-        parts = []
-        for number in range(int(self._top / every + 1e-9) + 1):
-            at = self.y(number * every)
-            parts.append(f'<path class="grid" d="M{_LEFT},{at} H{_WIDTH - _RIGHT}"/>')
-            label = f"{number * every:.0%}"
-            parts.append(f'<text x="{_LEFT - 8}" y="{at + 4.5}" text-anchor="end">{label}</text>')
-        middle = (_TOP + self.bottom) / 2
-        parts.append(
-            f'<text transform="translate(14,{middle}) rotate(-90)" text-anchor="middle">'
-            "share of the prompt blocks</text>"
-        )
-        return parts
-
-    def tick(self, at: float, label: str, row: int = 0) -> str:
-        y = self.bottom + 18 + 16 * row
-        line = f'<path class="axis" d="M{at},{self.bottom} v4"/>' if not row else ""
-        return f'{line}<text x="{at}" y="{y}" text-anchor="middle">{escape(label)}</text>'
-
-    def svg(self, name: str, parts: Sequence[str]) -> str:
-        axes = f'<path class="axis" d="M{_LEFT},{_TOP} V{self.bottom} H{_WIDTH - _RIGHT}"/>'
-        return (
-            f'<svg viewBox="0 0 {_WIDTH} {self.height}" role="img" aria-label="{escape(name)}">'
-            f"{''.join(parts)}{axes}</svg>"
-        )
 
 
 def _curves(report: SizeReport) -> str:
@@ -97,8 +53,10 @@ def _curves(report: SizeReport) -> str:
     # Where the GPU has it all anyway there is nothing to see.
     low = min(max(low, report.gpu_blocks // 4, high // 1000, 1), high)
     top = min(1.0, 1.08 * max(report.unlimited_hit_rate, *(rate for _, rate in report.optimum)))
-    chart = _Chart(log10(low), log10(max(high, low + 1)), max(top, 0.01), _HEIGHT, _BOTTOM)
-    lines: list[tuple[str, str, str, list[_Point]]] = []
+    name = "hit rate against the size of the host"
+    last = log10(max(high, low + 1))
+    chart = Chart(name, log10(low), last, max(top, 0.01), _HEIGHT, _BOTTOM)
+    lines: list[tuple[str, str, str, list[Point]]] = []
     for number, curve in enumerate(report.curves):
         points = [
             (float(point.host_blocks), 1 - point.computed_rate)
@@ -114,16 +72,16 @@ def _curves(report: SizeReport) -> str:
     lines.append(("no connector", "curve alone", "", ends))
     bound = [(float(size), rate) for size, rate in report.optimum if size >= low]
     lines.append(("at most (MIN)", "curve most", "", bound))
-    parts = [*chart.shares(), *_sizes(report, chart, low, high)]
+    parts = [*chart.shares(_SHARE), *_sizes(report, chart, low, high)]
     if report.enough_host_blocks > low:
         at = chart.x(log10(report.enough_host_blocks))
-        parts.append(f'<path class="enough" d="M{at},{_TOP} V{chart.bottom}"/>')
+        parts.append(f'<path class="enough" d="M{at},{TOP} V{chart.bottom}"/>')
         parts.append(f'<text x="{at - 6}" y="{chart.bottom - 8}" text-anchor="end">enough</text>')
-    legend_x = _LEFT
+    legend_x = LEFT
     for number, (label, kind, dash, points) in enumerate(lines):
         style = f' stroke-dasharray="{dash}"' if dash else ""
         mark = _MARKS[number % len(_MARKS)] if kind.startswith("curve c") else ""
-        path = " ".join(f"{chart.x(log10(size))},{chart.y(rate)}" for size, rate in points)
+        path = points_of((chart.x(log10(size)), chart.y(rate)) for size, rate in points)
         parts.append(f'<polyline class="{kind}"{style} points="{path}">')
         parts.append(f"<title>{escape(label)}</title></polyline>")
         marked = [(chart.x(log10(size)), chart.y(rate)) for size, rate in points] if mark else []
@@ -134,10 +92,10 @@ def _curves(report: SizeReport) -> str:
             parts.append(f'<g transform="translate({x},{at_y})">{shape}</g>')
         parts.append(f'<text x="{legend_x + 40}" y="{y + 4}">{escape(label)}</text>')
         legend_x += 62 + round(7.2 * len(label))
-    return chart.svg("hit rate against the size of the host", parts)
+    return chart.svg(parts)
 
 
-def _sizes(report: SizeReport, chart: _Chart, low: int, high: int) -> list[str]:
+def _sizes(report: SizeReport, chart: Chart, low: int, high: int) -> list[str]:
     """The axis of sizes: blocks, and GiB below where a model is known."""
     parts = []
     decades = range(int(log10(low)), int(log10(high)) + 1)
@@ -177,57 +135,18 @@ def _table(report: SizeReport, curve: PolicyCurve) -> str:
             cells += ["-" if value is None else f"{value:,.2f}" for value in figures]
         rows.append(cells)
     title = f"<h3>{escape(curve.policy)} ({escape(curve.method)})</h3>"
-    return f'{title}<div class="wide">{make_table(names, rows, names)}</div>'
+    return title + wide(make_table(names, rows, names))
 
 
 def _timeline(report: SizeReport) -> str:
     moments = report.timeline
     end = max(report.trace_seconds, 1e-9)
-    chart = _Chart(0.0, end, 1.0, _TIMELINE_HEIGHT, _TIMELINE_BOTTOM)
+    chart = Chart("hits over time", 0.0, end, 1.0, _TIMELINE_HEIGHT, _TIMELINE_BOTTOM)
     edges = [moment.start_s for moment in moments] + [end]
-    areas: list[tuple[str, str, list[float]]] = [
-        ("engine", "hit on the GPU", []),
-        ("held", "hit on the host", []),
-        ("free", "computed", []),
-    ]
-    for moment in moments:
-        total = max(1, moment.blocks)
-        gpu, host = moment.gpu_hit_blocks / total, moment.host_hit_blocks / total
-        for (_, _, tops), value in zip(areas, (gpu, gpu + host, 1.0), strict=True):
-            tops.append(value if moment.blocks else 0.0)
-    parts = []
-    base = [0.0] * len(moments)
-    for kind, label, tops in areas:
-        upper = _stairs(edges, tops, chart)
-        points = " ".join(f"{x},{y}" for x, y in upper + _stairs(edges, base, chart)[::-1])
-        polygon = f'<polygon class="{kind}" points="{points}"><title>{label}</title></polygon>'
-        parts.append(polygon)
-        if kind == "held":  # hatched: not by colour alone
-            lines = " ".join(
-                f"M{chart.x((left + right) / 2)},{chart.y(low)} V{chart.y(high)}"
-                for left, right, low, high in zip(edges, edges[1:], base, tops, strict=False)
-                if high > low
-            )
-            parts.append(f'<path class="hatch" d="{lines}"/>')
-        base = tops
-    parts += chart.shares()
+    hits = [(moment.gpu_hit_blocks, moment.host_hit_blocks, moment.blocks) for moment in moments]
+    parts = [*chart.shares(_SHARE), *chart.stack(edges, hit_areas(hits))]
     unit, name = (3600, "h") if end > 2 * 3600 else (60, "min") if end > 120 else (1, "s")
     for number in range(7):
         at = end * number / 6
         parts.append(chart.tick(chart.x(at), f"{at / unit:.3g} {name}"))
-    legend_x = _LEFT
-    y = _TIMELINE_HEIGHT - 16
-    for kind, label, _ in areas:
-        parts.append(f'<rect class="{kind}" x="{legend_x}" y="{y - 11}" width="13" height="13"/>')
-        if kind == "held":
-            parts.append(f'<path class="hatch" d="M{legend_x + 4},{y - 11} v13 m5,-13 v13"/>')
-        parts.append(f'<text x="{legend_x + 20}" y="{y}">{label}</text>')
-        legend_x += 50 + round(7.2 * len(label))
-    return chart.svg("hits over time", parts)
-
-
-def _stairs(edges: Sequence[float], values: Sequence[float], chart: _Chart) -> list[_Point]:
-    corners = []
-    for left, right, value in zip(edges, edges[1:], values, strict=False):
-        corners += [(chart.x(left), chart.y(value)), (chart.x(right), chart.y(value))]
-    return corners
+    return chart.svg([*parts, *chart.legend(HIT_KINDS)])

@@ -112,8 +112,11 @@ class Watch:
                 f"which has {request.num_tokens}, {num_computed} of them computed: expected 0 to "
                 f"{most}{why}",
             )
+        self.coverage["tokens asked about"] += request.num_tokens
+        self.coverage["tokens hit on the GPU"] += num_computed
         if num_tokens:
             self.coverage["hits"] += 1
+            self.coverage["tokens promised"] += num_tokens
             self.promised[request_id] = num_computed, num_tokens, is_async
         return answer
 

@@ -1,0 +1,167 @@
+"""Charts of a page, as SVG inside it: what they say, they say without colour too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, LEFT, RIGHT, TOP = 900, 72, 34, 14
+_HATCHED = "held"  # not by colour alone; the page's style has the colours, by class
+_HATCH = 7  # pixels from one line to the next
+
+HIT_KINDS = (("engine", "hit on the GPU"), ("held", "hit on the host"), ("free", "computed"))
+"""Classes and labels of what prompt blocks come from."""
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Area:
+    """One of several areas, one upon the other.
+
+    Args:
+        kind: Its class in the page's style: ``engine``, ``held`` (hatched) or ``free``.
+        label: As text.
+        heights: One between two edges.
+    """
+
+    kind: str
+    label: str
+    heights: Sequence[float]
+
+
+class Chart:
+    """Maps values to places, and draws what all charts have.
+
+    Args:
+        name: What it shows, for those who do not see it.
+        first: Of the axis to the right.
+        last: Of it.
+        top: Of the axis upwards, from 0.
+        height: Pixels.
+        bottom: Of them, below the axis: for ticks and the legend.
+    """
+
+    def __init__(
+        self, name: str, first: float, last: float, top: float, height: int, bottom: int
+    ) -> None:
+        self._name, self._first, self._last = name, first, max(last, first + 1e-9)
+        self._top, self.height, self.bottom = top, height, height - bottom
+
+    def x(self, value: float) -> float:
+        """Pixels from the left."""
+        share = (value - self._first) / (self._last - self._first)
+        return round(LEFT + (WIDTH - LEFT - RIGHT) * share, 1)
+
+    def y(self, value: float) -> float:
+        """Pixels from above."""
+        return round(self.bottom - (self.bottom - TOP) * value / self._top, 1)
+
+    def up(self, title: str, ticks: Iterable[tuple[float, str]]) -> list[str]:
+        """The lines and labels of the axis upwards."""
+        parts = []
+        for value, label in ticks:
+            at = self.y(value)
+            parts.append(f'<path class="grid" d="M{LEFT},{at} H{WIDTH - RIGHT}"/>')
+            parts.append(f'<text x="{LEFT - 8}" y="{at + 4.5}" text-anchor="end">{label}</text>')
+        middle = (TOP + self.bottom) / 2
+        parts.append(
+            f'<text transform="translate(14,{middle}) rotate(-90)" text-anchor="middle">'
+            f"{escape(title)}</text>"
+        )
+        return parts
+
+    def shares(self, title: str) -> list[str]:
+        """The same, where the top is a share."""
+        every = next(step for step in (0.01, 0.02, 0.05, 0.1, 0.2, 1.0) if self._top / step <= 8)
+        numbers = range(int(self._top / every + 1e-9) + 1)
+        return self.up(title, [(n * every, f"{n * every:.0%}") for n in numbers])
+
+    def tick(self, at: float, label: str, row: int = 0) -> str:
+        """A label of the axis to the right, at a place."""
+        y = self.bottom + 18 + 16 * row
+        line = f'<path class="axis" d="M{at},{self.bottom} v4"/>' if not row else ""
+        return f'{line}<text x="{at}" y="{y}" text-anchor="middle">{escape(label)}</text>'
+
+    def stack(self, edges: Sequence[float], areas: Sequence[Area]) -> list[str]:
+        """Areas one upon the other, as stairs, in front of all."""
+        parts = []
+        base = [0.0] * (len(edges) - 1)
+        for area in areas:
+            upper = [low + height for low, height in zip(base, area.heights, strict=True)]
+            corners = self.stairs(edges, upper) + self.stairs(edges, base)[::-1]
+            title = f"<title>{escape(area.label)}</title>"
+            parts.append(
+                f'<polygon class="{area.kind}" points="{points_of(corners)}">{title}</polygon>'
+            )
+            if area.kind == _HATCHED:
+                parts.append(f'<path class="hatch" d="{self._hatch(edges, base, upper)}"/>')
+            base = upper
+        return parts
+
+    def _hatch(self, edges: Sequence[float], base: Sequence[float], upper: Sequence[float]) -> str:
+        lines = []
+        drawn = float("-inf")
+        for left, right, low, high in zip(edges, edges[1:], base, upper, strict=False):
+            if high <= low:
+                continue
+            start, end = self.x(left), self.x(right)
+            at = max(min(start + _HATCH / 2, (start + end) / 2), drawn + _HATCH)
+            while at < end:
+                lines.append(f"M{round(at, 1)},{self.y(low)} V{self.y(high)}")
+                drawn, at = at, at + _HATCH
+        return " ".join(lines)
+
+    def stairs(self, edges: Sequence[float], values: Sequence[float]) -> list[Point]:
+        """A value between two edges, as corners of a staircase."""
+        corners = []
+        for left, right, value in zip(edges, edges[1:], values, strict=False):
+            corners += [(self.x(left), self.y(value)), (self.x(right), self.y(value))]
+        return corners
+
+    def legend(self, entries: Iterable[tuple[str, str]]) -> list[str]:
+        """Boxes of areas and what they mean; a kind that is none is drawn as a line."""
+        parts, at, y = [], float(LEFT), self.height - 14
+        for kind, label in entries:
+            if kind in ("engine", "held", "free"):
+                parts.append(f'<rect class="{kind}" x="{at}" y="{y - 11}" width="13" height="13"/>')
+            else:
+                parts.append(f'<path class="{kind}" d="M{at - 3},{y - 4} h18"/>')
+            if kind == _HATCHED:
+                parts.append(f'<path class="hatch" d="M{at + 4},{y - 11} v13 m5,-13 v13"/>')
+            parts.append(f'<text x="{at + 20}" y="{y}">{escape(label)}</text>')
+            at += 46 + round(7.2 * len(label))
+        return parts
+
+    def svg(self, parts: Iterable[str]) -> str:
+        """The chart, of all its parts."""
+        axes = f'<path class="axis" d="M{LEFT},{TOP} V{self.bottom} H{WIDTH - RIGHT}"/>'
+        return (
+            f'<div class="wide"><svg viewBox="0 0 {WIDTH} {self.height}" role="img" '
+            f'aria-label="{escape(self._name)}">{"".join(parts)}{axes}</svg></div>'
+        )
+
+
+def hit_areas(moments: Iterable[tuple[int, int, int]]) -> list[Area]:
+    """Shares of the prompt blocks, of moments: hit on the GPU, hit on the host, all."""
+    heights = [
+        (gpu / blocks, host / blocks, 1 - (gpu + host) / blocks) if blocks else (0.0, 0.0, 0.0)
+        for gpu, host, blocks in moments
+    ]
+    columns = list(zip(*heights, strict=True)) or [(), (), ()]
+    return [Area(*kind, column) for kind, column in zip(HIT_KINDS, columns, strict=True)]
+
+
+def points_of(points: Iterable[Point]) -> str:
+    """Points, as SVG writes them."""
+    return " ".join(f"{x},{y}" for x, y in points)
+
+
+def round_ticks(first: int, last: int, limit: int) -> list[int]:
+    """Round numbers for an axis: both ends, and what keeps clear of them."""
+    sizes = (factor * 10**power for power in range(9) for factor in (1, 2, 5))
+    every = next(size for size in sizes if (last - first) / size < limit)
+    inner = [tick for tick in range(first, last) if tick % every == 0]
+    gaps = 0.6 * every
+    return sorted({first, last, *(t for t in inner if t - first >= gaps and last - t >= gaps)})
