@@ -25,6 +25,7 @@ _EXTRAS = {
     "msgspec": "events",
     "zmq": "events",
     "xxhash": "tier",
+    "obstore": "objects",
 }
 
 

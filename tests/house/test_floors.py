@@ -50,6 +50,7 @@ ALLOWED_AT_IMPORT = {
     "msgspec": ("kvview.events.batches", "kvview.events.recording", "kvview.events.wire"),
     "zmq": ("kvview.events.channel",),
     "xxhash": (),
+    "obstore": (),
     "transformers": (),
     "tokenizers": (),
 }
@@ -61,6 +62,7 @@ ALLOWED_LATER = {
     "vllm": ("kvview_vllm",),
     **dict.fromkeys(("transformers", "tokenizers"), ("kvview_vllm.inference",)),
     "xxhash": ("kvview.tier.checksum",),
+    "obstore": ("kvview_reference.tier.object_store",),
 }
 
 NAMES_ABOVE = {
