@@ -51,7 +51,7 @@ else:
 _log = logging.getLogger(__name__)
 _BETWEEN_POLLS = 0.0003  # seconds
 _SHAPE = ("layout", "dtype", "page_size", "layer_num", "head_num", "head_dim", "kv_cache_dim",
-          "kv_lora_rank", "qk_rope_head_dim", "start_layer", "end_layer")  # fmt: skip
+          "start_layer", "end_layer", "storage_format_tag")  # fmt: skip
 
 
 class KVViewHiCache(_Storage):
