@@ -26,13 +26,11 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from kvview import ConfigError, TierJobError
+from kvview.bridge import TierOptions, open_tier
 from kvview.errors import one_line
 from kvview.options import parse_options
-from kvview.targets import load_target
-from kvview.tier import GuardedTier, Namespace, is_tier_store
+from kvview.tier import Namespace
 from kvview_vllm.releases import reading
 from kvview_vllm.releases.tiers import (
     TierSeam,
@@ -62,33 +60,6 @@ else:
     _Spec = require_tier_class("TieringOffloadingSpec")
 
 
-class KVViewTierOptions(BaseModel):
-    """One entry of ``secondary_tiers``, but for its type.
-
-    Args:
-        store: Target of the store, called with the namespace and its options.
-        options: Its own options.
-        weights: Revision or digest of the model's weights; any text that you change when
-            they change (VTIER-1).
-        deadline: Seconds until a job that the store does not report has failed.
-        lookup_deadline: Seconds until a key that nothing is said of is a miss.
-        checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` where the store's own is enough.
-        trip_after: Strikes in a row after which the store is left alone.
-        retry_after: Seconds until it is tried again.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    store: str
-    options: dict[str, Any] = Field(default_factory=dict)
-    weights: str = ""
-    deadline: float = Field(30.0, gt=0)
-    lookup_deadline: float = Field(2.0, gt=0)
-    checksum: str = "xxh3"
-    trip_after: int = Field(3, gt=0)
-    retry_after: float = Field(5.0, gt=0)
-
-
 class KVViewTier(_Tier):
     """What vLLM's tiering manager moves pages to and from.
 
@@ -111,10 +82,7 @@ class KVViewTier(_Tier):
         own, rest = constructor_options(given)
         super().__init__(offloading_spec, primary_kv_view, tier_type, **own)
         try:
-            options = parse_options(KVViewTierOptions, rest)
-            store = load_target(options.store)
-            if not is_tier_store(store):
-                raise ConfigError(f"store {options.store!r} is no class of tier stores")
+            options = parse_options(TierOptions, rest)
             self._page_bytes = (primary_kv_view.strides or (len(primary_kv_view),))[0]
             with reading(TierSeam.seam, "the configuration of tiering"):
                 facts = namespace_facts(offloading_spec, self._page_bytes)
@@ -125,21 +93,12 @@ class KVViewTier(_Tier):
                     "nothing that was stored is found. Start it with: export PYTHONHASHSEED=0"
                 )
             namespace = Namespace(**facts, weights=options.weights, hash_seed=seed)
-            self.guard = GuardedTier(
-                store(namespace, **options.options),
-                namespace,
-                deadline=options.deadline,
-                lookup_deadline=options.lookup_deadline,
-                checksum=options.checksum,
-                trip_after=options.trip_after,
-                retry_after=options.retry_after,
-            )
+            self.guard = open_tier(options, namespace)
         except ConfigError as error:
             raise ConfigError(f"secondary_tiers, type {tier_type!r}: {error}") from None
         self._memory = primary_kv_view.cast("B")
         self._answers = lookup_answers()
         self._jobs: dict[int, list[Any]] = {}
-        self._refused: list[tuple[int, list[bool]]] = []
 
     def lookup(self, key: Any, req_context: Any = None) -> Any:
         """Whether a chunk is stored, or that it is not known yet."""
@@ -155,9 +114,11 @@ class KVViewTier(_Tier):
 
     def get_finished_jobs(self) -> Iterable[Any]:
         """Jobs that ended since the last call."""
-        return [
-            job_result(job_id, self._jobs.pop(job_id), flags) for job_id, flags in self.guard.poll()
-        ]
+        results = []
+        for job_id, flags in self.guard.poll():
+            keys = self._jobs.pop(job_id)
+            results.append(job_result(job_id, keys, flags or [False] * len(keys)))
+        return results
 
     def get_finished(self) -> Iterable[Any]:
         """The same, as 0.22 calls it."""
@@ -193,7 +154,7 @@ class KVViewTier(_Tier):
             call(job.job_id, [bytes(key) for key in keys], pages)
         except TierJobError as error:
             _log.error("job %s fails: %s", job.job_id, one_line(error))
-            self._refused.append((job.job_id, [False] * len(keys)))
+            self.guard.put(job.job_id, (), ())  # reported as the job that it is
 
 
 class KVViewTieringSpec(_Spec):

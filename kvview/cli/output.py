@@ -28,6 +28,7 @@ _EXTRAS = {
     "msgspec": "events",
     "zmq": "events",
     "xxhash": "tier",
+    "obstore": "objects",
 }
 
 

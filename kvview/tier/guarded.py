@@ -134,6 +134,7 @@ class GuardedTier:
         self._next_number = 0
         self._is_closed = False
         self._wakes = isinstance(store, SupportsWakeUp)
+        self._wake_up: Callable[[], None] = lambda: None
         self._awake = threading.Event()
         self._lane = threading.Thread(target=self._run, name="kvview-tier", daemon=True)
         self._lane.start()
@@ -147,6 +148,19 @@ class GuardedTier:
                 trips=self._breaker.num_trips,
                 unanswered=self._answers.num_unanswered,
             )
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether jobs go to the store; not while it is left alone, or closed."""
+        with self._changed:
+            return not (self._is_closed or self._breaker.is_open)
+
+    def on_wake_up(self, wake_up: Callable[[], None], /) -> None:
+        """Call ``wake_up``, which must not call back, when a job ended or a lookup was answered.
+
+        A deadline passes without: poll from time to time.
+        """
+        self._wake_up = wake_up
 
     def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
         """What is known; the rest is asked on the guard's thread."""
@@ -263,6 +277,7 @@ class GuardedTier:
             self._stats.puts += num_good
         self._done.append((entry.job, flags))
         self._changed.notify_all()
+        self._wake_up()
 
     def _strike(self, what: str) -> None:
         trips = self._breaker.num_trips
@@ -319,6 +334,8 @@ class GuardedTier:
                 for key, flag in zip(keys, flags, strict=True)
                 if flag is None and self._answers.waits_for(key)
             ]
+        if len(self._unanswered) < len(keys):
+            self._wake_up()
 
     def _start(self, entry: _Job) -> None:
         """Give a job to the store, on private pages."""

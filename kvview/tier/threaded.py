@@ -18,7 +18,6 @@ from kvview.tier.namespace import Namespace
 from kvview.tier.store import require_tier_job
 
 _log = logging.getLogger(__name__)
-_KEYS_OF_A_LOOKUP = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +45,9 @@ class Threaded(ABC):
     Raises:
         ConfigError: ``threads`` is not 1 or more.
     """
+
+    keys_of_a_lookup = 64
+    """Asked one after the other on one thread; fewer where an answer takes long."""
 
     def __init__(self, namespace: Namespace, *, threads: int = 4) -> None:
         if threads < 1:
@@ -94,8 +96,8 @@ class Threaded(ABC):
             if self._is_closed:
                 return [False] * len(keys)
             flags, ask = self._answers.flags(keys)
-            for start in range(0, len(ask), _KEYS_OF_A_LOOKUP):
-                part = ask[start : start + _KEYS_OF_A_LOOKUP]
+            for start in range(0, len(ask), self.keys_of_a_lookup):
+                part = ask[start : start + self.keys_of_a_lookup]
                 self._tasks.appendleft(partial(self._ask, part))  # before all I/O
                 self._changed.notify()
         return flags

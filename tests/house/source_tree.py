@@ -13,6 +13,8 @@ FLOORS = {
     "kvview": ROOT / "kvview",
     "kvview_reference": ROOT / "reference/kvview_reference",
     "kvview_vllm": ROOT / "adapters/kvview_vllm",
+    "kvview_lmcache": ROOT / "adapters/kvview_lmcache",
+    "kvview_sglang": ROOT / "adapters/kvview_sglang",
 }
 """The installed packages. ``kvview.testing`` is a floor of its own inside the first."""
 

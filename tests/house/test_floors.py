@@ -25,6 +25,7 @@ CONTRACT_ORDER = (
     "tier",
     "options",
     "targets",
+    "bridge",
     "config",
     "web_page",
     "web_chart",
@@ -39,12 +40,21 @@ ALLOWED_AT_IMPORT = {
         "kvview_reference.connector",
         "kvview_vllm.transfer",
         "kvview_vllm.simulation.raw",
+        "kvview_sglang",
     ),
     "numpy": ("kvview_reference.transfer",),
     "vllm": ("kvview_vllm.scheduler",),  # vLLM itself imports it, by --scheduler-cls
     "hypothesis": ("kvview.testing",),
     "pytest": ("kvview.testing.suite",),
-    "pydantic": ("kvview.options", "kvview.testing.schema", "kvview_reference", "kvview_vllm"),
+    "lmcache": ("kvview_lmcache",),
+    "sglang": ("kvview_sglang",),
+    "pydantic": (
+        "kvview.bridge",
+        "kvview.options",
+        "kvview.testing.schema",
+        "kvview_reference",
+        "kvview_vllm",
+    ),
     "pydantic_core": ("kvview_reference",),
     "click": ("kvview.cli", "*.command"),
     "rich": ("*.command", "kvview.testing.terminal"),
@@ -52,6 +62,7 @@ ALLOWED_AT_IMPORT = {
     "msgspec": ("kvview.events.batches", "kvview.events.recording", "kvview.events.wire"),
     "zmq": ("kvview.events.channel",),
     "xxhash": (),
+    "obstore": (),
     "transformers": (),
     "tokenizers": (),
 }
@@ -63,6 +74,7 @@ ALLOWED_LATER = {
     "vllm": ("kvview_vllm",),
     **dict.fromkeys(("transformers", "tokenizers"), ("kvview_vllm.inference",)),
     "xxhash": ("kvview.tier.checksum",),
+    "obstore": ("kvview_reference.tier.object_store",),
 }
 
 NAMES_ABOVE = {
@@ -125,11 +137,15 @@ def test_contract_rooms_import_only_those_above_them() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+ADAPTERS = ("kvview_vllm", "kvview_lmcache", "kvview_sglang")
 FORBIDDEN = {
-    "kvview": ("kvview.testing", "kvview_reference", "kvview_vllm"),
-    "kvview.testing": ("kvview_reference", "kvview_vllm"),
-    "kvview_reference": ("kvview_vllm",),
-    "kvview_vllm": ("kvview_reference",),
+    "kvview": ("kvview.testing", "kvview_reference", *ADAPTERS),
+    "kvview.testing": ("kvview_reference", *ADAPTERS),
+    "kvview_reference": ADAPTERS,
+    **{
+        adapter: ("kvview_reference", *(other for other in ADAPTERS if other != adapter))
+        for adapter in ADAPTERS
+    },
 }
 
 

@@ -86,12 +86,14 @@ class StoreHarness:
     def capabilities(self) -> set[str]:
         """What the class, its options and its methods tell."""
         found: set[str] = set()
-        is_in_folder = any(FOLDER in str(value) for value in self._options.values())
-        if is_in_folder:
-            found |= {Capability.REOPEN, Capability.NAMESPACES, Capability.DAMAGE, Capability.GONE}
+        places = [str(value) for value in self._options.values() if FOLDER in str(value)]
+        if places:  # which may be one on a server
+            found |= {Capability.REOPEN, Capability.NAMESPACES}
+            found |= {Capability.KILL} if self._target() and hasattr(os, "fork") else set()
+        if any(place.partition("://")[0] in (place, "file") for place in places):
+            found |= {Capability.DAMAGE, Capability.GONE}
             parameters = inspect.signature(self._make).parameters
             found |= {Capability.BUDGET} if "max_bytes" in parameters else set()
-            found |= {Capability.KILL} if self._target() and hasattr(os, "fork") else set()
             is_verified = getattr(self._make, "verifies", False) or self.guarded
             found |= {Capability.VERIFIES} if is_verified else set()
         if self._is_threaded():

@@ -1,5 +1,7 @@
-"""Stores of the tier contract: files."""
+"""Stores of the tier contract: files, and objects."""
 
-from kvview_reference.tier.file_store import FileStore, read_entry
+from kvview_reference.tier.entry import read_entry
+from kvview_reference.tier.file_store import FileStore
+from kvview_reference.tier.object_store import ObjectStore
 
-__all__ = ["FileStore", "read_entry"]
+__all__ = ["FileStore", "ObjectStore", "read_entry"]

@@ -1,10 +1,9 @@
-"""``kvview tier``: folders of :class:`~kvview_reference.tier.FileStore`."""
+"""``kvview tier``: what the stores of this package have written."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import click
@@ -12,6 +11,7 @@ import click
 from kvview.cli.exit_codes import ExitCode
 from kvview.cli.output import JSONOption, require_writable, write_json
 from kvview.errors import ConfigError, KVViewError
+from kvview.options import read_options
 from kvview.tier import Namespace
 
 _MOST_LINES = 20
@@ -65,9 +65,9 @@ class StoreCheck:
     bad: list[BadEntry] = field(default_factory=list)
     schema_version: Literal[1] = 1
 
-    def tell(self, path: Path, problem: str) -> None:
+    def tell(self, path: str, problem: str) -> None:
         """Note what cannot be loaded, and say it while there are few."""
-        self.bad.append(BadEntry(str(path), problem))
+        self.bad.append(BadEntry(path, problem))
         if len(self.bad) <= _MOST_LINES:
             click.echo(f"{path}: {problem}", err=True)
 
@@ -79,50 +79,49 @@ def tier() -> None:
 
 @tier.command()
 @click.argument("root")
+@click.option("--option", "given", multiple=True, metavar="NAME=VALUE", help="Of an object store.")
 @click.option(
     "--json",
     "json_file",
     cls=JSONOption,
     schemas={"fsck": "kvview_reference.tier.command:StoreCheck"},
 )
-def fsck(root: str, json_file: str | None) -> None:
-    """Read every entry of a file store, and say which cannot be loaded.
+def fsck(root: str, given: tuple[str, ...], json_file: str | None) -> None:
+    """Read every entry of a store, and say which cannot be loaded.
 
-    ROOT is the store's folder. Nothing is changed; a store removes a bad entry
-    itself when it is asked for it. Exit code 1 when there is one.
+    ROOT is the folder of a file store, or the url of an object store, all of
+    which is read over the network then. Nothing is changed; a store removes a
+    bad entry itself when it is asked for it. Exit code 1 when there is one.
     """
-    from kvview_reference.tier.file_store import read_entry
+    from kvview_reference.tier.entry import read_entry
+    from kvview_reference.tier.file_store import entries_of_folder
+    from kvview_reference.tier.object_store import entries_of_bucket
 
     require_writable("--json", json_file)
-    folders = [path.parent for path in sorted(Path(root).glob("*/namespace.json"))]
-    if not folders:
-        raise ConfigError(f"{root!r} is no folder of a file store: it has no */namespace.json")
-    found = StoreCheck(root)
-    for folder in folders:
+    options, found, num_stores = read_options(given), StoreCheck(root), 0
+    stores = entries_of_bucket(root, options) if "://" in root else entries_of_folder(root)
+    for name, said, contents in stores:
+        num_stores += 1
         try:
-            namespace = Namespace.from_json((folder / "namespace.json").read_text("utf-8"))
-        except (KVViewError, OSError, UnicodeDecodeError) as error:
-            found.tell(folder, str(error))
+            namespace = Namespace.from_json(said)
+        except KVViewError as error:
+            found.tell(name, str(error))
             continue
         num_entries, num_bytes = 0, 0
-        for path in sorted(folder.glob("??/*")):
-            try:
-                problem = read_entry(namespace, str(path)).problem
-                num_bytes += path.stat().st_size
-            except FileNotFoundError:  # evicted just now
-                continue
-            except OSError as error:
-                problem = error.strerror or type(error).__name__
+        for path, content in contents:
             num_entries += 1
-            if problem:
+            num_bytes += len(content)
+            if problem := read_entry(namespace, content).problem:
                 found.tell(path, problem)
         names = namespace.model, namespace.weights
-        found.namespaces.append(StoreNamespace(folder.name, *names, num_entries, num_bytes))
+        found.namespaces.append(StoreNamespace(name, *names, num_entries, num_bytes))
         click.echo(
-            f"{folder.name}: {num_entries} entries, {num_bytes / 1e9:.3f} GB, model "
+            f"{name}: {num_entries} entries, {num_bytes / 1e9:.3f} GB, model "
             f"{namespace.model!r}, weights {namespace.weights!r}",
             err=json_file == "-",
         )
+    if not num_stores:
+        raise ConfigError(f"there is no tier at {root!r}: it has no */namespace.json")
     click.echo(f"{len(found.bad)} cannot be loaded", err=json_file == "-")
     write_json(json_file, asdict(found))
     sys.exit(ExitCode.WRONG if found.bad else ExitCode.CLEAN)

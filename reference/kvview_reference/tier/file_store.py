@@ -16,23 +16,17 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import struct
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from kvview import ConfigError
 from kvview.tier import Namespace, Threaded, TierUsage
-from kvview.tier.checksum import SEAL_BYTES, PageSeal
+from kvview_reference.tier.entry import EntryFormat
 from kvview_reference.tier.file_budget import FileBudget
-
-_HEAD = struct.Struct(f"<8sQ{SEAL_BYTES}sH")  # magic, bytes of the page, seal, bytes of the key
-_MAGIC = b"kvvtier1"
-_NO_SEAL = bytes(SEAL_BYTES)
 
 
 class FileStore(Threaded):
@@ -63,7 +57,7 @@ class FileStore(Threaded):
     ) -> None:
         if max_bytes is not None and max_bytes <= 0:
             raise ConfigError(f"max_bytes must be more than 0, got {max_bytes}")
-        self._seal = None if checksum == "none" else PageSeal(namespace, checksum)
+        self._format = EntryFormat(namespace, checksum)
         self._folder = Path(root, namespace.digest.hex())
         self._half = self._folder / "half"
         try:
@@ -86,7 +80,7 @@ class FileStore(Threaded):
         if key in self._dropped:
             return False
         path = self._path(key)
-        head, more = bytearray(_HEAD.size + len(key)), bytearray(1)
+        head, more = bytearray(EntryFormat.head_bytes(key)), bytearray(1)
         try:
             file = os.open(path, os.O_RDONLY)
             try:
@@ -97,7 +91,7 @@ class FileStore(Threaded):
             if error.errno == errno.EIO:
                 self._budget.remove(path)
             raise
-        if num_read == len(head) + len(page) and head == self._head(key, page):
+        if num_read == len(head) + len(page) and head == self._format.head(key, page):
             self._budget.used(path)
             return True
         self._budget.remove(path)
@@ -110,7 +104,7 @@ class FileStore(Threaded):
         if os.path.exists(path):
             self._budget.used(path)
             return True
-        head = self._head(key, page)
+        head = self._format.head(key, page)
         num_bytes = len(head) + len(page)
         if not self._budget.reserve(num_bytes):
             return False
@@ -154,10 +148,6 @@ class FileStore(Threaded):
                         self._budget.remove(self._path(key))
                         self._dropped.discard(key)
 
-    def _head(self, key: bytes, page: memoryview) -> bytes:
-        seal = _NO_SEAL if self._seal is None else self._seal.of(key, page)
-        return _HEAD.pack(_MAGIC, len(page), seal, len(key)) + key
-
     def _path(self, key: bytes) -> str:
         return f"{self._folder}/{zlib.crc32(key) & 0xFF:02x}/{key.hex()}"
 
@@ -173,34 +163,18 @@ class FileStore(Threaded):
         namespace.require_same(found, str(self._folder))
 
 
-@dataclass(frozen=True)
-class FileEntry:
-    """What stands in one file of a store.
-
-    Args:
-        key: Of the page.
-        problem: Why it cannot be loaded, empty if it can.
-    """
-
-    key: bytes
-    problem: str
-
-
-def read_entry(namespace: Namespace, path: str) -> FileEntry:
-    """Look at one file as a load would; changes nothing.
+def entries_of_folder(root: str) -> Iterator[tuple[str, str, Iterator[tuple[str, bytes]]]]:
+    """Every namespace below a store's folder: its name, what it says, path and bytes of each entry.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: A file cannot be read.
     """
-    content = memoryview(Path(path).read_bytes())
-    if len(content) < _HEAD.size or bytes(content[:8]) != _MAGIC:
-        return FileEntry(b"", "it has no header")
-    _, num_bytes, seal, key_bytes = _HEAD.unpack(content[: _HEAD.size])
-    key, page = bytes(content[_HEAD.size :][:key_bytes]), content[_HEAD.size + key_bytes :]
-    if len(page) != num_bytes:
-        return FileEntry(key, f"it has {len(page)} bytes of a page of {num_bytes}")
-    if seal != _NO_SEAL:
-        checksum = PageSeal.name_of(seal)
-        if not checksum or PageSeal(namespace, checksum).of(key, page) != seal:
-            return FileEntry(key, "its seal is not that of its bytes")
-    return FileEntry(key, "")
+    for path in sorted(Path(root).glob("*/namespace.json")):
+        files = sorted(path.parent.glob("??/*"))
+        yield path.parent.name, path.read_text("utf-8"), _contents(files)
+
+
+def _contents(files: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
+    for path in files:
+        with suppress(FileNotFoundError):  # evicted just now
+            yield str(path), path.read_bytes()

@@ -1,0 +1,279 @@
+"""``KVViewL2Adapter``: what LMCache's storage manager moves objects to and from.
+
+    lmcache server ... --l2-adapter '{"type": "plugin",
+      "module_path": "kvview_lmcache", "class_name": "KVViewL2Adapter",
+      "adapter_params": {"weights": "REVISION",
+                         "store": "my_store.py:Store", "options": {"root": "/kv"}}}'
+
+1. LMCache tells an adapter nothing of weights and dtype: the user says what they are.
+2. All of LMCache's key counts (model, rank, group, hash, salt), and nothing else.
+3. An object is LMCache's own memory; the guard copies, so that no store has it in its hands.
+
+Source: ``L2AdapterInterface``, lmcache/v1/distributed/l2_adapters/base.py, 0.5.6.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.platform import create_event_notifier
+
+from kvview import ConfigError, TierJobError
+from kvview.bridge import TierOptions, open_tier
+from kvview.errors import one_line
+from kvview.options import parse_options
+from kvview.tier import Namespace
+
+if TYPE_CHECKING:
+
+    class _Adapter:  # stands in for LMCache's, which mypy does not see
+        def __init__(self, max_capacity_bytes: int = 0) -> None: ...
+        def _notify_keys_stored(self, keys: list[Any], sizes: list[int]) -> None: ...
+        def _notify_keys_accessed(self, keys: list[Any]) -> None: ...
+        def _notify_keys_deleted(self, keys: list[Any], sizes: list[int]) -> None: ...
+else:
+    _Adapter = L2AdapterInterface
+
+_log = logging.getLogger(__name__)
+_LONGEST_SLEEP = 0.05  # seconds; deadlines pass without a wake-up
+
+
+class LMCacheTierOptions(TierOptions):
+    """``adapter_params``.
+
+    Args:
+        kv_dtype: Of the KV cache, where you change it: LMCache does not tell.
+    """
+
+    kv_dtype: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    keys: list[Any]
+    objects: list[Any]  # LMCache's memory stays theirs until the job was reported
+    sizes: list[int]
+    is_load: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Lookup:
+    keys: list[bytes]
+    flags: list[bool | None]
+
+
+def key_bytes(key: Any) -> bytes:
+    """An ``ObjectKey`` as the key of a store: every field that separates."""
+    parts = (
+        key.model_name.encode(),
+        str(key.kv_rank).encode(),
+        str(key.object_group_id).encode(),
+        key.chunk_hash,
+        key.cache_salt.encode(),
+    )
+    text = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    return hashlib.blake2b(text, digest_size=32).digest()
+
+
+class KVViewL2Adapter(_Adapter):
+    """An L2 adapter over any :class:`~kvview.tier.TierStore`.
+
+    Args:
+        params: ``adapter_params``; see :class:`LMCacheTierOptions`.
+        given: What LMCache gives beside it (``l1_memory_desc``), not needed.
+
+    Raises:
+        ConfigError: An option that cannot be used, or unknown weights.
+        NamespaceMismatchError: The store holds other KV.
+    """
+
+    def __init__(self, params: Mapping[str, Any], **given: Any) -> None:
+        super().__init__()
+        try:
+            options = parse_options(LMCacheTierOptions, params)
+            namespace = Namespace(
+                "as LMCache's keys say",
+                weights=options.weights,
+                kv_dtype=options.kv_dtype,
+                hash_seed=os.environ.get("PYTHONHASHSEED", ""),
+            )
+            self.guard = open_tier(options, namespace)
+        except ConfigError as error:
+            raise ConfigError(f"kvview_lmcache, adapter_params: {error}") from None
+        self._stored_fd, self._found_fd, self._loaded_fd = (
+            create_event_notifier() for _ in range(3)
+        )
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._tasks: dict[int, _Task] = {}
+        self._lookups: dict[int, _Lookup] = {}
+        self._stored: dict[int, Any] = {}
+        self._found: dict[int, Any] = {}
+        self._loaded: dict[int, Any] = {}
+        self._sizes: dict[Any, int] = {}
+        """Of what this process stored: LMCache counts bytes by salt."""
+        self._is_closed = False
+        self._awake = threading.Event()
+        self.guard.on_wake_up(self._awake.set)
+        self._thread = threading.Thread(target=self._run, name="kvview-lmcache", daemon=True)
+        self._thread.start()
+
+    def get_store_event_fd(self) -> int:
+        """Readable when a store has ended."""
+        return int(self._stored_fd.fileno())
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """Readable when a lookup was answered."""
+        return int(self._found_fd.fileno())
+
+    def get_load_event_fd(self) -> int:
+        """Readable when a load has ended."""
+        return int(self._loaded_fd.fileno())
+
+    def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """Start to store."""
+        return self._submit(self.guard.put, keys, objects, is_load=False)
+
+    def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """Start to load."""
+        return self._submit(self.guard.get, keys, objects, is_load=True)
+
+    def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Any) -> int:
+        """Start to ask; nothing is locked: what goes in between is a failed load."""
+        lookup = _Lookup([key_bytes(key) for key in keys], [None] * len(keys))
+        with self._lock:
+            task = next(self._numbers)
+            self._lookups[task] = lookup
+        self._awake.set()
+        return task
+
+    def pop_completed_store_tasks(self) -> dict[int, Any]:
+        """Stores that have ended; one of which a key failed has failed, as LMCache counts."""
+        with self._lock:
+            stored, self._stored = self._stored, {}
+        return stored
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Any:
+        """A bit a key, once; None before it is known."""
+        with self._lock:
+            return self._found.pop(task_id, None)
+
+    def query_load_result(self, task_id: int) -> Any:
+        """A bit a key, once; None before it has ended."""
+        with self._lock:
+            return self._loaded.pop(task_id, None)
+
+    def submit_unlock(self, keys: list[Any]) -> None:
+        """Nothing is locked."""
+
+    def delete(self, keys: list[Any]) -> None:
+        """Make keys a miss."""
+        self.guard.delete([key_bytes(key) for key in keys])
+        with self._lock:
+            sizes = [(key, self._sizes.pop(key)) for key in keys if key in self._sizes]
+        if sizes:
+            self._notify_keys_deleted([key for key, _ in sizes], [size for _, size in sizes])
+
+    def report_status(self) -> dict[str, Any]:
+        """Whether the store is used now, and what the guard has counted."""
+        stats = self.guard.stats
+        return {
+            "is_healthy": self.guard.is_healthy and not self._is_closed,
+            "type": type(self).__name__,
+            "store": type(self.guard.store).__name__,
+            **{name: getattr(stats, name) for name in stats.__slots__},
+        }
+
+    def close(self) -> None:
+        """Fail what is in flight and close the store; callable twice."""
+        if self._is_closed:
+            return
+        self.guard.close()
+        self._is_closed = True
+        self._awake.set()
+        self._thread.join()
+        self._collect()
+        for notifier in (self._stored_fd, self._found_fd, self._loaded_fd):
+            notifier.close()
+
+    def _submit(
+        self, call: Callable[..., None], keys: list[Any], objects: list[Any], is_load: bool
+    ) -> int:
+        pages = [memoryview(each.byte_array).cast("B") for each in objects]
+        entry = _Task([*keys], [*objects], [len(page) for page in pages], is_load)
+        with self._lock:
+            task = next(self._numbers)
+            self._tasks[task] = entry
+            try:
+                call(task, [key_bytes(key) for key in keys], pages)
+            except TierJobError as error:
+                _log.error("task %s fails: %s", task, one_line(error))
+                self.guard.put(task, (), ())  # reported as the job that it is
+        self._awake.set()  # its deadline wakes nobody
+        return task
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            is_waiting = self._tasks or self._lookups
+            self._awake.wait(_LONGEST_SLEEP if is_waiting else None)
+            self._awake.clear()
+            self._collect()
+
+    def _collect(self) -> None:
+        for task, flags in self.guard.poll():
+            with self._lock:
+                entry = self._tasks.pop(task)
+            good = [n for n, flag in enumerate(flags) if flag]
+            if entry.is_load:
+                self._notify_keys_accessed([entry.keys[n] for n in good])
+                with self._lock:
+                    self._loaded[task] = _bits(len(entry.keys), good)
+                self._loaded_fd.notify()
+            else:
+                self._count_stored(entry, good)
+                is_whole = len(good) == len(entry.keys)
+                num_bytes = sum(entry.sizes[n] for n in good)
+                with self._lock:
+                    self._stored[task] = L2StoreResult(is_whole, num_bytes)
+                self._stored_fd.notify()
+        self._look_up()
+
+    def _count_stored(self, entry: _Task, good: Sequence[int]) -> None:
+        with self._lock:
+            new = [n for n in good if entry.keys[n] not in self._sizes]
+            self._sizes |= {entry.keys[n]: entry.sizes[n] for n in new}
+        if new:
+            sizes = [entry.sizes[n] for n in new]
+            self._notify_keys_stored([entry.keys[n] for n in new], sizes)
+
+    def _look_up(self) -> None:
+        with self._lock:
+            waiting = [*self._lookups.items()]
+        for task, lookup in waiting:
+            unknown = [n for n, flag in enumerate(lookup.flags) if flag is None]
+            answers = self.guard.lookup([lookup.keys[n] for n in unknown])
+            for n, flag in zip(unknown, answers, strict=True):
+                lookup.flags[n] = flag
+            if None not in lookup.flags:
+                with self._lock:
+                    del self._lookups[task]
+                    hits = [n for n, flag in enumerate(lookup.flags) if flag]
+                    self._found[task] = _bits(len(lookup.flags), hits)
+                self._found_fd.notify()
+
+
+def _bits(num: int, places: Sequence[int]) -> Any:
+    found = Bitmap(num)
+    for place in places:
+        found.set(place)
+    return found

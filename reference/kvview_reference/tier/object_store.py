@@ -1,0 +1,257 @@
+"""``ObjectStore``: an object a key, so that many machines share one tier.
+
+    <url>/<namespace>/namespace.json   whose bytes these are
+                      <key>            a header with a seal, then the page
+
+1. An object is there whole or not at all: that is what S3 and its like promise (TIER-9).
+2. What fails its seal is removed, and stored again by the next put (TIER-4). Where removing is
+   not allowed it is a miss for this process until a put has replaced it.
+3. There is no byte budget: none of the machines that share a bucket could keep one. A lifecycle
+   rule of the bucket ends what is old; a key that went is a miss.
+4. Credentials are those of the client's own chain (environment, profile, role of the machine).
+   None is taken as an option, and nothing that a server answers is logged or raised but its kind.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from kvview import ConfigError
+from kvview.tier import Namespace, Threaded
+from kvview_reference.tier.entry import EntryFormat
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore as Client
+
+_log = logging.getLogger(__name__)
+_LOCAL = ("file", "memory")  # without a network: no timeouts, no options
+_SECRET = re.compile(r"key|secret|token|password|credential|auth|sas|bearer", re.IGNORECASE)
+_STATUS = re.compile(r"\bstatus(?: code)?:? (?:code )?([345]\d\d)\b")
+
+
+class ObjectStore(Threaded):
+    """A tier in a bucket (``verifies``: its own seals see what was damaged).
+
+    Args:
+        namespace: Whose bytes; a prefix of its own.
+        url: ``s3://bucket/prefix`` or what else obstore reads (``gs``, ``az``); ``file:///path``
+            and ``memory:///`` to try it.
+        threads: Requests at once.
+        timeout: Seconds of a request.
+        retries: Of a request that failed on its way; none begins after twice ``timeout``.
+        checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` where the guard's is enough.
+        options: Of the client: ``region``, ``endpoint`` and such; no credentials.
+
+    Raises:
+        ConfigError: An option that cannot be used. A bucket that is not there is no error: it is
+            a miss until it is there.
+    """
+
+    verifies = True
+    keys_of_a_lookup = 1  # a request each
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        *,
+        url: str,
+        threads: int = 16,
+        timeout: float = 5.0,
+        retries: int = 2,
+        checksum: str = "xxh3",
+        **options: Any,
+    ) -> None:
+        self._format = EntryFormat(namespace, checksum)
+        self._client = make_client(url, timeout, retries, options)
+        self._prefix = namespace.digest.hex()
+        self._is_claimed = False
+        self._dropped: set[bytes] = set()
+        self._dropping = threading.Lock()
+        self._said: set[str] = set()
+        super().__init__(namespace, threads=threads)
+
+    def has(self, key: bytes, /) -> bool:
+        """Whether there is an object."""
+        return key not in self._dropped and self._size(key) is not None
+
+    def read_into(self, key: bytes, page: memoryview, /) -> bool:
+        """Load and compare; what is wrong is removed."""
+        import obstore
+
+        if key in self._dropped:
+            return False
+        start, content = EntryFormat.head_bytes(key), memoryview(b"")
+        with self._asking("get"):
+            found = obstore.get(self._client, self._path(key))
+            if found.meta["size"] == start + len(page):
+                content = memoryview(found.bytes())
+        if len(content) == start + len(page):
+            page[:] = content[start:]
+            if content[:start] == self._format.head(key, page):
+                return True
+        self._dropped.add(key)
+        self._drop([key])
+        return False
+
+    def write(self, key: bytes, page: memoryview, /) -> bool:
+        """Store, unless another machine has."""
+        self._claim()
+        if key in self._dropped:
+            with self._dropping:  # else a removal on its way may end after this
+                self._put(key, page)
+                self._dropped.discard(key)
+        elif self._size(key) != EntryFormat.head_bytes(key) + len(page):
+            self._put(key, page)
+        return True
+
+    def delete(self, keys: Sequence[bytes], /) -> None:
+        """Hide keys now, and remove their objects on a thread."""
+        self._dropped |= {*keys}
+        with self._changed:
+            for key in keys:
+                self._answers.failed(key)
+        self._later(partial(self._drop, [*keys]))
+
+    def _put(self, key: bytes, page: memoryview) -> None:
+        import obstore
+
+        content: list[bytes | memoryview] = [self._format.head(key, page), page]
+        with self._asking("put"):
+            obstore.put(self._client, self._path(key), content, use_multipart=False)
+
+    def _size(self, key: bytes) -> int | None:
+        import obstore
+
+        with suppress(FileNotFoundError), self._asking("head"):
+            return obstore.head(self._client, self._path(key))["size"]
+        return None
+
+    def _drop(self, keys: Sequence[bytes]) -> None:
+        """Remove objects; a key of which that fails stays hidden."""
+        import obstore
+
+        for key in keys:
+            with self._dropping, suppress(OSError):
+                if key in self._dropped:
+                    with suppress(FileNotFoundError), self._asking("delete"):
+                        obstore.delete(self._client, self._path(key))
+                    self._dropped.discard(key)
+
+    def _claim(self) -> None:
+        """Say whose prefix it is, for ``kvview tier fsck``."""
+        import obstore
+
+        if self._is_claimed:
+            return
+        content = self.namespace.to_json().encode()
+        with suppress(OSError), self._asking("put"):
+            obstore.put(self._client, f"{self._prefix}/namespace.json", content)
+            self._is_claimed = True
+
+    def _path(self, key: bytes) -> str:
+        return f"{self._prefix}/{key.hex()}"
+
+    @contextmanager
+    def _asking(self, what: str) -> Iterator[None]:
+        """A request: what goes wrong is an ``OSError`` that says its kind alone."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, FileNotFoundError) and what != "put":
+                raise FileNotFoundError("there is no such object") from None
+            problem = f"{what} fails: {_kind(error)}"
+            if problem not in self._said:
+                self._said.add(problem)
+                _log.warning("%s: %s; what fails is a miss", type(self).__name__, problem)
+            raise OSError(problem) from None
+
+
+def make_client(url: str, timeout: float, retries: int, options: Mapping[str, Any]) -> Client:
+    """A client of obstore's.
+
+    Raises:
+        ConfigError: It is not installed, or cannot be made of these.
+    """
+    if not timeout > 0 or retries < 0:
+        raise ConfigError(f"timeout must be over 0 and retries at least 0: {timeout}, {retries}")
+    if "max_bytes" in options:
+        raise ConfigError(
+            "max_bytes: a bucket that machines share has no budget that one of them could keep; "
+            "give the bucket a lifecycle rule"
+        )
+    parts = urlsplit(url)
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ConfigError("url: name the bucket alone; " + _CHAIN)
+    for name in options:
+        if _SECRET.search(name) or name in ("client_options", "retry_config"):
+            raise ConfigError(f"option {name!r} is not taken: {_CHAIN}")
+    try:
+        from obstore.store import from_url
+    except ImportError:
+        raise ConfigError("an object store needs obstore: pip install 'kvview[objects]'") from None
+    given: dict[str, Any] = {**options}
+    if parts.scheme == "file":
+        given["mkdir"] = True
+    elif parts.scheme not in _LOCAL:
+        seconds = timedelta(seconds=timeout)
+        is_plain = str(options.get("endpoint", "")).startswith("http://")
+        given["client_options"] = {"timeout": seconds, "connect_timeout": seconds}
+        given["client_options"] |= {"allow_http": True} if is_plain else {}
+        given["retry_config"] = {"max_retries": retries, "retry_timeout": 2 * seconds}
+    try:
+        return from_url(url, **given)
+    except Exception as error:
+        raise ConfigError(
+            f"no object store at {parts.scheme}://{parts.netloc}{parts.path} with the options "
+            f"{sorted(options)}: {_kind(error)}"
+        ) from None
+
+
+_CHAIN = (
+    "credentials come from the client's own chain alone (AWS_ACCESS_KEY_ID and such in the "
+    "environment, or the machine's role)"
+)
+
+
+def entries_of_bucket(
+    url: str, options: Mapping[str, Any]
+) -> Iterator[tuple[str, str, Iterator[tuple[str, bytes]]]]:
+    """Every namespace below a store's url: its name, what it says, path and bytes of each entry.
+
+    Raises:
+        ConfigError: It cannot be listed.
+    """
+    import obstore
+
+    client = make_client(url, 30.0, 2, options)
+    try:
+        for prefix in obstore.list_with_delimiter(client)["common_prefixes"]:
+            with suppress(FileNotFoundError):
+                said = obstore.get(client, f"{prefix}/namespace.json").bytes()
+                yield prefix, bytes(said).decode("utf-8", "replace"), _contents(client, prefix)
+    except obstore.exceptions.BaseError as error:
+        raise ConfigError(f"the object store cannot be read: {_kind(error)}") from None
+
+
+def _contents(client: Client, prefix: str) -> Iterator[tuple[str, bytes]]:
+    import obstore
+
+    for chunk in obstore.list(client, prefix):
+        for meta in chunk:
+            if not meta["path"].endswith("/namespace.json"):
+                with suppress(FileNotFoundError):  # removed just now
+                    yield meta["path"], bytes(obstore.get(client, meta["path"]).bytes())
+
+
+def _kind(error: BaseException) -> str:
+    """What an error is, without its text: servers put signatures and accounts there."""
+    status = _STATUS.search(str(error))
+    return type(error).__name__ + (f", status {status[1]}" if status else "")

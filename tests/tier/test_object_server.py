@@ -1,0 +1,122 @@
+"""The object store on an S3-compatible server that runs here; see ``requirements-server.txt``."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+from kvview.testing import run_checks
+from kvview.tier import Namespace, TierStore
+
+if find_spec("moto") is None or find_spec("flask_cors") is None:
+    pytest.skip("needs an S3 server: requirements-server.txt", allow_module_level=True)
+pytest.importorskip("obstore")
+pytest.importorskip("xxhash")
+
+import obstore
+
+from kvview_reference.tier import ObjectStore
+
+HERE = Namespace("m", weights="1")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    silent = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdout=silent, stderr=silent)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _make_bucket(f"{url}/tier")
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _make_bucket(url: str) -> None:
+    """On a server that has just been started."""
+    for _ in range(300):
+        try:
+            urllib.request.urlopen(urllib.request.Request(url, method="PUT")).close()
+            return
+        except urllib.error.HTTPError:
+            raise
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError("the server does not start")
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def moved(store: TierStore, method: str, keys: list[bytes], pages: list[memoryview]) -> list[bool]:
+    getattr(store, method)(1, keys, pages)
+    assert store.drain(60.0)
+    [(_, flags)] = store.poll()
+    return [*flags]
+
+
+def test_the_kit_on_a_server(server: str) -> None:
+    options = {"url": "s3://tier{tmp}", "endpoint": server, "region": "us-east-1"}
+    chosen = (
+        "TIER-2",
+        "TIER-4",
+        "TIER-6",
+        "TIER-7",
+        "TIER-10",
+        "TIER-11",
+        "check_tier_9_reopened*",
+    )
+    report = run_checks(ObjectStore, options=options, select=chosen)
+    assert report.is_clean, report.summary()
+    assert report.counts()["passed"] > 10
+
+
+def test_machines_share_a_bucket(server: str) -> None:
+    one, other = (
+        ObjectStore(HERE, url="s3://tier/shared", endpoint=server, region="us-east-1")
+        for _ in range(2)
+    )
+    keys = [f"key {number}".encode() for number in range(40)]
+    pages = [memoryview(bytes([number]) * 100_000) for number in range(40)]
+    assert all(moved(one, "put", keys, pages))
+    back = [memoryview(bytearray(100_000)) for _ in keys]
+    assert all(moved(other, "get", keys, back))
+    assert back == pages
+    path = f"{HERE.digest.hex()}/{keys[3].hex()}"
+    content = bytearray(obstore.get(one._client, path).bytes())
+    content[-1] ^= 1
+    obstore.put(one._client, path, bytes(content))
+    flags = moved(other, "get", keys[:5], back[:5])
+    assert flags == [True, True, True, False, True]
+    assert moved(one, "put", keys[3:4], pages[3:4]) == [True]
+    back = [memoryview(bytearray(100_000))]
+    assert moved(one, "get", keys[3:4], back) == [True]
+    assert back == pages[3:4]
+    for store in (one, other):
+        store.close()
+
+
+def test_a_bucket_that_is_gone_is_a_miss(server: str, caplog: pytest.LogCaptureFixture) -> None:
+    store = ObjectStore(HERE, url="s3://none-such/x", endpoint=server, region="us-east-1")
+    page = memoryview(bytearray(100))
+    assert moved(store, "put", [b"a"], [page]) == [False]
+    assert moved(store, "get", [b"a"], [page]) == [False]
+    store.close()
+    assert "put fails: " in caplog.text

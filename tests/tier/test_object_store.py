@@ -1,0 +1,232 @@
+"""The object store: the kit on a folder and on memory, servers that fail, and no secrets."""
+
+from __future__ import annotations
+
+import logging
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvview import ConfigError
+from kvview.testing import BoundCheck, parametrize_with_checks
+from kvview.tier import GuardedTier, Namespace, TierStore
+from kvview_reference.tier.command import tier as tier_group
+
+pytest.importorskip("obstore")
+pytest.importorskip("xxhash")
+
+from kvview_reference.tier import ObjectStore
+
+HERE = Namespace("m", weights="1")
+SECRET = "wJalrXUtnFEMIabcdefSECRET"
+
+
+@parametrize_with_checks(ObjectStore, options={"url": "memory:///"}, steps=10)
+def test_objects_in_memory(check: BoundCheck) -> None:
+    check()
+
+
+@parametrize_with_checks(ObjectStore, options={"url": "file://{tmp}"}, steps=10)
+def test_objects_in_a_folder(check: BoundCheck) -> None:
+    check()
+
+
+def page(key: bytes, size: int = 1000) -> memoryview:
+    return memoryview(bytearray(key[:1] * size))
+
+
+def put(store: TierStore, *keys: bytes) -> list[bool]:
+    store.put(1, keys, [page(key) for key in keys])
+    assert store.drain(30.0)
+    [(_, flags)] = store.poll()
+    return [*flags]
+
+
+def get(store: TierStore, *keys: bytes) -> list[bool]:
+    pages = [page(b"\0") for _ in keys]
+    store.get(1, keys, pages)
+    assert store.drain(30.0)
+    [(_, flags)] = store.poll()
+    for key, flag, found in zip(keys, flags, pages, strict=True):
+        assert not flag or found == page(key)
+    return [*flags]
+
+
+def look(store: TierStore, *keys: bytes) -> list[bool | None]:
+    end = time.monotonic() + 30.0
+    while None in (flags := [*store.lookup(keys)]) and time.monotonic() < end:
+        time.sleep(0.005)
+    return flags
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"url": "s3://b/p", "secret_access_key": SECRET}, "'secret_access_key' is not taken"),
+        ({"url": "s3://b/p", "aws_access_key_id": "x"}, "'aws_access_key_id' is not taken"),
+        ({"url": "s3://b/p", "client_options": {"default_headers": {"x": SECRET}}}, "not taken"),
+        ({"url": f"s3://user:{SECRET}@b/p"}, "url: name the bucket alone"),
+        ({"url": f"az://c/p?sig={SECRET}"}, "url: name the bucket alone"),
+        ({"url": "s3://b/p", "max_bytes": 10}, "give the bucket a lifecycle rule"),
+        ({"url": "s3://b/p", "rot": "x"}, r"options \['rot'\]: UnknownConfigurationKeyError"),
+        ({"url": "s3://b/p", "timeout": 0}, "timeout must be over 0"),
+        ({"url": "nope://b"}, "no object store at nope://b"),
+        ({"url": "b/p"}, "no object store at"),
+        ({"url": "memory:///", "checksum": "md5"}, "unknown checksum 'md5'"),
+    ],
+)
+def test_what_cannot_start_says_why_and_tells_no_secret(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as raised:
+        ObjectStore(HERE, **options)
+    assert SECRET not in str(raised.value)
+
+
+def test_machines_share_a_prefix_and_mend_it_for_each_other(tmp_path: Path) -> None:
+    one, other = (ObjectStore(HERE, url=f"file://{tmp_path}") for _ in range(2))
+    assert put(one, b"a", b"b") == [True, True]
+    assert look(other, b"a", b"b", b"c") == [True, True, False]
+    (path,) = tmp_path.rglob(b"a".hex())
+    path.write_bytes(path.read_bytes()[:-1])
+    assert get(other, b"a", b"b") == [False, True]
+    assert not path.exists(), "what is damaged is removed for all"
+    assert put(other, b"a") == [True]
+    assert get(one, b"a") == [True]
+    one.delete([b"a"])
+    assert look(one, b"a") == [False]
+    assert put(one, b"a") == [True]
+    assert get(one, b"a") == [True]
+    for store in (one, other):
+        store.close()
+
+
+def test_what_may_not_be_removed_is_replaced(tmp_path: Path) -> None:
+    """As with credentials that may read and write, and no more."""
+
+    class CannotDelete(ObjectStore):
+        def _drop(self, keys: Any) -> None:
+            pass
+
+    store = CannotDelete(HERE, url=f"file://{tmp_path}")
+    put(store, b"a")
+    (path,) = tmp_path.rglob(b"a".hex())
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    assert get(store, b"a") == [False]
+    assert look(store, b"a") == [False]
+    assert put(store, b"a") == [True]
+    assert get(store, b"a") == [True]
+    store.close()
+
+
+def test_fsck_reads_a_bucket(tmp_path: Path) -> None:
+    def fsck(url: str) -> Any:
+        return CliRunner().invoke(tier_group, ["fsck", url])
+
+    url = f"file://{tmp_path}"
+    assert isinstance(fsck(url).exception, ConfigError)
+    assert isinstance(fsck("nope://x").exception, ConfigError)
+    store = ObjectStore(HERE, url=url)
+    put(store, b"k", b"l")
+    store.close()
+    good = fsck(url)
+    assert good.exit_code == 0, good.output
+    assert "2 entries" in good.output
+    (path,) = tmp_path.rglob(b"k".hex())
+    path.write_bytes(path.read_bytes()[:-1])
+    bad = fsck(url)
+    assert bad.exit_code == 1
+    assert "it has 999 bytes of a page of 1000" in bad.output
+
+
+# --- servers that fail ---
+
+
+class FailingServer(ThreadingHTTPServer):
+    """Answers every request in one way, and tells what it was sent, as real ones do."""
+
+    daemon_threads = True
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+        super().__init__(("127.0.0.1", 0), _Answer)
+        Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that did not wait."""
+
+
+class _Answer(BaseHTTPRequestHandler):
+    def _answer(self) -> None:
+        fault = getattr(self.server, "fault", "")
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        if fault == "slow":
+            time.sleep(3.0)
+        if fault == "hangs up":
+            self.close_connection = True
+            return
+        body = f"<Error><Code>No</Code><Sent>{self.headers.get('authorization')}</Sent></Error>"
+        self.send_response(int(fault) if fault.isdigit() else 200)
+        self.send_header("content-length", str(10_000 if fault == "truncated" else len(body)))
+        self.send_header("last-modified", "Sun, 22 Nov 2026 11:00:00 GMT")
+        self.send_header("etag", '"1"')
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body.encode())
+        self.close_connection = True
+
+    do_GET = do_PUT = do_HEAD = do_DELETE = _answer
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", f"AKIA{SECRET}")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", f"token{SECRET}")
+
+
+@pytest.mark.parametrize(
+    "fault", ["403", "401", "404", "500", "503", "301", "slow", "hangs up", "truncated", "nonsense"]
+)
+@pytest.mark.usefixtures("credentials")
+def test_a_server_that_fails_is_misses_and_tells_no_secret(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    server = FailingServer(fault)
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    store = ObjectStore(
+        HERE, url="s3://b/p", endpoint=endpoint, region="us-east-1", timeout=0.5, retries=0
+    )
+    guard = GuardedTier(store, HERE, deadline=20.0)
+    says_yes = fault in ("truncated", "nonsense")
+    assert put(guard, b"a", b"b") == [says_yes, says_yes]
+    assert get(guard, b"a", b"b") == [False, False]
+    assert look(guard, b"a", b"b") == [False, False]
+    guard.close()
+    shown = caplog.text + repr(store) + repr(store._client) + str(vars(store))
+    assert SECRET not in shown
+    assert fault == "nonsense" or "fails: " in caplog.text
+    server.shutdown()
+    server.server_close()
+
+
+def test_no_server_and_no_credentials_are_misses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+    store = ObjectStore(
+        HERE, url="s3://b/p", endpoint="http://127.0.0.1:9", region="r", timeout=0.5, retries=0
+    )
+    assert put(store, b"a") == [False]
+    assert get(store, b"a") == [False]
+    assert look(store, b"a") == [False]
+    store.close()
+    assert "put fails: " in caplog.text
