@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -16,6 +17,7 @@ from tests.traces import NAMES, trace_file
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = f"{ROOT / 'examples' / 'host_cache.py'}:HostCacheConnector"
+MODEL = {"layers": 2, "kv_heads": 2, "head_size": 8}
 REPORT_NAMES = {
     "requests",
     "blocks",
@@ -35,11 +37,11 @@ def run(*args: str | Path) -> Result:
     return CliRunner().invoke(cli, [str(arg) for arg in args])
 
 
-def replay(tmp_path: Path, *args: str | Path) -> dict[str, float]:
+def replay(tmp_path: Path, *args: str | Path) -> dict[str, Any]:
     report = tmp_path / "report.json"
     result = run("replay", *args, "--json", report)
     assert result.exit_code == 0, result.output
-    values: dict[str, float] = json.loads(report.read_text())
+    values: dict[str, Any] = json.loads(report.read_text())
     assert values.keys() >= REPORT_NAMES
     assert values["mismatches"] == values["holds_at_end"] == 0
     return values
@@ -119,6 +121,56 @@ def test_strict_ends_the_run_at_damaged_input(tmp_path: Path) -> None:
     assert "t.jsonl:2" in json.loads((tmp_path / "r.json").read_text())["lost"][0]
 
 
+def test_time_as_it_was_and_what_it_rests_on(tmp_path: Path) -> None:
+    rows: list[object] = [mooncake_row(*range(9)) | {"timestamp": 1000 * at} for at in (5, 7, 65)]
+    trace = write_trace(tmp_path / "t.jsonl", rows)
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    report = replay(tmp_path, trace, "--speed", "2", "--model", tmp_path / "model.json")
+    assert (report["play"], report["closed_loop"], report["trace_seconds"]) == ("time", None, 30.0)
+    assert report["time"]["token_bytes"] == 128
+    text = run("replay", trace, "--prefill-rate", "5000").stdout
+    assert "Time as it was: 5,000 prompt tokens/s, 0.02 s a generated token" in text
+    assert "Requests came for 60 s and were done after 60 s." in text
+    result = run("replay", trace, "--model", tmp_path / "model.json", "--token-bytes", "8")
+    assert result.exit_code == 2
+    assert "cannot both be given" in result.stderr
+    slow = run("replay", trace, "--prefill-rate", "10").stdout
+    assert "One such engine is too slow for this trace" in slow
+    looped = replay(tmp_path, trace, "--closed-loop", "1")
+    assert (looped["play"], looped["closed_loop"], looped["time"]) == ("closed-loop", 1, None)
+    generated = replay(tmp_path, "--requests", "20")
+    assert generated["closed_loop"] == 16
+    assert replay(tmp_path, "--requests", "20", "--speed", "1")["play"] == "time"
+
+
+def test_a_trace_without_timestamps_is_played_closed_loop(tmp_path: Path) -> None:
+    plain = mooncake_row(1, 2)
+    del plain["timestamp"]
+    trace = write_trace(tmp_path / "t.jsonl", [plain, plain])
+    result = run("replay", trace, "--json", tmp_path / "r.json")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == (
+        "kvview: t.jsonl has no timestamps: played closed-loop, 16 requests at once\n"
+    )
+    assert json.loads((tmp_path / "r.json").read_text())["closed_loop"] == 16
+    result = run("replay", trace, "--speed", "2")
+    assert result.exit_code == 2
+    assert "has no timestamps" in result.stderr
+    assert run("replay", trace, "--closed-loop", "2").stderr == ""
+    write_trace(trace, [plain, mooncake_row(1, 2), plain])
+    result = run("replay", trace)
+    assert ":2: field 'timestamp': the first row has none" in result.stderr
+    assert run("replay", trace, "--strict").exit_code == 2
+
+
+def test_a_request_that_cannot_fit_is_passed_over(tmp_path: Path) -> None:
+    rows: list[object] = [mooncake_row(1), mooncake_row(*range(90)), mooncake_row(1, 2)]
+    trace = write_trace(tmp_path / "t.jsonl", rows)
+    for mode in ([], ["--closed-loop", "1"]):
+        report = replay(tmp_path, trace, "--gpu-blocks", "20", *mode)
+        assert (report["requests"], report["requests_too_large"], report["blocks"]) == (2, 1, 3)
+
+
 def test_gzip_and_json_to_stdout(tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl.gz"
     trace.write_bytes(gzip.compress(json.dumps(mooncake_row(1, 2, 3)).encode()))
@@ -145,9 +197,15 @@ def test_gzip_and_json_to_stdout(tmp_path: Path) -> None:
         (["--gpu-blocks", "1000000000000"], "GPU blocks"),
         (["--gpu-blocks", "1"], "num_blocks"),
         (["--gpu-blocks", "-5"], "num_blocks"),
-        (["--gpu-blocks", "20"], "use more GPU blocks"),
+        (["--gpu-blocks", "2"], "use more GPU blocks"),
+        (["--closed-loop", "4", "--speed", "2"], "--speed is for time as it was"),
+        (["--closed-loop", "4", "--model", "x"], "--model is for time as it was"),
+        (["--speed", "0"], "--speed must be above 0"),
+        (["--prefill-rate", "nan"], "--prefill-rate must be above 0"),
+        (["--max-running", "0"], "--max-running must be above 0"),
+        (["--model", "no/such.json"], "No such file"),
         (["--block-bytes", "12"], "multiple of 8"),
-        (["--concurrency", "0"], "concurrency"),
+        (["--closed-loop", "0"], "closed_loop"),
         (["--requests", "0"], "--requests"),
         (["--seed", "-1"], "seed"),
         (["--groups", "full,windov:4096"], "window:TOKENS"),

@@ -45,6 +45,15 @@ def test_an_edited_answer_shares_the_prompt_only() -> None:
     assert same.block_hashes[:4] == second.block_hashes[:4] == first.block_hashes[:4]
 
 
+def test_other_rows_with_its_ids_share_what_was_generated() -> None:
+    turns = Conversations(SIZE)
+    end(turns.make_request(row("1", 9, 8, "abx")))
+    second = turns.make_request(row("2", 30, 1, "abcdefgh", "1"))
+    branch = turns.make_request(row("3", 28, 1, "abcdefy"))
+    assert branch.block_hashes[:6] == second.block_hashes[:6]
+    assert branch.block_hashes[6] != second.block_hashes[6]
+
+
 def test_what_is_not_a_next_turn_is_named_by_its_ids() -> None:
     turns = Conversations(SIZE)
     running = turns.make_request(row("1", 8, 8, "ab"))

@@ -156,7 +156,7 @@ BAD_MOONCAKE: dict[str, tuple[Any, str]] = {
     "list": ([1], "not a JSON object, got [1]"),
     "null": (None, "not a JSON object, got None"),
     "missing field": (without(MOONCAKE, "hash_ids"), "field 'hash_ids': missing"),
-    "empty object": ({}, "field 'timestamp': missing (and 3 more in this row)"),
+    "empty object": ({}, "field 'input_length': missing (and 2 more in this row)"),
     "string for int": (
         {**MOONCAKE, "input_length": "600"},
         "field 'input_length': should be a valid integer, got '600'",

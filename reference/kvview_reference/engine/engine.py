@@ -71,6 +71,8 @@ class EngineStats:
         cpu_hit_blocks: Blocks that they got from the connector instead.
         loaded_blocks: Blocks that load jobs moved (windows move fewer than they hit).
         offloaded_blocks: Blocks that store jobs moved.
+        prefill_tokens: Tokens computed that were known before: of prompts, and once more after a
+            preemption.
         bytes_verified: Bytes compared with what they must be.
         mismatches: Blocks among them that differed.
     """
@@ -86,6 +88,7 @@ class EngineStats:
     loaded_blocks: int = 0
     offloaded_blocks: int = 0
     failed_transfers: int = 0
+    prefill_tokens: int = 0
     bytes_verified: int = 0
     mismatches: int = 0
 
@@ -504,6 +507,8 @@ class Engine:
         # The token behind the last computed one is known then: one after a prompt,
         # several after a decode step of several.
         expected = request.num_tokens + request.num_pending_tokens
+        if expected - start > 1:
+            self.stats.prefill_tokens += num_tokens
         left = request.num_output_tokens - (expected - request.num_prompt_tokens)
         num_sampled = max(0, min(end + 1 - expected, left))
         request.num_pending_tokens += num_sampled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +26,7 @@ from kvview.cli.exit_codes import ExitCode
 from kvview.cli.output import JSONOption, Seconds, naming, require_writable, write_json
 from kvview.errors import ConfigError, KVViewError
 from kvview.targets import load_connector
+from kvview_reference.replay.time_model import TimeModel
 
 if TYPE_CHECKING:
     from kvview import CacheGeometry
@@ -35,6 +36,38 @@ if TYPE_CHECKING:
 
 DEFAULT_CONNECTOR = "kvview_reference.connector:OffloadConnector"
 _SYNTHETIC_BLOCK_SIZE = 512
+_CLOSED_LOOP = 16
+_BEHIND = 1.25  # times the trace's seconds: the engine is too slow for it
+_SHORTEST_S = 60.0
+_FIELDS = {
+    "prefill_rate": "prefill_tokens_per_s",
+    "decode_step": "decode_step_s",
+    "load_bandwidth": "load_gb_per_s",
+    "store_bandwidth": "store_gb_per_s",
+}  # of the time model, by option
+
+
+def _time_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Fields of the time model, and the file that gives one of them."""
+    default = TimeModel()
+    for name, kind, what in reversed(
+        [
+            ("speed", float, "Play a trace X times as fast as it was."),
+            ("prefill-rate", float, "Prompt tokens computed a second."),
+            ("decode-step", float, "Seconds for a token of each running request."),
+            ("load-bandwidth", float, "Host to GPU, GB/s (10**9 bytes)."),
+            ("store-bandwidth", float, "GPU to host, GB/s."),
+            ("token-bytes", int, "KV bytes of a token, all ranks together."),
+            ("step-tokens", int, "Prompt tokens of one engine step."),
+            ("max-running", int, "Requests computed at once."),
+        ]
+    ):
+        field = name.replace("-", "_")
+        value = f"{getattr(default, _FIELDS.get(field, field)):,g}"
+        command = click.option(f"--{name}", type=kind, help=f"{what}  [default: {value}]")(command)
+    return click.option(
+        "--model", "model_file", metavar="FILE", help="config.json of the model, for --token-bytes."
+    )(command)
 
 
 @click.command()
@@ -57,8 +90,13 @@ _SYNTHETIC_BLOCK_SIZE = 512
 @click.option("--policy", help="Cache policy of the host tier.  [default: the connector's]")
 @click.option("--block-bytes", type=int, default=1024, show_default=True, help="Bytes a block.")
 @click.option(
-    "--concurrency", type=int, default=16, show_default=True, help="Requests in the engine at once."
+    "--closed-loop",
+    "--concurrency",
+    type=int,
+    metavar="N",
+    help=f"N requests at once, whenever they came.  [default: {_CLOSED_LOOP} without a TRACE]",
 )
+@_time_options
 @click.option(
     "--groups",
     default="full",
@@ -97,7 +135,7 @@ def replay(
     cpu_blocks: int | None,
     policy: str | None,
     block_bytes: int,
-    concurrency: int,
+    closed_loop: int | None,
     groups: str,
     requests: int | None,
     seed: int,
@@ -107,13 +145,17 @@ def replay(
     strict: bool,
     json_file: str | None,
     html_file: str | None,
+    model_file: str | None,
+    **times: float | None,
 ) -> None:
     """Run a request trace through the reference engine, with a connector.
 
     TRACE is JSONL or JSONL.gz in the Mooncake, Bailian or cc-traces schema, or a
-    folder of such files. Without one, a seeded workload of the same shape is generated. Every byte
-    that the connector loads is verified.
+    folder of such files. Its requests come when it says, in simulated seconds;
+    --closed-loop N plays N at once instead. Without one, a seeded workload of the
+    same shape is generated. Every byte that the connector loads is verified.
     """
+    from kvview_reference.replay.arrivals import by_arrival
     from kvview_reference.replay.replay_page import HitsOverTime, write_replay_page
     from kvview_reference.replay.run import ReplayConfig, ReplayFile, make_geometry
     from kvview_reference.replay.run import replay as run
@@ -127,7 +169,10 @@ def replay(
     tells = True if publish is not None and connector == DEFAULT_CONNECTOR else None
     named = {"cpu_blocks": cpu_blocks, "policy": policy, "enable_events": tells}
     connector_options = _parse_options(options, **named)
-    config = ReplayConfig(gpu_blocks, block_bytes, concurrency, groups, connector_options)
+    times = {name: value for name, value in times.items() if value is not None}
+    if closed_loop is not None and (times or model_file):
+        names = ["model"] * bool(model_file) + list(times)
+        raise ConfigError(f"{_option(names[0])} is for time as it was, not for --closed-loop")
     connector_class = load_connector(connector)
     require_writable("--json", json_file)
     require_writable("--html", html_file)
@@ -143,6 +188,8 @@ def replay(
         rows = generate_trace(num_requests=total, seed=seed, block_size=_SYNTHETIC_BLOCK_SIZE)
         block_size = _SYNTHETIC_BLOCK_SIZE
         title = f"generated workload (seed {seed})"
+        if closed_loop is None and not times and not model_file:
+            closed_loop = _CLOSED_LOOP
     else:
 
         def report(error: KVViewError) -> None:
@@ -152,6 +199,23 @@ def replay(
 
         source = open_trace(trace, on_error=None if strict else report)
         rows, block_size, title = source, source.block_size, Path(trace).resolve().name
+        if not source.has_times and closed_loop is None:
+            if times:
+                raise ConfigError(f"{_option(next(iter(times)))}: {trace!r} has no timestamps")
+            closed_loop = _CLOSED_LOOP
+            click.echo(
+                f"kvview: {title} has no timestamps: played closed-loop, {closed_loop} requests "
+                "at once",
+                err=True,
+            )
+    config = ReplayConfig(
+        gpu_blocks,
+        block_bytes,
+        closed_loop,
+        groups,
+        connector_options,
+        _time_model(times, model_file),
+    )
     with _progress() as bar:
         task = bar.add_task(title, total=None if source else total)
 
@@ -167,6 +231,8 @@ def replay(
             naming(connector),
         ):
             rows = _take(rows, requests)
+            if source is not None and source.schema == "cc-traces":
+                rows = by_arrival(rows)
             result = run(
                 rows,
                 block_size,
@@ -177,7 +243,7 @@ def replay(
                 takes_events=on_step is not None,
             )
     figures = _figures(result, len(malformed))
-    _show(figures, title)
+    _show(figures, title, explain(result))
     if html_file and hits:
         write_replay_page(html_file, title, connector_class, figures, result, hits, malformed)
     told = ReplayFile(**vars(result), malformed_rows=len(malformed), lost=malformed)
@@ -208,6 +274,24 @@ def _published(
     click.echo(f"{feed.num_events:,} events published", err=True)
 
 
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _time_model(times: Mapping[str, float | None], model_file: str | None) -> TimeModel:
+    from kvview_reference.sizing.model import read_model
+
+    for name, value in times.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"{_option(name)} must be above 0, got {value:g}")
+    fields: dict[str, Any] = {_FIELDS.get(name, name): value for name, value in times.items()}
+    if (model := read_model(model_file, {})) is not None:
+        if "token_bytes" in fields:
+            raise ConfigError("--token-bytes and --model cannot both be given")
+        fields["token_bytes"] = model.token_bytes
+    return TimeModel(**fields)
+
+
 def _take(rows: Iterable[TraceRequest], limit: int | None) -> Iterator[TraceRequest]:
     for number, row in enumerate(rows, 1):
         yield row
@@ -236,11 +320,14 @@ def _progress() -> Progress:
 
 
 def _figures(report: ReplayReport, num_malformed: int) -> list[tuple[str, str]]:
+    hits = report.gpu_hit_blocks + report.cpu_hit_blocks
     return [
         ("requests", f"{report.requests:,}"),
+        ("requests too large", f"{report.requests_too_large:,}"),
         ("blocks", f"{report.blocks:,}"),
         ("hit on the GPU", f"{report.gpu_hit_blocks:,}  ({report.gpu_hit_rate:.1%})"),
         ("hit on the CPU tier", f"{report.cpu_hit_blocks:,}  ({report.cpu_hit_rate:.1%})"),
+        ("computed", f"{report.blocks - hits:,}  ({report.computed_rate:.1%})"),
         ("blocks offloaded", f"{report.offloaded_blocks:,}"),
         ("blocks loaded", f"{report.loaded_blocks:,}"),
         ("bytes verified", f"{report.bytes_verified:,}"),
@@ -254,11 +341,41 @@ def _figures(report: ReplayReport, num_malformed: int) -> list[tuple[str, str]]:
     ]
 
 
-def _show(figures: list[tuple[str, str]], title: str) -> None:
+def _show(figures: list[tuple[str, str]], title: str, assumed: list[str]) -> None:
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
     for name, value in figures:
         bad = name in ("mismatches", "holds left at the end", "malformed rows") and value != "0"
         table.add_row(name, value, style="red" if bad else None)
-    Console(stderr=False).print(table)
+    console = Console(stderr=False)
+    console.print(table)
+    for line in assumed:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def explain(report: ReplayReport) -> list[str]:
+    """When the requests came, and what that rests on."""
+    if report.time is None:
+        return [
+            f"Closed loop: {report.closed_loop} requests at once, in order, whenever they came; "
+            "nothing is said about time."
+        ]
+    model, seconds = report.time, report.simulated_seconds or 0.0
+    speed = "" if model.speed == 1 else f" at {model.speed:g} times its speed"
+    lines = [
+        f"Time as it was{speed}: {model.prefill_tokens_per_s:,.0f} prompt tokens/s, "
+        f"{model.decode_step_s:g} s a generated token, {model.load_gb_per_s:g} GB/s from the host "
+        f"and {model.store_gb_per_s:g} GB/s to it, {model.token_bytes:,} KV bytes a token, "
+        f"{model.step_tokens:,} prompt tokens a step, up to {model.max_running} requests at once.",
+        f"Requests came for {report.trace_seconds:,.0f} s and were done after {seconds:,.0f} s. "
+        f"They waited {report.mean_wait_s:,.1f} s (at most {report.max_wait_s:,.1f} s). The link "
+        f"was busy {report.load_link_busy:.1%} of the time with loads, "
+        f"{report.store_link_busy:.1%} with stores.",
+    ]
+    if seconds > _BEHIND * max(report.trace_seconds or 0.0, _SHORTEST_S):
+        lines.append(
+            "One such engine is too slow for this trace, so order matters more than time: "
+            "--prefill-rate and --speed change that."
+        )
+    return lines

@@ -3,12 +3,13 @@
 A trace names the blocks of prompts, not those that are generated. Where it says which
 request a row continues, the row's prompt takes the names that the engine gave to what
 that request generated, so that a block which a request leaves behind is found again by
-the next turn, as in an engine that sees tokens.
+the next turn, as in an engine that sees tokens; and by every other row with those ids.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvview import BlockHash
@@ -17,6 +18,8 @@ from kvview_reference.replay.trace_schemas import TraceRequest
 
 _MAX_TURNS = 4096
 """Last turns that are remembered: memory does not grow with the trace."""
+_MAX_GENERATED = 2**20
+"""Generated blocks whose ids are remembered, likewise."""
 
 
 @dataclass
@@ -43,6 +46,13 @@ class Conversations:
         self._block_size = block_size
         self._turns: OrderedDict[str, _Turn] = OrderedDict()
         self._num_requests = 0
+        # Of generated blocks, by the name before and the trace's id.
+        self._generated: OrderedDict[tuple[bytes, int], BlockHash] = OrderedDict()
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """Whether a request of the trace was made and has not come to its end."""
+        turn = self._turns.get(request_id)
+        return turn is not None and turn.request.status not in (Status.FINISHED, Status.ABORTED)
 
     def make_request(self, row: TraceRequest) -> Request:
         """The request of the next row."""
@@ -70,14 +80,35 @@ class Conversations:
                 is_first = before.continued_by in (None, generated)
                 if before.request.status is Status.FINISHED and is_covered and is_first:
                     before.continued_by = generated
-                    return before.request.next_turn(
+                    turn = before.request.next_turn(
                         request_id,
                         row.num_prompt_tokens - before.request.num_tokens,
                         row.num_output_tokens,
                         row.hash_ids[num_known:],
                     )
+                    self._remember(turn.block_hashes, row, num_shared, num_known)
+                    return turn
                 hashes = before.request.block_hashes[:num_shared]
                 parent = hashes[-1] if hashes else parent
         full = row.num_prompt_tokens // size
-        hashes += chain_hashes(row.hash_ids[len(hashes) : full], parent)
+        hashes += self._chain(row.hash_ids[len(hashes) : full], parent)
         return Request(request_id, row.num_prompt_tokens, row.num_output_tokens, size, hashes)
+
+    def _remember(
+        self, hashes: Sequence[BlockHash], row: TraceRequest, first: int, last: int
+    ) -> None:
+        """What the trace calls the generated blocks of a prompt."""
+        for block in range(first, min(last, len(hashes))):
+            parent = hashes[block - 1] if block else row.scope.encode()
+            self._generated[parent, row.hash_ids[block]] = hashes[block]
+        while len(self._generated) > _MAX_GENERATED:
+            self._generated.popitem(last=False)
+
+    def _chain(self, ids: Sequence[int], parent: bytes) -> list[BlockHash]:
+        if not self._generated:
+            return chain_hashes(ids, parent)
+        hashes: list[BlockHash] = []
+        for name in ids:
+            parent = self._generated.get((parent, name)) or chain_hashes([name], parent)[0]
+            hashes.append(parent)
+        return hashes

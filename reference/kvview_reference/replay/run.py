@@ -1,8 +1,8 @@
 """The main job: a request trace, through the engine, with a connector beside it.
 
-Requests come in the order of the trace, as many at once as ``concurrency``
-allows; arrival times are not waited for. Memory holds the requests in flight
-and nothing that grows with the trace.
+Requests come when the trace says, in simulated seconds (:class:`TimeModel`); or, in a closed
+loop, as soon as others end. Memory holds the requests in flight and nothing that grows with
+the trace, but for one whose sessions must be put in order first (:func:`by_arrival`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kvview import (
@@ -29,11 +29,15 @@ from kvview import (
 )
 from kvview.connector.raising import build_connector, watch_hooks
 from kvview_reference.engine import Engine
-from kvview_reference.engine.request import Request
-from kvview_reference.replay.conversations import Conversations
+from kvview_reference.engine.request import Request, Status
+from kvview_reference.replay.arrivals import Arrivals
+from kvview_reference.replay.clock import Clock
+from kvview_reference.replay.time_model import TimeModel
 from kvview_reference.replay.traces import TraceRequest
 
 _GROUP = re.compile(r"(?P<kind>[a-z]+)(:(?P<tokens>\d+))?(@(?P<multiple>\d+))?")
+_MAX_WAITING = 64
+"""Requests that wait in the engine; an engine that is behind leaves the others in the trace."""
 _GROUP_KINDS = "full, window:TOKENS, chunked:TOKENS, mamba; each may end in @K for blocks K times"
 
 
@@ -45,16 +49,18 @@ class ReplayConfig:
         gpu_blocks: Blocks of the GPU pool, the null block included; None takes
             as many as hold about a million tokens.
         block_bytes: Bytes of one block, a multiple of 8.
-        concurrency: Requests in the engine at once.
+        closed_loop: Requests in the engine at once, whenever they came; None plays time as it was.
         groups: KV-cache groups, as :func:`parse_groups` reads them.
         options: For the connector.
+        time: What takes how long; not of a closed loop.
     """
 
     gpu_blocks: int | None = None
     block_bytes: int = 1024
-    concurrency: int = 16
+    closed_loop: int | None = 16
     groups: str = "full"
     options: Mapping[str, Any] = field(default_factory=dict)
+    time: TimeModel = field(default_factory=TimeModel)
 
 
 @dataclass(frozen=True)
@@ -62,12 +68,22 @@ class ReplayReport:
     """What came of a replay; the names are those of the JSON report.
 
     Args:
+        requests_too_large: Passed over: they do not fit on the GPU.
         blocks: Hash ids of all prompts: what the hit rates are shares of.
+        computed_rate: What neither had.
         holds_at_end: GPU blocks not free when everything had drained; must be 0.
         blocks_per_s: ``blocks`` over ``seconds``.
+        play: "time" (as it was) or "closed-loop"; all below is None in a closed loop.
+        closed_loop: Requests at once; None where time is as it was.
+        time: What takes how long.
+        simulated_seconds: From the first request to the end of everything.
+        trace_seconds: From the first request to the arrival of the last, at this speed.
+        mean_wait_s: From when a request might have started to when it did, loads included.
+        load_link_busy: Share of the simulated seconds; likewise of stores.
     """
 
     requests: int
+    requests_too_large: int
     blocks: int
     gpu_hit_blocks: int
     cpu_hit_blocks: int
@@ -80,9 +96,20 @@ class ReplayReport:
     blocks_per_s: float
     gpu_hit_rate: float
     cpu_hit_rate: float
+    computed_rate: float
     steps: int
     preemptions: int
     failed_transfers: int
+    play: Literal["time", "closed-loop"]
+    closed_loop: int | None = None
+    time: TimeModel | None = None
+    simulated_seconds: float | None = None
+    trace_seconds: float | None = None
+    mean_wait_s: float | None = None
+    max_wait_s: float | None = None
+    prefill_tokens: int | None = None
+    load_link_busy: float | None = None
+    store_link_busy: float | None = None
 
     @property
     def is_clean(self) -> bool:
@@ -100,8 +127,8 @@ class ReplayFile(ReplayReport):
         schema_version: Grows when a field goes or means something else.
     """
 
-    malformed_rows: int
-    lost: list[str]
+    malformed_rows: int = 0
+    lost: list[str] = field(default_factory=list)
     schema_version: Literal[1] = 1
 
 
@@ -162,25 +189,30 @@ def replay(
         takes_events: Whether it takes them.
 
     Raises:
-        ConfigError: A size is impossible, or a request does not fit in the pool.
+        ConfigError: A size is impossible, or no request fits in the pool.
         TraceError: A row is malformed and the trace was opened to raise.
         ConnectorError: The connector broke its contract, or a hook of it raised.
     """
-    if config.concurrency < 1:
-        raise ConfigError(f"concurrency must be at least 1, got {config.concurrency}")
+    if config.closed_loop is not None and config.closed_loop < 1:
+        raise ConfigError(f"closed_loop must be at least 1, got {config.closed_loop}")
     geometry = make_geometry(config.groups, block_size)
     default_blocks = 2**20 // block_size * len(geometry.groups)
+    clock = None if config.closed_loop else Clock(config.time, geometry)
+    built = watch_hooks(build_connector(connector, ConnectorConfig(geometry, config.options)))
     engine = Engine(
         geometry,
-        watch_hooks(build_connector(connector, ConnectorConfig(geometry, config.options))),
+        clock.time_transfers(built) if clock else built,
         num_gpu_blocks=default_blocks if config.gpu_blocks is None else config.gpu_blocks,
         page_bytes=config.block_bytes,
-        max_running=config.concurrency,
+        max_running=config.closed_loop or config.time.max_running,
+        max_tokens_per_step=config.time.step_tokens if clock else None,
         enable_events=takes_events and on_step is not None,
     )
+    arrivals = Arrivals(trace, block_size, config.time.speed if clock else None)
+    run = _Run(engine, arrivals, clock, config.closed_loop, on_progress, on_step)
     start = time.perf_counter()
     try:
-        blocks = _run(engine, _requests(trace, geometry), config.concurrency, on_progress, on_step)
+        run.to_end()
         pool = engine.kv_cache.pool
         holds = pool.num_blocks - 1 - pool.num_free_blocks()
     except BaseException:
@@ -188,59 +220,125 @@ def replay(
             engine.shutdown()
         raise
     engine.shutdown()
-    seconds = time.perf_counter() - start
-    stats = engine.stats
-    return ReplayReport(
-        requests=stats.requests,
-        blocks=blocks,
-        gpu_hit_blocks=stats.gpu_hit_blocks,
-        cpu_hit_blocks=stats.cpu_hit_blocks,
-        offloaded_blocks=stats.offloaded_blocks,
-        loaded_blocks=stats.loaded_blocks,
-        bytes_verified=stats.bytes_verified,
-        mismatches=stats.mismatches,
-        holds_at_end=holds,
-        seconds=seconds,
-        blocks_per_s=blocks / seconds,
-        gpu_hit_rate=stats.gpu_hit_blocks / max(1, blocks),
-        cpu_hit_rate=stats.cpu_hit_blocks / max(1, blocks),
-        steps=stats.steps,
-        preemptions=stats.preemptions,
-        failed_transfers=stats.failed_transfers,
-    )
+    return run.report(time.perf_counter() - start, holds)
 
 
-def _run(
-    engine: Engine,
-    requests: Iterator[tuple[Request, TraceRequest]],
-    concurrency: int,
-    on_progress: Callable[[int], None],
-    on_step: Callable[[Engine], None] | None,
-) -> int:
-    blocks = 0
-    more = True
-    while more or engine.has_work():
-        while more and engine.num_unfinished_requests() < concurrency:
-            item = next(requests, None)
-            if item is None:
-                more = False
+class _Run:
+    """One replay, and what is counted of it beside the engine's own counters."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        arrivals: Arrivals,
+        clock: Clock | None,
+        closed_loop: int | None,
+        on_progress: Callable[[int], None],
+        on_step: Callable[[Engine], None] | None,
+    ) -> None:
+        self._engine, self._arrivals, self._clock = engine, arrivals, clock
+        self._closed_loop = closed_loop
+        self._on_progress, self._on_step = on_progress, on_step
+        self._num_blocks = self._num_too_large = 0
+        self._too_large: ConfigError | None = None
+        self._queued: list[tuple[Request, float]] = []  # and since when it might have started
+        self._waited_s = self._max_wait_s = 0.0
+
+    def to_end(self) -> None:
+        """Run until the trace has ended and nothing is left to do."""
+        engine, clock = self._engine, self._clock
+        while True:
+            if clock is not None:
+                self._arrivals.advance(clock.now)
+            while self._has_room() and self._add_next():
+                pass
+            next_s = self._arrivals.next_s()
+            if engine.has_work():
+                if clock is None:
+                    engine.step()
+                else:
+                    now = clock.now
+                    clock.step(engine, next_s)
+                    self._count_waits(now)
+            elif next_s is None:
                 break
-            request, row = item
-            try:
-                engine.add_request(request)
-            except ConfigError as error:
-                raise ConfigError(f"line {row.line} of the trace: {error}") from None
-            blocks += len(row.hash_ids)
-        engine.step()
-        if on_step is not None:
-            on_step(engine)
-        on_progress(engine.stats.requests)
-    return blocks
+            elif clock is not None:
+                clock.now = next_s
+                continue
+            if self._on_step is not None:
+                self._on_step(engine)
+            self._on_progress(engine.stats.requests)
+        if self._too_large is not None and not engine.stats.requests:
+            raise self._too_large
 
+    def _has_room(self) -> bool:
+        if self._closed_loop is None:
+            return len(self._engine.waiting) < _MAX_WAITING
+        return self._engine.num_unfinished_requests() < self._closed_loop
 
-def _requests(
-    trace: Iterable[TraceRequest], geometry: CacheGeometry
-) -> Iterator[tuple[Request, TraceRequest]]:
-    conversations = Conversations(geometry.hash_block_size)
-    for row in trace:
-        yield conversations.make_request(row), row
+    def _add_next(self) -> bool:
+        if (taken := self._arrivals.take()) is None:
+            return False
+        request, row, since = taken
+        try:
+            self._engine.add_request(request)
+        except ConfigError as error:
+            request.status = Status.ABORTED
+            self._num_too_large += 1
+            self._too_large = self._too_large or ConfigError(
+                f"line {row.line} of the trace: {error}"
+            )
+            return True
+        self._num_blocks += len(row.hash_ids)
+        if self._clock is not None:
+            self._queued.append((request, since))
+        return True
+
+    def _count_waits(self, now: float) -> None:
+        still = []
+        for request, since in self._queued:
+            if request.was_started:
+                self._waited_s += now - since
+                self._max_wait_s = max(self._max_wait_s, now - since)
+            else:
+                still.append((request, since))
+        self._queued = still
+
+    def report(self, seconds: float, holds_at_end: int) -> ReplayReport:
+        """What came of it."""
+        stats, clock = self._engine.stats, self._clock
+        blocks = self._num_blocks
+        report = ReplayReport(
+            requests=stats.requests,
+            requests_too_large=self._num_too_large,
+            blocks=blocks,
+            gpu_hit_blocks=stats.gpu_hit_blocks,
+            cpu_hit_blocks=stats.cpu_hit_blocks,
+            offloaded_blocks=stats.offloaded_blocks,
+            loaded_blocks=stats.loaded_blocks,
+            bytes_verified=stats.bytes_verified,
+            mismatches=stats.mismatches,
+            holds_at_end=holds_at_end,
+            seconds=seconds,
+            blocks_per_s=blocks / seconds,
+            gpu_hit_rate=stats.gpu_hit_blocks / max(1, blocks),
+            cpu_hit_rate=stats.cpu_hit_blocks / max(1, blocks),
+            computed_rate=1 - (stats.gpu_hit_blocks + stats.cpu_hit_blocks) / max(1, blocks),
+            steps=stats.steps,
+            preemptions=stats.preemptions,
+            failed_transfers=stats.failed_transfers,
+            play="time" if clock else "closed-loop",
+            closed_loop=self._closed_loop,
+        )
+        if clock is None:
+            return report
+        return replace(
+            report,
+            time=clock.model,
+            simulated_seconds=clock.now,
+            trace_seconds=self._arrivals.last_s,
+            mean_wait_s=self._waited_s / max(1, stats.requests),
+            max_wait_s=self._max_wait_s,
+            prefill_tokens=stats.prefill_tokens,
+            load_link_busy=clock.loads.busy_s / max(1.0, clock.now),
+            store_link_busy=clock.stores.busy_s / max(1.0, clock.now),
+        )

@@ -27,7 +27,8 @@ class TraceRequest:
 
     Args:
         request_id: The trace's own id, or the line for a schema without ids.
-        arrival_s: Seconds from the start of the trace; of the session for ``cc-traces``.
+        arrival_s: Seconds from the start of the trace; of the session for ``cc-traces``; 0.0 in
+            a trace without times.
         num_prompt_tokens: Prompt length in tokens, at least 1.
         num_output_tokens: Generated tokens, 0 or more.
         hash_ids: One id per prompt block, first block first; equal ids of one
@@ -81,7 +82,7 @@ class _FlatRow(_Model):
 
     tokens_per_block: ClassVar[int]
 
-    timestamp: _Time
+    timestamp: _Time | None = None
     input_length: _PromptTokens
     output_length: _Tokens
     hash_ids: _HashIds
@@ -89,6 +90,10 @@ class _FlatRow(_Model):
     @property
     def num_block_tokens(self) -> int:
         return self.tokens_per_block
+
+    @property
+    def has_time(self) -> bool:
+        return self.timestamp is not None
 
     def request(
         self, request_id: str, arrival_s: float, line: int, continues: str | None = None
@@ -108,7 +113,7 @@ class _MooncakeRow(_FlatRow):
     parent_chat_id: None = None
 
     def requests(self, line: int) -> list[TraceRequest]:
-        return [self.request(str(line), self.timestamp / 1000, line)]
+        return [self.request(str(line), (self.timestamp or 0.0) / 1000, line)]
 
 
 class _BailianRow(_FlatRow):
@@ -121,7 +126,7 @@ class _BailianRow(_FlatRow):
 
     def requests(self, line: int) -> list[TraceRequest]:
         continues = str(self.parent_chat_id) if self.parent_chat_id >= 0 else None
-        return [self.request(str(self.chat_id), self.timestamp, line, continues)]
+        return [self.request(str(self.chat_id), self.timestamp or 0.0, line, continues)]
 
 
 class _CcRequest(_Model):
@@ -146,6 +151,7 @@ class _CcSession(_Model):
     block_size: int = Field(ge=1, lt=2**31)
     hash_id_scope: Literal["local", "global"] = "local"
     requests_: tuple[_CcEntry, ...] = Field(alias="requests")
+    has_time: ClassVar[bool] = True
 
     @property
     def num_block_tokens(self) -> int:
@@ -252,7 +258,7 @@ def recognise(row: bytes) -> SchemaName:
     return schema
 
 
-def parse(row: bytes, line: int, schema: SchemaName) -> tuple[int, list[TraceRequest]]:
+def parse(row: bytes, line: int, schema: SchemaName) -> tuple[int, list[TraceRequest], bool]:
     """Validate a row of a known schema.
 
     Args:
@@ -261,7 +267,7 @@ def parse(row: bytes, line: int, schema: SchemaName) -> tuple[int, list[TraceReq
         schema: The schema of the trace.
 
     Returns:
-        Block size in tokens, and the row's requests by arrival.
+        Block size in tokens, the row's requests by arrival, and whether it says when they came.
 
     Raises:
         RowError: The row is malformed, or of another schema.
@@ -273,4 +279,4 @@ def parse(row: bytes, line: int, schema: SchemaName) -> tuple[int, list[TraceReq
         if actual not in (schema, None):
             raise RowError(f"mixed schemas: a {actual} row in a {schema} trace") from None
         raise _explain(error) from None
-    return valid.num_block_tokens, valid.requests(line)
+    return valid.num_block_tokens, valid.requests(line), valid.has_time

@@ -68,6 +68,7 @@ class Trace:
         path: The file.
         schema: Name of the schema.
         block_size: Tokens per hash id.
+        has_times: Whether its rows say when they came.
         total_bytes: Size of the file, compressed if it is.
         bytes_read: How many of ``total_bytes`` the latest iteration has read.
     """
@@ -79,7 +80,7 @@ class Trace:
         self._max_row_bytes = max_row_bytes
         with _open(path) as (file, rows):
             self.total_bytes = os.fstat(file.fileno()).st_size
-            self.schema, self.block_size = self._find_schema(rows)
+            self.schema, self.block_size, self.has_times = self._find_schema(rows)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         """Requests in file order; inside a ``cc-traces`` session by arrival.
@@ -102,27 +103,35 @@ class Trace:
     def _requests(self, line: int, row: bytes | RowError) -> list[TraceRequest]:
         if isinstance(row, RowError):
             raise row
-        block_size, requests = parse(row, line, self.schema)
+        block_size, requests, has_time = parse(row, line, self.schema)
+        if has_time != self.has_times:
+            what = (
+                "missing, and the first row has one" if self.has_times else "the first row has none"
+            )
+            raise RowError(what, "timestamp")
         if block_size != self.block_size:
             raise RowError(f"{block_size} in a trace of {self.block_size}", "block_size")
         return requests
 
-    def _find_schema(self, rows: BufferedIOBase) -> tuple[SchemaName, int]:
-        """Schema and block size of the first whole row; iterating reports those before it."""
+    def _find_schema(self, rows: BufferedIOBase) -> tuple[SchemaName, int, bool]:
+        """Schema, block size and whether there are times, of the first whole row.
+
+        Iterating reports those before it.
+        """
         problem = "no rows"
         for line, row in self._rows(rows):
             try:
                 if isinstance(row, RowError):
                     raise row
                 schema = recognise(row)
-                block_size, _ = parse(row, line, schema)
+                block_size, _, has_time = parse(row, line, schema)
             except RowError as error:
                 if self._on_error is None:
                     self._report(line, error)
                 if problem == "no rows":
                     problem = f"no row can be read; line {line}: {error}"
             else:
-                return schema, block_size
+                return schema, block_size, has_time
         raise ConfigError(f"cannot read trace {self.path!r}: {problem}")
 
     def _report(self, line: int, error: RowError) -> None:
@@ -186,6 +195,9 @@ class TraceFolder(Trace):
     def _add(self, file: Trace) -> None:
         if not self._files:
             self.schema, self.block_size = file.schema, file.block_size
+            self.has_times = file.has_times
+        if file.has_times != self.has_times:
+            raise ConfigError(f"{file.path}: only some files of this trace have timestamps")
         if (file.schema, file.block_size) != (self.schema, self.block_size):
             raise ConfigError(
                 f"{file.path}: {file.schema} in blocks of {file.block_size}, and {self.schema} in "

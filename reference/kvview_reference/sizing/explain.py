@@ -32,6 +32,8 @@ def _answer(report: SizeReport) -> list[str]:
 
 def _basis(report: SizeReport) -> list[str]:
     lines = [
+        "Order, not time: requests are served one after another, as they came; kvview replay TRACE "
+        "plays a size in time.",
         "At most: what no policy exceeds with GPU and host together, knowing the future (MIN "
         f"with bypass, {'exact' if report.sampling_rate == 1 else 'sampled'}).",
         "Of LRU: blocks stored out of the GPU for each one loaded in again; seconds of prefill "

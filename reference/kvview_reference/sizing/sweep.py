@@ -85,6 +85,9 @@ class SizeReport(_Model):
 
     schema_version: Literal[1] = SCHEMA_VERSION
     trace: str
+    play: Literal["order"] = Field(
+        default="order", description="One request after another, as they came: no time."
+    )
     block_size: int = Field(description="Tokens of a block.")
     requests: int = Field(description="That were served.")
     requests_too_large: int = Field(description="Passed over: they do not fit on the GPU.")

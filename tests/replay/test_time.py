@@ -1,0 +1,285 @@
+"""Time as it was: requests come when the trace says, and what is hit depends on when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from random import Random
+from typing import Any, ClassVar
+
+import pytest
+from typing_extensions import override
+
+from kvview import (
+    BlockIds,
+    ConfigError,
+    Connector,
+    ConnectorError,
+    FinishReason,
+    RequestInfo,
+    SchedulerConnector,
+    StepPlan,
+    WorkerConnector,
+)
+from kvview_reference.connector import OffloadConnector, OffloadScheduler
+from kvview_reference.replay.arrivals import by_arrival
+from kvview_reference.replay.run import ReplayConfig, ReplayReport, replay
+from kvview_reference.replay.time_model import TimeModel
+from kvview_reference.replay.trace_schemas import TraceRequest
+from kvview_reference.replay.traces import open_trace
+from kvview_reference.replay.workload import generate_trace
+from tests.replay.replay_oracle import Oracle
+from tests.traces import CC, MOONCAKE, trace_file
+
+MOST_APART = 0.5  # points
+
+
+def play(
+    rows: Iterable[TraceRequest],
+    block_size: int,
+    gpu_blocks: int,
+    host_blocks: int,
+    model: TimeModel,
+    connector: type[Connector] = OffloadConnector,
+) -> ReplayReport:
+    options = {"cpu_blocks": host_blocks}
+    config = ReplayConfig(gpu_blocks, 8, None, options=options, time=model)
+    report = replay(rows, block_size, connector, config)
+    assert report.is_clean
+    return report
+
+
+def sessions(number: int, turns: int, block_size: int = 64) -> list[TraceRequest]:
+    """Sessions that grow, each in a scope of its own, one after the other as in a file."""
+    random = Random(3)
+    rows = []
+    for session in range(number):
+        at, blocks = random.uniform(0, 200), 20
+        for turn in range(turns):
+            tokens = blocks * block_size + random.randrange(block_size)
+            output = random.randrange(1, 400)
+            before = f"{session}/{turn - 1}" if turn else None
+            name, ids = f"{session}/{turn}", range(blocks)
+            rows.append(TraceRequest(name, at, tokens, output, ids, str(session), 1, before))
+            at += random.uniform(1, 120)
+            blocks = (tokens + output) // block_size + random.randrange(1, 12)
+    return rows
+
+
+def compare(rows: Sequence[TraceRequest], block_size: int, gpu: int, host: int, **m: Any) -> None:
+    model = TimeModel(**m)
+    on_gpu, on_host = Oracle(rows, block_size, gpu - 1, host, model).run()
+    report = play(iter(rows), block_size, gpu, host, model)
+    found = 100 * report.gpu_hit_rate, 100 * report.cpu_hit_rate
+    expected = 100 * on_gpu, 100 * on_host
+    assert abs(sum(found) - sum(expected)) < MOST_APART, (found, expected)
+    assert abs(found[0] - expected[0]) < 2 * MOST_APART, (found, expected)
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        {"speed": 0.2},
+        {},
+        {"prefill_tokens_per_s": 50_000.0},
+        {"speed": 0.3, "store_gb_per_s": 2.0, "load_gb_per_s": 0.5},
+    ],
+    ids=["idle", "overloaded", "fast", "slow link"],
+)
+def test_the_oracle_agrees(times: dict[str, float]) -> None:
+    compare(list(generate_trace(num_requests=300)), 512, 1500, 3000, **times)
+
+
+@pytest.mark.parametrize("speed", [0.3, 1.0, 3.0])
+def test_the_oracle_agrees_about_sessions(speed: float) -> None:
+    rows = list(by_arrival(sessions(20, 12)))
+    compare(rows, 64, 1200, 2500, speed=speed)
+
+
+def test_the_oracle_agrees_about_a_real_trace() -> None:
+    rows = list(open_trace(trace_file(MOONCAKE).path))[:1500]
+    compare(rows, 512, 2049, 5000)
+
+
+def test_the_oracle_agrees_about_real_sessions() -> None:
+    rows = [row for row in open_trace(trace_file(CC).path) if row.line in (1, 2, 6, 8, 11, 14)]
+    compare(list(by_arrival(rows)), 64, 4096, 8000)
+
+
+def test_sessions_that_interleave_need_the_tier() -> None:
+    """What made a tier look worthless: one session after the other, as they stand in the file."""
+    rows = sessions(20, 12)
+    size, gpu, host = 64, 1200, 2500
+    one_by_one = ReplayConfig(gpu, 8, 1, options={"cpu_blocks": host})
+    assert replay(rows, size, OffloadConnector, one_by_one).cpu_hit_rate < 0.02
+    report = play(by_arrival(rows), size, gpu, host, TimeModel())
+    alone = play(by_arrival(rows), size, gpu, 0, TimeModel())
+    assert report.cpu_hit_rate > 0.15
+    assert report.gpu_hit_rate + report.cpu_hit_rate > alone.gpu_hit_rate + 0.15
+
+
+def test_the_same_every_time() -> None:
+    def once() -> dict[str, object]:
+        rows = generate_trace(num_requests=120)
+        found = asdict(play(rows, 512, 400, 500, TimeModel(speed=0.5)))
+        del found["seconds"], found["blocks_per_s"]
+        return found
+
+    assert once() == once()
+
+
+# --- when ---
+
+
+def row(
+    name: str, at: float, ids: Sequence[int], output: int = 1, continues: str | None = None
+) -> TraceRequest:
+    return TraceRequest(name, at, 10 * len(ids), output, tuple(ids), "", 1, continues)
+
+
+SECOND = TimeModel(10.0, 0.1, 1.0, 1.0, token_bytes=100_000_000, step_tokens=10)
+"""A block of ten tokens is computed in a second, and moved in one."""
+
+
+def test_what_is_hit_depends_on_when() -> None:
+    first, others = range(4), [row(str(n), 20 + n, range(10 * n, 10 * n + 4)) for n in range(1, 5)]
+
+    def again(at: float, host_blocks: int) -> tuple[int, int]:
+        rows = [row("a", 0, first), *(one for one in others if one.arrival_s < at)]
+        report = play([*rows, row("b", at, first)], 10, 13, host_blocks, SECOND)
+        assert report.blocks == 4 * len(rows) + 4
+        return report.gpu_hit_blocks, report.cpu_hit_blocks
+
+    assert again(20, 12) == (3, 0)  # the last block of a prompt is always computed
+    assert again(100, 100) == (0, 3)  # the others have evicted it from the GPU
+    assert again(100, 12) == (0, 0)  # and from a host that is as small
+
+
+def test_loads_take_their_time() -> None:
+    rows = [row(str(n), 20 * n, range(10 * n, 10 * n + 4)) for n in range(5)]
+    rows.append(row("b", 400, range(4)))
+    fast, slow = (
+        play(rows, 10, 13, 100, replace(SECOND, load_gb_per_s=rate)) for rate in (1.0, 0.1)
+    )
+    assert fast.cpu_hit_blocks == slow.cpu_hit_blocks == 3
+    assert slow.max_wait_s == pytest.approx(30.0)  # 3 blocks of 10 s each
+    assert fast.max_wait_s == pytest.approx(3.0)
+    assert (slow.simulated_seconds or 0) - (fast.simulated_seconds or 0) == pytest.approx(27)
+
+
+def test_speed_moves_arrivals_only() -> None:
+    rows = [row(str(n), 100 * n, range(10 * n, 10 * n + 4)) for n in range(5)]
+    report = play(rows, 10, 60, 100, replace(SECOND, speed=4.0))
+    assert report.trace_seconds == 100.0
+    assert report.simulated_seconds == pytest.approx(106.6, abs=0.1)  # compute, a token, stores
+    hurried = play(rows, 10, 60, 100, replace(SECOND, speed=1e9))
+    assert hurried.simulated_seconds == pytest.approx(20, abs=3)  # 20 blocks, a second each
+    assert hurried.max_wait_s == pytest.approx(16, abs=1)
+
+
+class Watching(OffloadConnector):
+    """Says what began and ended, in order."""
+
+    log: ClassVar[list[str]] = []
+
+    @override
+    def make_scheduler(self) -> SchedulerConnector:
+        return _Watching(self.config, self.options)
+
+
+class _Watching(OffloadScheduler):
+    @override
+    def on_blocks_allocated(
+        self,
+        request: RequestInfo,
+        block_ids: BlockIds,
+        num_computed_tokens: int,
+        num_external_tokens: int,
+    ) -> None:
+        Watching.log.append("+" + request.request_id.split("#")[0])
+        super().on_blocks_allocated(request, block_ids, num_computed_tokens, num_external_tokens)
+
+    @override
+    def on_request_finished(
+        self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
+    ) -> None:
+        Watching.log.append("-" + request.request_id.split("#")[0])
+        super().on_request_finished(request, block_ids, reason)
+
+
+@pytest.mark.parametrize("closed_loop", [None, 16], ids=["time", "closed loop"])
+def test_a_turn_never_begins_before_the_turn_before_it_ended(closed_loop: int | None) -> None:
+    rows = list(by_arrival(sessions(5, 20)))
+    Watching.log = []
+    model = TimeModel(speed=20.0)
+    config = ReplayConfig(3000, 8, closed_loop, options={"cpu_blocks": 100}, time=model)
+    replay(rows, 64, Watching, config)
+    assert len(Watching.log) == 2 * len(rows)
+    begun = [name for name in Watching.log if name[0] == "+"]
+    assert begun != [f"+{one.request_id}" for one in rows], "no turn had to wait: a poor test"
+    for one in rows:
+        if one.continues is not None:
+            ended = Watching.log.index(f"-{one.continues}")
+            assert ended < Watching.log.index(f"+{one.request_id}")
+
+
+def test_a_late_turn_waits_behind_those_that_came_meanwhile() -> None:
+    rows = [row("a", 0, range(4), 20), row("b", 1, (0, 1, 2, 3, 4, 5, 6), 1, "a")]
+    rows += [row(str(n), 2 + n, range(10 * n, 10 * n + 4)) for n in range(1, 9)]
+    Watching.log = []
+    play(rows, 10, 100, 100, SECOND, Watching)
+    begun = [name[1:] for name in Watching.log if name[0] == "+"]
+    assert begun.index("b") == 5  # at 6 s, when 4 had come
+    assert [name for name in begun if name != "b"] == ["a", *map(str, range(1, 9))]
+
+
+def test_what_does_not_fit_is_counted_and_passed_over() -> None:
+    rows = [row("a", 0, range(4)), row("b", 1, range(50)), row("c", 2, range(4), 1, "b")]
+    report = play(rows, 10, 20, 100, SECOND)
+    assert (report.requests, report.requests_too_large, report.blocks) == (2, 1, 8)
+    for closed_loop in (None, 2):
+        with pytest.raises(ConfigError, match=r"line 1 of the trace: .* use more GPU blocks"):
+            replay([rows[1]], 10, OffloadConnector, ReplayConfig(20, 8, closed_loop))
+
+
+def test_rows_out_of_order_come_late_and_none_is_lost() -> None:
+    rows = [row("a", 50, range(4)), row("b", 0, range(4)), row("c", 60, range(4))]
+    report = play(rows, 10, 20, 100, SECOND)
+    assert (report.requests, report.trace_seconds) == (3, 10.0)
+    assert play([], 10, 20, 100, SECOND).requests == 0
+
+
+class Silent(Connector):
+    """Reports nothing that it was told to move."""
+
+    contract_version = "1.0"
+
+    def make_scheduler(self) -> SchedulerConnector:
+        return OffloadConnector(replace(self.config, options={"cpu_blocks": 100})).make_scheduler()
+
+    def make_worker(self) -> WorkerConnector:
+        return _SilentWorker()
+
+
+class _SilentWorker(WorkerConnector):
+    @override
+    def start_plan(self, plan: StepPlan) -> None:
+        pass
+
+
+def test_a_connector_that_never_reports_is_told() -> None:
+    rows = [row(str(n), 20 * n, range(10 * n, 10 * n + 4)) for n in range(5)]
+    config = ReplayConfig(30, 8, None, time=SECOND)
+    with pytest.raises(ConnectorError, match=r"CONN-3: jobs .* were never reported"):
+        replay(rows, 10, Silent, config)
+
+
+@pytest.fixture
+def many() -> Callable[[int], Iterator[TraceRequest]]:
+    return lambda number: (row(str(n), 0.0, range(10 * n, 10 * n + 4)) for n in range(number))
+
+
+def test_an_engine_that_is_far_behind(many: Callable[[int], Iterator[TraceRequest]]) -> None:
+    report = play(many(300), 10, 50, 100, SECOND)
+    assert report.requests == 300
+    assert report.mean_wait_s == pytest.approx(600, rel=0.02)
