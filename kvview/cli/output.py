@@ -134,6 +134,12 @@ def require_writable(option: str, path: str | None) -> None:
     if path is None or path == "-":
         return
     folder = Path(path).absolute().parent
+    try:
+        Path(path).stat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # a name that is too long, links in a circle
+        raise ConfigError(f"{option} {path!r}: {error.strerror}") from None
     if not path or Path(path).is_dir() or not folder.is_dir():
         raise ConfigError(f"{option} {path!r}: not a file in an existing folder")
     if not os.access(path if Path(path).exists() else folder, os.W_OK):

@@ -11,6 +11,7 @@ batches have no frame for the topic up to 0.25.
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections import deque
@@ -116,7 +117,7 @@ class Publisher:
     def _bind(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         try:
-            socket.bind(endpoint)
+            socket.bind(_with_a_port(endpoint))
         except (zmq.ZMQError, UnicodeError) as error:
             socket.close(linger=0)
             self._context.destroy(linger=0)
@@ -218,10 +219,18 @@ class Listener:
     def _connect(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         try:
-            socket.connect(endpoint)
+            socket.connect(_with_a_port(endpoint))
         except (zmq.ZMQError, UnicodeError) as error:
             socket.close(linger=0)
             raise ConfigError(
                 f"endpoint {endpoint!r}: {line_of(error)}; wanted tcp://HOST:PORT or ipc://PATH"
             ) from None
         return socket
+
+
+def _with_a_port(endpoint: str) -> str:
+    """Refuse a port that there is none of: zmq would take the rest of a division."""
+    port = endpoint.rpartition(":")[2] if endpoint.startswith("tcp://") else ""
+    if port.isdecimal() and int(port) > 65_535:
+        raise zmq.ZMQError(errno.EINVAL)
+    return endpoint

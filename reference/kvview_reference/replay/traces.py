@@ -45,8 +45,9 @@ def _open(path: str) -> Iterator[tuple[BufferedIOBase, BufferedIOBase]]:
         if not stat.S_ISREG(mode):
             kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
             raise ConfigError(f"cannot read trace {path!r}: {kind}")
+        with open(path, "rb") as file:
+            is_packed = file.peek(2)[:2] == b"\x1f\x8b"
         file = open(path, "rb")  # noqa: SIM115
-        is_packed = file.peek(2)[:2] == b"\x1f\x8b"
     except OSError as error:
         raise ConfigError(f"cannot read trace {path!r}: {error.strerror}") from error
     except ConfigError:
