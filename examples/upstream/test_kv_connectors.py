@@ -198,6 +198,13 @@ class FreesWhatItStores(HostConnector):
         return None, super().get_finished(finished_req_ids)[1]
 
 
+class StoresHalf(HostConnector):
+    """Keeps the first half of what it could: a child that has less than the other."""
+
+    def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, None]:
+        return super().request_finished(request, block_ids[: (len(block_ids) + 1) // 2])
+
+
 def shipped(module: str, name: str) -> type[Any]:
     """A connector of vLLM's own."""
     kind: type[Any] = getattr(importlib.import_module(f"{V1}.{module}"), name)
@@ -278,6 +285,16 @@ def test_an_abort_while_loading_gives_the_blocks_back() -> None:
         assert result.failure is None, result.failure
 
 
+def test_what_is_being_loaded_is_not_hit_by_another() -> None:
+    """Control: the twin that comes when the load has ended hits it."""
+    scenario = turns()
+    for steps, hits in ((0, False), (6, True)):
+        events = (*scenario.events, Step(steps), Add("twin", 1, 66, 2), Step(12))
+        result = play(HostConnector, replace(scenario, events=events))
+        assert result.failure is None, result.failure
+        assert bool(result.coverage.get("tokens hit on the GPU")) is hits
+
+
 def test_after_a_reset_nothing_is_found() -> None:
     result = play(HostConnector, turns(Reset(), Step(2)))
     assert result.failure is None, result.failure
@@ -327,7 +344,7 @@ SHIPPED = [
     ),
     pytest.param(
         shipped("multi_connector", "MultiConnector"),
-        multi("HostConnector", "HostConnector"),
+        multi("StoresHalf", "HostConnector"),
         id="MultiConnector",
     ),
 ]

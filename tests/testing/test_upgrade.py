@@ -175,7 +175,7 @@ def run(*args: str) -> Result:
     [
         ((EXAMPLE, "--vllm", "0.1"), "vllm 0.1: no such release is known"),
         ((EXAMPLE, "--against", "0.30"), "--against compares releases"),
-        ((EXAMPLE, "--vllm", "0.30", "--report", "a.html"), "--report is for one release"),
+        ((EXAMPLE, "--vllm", "0.30", "--report", "a.html"), "--html is for one release"),
         ((EXAMPLE, "--vllm", "0.30", "--engine", "reference"), "not 'reference'"),
         (("--self-test", "--vllm", "0.30"), "--vllm is for a TARGET"),
         ((EXAMPLE, "--vllm", "0.30", "--against", "all"), "--against takes one release"),
