@@ -340,13 +340,3 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert process.returncode == ExitCode.INTERRUPTED
     assert "Traceback" not in told
     assert told.strip().endswith("kvview: interrupted")
-
-
-def test_the_connector_of_the_readme_runs(tmp_path: Path) -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    (code,) = (
-        part for part in re.findall(r"```python\n(.*?)```", text, re.S) if "class MyConn" in part
-    )
-    (tmp_path / "readme.py").write_text(code)
-    result = run("replay", *SMALL, "--connector", f"{tmp_path / 'readme.py'}:MyConnector")
-    assert result.exit_code == ExitCode.CLEAN, result.output

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from kvview import BlockNotHeldError
+
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 _EXIT_CODE = re.compile(r"[Ee]xit code (\d)")
@@ -91,6 +93,14 @@ def test_the_page_does_what_it_says(page: str, wanted: int, tmp_path: Path) -> N
             code = _EXIT_CODE.search(prose)
             assert done.returncode == (int(code[1]) if code else 0), done.stderr
     assert num_commands == wanted
+
+
+def test_the_parts_of_the_readme_run() -> None:
+    parts = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Use the parts\n")[2]
+    pool, manager = (text for kind, _, text in _BLOCK.findall(parts) if kind == "python")
+    with pytest.raises(BlockNotHeldError, match="POOL-4"):
+        exec(pool, {})
+    exec(manager, {})
 
 
 @pytest.mark.parametrize(
