@@ -103,7 +103,7 @@ def test_the_oracle_agrees_about_a_real_trace() -> None:
 
 def test_the_oracle_agrees_about_real_sessions() -> None:
     rows = [row for row in open_trace(trace_file(CC).path) if row.line in (1, 2, 6, 8, 11, 14)]
-    compare(list(by_arrival(rows)), 64, 4096, 8000)
+    compare(list(by_arrival(rows)), 64, 6000, 8000)  # at 4,096 some are preempted: not modelled
 
 
 def test_sessions_that_interleave_need_the_tier() -> None:
