@@ -44,7 +44,13 @@ ALLOWED_AT_IMPORT = {
     "vllm": ("kvview_vllm.scheduler",),  # vLLM itself imports it, by --scheduler-cls
     "hypothesis": ("kvview.testing",),
     "pytest": ("kvview.testing.suite",),
-    "pydantic": ("kvview.options", "kvview.testing.schema", "kvview_reference", "kvview_vllm"),
+    "pydantic": (
+        "kvview.options",
+        "kvview.testing.results",
+        "kvview.testing.schema",
+        "kvview_reference",
+        "kvview_vllm",
+    ),
     "pydantic_core": ("kvview_reference",),
     "click": ("kvview.cli", "*.command"),
     "rich": ("*.command", "kvview.testing.terminal"),
