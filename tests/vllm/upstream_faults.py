@@ -142,7 +142,7 @@ FAULTS = {
         "for req_id in list(connector_output.finished_recving or []):",
         "for req_id in list(connector_output.finished_recving or [])[:0]:",
     ),
-    "SimpleCPUOffloadConnector counts a store as done one event early": swap(
+    "SimpleCPUOffloadConnector never takes a store for done": swap(
         _SIMPLE,
         "if total >= self._expected_worker_count:",
         "if total > self._expected_worker_count:",
