@@ -93,6 +93,18 @@ def places_of(job: Any) -> Sequence[int]:
     return [int(place) for place in (job.chunk_ids if tier_seam().chunk_ids else job.block_ids)]
 
 
+def make_tier_job(job_id: int, keys: Sequence[Any], rows: Sequence[int], is_load: bool) -> Any:
+    """What vLLM gives a tier to do."""
+    import numpy as np
+
+    base = import_module(_BASE)
+    kind = getattr(base, "TransferJob", None) or base.JobMetadata
+    context = import_module("vllm.v1.kv_offload.base").ReqContext(req_id=str(job_id))
+    places = np.array(rows, dtype=np.int64)
+    known = {"chunk_ids": places, "block_ids": places, "is_promotion": is_load}
+    return make_known(kind, job_id=job_id, keys=[*keys], req_context=context, **known)
+
+
 def job_result(job_id: int, keys: Sequence[Any], flags: Sequence[bool]) -> Any:
     """What a tier reports of a job; in part where the release knows of parts."""
     kind = require_tier_class("JobResult")
