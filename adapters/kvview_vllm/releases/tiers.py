@@ -7,6 +7,7 @@ Source: ``vllm/v1/kv_offload/tiering/base.py`` and ``spec.py``, 0.22.0 to the ne
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -54,6 +55,17 @@ class TierSeam(Seam):
         "vllm/v1/core/kv_cache_utils.py",
         since="0.29.0",
     )
+
+
+def has_random_hash_root() -> bool:
+    """Whether the chain of block hashes was begun at random, which an engine does after its tiers.
+
+    From 0.29.0 on it is for hashes that are not cryptographic (``xxhash``), without a seed.
+    """
+    utils = import_module("vllm.v1.core.kv_cache_utils")
+    seed = getattr(utils, "_NONE_HASH_SEED", None)
+    fixed = (None, getattr(utils, "DEFAULT_NONE_HASH_SEED", None))
+    return "PYTHONHASHSEED" not in os.environ and seed not in fixed
 
 
 def has_tiers() -> bool:
