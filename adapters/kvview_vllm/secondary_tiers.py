@@ -25,7 +25,7 @@ from kvview import ConfigError
 from kvview.tier import Namespace
 from kvview.tier.store import require_tier_job
 from kvview_vllm.releases.calls import make_known
-from kvview_vllm.releases.tiers import lookup_answers, make_tier_job, tier_seam
+from kvview_vllm.releases.tiers import lookup_answers, make_tier_job, succeeded_keys, tier_seam
 
 _ROWS = 640  # a job of the kit has up to 600 keys
 _MOST_BYTES = 1 << 28
@@ -189,7 +189,7 @@ class SecondaryTierStore:
                 self._end_step(tier)
 
     def _finish(self, part: _Part, result: Any) -> None:
-        good = set(getattr(result, "successful_keys", None) or ())
+        good = succeeded_keys(result)
         tier, job = part.tier, self._jobs[part.job]
         for place, key, page, row in zip(
             part.places, part.keys, part.pages, part.rows, strict=True

@@ -126,6 +126,11 @@ def job_result(job_id: int, keys: Sequence[Any], flags: Sequence[bool]) -> Any:
     return kind(job_id=job_id, success=False, successful_keys=good)
 
 
+def succeeded_keys(result: Any) -> set[Any]:
+    """Of a load that failed, the keys that did not, where the release knows of parts."""
+    return set(result.successful_keys or ()) if tier_seam().partial_loads else set()
+
+
 def lookup_answers() -> dict[bool | None, Any]:
     """How a release says hit, miss, and ask again."""
     results = find_class("LookupResult")
