@@ -4,12 +4,15 @@
     python benchmarks/tier.py damage [--changes 100000]
     python benchmarks/tier.py open [--entries 1000000]
     python benchmarks/tier.py cost
+    python benchmarks/tier.py compare
 
 ``kill``: a process that writes is killed with SIGKILL, the store opened again and looked at;
 wrong bytes, lost entries, half-written files and bytes over the budget must be 0. ``damage``: bits
 flipped, files cut, files swapped; a change that gives bytes other than those put is counted.
 ``cost``: microseconds a chunk on the caller's thread, and GB/s of one job, guarded and not, the
-variants taking turns.
+variants taking turns. ``compare``: the same load through vLLM's own fs tier and LMCache's fs
+adapter, as far as they are installed, without a guard as in their engines. What vLLM's loads is
+copied once more here, since its tier wants memory of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvview import KVViewError
+from kvview.targets import load_target
 from kvview.testing import StoreHarness
 from kvview.testing.tier.driver import bytes_of
 from kvview.testing.tier.faulty_store import FaultyStore
@@ -153,13 +158,52 @@ def cost(rounds: int = 15) -> dict[str, Any]:
     return {name: round(statistics.median(values), 2) for name, values in found.items()}
 
 
+def compare(rounds: int = 9) -> dict[str, Any]:
+    """One job of 64 pages of 1 MiB at a time, and four jobs of 16; GB/s, turn by turn."""
+    keys = [bytes([number]) * 32 for number in range(64)]
+    pages = [memoryview(bytes_of(b"page", 1 << 20)) for _ in keys]
+    back = [memoryview(bytearray(1 << 20)) for _ in keys]
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as root:
+        made: dict[str, TierStore] = {"kvview, guarded": _guarded(f"{root}/1", "none", "xxh3")}
+        for name, target, options in (
+            ("vLLM fs", "kvview_vllm.secondary_tiers:SecondaryTierStore",
+             {"type": "fs", "root_dir": f"{root}/2"}),
+            ("LMCache fs", "kvview_lmcache.l2_adapter_store:L2AdapterStore",
+             {"adapter": "fs", "base_path": f"{root}/3"}),
+        ):  # fmt: skip
+            try:
+                made[name] = load_target(target)(HERE, **options)
+            except KVViewError as error:
+                print(f"left out, {name}: {error}")
+        for store in made.values():
+            store.put(1, keys, pages)
+            store.drain(120.0)
+            assert all(store.poll()[0][1])
+        for _ in range(rounds):
+            for name, store in made.items():
+                for jobs in (1, 4):
+                    began = time.perf_counter()
+                    for job in range(jobs):
+                        store.get(job, keys[job::jobs], back[job::jobs])
+                    store.drain(120.0)
+                    seconds = time.perf_counter() - began
+                    reports = store.poll()
+                    assert len(reports) == jobs
+                    assert all(all(flags) for _, flags in reports)
+                    found[f"{name}, {jobs} in flight: GB/s"].append((64 << 20) / seconds / 1e9)
+        for store in made.values():
+            store.close()
+    return {name: round(statistics.median(values), 2) for name, values in found.items()}
+
+
 def _guarded(root: str, of_store: str, of_guard: str) -> GuardedTier:
     return GuardedTier(FileStore(HERE, root=root, checksum=of_store), HERE, checksum=of_guard)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("kill", "damage", "open", "cost"))
+    parser.add_argument("what", choices=("kill", "damage", "open", "cost", "compare"))
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--max-bytes", type=int)
     parser.add_argument("--changes", type=int, default=100_000)
@@ -170,6 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "damage": lambda: damage(args.changes),
         "open": lambda: open_many(args.entries),
         "cost": cost,
+        "compare": compare,
     }
     for name, value in play[args.what]().items():
         print(f"{name:40} {value}")

@@ -10,7 +10,8 @@
           "store": "my_store.py:Store", "options": {"root": "/kv"}}]}}'
 
 - VTIER-1 A tier **must not** start where the weights, or what the chain of hashes begins with,
-  are not known: it would answer with KV of other weights, or never find its own.
+  are not known: it would answer with KV of other weights, or never find its own. Where vLLM
+  chooses that later, the tier **must** be out of use, and say why.
 - VTIER-2 vLLM **must** hear of each job once, of what it loaded in part where the release
   knows of parts, and no exception.
 
@@ -35,6 +36,7 @@ from kvview_vllm.releases import reading
 from kvview_vllm.releases.tiers import (
     TierSeam,
     constructor_options,
+    has_random_hash_root,
     job_result,
     lookup_answers,
     namespace_facts,
@@ -99,6 +101,7 @@ class KVViewTier(_Tier):
         self._memory = primary_kv_view.cast("B")
         self._answers = lookup_answers()
         self._jobs: dict[int, list[Any]] = {}
+        self._has_begun = False
 
     def lookup(self, key: Any, req_context: Any = None) -> Any:
         """Whether a chunk is stored, or that it is not known yet."""
@@ -133,7 +136,16 @@ class KVViewTier(_Tier):
         self.guard.touch([bytes(key) for key in keys])
 
     def on_new_request(self, req_context: Any) -> Any:
-        """No preference."""
+        """No preference; the first one shows what the hashes began with."""
+        if not self._has_begun:
+            self._has_begun = True
+            if has_random_hash_root():
+                _log.error(
+                    "VTIER-1: the block hashes of this server begin at random, so nothing that is "
+                    "stored would be found after a restart: the tier stays out of use. Start it "
+                    "with: export PYTHONHASHSEED=0"
+                )
+                self.guard.close()
         return request_preference()
 
     def drain_jobs(self) -> None:

@@ -7,6 +7,7 @@ import json
 import select
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ pytest.importorskip("lmcache", reason="needs tests/vllm/requirements-clients.txt
 import torch
 
 from kvview import ConfigError
+from kvview.testing import run_checks
 
 FILES = "examples/folder_store.py:FolderStore"
 FAULTY = "kvview.testing.tier.faulty_store:FaultyStore"
@@ -201,3 +203,18 @@ def test_a_faulty_store_ends_every_task_and_gives_no_wrong_bytes(fault: str) -> 
 def test_what_cannot_start_says_why(params: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=f"kvview_lmcache, adapter_params: .*{said}"):
         Driven(**params)
+
+
+def test_the_kit_names_what_is_wrong_with_lmcaches_own_file_adapter() -> None:
+    from kvview_lmcache.l2_adapter_store import L2AdapterStore
+
+    options = {"adapter": "fs", "base_path": "{tmp}"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of pages that cannot be written
+        report = run_checks(L2AdapterStore, options=options, select=("TIER-1", "TIER-2", "TIER-4"))
+    assert {result.check.name for result in report.failures} == {
+        "check_tier_1_page_of_another_size_fails",
+        "check_tier_1_damaged_bytes_fail",
+        "check_tier_4_failed_get_is_a_miss_until_it_is_stored_again",
+        "check_tier_4_damaged_key_is_stored_again",
+    }

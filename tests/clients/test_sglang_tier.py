@@ -15,6 +15,7 @@ pytest.importorskip("xxhash")
 import torch
 
 from kvview import ConfigError
+from kvview.testing import run_checks
 
 from . import sglang_sources
 
@@ -27,6 +28,8 @@ try:
         PoolTransfer,
     )
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+    from kvview_sglang.hicache_store import HiCacheFileStore
 except ImportError as error:
     pytest.skip(str(error), allow_module_level=True)
 
@@ -251,3 +254,14 @@ def test_a_faulty_store_ends_every_call_and_gives_no_wrong_bytes(fault: str, fau
 def test_what_cannot_start_says_why(extra: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=f"kvview_sglang, extra config: .*{said}"):
         backend(HostPool("layer_first"), extra=extra)
+
+
+def test_the_kit_names_what_is_wrong_with_sglangs_own_file_backend() -> None:
+    report = run_checks(
+        HiCacheFileStore, options={"root": "{tmp}"}, select=("TIER-1", "TIER-2", "TIER-10")
+    )
+    assert {result.check.name for result in report.failures} == {
+        "check_tier_1_page_of_another_size_fails",
+        "check_tier_1_damaged_bytes_fail",
+        "check_tier_10_namespaces_share_nothing",
+    }

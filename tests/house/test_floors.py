@@ -40,6 +40,7 @@ ALLOWED_AT_IMPORT = {
         "kvview_reference.connector",
         "kvview_vllm.transfer",
         "kvview_vllm.simulation.raw",
+        "kvview_lmcache.l2_adapter_store",
         "kvview_sglang",
     ),
     "numpy": ("kvview_reference.transfer",),

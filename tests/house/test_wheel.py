@@ -12,7 +12,10 @@ def test_top_level_names(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     packages = {name.split("/")[0] for name in names if ".dist-info" not in name}
-    assert packages == {"kvview", "kvview_reference", "kvview_vllm"}
+    assert packages == {
+        "kvview",
+        *(f"kvview_{n}" for n in ("reference", "vllm", "lmcache", "sglang")),
+    }
     assert {f"{package}/py.typed" for package in packages} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

@@ -352,8 +352,6 @@ def test_what_it_writes(tmp_path: Path, run: Callable[..., Result]) -> None:
     assert run("--requests", 50, "--json", "-").output.startswith("{")
 
 
-
-
 @pytest.mark.parametrize(
     ("args", "part"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +23,8 @@ from kvview.tier.breaker import CircuitBreaker
 from kvview.tier.checksum import PageSeal
 from kvview_reference.harness import guarded_tier, tier
 from kvview_reference.tier import FileStore, read_entry
-from kvview_reference.tier.command import tier as fsck_group
+from kvview_reference.tier.command import tier as tier_group
+from kvview_reference.tier.throughput import measure
 
 pytest.importorskip("xxhash")
 
@@ -307,7 +309,7 @@ def test_an_entry_is_read_as_a_load_would(tmp_path: Path) -> None:
 
 def test_fsck_says_what_cannot_be_loaded(tmp_path: Path) -> None:
     def fsck(*args: str) -> Any:
-        return CliRunner().invoke(fsck_group, ["fsck", *args])
+        return CliRunner().invoke(tier_group, ["fsck", *args])
 
     nothing = fsck(str(tmp_path))
     assert isinstance(nothing.exception, ConfigError)
@@ -345,3 +347,47 @@ def test_threads_of_a_store_end_with_it(tmp_path: Path) -> None:
     assert threading.active_count() == before + 3
     store.close()
     assert threading.active_count() == before
+
+
+# --- kvview tier bench ---
+
+
+def bench(*args: str) -> Any:
+    return CliRunner().invoke(tier_group, ["bench", *args])
+
+
+def test_bench_measures_what_comes_back_right(tmp_path: Path) -> None:
+    file = tmp_path / "speed.json"
+    few = ["--page-bytes", "5000", "--page-bytes", "70000", "--pages", "4", "--rounds", "2"]
+    for guard in ([], ["--no-guard"]):
+        done = bench("examples/folder_store.py:FolderStore", "--option", "root={tmp}", *few,
+                     *guard, "--json", str(file))  # fmt: skip
+        assert done.exit_code == 0, done.output
+        found = json.loads(file.read_text())
+        assert [each["page_bytes"] for each in found["sizes"]] == [5000, 70_000]
+        assert all(each["put"] > 0 and each["get"] > 0 for each in found["sizes"])
+        assert found["guarded"] == (not guard)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["kvview.tier:Namespace"], "is no class of tier stores"),
+        (["examples/folder_store.py:FolderStore"], "cannot be made of the options"),
+        (["examples/folder_store.py:FolderStore", "--pages", "0"], "must be 1 or more"),
+    ],
+)
+def test_bench_says_what_is_wrong(args: list[str], said: str) -> None:
+    assert said in str(bench(*args).exception)
+
+
+def test_bench_counts_pages_that_come_back_wrong() -> None:
+    class Flips(FaultyStore):
+        def __init__(self, namespace: Namespace) -> None:
+            super().__init__(namespace)
+            self.fault = "flips a bit"
+
+    (found,) = measure(Flips, {}, [4096], pages=4, rounds=2, is_guarded=False)
+    assert (found.failed, found.wrong) == (0, 8)
+    (found,) = measure(Flips, {}, [4096], pages=4, rounds=2)
+    assert (found.failed, found.wrong) == (8, 0)

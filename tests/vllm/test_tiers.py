@@ -20,7 +20,7 @@ pytest.importorskip(  # a submodule: this very folder is named vllm
 )
 pytest.importorskip("torch")
 
-from kvview_vllm.releases.tiers import has_tiers, tier_seam
+from kvview_vllm.releases.tiers import has_tiers, make_tier_job, tier_seam
 
 if not has_tiers():
     pytest.skip("this release has no tiers below the host (0.22.0)", allow_module_level=True)
@@ -303,3 +303,33 @@ def test_vtier_1_hashes_that_begin_at_random_are_refused(
         return
     with pytest.raises(ConfigError, match=r"VTIER-1: .*: export PYTHONHASHSEED=0"):
         spec.get_manager()
+
+
+def test_vtier_1_a_root_that_turns_out_to_be_random_takes_the_tier_out_of_use(
+    tiering: Tiering, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not tier_seam().fixed_hash_root:
+        pytest.skip("such a server does not start with the tier (before 0.29.0)")
+    from vllm.v1.core import kv_cache_utils
+
+    monkeypatch.setattr(kv_cache_utils, "_NONE_HASH_SEED", None)
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"", raising=False)
+    monkeypatch.delenv("PYTHONHASHSEED")
+    (xxhash, *_) = kv_cache_utils._NON_CRYPTO_HASH_FUNCTIONS
+    kv_cache_utils.init_none_hash(xxhash)
+    assert tiering.store(range(8))
+    assert tiering.store(range(8, 16))
+    assert tiering.fetch(range(8)) == (0, 0)
+    assert caplog.text.count("VTIER-1: the block hashes of this server begin at random") == 1
+
+
+def test_vtier_2_a_job_that_is_refused_is_reported(tiering: Tiering) -> None:
+    """A store takes no key of over 100 bytes; vLLM waits for every job that it gave."""
+    job = make_tier_job(900, [tiering.base.make_offload_key(b"k" * 150, 0)], [0], is_load=False)
+    tiering.tier.submit_store(job)
+    for _ in range(5000):
+        if results := list(tiering.tier.get_finished_jobs()):
+            break
+        time.sleep(0.001)
+    assert [(result.job_id, result.success) for result in results] == [(900, False)]
+    assert not tiering.tier.has_pending_work()

@@ -7,6 +7,7 @@ Source: ``vllm/v1/kv_offload/tiering/base.py`` and ``spec.py``, 0.22.0 to the ne
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -56,6 +57,17 @@ class TierSeam(Seam):
     )
 
 
+def has_random_hash_root() -> bool:
+    """Whether the chain of block hashes was begun at random, which an engine does after its tiers.
+
+    From 0.29.0 on it is for hashes that are not cryptographic (``xxhash``), without a seed.
+    """
+    utils = import_module("vllm.v1.core.kv_cache_utils")
+    seed = getattr(utils, "_NONE_HASH_SEED", None)
+    fixed = (None, getattr(utils, "DEFAULT_NONE_HASH_SEED", None))
+    return "PYTHONHASHSEED" not in os.environ and seed not in fixed
+
+
 def has_tiers() -> bool:
     """Whether this vLLM has tiers below the host at all."""
     engine_version()
@@ -93,6 +105,18 @@ def places_of(job: Any) -> Sequence[int]:
     return [int(place) for place in (job.chunk_ids if tier_seam().chunk_ids else job.block_ids)]
 
 
+def make_tier_job(job_id: int, keys: Sequence[Any], rows: Sequence[int], is_load: bool) -> Any:
+    """What vLLM gives a tier to do."""
+    import numpy as np
+
+    base = import_module(_BASE)
+    kind = getattr(base, "TransferJob", None) or base.JobMetadata
+    context = import_module("vllm.v1.kv_offload.base").ReqContext(req_id=str(job_id))
+    places = np.array(rows, dtype=np.int64)
+    known = {"chunk_ids": places, "block_ids": places, "is_promotion": is_load}
+    return make_known(kind, job_id=job_id, keys=[*keys], req_context=context, **known)
+
+
 def job_result(job_id: int, keys: Sequence[Any], flags: Sequence[bool]) -> Any:
     """What a tier reports of a job; in part where the release knows of parts."""
     kind = require_tier_class("JobResult")
@@ -100,6 +124,11 @@ def job_result(job_id: int, keys: Sequence[Any], flags: Sequence[bool]) -> Any:
         return kind(job_id=job_id, success=all(flags))
     good = [key for key, flag in zip(keys, flags, strict=True) if flag]
     return kind(job_id=job_id, success=False, successful_keys=good)
+
+
+def succeeded_keys(result: Any) -> set[Any]:
+    """Of a load that failed, the keys that did not, where the release knows of parts."""
+    return set(result.successful_keys or ()) if tier_seam().partial_loads else set()
 
 
 def lookup_answers() -> dict[bool | None, Any]:

@@ -7,12 +7,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import click
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
 
 from kvview.cli.exit_codes import ExitCode
 from kvview.cli.output import JSONOption, require_writable, write_json
 from kvview.errors import ConfigError, KVViewError
 from kvview.options import read_options
-from kvview.tier import Namespace
+from kvview.targets import load_target
+from kvview.tier import Namespace, is_tier_store
 
 _MOST_LINES = 20
 
@@ -103,13 +107,20 @@ def fsck(root: str, given: tuple[str, ...], json_file: str | None) -> None:
     for name, said, contents in stores:
         num_stores += 1
         try:
+            if isinstance(said, OSError):
+                raise said
             namespace = Namespace.from_json(said)
-        except KVViewError as error:
+        except (KVViewError, OSError) as error:
             found.tell(name, str(error))
             continue
         num_entries, num_bytes = 0, 0
         for path, content in contents:
+            if isinstance(content, FileNotFoundError):  # evicted just now
+                continue
             num_entries += 1
+            if isinstance(content, OSError):
+                found.tell(path, content.strerror or type(content).__name__)
+                continue
             num_bytes += len(content)
             if problem := read_entry(namespace, content).problem:
                 found.tell(path, problem)
@@ -125,3 +136,68 @@ def fsck(root: str, given: tuple[str, ...], json_file: str | None) -> None:
     click.echo(f"{len(found.bad)} cannot be loaded", err=json_file == "-")
     write_json(json_file, asdict(found))
     sys.exit(ExitCode.WRONG if found.bad else ExitCode.CLEAN)
+
+
+@tier.command()
+@click.argument("store")
+@click.option("--option", "given", multiple=True, metavar="NAME=VALUE", help="Of the store.")
+@click.option(
+    "--page-bytes",
+    "sizes",
+    type=int,
+    multiple=True,
+    default=(65_536, 262_144, 1_048_576, 4_194_304),
+    help="Size of a page; repeatable.  [default: 64 KiB to 4 MiB]",
+)
+@click.option("--pages", default=32, show_default=True, help="Of one job.")
+@click.option("--rounds", default=5, show_default=True, help="Of each size; medians count.")
+@click.option("--no-guard", is_flag=True, help="Without what every bridge puts in front.")
+@click.option(
+    "--json",
+    "json_file",
+    cls=JSONOption,
+    schemas={"bench": "kvview_reference.tier.throughput:StoreBench"},
+)
+def bench(
+    store: str,
+    given: tuple[str, ...],
+    sizes: tuple[int, ...],
+    pages: int,
+    rounds: int,
+    no_guard: bool,
+    json_file: str | None,
+) -> None:
+    """Measure how fast a store is, by the size of a page.
+
+    STORE is package.module:Class or path/to/file.py:Class. '{tmp}' in an option
+    is a fresh folder, removed at the end. One job of --pages pages is in flight
+    at a time. Exit code 1 when a page failed, or came back with other bytes.
+    """
+    from kvview_reference.tier.throughput import StoreBench, measure
+
+    require_writable("--json", json_file)
+    make = load_target(store)
+    if not is_tier_store(make):
+        raise ConfigError(f"{store!r} is no class of tier stores")
+    options = read_options(given)
+    try:
+        found = measure(make, options, sizes, pages=pages, rounds=rounds, is_guarded=not no_guard)
+    except TypeError as error:
+        raise ConfigError(
+            f"{store} cannot be made of the options {sorted(options)}: {error}"
+        ) from None
+    table = Table(box=SIMPLE)
+    for column in ("page", "put GB/s", "get GB/s", "lookup us/key", "caller us/page", "failed"):
+        table.add_column(column, justify="right")
+    for speed in found:
+        table.add_row(
+            f"{speed.page_bytes / 1024:g} KiB",
+            f"{speed.put:.2f}",
+            f"{speed.get:.2f}",
+            f"{speed.lookup_us:.0f}",
+            f"{speed.call_us:.1f}",
+            str(speed.failed + speed.wrong),
+        )
+    Console(stderr=json_file == "-").print(table)
+    write_json(json_file, asdict(StoreBench(store, not no_guard, found)))
+    sys.exit(ExitCode.WRONG if any(each.failed + each.wrong for each in found) else 0)

@@ -163,18 +163,22 @@ class FileStore(Threaded):
         namespace.require_same(found, str(self._folder))
 
 
-def entries_of_folder(root: str) -> Iterator[tuple[str, str, Iterator[tuple[str, bytes]]]]:
+def entries_of_folder(
+    root: str,
+) -> Iterator[tuple[str, str | OSError, Iterator[tuple[str, bytes | OSError]]]]:
     """Every namespace below a store's folder: its name, what it says, path and bytes of each entry.
 
-    Raises:
-        OSError: A file cannot be read.
+    Instead of what cannot be read comes the reason.
     """
     for path in sorted(Path(root).glob("*/namespace.json")):
+        said = _content(path)
+        text = said if isinstance(said, OSError) else said.decode("utf-8", "replace")
         files = sorted(path.parent.glob("??/*"))
-        yield path.parent.name, path.read_text("utf-8"), _contents(files)
+        yield path.parent.name, text, ((str(file), _content(file)) for file in files)
 
 
-def _contents(files: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
-    for path in files:
-        with suppress(FileNotFoundError):  # evicted just now
-            yield str(path), path.read_bytes()
+def _content(path: Path) -> bytes | OSError:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        return error

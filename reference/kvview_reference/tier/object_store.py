@@ -223,7 +223,7 @@ _CHAIN = (
 
 def entries_of_bucket(
     url: str, options: Mapping[str, Any]
-) -> Iterator[tuple[str, str, Iterator[tuple[str, bytes]]]]:
+) -> Iterator[tuple[str, str | OSError, Iterator[tuple[str, bytes | OSError]]]]:
     """Every namespace below a store's url: its name, what it says, path and bytes of each entry.
 
     Raises:
@@ -241,7 +241,7 @@ def entries_of_bucket(
         raise ConfigError(f"the object store cannot be read: {_kind(error)}") from None
 
 
-def _contents(client: Client, prefix: str) -> Iterator[tuple[str, bytes]]:
+def _contents(client: Client, prefix: str) -> Iterator[tuple[str, bytes | OSError]]:
     import obstore
 
     for chunk in obstore.list(client, prefix):

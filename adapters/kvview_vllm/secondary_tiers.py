@@ -1,0 +1,274 @@
+r"""The other way round: a secondary tier of vLLM's seen as a store, so that the kit judges it.
+
+    kvview check kvview_vllm.secondary_tiers:SecondaryTierStore --option type=fs \
+      --option root_dir={tmp}
+
+1. The tier has what vLLM would give it: a spec, rows of the host's memory, keys of a hash and a
+   group. A row has one size, so pages of about one size (and behind them their length) have a
+   tier of their own, and a part of the job.
+2. Nothing is made better on the way: each lookup asks the tier again.
+
+For vLLM 0.26.0 and later, whose specs can be made without a model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from time import monotonic, sleep
+from typing import Any
+
+from kvview import ConfigError
+from kvview.tier import Namespace
+from kvview.tier.store import require_tier_job
+from kvview_vllm.releases.calls import make_known
+from kvview_vllm.releases.tiers import lookup_answers, make_tier_job, succeeded_keys, tier_seam
+
+_ROWS = 640  # a job of the kit has up to 600 keys
+_MOST_BYTES = 1 << 28
+_SECTOR = 4096
+_LENGTH_BYTES = 8
+_BETWEEN_POLLS = 0.0003  # seconds
+
+
+@dataclass(slots=True, eq=False)
+class _Tier:
+    """The tier of one size of page."""
+
+    manager: Any
+    tier: Any
+    memory: memoryview
+    row_bytes: int
+    free: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    flags: list[bool]
+    parts_left: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    job: int
+    places: list[int]
+    keys: list[bytes]
+    pages: list[memoryview]
+    is_get: bool
+    tier: _Tier
+    rows: list[int] = field(default_factory=list)
+
+
+class SecondaryTierStore:
+    """A :class:`~kvview.tier.TierStore` over a tier that comes with vLLM.
+
+    Args:
+        namespace: Of it vLLM tells a tier the model, the dtype, the ranks and the block size.
+        type: Of the tier, as in ``secondary_tiers``; ``"fs"`` or ``"example"``.
+        options: The tier's own.
+
+    Raises:
+        ConfigError: This vLLM is older than 0.26.0.
+    """
+
+    verifies = True  # nothing stands in front of it in vLLM
+
+    def __init__(self, namespace: Namespace, type: str = "fs", **options: Any) -> None:
+        if not tier_seam().config_objects:
+            raise ConfigError("tiers of vLLM are judged from 0.26.0 on")
+        self._namespace = namespace
+        self._entry = {"type": type, **options}
+        self._tiers: dict[int, _Tier] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._parts: dict[int, _Part] = {}
+        self._numbers = itertools.count()
+        self._done: list[tuple[int, list[bool]]] = []
+        self._answers = {answer: flag for flag, answer in lookup_answers().items()}
+        self._requests = 0
+        self._is_closed = False
+        self._tier(2 * _SECTOR)  # what can be looked up before anything was put
+
+    def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
+        """What the tiers say, of any size: yes if one does."""
+        if self._is_closed:
+            return [False] * len(keys)
+        flags: list[bool | None] = [False] * len(keys)
+        for tier in self._tiers.values():
+            self._requests += 1
+            context = import_module("vllm.v1.kv_offload.base").ReqContext(str(self._requests))
+            tier.tier.on_new_request(context)
+            found = [self._answers[tier.tier.lookup(_key(key), context)] for key in keys]
+            self._end_step(tier)
+            for _ in range(4000):
+                if None not in found:
+                    break
+                sleep(_BETWEEN_POLLS)
+                found = [self._answers[tier.tier.lookup(_key(key), context)] for key in keys]
+                self._end_step(tier)
+            tier.tier.on_request_finished(context)
+            flags = [one or other for one, other in zip(flags, found, strict=True)]
+        return flags
+
+    def put(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
+        """Start to store."""
+        self._start(job, keys, pages, is_get=False)
+
+    def get(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
+        """Start to load."""
+        self._start(job, keys, pages, is_get=True)
+
+    def poll(self) -> list[tuple[int, list[bool]]]:
+        """Jobs that ended."""
+        self._collect()
+        done, self._done = self._done, []
+        return done
+
+    def drain(self, timeout: float, /) -> bool:
+        """Wait for all jobs."""
+        end = monotonic() + timeout
+        while self._jobs and not self._is_closed:
+            self._collect()
+            if monotonic() > end:
+                break
+            sleep(_BETWEEN_POLLS)
+        return not self._jobs
+
+    def close(self) -> None:
+        """Shut the tiers down; what was in flight has failed."""
+        if not self._is_closed:
+            self._is_closed = True
+            for tier in self._tiers.values():
+                tier.tier.drain_jobs()
+            self._collect()
+            for tier in self._tiers.values():
+                tier.memory.release()
+                tier.manager.shutdown()
+        self._done += [(job, [False] * len(entry.flags)) for job, entry in self._jobs.items()]
+        self._jobs.clear()
+
+    def _start(
+        self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], is_get: bool
+    ) -> None:
+        require_tier_job(keys, pages, is_get=is_get, in_flight=job in self._jobs)
+        if self._is_closed or not keys:
+            self._done.append((job, [False] * len(keys)))
+            return
+        places: dict[int, list[int]] = {}
+        for place, page in enumerate(pages):
+            size = -(-(len(page) + _LENGTH_BYTES) // _SECTOR) * _SECTOR
+            places.setdefault(size, []).append(place)
+        self._jobs[job] = _Job([False] * len(keys), len(places))
+        for size, found in places.items():
+            chosen = [keys[n] for n in found], [pages[n] for n in found]
+            self._submit(_Part(job, found, *chosen, is_get, self._tier(size)))
+
+    def _submit(self, part: _Part) -> None:
+        tier = part.tier
+        while len(tier.free) < len(part.keys):
+            self._collect()
+        part.rows = [tier.free.pop() for _ in part.keys]
+        for row, page in zip(part.rows, part.pages, strict=True):
+            end = (row + 1) * tier.row_bytes
+            if part.is_get:
+                tier.memory[end - _LENGTH_BYTES : end] = bytes(_LENGTH_BYTES)
+            else:
+                tier.memory[end - tier.row_bytes : end] = _filled(page, tier.row_bytes)
+        number = next(self._numbers)
+        self._parts[number] = part
+        submit = tier.tier.submit_load if part.is_get else tier.tier.submit_store
+        submit(make_tier_job(number, [_key(key) for key in part.keys], part.rows, part.is_get))
+
+    def _collect(self) -> None:
+        for tier in self._tiers.values():
+            for result in tier.tier.get_finished_jobs():
+                self._finish(self._parts.pop(result.job_id), result)
+            if not self._is_closed:
+                self._end_step(tier)
+
+    def _finish(self, part: _Part, result: Any) -> None:
+        good = succeeded_keys(result)
+        tier, job = part.tier, self._jobs[part.job]
+        for place, key, page, row in zip(
+            part.places, part.keys, part.pages, part.rows, strict=True
+        ):
+            flag = bool(result.success) or _key(key) in good
+            if flag and part.is_get:
+                content = tier.memory[row * tier.row_bytes : (row + 1) * tier.row_bytes]
+                flag = int.from_bytes(content[-_LENGTH_BYTES:], "big") == len(page)
+                page[:] = content[: len(page)]
+            job.flags[place] = flag
+        tier.free += part.rows
+        job.parts_left -= 1
+        if not job.parts_left:
+            del self._jobs[part.job]
+            self._done.append((part.job, job.flags))
+
+    @staticmethod
+    def _end_step(tier: _Tier) -> None:
+        base = import_module("vllm.v1.kv_offload.base")
+        tier.tier.on_schedule_end(base.ScheduleEndContext(new_req_ids=(), preempted_req_ids=()))
+
+    def _tier(self, page_bytes: int) -> _Tier:
+        if page_bytes not in self._tiers:
+            manager = self._manager(page_bytes)
+            view = manager.primary_tier.get_kv_memoryview()
+            rows, stride = view.shape[0], view.strides[0]
+            tier = manager.secondary_tiers[0]
+            self._tiers[page_bytes] = _Tier(manager, tier, view.cast("B"), stride, [*range(rows)])
+        return self._tiers[page_bytes]
+
+    def _manager(self, page_bytes: int) -> Any:
+        config = import_module("vllm.v1.kv_offload.config")
+        factory = import_module("vllm.v1.kv_offload.factory").OffloadingSpecFactory
+        here = self._namespace
+        sizes = {"tp_size": here.tensor_parallel, "pp_size": here.pipeline_parallel}
+        parallel = {
+            **dict.fromkeys(("pcp_size", "dcp_size", "data_parallel_size"), 1),
+            **sizes,
+            "world_size": 1,
+            "rank": here.rank,
+            "data_parallel_index": 0,
+            "data_parallel_rank_local": None,
+            "is_parallelism_agnostic": False,
+        }
+        tokens = here.block_size or 16
+        group = make_known(
+            config.OffloadingGroupConfig,
+            tokens_per_block=tokens,
+            layer_names=(here.layout or "layer",),
+            group_id=0,
+        )
+        spec = factory.create_spec(
+            make_known(
+                config.OffloadingConfig,
+                groups=(group,),
+                worker_kv_bytes_per_block=page_bytes,
+                enable_kv_cache_events=False,
+                extra_config={
+                    "spec_name": "TieringOffloadingSpec",
+                    "cpu_bytes_to_use": min(page_bytes * _ROWS, _MOST_BYTES),
+                    "secondary_tiers": [self._entry],
+                },
+                engine_id=uuid.uuid4().hex,
+                model=make_known(
+                    config.OffloadingModelConfig, name=here.model, dtype=here.kv_dtype
+                ),
+                cache=make_known(
+                    config.OffloadingCacheConfig, tokens_per_hash=tokens, blocks_per_chunk=1
+                ),
+                parallel=make_known(config.OffloadingParallelConfig, **parallel),
+            )
+        )
+        return spec.get_manager()
+
+
+def _filled(page: memoryview, num_bytes: int) -> bytes:
+    tail = len(page).to_bytes(_LENGTH_BYTES, "big")
+    return bytes(page) + bytes(num_bytes - len(page) - len(tail)) + tail
+
+
+def _key(key: bytes) -> Any:
+    return import_module("vllm.v1.kv_offload.base").make_offload_key(key, 0)
