@@ -13,10 +13,11 @@ import importlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _STANDS_IN = "for LMCache's GPU connector, copies at once"
 _TOKEN_DIM = 2  # of all layouts of FlashAttention and of the CPU backend
@@ -60,9 +61,11 @@ def replace_gpu_connector(make_queue: Callable[[str], Any], stack: ExitStack) ->
 def _copier(interface: type, metadata: Any) -> Any:
     num_layers, _, _, num_heads, head_size = metadata.kv_shape
     width = num_heads * head_size
+    size = importlib.import_module("torch").Size
 
     def get_shape(self: Any, num_tokens: int) -> torch.Size:
-        return torch.Size([2, num_layers, num_tokens, width])
+        shape: torch.Size = size([2, num_layers, num_tokens, width])
+        return shape
 
     def to_gpu(self: Any, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None:
         skipped = min(end - start, max(0, kwargs.get("vllm_cached_tokens", 0) - start))
