@@ -19,6 +19,8 @@ from kvview.testing.connector.scenario import Fate
 
 _CUDA_ONLY = frozenset({"OffloadingConnector", "SimpleCPUOffloadConnector"})
 
+_LMCACHE = frozenset({"LMCacheConnectorV1", "LMCacheConnectorV1Dynamic"})
+
 PREFIX = "stands in"
 """Begins the names of what stood in, in the coverage."""
 
@@ -116,6 +118,8 @@ class StandIns:
                     self._replace_cpu_spec(stack)
                 if "SimpleCPUOffloadConnector" in names:
                     self._replace_backend(stack)
+                if not _LMCACHE.isdisjoint(names):
+                    self._replace_gpu_connector(stack)
             yield
 
     @property
@@ -135,3 +139,8 @@ class StandIns:
         from kvview_vllm.releases.simple_offload_copies import replace_backend
 
         replace_backend(self.make_queue, stack)
+
+    def _replace_gpu_connector(self, stack: ExitStack) -> None:
+        from kvview_vllm.releases.lmcache_copies import replace_gpu_connector
+
+        replace_gpu_connector(self.make_queue, stack)

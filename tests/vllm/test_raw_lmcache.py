@@ -1,0 +1,74 @@
+"""LMCache's connector as it is: only its GPU connector is stood in for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip(
+    "vllm.version",
+    reason="needs vLLM's Python sources: tests/vllm/sources.py",
+    exc_type=ImportError,
+)
+pytest.importorskip(
+    "lmcache.v1.storage_backend",
+    reason="needs LMCache and what it imports",
+    exc_type=ImportError,
+)
+
+SETTINGS = {
+    "LMCACHE_CHUNK_SIZE": "16",
+    "LMCACHE_LOCAL_CPU": "True",
+    "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.05",
+    "LMCACHE_LOG_LEVEL": "CRITICAL",
+    "LMCACHE_TRACK_USAGE": "false",
+    "PYTHONHASHSEED": "0",
+}
+SCRIPT = """
+import os, sys
+from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
+from kvview.testing.connector import generate_scenario
+from kvview_vllm.releases import lmcache_copies
+from kvview_vllm.simulation.raw import RawRun
+
+if "broken" in sys.argv:
+    pages = lmcache_copies._pages
+    lmcache_copies._pages = lambda *args: [p.roll(1, 0) for p in pages(*args)]
+results = [RawRun(LMCacheConnectorV1, generate_scenario(seed), {}).run() for seed in range(3)]
+print([result.failure and result.failure.law for result in results])
+print(sum(result.coverage["loads"] for result in results))
+print(sorted(name for name in results[0].coverage if name.startswith("stands in")))
+sys.stdout.flush()
+os._exit(0)  # not all of its threads end
+"""
+
+
+def run(tmp_path: Path, *args: str) -> list[str]:
+    script = tmp_path / "script.py"  # LMCache's threads outlive a run: a process of its own
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, script, *args],
+        env=os.environ | SETTINGS,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-3:]
+
+
+def test_it_runs_and_loads(tmp_path: Path) -> None:
+    laws, loads, stood_in = run(tmp_path)
+    assert laws == "[None, None, None]"
+    assert int(loads) > 50
+    assert stood_in == '["stands in: for LMCache\'s GPU connector, copies at once"]'
+
+
+def test_a_copy_that_goes_astray_is_seen(tmp_path: Path) -> None:
+    laws, _, _ = run(tmp_path, "broken")
+    assert laws == "['XFER-1', 'XFER-1', 'XFER-1']"
