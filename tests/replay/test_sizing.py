@@ -352,11 +352,6 @@ def test_what_it_writes(tmp_path: Path, run: Callable[..., Result]) -> None:
     assert run("--requests", 50, "--json", "-").output.startswith("{")
 
 
-def test_schema_of_the_docs_is_up_to_date() -> None:
-    path = Path(__file__).parents[2] / "docs" / "size.schema.json"
-    assert json.loads(path.read_text()) == SizeReport.model_json_schema()
-
-
 @pytest.mark.parametrize(
     ("args", "part"),
     [
