@@ -72,8 +72,9 @@ class EntryPointGroup(click.Group):
             if not text and (command := self.get_command(ctx, name)) is not None:
                 text = command.get_short_help_str(60)
             rows.append((name, text))
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
+        if rows:
+            with formatter.section("Commands"):
+                formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; what it raises becomes its exit code."""

@@ -209,6 +209,11 @@ def test_nobody_takes_the_place_of_kvviews_own(add: types.SimpleNamespace) -> No
     assert "against the laws of its contract" in run("check", "--help").stdout
 
 
+def test_without_an_entry_point_there_is_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "entry_points", lambda group: [])
+    assert run("--help").exit_code == ExitCode.CLEAN
+
+
 # --- exit codes ---
 
 

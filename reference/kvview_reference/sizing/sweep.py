@@ -1,12 +1,10 @@
 """What a host tier is worth at every size: the run, and the JSON of ``kvview size --json``.
 
-``docs/sizing.md`` describes it; ``python -m kvview_reference.sizing.sweep`` prints the JSON
-Schema.
+``docs/sizing.md`` describes it; ``python docs/make_commands.py`` writes its JSON Schema.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
@@ -334,7 +332,3 @@ class _Accountant:
             for number, (count, blocks, gpu, host, stored) in enumerate(columns)
             if number < num
         ]
-
-
-if __name__ == "__main__":
-    print(json.dumps(SizeReport.model_json_schema(), indent=2))
