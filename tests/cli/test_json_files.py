@@ -85,6 +85,12 @@ REPORTS: dict[str, list[Run]] = {
         lambda _: run("size", "--requests=30"),
         lambda _: run("size", "--requests=30", "--layers=2", "--kv-heads=2", "--head-size=8"),
     ],
+    "bench": [
+        lambda folder: run(
+            *("tier", "bench", "kvview_reference.tier:FileStore", "--option", f"root={folder}"),
+            *("--page-bytes", "4096", "--pages", "2", "--rounds", "1"),
+        )
+    ],
     "fsck": [checked_store],
 }
 

@@ -28,6 +28,10 @@ ARGUMENTS = {
     "new": ["fine.py"],
     "replay": ["--requests", "20"],
     "size": ["--requests", "20"],
+    "tier bench": [
+        *("kvview_reference.tier:FileStore", "--option", "root={tmp}"),
+        *("--page-bytes", "4096", "--pages", "1", "--rounds", "1"),
+    ],
     "tier fsck": ["folder"],
 }
 LONG = "x" * 300
