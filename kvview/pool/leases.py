@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self, runtime_checkable
 
 from kvview.keys import OffloadKey
-from kvview.pool.protocol import Protocol, runtime_checkable
 
 
 @runtime_checkable
@@ -19,6 +18,7 @@ class SupportsPinBudget(Protocol):
 
     def num_pinnable_blocks(self) -> int:
         """How many more blocks may be held now; a touch of more raises."""
+        ...
 
 
 @runtime_checkable
@@ -28,10 +28,12 @@ class Lease(Protocol):
     @property
     def block_ids(self) -> tuple[int, ...]:
         """What is held, one entry a reference, without the null block."""
+        ...
 
     @property
     def is_active(self) -> bool:
         """False once it was released, expired, or the view was closed."""
+        ...
 
     def renew(self, ttl: float) -> None:
         """Move the deadline to ``ttl`` seconds from now.
@@ -39,9 +41,11 @@ class Lease(Protocol):
         Raises:
             BlockNotHeldError: The lease has ended: its blocks may be anyone's.
         """
+        ...
 
     def release(self) -> bool:
         """Give the references back; False when the lease had ended already."""
+        ...
 
     def __enter__(self) -> Self: ...
 
@@ -81,3 +85,4 @@ class SupportsLeases(Protocol):
             NotAnOffloadKeyError: An expected key cannot be one.
             PinBudgetExceeded: More blocks than the budget allows.
         """
+        ...

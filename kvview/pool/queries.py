@@ -6,9 +6,9 @@ The laws are those of :mod:`kvview.pool.view`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from kvview.keys import OffloadKey
-from kvview.pool.protocol import Protocol, runtime_checkable
 
 
 @runtime_checkable
@@ -18,10 +18,12 @@ class SupportsPoolSize(Protocol):
     @property
     def num_blocks(self) -> int:
         """Blocks in the pool, the null block included; ids are 0..num_blocks-1."""
+        ...
 
     @property
     def null_block_id(self) -> int:
         """Id of the placeholder block that is never allocated."""
+        ...
 
 
 @runtime_checkable
@@ -30,6 +32,7 @@ class SupportsFreeCount(Protocol):
 
     def num_free_blocks(self) -> int:
         """Blocks that could be allocated now, hashed or not."""
+        ...
 
 
 @runtime_checkable
@@ -42,6 +45,7 @@ class SupportsIsFree(Protocol):
         Raises:
             UnknownBlockError: The id is no block of this pool.
         """
+        ...
 
 
 @runtime_checkable
@@ -61,6 +65,7 @@ class SupportsBlockKeys(Protocol):
         Raises:
             UnknownBlockError: An id is no block of this pool.
         """
+        ...
 
     def primary_keys(self, block_ids: Sequence[int]) -> list[OffloadKey | None]:
         """The first key of each block, for those who look at thousands in every step.
@@ -77,6 +82,7 @@ class SupportsBlockKeys(Protocol):
         Raises:
             UnknownBlockError: An id is no block of this pool.
         """
+        ...
 
 
 @runtime_checkable
@@ -89,6 +95,7 @@ class SupportsFindCachedBlock(Protocol):
         Raises:
             NotAnOffloadKeyError: The bytes cannot be a key.
         """
+        ...
 
 
 @runtime_checkable
@@ -97,6 +104,7 @@ class SupportsFreeOrder(Protocol):
 
     def iter_free_block_ids(self) -> Iterator[int]:
         """All free blocks, hashed or not, next victim first; lazy as POOL-6."""
+        ...
 
 
 class FreeBlockWalk(Protocol):
@@ -119,6 +127,7 @@ class FreeBlockWalk(Protocol):
         Raises:
             ViewClosedError: The walk, or the view that it is of, was closed.
         """
+        ...
 
     def restart(self) -> None:
         """Begin again with the next victim.
@@ -126,9 +135,11 @@ class FreeBlockWalk(Protocol):
         Raises:
             ViewClosedError: As for :meth:`take`.
         """
+        ...
 
     def close(self) -> None:
         """End the walk; callable twice, and after the view was closed."""
+        ...
 
 
 @runtime_checkable
@@ -145,6 +156,7 @@ class SupportsResumableWalk(Protocol):
         Source: ``FreeKVCacheBlockQueue.iter_blocks_after``, vllm/v1/core/kv_cache_utils.py,
         0.26.0 and later, and ``SimpleCPUOffloadScheduler``, which keeps its cursor.
         """
+        ...
 
 
 @runtime_checkable
@@ -163,6 +175,7 @@ class SupportsGiveBack(Protocol):
 
         Source: ``free_blocks(prepend=True)``, vllm/v1/core/block_pool.py, 0.23.0.
         """
+        ...
 
 
 @runtime_checkable
@@ -192,6 +205,7 @@ class SupportsReuseNotice(Protocol):
 
         Source: ``BlockPool.unpin_blocks``, vllm/v1/core/block_pool.py, 0.30.0 and later.
         """
+        ...
 
 
 @runtime_checkable
@@ -200,6 +214,7 @@ class SupportsHolds(Protocol):
 
     def held_blocks(self) -> Mapping[int, int]:
         """References held through this view, ``{block_id: count}``; a snapshot."""
+        ...
 
 
 @runtime_checkable
@@ -212,3 +227,4 @@ class SupportsClose(Protocol):
         The references themselves are the engine's to clean up: after a rebind
         the pool that they belong to may be gone. Closing twice reports nothing.
         """
+        ...

@@ -55,9 +55,9 @@ of PR #41120 (the narrow view asked for), and ``vllm/v1/core/block_pool.py``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol, runtime_checkable
 
 from kvview.keys import OffloadKey
-from kvview.pool.protocol import Protocol, runtime_checkable
 
 
 @runtime_checkable
@@ -80,6 +80,7 @@ class GPUBlockPoolView(Protocol):
 
         Source: ``BlockPool.touch``, vllm/v1/core/block_pool.py.
         """
+        ...
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
         """Give back one reference on each block named, once per occurrence.
@@ -99,6 +100,7 @@ class GPUBlockPoolView(Protocol):
 
         Source: ``BlockPool.free_blocks``, vllm/v1/core/block_pool.py.
         """
+        ...
 
     def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         """Walk the free blocks that still hold reusable KV, next victim first.
@@ -115,3 +117,4 @@ class GPUBlockPoolView(Protocol):
 
         Source: PR #41120; ``FreeKVCacheBlockQueue``, vllm/v1/core/kv_cache_utils.py.
         """
+        ...
