@@ -137,7 +137,7 @@ def test_geo2_group_sizes_are_positive_ints(kind: str, size: int) -> None:
     ("kind", "field"), [("window", "sliding_window"), ("chunked", "attention_chunk_size")]
 )
 def test_geo2_spans_are_positive_ints(kind: str, field: str, span: int) -> None:
-    with pytest.raises(GeometryError, match=f"^GEO-2: {field} must be a positive int .*{span}$"):
+    with pytest.raises(GeometryError, match=rf"^GEO-2: {field} must be a positive int .*{span}\b"):
         KINDS[kind](4, span)
 
 
