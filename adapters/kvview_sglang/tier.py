@@ -118,7 +118,8 @@ class KVViewHiCache(_Storage):
             if policy not in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES):
                 # Groups of blocks are not stored here, and never shorten a hit; of a policy that
                 # came later nothing is known.
-                restorable &= restorable if str(policy.value) == "block_groups" else set()
+                if str(policy.value) != "block_groups":
+                    restorable.clear()
                 continue
             there = self._held(each.name, keys)
             window = max(1, len(each.keys or ()))
