@@ -8,9 +8,8 @@ connector overrides what it needs, and a later release may add methods.
 - CONN-1 Binding is opt-in and a no-op by default. It **must** be the first event
   after construction; a connector that holds children **must** forward it to each.
 - CONN-2 ``match_prefix`` **must not** promise what ``on_blocks_allocated`` cannot
-  load: what is promised is protected, or checked again when the blocks come. Other
-  calls may come between the two, a reset among them, which ends the promise; the
-  second may never come.
+  load. The blocks of a promise come right after it, before any hook but ``take_events``,
+  or never: any other call ends the promise.
 - CONN-3 Every job of a plan **must** be reported exactly once, succeeded or failed.
   While a store is in flight ``has_pending_work`` **must** say so: an engine without
   requests does not step otherwise, and the store's blocks stay held.
@@ -47,7 +46,8 @@ connector overrides what it needs, and a later release may add methods.
 
 The engine, for its part: calls the scheduler half from one thread; runs loads
 of a request before computing what follows them; never hands a block of an
-unfinished load to anyone else; and treats a failed load as not computed.
+unfinished load to anyone else; treats a failed load as not computed; and asks
+``match_prefix`` again where something came between its answer and the blocks (CONN-2).
 
 The life of a request is drawn in ``docs/life-of-a-request.md``.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm.version", reason="needs a vLLM release", exc_type=ImportError)
 
+from examples.host_cache import HostCacheConnector
 from kvview import (
     CacheGeometry,
     CanonicalKVCaches,
@@ -30,6 +32,7 @@ from kvview.testing.connector.harness import ConnectorHarness
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.stream import StepStream
 from kvview_reference.connector import LazyOffloadConnector, OffloadConnector
+from kvview_vllm.connector.scheduler import SchedulerSide
 from kvview_vllm.releases import installed
 from kvview_vllm.simulation import VLLMEngines
 from kvview_vllm.simulation import engine as simulated
@@ -91,6 +94,53 @@ def test_no_false_alarm(engines: Engines, connector: type[Connector], steps: int
     expected = steps if installed().connector.stale_outputs else 2
     assert most == {expected: SEEDS}, "a batch was in flight in each run"
     assert resets
+
+
+class Deferring(Engines):
+    """As 0.33.0 with HiSparse: a load begins when the steps before it have ended (SCHED-7)."""
+
+    num_deferred = 0
+
+    def build(self, *args: Any, **options: Any) -> ConnectorHarness:
+        built = super().build(*args, **options)
+        scheduler = self.last._scheduler
+        start = scheduler._drain_deferred_loads
+
+        def drain() -> None:
+            waiting = len(scheduler.deferred_loads)
+            start()
+            self.num_deferred += waiting - len(scheduler.deferred_loads)
+
+        scheduler.defer_async_loads, scheduler._drain_deferred_loads = True, drain
+        return built
+
+
+@pytest.mark.parametrize("connector", [OffloadConnector, HostCacheConnector])
+def test_a_promise_whose_blocks_come_later_is_asked_for_again(
+    connector: type[Connector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler
+    if not hasattr(scheduler, "_drain_deferred_loads"):
+        pytest.skip("no load is deferred in this release")
+    ask, answers = SchedulerSide._promises_again, Counter[bool]()
+
+    def counted(*args: Any) -> bool:
+        answers[answer := ask(*args)] += 1
+        return answer
+
+    monkeypatch.setattr(SchedulerSide, "_promises_again", counted)
+    deferring = Deferring()
+    # A small tier, which loses what was promised.
+    scenarios = [replace(in_flight(seed, 3), cpu_blocks=6) for seed in range(2 * SEEDS)]
+    for seed, scenario in enumerate(scenarios):
+        result = simulate(connector, scenario, engines=deferring)
+        assert result.failure is None, (seed, result.failure)
+    assert deferring.num_deferred > 10
+    assert answers[True] > 3, answers
+    assert answers[False], answers
+    monkeypatch.setattr(SchedulerSide, "_promises_again", lambda *_: True)
+    failures = (simulate(connector, scenario, engines=deferring).failure for scenario in scenarios)
+    assert "ENGINE" in {failure.law for failure in failures if failure}, "nothing came between"
 
 
 class NotOrdered(OffloadConnector):

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvview import StepPlan, TransferResult
+from kvview import StepPlan, TransferJob, TransferResult
 from kvview_vllm.metrics import Said, as_log_line, merge
 from kvview_vllm.releases import installed, reading
 
@@ -55,14 +55,14 @@ class KVViewMetadata(KVConnectorMetadata):
         plan: What to start.
         wait_for_loads: Whether the step computes on what is loaded.
         acknowledged: Jobs whose reports have arrived (MSG-1).
-        is_lost: Whether the plan's jobs have failed already: their half is out (FAULT-2).
+        lost: Loads that have failed already: their promise has ended (SCHED-7, FAULT-2).
     """
 
     owner: str
     plan: StepPlan
     wait_for_loads: bool
     acknowledged: tuple[int, ...]
-    is_lost: bool = False
+    lost: tuple[TransferJob, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@
 - SCHED-6 Blocks that a load within a step left unfilled, and those computed after them in it,
   **must not** be hit: up to 0.17 vLLM keeps them in its prefix cache until somebody computes them,
   and who was to may be aborted or preempted before.
+- SCHED-7 Blocks of a promise that come after other calls **must** be given to the connector only
+  if it promises as much again (CONN-2); else the load has failed (HiSparse of 0.33.0).
 
 Source: the order of calls in vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0; for SCHED-6
 ``_handle_invalid_blocks`` there, which evicts them only where the request is to fail.
@@ -43,6 +45,7 @@ from kvview import (
     GuardedView,
     OffloadingEvent,
     RequestContent,
+    RequestInfo,
     RequestStep,
     SchedulerConnector,
     StepInfo,
@@ -72,6 +75,7 @@ class _Tracked:
     content: RequestContent
     chunks: list[Sequence[Sequence[int]]] = field(default_factory=list)  # of its block table
     asked_at: int | None = None  # tokens hit on the GPU, until its blocks are allocated
+    promised: int = 0  # tokens, with that
     num_hit_tokens: int = 0  # when its blocks were allocated
     is_allocated: bool = False  # until it is preempted
     load_failed: bool = False
@@ -138,7 +142,10 @@ class SchedulerSide:
         self._jobs = JobBook(num_workers)
         self._acknowledged: list[int] = []
         self._promised_blocks: dict[str, GPULoadStoreSpec] = {}
+        self._told_of: str | None = None  # whose call the half had last
+        self._lost_blocks: dict[str, GPULoadStoreSpec] = {}  # of promises that have ended
         self._lost_ids = count(-1, -1)
+        self._lost_jobs: set[int] = set()
         self._next_stats = 0.0
         self.meter = Meter(num_workers)
 
@@ -168,7 +175,7 @@ class SchedulerSide:
             self._hear_of_preemption(request.request_id)
         elif tracked.asked_at is None and tracked.is_allocated:
             tracked.load_failed = True  # it never ran: the load was a sibling's in MultiConnector
-        tracked.asked_at = num_computed_tokens
+        tracked.asked_at, tracked.promised = num_computed_tokens, 0
         if (
             tracked.load_failed
             or not request.block_hashes
@@ -186,7 +193,10 @@ class SchedulerSide:
         except ConnectorError as error:
             self.faults.hear(error)
             return 0
-        return num_tokens if self._can_load(request, num_computed_tokens, num_tokens) else 0
+        if not self._can_load(request, num_computed_tokens, num_tokens):
+            return 0
+        tracked.promised = num_tokens
+        return num_tokens
 
     def on_allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks were allocated; called a second time when an asynchronous load ended."""
@@ -201,12 +211,23 @@ class SchedulerSide:
             self._unseen[request.request_id] = num_computed_tokens
             return
         info = request_info(request, tracked.content, num_computed_tokens)
+        stands = self._told_of == request.request_id
         self._speak_of(request.request_id)
-        self.half.on_blocks_allocated(info, block_ids, num_computed_tokens, num_external_tokens)
         if num_external_tokens:
-            self._jobs.promise(request.request_id, num_external_tokens)
             span = num_computed_tokens, num_computed_tokens + num_external_tokens
-            self._promised_blocks[request.request_id] = self._blocks_between(block_ids, *span)
+            blocks = self._blocks_between(block_ids, *span)
+            if stands or self._promises_again(info, num_computed_tokens, tracked.promised):
+                self._jobs.promise(request.request_id, num_external_tokens)
+                self._promised_blocks[request.request_id] = blocks
+            else:
+                self._lost_blocks[request.request_id] = blocks
+                num_external_tokens = 0
+        self.half.on_blocks_allocated(info, block_ids, num_computed_tokens, num_external_tokens)
+
+    def _promises_again(self, info: RequestInfo, num_computed_tokens: int, promised: int) -> bool:
+        # Of a longer prefix a window keeps other blocks.
+        again = self.half.match_prefix(info, num_computed_tokens) or 0
+        return again == promised or (again > promised and len(self.geometry.groups) == 1)
 
     def _can_load(self, request: Any, num_computed_tokens: int, num_tokens: int) -> bool:
         """Whether this release does right by the load, failed or not (SCHED-5)."""
@@ -247,41 +268,49 @@ class SchedulerSide:
                 self.faults.hear(error)
         if self.faults.is_out:
             plan = self._plan_without()
-        self._jobs.begin(plan)
+        lost = self._lose() if self._lost_blocks else ()
+        begun = StepPlan([*plan.loads, *lost], plan.stores) if lost else plan
+        self._jobs.begin(begun)
         self._promised_blocks.clear()
-        if plan:
-            self.meter.begin(plan)
+        if begun:
+            self.meter.begin(begun)
         elif not self._acknowledged:
             return self._nothing_to_do
         acknowledged, self._acknowledged = tuple(self._acknowledged), []
-        return KVViewMetadata(
-            self.owner, plan, not self.asynchronous, acknowledged, self.faults.is_out
-        )
+        return KVViewMetadata(self.owner, plan, not self.asynchronous, acknowledged, lost)
 
     def _plan_without(self) -> StepPlan:
-        """A plan without the connector: what it promised has failed (FAULT-2)."""
+        """No plan of the connector's: what it promised has failed (FAULT-2)."""
         if self._view is not None and not self._jobs:
             self._view.free_all()  # nobody reads what it held any more
             self._view = None
-        return StepPlan(
-            [
-                TransferJob(next(self._lost_ids), blocks, blocks, request_id)
-                for request_id in self._jobs.promised()
-                if (blocks := self._promised_blocks.get(request_id)) is not None
-            ]
+        self._lost_blocks |= self._promised_blocks
+        return StepPlan()
+
+    def _lose(self) -> tuple[TransferJob, ...]:
+        """Loads in words that vLLM has, which fail at once: the connector knows nothing of them."""
+        lost = tuple(
+            TransferJob(next(self._lost_ids), blocks, blocks, request_id)
+            for request_id, blocks in self._lost_blocks.items()
         )
+        self._lost_jobs.update(job.job_id for job in lost)
+        self._lost_blocks.clear()
+        return lost
 
     def _blocks_between(self, block_ids: BlockIds, start: int, end: int) -> GPULoadStoreSpec:
-        groups = self.geometry.groups
-        spans = [
-            table[start // group.block_size : end // group.block_size]
-            for group, table in zip(groups, block_ids, strict=True)
-        ]
-        sizes = [len(span) for span in spans]
-        firsts = [start // group.block_size for group in groups]
-        return GPULoadStoreSpec(list(chain.from_iterable(spans)), sizes, firsts)
+        """What a load of these tokens fills: not the null block, which is in every table."""
+        spans: list[Sequence[int]] = []
+        firsts: list[int] = []
+        for group, table in zip(self.geometry.groups, block_ids, strict=True):
+            needed = group.required_blocks(end)
+            firsts.append(max(start // group.block_size, needed.start))
+            spans.append(table[firsts[-1] : needed.stop])
+        return GPULoadStoreSpec(
+            list(chain.from_iterable(spans)), [len(span) for span in spans], firsts
+        )
 
     def _speak_of(self, request_id: str | None) -> None:
+        self._told_of = request_id
         if self._view is not None:
             self._view.speak_of(request_id)
 
@@ -439,11 +468,15 @@ class SchedulerSide:
                 continue
             self.meter.end(ended)
             self._acknowledged.append(ended.job.job_id)
-            results.append(ended.result)
+            if ended.job.job_id in self._lost_jobs:
+                self._lost_jobs.remove(ended.job.job_id)
+            else:
+                results.append(ended.result)
             tracked = self._tracked.get(ended.job.request_id or "")
             if tracked is not None and not ended.result.success:
                 tracked.load_failed = True
         if results:
+            self._speak_of(None)
             self.half.on_transfers_finished(results)
 
     def is_stats_due(self) -> bool:
@@ -517,6 +550,7 @@ class SchedulerSide:
 
     def reset_cache(self) -> bool:
         """Forget what was offloaded."""
+        self._speak_of(None)
         return self.half.reset_cache()
 
     def shutdown(self) -> None:

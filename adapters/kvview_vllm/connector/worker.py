@@ -81,19 +81,21 @@ class WorkerSide:
         self._owner = metadata.owner
         for job_id in metadata.acknowledged:
             self._unacknowledged.pop(job_id, None)
-        plan = metadata.plan
-        self._jobs.begin(plan)
-        if plan.loads or plan.stores or metadata.acknowledged:
+        plan, lost = metadata.plan, metadata.lost
+        self._jobs.begin(StepPlan([*plan.loads, *lost], plan.stores))
+        if plan.loads or plan.stores or lost or metadata.acknowledged:
             self._next_stats = 0.0  # there is news on the other side
-        if plan and not metadata.is_lost and not self._faults.is_out:
+        if lost:
+            self._lose(lost, "its promise has ended")
+        if plan and not self._faults.is_out:
             try:
                 self._half.start_plan(plan)
             except HookError as error:
                 self._give_up(error)
         elif plan:
-            self._lose(plan)
-        if metadata.wait_for_loads and plan.loads:
-            if not self._faults.is_out and not metadata.is_lost:
+            self._lose((*plan.loads, *plan.stores))
+        if metadata.wait_for_loads and (plan.loads or lost):
+            if plan.loads and not self._faults.is_out:
                 try:
                     self._half.wait([job.job_id for job in plan.loads])
                 except HookError as error:
@@ -122,13 +124,10 @@ class WorkerSide:
         loads = [job for job in self._jobs.jobs() if job.request_id is not None]
         why = f"load job {loads[0].job_id} of request {loads[0].request_id!r}" if loads else ""
         self._faults.hear(error, why and f"{why} may still write into the KV cache")
-        self._lose(StepPlan(stores=list(self._jobs.jobs())))
+        self._lose(list(self._jobs.jobs()))
 
-    def _lose(self, plan: StepPlan) -> None:
-        self._take(
-            TransferResult(job.job_id, success=False, error="its connector has failed")
-            for job in (*plan.loads, *plan.stores)
-        )
+    def _lose(self, jobs: Iterable[TransferJob], why: str = "its connector has failed") -> None:
+        self._take(TransferResult(job.job_id, success=False, error=why) for job in jobs)
 
     def _take(self, results: Iterable[TransferResult]) -> None:
         for result in results:

@@ -142,6 +142,10 @@ class History:
         advertised = None if is_silent else self.events.advertised
         self._promises[request.request_id] = promised, advertised
 
+    def has_promise(self, request_id: str) -> bool:
+        """Whether it was promised something since it got blocks last."""
+        return bool(self._promises.get(request_id, ((), None))[0])
+
     def on_blocks_allocated(
         self, request_id: str, num_computed_tokens: int = 0, num_external_tokens: int = 0
     ) -> None:
@@ -179,9 +183,12 @@ class WatchedScheduler(SchedulerConnector):
         self._view: GPUBlockPoolView | None = None
         self._untaken: list[OffloadingEvent] = []  # in the history, not with the engine
         self.unanswered: set[str] = set()  # requests that are to be asked about again
+        self._promised_to: str | None = None  # until any other hook is called
         self.has_refused_reset = False  # the last one
 
     def _call(self, name: str, *args: Any) -> Any:
+        if name != "take_events":
+            self._promised_to = None
         with hook(name, _LAW_OF_HOOK.get(name, "CONN-4")):
             return getattr(self._inner, name)(*args)
 
@@ -226,11 +233,13 @@ class WatchedScheduler(SchedulerConnector):
             return None
         self.unanswered.discard(request.request_id)
         require_type("match_prefix", answer, "CONN-2")
-        self._check_gpu_hit(request, num_computed_tokens)
+        if not self._history.has_promise(request.request_id):  # else it may be asked again, later
+            self._check_gpu_hit(request, num_computed_tokens)
         self.fold_events()
         self._history.on_promise(
             request, num_computed_tokens, answer, self._is_silent(request.request_id)
         )
+        self._promised_to = request.request_id
         return answer
 
     def _check_gpu_hit(self, request: RequestInfo, num_computed_tokens: int) -> None:
@@ -266,6 +275,12 @@ class WatchedScheduler(SchedulerConnector):
         num_computed_tokens: int,
         num_external_tokens: int,
     ) -> None:
+        if num_external_tokens and self._promised_to != request.request_id:
+            raise InvariantBroken(
+                "ENGINE",
+                f"the blocks of a promise to request {request.request_id!r} come after other "
+                f"calls: ask match_prefix again (CONN-2)",
+            )
         self._call(
             "on_blocks_allocated", request, block_ids, num_computed_tokens, num_external_tokens
         )
