@@ -374,6 +374,7 @@ class SchedulerSide:
         self._unshown = begun  # once more: what they hit may be written in this very step (SCHED-3)
         if unshown is None:
             steps = self._request_steps(output)
+            begun.update(name for name in self._tracked if name not in num_tokens)
         else:
             full = [
                 name
