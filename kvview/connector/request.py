@@ -98,6 +98,21 @@ class StepInfo:
     scheduled: Sequence[RequestStep] = ()
     preempted: Sequence[str] = ()
 
+    def filling(self) -> Sequence[RequestStep]:
+        """What of ``scheduled`` a connector has to look at that looks in every step.
+
+        1. At least the requests of which a block becomes full in this step, or was found to
+           be full since the last one (its hash came, CONN-7), and those whose computed
+           tokens were taken back because a load failed.
+        2. An engine that keeps no books says all of them. Of hundreds that decode it is
+           about one in a block's tokens.
+        3. A connector that did not look in one step looks at ``scheduled`` in the next.
+
+        Returns:
+            In the order of ``scheduled`` or any other; each request once.
+        """
+        return self.scheduled
+
 
 class FullBlock(NamedTuple):
     """A block that is full of computed KV, hashed, and in the request's table."""

@@ -1,6 +1,6 @@
 """Drifts planted into the newest release's sources: what gets through to a request?
 
-    python tests/vllm/drifts.py [NAME ...] [--processes 2] [--json FILE]
+    python tests/vllm/drifts.py [NAME ...] [--draw N --seed N] [--processes 2] [--json FILE]
 
 A drift is what a later release could rename, reorder, add or take away, after what vLLM did
 between 0.11 and 0.33. Each is planted into sources of its own (links, but for the files that
@@ -24,6 +24,7 @@ from pathlib import Path
 
 import drift_connector  # type: ignore[import-not-found]  # noqa: F401 - its drifts
 import drift_memory  # type: ignore[import-not-found]  # noqa: F401
+from drift_draws import draw  # type: ignore[import-not-found]
 from drift_edits import DRIFTS, DriftError, Files, Sources  # type: ignore[import-not-found]
 from drift_plays import HARNESS, Answer, play_each, prepare  # type: ignore[import-not-found]
 
@@ -141,6 +142,8 @@ def play(names: Sequence[str], processes: int) -> Iterator[Verdict]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Drifts planted into the newest vLLM.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="parts of names; default: all")
+    parser.add_argument("--draw", type=int, metavar="N", help="so many that a seed draws instead")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts here")
     arguments = parser.parse_args()
@@ -149,6 +152,8 @@ def main() -> int:
         for name in DRIFTS
         if not arguments.names or any(part in name for part in arguments.names)
     ]
+    if arguments.draw:
+        names = draw(Sources(sources(NEWEST)), arguments.seed, arguments.draw)
     verdicts = []
     for verdict in play(names, arguments.processes):
         verdicts.append(verdict)

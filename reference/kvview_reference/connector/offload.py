@@ -38,6 +38,7 @@ from kvview import (
     PinBudgetExceeded,
     ReqContext,
     RequestInfo,
+    RequestStep,
     SchedulerConnector,
     StepInfo,
     StepPlan,
@@ -181,6 +182,7 @@ class OffloadScheduler(SchedulerConnector):
         self._planned_loads: list[TransferJob] = []
         self._planned_stores: list[TransferJob] = []
         self._next_store: TransferJob | None = None  # of what is being computed
+        self._looks_at_all = False  # in the next step: in the last there was no room for any
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, _Store] = {}
         self._num_seen_tokens: dict[str, int] = {}  # of running requests: hit, loaded or seen
@@ -267,11 +269,14 @@ class OffloadScheduler(SchedulerConnector):
 
     def _plan_store(self, step: StepInfo) -> TransferJob | None:
         """The store of this step: what the step before it computed."""
-        for running in step.scheduled:
-            self._look_back(running.request.request_id, running.num_computed_tokens)
+        running = step.scheduled if self._looks_at_all else step.filling()
+        for one in running:
+            self._look_back(one.request.request_id, one.num_computed_tokens)
         job, self._next_store = self._next_store, None
-        if (room := self._room()) > 0:  # else the same requests are asked again, if they run
-            self._next_store = self._store(self._computed(step), room)
+        room = self._room()
+        self._looks_at_all = room <= 0  # the same requests are asked again, if they run
+        if room > 0:
+            self._next_store = self._store(self._computed(running), room)
         return job
 
     @override
@@ -290,11 +295,11 @@ class OffloadScheduler(SchedulerConnector):
         if job := self._store(blocks, self._room() if may_hold else 0):
             self._planned_stores.append(job)
 
-    def _computed(self, step: StepInfo) -> list[FullBlock]:
-        """What is full after this step; generated blocks have no hash before the next."""
+    def _computed(self, steps: Iterable[RequestStep]) -> list[FullBlock]:
+        """What is full after these; generated blocks have no hash before the next."""
         blocks: list[FullBlock] = []
         size, seen = self._geometry.hash_block_size, self._num_seen_tokens
-        for running in step.scheduled:
+        for running in steps:
             first = running.num_computed_tokens
             end = first + running.num_scheduled_tokens
             first = seen.setdefault(running.request.request_id, first)
