@@ -192,7 +192,7 @@ def test_vllms_example_connector_loses_what_a_chunked_prefill_left(
 def test_vsim_4_tensors_are_those_of_the_gpu_backend() -> None:
     run = RawRun(HostConnector, generate_scenario(3), {})
     assert run.run().failure is None
-    caches = run.harness.caches
+    caches = run.harness.worker.caches
     assert len({tensor.data_ptr() for tensor in caches.tensors.values()}) == len(caches.slots)
     for tensor, slots in zip(caches.tensors.values(), caches.slots, strict=True):
         assert slots.shape[:2] == (caches.config.num_blocks, 16)

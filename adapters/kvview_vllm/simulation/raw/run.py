@@ -73,9 +73,12 @@ class RawRun(Run):
             with watchdog.watching(), self._stand_ins.installed(classes):
                 result = super().run()
         finally:
+            if self._engine is not None:
+                self.harness.worker.close()
             torch.set_num_threads(num_threads)
         coverage = {**result.coverage, **self._raw_watch.coverage}
-        for what in (*self._stand_ins.used, *(f"left out: {w}" for w in self._raw_watch.left_out)):
+        left_out = {f"left out: {what}" for what in self._raw_watch.left_out}
+        for what in self._stand_ins.used | self._raw_watch.seen | left_out:
             coverage[what] = 1
         return replace(result, coverage=coverage)
 
