@@ -82,7 +82,9 @@ def make_config(vllm_config: Any, groups: Sequence[CacheGroup], num_blocks: int)
     cache_config = vllm_config.cache_config
     cache_config.num_gpu_blocks_override = num_blocks
     # No more than fits: vLLM refuses to start otherwise.
-    longest = min(vllm_config.model_config.max_model_len, (num_blocks - 1) * BLOCK_SIZE)
+    are_one = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+    share = 1 if are_one else len(groups)  # a window takes a block more
+    longest = min(vllm_config.model_config.max_model_len, (num_blocks // share - 1) * BLOCK_SIZE)
     vllm_config.model_config.max_model_len = longest
     vllm_config.scheduler_config.max_model_len = longest
     if hasattr(cache_config, "get_resolved_kv_cache_layout"):

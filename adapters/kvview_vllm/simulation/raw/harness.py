@@ -29,6 +29,7 @@ from unittest.mock import patch
 from typing_extensions import override
 
 from kvview import OffloadKey
+from kvview.testing.connector.hook_calls import hook
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.releases.worker_caches import (
@@ -54,21 +55,25 @@ class RawHarness(VLLMConnectorHarness):
 
     Args:
         scenario: Sizes, as fitted.
-        connector_class: A ``KVConnectorBase_V1``; None for none.
+        connector_class: A ``KVConnectorBase_V1``.
         transfer_config: Arguments of ``KVTransferConfig`` beside its class.
         watch: Told what it does.
         stand_ins: What moves bytes where there is no CUDA.
+        is_connected: Whether it is there; without it the groups are those that it has.
     """
 
     def __init__(
         self,
         scenario: Scenario,
-        connector_class: type | None,
+        connector_class: type,
         transfer_config: Mapping[str, Any],
         watch: Watch,
         stand_ins: StandIns,
+        *,
+        is_connected: bool = True,
     ) -> None:
         self._connector_class = connector_class
+        self._is_connected = is_connected
         self._transfer_config = transfer_config
         self._watch = watch
         self._stand_ins = stand_ins
@@ -80,32 +85,28 @@ class RawHarness(VLLMConnectorHarness):
 
     @override
     def _build(self, scenario: Scenario, connectors: object, clock: object) -> None:
-        watched = self._connector_class and make_watched(self._connector_class, self._watch)
-        transfer_config: dict[str, Any] | None = None
-        if watched is not None:
-            transfer_config = {"kv_role": "kv_both", **self._transfer_config}
-            transfer_config |= {
-                "kv_connector": watched.__name__,
-                "kv_connector_module_path": __name__,
-            }
-            setattr(sys.modules[__name__], watched.__name__, watched)
+        watched = make_watched(self._connector_class, self._watch)
+        setattr(sys.modules[__name__], watched.__name__, watched)
+        transfer_config = {
+            "kv_role": "kv_both",
+            **self._transfer_config,
+            "kv_connector": watched.__name__,
+            "kv_connector_module_path": __name__,
+        }
         groups = scenario.geometry.groups
-        with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
-            config = cpu_scheduler.make_vllm_config(
-                Path(folder),
-                transfer_config,
-                block_size=self._geometry.hash_block_size,
-                num_groups=len(groups),
-                num_blocks=scenario.num_gpu_blocks,
-                max_num_seqs=scenario.max_running,
-                max_num_batched_tokens=scenario.max_tokens_per_step,
-                steps_in_flight=scenario.steps_in_flight,
-            )
+        config = self._make_config(scenario, transfer_config)
         with registered(watched):
-            if watched is not None and not supports_several_groups(watched, config):
-                config.scheduler_config.disable_hybrid_kv_cache_manager = True
+            takes_groups = supports_several_groups(watched, config)
+        if not self._is_connected:
+            config = self._make_config(scenario, None)
+        if not takes_groups:
+            config.scheduler_config.disable_hybrid_kv_cache_manager = True
         cache_config = make_config(config, groups, scenario.num_gpu_blocks)
+        self._longest = config.model_config.max_model_len
         self._geometry = read_geometry(config, cache_config)
+        if len(self._geometry.groups) < len(groups):
+            self._watch.left_out.add("several KV-cache groups: the connector takes one")
+        self._watch.coverage["with several groups"] = len(self._geometry.groups) > 1
 
         def connect() -> Any:
             with registered(watched):
@@ -116,20 +117,33 @@ class RawHarness(VLLMConnectorHarness):
                 config,
                 cache_config,
                 self._geometry.groups,
-                None if watched is None else connect,
+                connect if self._is_connected else None,
                 self._watch,
                 self._stand_ins,
             )
 
         own = copy.deepcopy(config), copy.deepcopy(cache_config)
         # The process first: what the scheduler's side does to a module is not seen in it.
-        self.worker = RemoteRawWorker(make_worker) if self._has_process else make_worker()
+        self.worker: Any = RemoteRawWorker(make_worker) if self._has_process else make_worker()
         try:
             with named("building the scheduler"), registered(watched):
                 self._scheduler = cpu_scheduler.make_scheduler(*own, self._geometry, plain=True)
         except BaseException:
             self.worker.close()
             raise
+
+    def _make_config(self, scenario: Scenario, transfer_config: dict[str, Any] | None) -> Any:
+        with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
+            return cpu_scheduler.make_vllm_config(
+                Path(folder),
+                transfer_config,
+                block_size=self._geometry.hash_block_size,
+                num_groups=len(self._geometry.groups),
+                num_blocks=scenario.num_gpu_blocks,
+                max_num_seqs=scenario.max_running,
+                max_num_batched_tokens=scenario.max_tokens_per_step,
+                steps_in_flight=scenario.steps_in_flight,
+            )
 
     # --- what is asked ---
 
@@ -219,12 +233,13 @@ class RawHarness(VLLMConnectorHarness):
     def _launch(self) -> Any:
         output = self._schedule()
         planned = {name: self._added[name] for name in output.num_scheduled_tokens}
-        step = RawStep(output, self._batch(output), self._loads())
+        step: RawStep | bytes = RawStep(output, self._batch(output), self._loads())
+        if self._has_process:  # told now, whenever it is done
+            with hook("pickling what build_connector_meta returned", "CONN-3"):
+                step = pickle.dumps(step)
         launched = _RawLaunched(output, None, Forward(), (), planned, step, self._sample(output))
         self._launched.append(launched)
-        if self._lags:  # told now, done when its output is taken in
-            launched.step = pickle.loads(pickle.dumps(step))
-        else:
+        if not self._lags:
             self._execute(launched)
         self.stats.most_in_flight = max(self.stats.most_in_flight, len(self._launched))
         return output
@@ -301,7 +316,7 @@ class RawHarness(VLLMConnectorHarness):
 
 @dataclass(eq=False)
 class _RawLaunched(LaunchedStep):
-    step: RawStep
+    step: Any  # a RawStep, or one that is pickled
     sampled: dict[str, list[int]]
 
 
@@ -311,11 +326,8 @@ def _factory() -> Any:
 
 
 @contextmanager
-def registered(connector_class: type | None) -> Iterator[None]:
+def registered(connector_class: type) -> Iterator[None]:
     """Have vLLM build this class: up to 0.21 a name that it knows goes before a module's path."""
-    if connector_class is None:
-        yield
-        return
     with patch.dict(_factory()._registry, {connector_class.__name__: lambda: connector_class}):
         yield
 

@@ -51,7 +51,8 @@ class RawRun(Run):
         without: str = "",
     ) -> None:
         super().__init__(connector_class, scenario, dict(options), True, _engines())
-        self._connector_class = None if without == "connector" else connector_class
+        self._connector_class = connector_class
+        self._is_connected = without != "connector"
         self._transfer_config = split_options(options)
         self._raw_watch = Watch(loads=without != "loads")
         self._stand_ins = StandIns(self.scenario.fates)
@@ -94,6 +95,7 @@ class RawRun(Run):
             self._transfer_config,
             self._raw_watch,
             self._stand_ins,
+            is_connected=self._is_connected,
         )
         return self.harness
 

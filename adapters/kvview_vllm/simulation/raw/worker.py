@@ -7,6 +7,7 @@ vllm/v1/worker/kv_connector_model_runner_mixin.py, 0.12.0 to 0.33.0.
 from __future__ import annotations
 
 import importlib
+import pickle
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -186,8 +187,10 @@ class RemoteRawWorker:
         def serve() -> Serve:
             worker = make()
 
-            def answer(name: str, args: tuple[Any, ...]) -> Any:
-                return getattr(worker, name)(*args) if name != "build" else None
+            def answer(name: str, args: tuple[bytes, ...]) -> Any:
+                if name == "execute":
+                    return worker.execute(pickle.loads(args[0]))
+                return worker.shutdown() if name == "shutdown" else None
 
             return answer
 
@@ -198,8 +201,8 @@ class RemoteRawWorker:
             self._child.close()
             raise
 
-    def execute(self, step: RawStep) -> StepAnswer:
-        """Have it done there."""
+    def execute(self, step: bytes) -> StepAnswer:
+        """Have it done there: a :class:`RawStep`, pickled when it was launched."""
         answer: StepAnswer = self._child.call("execute", step)
         return answer
 
