@@ -430,31 +430,23 @@ class FreesBlocksOfOthers(LeaksBlocks):
             self.pool.free_blocks([self.pool.blocks[self.table_of(blocks)[0]]])
 
 
-class CountsStepsOfOne(HostConnector):
-    """Takes what a step stores for stored when the next is scheduled: no step is ahead of it."""
+class HashesWhatIsScheduled(HostConnector):
+    """Asks for the hash of each block that a step fills; a step ahead, its end is not known yet."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self.delay = 0
-        self.told: list[_Copies] = []
+        self.requests: dict[str, Any] = {}
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self.requests[request.request_id] = request
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        self.stored.update(key for copies in self.told for key, _ in copies)
-        self.told = list(self.meta.stores.values())
+        for name, number in scheduler_output.num_scheduled_tokens.items():
+            request = self.requests[name]
+            num_full = (request.num_computed_tokens + number) // self.block_size
+            assert len(request.block_hashes) >= num_full, "a block has no hash"
         return super().build_connector_meta(scheduler_output)
-
-    def reset_cache(self) -> bool:
-        self.told.clear()
-        return super().reset_cache()
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        loads = [job for job in self.queue if job[2]]
-        self.queue = [job for job in self.queue if not job[2]]
-        answer = super().get_finished(finished_req_ids)
-        for _, _, _, copies in loads:
-            self.load([copy for copy in copies if copy[0] in self.host])
-        received = {job[1] for job in loads} | (answer[1] or set())
-        return answer[0], received or None
 
 
 class HandsLoadsOverInAClass(HostConnector):
@@ -539,5 +531,5 @@ FAULTS = [
     LoadsWithoutTheHit,
 ]
 FAULTS_WITH_A_POOL = [LeaksBlocks, FreesBlocksOfOthers]
-FAULTS_OF_STEPS_AND_PROCESSES = [CountsStepsOfOne, HandsLoadsOverInAClass, DoesNotPickle]
+FAULTS_OF_STEPS_AND_PROCESSES = [HashesWhatIsScheduled, HandsLoadsOverInAClass, DoesNotPickle]
 FAULTS_OF_GROUPS = [GroupsShareKeys, ForgetsTheWindow, TakesTheFirstTable]

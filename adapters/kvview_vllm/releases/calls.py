@@ -368,6 +368,15 @@ def states_are_hit_with_the_rest() -> bool:
     return "max(per_group_hits)" not in inspect.getsource(scheduler)
 
 
+def ended_requests_take_no_output() -> bool:
+    """Whether outputs of steps in flight pass by a request whose blocks a connector keeps.
+
+    Up to 0.15 it is given another token, and freed twice (vLLM PR 33377).
+    """
+    scheduler: Any = import_module("vllm.v1.core.sched.scheduler").Scheduler
+    return "is None or request.is_finished()" in inspect.getsource(scheduler.update_from_output)
+
+
 def sampled_tokens(tokens: list[list[int]]) -> list[Any]:
     """Tokens as a ``ModelRunnerOutput`` takes them: arrays in 0.11.1 and 0.11.2."""
     outputs: Any = import_module("vllm.v1.outputs")
