@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -452,7 +452,7 @@ class HashesWhatIsScheduled(HostConnector):
 class HandsLoadsOverInAClass(HostConnector):
     """Its roles share a dictionary of the class: they are one process, or nothing is loaded."""
 
-    handed: dict[str, _Copies] = {}
+    handed: ClassVar[dict[str, _Copies]] = {}
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         meta = super().build_connector_meta(scheduler_output)
