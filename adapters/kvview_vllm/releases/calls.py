@@ -325,13 +325,15 @@ def recomputes_failed_loads(transfer_config: Any) -> bool:
 
 def handle_preemptions(worker: Any, output: Any, metadata: Any) -> None:
     """What a model runner says of preemptions before it starts loads (0.14)."""
-    handle = getattr(worker, "handle_preemptions", None)
-    if handle is None:
+    base: Any = import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
+    # How it is called the release says: a connector of another one may have it otherwise.
+    asked = getattr(base.KVConnectorBase_V1, "handle_preemptions", None)
+    if asked is None:
         return
-    if "preempted_req_ids" not in inspect.signature(handle).parameters:
-        handle(metadata)
+    if "preempted_req_ids" not in inspect.signature(asked).parameters:
+        worker.handle_preemptions(metadata)
     elif output.preempted_req_ids:  # up to 0.18
-        handle(output.preempted_req_ids)
+        worker.handle_preemptions(output.preempted_req_ids)
 
 
 def set_concurrent_batches(vllm_config: Any, number: int) -> None:
