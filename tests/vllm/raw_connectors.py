@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -15,11 +15,21 @@ if TYPE_CHECKING:
     class KVConnectorBase_V1:
         def __init__(self, **kwargs: Any) -> None: ...
         def _get_connector_metadata(self) -> Any: ...
+
+    class SupportsHMA: ...
+
 else:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
         KVConnectorMetadata,
     )
+
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
+    except ImportError:  # up to 0.11.0
+
+        class SupportsHMA: ...
+
 
 _Copies = list[tuple[bytes, int]]  # key of a block, and where it is
 
@@ -101,11 +111,14 @@ class HostConnector(KVConnectorBase_V1):
             for n in range(min(num_full, len(block_ids)))
             if request.block_hashes[n] not in self.stored and block_ids[n]
         ]
+        return self.keep(request.request_id, copies)
+
+    def keep(self, request_id: str, copies: _Copies) -> tuple[bool, dict[str, Any] | None]:
         if not copies:
             return False, None
-        self.meta.stores[request.request_id] = copies
-        self.storing[request.request_id] = copies
-        self.begun[request.request_id] = self.generation
+        self.meta.stores[request_id] = copies
+        self.storing[request_id] = copies
+        self.begun[request_id] = self.generation
         return True, None
 
     def num_full_blocks(self, request: Any) -> int:
@@ -155,14 +168,17 @@ class HostConnector(KVConnectorBase_V1):
             (self.step + self.num_jobs % (self.delay + 1), request_id, is_load, copies)
         )
 
+    def layers_of(self, key: bytes) -> list[torch.Tensor]:
+        return self.layers
+
     def load(self, copies: _Copies) -> None:
         for key, block_id in copies:
-            for layer, page in zip(self.layers, self.host[key], strict=True):
+            for layer, page in zip(self.layers_of(key), self.host[key], strict=True):
                 self.blocks(layer)[block_id] = page
 
     def store(self, copies: _Copies) -> None:
         for key, block_id in copies:
-            self.host[key] = [self.blocks(layer)[block_id].clone() for layer in self.layers]
+            self.host[key] = [self.blocks(layer)[block_id].clone() for layer in self.layers_of(key)]
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         for request_id, copies in self._get_connector_metadata().stores.items():
@@ -176,6 +192,74 @@ class HostConnector(KVConnectorBase_V1):
             (self.load if is_load else self.store)(copies)
             (received if is_load else sent).add(request_id)
         return sent or None, received or None
+
+
+class GroupsConnector(HostConnector, SupportsHMA):
+    """The same for several KV-cache groups, of full attention and of windows."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        groups = kv_cache_config.kv_cache_groups
+        self.windows = [getattr(group.kv_cache_spec, "sliding_window", None) for group in groups]
+        self.layer_names = [group.layer_names for group in groups]
+
+    def key(self, group: int, block_hash: bytes) -> bytes:
+        return bytes([group]) + block_hash
+
+    def first_needed(self, group: int, last: int) -> int:
+        window = self.windows[group]
+        return max(0, last * self.block_size - window + 1) // self.block_size if window else 0
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        first = num_computed_tokens // self.block_size
+        last = min((request.num_tokens - 1) // self.block_size, len(request.block_hashes))
+        while last > first and not self.has_all(request, first, last):
+            last -= 1
+        self.first_block[request.request_id] = first
+        num_tokens = max(0, last - first) * self.block_size
+        return num_tokens, not self.within_step and num_tokens > 0
+
+    def has_all(self, request: Any, first: int, last: int) -> bool:
+        return all(
+            self.key(group, request.block_hashes[number]) in self.stored
+            for group in range(len(self.windows))
+            for number in range(max(first, self.first_needed(group, last)), last)
+        )
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if not num_external_tokens:
+            return
+        first = self.first_block[request.request_id]
+        last = first + num_external_tokens // self.block_size
+        self.meta.loads[request.request_id] = [
+            (self.key(group, request.block_hashes[number]), table[number])
+            for group, table in enumerate(blocks.get_block_ids())
+            for number in range(max(first, self.first_needed(group, last)), last)
+        ]
+        if not self.within_step:
+            self.loading.add(request.request_id)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if request.request_id in self.loading:
+            return False, None
+        copies = [
+            (key, table[number])
+            for group, table in enumerate(block_ids)
+            for number in range(min(self.num_full_blocks(request), len(table)))
+            if (key := self.key(group, request.block_hashes[number])) not in self.stored
+            and table[number]
+        ]
+        return self.keep(request.request_id, copies)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.layers_by_group = [[kv_caches[name] for name in names] for names in self.layer_names]
+
+    def layers_of(self, key: bytes) -> list[torch.Tensor]:
+        return self.layers_by_group[key[0]]
 
 
 # --- faults ---
@@ -346,6 +430,85 @@ class FreesBlocksOfOthers(LeaksBlocks):
             self.pool.free_blocks([self.pool.blocks[self.table_of(blocks)[0]]])
 
 
+class HashesWhatIsScheduled(HostConnector):
+    """Asks for the hash of each block that a step fills; a step ahead, its end is not known yet."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.requests: dict[str, Any] = {}
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self.requests[request.request_id] = request
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        for name, number in scheduler_output.num_scheduled_tokens.items():
+            request = self.requests[name]
+            num_full = (request.num_computed_tokens + number) // self.block_size
+            assert len(request.block_hashes) >= num_full, "a block has no hash"
+        return super().build_connector_meta(scheduler_output)
+
+
+class HandsLoadsOverInAClass(HostConnector):
+    """Its roles share a dictionary of the class: they are one process, or nothing is loaded."""
+
+    handed: ClassVar[dict[str, _Copies]] = {}
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        meta = super().build_connector_meta(scheduler_output)
+        HandsLoadsOverInAClass.handed = meta.loads
+        meta.loads = {}
+        return meta
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._get_connector_metadata().loads = HandsLoadsOverInAClass.handed
+        HandsLoadsOverInAClass.handed = {}
+        super().start_load_kv(forward_context, **kwargs)
+
+
+class DoesNotPickle(HostConnector):
+    """What it tells its worker cannot leave the process."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        meta = super().build_connector_meta(scheduler_output)
+        meta.done = lambda: None
+        return meta
+
+
+class GroupsShareKeys(GroupsConnector):
+    """Stores blocks of all groups under one name."""
+
+    def key(self, group: int, block_hash: bytes) -> bytes:
+        return b"\0" + block_hash
+
+
+class ForgetsTheWindow(GroupsConnector):
+    """Promises what full attention has, whether the window has it or not."""
+
+    def has_all(self, request: Any, first: int, last: int) -> bool:
+        return all(
+            self.key(0, request.block_hashes[number]) in self.stored
+            for number in range(first, last)
+        )
+
+    def load(self, copies: _Copies) -> None:
+        super().load([copy for copy in copies if copy[0] in self.host])
+
+
+class TakesTheFirstTable(GroupsConnector):
+    """Loads every group into the blocks of the first."""
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            table = self.table_of(blocks)
+            first = self.first_block[request.request_id]
+            loads = self.meta.loads[request.request_id]
+            self.meta.loads[request.request_id] = [
+                (key, table[min(first + n, len(table) - 1)]) for n, (key, _) in enumerate(loads)
+            ]
+
+
 class DoesNothing(HostConnector):
     """Runs degraded: it never finds anything."""
 
@@ -368,3 +531,5 @@ FAULTS = [
     LoadsWithoutTheHit,
 ]
 FAULTS_WITH_A_POOL = [LeaksBlocks, FreesBlocksOfOthers]
+FAULTS_OF_STEPS_AND_PROCESSES = [HashesWhatIsScheduled, HandsLoadsOverInAClass, DoesNotPickle]
+FAULTS_OF_GROUPS = [GroupsShareKeys, ForgetsTheWindow, TakesTheFirstTable]

@@ -14,10 +14,11 @@ pytest.importorskip(  # a submodule: this very folder is named vllm
     exc_type=ImportError,
 )
 
-from kvview import CacheGeometry, ConfigError
+from kvview import CacheGeometry, ConfigError, FullAttention, SlidingWindow
 from kvview.testing.connector import (
     Add,
     ConnectorRuns,
+    Reset,
     Scenario,
     Squeeze,
     Step,
@@ -26,6 +27,7 @@ from kvview.testing.connector import (
     load_engines,
     simulate,
 )
+from kvview_vllm.releases.calls import ended_requests_take_no_output
 from kvview_vllm.simulation import VLLMEngines
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.raw import RawRun
@@ -34,9 +36,13 @@ with warnings.catch_warnings():  # of torch, as vLLM imports it
     warnings.simplefilter("ignore")
     from tests.vllm.raw_connectors import (
         FAULTS,
+        FAULTS_OF_GROUPS,
+        FAULTS_OF_STEPS_AND_PROCESSES,
         FAULTS_WITH_A_POOL,
         DoesNothing,
         ForgetsAStore,
+        GroupsConnector,
+        HashesWhatIsScheduled,
         HostConnector,
         PromisesAllTokens,
         Raises,
@@ -49,6 +55,9 @@ SEEDS = range(8)
 has_pool = pytest.mark.skipif(
     not hasattr(HostConnector, "bind_gpu_block_pool"),
     reason="no connector is given the pool in this release",
+)
+has_groups = pytest.mark.skipif(
+    not cpu_scheduler.can_load_beside_hits(2), reason="one group is played in this release"
 )
 
 
@@ -64,13 +73,17 @@ def runs(engines: VLLMEngines) -> ConnectorRuns:
 
 def test_a_right_connector_is_green_and_has_loaded(runs: ConnectorRuns) -> None:
     assert runs.is_clean, runs.summary()
+    assert runs.coverage["with the worker half in_a_process"]
+    if ended_requests_take_no_output():
+        assert runs.coverage["with steps in flight"]
     assert runs.coverage["loads"] > 50
     assert runs.coverage["loads beside a GPU hit"] > 10
 
 
 def test_vsim_2_what_is_not_played_is_named(runs: ConnectorRuns) -> None:
     left_out = {name for name in runs.coverage if name.startswith("left out: ")}
-    assert "left out: several steps in flight" in left_out
+    assert "left out: an end with transfers in flight" in left_out
+    assert ("left out: several steps in flight" in left_out) != ended_requests_take_no_output()
     assert ("left out: resets of the connector" in left_out) != cpu_scheduler.can_reset_connectors()
 
 
@@ -88,6 +101,70 @@ def test_a_planted_fault_is_found(fault: type, engines: VLLMEngines) -> None:
     if fault is Raises and not cpu_scheduler.can_load_between_steps():
         pytest.skip("loads end within a step")
     assert any(_failure(fault, seed, engines) is not None for seed in SEEDS)
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_STEPS_AND_PROCESSES, ids=lambda fault: fault.__name__)
+def test_what_only_steps_in_flight_and_processes_show(fault: type, engines: VLLMEngines) -> None:
+    if fault is HashesWhatIsScheduled and not ended_requests_take_no_output():
+        pytest.skip("one step in flight is played")
+    failed = [(seed, f) for seed in SEEDS if (f := _failure(fault, seed, engines)) is not None]
+    assert failed
+    seed, _ = failed[0]
+    scenario = replace(
+        generate_scenario(seed), steps_in_flight=1, worker_half="job_by_job", compute_lags=False
+    )
+    assert simulate(fault, scenario, engines=engines).failure is None, "alone it is hidden"
+
+
+@has_groups
+def test_a_right_connector_of_several_groups_is_green(engines: VLLMEngines) -> None:
+    for seed in (4, 6, 7):
+        result = simulate(GroupsConnector, generate_scenario(seed), engines=engines)
+        assert result.failure is None, result.failure
+        assert result.coverage["with several groups"], "the release keeps them apart"
+        assert result.coverage["loads"]
+
+
+@has_groups
+def test_a_connector_of_one_group_gets_one(engines: VLLMEngines) -> None:
+    result = simulate(HostConnector, generate_scenario(4), engines=engines)
+    assert result.failure is None, result.failure
+    assert not result.coverage["with several groups"]
+    assert "left out: several KV-cache groups: the connector takes one" in result.coverage
+
+
+@has_groups
+@pytest.mark.parametrize("fault", FAULTS_OF_GROUPS, ids=lambda fault: fault.__name__)
+def test_a_fault_of_several_groups_is_found(fault: type, engines: VLLMEngines) -> None:
+    assert any(_failure(fault, seed, engines) is not None for seed in (4, 6, 7))
+
+
+@has_groups
+def test_offloading_stores_what_left_the_window_when_it_was_reset(engines: VLLMEngines) -> None:
+    """Its blocks are others' by then; with one group, or no reset, or a right one, all is well."""
+    from importlib import import_module
+
+    connector = import_module(f"{V1}.offloading_connector").OffloadingConnector
+    options = {"cpu_bytes_to_use": 1_000_000, "num_cpu_blocks": 30}
+    before = (Add("long", 1, 81, 44), Step(34), Add("other", 2, 94, 12), Step(3))
+    after = (Step(40), *_evicted(), Add("again", 1, 81, 2), Step(10))
+    scenario = Scenario(
+        CacheGeometry(16, 16, (FullAttention(16), SlidingWindow(16, 24))),
+        num_gpu_blocks=24,
+        events=(*before, Reset(), *after),
+        max_tokens_per_step=64,
+    )
+    failure = simulate(connector, scenario, options, engines=engines).failure
+    assert failure is not None
+    assert failure.law == "XFER-1"
+    assert "of request 'other'" in failure.message
+    for control, kind in (
+        (replace(scenario, events=(*before, *after)), connector),
+        (replace(scenario, geometry=CacheGeometry.single(16), num_gpu_blocks=20), connector),
+        (scenario, GroupsConnector),
+    ):
+        given = options if kind is connector else {}
+        assert simulate(kind, control, given, engines=engines).failure is None
 
 
 @has_pool
@@ -192,7 +269,7 @@ def test_vllms_example_connector_loses_what_a_chunked_prefill_left(
 def test_vsim_4_tensors_are_those_of_the_gpu_backend() -> None:
     run = RawRun(HostConnector, generate_scenario(3), {})
     assert run.run().failure is None
-    caches = run.harness.caches
+    caches = run.harness.worker.caches
     assert len({tensor.data_ptr() for tensor in caches.tensors.values()}) == len(caches.slots)
     for tensor, slots in zip(caches.tensors.values(), caches.slots, strict=True):
         assert slots.shape[:2] == (caches.config.num_blocks, 16)

@@ -325,13 +325,15 @@ def recomputes_failed_loads(transfer_config: Any) -> bool:
 
 def handle_preemptions(worker: Any, output: Any, metadata: Any) -> None:
     """What a model runner says of preemptions before it starts loads (0.14)."""
-    handle = getattr(worker, "handle_preemptions", None)
-    if handle is None:
+    base: Any = import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
+    # How it is called the release says: a connector of another one may have it otherwise.
+    asked = getattr(base.KVConnectorBase_V1, "handle_preemptions", None)
+    if asked is None:
         return
-    if "preempted_req_ids" not in inspect.signature(handle).parameters:
-        handle(metadata)
+    if "preempted_req_ids" not in inspect.signature(asked).parameters:
+        worker.handle_preemptions(metadata)
     elif output.preempted_req_ids:  # up to 0.18
-        handle(output.preempted_req_ids)
+        worker.handle_preemptions(output.preempted_req_ids)
 
 
 def set_concurrent_batches(vllm_config: Any, number: int) -> None:
@@ -366,6 +368,15 @@ def states_are_hit_with_the_rest() -> bool:
     """
     scheduler = import_module("vllm.v1.core.sched.scheduler")
     return "max(per_group_hits)" not in inspect.getsource(scheduler)
+
+
+def ended_requests_take_no_output() -> bool:
+    """Whether outputs of steps in flight pass by a request whose blocks a connector keeps.
+
+    Up to 0.15 it is given another token, and freed twice (vLLM PR 33377).
+    """
+    scheduler: Any = import_module("vllm.v1.core.sched.scheduler").Scheduler
+    return "is None or request.is_finished()" in inspect.getsource(scheduler.update_from_output)
 
 
 def sampled_tokens(tokens: list[list[int]]) -> list[Any]:

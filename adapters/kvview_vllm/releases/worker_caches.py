@@ -11,14 +11,21 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvview import CacheGroup, FullAttention, SlidingWindow
 from kvview_vllm.releases.calls import known_arguments, make_known
 from kvview_vllm.releases.versions import refusal
 
 if TYPE_CHECKING:
     import torch
+
+_SPECS: dict[type[CacheGroup], str] = {
+    FullAttention: "FullAttentionSpec",
+    SlidingWindow: "SlidingWindowSpec",
+}
 
 BLOCK_SIZE = 16
 """Tokens of a block: the smallest that the GPU backends of every release serve."""
@@ -50,11 +57,12 @@ class RealCaches:
     slots: list[torch.Tensor]
 
 
-def make_config(vllm_config: Any, num_blocks: int) -> Any:
-    """The ``KVCacheConfig`` that the release plans for layers of full attention.
+def make_config(vllm_config: Any, groups: Sequence[CacheGroup], num_blocks: int) -> Any:
+    """The ``KVCacheConfig`` that the release plans for layers of these kinds.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
+        groups: Kinds of the layers; what becomes of them the release says.
         num_blocks: Blocks of the pool.
     """
     import torch
@@ -62,20 +70,21 @@ def make_config(vllm_config: Any, num_blocks: int) -> Any:
     interface: Any = importlib.import_module("vllm.v1.kv_cache_interface")
     specs = {
         f"model.layers.{index}.self_attn.attn": make_known(
-            interface.FullAttentionSpec,
-            block_size=BLOCK_SIZE,
+            getattr(interface, _SPECS[type(groups[index % len(groups)])]),
+            **{"sliding_window": None, **vars(groups[index % len(groups)])},
             num_kv_heads=_NUM_HEADS,
             head_size=_HEAD_SIZE,
             dtype=torch.float32,
             use_mla=False,
-            sliding_window=None,
         )
-        for index in range(NUM_LAYERS)
+        for index in range(NUM_LAYERS * len(groups))
     }
     cache_config = vllm_config.cache_config
     cache_config.num_gpu_blocks_override = num_blocks
     # No more than fits: vLLM refuses to start otherwise.
-    longest = min(vllm_config.model_config.max_model_len, (num_blocks - 1) * BLOCK_SIZE)
+    are_one = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+    share = 1 if are_one else len(groups)  # a window takes a block more
+    longest = min(vllm_config.model_config.max_model_len, (num_blocks // share - 1) * BLOCK_SIZE)
     vllm_config.model_config.max_model_len = longest
     vllm_config.scheduler_config.max_model_len = longest
     if hasattr(cache_config, "get_resolved_kv_cache_layout"):

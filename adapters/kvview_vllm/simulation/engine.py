@@ -135,6 +135,8 @@ class VLLMConnectorHarness:
         stream: The compute stream, when compute lags.
     """
 
+    _longest = cpu_scheduler.MAX_TOKENS
+
     def __init__(
         self,
         scenario: Scenario,
@@ -218,7 +220,7 @@ class VLLMConnectorHarness:
         prompt = make_prompt(add, before, self._geometry.hash_block_size)
         num_tokens = len(prompt) + num_output_tokens
         needed = sum(-(-num_tokens // group.block_size) for group in self._geometry.groups)
-        if needed >= self.num_blocks or num_tokens > cpu_scheduler.MAX_TOKENS:
+        if needed >= self.num_blocks or num_tokens > self._longest:
             raise ConfigError(
                 f"request {add.request_id!r} of {num_tokens} tokens may need {needed} blocks, the "
                 f"pool has {self.num_blocks - 1}"

@@ -313,13 +313,13 @@ def make_kv_cache_config(
 def make_scheduler(
     vllm_config: Any, kv_cache_config: Any, geometry: Any, *, plain: bool = False
 ) -> Any:
-    """A ``ViewScheduler`` or ``AsyncViewScheduler``, connector and all.
+    """A ``ViewScheduler`` or ``AsyncViewScheduler``, connector and all, or what they derive from.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
         kv_cache_config: Its ``KVCacheConfig``.
         geometry: As :func:`~kvview_vllm.geometry.read_geometry` reads it from them.
-        plain: Whether vLLM's own is wanted, for one step in flight.
+        plain: Whether vLLM's own is wanted.
     """
     from kvview_vllm.scheduler import AsyncViewScheduler, ViewScheduler
 
@@ -336,9 +336,10 @@ def make_scheduler(
     known = known_arguments(scheduler.Scheduler, values)
     if "block_size" in known and "hash_block_size" not in known:
         known["block_size"] = geometry.hash_block_size  # the one size is that of hashes then
-    if plain:
-        return scheduler.Scheduler(**known)
     asynchronous = vllm_config.scheduler_config.async_scheduling
+    if plain:
+        ahead: Any = importlib.import_module("vllm.v1.core.sched.async_scheduler")
+        return (ahead.AsyncScheduler if asynchronous else scheduler.Scheduler)(**known)
     return AsyncViewScheduler(**known) if asynchronous else ViewScheduler(**known)
 
 

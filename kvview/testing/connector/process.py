@@ -1,4 +1,4 @@
-"""A worker half in a process of its own, as real engines have it.
+"""An object in a process of its own: a worker half, as real engines have it.
 
 The process is a fork, made when the KV caches are registered: 20 ms a run, where a spawned
 one takes seconds for its imports, and a class that lives in a function or in ``__main__``
@@ -13,8 +13,9 @@ import pickle
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -22,10 +23,14 @@ import torch
 from typing_extensions import override
 
 from kvview import CanonicalKVCaches, Connector, StepPlan, TransferResult, WorkerConnector
+from kvview.testing.connector import watchdog
 from kvview.testing.connector.hook_calls import calling, hook, make_worker, require_type
 from kvview.testing.connector.invariants import InvariantBroken
 
 _PATIENCE = 60.0  # seconds for one call, until it is said to hang
+
+Serve = Callable[[str, tuple[Any, ...]], Any]
+"""Answers calls by name; what it answers is pickled."""
 
 
 def can_fork() -> bool:
@@ -34,12 +39,87 @@ def can_fork() -> bool:
     return has_fork and sys.platform != "darwin"
 
 
+class Child:
+    """A forked process that answers calls.
+
+    1. What breaks a law there is raised here.
+    2. A child that dies breaks CONN-3; nobody waits for it.
+
+    Args:
+        make: Called in the child, once; what it returns answers the calls.
+        what: Is in the child, for messages.
+        patience: Seconds for one call, until it is said to hang.
+    """
+
+    def __init__(self, make: Callable[[], Serve], what: str, patience: float = _PATIENCE) -> None:
+        self._what = what
+        self._patience = patience
+        context = multiprocessing.get_context("fork")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other, self._pipe, make), daemon=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # threads; the child uses none
+            self._process.start()
+        other.close()
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Have it answer a call."""
+        with suppress(OSError):  # it has died: the answer tells
+            self._pipe.send_bytes(pickle.dumps((name, args)))
+        if not wait([self._pipe], self._patience):
+            self._process.kill()
+            raise InvariantBroken(
+                "CONN-3", f"{name} of {self._what} did not return within {self._patience:.0f} s"
+            )
+        try:
+            broken, answer = pickle.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            self._process.join()
+            raise InvariantBroken(
+                "CONN-3",
+                f"the process of {self._what} died in {name}, exit code {self._process.exitcode}",
+            ) from None
+        if broken is not None:
+            law, message, is_timeout = broken
+            raise InvariantBroken(law, message, is_timeout=is_timeout)
+        return answer
+
+    def close(self) -> None:
+        """End it; callable twice."""
+        self._pipe.close()
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(pipe: Connection, parents: Connection, make: Callable[[], Serve]) -> None:
+    """The child: answers calls until nobody is there to call."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops on it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    parents.close()  # else its end is not heard of
+    torch.set_num_threads(1)  # the threads of torch's pool are not here
+    serve: Serve | None = None
+    try:
+        with watchdog.watching_anew():
+            while True:
+                name, args = pickle.loads(pipe.recv_bytes())
+                try:
+                    serve = serve or make()
+                    answer = serve(name, args)
+                    with hook("pickling the results", "CONN-3"):
+                        told = pickle.dumps((None, answer))
+                except InvariantBroken as error:
+                    told = pickle.dumps(((error.law, error.message, error.is_timeout), None))
+                pipe.send_bytes(told)
+    except (EOFError, OSError):
+        pass
+    finally:
+        os._exit(0)  # nothing that the parent has registered for its own end
+
+
 class RemoteWorker(WorkerConnector):
     """Passes each call on to the real worker half, in a child process.
 
-    1. The KV caches are moved into shared memory where they stand.
-    2. What a hook raises there is raised here as the law that it breaks.
-    3. A child that dies breaks CONN-3; nobody waits for it.
+    The KV caches are moved into shared memory where they stand.
 
     Args:
         connector_class: Of the connector.
@@ -47,26 +127,15 @@ class RemoteWorker(WorkerConnector):
     """
 
     def __init__(self, connector_class: type[Connector], config: bytes) -> None:
-        self._connector_class = connector_class
-        self._config = config
-        self._pipe: Connection | None = None
+        self._make = partial(_make_half, connector_class, config)
+        self._child: Child | None = None
 
     @override
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[torch.Tensor]) -> None:
         for cache in kv_caches.tensors:
             cache.tensor.untyped_storage().share_memory_()
-        context = multiprocessing.get_context("fork")
-        self._pipe, other = context.Pipe()
-        self._child = context.Process(
-            target=_serve,
-            args=(other, self._connector_class, self._config, kv_caches),
-            daemon=True,
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # threads; the child uses none
-            self._child.start()
-        other.close()
-        self._answer("register_kv_caches")
+        self._child = Child(partial(self._make, kv_caches), "the worker half")
+        self._child.call("register_kv_caches")
 
     @override
     def start_plan(self, plan: StepPlan) -> None:
@@ -84,72 +153,32 @@ class RemoteWorker(WorkerConnector):
     @override
     def shutdown(self) -> None:
         """Shut the half down twice, as any engine may, and end its process."""
-        if self._pipe is None:
+        if self._child is None:
             return
         try:
             self._call("shutdown")
             self._call("shutdown")
         finally:
-            self._pipe.close()
-            self._pipe = None
-            self._child.kill()
-            self._child.join()
+            self._child.close()
+            self._child = None
 
     def _call(self, name: str, *args: Any) -> Any:
-        assert self._pipe is not None, "register_kv_caches comes first"
-        with suppress(OSError):  # it has died: the answer tells
-            self._pipe.send_bytes(pickle.dumps((name, args)))
-        return self._answer(name)
+        assert self._child is not None, "register_kv_caches comes first"
+        return self._child.call(name, *args)
 
-    def _answer(self, name: str) -> Any:
-        assert self._pipe is not None, "register_kv_caches comes first"
-        if not wait([self._pipe], _PATIENCE):
-            self._child.kill()
-            raise InvariantBroken(
-                "CONN-3", f"{name} of the worker half did not return within {_PATIENCE:.0f} s"
-            )
-        try:
-            broken, answer = pickle.loads(self._pipe.recv_bytes())
-        except (EOFError, OSError):
-            self._child.join()
-            raise InvariantBroken(
-                "CONN-3",
-                f"the process of the worker half died in {name}, exit code {self._child.exitcode}",
-            ) from None
-        if broken is not None:
-            raise InvariantBroken(*broken)
+
+def _make_half(
+    connector_class: type[Connector], config: bytes, kv_caches: CanonicalKVCaches[torch.Tensor]
+) -> Serve:
+    half = make_worker(connector_class, config)
+    shared = {"register_kv_caches": (kv_caches,)}  # not pickled
+
+    def serve(name: str, args: tuple[Any, ...]) -> Any:
+        with calling(name):
+            answer = getattr(half, name)(*args or shared.get(name, ()))
+        if name != "get_finished":
+            return None
+        require_type(name, answer, "CONN-3")
         return answer
 
-
-def _serve(
-    pipe: Connection,
-    connector_class: type[Connector],
-    config: bytes,
-    kv_caches: CanonicalKVCaches[torch.Tensor],
-) -> None:
-    """The child: builds the half, answers calls until nobody is there to call."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops on it
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    torch.set_num_threads(1)  # the threads of torch's pool are not here
-    try:
-        half: WorkerConnector | None = None
-        name, args = "register_kv_caches", (kv_caches,)
-        while True:
-            answer, broken = None, None
-            try:
-                if half is None:
-                    half = make_worker(connector_class, config)
-                with calling(name):
-                    answer = getattr(half, name)(*args)
-                if name == "get_finished":
-                    require_type(name, answer, "CONN-3")
-                with hook("pickling the results", "CONN-3"):
-                    answer = pickle.dumps((None, answer if name == "get_finished" else None))
-            except InvariantBroken as error:
-                answer, broken = None, (error.law, error.message)
-            pipe.send_bytes(answer or pickle.dumps((broken, None)))
-            name, args = pickle.loads(pipe.recv_bytes())
-    except (EOFError, OSError):
-        pass
-    finally:
-        os._exit(0)  # nothing that the parent has registered for its own end
+    return serve

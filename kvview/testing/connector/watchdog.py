@@ -91,6 +91,14 @@ def watching() -> Iterator[None]:
         _Call.is_watched = False
 
 
+@contextmanager
+def watching_anew() -> Iterator[None]:
+    """The same in a forked child: no timer is inherited."""
+    _Call.is_watched = False
+    with watching():
+        yield
+
+
 class _Watch:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvview import CacheGeometry
+from kvview import CacheGeometry, CacheGroup, FullAttention, SlidingWindow
 from kvview.testing.connector.scenario import Add, Alias, Event, Reset, Scenario, Squeeze
+from kvview_vllm.releases.calls import ended_requests_take_no_output
 from kvview_vllm.releases.worker_caches import BLOCK_SIZE
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 
 _MOST_BLOCKS = 300
 # Two resets with no step between them end many connectors; other things are to be seen too.
 _DOUBLE_RESETS_EVERY = 8
-_GEOMETRY = CacheGeometry.single(BLOCK_SIZE)
+_FULL = FullAttention(BLOCK_SIZE)
+_LONGEST_WINDOW = 4 * BLOCK_SIZE
 
 
 class RawEngines:
-    """Fits scenarios to one group of full attention, with blocks of a size that GPUs serve.
+    """Fits scenarios to groups of full attention and windows, in blocks that GPUs serve.
 
     Args:
         name: Of the engine.
@@ -29,9 +31,9 @@ class RawEngines:
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
         """Leave out what is not played, and name it."""
         left_out: list[str] = []
-        if scenario.geometry != _GEOMETRY:
-            left_out += _unplayed_groups(scenario)
-            scenario = _scaled(scenario)
+        groups = _played_groups(scenario, left_out)
+        if groups != scenario.geometry.groups:
+            scenario = _scaled(scenario, groups)
 
         def leave_out(when: bool, what: str, **changes: object) -> None:
             nonlocal scenario
@@ -50,13 +52,17 @@ class RawEngines:
             "two connectors side by side: name MultiConnector and its children",
             num_connectors=1,
         )
+        if scenario.worker_half == "as_it_is":
+            left_out.append("copies held up in a raw worker: where its threads are is not known")
+            scenario = replace(scenario, worker_half="in_a_process")
         leave_out(
-            scenario.worker_half != "job_by_job",
-            "copies held up in a raw worker: where its threads are is not known",
-            worker_half="job_by_job",
+            scenario.compute_lags and scenario.worker_half != "in_a_process",
+            "a worker behind its scheduler, in one process",
+            compute_lags=False,
         )
-        leave_out(scenario.steps_in_flight > 1, "several steps in flight", steps_in_flight=1)
-        leave_out(scenario.compute_lags, "compute that lags", compute_lags=False)
+        most = cpu_scheduler.most_steps_in_flight() if ended_requests_take_no_output() else 1
+        what = "several" if most == 1 else f"more than {most}"
+        leave_out(scenario.steps_in_flight > most, f"{what} steps in flight", steps_in_flight=most)
         leave_out(scenario.ends_abruptly, "an end with transfers in flight", ends_abruptly=False)
         events = tuple(event for event in scenario.events if not isinstance(event, Alias))
         leave_out(events != scenario.events, "a second hash of a block", events=events)
@@ -67,16 +73,30 @@ class RawEngines:
         return scenario, left_out
 
 
-def _unplayed_groups(scenario: Scenario) -> list[str]:
+def _played_groups(scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
+    """Full attention, and beside it a window where the scenario has several groups with one."""
     groups = scenario.geometry.groups
-    if len(groups) > 1:
-        return ["several KV-cache groups: one of full attention is played"]
-    kind = type(groups[0]).__name__
-    return [] if kind == "FullAttention" else [f"a {kind} group: full attention is played"]
+    if len(groups) == 1:
+        if not isinstance(groups[0], FullAttention):
+            left_out.append(f"a {type(groups[0]).__name__} group: full attention is played")
+        return (_FULL,)
+    left_out += [
+        f"a {type(group).__name__} group among several"
+        for group in groups
+        if not isinstance(group, FullAttention | SlidingWindow)
+    ]
+    windows = [group for group in groups if isinstance(group, SlidingWindow)]
+    if not windows:
+        return (_FULL,)
+    if not cpu_scheduler.can_load_beside_hits(2):
+        left_out.append("several KV-cache groups: one block may become two groups'")
+        return (_FULL,)
+    window = windows[0].sliding_window * BLOCK_SIZE // windows[0].block_size
+    return _FULL, SlidingWindow(BLOCK_SIZE, min(max(2, window), _LONGEST_WINDOW))
 
 
-def _scaled(scenario: Scenario) -> Scenario:
-    """The same scenario in blocks of another size, in as many of them."""
+def _scaled(scenario: Scenario, groups: tuple[CacheGroup, ...]) -> Scenario:
+    """The same scenario in other groups, with as many blocks for each."""
     before = scenario.geometry.scheduler_block_size
     old = scenario.num_gpu_blocks
 
@@ -94,7 +114,10 @@ def _scaled(scenario: Scenario) -> Scenario:
     )
     # As tight as it was: the generator gives the longest request its blocks 1.2 to 2.8 times.
     share = sum(-(-before // group.block_size) for group in scenario.geometry.groups)
-    num_blocks = max(3 + -(-longest // BLOCK_SIZE), 2 + (old - 2) // share)
+    share_now = len(groups)
+    num_blocks = max(
+        3 + share_now * -(-longest // BLOCK_SIZE), 2 + share_now * ((old - 2) // share)
+    )
 
     def fitted(event: Event) -> Event:
         if isinstance(event, Add):
@@ -119,7 +142,7 @@ def _scaled(scenario: Scenario) -> Scenario:
         )
     return replace(
         scenario,
-        geometry=_GEOMETRY,
+        geometry=CacheGeometry(BLOCK_SIZE, BLOCK_SIZE, groups),
         num_gpu_blocks=num_blocks,
         events=tuple(map(fitted, events)),
         max_tokens_per_step=max(

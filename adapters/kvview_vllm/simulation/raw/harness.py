@@ -1,25 +1,27 @@
 """One real ``Scheduler``, one real worker's side, and a connector that nobody has adapted.
 
 The worker is driven by the release's own ``KVConnectorModelRunnerMixin`` in its own forward
-context, layer by layer. The two roles are built from configurations of their own.
+context, layer by layer. The two roles are built from configurations of their own, in one process
+or in two; in two, the scheduler may be steps ahead of what the worker does.
 
 - VSIM-3 A connector **must** be asked for nothing that vLLM does not ask for, and what a step
   computes **must** be written into its slots alone: reuse of blocks goes through the scheduler,
   on which a connector may rely.
 
-Source: ``execute_model`` of vllm/v1/worker/gpu_model_runner.py and
-vllm/v1/worker/kv_connector_model_runner_mixin.py, 0.12.0 to 0.33.0.
+Source: :mod:`kvview_vllm.simulation.engine`, :mod:`kvview_vllm.simulation.raw.worker`.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
+import pickle
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -27,19 +29,19 @@ from unittest.mock import patch
 from typing_extensions import override
 
 from kvview import OffloadKey
+from kvview.testing.connector.hook_calls import hook
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.geometry import read_geometry
-from kvview_vllm.releases.calls import handle_preemptions
 from kvview_vllm.releases.worker_caches import (
-    allocate,
     has_pending_work,
     make_config,
     supports_several_groups,
 )
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.engine import LaunchedStep, VLLMConnectorHarness, named
-from kvview_vllm.simulation.raw.token_bytes import TokenCompute, Wrong, attention_metadata
+from kvview_vllm.simulation.raw.token_bytes import RequestInStep, TokenWords, Wrong
 from kvview_vllm.simulation.raw.watched import Watch, make_watched
+from kvview_vllm.simulation.raw.worker import RawStep, RawWorker, RemoteRawWorker
 from kvview_vllm.simulation.stream_order import Forward
 
 if TYPE_CHECKING:
@@ -47,81 +49,101 @@ if TYPE_CHECKING:
     from kvview.testing.connector.scenario import Scenario
     from kvview_vllm.simulation.raw.stand_ins import StandIns
 
-_STATE = "vllm.distributed.kv_transfer.kv_transfer_state"
-
 
 class RawHarness(VLLMConnectorHarness):
     """A scheduler and a worker with a connector, or without one.
 
     Args:
         scenario: Sizes, as fitted.
-        connector_class: A ``KVConnectorBase_V1``; None for none.
+        connector_class: A ``KVConnectorBase_V1``.
         transfer_config: Arguments of ``KVTransferConfig`` beside its class.
         watch: Told what it does.
         stand_ins: What moves bytes where there is no CUDA.
+        is_connected: Whether it is there; without it the groups are those that it has.
     """
-
-    _compute: Any
 
     def __init__(
         self,
         scenario: Scenario,
-        connector_class: type | None,
+        connector_class: type,
         transfer_config: Mapping[str, Any],
         watch: Watch,
         stand_ins: StandIns,
+        *,
+        is_connected: bool = True,
     ) -> None:
         self._connector_class = connector_class
+        self._is_connected = is_connected
         self._transfer_config = transfer_config
         self._watch = watch
         self._stand_ins = stand_ins
-        self._to_verify: dict[str, tuple[int, int]] = {}  # what a load has yet to bring
+        self._words = TokenWords()
+        self._has_process = scenario.worker_half == "in_a_process"
+        self._lags = self._has_process and scenario.compute_lags
         super().__init__(scenario, (), lambda: 0.0)
         watch.watch_pool(self._pool)
 
     @override
     def _build(self, scenario: Scenario, connectors: object, clock: object) -> None:
-        watched = self._connector_class and make_watched(self._connector_class, self._watch)
-        transfer_config: dict[str, Any] | None = None
-        if watched is not None:
-            transfer_config = {"kv_role": "kv_both", **self._transfer_config}
-            transfer_config |= {
-                "kv_connector": watched.__name__,
-                "kv_connector_module_path": __name__,
-            }
-            setattr(sys.modules[__name__], watched.__name__, watched)
+        watched = make_watched(self._connector_class, self._watch)
+        setattr(sys.modules[__name__], watched.__name__, watched)
+        transfer_config = {
+            "kv_role": "kv_both",
+            **self._transfer_config,
+            "kv_connector": watched.__name__,
+            "kv_connector_module_path": __name__,
+        }
+        groups = scenario.geometry.groups
+        config = self._make_config(scenario, transfer_config)
+        with registered(watched):
+            takes_groups = supports_several_groups(watched, config)
+        if not self._is_connected:
+            config = self._make_config(scenario, None)
+        if not takes_groups:
+            config.scheduler_config.disable_hybrid_kv_cache_manager = True
+        cache_config = make_config(config, groups, scenario.num_gpu_blocks)
+        self._longest = config.model_config.max_model_len
+        self._geometry = read_geometry(config, cache_config)
+        if len(self._geometry.groups) < len(groups):
+            self._watch.left_out.add("several KV-cache groups: the connector takes one")
+        self._watch.coverage["with several groups"] = len(self._geometry.groups) > 1
+
+        def connect() -> Any:
+            with registered(watched):
+                return cpu_scheduler.make_worker_connector(config, cache_config)
+
+        def make_worker() -> RawWorker:
+            return RawWorker(
+                config,
+                cache_config,
+                self._geometry.groups,
+                connect if self._is_connected else None,
+                self._watch,
+                self._stand_ins,
+            )
+
+        own = copy.deepcopy(config), copy.deepcopy(cache_config)
+        # The process first: what the scheduler's side does to a module is not seen in it.
+        self.worker: Any = RemoteRawWorker(make_worker) if self._has_process else make_worker()
+        try:
+            with named("building the scheduler"), registered(watched):
+                self._scheduler = cpu_scheduler.make_scheduler(*own, self._geometry, plain=True)
+        except BaseException:
+            self.worker.close()
+            raise
+
+    def _make_config(self, scenario: Scenario, transfer_config: dict[str, Any] | None) -> Any:
         with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
-            self._config = cpu_scheduler.make_vllm_config(
+            return cpu_scheduler.make_vllm_config(
                 Path(folder),
                 transfer_config,
                 block_size=self._geometry.hash_block_size,
-                num_groups=1,
+                num_groups=len(self._geometry.groups),
                 num_blocks=scenario.num_gpu_blocks,
                 max_num_seqs=scenario.max_running,
                 max_num_batched_tokens=scenario.max_tokens_per_step,
+                steps_in_flight=scenario.steps_in_flight,
             )
-        with registered(watched):
-            if watched is not None and not supports_several_groups(watched, self._config):
-                self._config.scheduler_config.disable_hybrid_kv_cache_manager = True
-        cache_config = make_config(self._config, scenario.num_gpu_blocks)
-        geometry = read_geometry(self._config, cache_config)
-        with named("building the scheduler"), registered(watched):
-            self._scheduler = cpu_scheduler.make_scheduler(
-                copy.deepcopy(self._config), copy.deepcopy(cache_config), geometry, plain=True
-            )
-        self.caches = allocate(self._config, cache_config)
-        self._layers = [name for g in cache_config.kv_cache_groups for name in g.layer_names]
-        self._compute = TokenCompute(self.caches.slots)
-        self._state: Any = importlib.import_module(_STATE)
-        self._mixin: Any = importlib.import_module(
-            "vllm.v1.worker.kv_connector_model_runner_mixin"
-        ).KVConnectorModelRunnerMixin
-        self._context: Any = importlib.import_module("vllm.forward_context")
-        self._worker = None
-        if watched is not None:
-            with named("building the worker's side"), registered(watched):
-                self._worker = cpu_scheduler.make_worker_connector(self._config, cache_config)
-                self._worker.register_kv_caches(self.caches.tensors)
 
     # --- what is asked ---
 
@@ -190,10 +212,11 @@ class RawHarness(VLLMConnectorHarness):
 
     @override
     def shutdown(self) -> Mapping[int, int]:
+        while self._launched:
+            self._run(self._launched.popleft())
         with named("shutdown"):
             self._scheduler.shutdown()
-            if self._worker is not None:
-                self._worker.shutdown()
+        self.worker.shutdown()
         return self.held_blocks()
 
     @override
@@ -208,98 +231,73 @@ class RawHarness(VLLMConnectorHarness):
 
     @override
     def _launch(self) -> Any:
-        self._stand_ins.tick()
         output = self._schedule()
-        sampled = self._sample(output)
-        self._note_loads()
-        with named("the worker's side"):
-            transfers, wrong = self._execute(output)
-        answer = cpu_scheduler.make_model_output(output, sampled, transfers)
-        invalid = cpu_scheduler.invalid_blocks(transfers)
-        for one in wrong:
-            if one.block_id not in invalid:
-                self._raise_wrong(one)
-        planned = {request_id: self._added[request_id] for request_id in sampled}
-        self._launched.append(LaunchedStep(output, answer, Forward(), invalid, planned))
+        planned = {name: self._added[name] for name in output.num_scheduled_tokens}
+        step: RawStep | bytes = RawStep(output, self._batch(output), self._loads())
+        if self._has_process:  # told now, whenever it is done
+            with hook("pickling what build_connector_meta returned", "CONN-3"):
+                step = pickle.dumps(step)
+        launched = _RawLaunched(output, None, Forward(), (), planned, step, self._sample(output))
+        self._launched.append(launched)
+        if not self._lags:
+            self._execute(launched)
+        self.stats.most_in_flight = max(self.stats.most_in_flight, len(self._launched))
         return output
 
-    def _execute(self, output: Any) -> tuple[Any, list[Wrong]]:
-        """What a model runner does with a step."""
-        scheduled: dict[str, int] = output.num_scheduled_tokens
-        if self._worker is None:
-            return None, self._forward(output, None) if scheduled else []
-        handle_preemptions(self._worker, output, output.kv_connector_metadata)
-        self._state._KV_CONNECTOR_AGENT = self._worker
-        try:
-            if not scheduled:
-                no_forward = self._mixin.kv_connector_no_forward(output, self._config)
-                return no_forward.kv_connector_output, []
-            attention = attention_metadata(
-                self._compute,
-                scheduled,
-                cpu_scheduler.computed_before(output),
-                self._tables(output),
-            )
-            with (
-                self._context.set_forward_context(
-                    dict.fromkeys(self._layers, attention),
-                    self._config,
-                    num_tokens=output.total_num_scheduled_tokens,
-                ),
-                self._mixin.maybe_get_kv_connector_output(output) as transfers,
-            ):
-                wrong = self._forward(output, attention)
-            return transfers, wrong
-        finally:
-            self._state._KV_CONNECTOR_AGENT = None
+    @override
+    def _run(self, step: LaunchedStep) -> None:
+        assert isinstance(step, _RawLaunched), "this engine launches no others"
+        if step.answer is None:
+            self._execute(step)
 
-    def _forward(self, output: Any, attention: Any) -> list[Wrong]:
-        """Layer after layer: wait, write, read, save."""
-        compute: TokenCompute = self._compute
-        starts = cpu_scheduler.computed_before(output)
-        tables = self._tables(output)
-        batch = [
-            (self._added[name], starts[name], starts[name] + number)
+    def _execute(self, launched: _RawLaunched) -> None:
+        """Have the worker do a step, and take its answer."""
+        answer = self.worker.execute(launched.step)
+        transfers = answer.transfers
+        launched.answer = cpu_scheduler.make_model_output(
+            launched.output, launched.sampled, transfers
+        )
+        launched.invalid = cpu_scheduler.invalid_blocks(transfers)
+        self._watch.seen.update(answer.seen)
+        # What comes back was saved: a connector's store is empty at the start.
+        self._watch.coverage.update(dict.fromkeys(("loads", "stores"), answer.num_loads))
+        # A step that follows may be under way when the scheduler hears what was not loaded.
+        invalid = {b for step in (*self._launched, launched) for b in step.invalid}
+        for one in answer.wrong:
+            if one.block_id not in invalid:
+                self._raise_wrong(one)
+
+    def _batch(self, output: Any) -> list[RequestInStep]:
+        """What a step computes, with the block tables as they are now."""
+        starts, tables = cpu_scheduler.computed_before(output), self._tables(output)
+        return [
+            self._tokens_of(name, tables[name], starts[name], starts[name] + number)
             for name, number in output.num_scheduled_tokens.items()
         ]
-        import torch
 
-        slots = torch.cat(
-            [compute.slots_of(tables[p.request.request_id][0], s, e) for p, s, e in batch]
-        )
-        wrong: list[Wrong] = []
-        for number, layer in enumerate(self._layers):
-            if self._worker is not None:
-                self._worker.wait_for_layer_load(layer)
-            compute.write(number, slots, batch)
-            for planned, start, _ in batch:
-                table = tables[planned.request.request_id][0]
-                one = compute.first_wrong(planned, table, 0, start, number)
-                wrong += [one] if one is not None else []
-            if self._worker is not None:
-                self._worker.save_kv_layer(layer, self.caches.tensors[layer], attention)
-        for planned, start, _ in batch:
-            if planned.request.request_id in self._to_verify and start:
-                self._to_verify.pop(planned.request.request_id)
-                # What comes back was saved: a connector's store is empty at the start.
-                self._watch.coverage.update(["loads", "stores"])
-        return wrong
+    def _tokens_of(
+        self, request_id: str, tables: Sequence[Sequence[int]], start: int, end: int
+    ) -> RequestInStep:
+        words = self._words.words(self._added[request_id], end)
+        return RequestInStep(request_id, [*map(list, tables)], start, end, words)
 
-    def _note_loads(self) -> None:
-        """Which loads of this step have to bring bytes that are not there by chance."""
+    def _loads(self) -> list[RequestInStep]:
+        """What the connector is to load from this step on."""
         to_load, self._watch.to_load = self._watch.to_load, {}
+        loads: list[RequestInStep] = []
         for name, (start, end) in to_load.items():
             if name not in self._scheduler.requests:
                 continue
-            table = self._manager.get_block_ids(name)[0]
-            if len(table) * self._geometry.hash_block_size < end:
-                raise InvariantBroken(
-                    "CONN-2",
-                    f"get_num_new_matched_tokens promised tokens {start} to {end} of {name!r}, "
-                    f"which has {len(table)} blocks of {self._geometry.hash_block_size}",
-                )
-            if not self._compute.holds(self._added[name], table, start, end):
-                self._to_verify[name] = start, end
+            tables = self._manager.get_block_ids(name)
+            for group, table in zip(self._geometry.groups, tables, strict=True):
+                if len(table) * group.block_size < end:
+                    raise InvariantBroken(
+                        "CONN-2",
+                        f"get_num_new_matched_tokens promised tokens {start} to {end} of {name!r}, "
+                        f"which has {len(table)} blocks of {group.block_size}",
+                    )
+            loads.append(self._tokens_of(name, tables, start, end))
+        return loads
 
     def _raise_wrong(self, wrong: Wrong) -> None:
         self.stats.mismatches += 1
@@ -311,8 +309,15 @@ class RawHarness(VLLMConnectorHarness):
         raise InvariantBroken(
             "XFER-1",
             f"request {wrong.request_id!r} reads wrong bytes at token {wrong.position}, in block "
-            f"{wrong.block_id}, layer {wrong.layer}: there is {wrong.found} ({source})",
+            f"{wrong.block_id}, layer {wrong.layer}: there is {self._words.name(wrong.word)} "
+            f"({source})",
         )
+
+
+@dataclass(eq=False)
+class _RawLaunched(LaunchedStep):
+    step: Any  # a RawStep, or one that is pickled
+    sampled: dict[str, list[int]]
 
 
 def _factory() -> Any:

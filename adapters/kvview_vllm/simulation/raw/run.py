@@ -51,7 +51,8 @@ class RawRun(Run):
         without: str = "",
     ) -> None:
         super().__init__(connector_class, scenario, dict(options), True, _engines())
-        self._connector_class = None if without == "connector" else connector_class
+        self._connector_class = connector_class
+        self._is_connected = without != "connector"
         self._transfer_config = split_options(options)
         self._raw_watch = Watch(loads=without != "loads")
         self._stand_ins = StandIns(self.scenario.fates)
@@ -73,9 +74,12 @@ class RawRun(Run):
             with watchdog.watching(), self._stand_ins.installed(classes):
                 result = super().run()
         finally:
+            if self._engine is not None:
+                self.harness.worker.close()
             torch.set_num_threads(num_threads)
         coverage = {**result.coverage, **self._raw_watch.coverage}
-        for what in (*self._stand_ins.used, *(f"left out: {w}" for w in self._raw_watch.left_out)):
+        left_out = {f"left out: {what}" for what in self._raw_watch.left_out}
+        for what in self._stand_ins.used | self._raw_watch.seen | left_out:
             coverage[what] = 1
         return replace(result, coverage=coverage)
 
@@ -91,6 +95,7 @@ class RawRun(Run):
             self._transfer_config,
             self._raw_watch,
             self._stand_ins,
+            is_connected=self._is_connected,
         )
         return self.harness
 

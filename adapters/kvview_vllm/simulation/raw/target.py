@@ -53,9 +53,9 @@ def in_folder(value: Any, folder: str) -> Any:
     return [in_folder(part, folder) for part in value] if isinstance(value, list) else value
 
 
-def classes_of(connector_class: type | None, config: Mapping[str, Any]) -> list[type]:
+def classes_of(connector_class: type, config: Mapping[str, Any]) -> list[type]:
     """A connector's class, and those of the children that a ``MultiConnector`` names."""
-    return [] if connector_class is None else [connector_class, *_children(config)]
+    return [connector_class, *_children(config)]
 
 
 def _children(config: Mapping[str, Any]) -> Iterator[type]:

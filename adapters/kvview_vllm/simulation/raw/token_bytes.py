@@ -6,21 +6,42 @@ writes the slots that it was given and no others, and nothing is overwritten bes
 1. A token's bytes follow from all tokens up to it.
 2. A step's batch is written before its reads are compared: a request may hit what another
    computes in the same step.
+3. What is compared is what the next token reads: in a window, its last tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 
+from kvview import CacheGroup
 from kvview_vllm.simulation.requests import PlannedRequest
 
 _MASK = (1 << 30) - 1
 _LAYER_STEP = 7919
+
+
+@dataclass(frozen=True)
+class RequestInStep:
+    """Tokens of a request that a step computes, or that a load brings.
+
+    Args:
+        request_id: Whose.
+        tables: Its blocks, by group.
+        start: First of the tokens.
+        end: After the last.
+        words: What each token up to the end comes to (:class:`TokenWords`).
+    """
+
+    request_id: str
+    tables: Sequence[Sequence[int]]
+    start: int
+    end: int
+    words: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -32,86 +53,25 @@ class Wrong:
         position: Of the token.
         block_id: Where it is.
         layer: Number of the first layer where it differs.
-        found: What is there, for people.
+        word: What is there instead (:meth:`TokenWords.name`); None where nothing was written.
     """
 
     request_id: str
     position: int
     block_id: int
     layer: int
-    found: str
+    word: int | None
 
 
-class TokenCompute:
-    """Writes what steps compute, and compares what they read.
+class TokenWords:
+    """What the tokens of requests come to, and whose they are."""
 
-    Args:
-        slots: Per layer the words of each token, ``(blocks, tokens of a block, ...)``, int32.
-    """
-
-    def __init__(self, slots: Sequence[torch.Tensor]) -> None:
-        self._slots = slots
-        self._block_size = slots[0].shape[1]
-        rest = slots[0].shape[2:]
-        self._words = (torch.arange(math.prod(rest), dtype=torch.int64) * 104_729).reshape(rest)
+    def __init__(self) -> None:
         self._states: WeakKeyDictionary[PlannedRequest, list[int]] = WeakKeyDictionary()
         self._names: dict[int, str] = {}
 
-    def slots_of(self, table: Sequence[int], start: int, end: int) -> torch.Tensor:
-        """Slots of a request's tokens.
-
-        Args:
-            table: Its blocks.
-            start: First token.
-            end: After the last.
-        """
-        positions = torch.arange(start, end)
-        blocks = torch.tensor(table, dtype=torch.int64)[positions // self._block_size]
-        return blocks * self._block_size + positions % self._block_size
-
-    def write(
-        self, layer: int, slots: torch.Tensor, tokens: Sequence[tuple[PlannedRequest, int, int]]
-    ) -> None:
-        """Compute tokens of requests, from one position to another, in a layer.
-
-        Args:
-            layer: Its number.
-            slots: Of all of the tokens, in order.
-            tokens: Requests, with the first token and after the last.
-        """
-        values = [value for planned, s, e in tokens for value in self._values(planned, s, e)]
-        self._slots[layer][slots // self._block_size, slots % self._block_size] = self._expected(
-            values, layer
-        )
-
-    def first_wrong(
-        self, planned: PlannedRequest, table: Sequence[int], start: int, end: int, layer: int
-    ) -> Wrong | None:
-        """The first token of some that is not as it should be, in a layer."""
-        if start >= end:
-            return None
-        slots = self.slots_of(table, start, end)
-        found = self._slots[layer][slots // self._block_size, slots % self._block_size]
-        expected = self._expected(self._values(planned, start, end), layer)
-        wrong = (found != expected).flatten(1).any(1).nonzero().flatten().tolist()
-        if not wrong:
-            return None
-        at = wrong[0]
-        word = (int(found[at].flatten()[0]) - layer * _LAYER_STEP) & _MASK
-        there = self._names.get(word, "the bytes of no token")
-        if there.startswith("the bytes of no") and not bool(found[at].any()):
-            there = "nothing that was ever written"
-        block_id = int(slots[at]) // self._block_size
-        return Wrong(planned.request.request_id, start + at, block_id, layer, there)
-
-    def holds(self, planned: PlannedRequest, table: Sequence[int], start: int, end: int) -> bool:
-        """Whether all bytes of some tokens are there already, in all layers."""
-        return all(
-            self.first_wrong(planned, table, start, end, layer) is None
-            for layer in range(len(self._slots))
-        )
-
-    def _values(self, planned: PlannedRequest, start: int, end: int) -> list[int]:
+    def words(self, planned: PlannedRequest, end: int) -> list[int]:
+        """Of each token of a request up to one."""
         states = self._states.setdefault(planned, [])
         while len(states) < end:
             position = len(states)
@@ -119,49 +79,129 @@ class TokenCompute:
             state = before * 6364136223846793005 + planned.token(position) * 1442695040888963407
             states.append(((state + 0x9E3779B97F4A7C15) ^ (before >> 29)) & ((1 << 62) - 1))
             name = f"those of token {position} of request {planned.request.request_id!r}"
-            self._names.setdefault(_value(states[-1]), name)
-        return [_value(state) for state in states[start:end]]
+            self._names.setdefault(_word(states[-1]), name)
+        return [_word(state) for state in states[:end]]
 
-    def _expected(self, values: Sequence[int], layer: int) -> torch.Tensor:
-        column = torch.tensor(values, dtype=torch.int64).reshape(-1, *[1] * self._words.dim())
+    def name(self, word: int | None) -> str:
+        """What is found, for people."""
+        if word is None:
+            return "nothing that was ever written"
+        return self._names.get(word, "the bytes of no token")
+
+
+class TokenCompute:
+    """Writes what steps compute, and compares what they read.
+
+    Args:
+        slots: Per layer the words of each token, ``(blocks, tokens of a block, ...)``, int32.
+        groups: The KV-cache groups.
+        group_of_layer: Per layer the number of its group.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[torch.Tensor],
+        groups: Sequence[CacheGroup],
+        group_of_layer: Sequence[int],
+    ) -> None:
+        self._slots = slots
+        self.groups = groups
+        self.group_of_layer = group_of_layer
+        rest = slots[0].shape[2:]
+        self._words = (torch.arange(math.prod(rest), dtype=torch.int64) * 104_729).reshape(rest)
+
+    def slots_of(self, request: RequestInStep, group: int) -> torch.Tensor:
+        """Slots of tokens of a request in a group."""
+        blocks, offsets = self._places(request, group, request.start, request.end)
+        return blocks * self.groups[group].block_size + offsets
+
+    def write(self, layer: int, batch: Sequence[RequestInStep]) -> None:
+        """Compute tokens of requests in a layer."""
+        group = self.group_of_layer[layer]
+        places = [self._places(one, group, one.start, one.end) for one in batch]
+        words = [word for one in batch for word in one.words[one.start : one.end]]
+        blocks, offsets = (torch.cat(each) for each in zip(*places, strict=True))
+        self._slots[layer][blocks, offsets] = self._expected(words, layer)
+
+    def first_wrong_read(self, request: RequestInStep, layer: int) -> Wrong | None:
+        """The first wrong token of those before its first that a request reads in a layer."""
+        group = self.group_of_layer[layer]
+        first = self.groups[group].num_skipped_tokens(request.start)
+        return self._first_wrong(request, group, first, request.start, layer)
+
+    def holds(self, request: RequestInStep) -> bool:
+        """Whether all bytes that a load has to bring are there already, in all layers."""
+        return all(
+            self._first_wrong(
+                request,
+                group,
+                max(request.start, self.groups[group].num_skipped_tokens(request.end)),
+                request.end,
+                layer,
+            )
+            is None
+            for layer, group in enumerate(self.group_of_layer)
+        )
+
+    def _places(
+        self, request: RequestInStep, group: int, start: int, end: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        size = self.groups[group].block_size
+        positions = torch.arange(start, end)
+        table = torch.tensor(request.tables[group], dtype=torch.int64)
+        return table[positions // size], positions % size
+
+    def _first_wrong(
+        self, request: RequestInStep, group: int, start: int, end: int, layer: int
+    ) -> Wrong | None:
+        if start >= end:
+            return None
+        blocks, offsets = self._places(request, group, start, end)
+        found = self._slots[layer][blocks, offsets]
+        expected = self._expected(request.words[start:end], layer)
+        wrong = (found != expected).flatten(1).any(1).nonzero().flatten().tolist()
+        if not wrong:
+            return None
+        at = wrong[0]
+        word: int | None = (int(found[at].flatten()[0]) - layer * _LAYER_STEP) & _MASK
+        if not bool(found[at].any()):
+            word = None
+        return Wrong(request.request_id, start + at, int(blocks[at]), layer, word)
+
+    def _expected(self, words: Sequence[int], layer: int) -> torch.Tensor:
+        column = torch.tensor(words, dtype=torch.int64).reshape(-1, *[1] * self._words.dim())
         return ((column + layer * _LAYER_STEP + self._words) & _MASK).to(torch.int32)
 
 
-def _value(state: int) -> int:
+def _word(state: int) -> int:
     return (state ^ (state >> 31)) & _MASK
 
 
-def attention_metadata(
-    compute: TokenCompute,
-    scheduled: Mapping[str, int],
-    starts: Mapping[str, int],
-    tables: Mapping[str, Sequence[Sequence[int]]],
-) -> object:
+def attention_metadata(compute: TokenCompute, batch: Sequence[RequestInStep], group: int) -> object:
     """What a layer-wise connector reads of a step: slots, block tables and lengths.
 
     Args:
         compute: Knows the slots.
-        scheduled: Tokens that the step computes, by request.
-        starts: Tokens whose KV exists before it.
-        tables: Blocks, of one group.
+        batch: What the step computes.
+        group: Of the layer.
     """
     from types import SimpleNamespace
 
-    ends = {name: starts[name] + number for name, number in scheduled.items()}
-    slots = [compute.slots_of(tables[name][0], starts[name], end) for name, end in ends.items()]
-    width = max(len(tables[name][0]) for name in scheduled)
-    rows = [[*tables[name][0], *[0] * (width - len(tables[name][0]))] for name in scheduled]
+    tables = [one.tables[group] for one in batch]
+    width = max(map(len, tables))
+    rows = [[*table, *[0] * (width - len(table))] for table in tables]
     block_table = torch.tensor(rows, dtype=torch.int32)
-    counts = torch.tensor([0, *scheduled.values()], dtype=torch.int32)
+    ends = [one.end for one in batch]
+    lengths = [one.end - one.start for one in batch]
     return SimpleNamespace(
-        slot_mapping=torch.cat(slots),
+        slot_mapping=torch.cat([compute.slots_of(one, group) for one in batch]),
         block_table=block_table,
         block_table_tensor=block_table,
-        seq_lens=torch.tensor(list(ends.values()), dtype=torch.int32),
-        query_start_loc=counts.cumsum(0).to(torch.int32),
-        num_actual_tokens=sum(scheduled.values()),
-        max_seq_len=max(ends.values()),
-        max_query_len=max(scheduled.values()),
-        num_reqs=len(scheduled),
+        seq_lens=torch.tensor(ends, dtype=torch.int32),
+        query_start_loc=torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32),
+        num_actual_tokens=sum(lengths),
+        max_seq_len=max(ends),
+        max_query_len=max(lengths),
+        num_reqs=len(batch),
         causal=True,
     )

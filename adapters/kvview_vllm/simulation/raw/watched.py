@@ -62,6 +62,7 @@ class Watch:
         self.promised: dict[str, tuple[int, int, bool]] = {}  # from token, number, between steps
         self.to_load: dict[str, tuple[int, int]] = {}  # from token to token, since the last step
         self.left_out: set[str] = set()
+        self.seen: set[str] = set()  # by the worker, as the coverage names it
         self.held: Counter[int] = Counter()  # by touches in hooks
         self.places: dict[int, str] = {}  # of the last touch
         self._loads = loads

@@ -1,0 +1,215 @@
+"""The worker's role of a raw connector, as a model runner drives it; in a process of its own too.
+
+Source: ``execute_model`` of vllm/v1/worker/gpu_model_runner.py and
+vllm/v1/worker/kv_connector_model_runner_mixin.py, 0.12.0 to 0.33.0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvview import CacheGroup
+from kvview.testing.connector.process import Child, Serve
+from kvview_vllm.releases.calls import handle_preemptions
+from kvview_vllm.releases.worker_caches import allocate
+from kvview_vllm.simulation.engine import named
+from kvview_vllm.simulation.raw.token_bytes import (
+    RequestInStep,
+    TokenCompute,
+    Wrong,
+    attention_metadata,
+)
+
+if TYPE_CHECKING:
+    from kvview_vllm.simulation.raw.stand_ins import StandIns
+    from kvview_vllm.simulation.raw.watched import Watch
+
+_STATE = "vllm.distributed.kv_transfer.kv_transfer_state"
+_PATIENCE = 150.0  # longer than a hook may take, which is then named
+
+
+@dataclass(frozen=True)
+class RawStep:
+    """What a worker is told of a step; it pickles.
+
+    Args:
+        output: The scheduler's ``SchedulerOutput``.
+        batch: What the step computes.
+        loads: What begins to load with it.
+    """
+
+    output: Any
+    batch: Sequence[RequestInStep]
+    loads: Sequence[RequestInStep]
+
+
+@dataclass(frozen=True)
+class StepAnswer:
+    """What a worker answers; it pickles.
+
+    Args:
+        transfers: The connector's ``KVConnectorOutput``; None for none.
+        wrong: What was read and is wrong, the first token per layer and request.
+        num_loads: Loads that brought bytes which were not there, and were read.
+        seen: What stood in, and what was left out.
+    """
+
+    transfers: Any
+    wrong: Sequence[Wrong] = ()
+    num_loads: int = 0
+    seen: Collection[str] = field(default_factory=set)
+
+
+class RawWorker:
+    """The worker's side: tensors, layers, and the connector's worker role.
+
+    Args:
+        vllm_config: Its own ``VllmConfig``.
+        cache_config: The ``KVCacheConfig``.
+        groups: The KV-cache groups.
+        connect: Builds the role; None for none.
+        watch: Told what the connector does.
+        stand_ins: What moves bytes where there is no CUDA.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        cache_config: Any,
+        groups: Sequence[CacheGroup],
+        connect: Callable[[], Any] | None,
+        watch: Watch,
+        stand_ins: StandIns,
+    ) -> None:
+        self._config = vllm_config
+        self._watch = watch
+        self._stand_ins = stand_ins
+        self._to_verify: set[str] = set()  # whose load has yet to bring something
+        self.caches = allocate(vllm_config, cache_config)
+        members = [
+            (name, number)
+            for number, group in enumerate(cache_config.kv_cache_groups)
+            for name in group.layer_names
+        ]
+        self._layers = [name for name, _ in members]
+        self._compute = TokenCompute(self.caches.slots, groups, [number for _, number in members])
+        self._state: Any = importlib.import_module(_STATE)
+        self._mixin: Any = importlib.import_module(
+            "vllm.v1.worker.kv_connector_model_runner_mixin"
+        ).KVConnectorModelRunnerMixin
+        self._context: Any = importlib.import_module("vllm.forward_context")
+        self._role: Any = None
+        if connect is not None:
+            with named("building the worker's side"):
+                self._role = connect()
+                self._role.register_kv_caches(self.caches.tensors)
+
+    def execute(self, step: RawStep) -> StepAnswer:
+        """What a model runner does with a step."""
+        self._stand_ins.tick()
+        for load in step.loads:
+            if not self._compute.holds(load):
+                self._to_verify.add(load.request_id)
+        with named("the worker's side"):
+            transfers, wrong = self._execute(step)
+        loaded = {one.request_id for one in step.batch if one.start} & self._to_verify
+        self._to_verify -= loaded
+        left_out = {f"left out: {what}" for what in self._watch.left_out}
+        return StepAnswer(transfers, wrong, len(loaded), left_out | self._stand_ins.used)
+
+    def shutdown(self) -> None:
+        """Shut the role down."""
+        if self._role is not None:
+            with named("shutdown"):
+                self._role.shutdown()
+
+    def close(self) -> None:
+        """Nothing outlives the run but the role itself."""
+
+    def _execute(self, step: RawStep) -> tuple[Any, list[Wrong]]:
+        output = step.output
+        if self._role is None:
+            return None, self._forward(step, {}) if step.batch else []
+        handle_preemptions(self._role, output, output.kv_connector_metadata)
+        self._state._KV_CONNECTOR_AGENT = self._role
+        try:
+            if not step.batch:
+                no_forward = self._mixin.kv_connector_no_forward(output, self._config)
+                return no_forward.kv_connector_output, []
+            by_group = [
+                attention_metadata(self._compute, step.batch, number)
+                for number in range(len(self._compute.groups))
+            ]
+            numbers = self._compute.group_of_layer
+            attention = {
+                layer: by_group[number] for layer, number in zip(self._layers, numbers, strict=True)
+            }
+            with (
+                self._context.set_forward_context(
+                    attention, self._config, num_tokens=output.total_num_scheduled_tokens
+                ),
+                self._mixin.maybe_get_kv_connector_output(output) as transfers,
+            ):
+                wrong = self._forward(step, attention)
+            return transfers, wrong
+        finally:
+            self._state._KV_CONNECTOR_AGENT = None
+
+    def _forward(self, step: RawStep, attention: dict[str, Any]) -> list[Wrong]:
+        """Layer after layer: wait, write, read, save."""
+        wrong: list[Wrong] = []
+        for number, layer in enumerate(self._layers):
+            if self._role is not None:
+                self._role.wait_for_layer_load(layer)
+            self._compute.write(number, step.batch)
+            found = (self._compute.first_wrong_read(one, number) for one in step.batch)
+            wrong += [one for one in found if one is not None]
+            if self._role is not None:
+                self._role.save_kv_layer(layer, self.caches.tensors[layer], attention[layer])
+        return wrong
+
+
+class RemoteRawWorker:
+    """The same in a forked process, as an executor with several workers has it.
+
+    What the roles share in a module or a class is a copy from the fork on; what they tell each
+    other is pickled.
+
+    Args:
+        make: Builds the worker, in its process.
+    """
+
+    def __init__(self, make: Callable[[], RawWorker]) -> None:
+        def serve() -> Serve:
+            worker = make()
+
+            def answer(name: str, args: tuple[bytes, ...]) -> Any:
+                if name == "execute":
+                    return worker.execute(pickle.loads(args[0]))
+                return worker.shutdown() if name == "shutdown" else None
+
+            return answer
+
+        self._child = Child(serve, "the worker's process", _PATIENCE)
+        try:
+            self._child.call("build")
+        except BaseException:
+            self._child.close()
+            raise
+
+    def execute(self, step: bytes) -> StepAnswer:
+        """Have it done there: a :class:`RawStep`, pickled when it was launched."""
+        answer: StepAnswer = self._child.call("execute", step)
+        return answer
+
+    def shutdown(self) -> None:
+        """Shut the role down."""
+        self._child.call("shutdown")
+
+    def close(self) -> None:
+        """End the process."""
+        self._child.close()
