@@ -66,6 +66,7 @@ class _Kind:
     arguments: str  # of the test
     install: str
     commands: tuple[str, ...]
+    taken: tuple[str, ...]  # NAMEConnector is something that the template imports
 
 
 _KVVIEW = _Kind(
@@ -73,12 +74,14 @@ _KVVIEW = _Kind(
     'options={"cpu_blocks": 64}',
     "pip install torch --index-url https://download.pytorch.org/whl/cpu",
     ("kvview replay --connector {target}", "kvview check {target}"),
+    ("Scheduler", "Worker"),
 )
 _RAW = _Kind(
     "raw_host_cache",
     'engine="vllm", options={"host_blocks": 64}',
     "pip install vllm",
     ("kvview check {target} --engine vllm",),
+    (),
 )
 _IN_CI = {"kvview replay": " --requests 200", "kvview check": " --report kvview.html"}
 
@@ -96,10 +99,10 @@ def new(file: Path, name: str | None, raw: bool) -> None:
     stem = file.stem
     if file.suffix != ".py" or not stem.isidentifier() or keyword.iskeyword(stem):
         raise ConfigError(f"{file}: not a Python module's name; try my_connector.py")
-    name = re.sub("Connector$", "", name or _in_capitals(stem))
-    if not f"{name}C".isidentifier():
-        raise ConfigError(f"--name {name!r}: not the name of a class; try Mine")
+    name = re.sub("Connector$", "", _in_capitals(stem) if name is None else name)
     kind = _RAW if raw else _KVVIEW
+    if not name.isidentifier() or name in kind.taken:
+        raise ConfigError(f"--name {name!r}: no class can have it; try --name Mine")
     test = file.with_name(f"test_{file.name}")
     workflow = file.parent / ".github" / "workflows" / f"kvview-{stem}.yml"
     words = {"module": stem, "name": name, "test": test.name, "arguments": kind.arguments}

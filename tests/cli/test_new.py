@@ -90,7 +90,10 @@ def test_nothing_is_overwritten(tmp_path: Path, there: str) -> None:
         (["my-connector.py"], "not a Python module's name"),
         (["class.py"], "not a Python module's name"),
         (["connector.txt"], "not a Python module's name"),
-        (["mine.py", "--name", "a b"], "not the name of a class"),
+        (["mine.py", "--name", "a b"], "no class can have it"),
+        (["mine.py", "--name", ""], "no class can have it"),
+        (["connector.py"], "no class can have it"),  # Connector, of all names
+        (["worker.py"], "no class can have it"),
     ],
 )
 def test_what_is_no_name_is_refused(
