@@ -113,7 +113,7 @@ TEXTS = {
     "--connector": TARGETS,
     "--option": PAIRS,
     "--profile": NAMES,
-    "--select": [*NAMES, "POOL-999", "check_nothing_*"],
+    "--select": [*NAMES, "check_nothing_*"],
     "--level": NAMES,
     "--engine": NAMES,
     "--vllm": [*NAMES, "0.9", "-1", "all,all"],
