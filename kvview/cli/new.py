@@ -1,6 +1,7 @@
 """``kvview new``: a connector to begin from, its test, and a CI job, which pass as they stand.
 
-1. The connector is ``examples/host_cache.py``, which the package carries, under a new name.
+1. The connector is ``examples/host_cache.py``, or with ``--raw`` ``examples/raw_host_cache.py``,
+   which the package carries, under a new name.
 2. Nothing is overwritten: if one of the files is there, none is written.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import keyword
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -17,8 +19,8 @@ from kvview.version import __version__
 
 _HERE = Path(__file__).resolve().parent
 _TEMPLATES = (
-    _HERE / "templates" / "host_cache.py",  # a wheel: pyproject.toml puts it there
-    _HERE.parents[1] / "examples" / "host_cache.py",  # a checkout
+    _HERE / "templates",  # a wheel: pyproject.toml puts them there
+    _HERE.parents[1] / "examples",  # a checkout
 )
 _TEST = '''\
 """The laws that a connector keeps, in simulated runs: pytest {test}"""
@@ -30,7 +32,7 @@ from kvview.testing import parametrize_with_checks
 from {module} import {name}Connector
 
 
-@parametrize_with_checks({name}Connector, seeds=50, options={{"cpu_blocks": 64}})
+@parametrize_with_checks({name}Connector, seeds=50, {arguments})
 def test_{module}(check: Callable[[], None]) -> None:
     check()
 '''
@@ -45,11 +47,9 @@ jobs:
       - uses: actions/setup-python@v5
         with:
           python-version: "3.11"
-      - run: pip install torch --index-url https://download.pytorch.org/whl/cpu
+      - run: {install}
       - run: pip install 'kvview[cli,reference,testing]>={version}'
-      - run: kvview replay --connector {file}:{name}Connector --requests 200
-      - run: kvview check {file}:{name}Connector --report kvview.html
-      - run: python -m pytest {test}
+{steps}
       - uses: actions/upload-artifact@v4
         if: always()
         with:
@@ -58,28 +58,58 @@ jobs:
 """
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """What differs between a connector of kvview and one of vLLM."""
+
+    template: str
+    arguments: str  # of the test
+    install: str
+    commands: tuple[str, ...]
+    taken: tuple[str, ...]  # NAMEConnector is something that the template imports
+
+
+_KVVIEW = _Kind(
+    "host_cache",
+    'options={"cpu_blocks": 64}',
+    "pip install torch --index-url https://download.pytorch.org/whl/cpu",
+    ("kvview replay --connector {target}", "kvview check {target}"),
+    ("Scheduler", "Worker"),
+)
+_RAW = _Kind(
+    "raw_host_cache",
+    'engine="vllm", options={"host_blocks": 64}',
+    "pip install vllm",
+    ("kvview check {target} --engine vllm",),
+    (),
+)
+_IN_CI = {"kvview replay": " --requests 200", "kvview check": " --report kvview.html"}
+
+
 @click.command()
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--name", metavar="NAME", help="Of the classes: NAMEConnector.  [default: from FILE]")
-def new(file: Path, name: str | None) -> None:
+@click.option("--raw", is_flag=True, help="One of vLLM's own kind, which imports no kvview.")
+def new(file: Path, name: str | None, raw: bool) -> None:
     """Write a connector to begin from: FILE, its test, and a CI job beside it.
 
     What is written keeps finished requests in host memory, and passes "kvview
-    replay", "kvview check" and pytest as it stands.
+    check" and pytest as it stands; without --raw "kvview replay" too.
     """
     stem = file.stem
     if file.suffix != ".py" or not stem.isidentifier() or keyword.iskeyword(stem):
         raise ConfigError(f"{file}: not a Python module's name; try my_connector.py")
-    name = re.sub("Connector$", "", name or _in_capitals(stem))
-    if not f"{name}C".isidentifier():
-        raise ConfigError(f"--name {name!r}: not the name of a class; try Mine")
+    name = re.sub("Connector$", "", _in_capitals(stem) if name is None else name)
+    kind = _RAW if raw else _KVVIEW
+    if not name.isidentifier() or name in kind.taken:
+        raise ConfigError(f"--name {name!r}: no class can have it; try --name Mine")
     test = file.with_name(f"test_{file.name}")
-    workflow = file.parent / ".github" / "workflows" / "kvview.yml"
-    words = {"file": file.name, "module": stem, "name": name, "test": test.name}
+    workflow = file.parent / ".github" / "workflows" / f"kvview-{stem}.yml"
+    words = {"module": stem, "name": name, "test": test.name, "arguments": kind.arguments}
     texts = {
-        file: _connector(name, file.name),
+        file: _connector(kind, name, stem),
         test: _TEST.format(**words),
-        workflow: _WORKFLOW.format(**words, version=__version__),
+        workflow: _workflow(kind, f"{file.name}:{name}Connector", test.name),
     }
     if there := [str(path) for path in texts if path.exists()]:
         raise ConfigError(f"{', '.join(there)}: already there; nothing was written")
@@ -89,10 +119,9 @@ def new(file: Path, name: str | None) -> None:
             path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from None
-    target = f"{file}:{name}Connector"
     click.echo(f"{file}, {test.name} and {workflow.relative_to(file.parent)} are written. Next:")
-    click.echo(f"  kvview replay --connector {target}")
-    click.echo(f"  kvview check {target}")
+    for command in kind.commands:
+        click.echo(f"  {command.format(target=f'{file}:{name}Connector')}")
     click.echo(f"  python -m pytest {test}")
 
 
@@ -100,7 +129,18 @@ def _in_capitals(stem: str) -> str:
     return "".join(part.capitalize() for part in stem.split("_"))
 
 
-def _connector(name: str, file_name: str) -> str:
-    path = next(path for path in _TEMPLATES if path.exists())
-    text = path.read_text(encoding="utf-8").replace("examples/host_cache.py", file_name)
+def _connector(kind: _Kind, name: str, stem: str) -> str:
+    path = next(path for path in _TEMPLATES if path.exists()) / f"{kind.template}.py"
+    text = path.read_text(encoding="utf-8").replace(f"examples/{kind.template}", stem)
+    # vLLM is there, with its types.
+    text = text.replace(kind.template, stem).replace("  # type: ignore[misc]", "")
     return text.replace("HostCache", name)
+
+
+def _workflow(kind: _Kind, target: str, test: str) -> str:
+    commands = [
+        command.format(target=target) + _IN_CI[" ".join(command.split()[:2])]
+        for command in kind.commands
+    ]
+    steps = "\n".join(f"      - run: {line}" for line in [*commands, f"python -m pytest {test}"])
+    return _WORKFLOW.format(install=kind.install, version=__version__, steps=steps)

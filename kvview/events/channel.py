@@ -167,8 +167,10 @@ class Listener:
         self._replay_endpoint, self._replay_seconds = replay_endpoint, replay_seconds
         try:
             self._socket = self._connect(zmq.SUB, endpoint)
+            if replay_endpoint is not None:  # one that is none is told now, not when it is needed
+                self._connect(zmq.DEALER, replay_endpoint).close(linger=0)
         except ConfigError:
-            self._context.term()
+            self._context.destroy(linger=0)
             raise
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode(errors="surrogateescape"))
@@ -229,7 +231,9 @@ class Listener:
 
 
 def _with_a_port(endpoint: str) -> str:
-    """Refuse a port that there is none of: zmq would take the rest of a division."""
+    """Refuse what nobody can hear: zmq would take the rest of a division for a port."""
+    if endpoint.startswith("inproc:"):
+        raise zmq.ZMQError(errno.EPROTONOSUPPORT)
     port = endpoint.rpartition(":")[2] if endpoint.startswith("tcp://") else ""
     if port.isdecimal() and int(port) > 65_535:
         raise zmq.ZMQError(errno.EINVAL)

@@ -1,8 +1,8 @@
 """The guard: what a connector gets by default instead of a bare view.
 
 An engine that does not check lets a connector free twice, free what another one
-holds, or pin the whole pool; what follows is seen hours later (vLLM #42571,
-#42085). ``GuardedView`` opens accounts in the pool's ledger and refuses first.
+holds, or pin the whole pool; what follows is seen hours later (vLLM #42571, #42085).
+``GuardedView`` opens accounts in the pool's ledger and refuses first.
 
 - GUARD-1 Everything **must** be checked before anything changes: after an error
   the pool, the ledger and the leases are as they were.

@@ -111,9 +111,9 @@ DEFAULT_MUTANTS = 20
 @click.option(
     "--mutants",
     "num_mutants",
-    default=DEFAULT_MUTANTS,
-    show_default=True,
-    help="Automatic mutants that --self-test plays, drawn with --seed.",
+    type=click.IntRange(0),
+    help="Automatic mutants that --self-test plays, drawn with --seed.  "
+    f"[default: {DEFAULT_MUTANTS}]",
 )
 def check(
     target: str | None,
@@ -135,7 +135,7 @@ def check(
     page_file: str | None,
     badge_file: str | None,
     self_test: bool,
-    num_mutants: int,
+    num_mutants: int | None,
 ) -> None:
     """Check an implementation against the laws of its contract.
 
@@ -153,9 +153,12 @@ def check(
         raise ConfigError(f"--badge {badge_file!r}: name it FILE.svg, or FILE.json for shields.io")
     if self_test:
         _refuse_for_the_self_test(click.get_current_context())
-        _finish(*_self_test(console, num_mutants, seed or 0), json_file)
+        number = DEFAULT_MUTANTS if num_mutants is None else num_mutants
+        _finish(*_self_test(console, number, seed or 0), json_file)
     if target is None:
         raise ConfigError("give a TARGET, package.module:factory, or --self-test")
+    if num_mutants is not None:
+        raise ConfigError("--mutants is for --self-test")
     if vllm and inference:
         raise ConfigError("--inference runs in the installed vLLM: leave out --vllm")
     if vllm:

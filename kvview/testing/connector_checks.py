@@ -85,7 +85,7 @@ def shared_runs(factory: Factory) -> ConnectorRuns:
             seeds=profile.num_seeds,
             first_seed=profile.seed or 0,
             options=profile.options,
-            engines=load_engines(profile.engine or "reference"),
+            engines=load_engines("reference" if profile.engine is None else profile.engine),
             steps=profile.run_steps,
             hook_seconds=profile.hook_seconds or watchdog.HOOK_SECONDS,
             on_progress=on_progress,
@@ -99,7 +99,7 @@ def _token_runs(factory: Factory, profile: Profile) -> ConnectorRuns:
     from kvview.testing.token_checks import ENGINE, load_token_check
 
     on_step: Callable[[str], None] | None = profile.shared.get("on_step")
-    return load_token_check(profile.engine or ENGINE)(
+    return load_token_check(ENGINE if profile.engine is None else profile.engine)(
         factory,  # type: ignore[arg-type]
         seeds=profile.num_seeds,
         first_seed=profile.seed or 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,12 +43,36 @@ def test_what_is_written_passes_as_it_stands(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     typed = run(tmp_path, "-m", "mypy", "--strict", "warm_store.py", "test_warm_store.py")
     assert typed.returncode == 0, typed.stdout
-    workflow = (tmp_path / ".github" / "workflows" / "kvview.yml").read_text()
+    workflow = (tmp_path / ".github" / "workflows" / "kvview-warm_store.yml").read_text()
     assert "kvview check warm_store.py:WarmStoreConnector" in workflow
     assert "HostCache" not in (tmp_path / "warm_store.py").read_text()
 
 
-@pytest.mark.parametrize("there", ["mine.py", "test_mine.py", ".github/workflows/kvview.yml"])
+def test_one_of_vllm_s_own_kind_is_written_too(tmp_path: Path) -> None:
+    # That it passes, tests/vllm/test_raw.py says, where vLLM is.
+    result = CliRunner().invoke(new, [str(tmp_path / "warm_store.py"), "--raw"])
+    assert result.exit_code == 0, result.output
+    told = result.output.splitlines()[1:]
+    assert [line.split()[:2] for line in told] == [["kvview", "check"], ["python", "-m"]]
+    text = (tmp_path / "warm_store.py").read_text()
+    compile(text, "warm_store.py", "exec")
+    assert '"kv_connector_module_path": "warm_store"' in text
+    assert "class WarmStoreConnector(KVConnectorBase_V1):\n" in text
+    assert not re.search("host_?cache|import kvview|from kvview", text, re.IGNORECASE)
+    test = (tmp_path / "test_warm_store.py").read_text()
+    assert 'engine="vllm"' in test
+    workflow = (tmp_path / ".github" / "workflows" / "kvview-warm_store.yml").read_text()
+    assert "warm_store.py:WarmStoreConnector --engine vllm" in workflow
+    assert "replay" not in workflow
+
+
+def test_two_connectors_in_one_folder(tmp_path: Path) -> None:
+    for name in ("one.py", "two.py"):
+        assert CliRunner().invoke(new, [str(tmp_path / name)]).exit_code == 0
+    assert len(list(tmp_path.glob(".github/workflows/*.yml"))) == 2
+
+
+@pytest.mark.parametrize("there", ["mine.py", "test_mine.py", ".github/workflows/kvview-mine.yml"])
 def test_nothing_is_overwritten(tmp_path: Path, there: str) -> None:
     kept = tmp_path / there
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +90,10 @@ def test_nothing_is_overwritten(tmp_path: Path, there: str) -> None:
         (["my-connector.py"], "not a Python module's name"),
         (["class.py"], "not a Python module's name"),
         (["connector.txt"], "not a Python module's name"),
-        (["mine.py", "--name", "a b"], "not the name of a class"),
+        (["mine.py", "--name", "a b"], "no class can have it"),
+        (["mine.py", "--name", ""], "no class can have it"),
+        (["connector.py"], "no class can have it"),  # Connector, of all names
+        (["worker.py"], "no class can have it"),
     ],
 )
 def test_what_is_no_name_is_refused(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from click.testing import CliRunner, Result
 from docs.make_commands import leaves
 from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
+from kvview.cli.output import Seconds
 from kvview.events.recording import Message, Recording
 
 COMMANDS = {path.removeprefix("kvview "): command for path, command in leaves()}
@@ -92,6 +95,104 @@ def test_where_nothing_can_be_written(command: str, option: str, path: str) -> N
         assert_refused(run(command, *ARGUMENTS[command], option, path))
     else:
         assert run(command, *ARGUMENTS[command], option, path, "-q").exit_code == 2
+
+
+# --- every option of every command, with values that it cannot have ---
+
+WHOLE = ["", " ", "x", "-", "1.5", "1e3", "0x10", "nan", "inf", "1 2", "\udce9", "9" * 5000]
+RATE = ["", " ", "x", "-", "nan", "-inf", "-1", "1,5", "0x10", "1 2", "\udce9"]
+NAMES = ["", " ", "no such", "\udce9", "../x:y", "x" * 300]
+TARGETS = [*NAMES, ":", "x:", ":x", "kvview:__all__", "kvview:Nothing", "folder:X"]
+PAIRS = ["", " ", "x", "=", "=1", "no_such_option=1"]
+ENDPOINTS = ["", "x", "tcp://", "tcp://x:99999", "inproc://a", "ftp://x:1", "\udce9"]
+FILES = ["", "missing", "folder", "empty", "binary", "loop", LONG, "deep.json"]
+TEXTS = {
+    "target": TARGETS,
+    "store": TARGETS,
+    "shell": NAMES,
+    "--connector": TARGETS,
+    "--option": PAIRS,
+    "--profile": NAMES,
+    "--select": [*NAMES, "check_nothing_*"],
+    "--level": NAMES,
+    "--engine": NAMES,
+    "--vllm": [*NAMES, "0.9", "-1", "all,all"],
+    "--against": NAMES,
+    "--kv-transfer-config": ["", "x", "[", "[]", "null", "{}"],
+    "--expected-failures": ["", "missing", "folder", "binary", "loop", LONG, "file"],
+    "--badge": ["badge", "badge.png", "folder/badge.txt"],
+    "--policy": NAMES,
+    "--policies": [*NAMES, ",", "lru,no such"],
+    "--model": FILES,
+    "--groups": [
+        "",
+        "x",
+        "full,,",
+        "window",
+        "window:0",
+        "window:-1",
+        "window:x",
+        "mamba@0",
+        "full:1",
+    ],
+    "--sizes": ["", "x", "-1", "nan%", "inf%", "5,", "5,x", "1 parsec", "64GiB"],
+    "--gpu-blocks": ["", "x", "-1", "nan%", "1.5", "1 parsec", "64GiB"],
+    "--dtype": NAMES,
+    "--name": ["", " ", "a b", "1a", "\udce9", "a-b", "Connector"],
+    "--consumer": NAMES,
+    "--format": NAMES,
+    "--replay-from": ENDPOINTS,
+    "--replay-to": ENDPOINTS,
+    "--publish": ENDPOINTS,
+    "--publish-replay": ENDPOINTS,
+}
+BY_PATHS = {"trace", "file", "source", "endpoint", "root", "--json", "--html", "--csv", "--topic"}
+"""Tried with files and folders in other tests; and any text is a topic."""
+BESIDES = {
+    "--against": ["--vllm", "0.33.0"],
+    "--publish-replay": ["--publish", "tcp://127.0.0.1:*"],
+    "--publish-wait": ["--publish", "tcp://127.0.0.1:*"],
+    "--linger": ["--replay-to", "tcp://127.0.0.1:*"],
+    "--dtype": ["--layers=2", "--kv-heads=1", "--head-size=8"],
+}
+CONNECTOR = ["kvview_reference.connector:OffloadConnector", "--seeds", "1"]
+
+
+def drawn(kind: str) -> list[str]:
+    """Texts drawn at random that are no number, and no name of anything."""
+    dice = random.Random(kind)
+    letters = "zqä漢 \t%$?*[{(\\'\"\u202e\x1b"
+    return ["z" + "".join(dice.choices(letters, k=dice.randint(1, 12))) for _ in range(4)]
+
+
+def wrong_values(option: click.Parameter) -> list[str]:
+    name = option.opts[0]
+    if isinstance(option, click.Option) and option.is_flag:
+        return []
+    if name in BY_PATHS:
+        return []
+    if isinstance(option.type, click.types.IntParamType):
+        return WHOLE + ([] if name == "--seed" else ["-1"]) + drawn(name)
+    if isinstance(option.type, click.types.FloatParamType) or type(option.type) is Seconds:
+        return RATE + drawn(name)
+    # What begins with no letter of ours is no name either.
+    return TEXTS[name] + drawn(name)
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [(command, o.opts[0]) for command, c in COMMANDS.items() for o in c.params if wrong_values(o)],
+)
+def test_values_that_no_option_has(command: str, name: str) -> None:
+    (option,) = (o for o in COMMANDS[command].params if o.opts[0] == name)
+    givens = [ARGUMENTS[command], *([CONNECTOR] if command == "check" else [])]
+    for given, value in itertools.product(givens, wrong_values(option)):
+        if isinstance(option, click.Argument):
+            result = run(command, *given[1:], "--", value)
+        else:
+            result = run(command, *given, *BESIDES.get(name, ()), f"{name}={value}")
+        assert result.exit_code == ExitCode.COULD_NOT_RUN, (given, value, result.output)
+        assert_refused(result)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
 import re
 from pathlib import Path
@@ -60,6 +61,20 @@ def test_what_breaks_a_law_says_where_it_stands() -> None:
     assert error.__notes__ == [law_url("POOL-4")]
     assert not hasattr(ConfigError("no law"), "__notes__")
     assert law_url("*") == law_url("HOOK") == ""
+
+
+def test_no_docstring_has_a_heading() -> None:
+    """A line that begins with the number of an issue becomes one on the site."""
+    found = [
+        f"{path}: {line.strip()}"
+        for folder in FLOORS.values()
+        for path in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        for line in (ast.get_docstring(node) or "").splitlines()
+        if line.lstrip().startswith("#")
+    ]
+    assert not found
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ pytest.importorskip(  # a submodule: this very folder is named vllm
 )
 
 from kvview import CacheGeometry, ConfigError, FullAttention, SlidingWindow
+from kvview.targets import load_target
 from kvview.testing.connector import (
     Add,
     ConnectorRuns,
@@ -52,6 +54,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 SEEDS = range(8)
+EXAMPLE = Path(__file__).parents[2] / "examples" / "raw_host_cache.py"
 has_pool = pytest.mark.skipif(
     not hasattr(HostConnector, "bind_gpu_block_pool"),
     reason="no connector is given the pool in this release",
@@ -78,6 +81,13 @@ def test_a_right_connector_is_green_and_has_loaded(runs: ConnectorRuns) -> None:
         assert runs.coverage["with steps in flight"]
     assert runs.coverage["loads"] > 50
     assert runs.coverage["loads beside a GPU hit"] > 10
+
+
+def test_what_kvview_new_writes_is_green_and_has_loaded(engines: VLLMEngines) -> None:
+    target = load_target(f"{EXAMPLE}:HostCacheConnector")
+    runs = check_connector(target, seeds=4, options={"host_blocks": 20}, engines=engines)
+    assert runs.is_clean, runs.summary()
+    assert runs.coverage["loads"] > 10
 
 
 def test_vsim_2_what_is_not_played_is_named(runs: ConnectorRuns) -> None:

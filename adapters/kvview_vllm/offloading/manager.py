@@ -77,8 +77,8 @@ class VLLMOffloadingManager:
        manager names no pages, keeping their keys from it is all that is needed.
     4. Events are the manager's own; a reset adds the removals that it lacks.
     5. What a policy does when it refuses a store stays done: it may have learnt from
-       the offer, and ARC refuses what fits when only T1 has room (up to 0.29, vLLM
-       #55461), up to 0.18 after evictions; those are reported.
+       the offer, and ARC refuses what fits when only T1 has room (up to 0.29,
+       vLLM #55461), up to 0.18 after evictions; those are reported.
 
     Args:
         make: Makes the vLLM manager, which holds nothing; called once, and at

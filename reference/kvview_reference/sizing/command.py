@@ -138,6 +138,8 @@ def size(
     if html_file == "-":
         raise ConfigError("--html needs a file")
     names = [name.strip() for name in policies.split(",") if name.strip()]
+    if not names:
+        raise ConfigError(f"--policies {policies!r}: name one at least, lru for example")
     for name in names:
         policy_factory(name)(1)  # raises what is wrong with it now
     model = read_model(model_file, model_fields)

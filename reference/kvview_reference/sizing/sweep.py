@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
@@ -148,7 +149,7 @@ def size(
         ("--prefill-rate", prefill_tokens_per_s),
         ("--load-bandwidth", load_bandwidth_gb_per_s),
     ):
-        if not rate > 0:
+        if not 0 < rate < math.inf:
             raise ConfigError(f"{name} must be above 0, got {rate}")
     on_progress("stack distances")
     tiers = Tiers(references, gpu_blocks)

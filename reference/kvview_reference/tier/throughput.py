@@ -16,6 +16,7 @@ from kvview import ConfigError
 from kvview.tier import GuardedTier, Namespace, TierStore
 
 _FOLDER = "{tmp}"
+_LARGEST = 2**30  # bytes of a page
 _SECONDS = 120.0
 _HERE = Namespace("benchmark", weights="1")
 
@@ -86,6 +87,8 @@ def measure(
     """
     if min([pages, rounds, *sizes]) < 1:
         raise ConfigError("sizes, pages and rounds must be 1 or more")
+    if max(sizes) > _LARGEST:
+        raise ConfigError(f"a page has at most {_LARGEST:,} bytes, got {max(sizes):,}")
     folder = tempfile.mkdtemp(prefix="kvview-bench-")
     filled = {
         name: value.replace(_FOLDER, folder) if isinstance(value, str) else value
