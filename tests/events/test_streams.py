@@ -52,6 +52,9 @@ INCIDENTS = {
 }
 
 
+FIRST, SECOND = 1 << 40, 1 << 41  # hashes as long as real ones: llm-d reads no others
+
+
 def batch_of(name: str, *events: tuple[str, dict[str, Any]]) -> Batch:
     writer = codec(find_format(name))
     made = [writer.make(tag, **values) for tag, values in events]
@@ -93,13 +96,23 @@ def test_an_incident_is_flagged_by_its_thread(thread: str) -> None:
         ("dynamo", {"token_ids": []}, Reception.REJECTED, "token_ids too short: need 4, got 0"),
         ("dynamo", {"block_size": 0}, Reception.REJECTED, "block size 0"),
         ("dynamo", {"token_ids": [1] * 5}, Reception.PARTLY, "the last 1 blocks are lost"),
-        ("dynamo", {"parent_block_hash": 1}, Reception.REJECTED, "a hash comes twice"),
+        ("dynamo", {"parent_block_hash": FIRST}, Reception.REJECTED, "a hash comes twice"),
         ("dynamo", {"block_hashes": [b"h" * 32]}, Reception.BATCH_LOST, "hashes are read as int"),
         ("dynamo", {"kv_cache_spec_kind": "mamba"}, Reception.REJECTED, "blocks of mamba"),
         ("dynamo", {"locality": "REMOTE"}, Reception.REJECTED, "locality REMOTE"),
         ("llm-d", {}, Reception.ACCEPTED, ""),
         ("llm-d", {"token_ids": []}, Reception.PARTLY, "taken as a move"),
-        ("llm-d", {"kv_cache_spec_kind": None}, Reception.PARTLY, "overwritten with an empty one"),
+        ("llm-d", {"kv_cache_spec_kind": None}, Reception.PARTLY, "that of an earlier event"),
+        ("llm-d", {"kv_cache_spec_kind": "mamba"}, Reception.REJECTED, "blocks of mamba"),
+        ("llm-d", {"block_size": 3}, Reception.REJECTED, "8 tokens are not those of 2 blocks of 3"),
+        ("llm-d", {"parent_block_hash": 7}, Reception.BATCH_LOST, "fewer than 8 bytes"),
+        ("llm-d", {"group_idx": -1}, Reception.BATCH_LOST, "its group is negative"),
+        (
+            "llm-d",
+            {"lora_name": "a", "extra_keys": [["a"], None]},
+            Reception.PARTLY,
+            "read as that of an image",
+        ),
         ("llm-d-arrays", {}, Reception.BATCH_LOST, "read as arrays, and are maps"),
         ("vllm", {}, Reception.ACCEPTED, ""),
         ("vllm-0.23", {}, Reception.BATCH_LOST, "read as arrays, and are maps"),
@@ -109,13 +122,13 @@ def test_an_incident_is_flagged_by_its_thread(thread: str) -> None:
 def test_what_a_consumer_does(
     name: str, values: dict[str, Any], verdict: Reception, why: str
 ) -> None:
-    batch = batch_of("vllm-0.30", stored(1, 2, medium="CPU", **values))
+    batch = batch_of("vllm-0.30", stored(FIRST, SECOND, medium="CPU", **values))
     (judgement,) = find_consumer(name).judge(batch)
     assert (judgement.verdict, why in judgement.why) == (verdict, True), judgement
 
 
 def test_arrays_and_their_readers() -> None:
-    grouped = batch_of("vllm-0.22", stored(1, 2), removed(1), CLEARED)
+    grouped = batch_of("vllm-0.22", stored(FIRST, SECOND), removed(FIRST), CLEARED)
     verdicts = {consumer.name: consumer.judge(grouped)[0].verdict for consumer in CONSUMERS}
     assert verdicts["dynamo"] is verdicts["aibrix"] is verdicts["vllm-0.23"] is Reception.ACCEPTED
     assert verdicts["kthena"] is verdicts["llm-d-arrays"] is Reception.ACCEPTED
@@ -286,7 +299,8 @@ def test_validate_finds_what_is_wrong(recorded: Any) -> None:
 
 
 def test_validate_says_what_a_consumer_loses(recorded: Any) -> None:
-    path = recorded(payload_of(stored(1, 2)), payload_of(stored(3, medium="CPU", token_ids=[])))
+    place = stored(FIRST, medium="CPU", token_ids=[])
+    path = recorded(payload_of(stored(FIRST, SECOND)), payload_of(place))
     done = run("validate", path, "--consumer", "dynamo", "--consumer", "llm-d", "--json", "-")
     assert done.exit_code == 1
     report = json.loads(done.stdout)
