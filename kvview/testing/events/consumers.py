@@ -21,6 +21,7 @@ from kvview.events.wire import (
     StoredEvent,
     UnreadableEvent,
 )
+from kvview.testing.events.stream_fold import FULL_KINDS
 
 
 class Reception(Enum):
@@ -176,14 +177,13 @@ def _clears_all(event: AnyEvent, batch: Batch) -> Judgement | None:
 
 # --- Dynamo ---
 
-_MAIN_KINDS = ("full_attention", "mla_attention", "sink_full_attention")
 _DYNAMO_MEDIA = ("GPU", "CPU", "CPU_PINNED", "DISK", "STORAGE", "EXTERNAL")
 _DYNAMO_EMPTY = "vllm-project/vllm#43468"
 
 
 def _dynamo_groups(event: AnyEvent, batch: Batch) -> Judgement | None:
     kind = getattr(event, "kv_cache_spec_kind", None)
-    if kind is not None and kind not in _MAIN_KINDS:
+    if kind is not None and kind not in FULL_KINDS:
         return Judgement(Reception.REJECTED, f"blocks of {kind} are left out")
     group = getattr(event, "group_idx", None)
     if isinstance(event, StoredEvent) and kind is None and group:
@@ -264,7 +264,7 @@ def _aibrix_tokens(event: AnyEvent, batch: Batch) -> Judgement | None:
 def _llmd_hashes(event: AnyEvent, batch: Batch) -> Judgement | None:
     for one in _hashes(event):
         if isinstance(one, int) and -(2**31) <= one < 2**32:
-            why = f"hash {one} is written in fewer than 8 bytes, and only those of 8 are read"
+            why = "a hash is written in fewer than 8 bytes, and only those of 8 are read"
             return Judgement(Reception.BATCH_LOST, why)
         if one == b"":
             return Judgement(Reception.BATCH_LOST, "a hash has no bytes")
@@ -300,7 +300,7 @@ def _llmd_dense(event: AnyEvent, batch: Batch) -> Judgement | None:
             return Judgement(Reception.REJECTED, why)
         why = "its group's kind is that of an earlier event; without one it is left out"
         return Judgement(Reception.PARTLY, why)
-    if kind not in _MAIN_KINDS:
+    if kind not in FULL_KINDS:
         return Judgement(Reception.REJECTED, f"blocks of {kind} are left out")
     if tokens and (size <= 0 or tokens != size * len(event.block_hashes)):
         why = f"{tokens} tokens are not those of {len(event.block_hashes)} blocks of {size}"
