@@ -76,6 +76,12 @@ class BlockSizeIndex:
         """Tokens in the block that ``key`` names; None when never seen, or held by nobody."""
         return None if key in self._let_go else self._sizes.get(key)
 
+    def learn(self, key: OffloadKey, block_size: int) -> None:
+        """Take the size that an offloading event itself says, of a key that is held."""
+        if any(key in held for held in self._offloaded.values()):
+            self._sizes[key] = block_size
+            self._hold((key,))
+
     def apply_batch(self, events: Iterable[GPUEvent | OffloadingEvent]) -> None:
         """Learn from all events of one batch; nothing is forgotten in between."""
         for event in events:

@@ -4,6 +4,7 @@
 2. Who missed some asks the replay endpoint with the first number that it wants; the answer is
    a message for each batch that is still kept, and one whose number is -1.
 3. Frames that are none of these are told and passed over: a listener goes on.
+4. A number below the last one is a publisher that began anew: numbers never come twice.
 
 Source: ``ZmqEventPublisher`` in ``vllm/distributed/kv_events.py`` (0.11.0 to 0.33.0); replayed
 batches have no frame for the topic up to 0.25.
@@ -15,13 +16,15 @@ import errno
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 
 from kvview.errors import ConfigError, WireFormatError, line_of
 from kvview.events.recording import Message
 
+_MOST_QUEUED = 100_000  # messages that a slow listener keeps: what comes after is a gap
+_LARGEST = 256 << 20  # bytes of a frame; who sends more is disconnected
 _END = (-1).to_bytes(8, "big", signed=True)
 _POLL_MS = 50
 
@@ -151,6 +154,9 @@ class Listener:
         topic: What the topics of its messages begin with.
         replay_seconds: How long to wait for each message of a replay.
 
+    Attributes:
+        num_replayed: Messages that :meth:`follow` asked for again.
+
     Raises:
         ConfigError: An endpoint is none.
     """
@@ -165,6 +171,7 @@ class Listener:
     ) -> None:
         self._context = zmq.Context()
         self._replay_endpoint, self._replay_seconds = replay_endpoint, replay_seconds
+        self._expected = self.num_replayed = 0
         try:
             self._socket = self._connect(zmq.SUB, endpoint)
             if replay_endpoint is not None:  # one that is none is told now, not when it is needed
@@ -172,7 +179,6 @@ class Listener:
         except ConfigError:
             self._context.destroy(linger=0)
             raise
-        self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode(errors="surrogateescape"))
 
     def __enter__(self) -> Listener:
@@ -191,6 +197,32 @@ class Listener:
         if not self._socket.poll(int(seconds * 1000)):
             return None
         return read_frames(self._socket.recv_multipart())
+
+    def follow(self, seconds: float, tell: Callable[[str], None]) -> Iterator[Message]:
+        """The next message, and before it what was missed, as far as a replay has it.
+
+        Args:
+            seconds: How long to wait; nothing comes when none came in time.
+            tell: Is told what was no message, and why there is no replay (3.).
+        """
+        try:
+            message = self.receive(seconds)
+        except WireFormatError as error:
+            tell(str(error))
+            return
+        if message is None:
+            return
+        first = self._expected if message.sequence >= self._expected else 0  # 4.
+        if message.sequence > first and self._replay_endpoint is not None:
+            try:
+                for missed in self.replay(first):
+                    if first <= missed.sequence < message.sequence:
+                        self.num_replayed += 1
+                        yield missed
+            except (WireFormatError, ConfigError) as error:
+                tell(str(error))
+        self._expected = message.sequence + 1
+        yield message
 
     def replay(self, first: int) -> Iterator[Message]:
         """What the publisher still has, from a number on.
@@ -220,6 +252,8 @@ class Listener:
 
     def _connect(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
+        socket.set_hwm(_MOST_QUEUED)
+        socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
         try:
             socket.connect(_with_a_port(endpoint))
         except (zmq.ZMQError, UnicodeError) as error:

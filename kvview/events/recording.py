@@ -9,11 +9,15 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Iterator
+from itertools import count
 from typing import IO, Any
 
 import msgspec
 
 from kvview.errors import ConfigError, WireFormatError, line_of
+
+_LONGEST = 64 << 20
+"""Bytes of a line: a prompt of a million tokens takes seven million."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,10 +79,15 @@ def read_recording(path: str) -> Iterator[Message]:
     decode = msgspec.json.Decoder(Message).decode
     try:
         with _open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number in count(1):
+                line = file.readline(_LONGEST + 1)
+                if not line:
+                    return
                 try:
+                    if len(line) > _LONGEST:
+                        raise ValueError(f"longer than {_LONGEST} bytes")
                     message = decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except (msgspec.DecodeError, ValueError, RecursionError) as error:
                     why = f"{path}:{number}: not a recorded message: {line_of(error)}"
                     raise WireFormatError(why) from None
                 yield message

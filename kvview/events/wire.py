@@ -109,16 +109,22 @@ class Codec:
         Raises:
             WireFormatError: It is none, or would not be written back as it came.
         """
-        name = self.wire_format.name
         try:
-            read: Any = self._read(payload)
-            batch = Batch(read.ts, read.events, getattr(read, "rank", None), self.wire_format)
-            is_same = self.encode(batch) == payload
+            return self.decode_or_raise(payload)
         except _UNREADABLE as error:
-            raise WireFormatError(f"not a batch of {name}: {line_of(error)}") from None
-        if not is_same:
-            raise WireFormatError(f"not a batch of {name}: it would be written in other bytes")
+            raise self.refused(error) from None
+
+    def decode_or_raise(self, payload: bytes) -> Batch:
+        """:meth:`decode`, whose errors are those of whatever failed: a trial costs little."""
+        read: Any = self._read(payload)
+        batch = Batch(read.ts, read.events, getattr(read, "rank", None), self.wire_format)
+        if self.encode(batch) != payload:
+            raise ValueError("it would be written in other bytes")
         return batch
+
+    def refused(self, error: BaseException) -> WireFormatError:
+        """What :meth:`decode` raises."""
+        return WireFormatError(f"not a batch of {self.wire_format.name}: {line_of(error)}")
 
     def decode_event(self, source: bytes) -> WireEvent | None:
         """Read one event of this format; None when it is none."""
@@ -233,18 +239,18 @@ class EventDecoder:
         Raises:
             WireFormatError: It is none (3.), or of another format (1.).
         """
-        why = ""
+        first: WireFormatError | None = None
         for number, reader in enumerate(self._codecs):
             try:
-                batch = reader.decode(payload)
-            except WireFormatError as error:
-                why = why or str(error)
+                batch = reader.decode_or_raise(payload)
+            except _UNREADABLE as error:
+                first = first or (reader.refused(error) if self._strict else None)
                 continue
             if number:
                 self._codecs.insert(0, self._codecs.pop(number))
             return batch
-        if self._strict:
-            raise WireFormatError(why)
+        if first is not None:
+            raise first
         return self._decode_leniently(payload)
 
     def _decode_leniently(self, payload: bytes) -> Batch:

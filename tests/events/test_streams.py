@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ INCIDENTS = {
 }
 
 
+FIRST, SECOND = 1 << 40, 1 << 41  # hashes as long as real ones: llm-d reads no others
+
+
 def batch_of(name: str, *events: tuple[str, dict[str, Any]]) -> Batch:
     writer = codec(find_format(name))
     made = [writer.make(tag, **values) for tag, values in events]
@@ -93,13 +97,23 @@ def test_an_incident_is_flagged_by_its_thread(thread: str) -> None:
         ("dynamo", {"token_ids": []}, Reception.REJECTED, "token_ids too short: need 4, got 0"),
         ("dynamo", {"block_size": 0}, Reception.REJECTED, "block size 0"),
         ("dynamo", {"token_ids": [1] * 5}, Reception.PARTLY, "the last 1 blocks are lost"),
-        ("dynamo", {"parent_block_hash": 1}, Reception.REJECTED, "a hash comes twice"),
+        ("dynamo", {"parent_block_hash": FIRST}, Reception.REJECTED, "a hash comes twice"),
         ("dynamo", {"block_hashes": [b"h" * 32]}, Reception.BATCH_LOST, "hashes are read as int"),
         ("dynamo", {"kv_cache_spec_kind": "mamba"}, Reception.REJECTED, "blocks of mamba"),
         ("dynamo", {"locality": "REMOTE"}, Reception.REJECTED, "locality REMOTE"),
         ("llm-d", {}, Reception.ACCEPTED, ""),
         ("llm-d", {"token_ids": []}, Reception.PARTLY, "taken as a move"),
-        ("llm-d", {"kv_cache_spec_kind": None}, Reception.PARTLY, "overwritten with an empty one"),
+        ("llm-d", {"kv_cache_spec_kind": None}, Reception.PARTLY, "that of an earlier event"),
+        ("llm-d", {"kv_cache_spec_kind": "mamba"}, Reception.REJECTED, "blocks of mamba"),
+        ("llm-d", {"block_size": 3}, Reception.REJECTED, "8 tokens are not those of 2 blocks of 3"),
+        ("llm-d", {"parent_block_hash": 7}, Reception.BATCH_LOST, "fewer than 8 bytes"),
+        ("llm-d", {"group_idx": -1}, Reception.BATCH_LOST, "its group is negative"),
+        (
+            "llm-d",
+            {"lora_name": "a", "extra_keys": [["a"], None]},
+            Reception.PARTLY,
+            "read as that of an image",
+        ),
         ("llm-d-arrays", {}, Reception.BATCH_LOST, "read as arrays, and are maps"),
         ("vllm", {}, Reception.ACCEPTED, ""),
         ("vllm-0.23", {}, Reception.BATCH_LOST, "read as arrays, and are maps"),
@@ -109,13 +123,13 @@ def test_an_incident_is_flagged_by_its_thread(thread: str) -> None:
 def test_what_a_consumer_does(
     name: str, values: dict[str, Any], verdict: Reception, why: str
 ) -> None:
-    batch = batch_of("vllm-0.30", stored(1, 2, medium="CPU", **values))
+    batch = batch_of("vllm-0.30", stored(FIRST, SECOND, medium="CPU", **values))
     (judgement,) = find_consumer(name).judge(batch)
     assert (judgement.verdict, why in judgement.why) == (verdict, True), judgement
 
 
 def test_arrays_and_their_readers() -> None:
-    grouped = batch_of("vllm-0.22", stored(1, 2), removed(1), CLEARED)
+    grouped = batch_of("vllm-0.22", stored(FIRST, SECOND), removed(FIRST), CLEARED)
     verdicts = {consumer.name: consumer.judge(grouped)[0].verdict for consumer in CONSUMERS}
     assert verdicts["dynamo"] is verdicts["aibrix"] is verdicts["vllm-0.23"] is Reception.ACCEPTED
     assert verdicts["kthena"] is verdicts["llm-d-arrays"] is Reception.ACCEPTED
@@ -158,16 +172,68 @@ def test_what_lies_where() -> None:
     assert laws(fold, 7, stored(3, token_ids=[1])) == ["FORMAT"]
 
 
+def test_a_store_of_a_window_names_some_of_its_blocks() -> None:
+    """As vLLM writes it: the tokens are those of three blocks."""
+    fold = StreamFold()
+    said: dict[str, Any] = {"token_ids": [7] * 12, "group_idx": 1}
+    assert laws(fold, 0, stored(1, **said, kv_cache_spec_kind="sliding_window")) == []
+    assert laws(fold, 1, stored(**said, kv_cache_spec_kind="sliding_window")) == []
+    assert fold.num_sparse == 2
+    assert laws(fold, 2, stored(2, **said)) == ["FORMAT"]
+    said |= {"block_size": 5, "kv_cache_spec_kind": "mamba"}
+    assert laws(fold, 3, stored(3, **said)) == ["FORMAT"]
+
+
 def test_numbers_without_gaps() -> None:
     fold = StreamFold()
     assert laws(fold, 5, removed(9)) == []  # heard too late to know
     assert laws(fold, 7) == ["EVENT-3"]
     assert fold.gaps == [range(6, 7)]
     assert laws(fold, 7) == ["EVENT-3"]
+    assert laws(fold, 6, stored(1)) == ["EVENT-3"]  # late, and no gap is left
+    assert (fold.gaps, fold.held["GPU"][1, 0]) == ([], 1)
+    assert laws(fold, 6, stored(1)) == ["EVENT-3"]  # again, and counted once
+    assert fold.held["GPU"][1, 0] == 1
     assert laws(fold, 0, stored(1)) == ["EVENT-3"]  # the publisher began anew
     assert laws(fold, 1, removed(1), removed(2)) == ["EVENT-1"]
     assert fold.apply(2, b"junk")[0] is None
     assert laws(fold, 3, removed(5)) == []  # what the unreadable batch held is not known
+
+
+def test_a_publisher_that_began_anew_before_it_was_heard() -> None:
+    fold = StreamFold()
+    assert laws(fold, 0, stored(1), stored(1, medium="CPU")) == []
+    later = encode(replace(batch_of("vllm-0.30", stored(2)), ts=2.5))
+    assert laws(fold, 1) == laws(fold, 2) == laws(fold, 3) == []
+    (finding,) = fold.apply(2, later)[1]
+    assert finding.what == "the publisher began anew, after 3, and its first 2 messages are missing"
+    assert [*fold.held] == ["GPU"]
+    assert [*fold.held["GPU"]] == [(2, 0)]
+    assert (fold.knows_all, fold.gaps) == (False, [range(2)])
+
+
+def test_sizes_are_joined_from_the_gpu() -> None:
+    """The event of a tier comes last, where the GPU's block is gone already (#57159)."""
+    fold = StreamFold()
+    place: dict[str, Any] = {"token_ids": [], "block_size": 0, "kv_cache_spec_kind": None}
+    large: dict[str, Any] = {"group_idx": 1, "block_size": 8, "token_ids": [7] * 8}
+    gone = ("BlockRemoved", {"block_hashes": [1, 2], "medium": "GPU", "group_idx": 1})
+    in_tier = [
+        stored(1, 2, 3, medium="CPU", **place),
+        stored(1, medium="CPU", **place | {"group_idx": 1}),
+        stored(2, medium="CPU", **place | {"group_idx": 1}),
+    ]
+    events = [stored(1, 2), stored(1, **large), stored(2, **large), gone, removed(1), *in_tier]
+    assert laws(fold, 0, *events) == []
+    assert fold.sizes.num_tokens(fold.held["CPU"]) == (4 + 4 + 8 + 8, 1)
+    assert laws(fold, 1, removed(1, medium="CPU")) == []
+    assert [fold.sizes.find(1, group) for group in (0, 1)] == [None, 8]
+    assert laws(fold, 2, stored(9, medium="DISK"), stored(9)) == []  # says it itself
+    assert fold.sizes.num_tokens(fold.held["DISK"]) == (4, 0)
+    (finding,) = fold.apply(3, payload_of(stored(2, medium="DISK", block_size=2)))[1][1:]
+    assert finding.what == (
+        "event 0 says blocks of 2 in DISK, and the GPU's event of a block said 4"
+    )
 
 
 # --- the channel ---
@@ -267,7 +333,9 @@ def test_validate_a_recording(recorded: Any, tmp_path: Path) -> None:
     path = recorded(payload_of(stored(1, 2), stored(1, medium="CPU")), payload_of(removed(2)))
     done = run("validate", path, "--json", tmp_path / "report.json")
     assert done.exit_code == 0, done.output
-    assert done.output == "2 messages, 3 events, vllm-0.30\nCPU: 1 blocks\nGPU: 1 blocks\n"
+    assert done.output == (
+        "2 messages, 3 events, vllm-0.30\nCPU: 1 blocks, 4 tokens\nGPU: 1 blocks, 4 tokens\n"
+    )
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["held"] == {"CPU": 1, "GPU": 1}
     assert report["knows_all"] is True
@@ -286,7 +354,8 @@ def test_validate_finds_what_is_wrong(recorded: Any) -> None:
 
 
 def test_validate_says_what_a_consumer_loses(recorded: Any) -> None:
-    path = recorded(payload_of(stored(1, 2)), payload_of(stored(3, medium="CPU", token_ids=[])))
+    place = stored(FIRST, medium="CPU", token_ids=[])
+    path = recorded(payload_of(stored(FIRST, SECOND)), payload_of(place))
     done = run("validate", path, "--consumer", "dynamo", "--consumer", "llm-d", "--json", "-")
     assert done.exit_code == 1
     report = json.loads(done.stdout)

@@ -27,6 +27,8 @@ from kvview.events.wire import (
 from kvview.testing.events.command import _line
 from kvview.testing.events.consumers import CONSUMERS
 from kvview.testing.events.stream_fold import StreamFold
+from kvview.testing.events.wire_sizes import WireSizes
+from tests.events.fuzz_wire import blind
 
 pack = msgspec.msgpack.encode
 HASHES = st.integers(0, 2**64 - 1) | st.binary(max_size=33)
@@ -90,7 +92,7 @@ def _is_sound(payload: bytes) -> None:
     assert encode(batch) == payload
     for event in batch.events:
         assert isinstance(event, StoredEvent | RemovedEvent | ClearedEvent | UnreadableEvent)
-        assert _line(event)
+        assert _line(event, WireSizes())
     for consumer in CONSUMERS:
         assert len(consumer.judge(batch)) == len(batch.events)
     StreamFold().apply(0, payload)
@@ -235,3 +237,8 @@ def test_the_table_needs_no_package() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == f"{len(WIRE_FORMATS)}\n"
+
+
+def test_a_slice_of_the_fuzzing() -> None:
+    """The whole is ``tests/events/fuzz_wire.py``: batches, frames and recordings made wrong."""
+    assert blind(3000, seed=1) < 2000

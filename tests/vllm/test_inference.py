@@ -74,6 +74,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Future[
             executor.submit(_run, "-m", "kvview", "check", target, "--inference", f"--json={file}"),
             executor.submit(_run, "-c", ONE_GROUP, json.dumps(TARGETS)),
             executor.submit(lambda: file),
+            executor.submit(_run, "tests/vllm/inference_events.py"),
         ]
 
 
@@ -132,6 +133,23 @@ def test_what_stands_in_for_cuda_is_named(said: dict[str, Any]) -> None:
     assert (found["broken"], found["gaps"]) == ([], [])
     assert found["coverage"]["loads"] > 20
     assert any(name.startswith("stands in: for the copies of vLLM") for name in found["coverage"])
+
+
+def test_events_say_what_can_be_loaded(processes: list[Future[Any]]) -> None:
+    """Of vLLM's own publisher, after every step; what is dropped is found and replayed."""
+    done = processes[3].result()
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    told = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
+    for name, media in (("two groups", ("CPU",)), ("two connectors", ("CPU", "DISK"))):
+        coverage = told[name]["coverage"]
+        assert coverage["steps compared"] > 300
+        assert coverage["messages dropped and found"] > 20
+        assert coverage["messages replayed"] >= coverage["messages dropped and found"]
+        assert coverage["AllBlocksCleared"] > 5
+        assert coverage["BlockRemoved"] > 20
+        for medium in ("GPU", *media):
+            assert coverage[f"blocks compared in {medium}"] > 1000
+    assert told["evictions untold"]["law"] == "EVENT-2"
 
 
 def test_a_connector_that_fails() -> None:

@@ -15,13 +15,14 @@ import click
 
 from kvview.cli.exit_codes import EXIT_CODES, ExitCode
 from kvview.cli.output import JSONOption, Seconds, require_writable, write_json
-from kvview.errors import ConfigError, WireFormatError
+from kvview.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvview.events.recording import Message
     from kvview.events.wire import AnyEvent, Batch
     from kvview.testing.events.consumers import Consumer, Judgement
     from kvview.testing.events.stream_fold import Finding, StreamFold
+    from kvview.testing.events.wire_sizes import WireSizes
 
 _SHOWN = 20  # findings on the screen; the JSON has all that are kept
 _KEPT = 10_000
@@ -118,7 +119,7 @@ def tail(source: str, json_file: str | None, **heard: Any) -> None:
         for message in _messages(source, report, **heard):
             batch, found = report.fold.apply(message.sequence, message.payload)
             for event in () if batch is None else batch.events:
-                click.echo(f"{message.sequence:>8} {_line(event)}", err=is_taken)
+                click.echo(f"{message.sequence:>8} {_line(event, report.fold.sizes)}", err=is_taken)
             for finding in found:
                 click.echo(f"{finding.sequence:>8} ! {finding.law}: {finding.what}", err=is_taken)
             report.note(found)
@@ -218,26 +219,12 @@ def _live(
     from kvview.events.channel import Listener
 
     end = None if seconds is None else time.monotonic() + seconds
-    expected = 0
     with Listener(source, replay_from, topic=topic) as listener:
         while end is None or time.monotonic() < end:
             left = 0.2 if end is None else max(0.0, min(0.2, end - time.monotonic()))
-            message: Message | None = None
-            try:
-                message = listener.receive(left)
-                if message is None:
-                    continue
-                if message.sequence > expected and replay_from is not None:
-                    for missed in listener.replay(expected):
-                        if expected <= missed.sequence < message.sequence:
-                            report.num_replayed += 1
-                            yield missed
-            except (WireFormatError, ConfigError) as error:
-                report.tell(str(error))
-                if message is None:
-                    continue
-            expected = message.sequence + 1
-            yield message
+            for message in listener.follow(left, report.tell):
+                report.num_replayed = listener.num_replayed
+                yield message
 
 
 @dataclass
@@ -299,11 +286,19 @@ class _Report:
             err=is_quiet,
         )
         for medium, held in sorted(fold.held.items()):
-            click.echo(f"{medium}: {len(held)} blocks", err=is_quiet)
+            tokens, unsized = fold.sizes.num_tokens(held)
+            unknown = f"; of {unsized} the size is not known" if unsized else ""
+            click.echo(f"{medium}: {len(held)} blocks, {tokens} tokens{unknown}", err=is_quiet)
         if fold.num_copies_left:
             click.echo(
                 f"{fold.num_copies_left} removals leave another copy: a reader that does not "
                 f"count copies loses the block (vllm-project/vllm#55092)",
+                err=is_quiet,
+            )
+        if fold.num_sparse:
+            click.echo(
+                f"{fold.num_sparse} stores of windows name fewer blocks than their tokens fill: "
+                f"which tokens are whose is not said",
                 err=is_quiet,
             )
         if fold.num_messages and not fold.knows_all:
@@ -312,6 +307,10 @@ class _Report:
     def write(self, json_file: str | None, source: str) -> None:
         from kvview.testing.events.stream_report import JudgedEvents, StreamReport
 
+        sized = {
+            medium: self.fold.sizes.num_tokens(held)
+            for medium, held in sorted(self.fold.held.items())
+        }
         told = StreamReport(
             source=source,
             exit_code=int(self.code()),
@@ -320,7 +319,10 @@ class _Report:
             events=dict(self.fold.num_events),
             formats=dict(self.fold.formats),
             held={medium: len(held) for medium, held in sorted(self.fold.held.items())},
+            tokens={name: count for name, (count, _) in sized.items()},
+            unsized={name: count for name, (_, count) in sized.items() if count},
             copies_left=self.fold.num_copies_left,
+            sparse=self.fold.num_sparse,
             knows_all=self.fold.knows_all,
             missing=[(gap.start, gap.stop) for gap in self.fold.gaps],
             num_findings=self.num_findings,
@@ -337,7 +339,7 @@ class _Report:
         write_json(json_file, asdict(told))
 
 
-def _line(event: AnyEvent) -> str:
+def _line(event: AnyEvent, sizes: WireSizes) -> str:
     from kvview.events.wire import RemovedEvent, StoredEvent, UnreadableEvent
 
     if isinstance(event, UnreadableEvent):
@@ -353,5 +355,7 @@ def _line(event: AnyEvent) -> str:
     said = f"{event.medium}{group} {' '.join(hashes)}{more}"
     if isinstance(event, RemovedEvent):
         return f"- {said}"
-    tokens = len(event.token_ids or ())
-    return f"+ {said} ({tokens} tokens, blocks of {event.block_size})"
+    if tokens := len(event.token_ids or ()):
+        return f"+ {said} ({tokens} tokens, blocks of {event.block_size})"
+    size = sizes.find(event.block_hashes[0], event.group_idx) if event.block_hashes else None
+    return f"+ {said} (the place alone, blocks of {size or 'a size that is not known'})"

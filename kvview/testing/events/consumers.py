@@ -21,6 +21,7 @@ from kvview.events.wire import (
     StoredEvent,
     UnreadableEvent,
 )
+from kvview.testing.events.stream_fold import FULL_KINDS
 
 
 class Reception(Enum):
@@ -152,6 +153,12 @@ def _ignores(*names: str, thread: str = "") -> Rule:
     return rule
 
 
+def _rank_is_read(event: AnyEvent, batch: Batch) -> Judgement | None:
+    if not batch.wire_format.has_rank:
+        return Judgement(Reception.BATCH_LOST, "a batch is read as three elements, and has two")
+    return None
+
+
 def _metadata_is_no_name(thread: str) -> Rule:
     def rule(event: AnyEvent, batch: Batch) -> Judgement | None:
         if isinstance(event, StoredEvent) and event.metadata is not None:
@@ -162,22 +169,21 @@ def _metadata_is_no_name(thread: str) -> Rule:
     return rule
 
 
+def _clears_all(event: AnyEvent, batch: Batch) -> Judgement | None:
+    if isinstance(event, ClearedEvent):
+        return Judgement(Reception.PARTLY, "it clears every medium, not the GPU alone")
+    return None
+
+
 # --- Dynamo ---
 
-_MAIN_KINDS = ("full_attention", "mla_attention", "sink_full_attention")
 _DYNAMO_MEDIA = ("GPU", "CPU", "CPU_PINNED", "DISK", "STORAGE", "EXTERNAL")
 _DYNAMO_EMPTY = "vllm-project/vllm#43468"
 
 
-def _dynamo_rank(event: AnyEvent, batch: Batch) -> Judgement | None:
-    if not batch.wire_format.has_rank:
-        return Judgement(Reception.BATCH_LOST, "a batch is read as three elements, and has two")
-    return None
-
-
 def _dynamo_groups(event: AnyEvent, batch: Batch) -> Judgement | None:
     kind = getattr(event, "kv_cache_spec_kind", None)
-    if kind is not None and kind not in _MAIN_KINDS:
+    if kind is not None and kind not in FULL_KINDS:
         return Judgement(Reception.REJECTED, f"blocks of {kind} are left out")
     group = getattr(event, "group_idx", None)
     if isinstance(event, StoredEvent) and kind is None and group:
@@ -220,7 +226,7 @@ def _dynamo_tokens(event: AnyEvent, batch: Batch) -> Judgement | None:
 
 _DYNAMO = (
     _unreadable,
-    _dynamo_rank,
+    _rank_is_read,
     _integer_hashes_only,
     _dynamo_groups,
     _dynamo_place,
@@ -230,6 +236,12 @@ _DYNAMO = (
 # --- AIBrix ---
 
 _AIBRIX_FIELDS = "vllm-project/aibrix#2285"
+
+
+def _aibrix_rank(event: AnyEvent, batch: Batch) -> Judgement | None:
+    if batch.wire_format.has_rank and batch.data_parallel_rank is None:
+        return Judgement(Reception.BATCH_LOST, "the rank is read as a number, and is nil")
+    return None
 
 
 def _aibrix_tokens(event: AnyEvent, batch: Batch) -> Judgement | None:
@@ -249,6 +261,16 @@ def _aibrix_tokens(event: AnyEvent, batch: Batch) -> Judgement | None:
 # --- llm-d ---
 
 
+def _llmd_hashes(event: AnyEvent, batch: Batch) -> Judgement | None:
+    for one in _hashes(event):
+        if isinstance(one, int) and -(2**31) <= one < 2**32:
+            why = "a hash is written in fewer than 8 bytes, and only those of 8 are read"
+            return Judgement(Reception.BATCH_LOST, why)
+        if one == b"":
+            return Judgement(Reception.BATCH_LOST, "a hash has no bytes")
+    return None
+
+
 def _llmd_tokens(event: AnyEvent, batch: Batch) -> Judgement | None:
     if isinstance(event, StoredEvent) and not event.token_ids and event.block_hashes:
         why = "taken as a move of blocks that are known already; others are passed over"
@@ -257,24 +279,55 @@ def _llmd_tokens(event: AnyEvent, batch: Batch) -> Judgement | None:
 
 
 def _llmd_group(event: AnyEvent, batch: Batch) -> Judgement | None:
+    if (getattr(event, "group_idx", None) or 0) < 0:
+        return Judgement(Reception.BATCH_LOST, "its group is negative")
+    return None
+
+
+def _llmd_kind_forgotten(event: AnyEvent, batch: Batch) -> Judgement | None:
+    if not isinstance(event, StoredEvent) or event.group_idx is None or event.kv_cache_spec_kind:
+        return None
+    return Judgement(Reception.PARTLY, "the kind of its group is overwritten with an empty one")
+
+
+def _llmd_dense(event: AnyEvent, batch: Batch) -> Judgement | None:
     if not isinstance(event, StoredEvent) or event.group_idx is None:
         return None
-    if event.group_idx < 0:
-        return Judgement(Reception.BATCH_LOST, f"group {event.group_idx} is negative")
-    if not event.kv_cache_spec_kind:
-        return Judgement(Reception.PARTLY, "the kind of its group is overwritten with an empty one")
-    return None
-
-
-def _llmd_clear(event: AnyEvent, batch: Batch) -> Judgement | None:
-    if isinstance(event, ClearedEvent):
-        why = "it clears every medium, not the GPU alone"
+    kind, size, tokens = event.kv_cache_spec_kind, event.block_size, len(event.token_ids or ())
+    if not kind:
+        if all(field.name != "kv_cache_spec_kind" for field in batch.wire_format.stored):
+            why = f"it has a group, and no event of {batch.wire_format.name} says its kind"
+            return Judgement(Reception.REJECTED, why)
+        why = "its group's kind is that of an earlier event; without one it is left out"
         return Judgement(Reception.PARTLY, why)
+    if kind not in FULL_KINDS:
+        return Judgement(Reception.REJECTED, f"blocks of {kind} are left out")
+    if tokens and (size <= 0 or tokens != size * len(event.block_hashes)):
+        why = f"{tokens} tokens are not those of {len(event.block_hashes)} blocks of {size}"
+        return Judgement(Reception.REJECTED, why)
     return None
 
 
-_LLMD = (_unreadable, _llmd_tokens, _llmd_group, _llmd_clear)
-_LLMD_FILE = "llm-d/llm-d-kv-cache pkg/kvevents/engineadapter/vllm_adapter.go"
+def _llmd_adapter(event: AnyEvent, batch: Batch) -> Judgement | None:
+    if not isinstance(event, StoredEvent) or not event.lora_name:
+        return None
+    if not any(event.lora_name in (keys or ()) for keys in event.extra_keys or ()):
+        return None
+    why = "the adapter's name in extra_keys is read as that of an image"
+    return Judgement(Reception.PARTLY, why)
+
+
+_LLMD = (
+    _unreadable,
+    _rank_is_read,
+    _llmd_hashes,
+    _metadata_is_no_name("ai-dynamo/dynamo#14530"),
+    _llmd_tokens,
+    _llmd_group,
+    _clears_all,
+    _llmd_adapter,
+)
+_LLMD_FILE = "pkg/kvevents/engineadapter/vllm_adapter.go and pkg/kvevents/pool.go"
 
 # --- classes of a producer, read as they are ---
 
@@ -327,16 +380,16 @@ CONSUMERS: tuple[Consumer, ...] = (
     Consumer(
         "llm-d-arrays",
         "llm-d's index before its pull request 661",
-        f"{_LLMD_FILE} at 7be76e11",
+        f"llm-d/llm-d-kv-cache {_LLMD_FILE} at 7be76e1",
         "2026-06-12",
-        (_arrays_only(_MAPS), *_LLMD),
+        (_arrays_only(_MAPS), *_LLMD, _llmd_kind_forgotten),
     ),
     Consumer(
         "llm-d",
         "llm-d's index, arrays and maps",
-        f"{_LLMD_FILE}, pull request 661 over 7be76e11",
-        "2026-06-12",
-        _LLMD,
+        f"llm-d/llm-d-router {_LLMD_FILE} at ebab68792",
+        "2026-08-22",
+        (*_LLMD, _llmd_dense),
     ),
     Consumer(
         "aibrix",
@@ -347,6 +400,7 @@ CONSUMERS: tuple[Consumer, ...] = (
             _unreadable,
             _arrays_only("vllm-project/aibrix#2285"),
             _metadata_is_no_name("ai-dynamo/dynamo#14530"),
+            _aibrix_rank,
             _aibrix_tokens,
             _ignores("medium", "group_idx", "extra_keys", "lora_name", thread=_AIBRIX_FIELDS),
         ),

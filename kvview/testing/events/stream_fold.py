@@ -2,14 +2,18 @@
 
 1. Numbers rise by one. A gap, a number that comes again and a publisher that began anew are
    told; after a gap, and where the beginning was not heard, a removal of what is unknown is
-   no fault (EVENT-1, EVENT-3).
+   no fault (EVENT-1, EVENT-3). A lower number with a later time is a publisher that began
+   anew, and what the old one held is gone; a message that was there already counts once.
 2. In a tier a key is stored once and then removed; on the GPU several blocks may have it.
 3. ``AllBlocksCleared`` empties the GPU alone (EVENT-5): it names no medium, and what a
    tier holds stays loadable.
 4. vLLM tells each block's removal, also where another one holds the same key
    (vllm-project/vllm#55092): a reader that keeps a set and no count has lost the key then.
    ``num_copies_left`` counts these removals; they are no fault of the stream.
-5. What a stream cannot show is not judged: whether what is advertised is loadable (EVENT-2),
+5. A store of a window names fewer blocks than its tokens fill: vLLM leaves out blocks that the
+   window never reads (``BlockPool.cache_full_blocks``), and does not say which.
+   ``num_sparse`` counts them.
+6. What a stream cannot show is not judged: whether what is advertised is loadable (EVENT-2),
    and that failed stores are silent (EVENT-4). :attr:`StreamFold.held` is what to compare.
 """
 
@@ -30,6 +34,10 @@ from kvview.events.wire import (
     RemovedEvent,
     StoredEvent,
 )
+from kvview.testing.events.wire_sizes import WireSizes
+
+FULL_KINDS = ("full_attention", "mla_attention", "sink_full_attention")
+"""Of ``kv_cache_spec_kind``: every block of a prefix is read."""
 
 _Key = tuple[Hash, int | None]  # of a block: its hash, and its group
 
@@ -65,7 +73,10 @@ class StreamFold:
     gaps: list[range] = field(default_factory=list)
     knows_all: bool = False
     num_copies_left: int = 0
+    num_sparse: int = 0
+    sizes: WireSizes = field(default_factory=WireSizes)
     _next: int | None = None
+    _time: float = 0.0  # of the last batch
 
     def apply(self, sequence: int, payload: bytes) -> tuple[Batch | None, list[Finding]]:
         """Take one message in.
@@ -77,42 +88,58 @@ class StreamFold:
         Returns:
             The batch, None when it cannot be read; and what is wrong with the message.
         """
-        found = [*self._number(sequence)]
         self.num_messages += 1
+        batch = None
         try:
             batch = self.decoder.decode(payload)
         except WireFormatError as error:
+            unreadable = str(error)
+        is_new, found = self._number(sequence, None if batch is None else batch.ts)
+        if batch is None:
             self.knows_all = False
-            return None, [*found, Finding(sequence, "FORMAT", str(error))]
+            return None, [*found, Finding(sequence, "FORMAT", unreadable)]
         self.formats[batch.wire_format.name] += 1
         found += [Finding(sequence, "FORMAT", problem) for problem in batch.problems]
-        for number, event in enumerate(batch.events):
+        for number, event in enumerate(batch.events if is_new else ()):
             self.num_events[type(event).__name__] += 1
             found += [
                 Finding(sequence, law, f"event {number} {what}") for law, what in self._fold(event)
             ]
+        for number, what in self.sizes.apply(batch.events) if is_new else ():
+            found.append(Finding(sequence, "FORMAT", f"event {number} {what}"))
         return batch, found
 
-    def fill(self, gap: range) -> None:
-        """Say that a replay brought what was missing; its messages are applied already."""
-        self.gaps = [other for other in self.gaps if other != gap]
-
-    def _number(self, sequence: int) -> Iterator[Finding]:
-        expected, self._next = self._next, sequence + 1
+    def _number(self, sequence: int, time: float | None) -> tuple[bool, list[Finding]]:
+        """Whether a message is new, and what is wrong with its number."""
+        expected, is_later = self._next, time is not None and time > self._time
+        if is_later:
+            self._time = time or 0.0
+        told = ""
         if expected is None:
             self.knows_all = sequence == 0
         elif sequence > expected:
             self.gaps.append(range(expected, sequence))
             self.knows_all = False
-            yield Finding(
-                sequence, "EVENT-3", f"{sequence - expected} messages from {expected} are missing"
-            )
-        elif sequence == 0:
+            told = f"{sequence - expected} messages from {expected} are missing"
+        elif sequence == 0 or (sequence < expected and is_later):
+            told = f"the publisher began anew, after {expected - 1}"
+            if sequence:
+                told += f", and its first {sequence} messages are missing"
             self.held.clear()
-            self.knows_all = True
-            yield Finding(sequence, "EVENT-3", f"the publisher began anew, after {expected - 1}")
+            self.sizes = WireSizes()
+            self.gaps = [range(sequence)] if sequence else []
+            self.knows_all = sequence == 0
         elif sequence < expected:
-            yield Finding(sequence, "EVENT-3", f"the message comes after {expected - 1}")
+            late = next((gap for gap in self.gaps if sequence in gap), None)
+            told = f"the message comes {'again' if late is None else 'late'}, after {expected - 1}"
+            self.knows_all = False
+            if late is not None:
+                at = self.gaps.index(late)
+                parts = range(late.start, sequence), range(sequence + 1, late.stop)
+                self.gaps[at : at + 1] = [part for part in parts if part]
+            return late is not None, [Finding(sequence, "EVENT-3", told)]
+        self._next = sequence + 1
+        return True, [Finding(sequence, "EVENT-3", told)] if told else []
 
     def _fold(self, event: AnyEvent) -> Iterator[tuple[str, str]]:
         if isinstance(event, ClearedEvent):
@@ -134,16 +161,18 @@ class StreamFold:
                 else:
                     held[key] += 1
             if isinstance(event, StoredEvent):
-                yield from _shape(event)
+                yield from self._shape(event)
 
-
-def _shape(event: StoredEvent) -> Iterator[tuple[str, str]]:
-    tokens, blocks = len(event.token_ids or ()), len(event.block_hashes or ())
-    if tokens and tokens != blocks * (event.block_size or 0):
-        yield (
-            "FORMAT",
-            f"has {tokens} tokens for {blocks} blocks of {event.block_size}",
-        )
+    def _shape(self, event: StoredEvent) -> Iterator[tuple[str, str]]:
+        tokens, blocks = len(event.token_ids or ()), len(event.block_hashes or ())
+        size = event.block_size or 0
+        if not tokens or tokens == blocks * size:
+            return
+        is_whole = size > 0 and tokens % size == 0 and tokens > blocks * size
+        if is_whole and event.group_idx is not None and event.kv_cache_spec_kind not in FULL_KINDS:
+            self.num_sparse += 1  # 5.
+        else:
+            yield "FORMAT", f"has {tokens} tokens for {blocks} blocks of {event.block_size}"
 
 
 def _named(block_hash: Hash) -> str:

@@ -37,7 +37,10 @@ class StreamReport:
         events: By kind.
         formats: Messages by wire format.
         held: Blocks by medium, at the end.
+        tokens: What they hold, by medium; sizes are joined from the GPU's events.
+        unsized: Blocks whose size no event said, by medium.
         copies_left: Removals that left another copy.
+        sparse: Stores of windows that name fewer blocks than their tokens fill.
         knows_all: Whether ``held`` is the whole, because nothing was missed.
         missing: First sequence number of a gap, and the one after its last.
         num_findings: What is wrong, all of it.
@@ -54,7 +57,10 @@ class StreamReport:
     events: dict[str, int]
     formats: dict[str, int]
     held: dict[str, int]
+    tokens: dict[str, int]
+    unsized: dict[str, int]
     copies_left: int
+    sparse: int
     knows_all: bool
     missing: list[tuple[int, int]]
     num_findings: int

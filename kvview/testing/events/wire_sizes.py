@@ -1,0 +1,89 @@
+"""Block sizes in a stream as it is on the wire: said by an event, or joined from the GPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvview.events import (
+    MEDIUM_GPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockSizeIndex,
+    BlockStored,
+    GPUEvent,
+    OffloadingEvent,
+)
+from kvview.events.wire import AnyEvent, ClearedEvent, Hash, RemovedEvent, StoredEvent
+from kvview.keys import MAX_GROUPS, OffloadKey, make_offload_key
+
+
+class WireSizes:
+    """Finds the size of each block that is held.
+
+    1. An event of a tier that says no size (vLLM's own offloading, ``location_only``) takes
+       that of the GPU's event of the same block and group, as
+       :class:`~kvview.BlockSizeIndex` finds it: vLLM publishes a tier's events last.
+    2. One that says another size than the GPU's event of its block is told.
+    """
+
+    def __init__(self) -> None:
+        self._index = BlockSizeIndex()
+
+    def apply(self, events: Sequence[AnyEvent]) -> Iterator[tuple[int, str]]:
+        """Learn from a batch.
+
+        Returns:
+            The number of each event that contradicts (2.), and how.
+        """
+        self._index.apply_batch(_translated(events))
+        for number, event in enumerate(events):
+            if isinstance(event, StoredEvent) and (event.medium or MEDIUM_GPU) != MEDIUM_GPU:
+                for key in _keys(event) if (event.block_size or 0) > 0 else ():
+                    known = self._index.block_size(key)
+                    if known is None:
+                        self._index.learn(key, event.block_size)
+                    elif known != event.block_size:
+                        yield (
+                            number,
+                            f"says blocks of {event.block_size} in {event.medium}, and "
+                            f"the GPU's event of a block said {known}",
+                        )
+                        break
+
+    def find(self, block_hash: Hash, group: int | None) -> int | None:
+        """Tokens in a block; None when no event said it."""
+        return self._index.block_size(_key(block_hash, group))
+
+    def num_tokens(self, blocks: Iterable[tuple[Hash, int | None]]) -> tuple[int, int]:
+        """Tokens in some blocks, and how many of the blocks have no known size."""
+        sizes = [self.find(*block) for block in blocks]
+        return sum(size or 0 for size in sizes), sizes.count(None)
+
+
+def _bytes(block_hash: Hash) -> bytes:
+    return block_hash if isinstance(block_hash, bytes) else (block_hash % 2**64).to_bytes(8, "big")
+
+
+def _key(block_hash: Hash, group: int | None) -> OffloadKey:
+    return make_offload_key(_bytes(block_hash), (group or 0) % MAX_GROUPS)
+
+
+def _keys(event: StoredEvent | RemovedEvent) -> list[OffloadKey]:
+    return [_key(block_hash, event.group_idx) for block_hash in event.block_hashes]
+
+
+def _translated(events: Sequence[AnyEvent]) -> Iterator[GPUEvent | OffloadingEvent]:
+    for event in events:
+        if isinstance(event, ClearedEvent):
+            yield AllBlocksCleared()
+        elif isinstance(event, StoredEvent | RemovedEvent):
+            medium, is_removal = event.medium or MEDIUM_GPU, isinstance(event, RemovedEvent)
+            if medium != MEDIUM_GPU:
+                yield OffloadingEvent(_keys(event), medium, is_removal)
+                continue
+            group = (event.group_idx or 0) % MAX_GROUPS
+            hashes = [_bytes(block_hash) for block_hash in event.block_hashes]
+            if isinstance(event, RemovedEvent):
+                yield BlockRemoved(hashes, group)
+            elif (event.block_size or 0) > 0:
+                yield BlockStored(hashes, None, event.block_size, group)

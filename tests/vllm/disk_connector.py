@@ -1,0 +1,38 @@
+"""A connector whose tier has another name than host memory, in a file of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from kvview import OffloadingEvent, SchedulerConnector
+from kvview_reference.connector import OffloadConnector
+from kvview_reference.connector.offload import OffloadScheduler
+
+
+class DiskConnector(OffloadConnector):
+    """``OffloadConnector``, and its medium is DISK."""
+
+    def make_scheduler(self) -> SchedulerConnector:
+        return DiskScheduler(self.config, self.options)
+
+
+class DiskScheduler(OffloadScheduler):
+    """The scheduler half."""
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return [replace(event, medium="DISK") for event in super().take_events()]
+
+
+class TellsNoEviction(DiskConnector):
+    """What it evicts stays advertised."""
+
+    def make_scheduler(self) -> SchedulerConnector:
+        return SilentScheduler(self.config, self.options)
+
+
+class SilentScheduler(DiskScheduler):
+    """The scheduler half."""
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return [event for event in super().take_events() if not event.removed]

@@ -1,0 +1,363 @@
+"""Real inference with vLLM's own ZMQ publisher: what its events say is what can be loaded.
+
+    python tests/vllm/inference_events.py [--seed N]
+
+Needs the CPU build, as ``kvview check --inference`` does. Each arrangement is an engine in a
+process of its own, with the traffic of ``kvview check --inference``: evictions, preemptions,
+aborts, resets. Three listeners hear it: one everything; one through a network that drops
+messages; one through that network, with vLLM's replay endpoint.
+
+1. After every step, what the first folded is what the pool and each tier can load, per medium
+   and group, and each block of the GPU is counted.
+2. The gaps that the second found are the messages that were dropped, all of them.
+3. The third holds the same as the first whenever a message reached it.
+4. A connector that does not tell its evictions is found by the first of these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import random
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from kvview import MEDIUM_CPU, LookupResult, OffloadKey, ReqContext, make_offload_key
+from kvview.events.channel import Listener
+from kvview.events.recording import Message, Recording
+from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.events.stream_fold import StreamFold
+from kvview_vllm.inference.engines import run_engines
+from kvview_vllm.inference.models import make_model
+from kvview_vllm.inference.serve import NUM_BLOCKS
+from kvview_vllm.inference.server import Server, prepare, require_vllm
+from kvview_vllm.inference.traffic import SeededTraffic, Served
+from kvview_vllm.simulation.scheduler import connector_config, multi_config
+
+_REFERENCE = "kvview_reference.connector"
+_DISK = "DISK"
+_DEADLINE_S = 20.0
+_TOKENS_PER_STEP = 64
+_DROPPED = 0.3
+Held = dict[str, Counter[tuple[int, int | None]]]
+
+
+def _offload(target: str) -> dict[str, Any]:
+    return connector_config(target, cpu_blocks=56, enable_events=True)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """One engine.
+
+    Args:
+        name: For people.
+        kind: Of the model.
+        config: ``kv_transfer_config``.
+        media: Of the connectors, in order; those of one medium are one tier to a reader.
+        folder: Where its sockets and its recording lie.
+        model: Its folder.
+        seed: Of the traffic, and of what is dropped.
+    """
+
+    name: str
+    kind: str
+    config: Mapping[str, Any]
+    media: tuple[str, ...]
+    folder: Path
+    model: Path
+    seed: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def arrangements(folder: Path, models: Mapping[str, Path], seed: int) -> list[Arrangement]:
+    """Two groups of which one is a window; two connectors, vLLM's way; and a wrong one."""
+    file = Path(__file__).with_name("disk_connector.py")
+    one = _offload(f"{_REFERENCE}:OffloadConnector")
+    two = multi_config(one, _offload(f"{file}:DiskConnector"))
+    wrong = _offload(f"{file}:TellsNoEviction")
+    made = [
+        ("two groups", "gemma", one, (MEDIUM_CPU,)),
+        ("two connectors", "llama", two, (MEDIUM_CPU, _DISK)),
+        ("evictions untold", "llama", wrong, (_DISK,)),
+    ]
+    return [
+        Arrangement(name, kind, config, media, folder, models[kind], seed)
+        for name, kind, config, media in made
+    ]
+
+
+class Network:
+    """Hands on what it is given, or drops it."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
+        self._socket.bind(endpoint)
+
+    def wait_for(self, subscribers: int) -> None:
+        """Return once so many listen."""
+        for _ in range(subscribers):
+            if not self._socket.poll(int(_DEADLINE_S * 1e3)):
+                raise TimeoutError("nobody subscribes")
+            self._socket.recv()
+
+    def send(self, message: Message) -> None:
+        """Hand it on."""
+        number = message.sequence.to_bytes(8, "big")
+        self._socket.send_multipart((message.topic.encode(), number, message.payload))
+
+
+@dataclass
+class Reader:
+    """A listener, and what it folded."""
+
+    listener: Listener
+    fold: StreamFold = field(default_factory=StreamFold)
+    findings: list[str] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+
+    def read_to(self, number: int) -> None:
+        """Read until this message came."""
+        for _ in range(int(_DEADLINE_S / 0.5)):
+            if self.messages and self.messages[-1].sequence >= number:
+                return
+            for message in self.listener.follow(0.5, self.findings.append):
+                self.messages.append(message)
+                _, found = self.fold.apply(message.sequence, message.payload)
+                self.findings += [f"{finding.law}: {finding.what}" for finding in found]
+        raise InvariantBroken("EVENT-3", f"message {number} did not come in {_DEADLINE_S:g} s")
+
+
+class Watched(SeededTraffic):
+    """The traffic, with a look after every step."""
+
+    before_step: Callable[[], None] = staticmethod(lambda: None)
+    after_step: Callable[[], None] = staticmethod(lambda: None)
+
+    def step(self, count: int = 1) -> bool:
+        came = False
+        for _ in range(count):
+            self.before_step()
+            came |= super().step()
+            self.after_step()
+        return came
+
+
+class Comparison:
+    """What the events say beside what the engine has.
+
+    Args:
+        server: The engine.
+        job: How it was made.
+    """
+
+    def __init__(self, server: Server, job: Arrangement, served: Served) -> None:
+        self._server, self._job, self._served = server, job, served
+        self._utils: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
+        self._drops = random.Random(job.seed)
+        self._dropped: list[int] = []
+        self._num_published = 0
+        self._is_last = False
+        self._seen: dict[OffloadKey, tuple[int, int | None]] = {}
+        self._requests: dict[str, Any] = {}
+        self._num_groups = len(server.scheduler.kv_cache_config.kv_cache_groups)
+        publisher = server.scheduler.kv_event_publisher
+        publish = publisher.publish
+
+        def count_and_publish(batch: Any) -> None:
+            self._num_published += 1
+            publish(batch)
+
+        publisher.publish = count_and_publish
+        events, replay, lossy = (_socket(job, name) for name in ("events", "replay", "lossy"))
+        self._network = Network(lossy)
+        self.heard = Reader(Listener(events, replay))
+        self.lossy = Reader(Listener(lossy))
+        self.healed = Reader(Listener(lossy, replay))
+        self._network.wait_for(2)
+
+    def look(self) -> None:
+        """Compare; call it after a step."""
+        self._note_keys()
+        before = len(self.heard.messages)
+        if self._num_published:
+            self.heard.read_to(self._num_published - 1)
+        for message in self.heard.messages[before:]:
+            self._hand_on(message)
+        truth, said = self._truth(), self._said(self.heard)
+        self._served.coverage["steps compared"] += 1
+        for medium, blocks in truth.items():
+            self._served.coverage[f"blocks compared in {medium}"] += blocks.total()
+        if truth != said:
+            raise InvariantBroken("EVENT-2", self._difference(truth, said))
+        if self.heard.findings:
+            raise InvariantBroken("EVENT-1", self.heard.findings[0])
+
+    def end(self) -> None:
+        """What the others found, when everything has ended."""
+        gaps = [number for gap in self.lossy.fold.gaps for number in gap]
+        if gaps != self._dropped:
+            raise InvariantBroken("EVENT-3", f"dropped {self._dropped[:9]}, found {gaps[:9]}")
+        if self.healed.findings or self.healed.fold.gaps or not self.healed.fold.knows_all:
+            raise InvariantBroken("EVENT-3", f"after replays: {self.healed.findings[:3]}")
+        self._served.coverage["messages"] = self._num_published
+        self._served.coverage["messages dropped and found"] = len(gaps)
+        self._served.coverage["gaps replayed"] = len(self.lossy.fold.gaps)
+        self._served.coverage["messages replayed"] = self.healed.listener.num_replayed
+        self._served.coverage.update(self.heard.fold.num_events)
+        with Recording(str(self._job.folder / f"{self._job.name}.jsonl.gz")) as recording:
+            for message in self.heard.messages:
+                recording.write(message)
+
+    def _hand_on(self, message: Message) -> None:
+        is_first_or_last = not message.sequence or self._is_last  # of these no one can know
+        if not is_first_or_last and self._drops.random() < _DROPPED:
+            self._dropped.append(message.sequence)
+            return
+        self._network.send(message)
+        self.lossy.read_to(message.sequence)
+        self.healed.read_to(message.sequence)
+        if self._said(self.healed) != self._said(self.heard):
+            raise InvariantBroken("EVENT-3", f"after message {message.sequence} and a replay")
+
+    def look_last(self) -> None:
+        """Compare, and let the message through."""
+        self._is_last = True
+        self.look()
+
+    # --- what is there ---
+
+    def note_requests(self) -> None:
+        """Remember who runs; call it before a step: a request that ends in it is gone."""
+        self._requests.update(self._server.scheduler.requests)
+
+    def _note_keys(self) -> None:
+        """Every block that can lie anywhere, and how events name it."""
+        for name, request in [*self._requests.items()]:
+            for group in range(self._num_groups):
+                for block_hash in request.block_hashes:  # groups have blocks of one size here
+                    said = self._utils.maybe_convert_block_hash(block_hash)
+                    self._seen.setdefault(make_offload_key(block_hash, group), (said, group))
+            if name not in self._server.scheduler.requests:
+                del self._requests[name]
+
+    def _truth(self) -> Held:
+        gpu: Counter[tuple[int, int | None]] = Counter()
+        for block in self._server.pool.blocks:
+            if block.block_hash is not None:
+                key = make_offload_key(
+                    self._utils.get_block_hash(block.block_hash),
+                    self._utils.get_group_id(block.block_hash),
+                )
+                gpu[self._seen[key]] += 1
+        held: Held = {"GPU": gpu}
+        connector = self._server.scheduler.connector
+        children = getattr(connector, "_connectors", [connector])
+        ctx = ReqContext("comparison")
+        for medium, child in zip(self._job.media, children, strict=True):
+            manager = child._scheduler_side.half._manager
+            held[medium] = Counter(
+                said
+                for key, said in self._seen.items()
+                if manager.lookup(key, ctx) is LookupResult.HIT
+            )
+        return {medium: blocks for medium, blocks in held.items() if blocks}
+
+    @staticmethod
+    def _said(reader: Reader) -> Held:
+        held = {medium: +blocks for medium, blocks in reader.fold.held.items()}
+        return {medium: blocks for medium, blocks in held.items() if blocks}  # type: ignore[misc]
+
+    def _difference(self, truth: Held, said: Held) -> str:
+        told = []
+        for medium in truth.keys() | said.keys():
+            there, advertised = truth.get(medium, Counter()), said.get(medium, Counter())
+            told.append(
+                f"{medium}: {(there - advertised).total()} are there and not advertised, "
+                f"{(advertised - there).total()} are advertised and not there"
+            )
+        return f"after step {self._served.coverage['steps compared']}: {'; '.join(told)}"
+
+
+def _socket(job: Arrangement, name: str) -> str:
+    return f"ipc://{job.folder / job.name.replace(' ', '-')}-{name}"
+
+
+def serve(job: Arrangement, on_progress: Callable[[str], None]) -> Served:
+    """Serve one arrangement, in this process."""
+    import torch
+
+    torch.set_num_threads(1)
+    served = Served()
+    events: Any = importlib.import_module("vllm.config.kv_events")
+    config = events.KVEventsConfig(
+        enable_kv_cache_events=True,
+        publisher="zmq",
+        endpoint=_socket(job, "events"),
+        replay_endpoint=_socket(job, "replay"),
+    )
+    try:
+        server = Server(
+            job.model,
+            dict(job.config),
+            NUM_BLOCKS[job.kind],
+            max_num_batched_tokens=_TOKENS_PER_STEP,
+            kv_events_config=config,
+        )
+        served.is_up = True
+        comparison = Comparison(server, job, served)
+        traffic = Watched(server, served, job.seed, None, True, True, on_progress)
+        traffic.before_step = comparison.note_requests
+        traffic.after_step = comparison.look
+        traffic.play()
+        traffic.rest()
+        traffic.after_step = comparison.look_last
+        traffic.ask("the last", [*range(10, 200)])
+        traffic.rest()
+        comparison.end()
+    except InvariantBroken as error:
+        served.law, served.message = error.law, str(error)
+    except Exception:
+        served.law, served.message = "ENGINE", traceback.format_exc()[-3000:]
+    return served
+
+
+def main() -> None:
+    """Serve each arrangement, and say what was found."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="a folder for the recordings")
+    options = parser.parse_args()
+    prepare()
+    require_vllm()
+    with tempfile.TemporaryDirectory(prefix="kvview-") as name:
+        folder = options.keep or Path(name)
+        folder.mkdir(exist_ok=True)
+        models = {kind: make_model(kind, Path(name) / kind) for kind in ("llama", "gemma")}
+        jobs = arrangements(folder, models, options.seed)
+        is_wrong = False
+        for job, served in zip(
+            jobs, run_engines(jobs, serve, 240.0, lambda text: None), strict=True
+        ):
+            is_wrong |= (served.law == "EVENT-2") != (job.name == "evictions untold")
+            is_wrong |= served.law not in ("", "EVENT-2")
+            told = {"name": job.name, "law": served.law, "message": served.message}
+            print(json.dumps({**told, "coverage": served.coverage}), flush=True)
+    sys.exit(1 if is_wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
