@@ -41,6 +41,22 @@ class TierOptions(BaseModel):
     retry_after: float = Field(5.0, gt=0)
 
 
+TIER_COUNTERS = {
+    "puts": "Pages stored.",
+    "gets": "Pages loaded.",
+    "failed": "Pages whose put or get failed, for whatever reason.",
+    "damaged": "Pages whose bytes were not what was put.",
+    "refused": "Jobs that did not reach the store: it was closed, or on trial.",
+    "raised": "Calls of the store that raised.",
+    "late": "Jobs that were not reported within their deadline.",
+    "malformed": "Reports that were none.",
+    "unknown": "Reports of jobs that were not in flight.",
+    "unanswered": "Lookups without an answer in time.",
+    "trips": "Times that the store was left alone for a while.",
+}
+"""What every bridge exports of :class:`~kvview.tier.TierStats`, and what it means."""
+
+
 def open_tier(options: TierOptions, namespace: Namespace) -> GuardedTier:
     """The store, with the guard in front.
 

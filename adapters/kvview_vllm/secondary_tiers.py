@@ -14,7 +14,6 @@ For vLLM 0.26.0 and later, whose specs can be made without a model.
 from __future__ import annotations
 
 import itertools
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -24,7 +23,7 @@ from typing import Any
 from kvview import ConfigError
 from kvview.tier import Namespace
 from kvview.tier.store import require_tier_job
-from kvview_vllm.releases.calls import make_known
+from kvview_vllm.releases.tier_specs import make_tiering_spec
 from kvview_vllm.releases.tiers import lookup_answers, make_tier_job, succeeded_keys, tier_seam
 
 _ROWS = 640  # a job of the kit has up to 600 keys
@@ -79,7 +78,7 @@ class SecondaryTierStore:
     def __init__(self, namespace: Namespace, type: str = "fs", **options: Any) -> None:
         if not tier_seam().config_objects:
             raise ConfigError("tiers of vLLM are judged from 0.26.0 on")
-        self._namespace = namespace
+        self.namespace = namespace
         self._entry = {"type": type, **options}
         self._tiers: dict[int, _Tier] = {}
         self._jobs: dict[int, _Job] = {}
@@ -221,48 +220,12 @@ class SecondaryTierStore:
         return self._tiers[page_bytes]
 
     def _manager(self, page_bytes: int) -> Any:
-        config = import_module("vllm.v1.kv_offload.config")
-        factory = import_module("vllm.v1.kv_offload.factory").OffloadingSpecFactory
-        here = self._namespace
-        sizes = {"tp_size": here.tensor_parallel, "pp_size": here.pipeline_parallel}
-        parallel = {
-            **dict.fromkeys(("pcp_size", "dcp_size", "data_parallel_size"), 1),
-            **sizes,
-            "world_size": 1,
-            "rank": here.rank,
-            "data_parallel_index": 0,
-            "data_parallel_rank_local": None,
-            "is_parallelism_agnostic": False,
+        extra = {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": min(page_bytes * _ROWS, _MOST_BYTES),
+            "secondary_tiers": [self._entry],
         }
-        tokens = here.block_size or 16
-        group = make_known(
-            config.OffloadingGroupConfig,
-            tokens_per_block=tokens,
-            layer_names=(here.layout or "layer",),
-            group_id=0,
-        )
-        spec = factory.create_spec(
-            make_known(
-                config.OffloadingConfig,
-                groups=(group,),
-                worker_kv_bytes_per_block=page_bytes,
-                enable_kv_cache_events=False,
-                extra_config={
-                    "spec_name": "TieringOffloadingSpec",
-                    "cpu_bytes_to_use": min(page_bytes * _ROWS, _MOST_BYTES),
-                    "secondary_tiers": [self._entry],
-                },
-                engine_id=uuid.uuid4().hex,
-                model=make_known(
-                    config.OffloadingModelConfig, name=here.model, dtype=here.kv_dtype
-                ),
-                cache=make_known(
-                    config.OffloadingCacheConfig, tokens_per_hash=tokens, blocks_per_chunk=1
-                ),
-                parallel=make_known(config.OffloadingParallelConfig, **parallel),
-            )
-        )
-        return spec.get_manager()
+        return make_tiering_spec(extra, self.namespace, page_bytes).get_manager()
 
 
 def _filled(page: memoryview, num_bytes: int) -> bytes:

@@ -9,6 +9,7 @@ from kvview.tier.guarded import GuardedTier, TierStats
 from kvview.tier.namespace import Namespace
 from kvview.tier.store import (
     SupportsDelete,
+    SupportsEvictions,
     SupportsTouch,
     SupportsUsage,
     SupportsWakeUp,
@@ -18,15 +19,18 @@ from kvview.tier.store import (
     require_tier_job,
 )
 from kvview.tier.threaded import Threaded
+from kvview.tier.tier_events import TierEvents
 
 __all__ = [
     "GuardedTier",
     "Namespace",
     "SupportsDelete",
+    "SupportsEvictions",
     "SupportsTouch",
     "SupportsUsage",
     "SupportsWakeUp",
     "Threaded",
+    "TierEvents",
     "TierStats",
     "TierStore",
     "TierUsage",

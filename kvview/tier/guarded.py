@@ -23,6 +23,7 @@ from kvview.tier.namespace import Namespace
 from kvview.tier.private_pages import PrivatePages
 from kvview.tier.store import (
     SupportsDelete,
+    SupportsEvictions,
     SupportsTouch,
     SupportsWakeUp,
     TierStore,
@@ -131,6 +132,7 @@ class GuardedTier:
         self._done: list[tuple[int, list[bool]]] = []
         self._inbox: deque[Callable[[], object]] = deque()
         self._unanswered: list[bytes] = []
+        self._evicted: deque[bytes] = deque(maxlen=1 << 20)
         self._next_number = 0
         self._is_closed = False
         self._wakes = isinstance(store, SupportsWakeUp)
@@ -226,6 +228,10 @@ class GuardedTier:
         if isinstance(self.store, SupportsTouch):
             self._tell(partial(self._ask_store, self.store.touch, [*keys]))
 
+    def take_evicted(self) -> list[bytes]:
+        """What the store has dropped to make room since the last call, if it says so."""
+        return [self._evicted.popleft() for _ in range(len(self._evicted))]
+
     # --- on the caller's thread ---
 
     def _submit(
@@ -290,6 +296,8 @@ class GuardedTier:
     def _run(self) -> None:
         if isinstance(self.store, SupportsWakeUp):
             self._ask_store(self.store.on_wake_up, self._awake.set)
+        if isinstance(self.store, SupportsEvictions):
+            self._ask_store(self.store.on_evicted, self._evicted.extend)
         while not self._is_closed:
             is_waiting = self._in_store or self._unanswered or self._inbox
             self._awake.wait(_LONGEST_SLEEP if self._wakes or not is_waiting else _BETWEEN_POLLS)

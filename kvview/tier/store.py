@@ -148,6 +148,15 @@ class SupportsTouch(Protocol):
 
 
 @runtime_checkable
+class SupportsEvictions(Protocol):
+    """The store says what it evicts, so that nobody is told of it any longer (EVENT-2)."""
+
+    def on_evicted(self, evicted: Callable[[Sequence[bytes]], None], /) -> None:
+        """Call ``evicted``, from any thread, with keys that were dropped to make room."""
+        ...
+
+
+@runtime_checkable
 class SupportsWakeUp(Protocol):
     """The store says when ``poll`` has something new."""
 
