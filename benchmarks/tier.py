@@ -95,19 +95,43 @@ def damage(changes: int) -> dict[str, Any]:
 
 
 def open_many(entries: int) -> dict[str, Any]:
-    """A folder of so many empty entries, opened with a budget."""
+    """A folder of so many entries, opened with a budget; then a put that has to evict."""
+    num_bytes = entries * 4096
     with tempfile.TemporaryDirectory() as root:
         FileStore(HERE, root=root).close()
         folder = Path(root, HERE.digest.hex())
-        for shard in range(256):
-            (folder / f"{shard:02x}").mkdir()
-            for number in range(entries // 256):
-                os.close(os.open(f"{folder}/{shard:02x}/{number:08x}", os.O_CREAT | os.O_WRONLY))
-        began = time.perf_counter()
-        store = FileStore(HERE, root=root, max_bytes=1 << 40)
-        seconds = time.perf_counter() - began
+        for number in range(entries):
+            shard = folder / f"{number % 256:02x}"
+            if number < 256:
+                shard.mkdir()
+            file = os.open(f"{shard}/{number:064x}", os.O_CREAT | os.O_WRONLY)
+            os.ftruncate(file, 4096)
+            os.close(file)
+        (folder / "budget").unlink()
+        told: dict[str, Any] = {"entries": entries}
+
+        def opened(how: str, max_bytes: int) -> FileStore:
+            wall, cpu = time.perf_counter(), time.process_time()
+            store = FileStore(HERE, root=root, max_bytes=max_bytes)
+            took = time.perf_counter() - wall, time.process_time() - cpu
+            told[f"{how}: s, CPU s"] = "{:.3f} {:.3f}".format(*took)
+            return store
+
+        opened("counted anew", 1 << 40).close()
+        opened("closed before", 1 << 40).close()
+        if not (child := os.fork()):
+            FileStore(HERE, root=root, max_bytes=1 << 40)
+            os._exit(0)
+        os.waitpid(child, 0)
+        store = opened("its process ended", num_bytes + 5000)
+        for what in ("first put that evicts", "next put"):
+            wall, cpu = time.perf_counter(), time.process_time()
+            assert store.write(what.encode(), memoryview(bytes(4096)))
+            took = time.perf_counter() - wall, time.process_time() - cpu
+            told[f"{what}: s, CPU s"] = "{:.3f} {:.3f}".format(*took)
+        told["bytes kept of the budget"] = f"{store.usage().used_bytes} of {num_bytes + 5000}"
         store.close()
-    return {"entries": entries, "seconds to open": round(seconds, 2)}
+    return told
 
 
 def cost(rounds: int = 15) -> dict[str, Any]:

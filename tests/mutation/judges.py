@@ -77,6 +77,8 @@ SUBJECTS = [
     ),
 ]
 
+TIER_SUBJECTS = [Subject(f"kvview_reference.harness:{name}") for name in ("tier", "guarded_tier")]
+
 
 @dataclass(frozen=True)
 class Step:

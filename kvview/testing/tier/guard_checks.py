@@ -56,7 +56,7 @@ class GuardRun:
         """All of it."""
         driver = self.driver
         driver.put(*_OLD)
-        self.wait()
+        driver.finish()
         driver.check_held(*_OLD)
         self.under.fault = self.fault
         driver.overwrite_reported()
@@ -117,7 +117,7 @@ class GuardRun:
             self.clock.seconds += 20 * _RETRY_AFTER
             key = f"again {number}".encode()
             driver.put(key, *_OLD)
-            self.wait()
+            driver.finish()
             if key in driver.stored:
                 driver.check_held(key, *_OLD)
                 return
