@@ -57,7 +57,8 @@ draw, so that a fresh one is the fairer question. Stores and their guard have
 Mutants are the store of files, what it is built on, and the guard before a store, with one place
 made wrong, drawn with a seed and spread evenly over the functions. Only `kvview check` decides,
 over the store alone and with the guard in front; processes that a check starts and kills are wrong
-in the same place. The project's own tests are never asked. A mutant counts as killed when a check
+in the same place. Of the random sequences of calls a quarter is played, so that the rate is a
+lower bound. The project's own tests are never asked. A mutant counts as killed when a check
 fails, when it cannot be imported, or when it does not end. Equivalent mutants count as alive: the
 rate is of all that were drawn. Checks were added for what lived of the first draw, so that a fresh
 one is the fairer question. The rest of the project has [a page of its own](mutation.md).

@@ -31,7 +31,7 @@ SHARDS = [f"{number:02x}" for number in range(256)]
 _COUNT = struct.Struct("<QQ16s")  # bytes of files, bytes reserved, boot of the machine
 _SUM = struct.Struct("<I")
 _CLOSED, _UNKNOWN = b"closed".ljust(16), b"unknown".ljust(16)
-_SPARE_SHARE = 100  # of the budget is made free at once
+_SPARE_SHARE, _SPARE_FILES = 100, 64  # of the budget is made free at once, of so many files
 _LOOKED_AT = 4096  # files, to find the oldest
 _OLDEST_SHARE = 8  # of those that were looked at go, if there are others
 
@@ -201,8 +201,10 @@ class FileBudget:
     def _evict(self, count: _Count, num_bytes: int) -> None:
         if self.max_bytes is None or count.used + num_bytes <= self.max_bytes:
             return
-        goal = self.max_bytes - num_bytes - self.max_bytes // _SPARE_SHARE
-        while count.used > goal:
+        most = self.max_bytes - num_bytes
+        num_evicted, goal = 0, most - self.max_bytes // _SPARE_SHARE
+        while count.used > (goal if num_evicted < _SPARE_FILES else most):
+            num_evicted += 1
             path = self._oldest()
             if path is None:  # nothing is left: what is counted too high is known now
                 count.stored = min(count.stored, self._count_anew().stored)
