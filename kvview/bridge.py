@@ -27,6 +27,7 @@ class TierOptions(BaseModel):
         checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` where the store's own is enough.
         trip_after: Strikes in a row after which the store is left alone.
         retry_after: Seconds until it is tried again.
+        zero_copy: Give the store the engine's own pages; see :class:`~kvview.tier.GuardedTier`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -39,6 +40,7 @@ class TierOptions(BaseModel):
     checksum: str = "xxh3"
     trip_after: int = Field(3, gt=0)
     retry_after: float = Field(5.0, gt=0)
+    zero_copy: bool = False
 
 
 TIER_COUNTERS = {
@@ -75,4 +77,5 @@ def open_tier(options: TierOptions, namespace: Namespace) -> GuardedTier:
         checksum=options.checksum,
         trip_after=options.trip_after,
         retry_after=options.retry_after,
+        zero_copy=options.zero_copy,
     )
