@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -26,7 +26,6 @@ from kvview_vllm.releases.tiers import has_tiers, make_tier_job, tier_seam
 if not has_tiers():
     pytest.skip("this release has no tiers below the host (0.22.0)", allow_module_level=True)
 
-from examples.folder_store import FolderStore
 from kvview import ConfigError
 from kvview.tier import Namespace
 from kvview_vllm.releases.tier_specs import make_tiering_spec
@@ -279,31 +278,6 @@ def test_vtier_2_a_job_that_is_refused_is_reported(tiering: Tiering) -> None:
 # --- events ---
 
 
-class ForgetfulStore(FolderStore):
-    """Keeps the newest pages, and says what it evicts."""
-
-    def __init__(self, namespace: Namespace, root: str, num_pages: int) -> None:
-        self._order: dict[bytes, None] = {}
-        self._num_pages = num_pages
-        self._evicted: Callable[[list[bytes]], None] = lambda keys: None
-        super().__init__(namespace, root, threads=1)
-
-    def on_evicted(self, evicted: Callable[[list[bytes]], None], /) -> None:
-        self._evicted = evicted
-
-    def write(self, key: bytes, page: memoryview, /) -> bool:
-        while len(self._order) >= self._num_pages:
-            oldest = next(iter(self._order))
-            del self._order[oldest]
-            self._path(oldest).unlink()
-            self._evicted([oldest])
-        self._order[key] = None
-        return super().write(key, page)
-
-
-FORGETFUL = "tests.vllm.test_tiers:ForgetfulStore"
-
-
 def held_of(events: list[Any], medium: str = "STORAGE") -> set[bytes]:
     """What events of the tier advertise, in turns (EVENT-1)."""
     held: set[bytes] = set()
@@ -320,27 +294,31 @@ def held_of(events: list[Any], medium: str = "STORAGE") -> set[bytes]:
 def telling(tmp_path: Path) -> Iterator[Tiering]:
     made = Tiering(
         publishes_events=True,
-        store=FORGETFUL,
-        options={"root": str(tmp_path), "num_pages": 12},
+        store="kvview_reference.tier:FileStore",
+        options={"root": str(tmp_path), "max_bytes": 12 * (PAGE + 1024), "threads": 1},
         weights="1",
     )
     yield made
     made.close()
 
 
-def test_vtier_3_events_say_what_the_tier_stored_and_what_it_evicted(telling: Tiering) -> None:
+def test_vtier_3_events_say_what_the_tier_stored_and_what_it_evicted(
+    telling: Tiering, tmp_path: Path
+) -> None:
     keys = [bytes(telling.key(number)) for number in range(16)]
     assert telling.store(range(8))
     assert held_of(telling.events) == {*keys[:8]}
     assert telling.store(range(8, 16))
-    assert held_of(telling.events) == {*keys[4:]}
+    there = {key for key in keys if [*tmp_path.rglob(key.hex())]}
+    assert 8 <= len(there) <= 12
+    assert held_of(telling.events) == there
     assert held_of(telling.events, "CPU") == {*keys[8:]}
 
 
-def test_vtier_3_what_an_engine_before_stored_is_advertised_once_loaded(
-    telling: Tiering, tmp_path: Path
-) -> None:
-    assert telling.store(range(8))
+def test_vtier_3_what_an_engine_before_stored_is_advertised_once_loaded(tmp_path: Path) -> None:
+    first = Tiering(store=FILES, options={"root": str(tmp_path)}, weights="1")
+    assert first.store(range(8))
+    first.close()
     again = Tiering(
         publishes_events=True, store=FILES, options={"root": str(tmp_path)}, weights="1"
     )

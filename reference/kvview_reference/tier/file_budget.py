@@ -20,7 +20,7 @@ import time
 import uuid
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +59,8 @@ class FileBudget:
         self.max_bytes = max_bytes
         self.used_bytes = 0
         """What was counted last, by this process."""
+        self.on_evicted: Callable[[str], object] = lambda path: None
+        """Called with the path of each file that went to make room."""
         self._folder = str(folder)
         self._mutex = threading.Lock()
         self._oldest_first: deque[tuple[int, str]] = deque()  # time of use and path
@@ -211,6 +213,7 @@ class FileBudget:
                 return
             with suppress(OSError):
                 count.stored -= _unlinked(path)
+                self.on_evicted(path)
 
     def _oldest(self) -> str | None:
         """A file to evict, None if there is none."""

@@ -18,6 +18,7 @@ import itertools
 import os
 import threading
 import zlib
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -123,6 +124,10 @@ class FileStore(DeletingStore):
     def usage(self) -> TierUsage:
         """Bytes of all files, as this process knows them."""
         return TierUsage(self._budget.used_bytes, self._budget.max_bytes)
+
+    def on_evicted(self, evicted: Callable[[Sequence[bytes]], None], /) -> None:
+        """Call ``evicted`` with keys whose files this process removed to make room."""
+        self._budget.on_evicted = lambda path: evicted([bytes.fromhex(os.path.basename(path))])
 
     def close(self) -> None:
         """End what is in flight; the folder is free for others."""
