@@ -1,10 +1,11 @@
 """How many automatic mutants the kit kills, by module; what survives, and why.
 
-    python benchmarks/mutation.py [--mutants 400] [--seed 0] [--fresh 7:120] [--processes 2]
-        [--seeds 40] [--verdicts FILE.jsonl] [--page FILE.md]
+    python benchmarks/mutation.py [--area engine] [--mutants 400] [--seed 0] [--fresh 7:120]
+        [--processes 2] [--seeds 40] [--verdicts FILE.jsonl] [--page FILE.md]
 
 The mutants, and who judges them, are those of tests/mutation; ``kvview check --self-test``
-plays a few of the same. With --verdicts each verdict is written as it comes, and a run
+plays a few of the same. --area tier: those of the store of files and of the guard before a
+store. With --verdicts each verdict is written as it comes, and a run
 that was ended goes on from there; with more --seeds than before only the survivors are
 played, from the first seed that is new. --fresh draws once more, with another seed: none of
 the checks was written for what lives of that. Exit code 1: a survivor has no reason in
@@ -29,7 +30,8 @@ sys.path.insert(0, str(ROOT))
 
 from tests.mutation import judges, operators, survivors, trial  # noqa: E402
 
-HEAD = """\
+HEADS = {
+    "engine": """\
 # How much the kit sees
 
 <!-- Written by benchmarks/mutation.py --page. -->
@@ -44,8 +46,24 @@ A connector is run here with fewer seeds than the 200 of `kvview check`, so that
 a lower bound. Equivalent mutants count as alive: the rate is of all that were drawn. A kill
 stands when checks were added since; what has a reason to live is believed to, and what
 lived before is played with what was added since. Checks were added for what lived of the first
-draw, so that a fresh one is the fairer question.
-"""
+draw, so that a fresh one is the fairer question. Stores and their guard have
+[a page of their own](mutation_tier.md).
+""",
+    "tier": """\
+# How much the kit sees of a store
+
+<!-- Written by benchmarks/mutation.py --area tier --page. -->
+
+Mutants are the store of files, what it is built on, and the guard before a store, with one place
+made wrong, drawn with a seed and spread evenly over the functions. Only `kvview check` decides,
+over the store alone and with the guard in front; processes that a check starts and kills are wrong
+in the same place. Of the random sequences of calls a quarter is played, so that the rate is a
+lower bound. The project's own tests are never asked. A mutant counts as killed when a check
+fails, when it cannot be imported, or when it does not end. Equivalent mutants count as alive: the
+rate is of all that were drawn. Checks were added for what lived of the first draw, so that a fresh
+one is the fairer question. The rest of the project has [a page of its own](mutation.md).
+""",
+}
 
 Draws = Mapping[int, Sequence[trial.Verdict]]
 """The verdicts on what was drawn, by the seed; the first is the one that checks grow from."""
@@ -60,13 +78,13 @@ def rate_of(name: str, seed: int, verdicts: Sequence[trial.Verdict]) -> str:
     return f"**{name}: {rate}** (seed {seed}; {told}).\n"
 
 
-def describe(draws: Draws, account: survivors.Account, *, num_sites: int) -> str:
+def describe(head: str, draws: Draws, account: survivors.Account, *, num_sites: int) -> str:
     """The page."""
     by_id = {one.site.id: one for drawn in draws.values() for one in drawn}
     verdicts = list(by_id.values())
     lived = Counter(one.num_seeds for one in verdicts if not one.is_killed)
     lines = [
-        HEAD,
+        head,
         "Never made wrong:\n",
         *(f"- {what}: {why}." for what, why in operators.LEFT_OUT.items()),
         "",
@@ -79,9 +97,10 @@ def describe(draws: Draws, account: survivors.Account, *, num_sites: int) -> str
         "|---|---|---|---|",
     ]
     played = [f"{times} with {seeds}" for seeds, times in sorted(lived.items()) if seeds]
-    lines.insert(
-        -2, f"Seeds of each connector that survivors were played with: {'; '.join(played)}.\n"
-    )
+    if head == HEADS["engine"]:
+        lines.insert(
+            -2, f"Seeds of each connector that survivors were played with: {'; '.join(played)}.\n"
+        )
     by_module = defaultdict(list)
     for verdict in verdicts:
         by_module[verdict.site.module].append(verdict.is_killed)
@@ -123,6 +142,7 @@ def read_verdicts(
 
 
 @click.command(help=__doc__)
+@click.option("--area", "name", type=click.Choice([*trial.AREAS]), default="engine")
 @click.option("--mutants", "num_mutants", default=400, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--fresh", multiple=True, metavar="SEED:MUTANTS", help="Another draw, told apart.")
@@ -133,6 +153,7 @@ def read_verdicts(
 @click.option("--known", "known_survivors", is_flag=True, help="Believe what has a reason to live.")
 @click.option("--earlier", is_flag=True, help="Believe kills by an earlier state of the sources.")
 def main(
+    name: str,
     num_mutants: int,
     seed: int,
     fresh: Sequence[str],
@@ -148,7 +169,9 @@ def main(
     start = time.monotonic()
     trial.warm_up()
     sources = trial.fingerprint()
-    sites = trial.all_sites()
+    area = trial.AREAS[name]
+    sites = trial.all_sites(area.modules)
+    entries = survivors.of_modules(survivors.read_survivors(), area.modules)
     drawn = {seed: operators.sample(sites, num_mutants, seed)}
     for text in fresh:
         another, _, num_more = text.partition(":")
@@ -169,26 +192,32 @@ def main(
                 file.write(json.dumps(row) + "\n")
 
     if known_survivors:
-        for one in survivors.believed(chosen, survivors.read_survivors(), lived):
+        for one in survivors.believed(chosen, entries, lived):
             done.setdefault(one.site.id, one)
     if missing := [site for site in chosen if site.id not in done]:
         trial.play(
             missing,
-            trial.measure_reach(num_seeds=seeds, num_processes=processes),
+            trial.measure_reach(
+                area.subjects,
+                num_seeds=seeds,
+                num_processes=processes,
+                modules=area.modules,
+                cache_name=name,
+            ),
             num_processes=processes,
             num_seeds=seeds,
             green={name: one.num_seeds for name, one in known.items()},
             on_verdict=tell,
         )
     verdicts = [done[site.id] for site in chosen]
-    account = survivors.compare(verdicts, sites, survivors.read_survivors())
+    account = survivors.compare(verdicts, sites, entries)
     draws = {number: [done[site.id] for site in some] for number, some in drawn.items()}
-    text = describe(draws, account, num_sites=len(sites))
+    text = describe(HEADS[name], draws, account, num_sites=len(sites))
     if page is not None:
         page.write_text(text)
-    click.echo(text[len(HEAD) :])
-    for title, entries in (("killed now", account.dead), ("no longer there", account.gone)):
-        for entry in entries:
+    click.echo(text[len(HEADS[name]) :])
+    for title, ended in (("killed now", account.dead), ("no longer there", account.gone)):
+        for entry in ended:
             click.echo(f"survivors.toml: {entry.id} is {title}: take it out")
     for verdict in account.unexplained:
         click.echo(f'\n[[survivor]]\nid = "{verdict.site.id}"')

@@ -27,6 +27,7 @@ class TierOptions(BaseModel):
         checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` where the store's own is enough.
         trip_after: Strikes in a row after which the store is left alone.
         retry_after: Seconds until it is tried again.
+        zero_copy: Give the store the engine's own pages; see :class:`~kvview.tier.GuardedTier`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -39,6 +40,23 @@ class TierOptions(BaseModel):
     checksum: str = "xxh3"
     trip_after: int = Field(3, gt=0)
     retry_after: float = Field(5.0, gt=0)
+    zero_copy: bool = False
+
+
+TIER_COUNTERS = {
+    "puts": "Pages stored.",
+    "gets": "Pages loaded.",
+    "failed": "Pages whose put or get failed, for whatever reason.",
+    "damaged": "Pages whose bytes were not what was put.",
+    "refused": "Jobs that did not reach the store: it was closed, or on trial.",
+    "raised": "Calls of the store that raised.",
+    "late": "Jobs that were not reported within their deadline.",
+    "malformed": "Reports that were none.",
+    "unknown": "Reports of jobs that were not in flight.",
+    "unanswered": "Lookups without an answer in time.",
+    "trips": "Times that the store was left alone for a while.",
+}
+"""What every bridge exports of :class:`~kvview.tier.TierStats`, and what it means."""
 
 
 def open_tier(options: TierOptions, namespace: Namespace) -> GuardedTier:
@@ -59,4 +77,5 @@ def open_tier(options: TierOptions, namespace: Namespace) -> GuardedTier:
         checksum=options.checksum,
         trip_after=options.trip_after,
         retry_after=options.retry_after,
+        zero_copy=options.zero_copy,
     )

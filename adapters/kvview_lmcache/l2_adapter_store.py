@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,21 +21,18 @@ from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
-from kvview.tier import Namespace
-from kvview.tier.store import require_tier_job
-
-_BETWEEN_POLLS = 0.0003  # seconds
+from kvview.tier import Namespace, Polled
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _Task:
     task: int
     num_keys: int
     is_get: bool
     objects: list[Any]
 
 
-class L2AdapterStore:
+class L2AdapterStore(Polled):
     """A :class:`~kvview.tier.TierStore` over an adapter that comes with LMCache.
 
     Args:
@@ -48,16 +44,14 @@ class L2AdapterStore:
     verifies = True  # nothing stands in front of it in LMCache
 
     def __init__(self, namespace: Namespace, adapter: str = "fs", **options: Any) -> None:
-        self._namespace = namespace
         given = json.dumps({"type": adapter, **options})
         parsed = parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=[given]))
         self._adapter: Any = create_l2_adapter(parsed.adapters[0])
-        self._jobs: dict[int, _Job] = {}
-        self._done: list[tuple[int, list[bool]]] = []
+        self._tasks: dict[int, _Task] = {}
         self._asked: dict[int, list[bytes]] = {}
         self._found: dict[bytes, bool] = {}
         self._stored: dict[int, Any] = {}
-        self._is_closed = False
+        super().__init__(namespace)
 
     def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
         """What the adapter says; each answer is given once."""
@@ -76,60 +70,29 @@ class L2AdapterStore:
             self._asked[task] = ask
         return flags
 
-    def put(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
-        """Start to store."""
-        self._start(job, keys, pages, is_get=False)
-
-    def get(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
-        """Start to load."""
-        self._start(job, keys, pages, is_get=True)
-
     def delete(self, keys: Sequence[bytes], /) -> None:
         """Delete, and wait for it, as LMCache does."""
         if not self._is_closed:
             self._adapter.delete([self._key(key) for key in keys])
 
-    def poll(self) -> list[tuple[int, list[bool]]]:
-        """Tasks that ended; of a store LMCache knows one flag for all keys."""
-        if not self._is_closed:
-            self._collect()
-        done, self._done = self._done, []
-        return done
-
-    def drain(self, timeout: float, /) -> bool:
-        """Wait for all tasks."""
-        end = time.monotonic() + timeout
-        while self._jobs and not self._is_closed:
-            self._collect()
-            if time.monotonic() > end:
-                break
-            time.sleep(_BETWEEN_POLLS)
-        return not self._jobs
-
-    def close(self) -> None:
-        """Close the adapter; what was in flight has failed."""
-        if not self._is_closed:
-            self._collect()
-            self._is_closed = True
-            self._adapter.close()
-        self._done += [(job, [False] * entry.num_keys) for job, entry in self._jobs.items()]
-        self._jobs.clear()
-
-    def _start(
-        self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], is_get: bool
+    def begin(
+        self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], *, is_get: bool
     ) -> None:
-        require_tier_job(keys, pages, is_get=is_get, in_flight=job in self._jobs)
-        if self._is_closed or not keys:
-            self._done.append((job, [False] * len(keys)))
-            return
+        """Submit a task."""
         objects = [_memory(page) for page in pages]
         submit = self._adapter.submit_load_task if is_get else self._adapter.submit_store_task
         task = submit([self._key(key) for key in keys], objects)
-        self._jobs[job] = _Job(task, len(keys), is_get, objects)
+        self._tasks[job] = _Task(task, len(keys), is_get, objects)
 
-    def _collect(self) -> None:
+    def end(self) -> None:
+        """Close the adapter."""
+        self.collect()
+        self._adapter.close()
+
+    def collect(self) -> None:
+        """Tasks that ended; of a store LMCache knows one flag for all keys."""
         self._stored |= self._adapter.pop_completed_store_tasks()
-        for job, entry in [*self._jobs.items()]:
+        for job, entry in [*self._tasks.items()]:
             if entry.is_get:
                 bits = self._adapter.query_load_result(entry.task)
                 if bits is None:
@@ -139,12 +102,12 @@ class L2AdapterStore:
                 flags = [bool(self._stored.pop(entry.task).is_successful())] * entry.num_keys
             else:
                 continue
-            del self._jobs[job]
-            self._done.append((job, flags))
+            del self._tasks[job]
+            self.report(job, flags)
 
     def _key(self, key: bytes) -> Any:
         return ObjectKey(
-            chunk_hash=key, model_name=self._namespace.model, kv_rank=self._namespace.rank
+            chunk_hash=key, model_name=self.namespace.model, kv_rank=self.namespace.rank
         )
 
 

@@ -14,17 +14,15 @@ For vLLM 0.26.0 and later, whose specs can be made without a model.
 from __future__ import annotations
 
 import itertools
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 from kvview import ConfigError
-from kvview.tier import Namespace
-from kvview.tier.store import require_tier_job
-from kvview_vllm.releases.calls import make_known
+from kvview.tier import Namespace, Polled
+from kvview_vllm.releases.tier_specs import make_tiering_spec
 from kvview_vllm.releases.tiers import lookup_answers, make_tier_job, succeeded_keys, tier_seam
 
 _ROWS = 640  # a job of the kit has up to 600 keys
@@ -62,7 +60,7 @@ class _Part:
     rows: list[int] = field(default_factory=list)
 
 
-class SecondaryTierStore:
+class SecondaryTierStore(Polled):
     """A :class:`~kvview.tier.TierStore` over a tier that comes with vLLM.
 
     Args:
@@ -79,16 +77,14 @@ class SecondaryTierStore:
     def __init__(self, namespace: Namespace, type: str = "fs", **options: Any) -> None:
         if not tier_seam().config_objects:
             raise ConfigError("tiers of vLLM are judged from 0.26.0 on")
-        self._namespace = namespace
+        super().__init__(namespace)
         self._entry = {"type": type, **options}
         self._tiers: dict[int, _Tier] = {}
         self._jobs: dict[int, _Job] = {}
         self._parts: dict[int, _Part] = {}
         self._numbers = itertools.count()
-        self._done: list[tuple[int, list[bool]]] = []
         self._answers = {answer: flag for flag, answer in lookup_answers().items()}
         self._requests = 0
-        self._is_closed = False
         self._tier(2 * _SECTOR)  # what can be looked up before anything was put
 
     def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
@@ -112,50 +108,10 @@ class SecondaryTierStore:
             flags = [one or other for one, other in zip(flags, found, strict=True)]
         return flags
 
-    def put(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
-        """Start to store."""
-        self._start(job, keys, pages, is_get=False)
-
-    def get(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
-        """Start to load."""
-        self._start(job, keys, pages, is_get=True)
-
-    def poll(self) -> list[tuple[int, list[bool]]]:
-        """Jobs that ended."""
-        self._collect()
-        done, self._done = self._done, []
-        return done
-
-    def drain(self, timeout: float, /) -> bool:
-        """Wait for all jobs."""
-        end = monotonic() + timeout
-        while self._jobs and not self._is_closed:
-            self._collect()
-            if monotonic() > end:
-                break
-            sleep(_BETWEEN_POLLS)
-        return not self._jobs
-
-    def close(self) -> None:
-        """Shut the tiers down; what was in flight has failed."""
-        if not self._is_closed:
-            self._is_closed = True
-            for tier in self._tiers.values():
-                tier.tier.drain_jobs()
-            self._collect()
-            for tier in self._tiers.values():
-                tier.memory.release()
-                tier.manager.shutdown()
-        self._done += [(job, [False] * len(entry.flags)) for job, entry in self._jobs.items()]
-        self._jobs.clear()
-
-    def _start(
-        self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], is_get: bool
+    def begin(
+        self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], *, is_get: bool
     ) -> None:
-        require_tier_job(keys, pages, is_get=is_get, in_flight=job in self._jobs)
-        if self._is_closed or not keys:
-            self._done.append((job, [False] * len(keys)))
-            return
+        """Submit a job to the tier of each size."""
         places: dict[int, list[int]] = {}
         for place, page in enumerate(pages):
             size = -(-(len(page) + _LENGTH_BYTES) // _SECTOR) * _SECTOR
@@ -165,10 +121,26 @@ class SecondaryTierStore:
             chosen = [keys[n] for n in found], [pages[n] for n in found]
             self._submit(_Part(job, found, *chosen, is_get, self._tier(size)))
 
+    def collect(self) -> None:
+        """Jobs of the tiers that ended."""
+        for tier in self._tiers.values():
+            for result in tier.tier.get_finished_jobs():
+                self._finish(self._parts.pop(result.job_id), result)
+            self._end_step(tier)
+
+    def end(self) -> None:
+        """Shut the tiers down."""
+        for tier in self._tiers.values():
+            tier.tier.drain_jobs()
+        self.collect()
+        for tier in self._tiers.values():
+            tier.memory.release()
+            tier.manager.shutdown()
+
     def _submit(self, part: _Part) -> None:
         tier = part.tier
         while len(tier.free) < len(part.keys):
-            self._collect()
+            self.collect()
         part.rows = [tier.free.pop() for _ in part.keys]
         for row, page in zip(part.rows, part.pages, strict=True):
             end = (row + 1) * tier.row_bytes
@@ -180,13 +152,6 @@ class SecondaryTierStore:
         self._parts[number] = part
         submit = tier.tier.submit_load if part.is_get else tier.tier.submit_store
         submit(make_tier_job(number, [_key(key) for key in part.keys], part.rows, part.is_get))
-
-    def _collect(self) -> None:
-        for tier in self._tiers.values():
-            for result in tier.tier.get_finished_jobs():
-                self._finish(self._parts.pop(result.job_id), result)
-            if not self._is_closed:
-                self._end_step(tier)
 
     def _finish(self, part: _Part, result: Any) -> None:
         good = succeeded_keys(result)
@@ -204,7 +169,7 @@ class SecondaryTierStore:
         job.parts_left -= 1
         if not job.parts_left:
             del self._jobs[part.job]
-            self._done.append((part.job, job.flags))
+            self.report(part.job, job.flags)
 
     @staticmethod
     def _end_step(tier: _Tier) -> None:
@@ -221,48 +186,12 @@ class SecondaryTierStore:
         return self._tiers[page_bytes]
 
     def _manager(self, page_bytes: int) -> Any:
-        config = import_module("vllm.v1.kv_offload.config")
-        factory = import_module("vllm.v1.kv_offload.factory").OffloadingSpecFactory
-        here = self._namespace
-        sizes = {"tp_size": here.tensor_parallel, "pp_size": here.pipeline_parallel}
-        parallel = {
-            **dict.fromkeys(("pcp_size", "dcp_size", "data_parallel_size"), 1),
-            **sizes,
-            "world_size": 1,
-            "rank": here.rank,
-            "data_parallel_index": 0,
-            "data_parallel_rank_local": None,
-            "is_parallelism_agnostic": False,
+        extra = {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": min(page_bytes * _ROWS, _MOST_BYTES),
+            "secondary_tiers": [self._entry],
         }
-        tokens = here.block_size or 16
-        group = make_known(
-            config.OffloadingGroupConfig,
-            tokens_per_block=tokens,
-            layer_names=(here.layout or "layer",),
-            group_id=0,
-        )
-        spec = factory.create_spec(
-            make_known(
-                config.OffloadingConfig,
-                groups=(group,),
-                worker_kv_bytes_per_block=page_bytes,
-                enable_kv_cache_events=False,
-                extra_config={
-                    "spec_name": "TieringOffloadingSpec",
-                    "cpu_bytes_to_use": min(page_bytes * _ROWS, _MOST_BYTES),
-                    "secondary_tiers": [self._entry],
-                },
-                engine_id=uuid.uuid4().hex,
-                model=make_known(
-                    config.OffloadingModelConfig, name=here.model, dtype=here.kv_dtype
-                ),
-                cache=make_known(
-                    config.OffloadingCacheConfig, tokens_per_hash=tokens, blocks_per_chunk=1
-                ),
-                parallel=make_known(config.OffloadingParallelConfig, **parallel),
-            )
-        )
-        return spec.get_manager()
+        return make_tiering_spec(extra, self.namespace, page_bytes).get_manager()
 
 
 def _filled(page: memoryview, num_bytes: int) -> bytes:

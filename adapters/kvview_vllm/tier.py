@@ -12,6 +12,8 @@
 - VTIER-1 A tier **must not** start where the weights, or what the chain of hashes begins with,
   are not known: it would answer with KV of other weights, or never find its own. Where vLLM
   chooses that later, the tier **must** be out of use, and say why.
+- VTIER-3 Where the engine publishes KV events, those of the tier **must** be among them: what it
+  stored and what it can no longer load, in the medium ``STORAGE``.
 - VTIER-2 vLLM **must** hear of each job once, of what it loaded in part where the release
   knows of parts, and no exception.
 
@@ -31,7 +33,7 @@ from kvview import ConfigError, TierJobError
 from kvview.bridge import TierOptions, open_tier
 from kvview.errors import one_line
 from kvview.options import parse_options
-from kvview.tier import Namespace
+from kvview.tier import Namespace, TierEvents
 from kvview_vllm.releases import reading
 from kvview_vllm.releases.tiers import (
     TierSeam,
@@ -41,21 +43,27 @@ from kvview_vllm.releases.tiers import (
     lookup_answers,
     namespace_facts,
     places_of,
+    publishes_events,
     request_preference,
     require_tier_class,
     storage_medium,
+    tier_event,
     tier_seam,
+    with_events_of_tiers,
 )
+from kvview_vllm.tier_metrics import TierReporter, definitions
 
 _log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
 
     class _Tier:  # stands in for vLLM's, which mypy does not see
+        tier_type: str
+
         def __init__(self, *args: Any, **options: Any) -> None: ...
 
     class _Spec:
-        pass
+        def get_manager(self) -> Any: ...
 else:
     tier_seam()
     _Tier = require_tier_class("SecondaryTierManager")
@@ -100,32 +108,58 @@ class KVViewTier(_Tier):
             raise ConfigError(f"secondary_tiers, type {tier_type!r}: {error}") from None
         self._memory = primary_kv_view.cast("B")
         self._answers = lookup_answers()
-        self._jobs: dict[int, list[Any]] = {}
+        self._jobs: dict[int, tuple[list[Any], bool]] = {}  # keys, and whether it is a load
+        self._events = TierEvents() if publishes_events(offloading_spec) else None
+        self._reporter = TierReporter(self.guard, options.store)
         self._has_begun = False
 
     def lookup(self, key: Any, req_context: Any = None) -> Any:
         """Whether a chunk is stored, or that it is not known yet."""
-        return self._answers[self.guard.lookup((bytes(key),))[0]]
+        (flag,) = self.guard.lookup((bytes(key),))
+        if flag is False and self._events is not None:
+            self._events.gone(bytes(key))
+        return self._answers[flag]
 
     def submit_store(self, job_metadata: Any) -> None:
         """Start to store rows of the host's memory."""
-        self._submit(self.guard.put, job_metadata)
+        self._submit(self.guard.put, job_metadata, is_get=False)
 
     def submit_load(self, job_metadata: Any) -> None:
         """Start to load into rows of the host's memory."""
-        self._submit(self.guard.get, job_metadata)
+        self._submit(self.guard.get, job_metadata, is_get=True)
 
     def get_finished_jobs(self) -> Iterable[Any]:
         """Jobs that ended since the last call."""
         results = []
+        evicted = self.guard.take_evicted()  # before what is said to be stored
         for job_id, flags in self.guard.poll():
-            keys = self._jobs.pop(job_id)
-            results.append(job_result(job_id, keys, flags or [False] * len(keys)))
+            keys, is_get = self._jobs.pop(job_id)
+            flags = flags or [False] * len(keys)
+            if self._events is not None:
+                self._events.ended([bytes(key) for key in keys], flags, is_get=is_get)
+            results.append(job_result(job_id, keys, flags))
+        if self._events is not None:
+            self._events.evicted(evicted)
+        self._reporter.log()
         return results
 
     def get_finished(self) -> Iterable[Any]:
         """The same, as 0.22 calls it."""
         return self.get_finished_jobs()
+
+    def take_events(self) -> Iterable[Any]:
+        """What the tier stored, and what it can no longer load (VTIER-3)."""
+        events = () if self._events is None else self._events.take()
+        return [tier_event(event, self.tier_type) for event in events]
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: Any) -> dict[str, Any]:
+        """The series of a tier (0.25)."""
+        return definitions()
+
+    def get_stats(self) -> Any:
+        """What has changed since the last call (0.25)."""
+        return self._reporter.news()
 
     def has_pending_work(self) -> bool:
         """Whether a job was not reported: the engine keeps stepping."""
@@ -158,9 +192,12 @@ class KVViewTier(_Tier):
         self.guard.close()
         self._memory.release()  # else vLLM cannot close its region
 
-    def _submit(self, call: Any, job: Any) -> None:
+    def _submit(self, call: Any, job: Any, *, is_get: bool) -> None:
         size, memory = self._page_bytes, self._memory
-        self._jobs[job.job_id] = keys = list(job.keys)
+        keys = list(job.keys)
+        self._jobs[job.job_id] = keys, is_get
+        if self._events is not None and not is_get:
+            self._events.began([bytes(key) for key in keys])
         pages = [memory[place * size : (place + 1) * size] for place in places_of(job)]
         try:
             call(job.job_id, [bytes(key) for key in keys], pages)
@@ -171,6 +208,15 @@ class KVViewTier(_Tier):
 
 class KVViewTieringSpec(_Spec):
     """vLLM's own spec; naming this module brings the type ``kvview`` in."""
+
+    _telling: Any = None
+
+    def get_manager(self) -> Any:
+        """VLLM's own manager, with the events of its tiers in every release."""
+        made = super().get_manager()
+        if made is not self._telling:
+            self._telling = self._manager = with_events_of_tiers(made, KVViewTier)
+        return self._telling
 
 
 with suppress(ValueError):  # the module was loaded again

@@ -16,6 +16,7 @@ from kvview.events.block_sizes import (
 from kvview.events.tier import (
     MEDIUM_CPU,
     MEDIUM_GPU,
+    MEDIUM_STORAGE,
     OffloadingEvent,
     SupportsSilentTiers,
     fold_events,
@@ -24,6 +25,7 @@ from kvview.events.tier import (
 __all__ = [
     "MEDIUM_CPU",
     "MEDIUM_GPU",
+    "MEDIUM_STORAGE",
     "AllBlocksCleared",
     "BlockRemoved",
     "BlockSizeIndex",

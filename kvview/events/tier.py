@@ -28,6 +28,7 @@ from kvview.keys import OffloadKey
 
 MEDIUM_GPU = "GPU"
 MEDIUM_CPU = "CPU"
+MEDIUM_STORAGE = "STORAGE"
 
 
 @dataclass(frozen=True, slots=True)

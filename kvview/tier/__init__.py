@@ -1,14 +1,16 @@
 """The tier contract: a store below the host, written once, under any engine.
 
 ``store`` says what a store is, ``namespace`` whose bytes it keeps; ``Threaded`` is the base
-for those who only write blocking reads and writes, and ``GuardedTier`` stands between any
-store and any engine.
+for those who only write blocking reads and writes, ``Polled`` for those who poll something,
+and ``GuardedTier`` stands between any store and any engine.
 """
 
 from kvview.tier.guarded import GuardedTier, TierStats
 from kvview.tier.namespace import Namespace
+from kvview.tier.polled import Polled
 from kvview.tier.store import (
     SupportsDelete,
+    SupportsEvictions,
     SupportsTouch,
     SupportsUsage,
     SupportsWakeUp,
@@ -18,15 +20,19 @@ from kvview.tier.store import (
     require_tier_job,
 )
 from kvview.tier.threaded import Threaded
+from kvview.tier.tier_events import TierEvents
 
 __all__ = [
     "GuardedTier",
     "Namespace",
+    "Polled",
     "SupportsDelete",
+    "SupportsEvictions",
     "SupportsTouch",
     "SupportsUsage",
     "SupportsWakeUp",
     "Threaded",
+    "TierEvents",
     "TierStats",
     "TierStore",
     "TierUsage",

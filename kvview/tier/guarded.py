@@ -1,8 +1,9 @@
 """What stands between any engine and any store, whatever the store does (TIER-12).
 
 No call of the store is made on the caller's thread, and no page of the engine's is ever in
-the store's hands: a thread of the guard's own calls it, with private pages. So a call that
-blocks, a load that is late and a store that keeps what it was given harm nobody.
+the store's hands, unless that is chosen (``zero_copy``): a thread of the guard's own calls it,
+with private pages. So a call that blocks, a load that is late and a store that keeps what it was
+given harm nobody.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvview.tier.namespace import Namespace
 from kvview.tier.private_pages import PrivatePages
 from kvview.tier.store import (
     SupportsDelete,
+    SupportsEvictions,
     SupportsTouch,
     SupportsWakeUp,
     TierStore,
@@ -76,7 +78,7 @@ class _Job:
     due: float
     private: list[bytearray] = field(default_factory=list)
     is_copying: bool = False
-    """The guard itself is at the pages: it is not late now."""
+    """The guard, or a store that was given them, is at the pages: it is not late now."""
 
 
 class GuardedTier:
@@ -90,10 +92,15 @@ class GuardedTier:
         checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` to trust the store with TIER-1.
         trip_after: Strikes in a row after which the store is left alone.
         retry_after: Seconds until it is tried again.
+        zero_copy: Give the store the engine's own pages. It must keep TIER-1 and TIER-3 by
+            itself, and ``checksum`` is ``"none"``. A job that is at the store is then reported
+            when the store reports it, not at its deadline: late bytes would go into a page that
+            is another's by then.
         clock: Seconds.
 
     Raises:
-        ConfigError: A number that is not positive, or a checksum that there is not.
+        ConfigError: A number that is not positive, a checksum that there is not, or one beside
+            ``zero_copy``.
     """
 
     def __init__(
@@ -106,6 +113,7 @@ class GuardedTier:
         checksum: str = "xxh3",
         trip_after: int = 3,
         retry_after: float = 5.0,
+        zero_copy: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for name, value in (
@@ -116,9 +124,15 @@ class GuardedTier:
         ):
             if not value > 0:
                 raise ConfigError(f"{name} must be more than 0, got {value}")
+        if zero_copy and checksum != "none":
+            raise ConfigError(
+                "zero_copy: no checksum of the guard's can stand behind the engine's own pages; "
+                "set checksum to 'none' where the store has one of its own"
+            )
         self.store = store
         self.namespace = namespace
         self._deadline = deadline
+        self._is_zero_copy = zero_copy
         self._clock = clock
         seal = None if checksum == "none" else PageSeal(namespace, checksum)
         self._private_pages = PrivatePages(seal)
@@ -131,6 +145,7 @@ class GuardedTier:
         self._done: list[tuple[int, list[bool]]] = []
         self._inbox: deque[Callable[[], object]] = deque()
         self._unanswered: list[bytes] = []
+        self._evicted: deque[bytes] = deque(maxlen=1 << 20)
         self._next_number = 0
         self._is_closed = False
         self._wakes = isinstance(store, SupportsWakeUp)
@@ -205,12 +220,14 @@ class GuardedTier:
         """Fail what is in flight and close the store; one that does not close is left."""
         with self._changed:
             is_first, self._is_closed = not self._is_closed, True
-            while any(entry.is_copying for entry in self._jobs.values()):
+        if self._is_zero_copy:
+            self._end_lane()  # first: what a store is at ends with it
+        with self._changed:
+            while not self._is_zero_copy and any(one.is_copying for one in self._jobs.values()):
                 self._changed.wait(_LONGEST_SLEEP)
             for entry in [*self._jobs.values()]:
                 self._finish(entry, [False] * len(entry.keys))
-        self._awake.set()
-        self._lane.join(min(self._deadline, _LONGEST_CLOSE))
+        self._end_lane()
         if is_first and self._lane.is_alive():
             _log.warning("the store %s does not close; it is left", type(self.store).__name__)
 
@@ -226,7 +243,15 @@ class GuardedTier:
         if isinstance(self.store, SupportsTouch):
             self._tell(partial(self._ask_store, self.store.touch, [*keys]))
 
+    def take_evicted(self) -> list[bytes]:
+        """What the store has dropped to make room since the last call, if it says so."""
+        return [self._evicted.popleft() for _ in range(len(self._evicted))]
+
     # --- on the caller's thread ---
+
+    def _end_lane(self) -> None:
+        self._awake.set()
+        self._lane.join(min(self._deadline, _LONGEST_CLOSE))
 
     def _submit(
         self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], is_get: bool
@@ -290,6 +315,8 @@ class GuardedTier:
     def _run(self) -> None:
         if isinstance(self.store, SupportsWakeUp):
             self._ask_store(self.store.on_wake_up, self._awake.set)
+        if isinstance(self.store, SupportsEvictions):
+            self._ask_store(self.store.on_evicted, self._evicted.extend)
         while not self._is_closed:
             is_waiting = self._in_store or self._unanswered or self._inbox
             self._awake.wait(_LONGEST_SLEEP if self._wakes or not is_waiting else _BETWEEN_POLLS)
@@ -338,12 +365,14 @@ class GuardedTier:
             self._wake_up()
 
     def _start(self, entry: _Job) -> None:
-        """Give a job to the store, on private pages."""
+        """Give a job to the store, on private pages if nothing else was chosen."""
         if not self._begin_copy(entry):
             return
-        private = self._private_pages
+        private, views = self._private_pages, entry.pages
         try:
-            if entry.is_get:
+            if self._is_zero_copy:
+                pass
+            elif entry.is_get:
                 entry.private = private.to_get(entry.pages)
             else:
                 entry.private = private.to_put(entry.keys, entry.pages)
@@ -354,9 +383,10 @@ class GuardedTier:
                 self._finish(entry, [False] * len(entry.keys))
             return
         with self._changed:
-            entry.is_copying = False
+            entry.is_copying = self._is_zero_copy
             self._in_store[entry.number] = entry
-        views = [memoryview(private) for private in entry.private]
+        if not self._is_zero_copy:
+            views = [memoryview(private) for private in entry.private]
         call = self.store.get if entry.is_get else self.store.put
         if not entry.is_get:
             views = [view.toreadonly() for view in views]
@@ -392,7 +422,7 @@ class GuardedTier:
         """The store has ended a job: what it loaded goes into the engine's pages."""
         if not self._begin_copy(entry):
             return
-        if entry.is_get:
+        if entry.is_get and not self._is_zero_copy:
             for number, page in enumerate(entry.pages):
                 private = entry.private[number]
                 copy_out = self._private_pages.copy_out

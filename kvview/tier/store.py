@@ -20,8 +20,9 @@ affair. Pages are one-dimensional contiguous memoryviews of bytes, of any size f
   a miss. Only misuse raises :class:`~kvview.TierJobError`, and then nothing was started.
 - TIER-7 ``lookup`` **must** say True only of keys whose put succeeded, here or in a process
   before, in this namespace; and of those it says True unless they were evicted or failed.
-- TIER-8 A store with a budget **must never** occupy more bytes than it, what is being written
-  included; it evicts to make room, and fails a page that can have none.
+- TIER-8 A store with a budget (``max_bytes``) **must never** occupy more bytes than it, what is
+  being written included; it evicts to make room, and fails a page that can have none. A store
+  that could not keep one, since others write where it does, refuses it.
 - TIER-9 Reopened after an end of the process at any moment, a store **must** have whole
   entries only: what was reported stored and was not evicted, and nothing left over.
 - TIER-10 Two namespaces **must** share nothing. What was written for another one is refused
@@ -31,7 +32,8 @@ affair. Pages are one-dimensional contiguous memoryviews of bytes, of any size f
   later job fail.
 - TIER-12 Whatever a store does (raises, blocks, is late, never reports, reports twice, too few
   flags or jobs that nobody gave it, lies, damages bytes), a guarded tier **must** keep TIER-1
-  to TIER-6, report each job within its deadline, and use a store again that works again.
+  to TIER-6, report each job within its deadline, leave a store alone for a while that fails
+  again and again, and use a store again that works again.
 
 Source: vLLM ``SecondaryTierManager`` (0.22 to 0.33), LMCache's L2 adapters, SGLang's
 ``HiCacheStorage``: three seams, one store.
@@ -144,6 +146,15 @@ class SupportsTouch(Protocol):
 
     def touch(self, keys: Sequence[bytes], /) -> None:
         """Say that keys were used; those that are not held are ignored."""
+        ...
+
+
+@runtime_checkable
+class SupportsEvictions(Protocol):
+    """The store says what it evicts, so that nobody is told of it any longer (EVENT-2)."""
+
+    def on_evicted(self, evicted: Callable[[Sequence[bytes]], None], /) -> None:
+        """Call ``evicted``, from any thread, with keys that were dropped to make room."""
         ...
 
 

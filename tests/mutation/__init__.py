@@ -37,7 +37,7 @@ def summarize(num: int, seed: int, on_progress: Callable[[str], None]) -> dict[s
     trial.warm_up()
     num_processes = min(2, os.cpu_count() or 1)
     sites = trial.all_sites()
-    entries = survivors.read_survivors()
+    entries = survivors.of_modules(survivors.read_survivors(), trial.MODULES)
     chosen = operators.sample(sites, num, seed)
     verdicts = survivors.believed(chosen, entries, {})
     is_known = {verdict.site.id for verdict in verdicts}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -77,6 +77,9 @@ SUBJECTS = [
     ),
 ]
 
+TIER_EXAMPLES = 25  # random sequences of calls; `kvview check` plays 100 by default
+TIER_SUBJECTS = [Subject(f"kvview_reference.harness:{name}") for name in ("tier", "guarded_tier")]
+
 
 @dataclass(frozen=True)
 class Step:
@@ -110,9 +113,11 @@ class Step:
         from kvview.testing.runner import plan_checks, run_planned
 
         machines.MAX_SHRINK_RUNS = 0  # the verdict is wanted, no script
-        factory = self.subject.load()
+        factory, profile = self.subject.load(), make_profile(Effort())
+        if self.subject in TIER_SUBJECTS:
+            profile = replace(profile, num_examples=TIER_EXAMPLES)
         for planned in plan_checks(factory, Effort(), select=[self.name])[1]:
-            failure = run_planned(factory, planned, make_profile(Effort())).failure
+            failure = run_planned(factory, planned, profile).failure
             if failure is not None:
                 return f"{failure.law} {self.name}"
         return None

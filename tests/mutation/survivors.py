@@ -70,6 +70,11 @@ def read_survivors(path: Path = FILE) -> dict[str, Survivor]:
     return entries
 
 
+def of_modules(entries: Mapping[str, Survivor], modules: Collection[str]) -> dict[str, Survivor]:
+    """The entries that are about some modules."""
+    return {name: entry for name, entry in entries.items() if name.partition(":")[0] in modules}
+
+
 def believed(
     sites: Iterable[Site], entries: Mapping[str, Survivor], seeds: Mapping[str, int]
 ) -> list[Verdict]:

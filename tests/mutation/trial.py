@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 from . import judges
-from .judges import SEEDS, SUBJECTS, Step, Subject, not_checked, steps_of
+from .judges import SEEDS, SUBJECTS, TIER_SUBJECTS, Step, Subject, not_checked, steps_of
 from .operators import Site, find_sites, mutate, statement_lines
 from .processes import Ended, Limit, Say, forget, import_instead, run_forked
 
@@ -42,13 +43,46 @@ MODULES = (
     "kvview.guard.lease",
     "examples.host_cache",
 )
+TIER_MODULES = (
+    "kvview_reference.tier.file_store",
+    "kvview_reference.tier.file_budget",
+    "kvview_reference.tier.deleting",
+    "kvview_reference.tier.entry",
+    "kvview.tier.threaded",
+    "kvview.tier.guarded",
+    "kvview.tier.answers",
+    "kvview.tier.breaker",
+    "kvview.tier.checksum",
+    "kvview.tier.private_pages",
+    "kvview.tier.namespace",
+    "kvview.tier.store",
+)
 
 _HITS = "_lines_reached"
 _SLOWER = 8  # a mutant may be so many times slower than what is right
 _AT_LEAST = 10.0
 _CACHE = Path.home() / ".cache" / "kvview" / "mutation"
+_AT_START = Path(__file__).with_name("at_start")  # of processes that a check starts itself
+_MUTANT, _REACHED = "KVVIEW_MUTANT", "KVVIEW_REACHED"
 
 Place = tuple[str, int]  # module, line of a statement
+
+
+@dataclass(frozen=True)
+class Area:
+    """Sources, and who judges them.
+
+    Args:
+        modules: That are made wrong.
+        subjects: Over which the kit is run.
+    """
+
+    modules: Sequence[str]
+    subjects: Sequence[Subject]
+
+
+AREAS = {"engine": Area(MODULES, SUBJECTS), "tier": Area(TIER_MODULES, TIER_SUBJECTS)}
+"""What is judged apart: what is wrong in one is not seen over the subjects of another."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +156,8 @@ def warm_up() -> None:
     """Import what is slow to import and is not ours, once for all forked processes."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
-    for name in ("torch", "numpy", "hypothesis.stateful", "pydantic", "click", "rich.table"):
+    slow = ("torch", "numpy", "hypothesis.stateful", "pydantic", "click", "rich.table", "xxhash")
+    for name in slow:
         importlib.import_module(name)
     sys.modules["torch"].set_num_threads(1)  # a pool of threads does not live through a fork
 
@@ -147,6 +182,7 @@ def measure_reach(
     num_processes: int = 1,
     modules: Sequence[str] = MODULES,
     cache: Path | None = _CACHE,
+    cache_name: str = "engine",
 ) -> list[Reach]:
     """Which statements each step of the kit executes, found by running it once.
 
@@ -156,15 +192,17 @@ def measure_reach(
         num_processes: At a time.
         modules: That are looked at.
         cache: Folder for what was found; one file for each state of the sources.
+        cache_name: Of the area.
 
     Raises:
         RuntimeError: A step is not green on what is right.
     """
-    file = cache / f"reach-{fingerprint()}.json" if cache else None
+    file = cache / f"reach-{cache_name}-{fingerprint()}.json" if cache else None
     known = {str(one.step): one for one in _read(file, subjects)} if file else {}
 
     def run(subject: Subject, say: Say) -> None:
         hits = Hits()
+        _tell_processes(_REACHED, f"{hits.path}:{','.join(modules)}")
         import_instead(lambda name, path: counting(name, path, hits) if name in modules else None)
         forget(OWN)
         for step in steps_of(subject, num_seeds):
@@ -218,11 +256,18 @@ def _read(file: Path, subjects: Sequence[Subject]) -> Iterator[Reach]:
 
 
 class Hits(set[Place]):
-    """Places that were executed, also in processes that were forked since."""
+    """Places that were executed, also in processes that were forked or started since.
 
-    def __init__(self) -> None:
-        self._home = os.getpid()
-        self._away = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - as long as this lives
+    Args:
+        path: Of another process's, which is told; None for a new one.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        self._home = 0 if path else os.getpid()
+        self._away: Any = (  # as long as this lives
+            open(path, "ab", 0) if path else tempfile.NamedTemporaryFile("a+b", 0)  # noqa: SIM115
+        )
+        self.path: str = self._away.name
 
     def add(self, place: Place) -> None:
         """Note one."""
@@ -242,6 +287,23 @@ class Hits(set[Place]):
         self._away.seek(0)
         lines = (line.decode().split() for line in self._away.read().splitlines())
         return frozenset(self) | {(module, int(line)) for module, line in lines}
+
+
+def _tell_processes(name: str, value: str) -> None:
+    """Processes that this one starts import ``sitecustomize`` of a folder of ours first."""
+    os.environ[name] = value
+    sys.path.insert(0, str(_AT_START))
+
+
+def begin_as_told() -> None:
+    """In a process that a check has started: be as wrong, or count as much, as that one."""
+    if site_id := os.environ.get(_MUTANT):
+        module = site_id.partition(":")[0]
+        import_instead(lambda name, path: _wrong(name, site_id, path) if name == module else None)
+    elif told := os.environ.get(_REACHED):
+        path, _, names = told.partition(":")
+        hits, modules = Hits(path), names.split(",")
+        import_instead(lambda name, path: counting(name, path, hits) if name in modules else None)
 
 
 def counting(name: str, path: Path, hits: set[Place]) -> CodeType:
@@ -297,7 +359,10 @@ def play(
 
     def run(job: tuple[Site, list[Reach]], say: Say) -> None:
         site, steps = job
-        import_instead(lambda name, path: _wrong(site, path) if name == site.module else None)
+        _tell_processes(_MUTANT, site.id)
+        import_instead(
+            lambda name, path: _wrong(name, site.id, path) if name == site.module else None
+        )
         forget(OWN)
         say(("import", ""))
         importlib.import_module(site.module)
@@ -339,8 +404,8 @@ def steps_for(site: Site, reach: Sequence[Reach]) -> list[Reach]:
     return sorted(steps, key=lambda one: one.cost)
 
 
-def _wrong(site: Site, path: Path) -> CodeType:
-    return compile(mutate(site.module, path.read_text(), site.id), str(path), "exec")
+def _wrong(module: str, site_id: str, path: Path) -> CodeType:
+    return compile(mutate(module, path.read_text(), site_id), str(path), "exec")
 
 
 def _verdict(ended: Ended[tuple[Site, list[Reach]]], seconds: float, num_seeds: int) -> Verdict:

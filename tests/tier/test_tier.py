@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -240,6 +241,33 @@ def test_a_guard_closes_over_a_store_that_blocks() -> None:
     store.heal()
 
 
+def test_zero_copy_gives_pages_away_until_the_store_reports() -> None:
+    with pytest.raises(ConfigError, match="set checksum to 'none'"):
+        GuardedTier(FaultyStore(), HERE, zero_copy=True)
+    clock, store = ManualClock(), FaultyStore()
+    guard = GuardedTier(
+        store, HERE, checksum="none", zero_copy=True, clock=clock, deadline=5.0, trip_after=1
+    )
+    guard.put(1, [b"a"], [page(7)])
+    assert reports(guard) == [(1, [True])]
+    store.fault = "reports late"
+    mine = page()
+    guard.get(2, [b"a"], [mine])
+    while not store._late_pages:
+        time.sleep(0.001)
+    assert store._late_pages[0].obj is mine.obj
+    clock.seconds = 60.0
+    assert guard.poll() == [], "late bytes may come still"
+    store._late_pages.clear()
+    store.heal()
+    assert reports(guard) == [(2, [True])]
+    assert mine == page(7)
+    store.fault = "never reports"
+    guard.get(3, [b"a"], [mine])
+    guard.close()
+    assert guard.poll() == [(3, [False])]
+
+
 # --- the store of files ---
 
 
@@ -290,6 +318,60 @@ def test_half_files_of_who_was_killed_are_removed_by_who_is_alone(tmp_path: Path
     second.close()
     FileStore(HERE, root=str(tmp_path)).close()
     assert not half.exists()
+
+
+def counted(tmp_path: Path) -> tuple[int, int]:
+    """What a store says that it uses when it is opened, and what there is."""
+    store = FileStore(HERE, root=str(tmp_path), max_bytes=100_000)
+    used = store.usage().used_bytes
+    held = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    store.close()
+    assert used is not None
+    return used, held
+
+
+def test_a_count_that_cannot_be_believed_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(HERE, root=str(tmp_path))
+    put(store, b"a", b"b", b"c")
+    store.close()
+    used, held = counted(tmp_path)
+    assert used == held > 3000
+    count = tmp_path / HERE.digest.hex() / "budget"
+    right = count.read_bytes()
+    for wrong in (b"", b"x", right[:-1], right[:5] + b"\xff" + right[6:]):
+        count.write_bytes(wrong)
+        assert counted(tmp_path) == (held, held)
+    left_open = FileStore(HERE, root=str(tmp_path))
+    put(left_open, b"d")
+    (next(iter((tmp_path / HERE.digest.hex()).glob("??/*")))).unlink()
+    os.close(left_open._budget._alive)  # as if it were killed
+    used, held = counted(tmp_path)
+    assert used > held, "the same start of the machine: it is believed"
+    left_open = FileStore(HERE, root=str(tmp_path))
+    os.close(left_open._budget._alive)
+    boot = "kvview_reference.tier.file_budget._boot_of_machine"
+    monkeypatch.setattr(boot, lambda: b"after a power cut"[:16])
+    used, held = counted(tmp_path)
+    assert used == held
+
+
+def test_of_many_files_the_oldest_of_some_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvview_reference.tier.file_budget._LOOKED_AT", 40)
+    store = FileStore(HERE, root=str(tmp_path), max_bytes=400_000)
+    keys = [f"key {number}".encode() for number in range(600)]
+    for key in keys:
+        assert put(store, key) == [True]
+    kept = [number for number, key in enumerate(keys) if store.has(key)]
+    assert len(kept) > 300
+    oldest = sum(number < 150 for number in kept)
+    newest = sum(number >= 450 for number in kept)
+    assert newest == 150
+    assert oldest < 60
+    store.close()
 
 
 def test_an_entry_is_read_as_a_load_would(tmp_path: Path) -> None:

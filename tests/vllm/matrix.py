@@ -209,7 +209,8 @@ def main() -> int:
         except SourcesError as error:
             parser.error(str(error))
     files = sorted(HERE.glob("test_*.py"))
-    files = [file for file in files if (file.stem[5:] == INFERENCE) == bool(arguments.vllm_cpu)]
+    is_cpu = arguments.vllm_cpu is not None
+    files = [file for file in files if file.stem[5:].startswith(INFERENCE) == is_cpu]
     if arguments.seams:
         files = [file for file in files if file.stem[5:] in arguments.seams]
     if not files:

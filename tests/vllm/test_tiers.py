@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-import types
-import uuid
 import warnings
 from collections.abc import Iterable, Iterator
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,10 +26,9 @@ from kvview_vllm.releases.tiers import has_tiers, make_tier_job, tier_seam
 if not has_tiers():
     pytest.skip("this release has no tiers below the host (0.22.0)", allow_module_level=True)
 
-import torch
-
 from kvview import ConfigError
-from kvview_vllm.releases.calls import make_known
+from kvview.tier import Namespace
+from kvview_vllm.releases.tier_specs import make_tiering_spec
 
 with warnings.catch_warnings():  # of torch, when vLLM's kernels are imported
     warnings.simplefilter("ignore")
@@ -44,91 +44,31 @@ def _fixed_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
 
 
-def make_spec(tier: dict[str, Any]) -> Any:
+def make_spec(tier: dict[str, Any], *, publishes_events: bool = False) -> Any:
     """A ``KVViewTieringSpec``, as vLLM makes one from a user's configuration."""
-    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
-
-    engine = uuid.uuid4().hex
     extra = {
         "spec_name": "KVViewTieringSpec",
         "spec_module_path": "kvview_vllm.tier",
         "cpu_bytes_to_use": PAGE * NUM_HOST_CHUNKS,
         "secondary_tiers": [{"type": "kvview", **tier}],
     }
-    parallel = {
-        **dict.fromkeys(("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size"), 1),
-        **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size"), 1),
-        **dict.fromkeys(("decode_context_parallel_size", "prefill_context_parallel_size"), 1),
-        **dict.fromkeys(("rank", "data_parallel_index", "data_parallel_rank"), 0),
-        "data_parallel_size": 1,
-        "data_parallel_rank_local": None,
-        "is_parallelism_agnostic": True,
-    }
-    if tier_seam().config_objects:
-        from vllm.v1.kv_offload import config
-
-        made = make_known(
-            config.OffloadingConfig,
-            groups=(
-                make_known(
-                    config.OffloadingGroupConfig,
-                    tokens_per_block=16,
-                    layer_names=("l0",),
-                    group_id=0,
-                ),
-            ),
-            worker_kv_bytes_per_block=PAGE,
-            enable_kv_cache_events=False,
-            extra_config=extra,
-            engine_id=engine,
-            model=make_known(config.OffloadingModelConfig, name="m", dtype="bfloat16"),
-            cache=make_known(config.OffloadingCacheConfig, tokens_per_hash=16, blocks_per_chunk=1),
-            parallel=make_known(config.OffloadingParallelConfig, **parallel),
-        )
-        return OffloadingSpecFactory.create_spec(made)
-    from vllm.v1 import kv_cache_interface as interface
-
-    spec = make_known(
-        interface.FullAttentionSpec,
-        block_size=16,
-        num_kv_heads=8,
-        head_size=128,
-        dtype=torch.bfloat16,
-    )
-    caches = interface.KVCacheConfig(
-        num_blocks=4,
-        kv_cache_tensors=[interface.KVCacheTensor(size=PAGE * 4, shared_by=["l0"])],
-        kv_cache_groups=[interface.KVCacheGroupSpec(["l0"], spec)],
-    )
-    config = types.SimpleNamespace(
-        kv_transfer_config=types.SimpleNamespace(kv_connector_extra_config=extra, engine_id=engine),
-        kv_events_config=None,
-        instance_id=engine,
-        parallel_config=types.SimpleNamespace(**parallel),
-        cache_config=types.SimpleNamespace(
-            block_size=16,
-            hash_block_size=None,
-            cache_dtype="auto",
-            enable_prefix_caching=True,
-            prefix_match_unit=None,
-        ),
-        model_config=types.SimpleNamespace(model="m", dtype=torch.bfloat16),
-    )
-    return OffloadingSpecFactory.create_spec(config, caches)
+    namespace = Namespace("m", "of no interest", kv_dtype="bfloat16")
+    return make_tiering_spec(extra, namespace, PAGE, publishes_events=publishes_events)
 
 
 class Tiering:
     """The release's tiering manager over its host pages, driven as a scheduler does."""
 
-    def __init__(self, **tier: Any) -> None:
+    def __init__(self, *, publishes_events: bool = False, **tier: Any) -> None:
         from vllm.v1.kv_offload import base
 
         self.base: Any = base
-        self.manager = make_spec(tier).get_manager()
+        self.manager = make_spec(tier, publishes_events=publishes_events).get_manager()
         self.tier: KVViewTier = self.manager.secondary_tiers[0]
         view = self.manager.primary_tier.get_kv_memoryview()
         self.row_bytes, self.memory = view.strides[0], view.cast("B")
         self._request = 0
+        self.events: list[Any] = []
 
     def key(self, number: int) -> Any:
         return self.base.make_offload_key(bytes([number]) * 32, 0)
@@ -149,7 +89,7 @@ class Tiering:
             self._tell("on_schedule_end")
         else:
             self._tell("on_schedule_end", kind(new_req_ids=(), preempted_req_ids=()))
-        list(self.manager.take_events())
+        self.events += self.manager.take_events()
 
     def settle(self) -> None:
         """Until no job is in flight."""
@@ -333,3 +273,137 @@ def test_vtier_2_a_job_that_is_refused_is_reported(tiering: Tiering) -> None:
         time.sleep(0.001)
     assert [(result.job_id, result.success) for result in results] == [(900, False)]
     assert not tiering.tier.has_pending_work()
+
+
+# --- events ---
+
+
+def held_of(events: list[Any], medium: str = "STORAGE") -> set[bytes]:
+    """What events of the tier advertise, in turns (EVENT-1)."""
+    held: set[bytes] = set()
+    for event in events:
+        if getattr(event.medium, "value", event.medium) != medium:
+            continue
+        for key in map(bytes, event.keys):
+            assert (key in held) == event.removed, "stores and removals do not take turns"
+            (held.discard if event.removed else held.add)(key)
+    return held
+
+
+@pytest.fixture
+def telling(tmp_path: Path) -> Iterator[Tiering]:
+    made = Tiering(
+        publishes_events=True,
+        store="kvview_reference.tier:FileStore",
+        options={"root": str(tmp_path), "max_bytes": 12 * (PAGE + 1024), "threads": 1},
+        weights="1",
+    )
+    yield made
+    made.close()
+
+
+def test_vtier_3_events_say_what_the_tier_stored_and_what_it_evicted(
+    telling: Tiering, tmp_path: Path
+) -> None:
+    keys = [bytes(telling.key(number)) for number in range(16)]
+    assert telling.store(range(8))
+    assert held_of(telling.events) == {*keys[:8]}
+    assert telling.store(range(8, 16))
+    there = {key for key in keys if [*tmp_path.rglob(key.hex())]}
+    assert 8 <= len(there) <= 12
+    assert held_of(telling.events) == there
+    assert held_of(telling.events, "CPU") == {*keys[8:]}
+
+
+def test_vtier_3_what_an_engine_before_stored_is_advertised_once_loaded(tmp_path: Path) -> None:
+    first = Tiering(store=FILES, options={"root": str(tmp_path)}, weights="1")
+    assert first.store(range(8))
+    first.close()
+    again = Tiering(
+        publishes_events=True, store=FILES, options={"root": str(tmp_path)}, weights="1"
+    )
+    keys = [bytes(again.key(number)) for number in range(8)]
+    assert again.fetch(range(4)) == (4, 4)
+    assert held_of(again.events) == {*keys[:4]}
+    assert again.store(range(8, 16)), "of the first four the host has none now"
+    for path in tmp_path.rglob(keys[2].hex()):
+        path.write_bytes(b"damaged")
+    again.fetch(range(4))
+    assert held_of(again.events) == {*(keys[:2] + keys[3:4])} | {
+        bytes(again.key(number)) for number in range(8, 16)
+    }
+    again.close()
+
+
+def test_vtier_3_a_failed_store_advertises_nothing() -> None:
+    tiering = Tiering(
+        publishes_events=True, store="kvview.testing.tier.faulty_store:FaultyStore", weights="1"
+    )
+    under: Any = tiering.tier.guard.store
+    under.fault = "is full"
+    assert tiering.store(range(8))
+    assert held_of(tiering.events) == set()
+    assert held_of(tiering.events, "CPU") != set()
+    tiering.close()
+
+
+def test_nothing_is_gathered_where_the_engine_publishes_no_events(tiering: Tiering) -> None:
+    assert tiering.store(range(8))
+    assert tiering.events == []
+    assert tiering.tier._events is None
+
+
+# --- metrics ---
+
+
+def test_counters_reach_vllms_own_metrics(
+    tiering: Tiering, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="vllm.kvview_tier")
+    assert tiering.store(range(8))
+    assert tiering.store(range(8, 16))
+    assert tiering.fetch(range(8)) == (8, 8)
+    if not tier_seam().tier_metrics:
+        assert "kvview tier examples/folder_store.py:FolderStore, in use: " in caplog.text
+        return
+    prometheus_client: Any = import_module("prometheus_client")
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import metrics
+
+    stats = tiering.manager.get_stats()
+    assert tiering.tier.get_stats() is None, "all was said"
+    assert stats.reduce()[f"vllm:kvview_tier_puts:{(FILES,)}"] == 16
+    extra = {
+        "spec_name": "KVViewTieringSpec",
+        "spec_module_path": "kvview_vllm.tier",
+        "secondary_tiers": [{"type": "kvview"}],
+    }
+    registry = prometheus_client.CollectorRegistry()
+    kinds = {
+        kind: partial(_made, kind, registry)
+        for kind in (
+            prometheus_client.Counter,
+            prometheus_client.Gauge,
+            prometheus_client.Histogram,
+        )
+    }
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_connector="OffloadingConnector", kv_connector_extra_config=extra
+        )
+    )
+    front: Any = metrics.OffloadPromMetrics(config, kinds, ["model_name"], {0: ["m"]})
+    front.observe(stats.data)
+    labels = {"model_name": "m", "store": FILES}
+    for name, value in (("puts_total", 16), ("gets_total", 8), ("in_use", 1)):
+        assert registry.get_sample_value(f"vllm:kvview_tier_{name}", labels) == value, name
+    assert tiering.tier.get_stats() is None
+    tiering.tier.guard.close()
+    stats = tiering.tier.get_stats()
+    front.observe(stats.data)
+    assert registry.get_sample_value("vllm:kvview_tier_in_use", labels) == 0
+
+
+def _made(kind: Any, registry: Any, **given: Any) -> Any:
+    if kind.__name__ != "Gauge":
+        given.pop("multiprocess_mode", None)
+    return kind(registry=registry, **given)

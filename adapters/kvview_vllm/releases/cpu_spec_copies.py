@@ -65,13 +65,9 @@ class LateWorker:
         self._per_chunk = _first(spec, "blocks_per_chunk", "block_size_factor") or (
             spec.offloaded_block_size // _gpu_block_size(spec)
         )
-        num_chunks = _first(spec, "num_chunks", "num_blocks", "num_cpu_blocks")
-        import torch
-
-        self._host = [
-            torch.zeros((num_chunks, self._per_chunk, cache.page_size_bytes), dtype=torch.int8)
-            for cache in kv_caches.tensors
-        ]
+        self._num_chunks = _first(spec, "num_chunks", "num_blocks", "num_cpu_blocks")
+        self._region = _shared_region(spec, self._num_chunks)
+        self._host = [self._host_pages(cache.page_size_bytes) for cache in kv_caches.tensors]
         self._stores = make_queue(_STANDS_IN)
         self._loads = make_queue(_STANDS_IN)
 
@@ -111,6 +107,20 @@ class LateWorker:
 
     def shutdown(self) -> None:
         """Nothing is left running."""
+        self._host.clear()
+        if self._region is not None:
+            self._region.cleanup()
+            self._region = None
+
+    def _host_pages(self, page_bytes: int) -> Any:
+        """Memory for a page of each block of each chunk."""
+        shape = self._num_chunks, self._per_chunk, page_bytes
+        if self._region is not None:
+            pages = self._region.create_next_worker_view(self._per_chunk * page_bytes)
+            return pages.unflatten(1, shape[1:])
+        import torch
+
+        return torch.zeros(shape, dtype=torch.int8)
 
     def _copy(self, gpu: Any, cpu: Any, is_store: bool) -> None:
         chunks = [int(chunk) for chunk in cpu.block_ids]
@@ -132,6 +142,24 @@ class LateWorker:
                     source, target = (page, host) if is_store else (host, page)
                     target[: ref.page_size_bytes] = source[: ref.page_size_bytes]
             chunk += -(-(skip + size) // self._per_chunk)
+
+
+def _shared_region(spec: Any, num_chunks: int) -> Any:
+    """The worker's side of the memory that vLLM shares with tiers below it; None without tiers."""
+    if not hasattr(spec, "secondary_tier_configs"):
+        return None
+    region = importlib.import_module("vllm.v1.kv_offload.cpu.shared_offload_region")
+    chunk_bytes = _first(spec, "kv_bytes_per_chunk", "kv_bytes_per_offloaded_block")
+    engine = _first(spec, "_engine_id") or spec.vllm_config.instance_id
+    parallel = spec.config.parallel if hasattr(spec, "config") else spec.vllm_config.parallel_config
+    return make_known(
+        region.SharedOffloadRegion,
+        **dict.fromkeys(("engine_id", "instance_id"), engine),
+        **dict.fromkeys(("num_chunks", "num_blocks"), num_chunks),
+        **dict.fromkeys(("kv_bytes_per_chunk", "kv_bytes_per_block"), chunk_bytes),
+        cpu_page_size=spec.cpu_page_size_per_worker,
+        rank=parallel.rank,
+    )
 
 
 def _result(job_id: int, direction: tuple[str, str]) -> Any:

@@ -8,14 +8,20 @@ Source: ``vllm/v1/kv_offload/tiering/base.py`` and ``spec.py``, 0.22.0 to the ne
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
-from kvview_vllm.releases.calls import blocks_per_chunk, make_known, tokens_per_chunk
+from kvview import OffloadingEvent
+from kvview_vllm.releases.calls import (
+    blocks_per_chunk,
+    make_known,
+    make_medium,
+    tokens_per_chunk,
+)
 from kvview_vllm.releases.release import Seam, _difference, _has_field, find_class
 from kvview_vllm.releases.versions import engine_version, refusal
 
@@ -46,6 +52,18 @@ class TierSeam(Seam):
         "a spec has an OffloadingConfig; before, the VllmConfig itself",
         lambda _: find_spec("vllm.v1.kv_offload.config") is not None,
         "vllm/v1/kv_offload/config.py",
+        since="0.26.0",
+    )
+    tier_metrics: bool = _difference(
+        "a tier has metrics of its own in /metrics and the stats log",
+        lambda kind: hasattr(kind, "get_stats"),
+        _PATH,
+        since="0.25.0",
+    )
+    tier_events: bool = _difference(
+        "a tier has KV events of its own; before, the manager tells of the host's alone",
+        lambda kind: hasattr(kind, "take_events"),
+        _PATH,
         since="0.26.0",
     )
     fixed_hash_root: bool = _difference(
@@ -184,6 +202,78 @@ def namespace_facts(spec: Any, page_bytes: int) -> dict[str, Any]:
         "tensor_parallel": int(shape[0]),
         "pipeline_parallel": int(shape[1]),
     }
+
+
+def publishes_events(spec: Any) -> bool:
+    """Whether the engine publishes KV events."""
+    config = getattr(spec, "kv_events_config", None)  # 0.24.0
+    if config is None:
+        config = spec.vllm_config.kv_events_config
+    return config is not None and bool(config.enable_kv_cache_events)
+
+
+def tier_event(event: OffloadingEvent, ownership: str) -> Any:
+    """An event of a tier, as the release shapes those of its managers."""
+    return make_known(
+        find_class("OffloadingEvent"),
+        keys=[*event.keys],
+        medium=make_medium(event.medium),
+        removed=event.removed,
+        ownership=ownership,
+    )
+
+
+def with_events_of_tiers(manager: Any, kind: Any) -> Any:
+    """A tiering manager that tells of its tiers too, where the release's does not.
+
+    Args:
+        manager: The release's; what is returned has its tiers, and takes its place.
+        kind: Of the tiers that have events.
+    """
+    if tier_seam().tier_events:
+        return manager
+    managers: Any = type(manager)
+
+    class TellingManager(managers):  # type: ignore[misc]
+        def take_events(self) -> Iterator[Any]:
+            yield from super().take_events()
+            for tier in self.secondary_tiers:
+                if isinstance(tier, kind):
+                    yield from tier.take_events()
+
+    return make_known(
+        TellingManager,
+        primary_tier=manager.primary_tier,
+        secondary_tiers=manager.secondary_tiers,
+        enable_events=manager.events is not None,
+    )
+
+
+def metric_definitions(
+    counters: Mapping[str, str], gauges: Mapping[str, str], labels: tuple[str, ...]
+) -> dict[str, Any]:
+    """Series of a tier, as vLLM declares them: names to what they count."""
+    return {
+        name: find_class(kind)(documentation=text, labelnames=labels)
+        for kind, texts in (
+            ("OffloadingCounterMetadata", counters),
+            ("OffloadingGaugeMetadata", gauges),
+        )
+        for name, text in texts.items()
+    }
+
+
+def metric_stats(
+    counters: Mapping[str, float], gauges: Mapping[str, float], labels: tuple[str, ...]
+) -> Any:
+    """What has changed of such series, as vLLM carries it to its front end."""
+    module = import_module("vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics")
+    stats = module.OffloadingConnectorStats()
+    for name, more in counters.items():
+        stats.increase_counter(name, more, labels)
+    for name, value in gauges.items():
+        stats.set_gauge(name, value, labels)
+    return stats
 
 
 def constructor_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -47,6 +47,9 @@ class FaultyStore:
         self.fault = ""
         self.callers: set[int] = set()
         """Threads that were in a call that blocked."""
+        self.num_jobs = 0
+        """Puts and gets that came here."""
+        self.touched: list[bytes] = []
         self._held: dict[bytes, bytes | memoryview] = {}
         self._done: list[tuple[int, list[bool]]] = []
         self._late: list[tuple[int, list[bool]]] = []
@@ -77,6 +80,7 @@ class FaultyStore:
 
     def put(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
         """Keep pages."""
+        self.num_jobs += 1
         self._trouble("put")
         is_kept = self.fault not in ("put lies", "is full")
         for key, page in zip(keys, pages, strict=True):
@@ -86,6 +90,7 @@ class FaultyStore:
 
     def get(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
         """Fill pages."""
+        self.num_jobs += 1
         self._trouble("get")
         flags = []
         for key, page in zip(keys, pages, strict=True):
@@ -113,6 +118,15 @@ class FaultyStore:
             self._late += done
             return done + done
         return [*done, (987_654_321, [True])] if self.fault == "reports a job of nobody" else done
+
+    def delete(self, keys: Sequence[bytes], /) -> None:
+        """Forget keys."""
+        for key in keys:
+            self._held.pop(key, None)
+
+    def touch(self, keys: Sequence[bytes], /) -> None:
+        """Note keys."""
+        self.touched += keys
 
     def drain(self, timeout: float, /) -> bool:
         """Nothing is in flight here."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from kvview.testing.harness import Capability
 from kvview.testing.tier import faulty_store
@@ -12,6 +13,7 @@ from kvview.testing.tier.faulty_store import FaultyStore
 
 _DEADLINE = 5.0
 _RETRY_AFTER = 10.0
+_STRIKES = 3
 _OLD = [f"old {number}".encode() for number in range(8)]
 _STEP = 0.03  # real seconds that a store has before the clock goes on
 
@@ -44,6 +46,7 @@ class GuardRun:
             driver.harness.namespace,
             deadline=_DEADLINE,
             lookup_deadline=1.0,
+            trip_after=_STRIKES,
             retry_after=_RETRY_AFTER,
             clock=self.clock,
         )
@@ -56,7 +59,7 @@ class GuardRun:
         """All of it."""
         driver = self.driver
         driver.put(*_OLD)
-        self.wait()
+        driver.finish()
         driver.check_held(*_OLD)
         self.under.fault = self.fault
         driver.overwrite_reported()
@@ -117,7 +120,7 @@ class GuardRun:
             self.clock.seconds += 20 * _RETRY_AFTER
             key = f"again {number}".encode()
             driver.put(key, *_OLD)
-            self.wait()
+            driver.finish()
             if key in driver.stored:
                 driver.check_held(key, *_OLD)
                 return
@@ -157,3 +160,98 @@ def check_tier_12_guard_bears_what_is_no_report(store: TierDriver) -> None:
 def check_tier_12_guard_bears_lies(store: TierDriver) -> None:
     """Wrong answers, wrong bytes, a medium that is full."""
     _bears(store, faulty_store.LYING)
+
+
+@tier_check("TIER-12", Capability.TIER_GUARD)
+def check_tier_12_guard_leaves_a_store_alone_that_fails(store: TierDriver) -> None:
+    """After strikes in a row nothing reaches it; then one job does, on trial."""
+    run, numbers = GuardRun(store, "put raises"), iter(range(99))
+
+    def jobs_of(num: int) -> int:
+        """How many of so many puts reach the store."""
+        before = run.under.num_jobs
+        for _ in range(num):
+            store.put(f"job {next(numbers)}".encode())
+        store.finish()
+        return run.under.num_jobs - before
+
+    store.equal(jobs_of(1), 1, "a store is used")
+    for fault, name in (("", "one that does well in between"), ("put raises", "one that fails")):
+        run.under.fault = fault
+        for _ in range(_STRIKES - 1):
+            store.equal(jobs_of(1), 1, f"{name} is used before {_STRIKES} strikes in a row")
+    run.under.fault = ""
+    store.equal(jobs_of(1), 1, "strikes are counted in a row")
+    run.under.fault = "put raises"
+    for _ in range(_STRIKES):
+        store.equal(jobs_of(1), 1, f"a store is used before {_STRIKES} strikes in a row")
+    for seconds, reach in ((0.0, 0), (0.9 * _RETRY_AFTER, 0), (0.2 * _RETRY_AFTER, 1)):
+        run.clock.seconds += seconds
+        what = f"{run.clock.seconds} s after it was left alone, of two jobs reach the store"
+        store.equal(jobs_of(2), reach, what)
+    run.clock.seconds += 1.1 * _RETRY_AFTER
+    store.equal(jobs_of(2), 0, "after a failed trial it is left alone for longer")
+    run.clock.seconds += _RETRY_AFTER
+    run.under.fault = ""
+    store.equal(jobs_of(1), 1, "it is tried again")
+    store.equal(jobs_of(2), 2, "after a trial that went well it is used")
+    store.call(store.store, "close")
+
+
+@tier_check("TIER-12", Capability.TIER_GUARD)
+def check_tier_12_guard_waits_as_long_as_it_says(store: TierDriver) -> None:
+    """A job has all of its deadline, and a lookup of its own."""
+    run = GuardRun(store, "never reports")
+    store.put(*_OLD)
+    store.finish()
+    run.under.fault = "never reports"
+    jobs = [store.put(b"new"), store.get(*_OLD[:2])]
+    for seconds in (0.0, 0.5, 0.4):
+        run.clock.seconds += seconds * _DEADLINE
+        time.sleep(_STEP)
+        store.equal(
+            store.poll(), {}, f"{run.clock.seconds} s: a job is not late before its deadline"
+        )
+    run.clock.seconds += 0.2 * _DEADLINE
+    store.equal(sorted(store.poll()), jobs, "a job is late after its deadline")
+    run.under.fault = "lookup never knows"
+    for seconds, answer in ((0.0, None), (0.9, None), (0.2, False)):
+        run.clock.seconds += seconds
+        time.sleep(_STEP)
+        found = store.call(store.store, "lookup", [b"never"])
+        store.equal(list(found), [answer], "a lookup without an answer is a miss at its deadline")
+    store.call(store.store, "close")
+
+
+@tier_check("TIER-12", Capability.TIER_GUARD)
+def check_tier_12_guard_passes_on_what_it_is_told(store: TierDriver) -> None:
+    """Uses and deletes reach the store, and its waking up reaches the engine."""
+    run, woken = GuardRun(store, "nothing"), threading.Event()
+    guard = store.store
+    if hasattr(guard, "on_wake_up"):
+        guard.on_wake_up(woken.set)
+        store.put(*_OLD)
+        store.true(woken.wait(store.patience), "a job that ended wakes up", "nothing", "a call")
+    else:
+        store.put(*_OLD)
+    store.finish()
+    if hasattr(guard, "touch"):
+        store.call(guard, "touch", _OLD[:2])
+        _comes(store, "touch reaches the store", lambda: run.under.touched == _OLD[:2])
+    if hasattr(guard, "delete"):
+        store.call(guard, "delete", _OLD[:1])
+        store.stored.pop(_OLD[0])
+        store.failed.add(_OLD[0])
+        run.look(*_OLD)
+        _comes(store, "delete reaches the store", lambda: _OLD[0] not in run.under._held)
+        store.put(_OLD[0])
+        store.finish()
+    store.check_held(*_OLD)
+    store.call(guard, "close")
+
+
+def _comes(store: TierDriver, what: str, is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + store.patience
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.001)
+    store.true(is_so(), what, "nothing", "a call of the store")

@@ -97,9 +97,8 @@ def fsck(root: str, given: tuple[str, ...], json_file: str | None) -> None:
     which is read over the network then. Nothing is changed; a store removes a
     bad entry itself when it is asked for it. Exit code 1 when there is one.
     """
-    from kvview_reference.tier.entry import read_entry
-    from kvview_reference.tier.file_store import entries_of_folder
     from kvview_reference.tier.object_store import entries_of_bucket
+    from kvview_reference.tier.stored_entries import entries_of_folder, read_entry
 
     require_writable("--json", json_file)
     options, found, num_stores = read_options(given), StoreCheck(root), 0

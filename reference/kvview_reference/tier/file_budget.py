@@ -1,11 +1,13 @@
 """How much a folder may hold, counted for all processes that write there (TIER-8).
 
-1. Bytes are reserved before they are written, in a counter that processes share. A process
-   that is killed leaves a count too high, never one too low.
-2. Whoever opens a folder that nobody else has open removes what was half-written, and counts
-   anew.
-3. What was used longest ago is evicted first: each process knows its own uses, and the times
-   of files that others wrote.
+1. The count is in a file that processes share. It grows before a file gets its name, and
+   shrinks after one has gone: a process that is killed leaves it too high, never too low.
+2. Whoever opens a folder that nobody else has open removes what was half-written. The files are
+   counted anew only when the count cannot be believed: it is damaged, or the machine was started
+   again and nobody had closed the folder. So a folder of any size opens at once.
+3. What was used longest ago is evicted first, as the times of the files say, which every process
+   sets. Of many files only those of a few shards are looked at, and the oldest of them go: there
+   is no index, on the medium or in memory.
 """
 
 from __future__ import annotations
@@ -14,13 +16,35 @@ import fcntl
 import os
 import struct
 import threading
-from collections import OrderedDict
-from collections.abc import Iterator
+import time
+import uuid
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-_COUNT = struct.Struct("<Q")
-_SPARE_SHARE = 100  # of the budget is made free at once
+SHARDS = [f"{number:02x}" for number in range(256)]
+"""Folders that the files of a namespace are spread over."""
+
+_COUNT = struct.Struct("<QQ16s")  # bytes of files, bytes reserved, boot of the machine
+_SUM = struct.Struct("<I")
+_CLOSED, _UNKNOWN = b"closed".ljust(16), b"unknown".ljust(16)
+_SPARE_SHARE, _SPARE_FILES = 100, 64  # of the budget is made free at once, of so many files
+_LOOKED_AT = 4096  # files, to find the oldest
+_OLDEST_SHARE = 8  # of those that were looked at go, if there are others
+
+
+@dataclass(slots=True)
+class _Count:
+    stored: int
+    reserved: int
+    boot: bytes
+
+    @property
+    def used(self) -> int:
+        return self.stored + self.reserved
 
 
 class FileBudget:
@@ -33,11 +57,14 @@ class FileBudget:
 
     def __init__(self, folder: Path, max_bytes: int | None) -> None:
         self.max_bytes = max_bytes
-        self.used_bytes: int | None = None
-        """What was counted last, by this process; None without a limit."""
+        self.used_bytes = 0
+        """What was counted last, by this process."""
+        self.on_evicted: Callable[[str], object] = lambda path: None
+        """Called with the path of each file that went to make room."""
         self._folder = str(folder)
         self._mutex = threading.Lock()
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # used longest ago first
+        self._oldest_first: deque[tuple[int, str]] = deque()  # time of use and path
+        self._next_shard = os.getpid()
         self._alive = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         self._counter = os.open(folder / "budget", os.O_RDWR | os.O_CREAT, 0o600)
         self._is_open = True
@@ -45,71 +72,86 @@ class FileBudget:
         if is_alone:
             for half in os.scandir(folder / "half"):
                 os.unlink(half.path)
-        if max_bytes is not None:
-            with self._counted() as used:
-                found = self._scan()
-                total = sum(size for _, size in found.values()) + _bytes_of_files(self._folder)
-                for path, (_, size) in sorted(found.items(), key=_use):
-                    self._sizes[path] = size
-                self._set(self._evict(total if is_alone else max(used, total), 0))
+        with self._counted() as count:
+            if is_alone:
+                boot = _boot_of_machine()
+                if count.boot not in (boot, _CLOSED) or boot == _UNKNOWN:
+                    count.stored = self._count_anew().stored
+                count.reserved, count.boot = 0, boot
+            self._evict(count, 0)
+        if is_alone:
+            os.fsync(self._counter)  # else it may be found closed after a power cut
         fcntl.flock(self._alive, fcntl.LOCK_SH)
 
     def reserve(self, num_bytes: int) -> bool:
         """Make room for a file that is about to be written; False if there can be none."""
-        if self.max_bytes is None:
-            return True
-        with self._mutex, self._counted() as used:
-            used = self._evict(used, num_bytes)
-            if used + num_bytes > self.max_bytes:
-                for path, (_, size) in sorted(self._scan().items(), key=_use):
-                    self._sizes.setdefault(path, size)  # of other processes
-                used = self._evict(used, num_bytes)
-            has_room = used + num_bytes <= self.max_bytes
-            self._set(used + num_bytes if has_room else used)
-            return has_room
-
-    def commit(self, half: str, path: str, num_bytes: int) -> None:
-        """Give a file that is whole its name, unless somebody else was faster."""
-        with self._mutex, self._counted() as used:
-            if self.max_bytes is not None and os.path.exists(path):
-                os.unlink(half)
-                self._set(max(0, used - num_bytes))
-                return
-            try:
-                os.rename(half, path)
-            except FileNotFoundError:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                os.rename(half, path)
+        with self._mutex, self._counted() as count:
             if self.max_bytes is not None:
-                self._sizes[path] = num_bytes
+                if num_bytes > self.max_bytes:
+                    return False
+                self._evict(count, num_bytes)
+                if count.used + num_bytes > self.max_bytes:
+                    return False
+            count.reserved += num_bytes
+            return True
+
+    def commit(self, half: str, path: str, num_bytes: int, *, is_replaced: bool) -> None:
+        """Give a file that is whole its name; unless it is replaced, what is there is kept.
+
+        Raises:
+            OSError: It cannot get its name; its bytes are still reserved.
+        """
+        with self._mutex, self._counted() as count:
+            before = _size(path)
+            if before is not None and not is_replaced:
+                os.unlink(half)
+                count.reserved -= num_bytes
+                return
+            count.stored += num_bytes
+            count.reserved -= num_bytes
+            self._write(count)
+            try:
+                _rename(half, path)
+            except OSError:
+                count.stored -= num_bytes
+                count.reserved += num_bytes
+                raise
+            count.stored -= before or 0
 
     def give_up(self, half: str, num_bytes: int) -> None:
         """A file will not be written."""
         with suppress(OSError):
             os.unlink(half)
-        if self.max_bytes is not None:
-            with self._mutex, self._counted() as used:
-                self._set(max(0, used - num_bytes))
+        with self._mutex, self._counted() as count:
+            count.reserved -= num_bytes
 
     def remove(self, path: str) -> None:
-        """Remove a file, if it is there."""
-        with self._mutex, self._counted() as used:
-            self._set(max(0, used - self._unlink(path)))
+        """Remove a file, if it is there.
+
+        Raises:
+            OSError: It cannot be removed.
+        """
+        with self._mutex, self._counted() as count, suppress(FileNotFoundError):
+            count.stored -= _unlinked(path)
 
     def used(self, path: str) -> None:
-        """A file was read or asked for again."""
-        if self.max_bytes is not None:
-            with suppress(OSError):
-                os.utime(path)  # for who opens the folder next
-            with self._mutex:
-                if path in self._sizes:
-                    self._sizes.move_to_end(path)
+        """A file was written, read or asked for again."""
+        if self.max_bytes is None:
+            return
+        now = time.time_ns()  # finer than what the system would set
+        with suppress(OSError):
+            os.utime(path, ns=(now, now))
 
     def close(self) -> None:
         """Let go of the folder; callable twice."""
         with self._mutex:
             if self._is_open:
                 self._is_open = False
+                if self._is_alone():
+                    with suppress(OSError):
+                        with self._counted() as count:
+                            count.boot = _CLOSED
+                        os.fsync(self._counter)
                 os.close(self._alive)
                 os.close(self._counter)
 
@@ -121,60 +163,114 @@ class FileBudget:
         return True
 
     @contextmanager
-    def _counted(self) -> Iterator[int]:
-        """The count, while no other process may change it."""
-        if self.max_bytes is None:
-            yield 0
-            return
+    def _counted(self) -> Iterator[_Count]:
+        """The count, while no other process may change it; it is written at the end."""
         fcntl.flock(self._counter, fcntl.LOCK_EX)
         try:
-            found = os.pread(self._counter, _COUNT.size, 0)
-            yield _COUNT.unpack(found)[0] if len(found) == _COUNT.size else 0
+            count = self._read() or self._count_anew()
+            try:
+                yield count
+            finally:
+                self.used_bytes = count.used
+                self._write(count)
         finally:
             fcntl.flock(self._counter, fcntl.LOCK_UN)
 
-    def _set(self, used: int) -> None:
-        if self.max_bytes is not None:
-            self.used_bytes = used
-            os.pwrite(self._counter, _COUNT.pack(used), 0)
+    def _read(self) -> _Count | None:
+        found = os.pread(self._counter, _COUNT.size + _SUM.size, 0)
+        head, check = found[: _COUNT.size], found[_COUNT.size :]
+        if len(check) != _SUM.size or _SUM.unpack(check)[0] != zlib.crc32(head):
+            return None
+        return _Count(*_COUNT.unpack(head))
 
-    def _evict(self, used: int, num_bytes: int) -> int:
-        assert self.max_bytes is not None, "else nothing is evicted"
-        if used + num_bytes <= self.max_bytes:
-            return used
-        goal = self.max_bytes - num_bytes - self.max_bytes // _SPARE_SHARE
-        while used > goal and self._sizes:
-            used -= self._unlink(next(iter(self._sizes)))
-        return max(0, used)
+    def _write(self, count: _Count) -> None:
+        head = _COUNT.pack(max(0, count.stored), max(0, count.reserved), count.boot)
+        os.pwrite(self._counter, head + _SUM.pack(zlib.crc32(head)), 0)
 
-    def _unlink(self, path: str) -> int:
-        """Remove a file; returns its size, 0 if it was gone."""
-        known = self._sizes.pop(path, None)
-        try:
-            size = os.stat(path).st_size if known is None else known
-            os.unlink(path)
-        except OSError:
-            return 0
-        return size
-
-    def _scan(self) -> dict[str, tuple[int, int]]:
-        """Path of each entry to when it was used, and its size."""
-        found = {}
-        for shard in os.scandir(self._folder):
-            if not shard.is_dir() or shard.name == "half":
-                continue
-            for entry in os.scandir(shard.path):
-                with suppress(OSError):
-                    status = entry.stat()
-                    found[entry.path] = status.st_mtime_ns, status.st_size
+    def _count_anew(self) -> _Count:
+        """Of what is there now; the store's own notes count too."""
+        found = _Count(_COUNT.size + _SUM.size, 0, _UNKNOWN)
+        for entry in os.scandir(self._folder):
+            if entry.name != "budget" and entry.is_file():
+                found.stored += entry.stat().st_size
+        for shard in SHARDS:
+            for entry in _entries(f"{self._folder}/{shard}"):
+                found.stored += entry.stat().st_size
+        for entry in _entries(f"{self._folder}/half"):
+            found.reserved += entry.stat().st_size
         return found
 
+    def _evict(self, count: _Count, num_bytes: int) -> None:
+        if self.max_bytes is None or count.used + num_bytes <= self.max_bytes:
+            return
+        most = self.max_bytes - num_bytes
+        num_evicted, goal = 0, most - self.max_bytes // _SPARE_SHARE
+        while count.used > (goal if num_evicted < _SPARE_FILES else most):
+            num_evicted += 1
+            path = self._oldest()
+            if path is None:  # nothing is left: what is counted too high is known now
+                count.stored = min(count.stored, self._count_anew().stored)
+                return
+            with suppress(OSError):
+                count.stored -= _unlinked(path)
+                self.on_evicted(path)
 
-def _use(item: tuple[str, tuple[int, int]]) -> int:
-    return item[1][0]
+    def _oldest(self) -> str | None:
+        """A file to evict, None if there is none."""
+        while True:
+            if not self._oldest_first:
+                self._oldest_first.extend(self._look_for_old())
+                if not self._oldest_first:
+                    return None
+            use, path = self._oldest_first.popleft()
+            with suppress(OSError):
+                if os.stat(path).st_mtime_ns == use:  # else somebody has used it since
+                    return path
+
+    def _look_for_old(self) -> list[tuple[int, str]]:
+        """Those that were used longest ago, in their order: of all, or of the next shards."""
+        found: list[tuple[int, str]] = []
+        for _ in SHARDS:
+            shard = SHARDS[self._next_shard % len(SHARDS)]
+            self._next_shard += 1
+            for entry in _entries(f"{self._folder}/{shard}"):
+                with suppress(OSError):
+                    found.append((entry.stat().st_mtime_ns, entry.path))
+            if len(found) >= _LOOKED_AT:
+                return sorted(found)[: len(found) // _OLDEST_SHARE]
+        return sorted(found)
 
 
-def _bytes_of_files(folder: str) -> int:
-    return (
-        sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()) + _COUNT.size
-    )
+def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
+    with suppress(FileNotFoundError):
+        yield from os.scandir(folder)
+
+
+def _size(path: str) -> int | None:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return None
+
+
+def _unlinked(path: str) -> int:
+    """Remove a file; returns its size."""
+    size = os.stat(path).st_size
+    os.unlink(path)
+    return size
+
+
+def _rename(half: str, path: str) -> None:
+    try:
+        os.rename(half, path)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.rename(half, path)
+
+
+def _boot_of_machine() -> bytes:
+    """Another after each start of the machine, where that can be told."""
+    try:
+        return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
+    except (OSError, ValueError):
+        return _UNKNOWN

@@ -18,18 +18,18 @@ import itertools
 import os
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from kvview import ConfigError
-from kvview.tier import Namespace, Threaded, TierUsage
+from kvview.tier import Namespace, TierUsage
+from kvview_reference.tier.deleting import DeletingStore
 from kvview_reference.tier.entry import EntryFormat
-from kvview_reference.tier.file_budget import FileBudget
+from kvview_reference.tier.file_budget import SHARDS, FileBudget
 
 
-class FileStore(Threaded):
+class FileStore(DeletingStore):
     """A tier in a folder (``verifies``: its own seals see what was damaged).
 
     Args:
@@ -66,19 +66,15 @@ class FileStore(Threaded):
         except OSError as error:
             raise ConfigError(f"the folder {str(self._folder)!r} cannot be used: {error}") from None
         self._numbers = itertools.count()
-        self._dropped: set[bytes] = set()
-        self._dropping = threading.Lock()
         self._budget = FileBudget(self._folder, max_bytes)
         super().__init__(namespace, threads=threads)
 
-    def has(self, key: bytes, /) -> bool:
+    def holds(self, key: bytes, /) -> bool:
         """Whether there is a file."""
-        return key not in self._dropped and os.path.exists(self._path(key))
+        return os.path.exists(self._path(key))
 
-    def read_into(self, key: bytes, page: memoryview, /) -> bool:
-        """Read and compare; what is wrong is removed."""
-        if key in self._dropped:
-            return False
+    def load(self, key: bytes, page: memoryview, /) -> bool:
+        """Read and compare."""
         path = self._path(key)
         head, more = bytearray(EntryFormat.head_bytes(key)), bytearray(1)
         try:
@@ -89,19 +85,17 @@ class FileStore(Threaded):
                 os.close(file)
         except OSError as error:
             if error.errno == errno.EIO:
-                self._budget.remove(path)
+                return False
             raise
-        if num_read == len(head) + len(page) and head == self._format.head(key, page):
-            self._budget.used(path)
-            return True
-        self._budget.remove(path)
-        return False
+        if num_read != len(head) + len(page) or head != self._format.head(key, page):
+            return False
+        self._budget.used(path)
+        return True
 
-    def write(self, key: bytes, page: memoryview, /) -> bool:
+    def store(self, key: bytes, page: memoryview, *, is_replaced: bool) -> bool:
         """Write under another name, then give it its own."""
         path = self._path(key)
-        self._drop([key])
-        if os.path.exists(path):
+        if not is_replaced and os.path.exists(path):
             self._budget.used(path)
             return True
         head = self._format.head(key, page)
@@ -116,40 +110,32 @@ class FileStore(Threaded):
                     raise OSError(errno.ENOSPC, "a write was cut short")
             finally:
                 os.close(file)
-            self._budget.commit(half, path, num_bytes)
+            self._budget.used(half)
+            self._budget.commit(half, path, num_bytes, is_replaced=is_replaced)
         except BaseException:
             self._budget.give_up(half, num_bytes)
             raise
         return True
 
-    def delete(self, keys: Sequence[bytes], /) -> None:
-        """Hide keys now, and remove their files on a thread."""
-        self._dropped |= {*keys}
-        with self._changed:
-            for key in keys:
-                self._answers.failed(key)
-        self._later(partial(self._drop, [*keys]))
+    def remove(self, key: bytes, /) -> None:
+        """Remove the file."""
+        self._budget.remove(self._path(key))
 
     def usage(self) -> TierUsage:
         """Bytes of all files, as this process knows them."""
         return TierUsage(self._budget.used_bytes, self._budget.max_bytes)
+
+    def on_evicted(self, evicted: Callable[[Sequence[bytes]], None], /) -> None:
+        """Call ``evicted`` with keys whose files this process removed to make room."""
+        self._budget.on_evicted = lambda path: evicted([bytes.fromhex(os.path.basename(path))])
 
     def close(self) -> None:
         """End what is in flight; the folder is free for others."""
         super().close()
         self._budget.close()
 
-    def _drop(self, keys: Sequence[bytes]) -> None:
-        """Remove the files of keys that are to be dropped, before they are stored again."""
-        for key in keys:
-            if key in self._dropped:
-                with self._dropping:
-                    if key in self._dropped:
-                        self._budget.remove(self._path(key))
-                        self._dropped.discard(key)
-
     def _path(self, key: bytes) -> str:
-        return f"{self._folder}/{zlib.crc32(key) & 0xFF:02x}/{key.hex()}"
+        return f"{self._folder}/{SHARDS[zlib.crc32(key) & 0xFF]}/{key.hex()}"
 
     def _claim(self, namespace: Namespace) -> None:
         """Say whose folder it is, or refuse another's (TIER-10)."""
@@ -161,24 +147,3 @@ class FileStore(Threaded):
                 half.rename(path)
         found = Namespace.from_json(path.read_text(encoding="utf-8"))
         namespace.require_same(found, str(self._folder))
-
-
-def entries_of_folder(
-    root: str,
-) -> Iterator[tuple[str, str | OSError, Iterator[tuple[str, bytes | OSError]]]]:
-    """Every namespace below a store's folder: its name, what it says, path and bytes of each entry.
-
-    Instead of what cannot be read comes the reason.
-    """
-    for path in sorted(Path(root).glob("*/namespace.json")):
-        said = _content(path)
-        text = said if isinstance(said, OSError) else said.decode("utf-8", "replace")
-        files = sorted(path.parent.glob("??/*"))
-        yield path.parent.name, text, ((str(file), _content(file)) for file in files)
-
-
-def _content(path: Path) -> bytes | OSError:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        return error

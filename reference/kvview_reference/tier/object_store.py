@@ -16,16 +16,15 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kvview import ConfigError
-from kvview.tier import Namespace, Threaded
+from kvview.tier import Namespace
+from kvview_reference.tier.deleting import DeletingStore
 from kvview_reference.tier.entry import EntryFormat
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ _SECRET = re.compile(r"key|secret|token|password|credential|auth|sas|bearer", re
 _STATUS = re.compile(r"\bstatus(?: code)?:? (?:code )?([345]\d\d)\b")
 
 
-class ObjectStore(Threaded):
+class ObjectStore(DeletingStore):
     """A tier in a bucket (``verifies``: its own seals see what was damaged).
 
     Args:
@@ -73,59 +72,44 @@ class ObjectStore(Threaded):
         self._client = make_client(url, timeout, retries, options)
         self._prefix = namespace.digest.hex()
         self._is_claimed = False
-        self._dropped: set[bytes] = set()
-        self._dropping = threading.Lock()
         self._said: set[str] = set()
         super().__init__(namespace, threads=threads)
 
-    def has(self, key: bytes, /) -> bool:
+    def holds(self, key: bytes, /) -> bool:
         """Whether there is an object."""
-        return key not in self._dropped and self._size(key) is not None
+        return self._size(key) is not None
 
-    def read_into(self, key: bytes, page: memoryview, /) -> bool:
-        """Load and compare; what is wrong is removed."""
+    def load(self, key: bytes, page: memoryview, /) -> bool:
+        """Ask for the object and compare."""
         import obstore
 
-        if key in self._dropped:
-            return False
         start, content = EntryFormat.head_bytes(key), memoryview(b"")
         with self._asking("get"):
             found = obstore.get(self._client, self._path(key))
             if found.meta["size"] == start + len(page):
                 content = memoryview(found.bytes())
-        if len(content) == start + len(page):
-            page[:] = content[start:]
-            if content[:start] == self._format.head(key, page):
-                return True
-        self._dropped.add(key)
-        self._drop([key])
-        return False
+        if len(content) != start + len(page):
+            return False
+        page[:] = content[start:]
+        return content[:start] == self._format.head(key, page)
 
-    def write(self, key: bytes, page: memoryview, /) -> bool:
+    def store(self, key: bytes, page: memoryview, *, is_replaced: bool) -> bool:
         """Store, unless another machine has."""
-        self._claim()
-        if key in self._dropped:
-            with self._dropping:  # else a removal on its way may end after this
-                self._put(key, page)
-                self._dropped.discard(key)
-        elif self._size(key) != EntryFormat.head_bytes(key) + len(page):
-            self._put(key, page)
-        return True
-
-    def delete(self, keys: Sequence[bytes], /) -> None:
-        """Hide keys now, and remove their objects on a thread."""
-        self._dropped |= {*keys}
-        with self._changed:
-            for key in keys:
-                self._answers.failed(key)
-        self._later(partial(self._drop, [*keys]))
-
-    def _put(self, key: bytes, page: memoryview) -> None:
         import obstore
 
-        content: list[bytes | memoryview] = [self._format.head(key, page), page]
-        with self._asking("put"):
-            obstore.put(self._client, self._path(key), content, use_multipart=False)
+        self._claim()
+        if is_replaced or self._size(key) != EntryFormat.head_bytes(key) + len(page):
+            content: list[bytes | memoryview] = [self._format.head(key, page), page]
+            with self._asking("put"):
+                obstore.put(self._client, self._path(key), content, use_multipart=False)
+        return True
+
+    def remove(self, key: bytes, /) -> None:
+        """Delete the object."""
+        import obstore
+
+        with suppress(FileNotFoundError), self._asking("delete"):
+            obstore.delete(self._client, self._path(key))
 
     def _size(self, key: bytes) -> int | None:
         import obstore
@@ -133,17 +117,6 @@ class ObjectStore(Threaded):
         with suppress(FileNotFoundError), self._asking("head"):
             return obstore.head(self._client, self._path(key))["size"]
         return None
-
-    def _drop(self, keys: Sequence[bytes]) -> None:
-        """Remove objects; a key of which that fails stays hidden."""
-        import obstore
-
-        for key in keys:
-            with self._dropping, suppress(OSError):
-                if key in self._dropped:
-                    with suppress(FileNotFoundError), self._asking("delete"):
-                        obstore.delete(self._client, self._path(key))
-                    self._dropped.discard(key)
 
     def _claim(self) -> None:
         """Say whose prefix it is, for ``kvview tier fsck``."""

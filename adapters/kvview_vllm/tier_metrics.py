@@ -1,0 +1,79 @@
+"""What an operator sees of a tier: series in vLLM's ``/metrics``, or a line in its log.
+
+From 0.25 on vLLM asks its tiers for metrics. Before, what has changed is logged by a child of
+vLLM's own logger, every ten seconds at most.
+
+``docs/metrics.md`` has the names.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from kvview.bridge import TIER_COUNTERS
+from kvview.tier import GuardedTier
+from kvview_vllm.releases.tiers import metric_definitions, metric_stats, tier_seam
+
+PREFIX = "vllm:kvview_tier_"  # vLLM forgets what begins so when an engine is built anew
+LABELS = ("store",)
+GAUGES = {"in_use": "1 while the store is used, 0 while it is left alone or closed."}
+
+_LOG_EVERY = 10.0  # seconds
+_log = logging.getLogger("vllm.kvview_tier")  # vLLM configures no other loggers
+
+
+def definitions() -> dict[str, Any]:
+    """The series, as vLLM declares those of a tier."""
+    counters = {PREFIX + name: text for name, text in TIER_COUNTERS.items()}
+    gauges = {PREFIX + name: text for name, text in GAUGES.items()}
+    return metric_definitions(counters, gauges, LABELS)
+
+
+class TierReporter:
+    """Says what a guarded tier counted since it was asked last.
+
+    Args:
+        guard: The tier.
+        store: Its target, by which series are told apart.
+    """
+
+    def __init__(self, guard: GuardedTier, store: str) -> None:
+        self._guard = guard
+        self._store = store
+        self._told = dict.fromkeys(TIER_COUNTERS, 0)
+        self._in_use: bool | None = None
+        self._next_line = 0.0
+
+    def news(self) -> Any:
+        """The stats of vLLM; None when nothing has changed."""
+        counters, gauges = self._changed()
+        if not counters and not gauges:
+            return None
+        return metric_stats(
+            {PREFIX + name: more for name, more in counters.items()},
+            {PREFIX + name: value for name, value in gauges.items()},
+            (self._store,),
+        )
+
+    def log(self) -> None:
+        """A line where vLLM does not ask, if something has changed."""
+        now = time.monotonic()
+        if tier_seam().tier_metrics or now < self._next_line:
+            return
+        self._next_line = now + _LOG_EVERY
+        counters, gauges = self._changed()
+        if counters or gauges:
+            told = {name: value for name, value in self._told.items() if value}
+            state = "in use" if self._in_use else "left alone"
+            _log.info("kvview tier %s, %s: %s", self._store, state, told)
+
+    def _changed(self) -> tuple[dict[str, int], dict[str, float]]:
+        stats, in_use = self._guard.stats, self._guard.is_healthy
+        now = {name: getattr(stats, name) for name in TIER_COUNTERS}
+        new = {name: value - self._told[name] for name, value in now.items()}
+        counters = {name: more for name, more in new.items() if more}
+        gauges = {} if in_use == self._in_use else {"in_use": float(in_use)}
+        self._told, self._in_use = now, in_use
+        return counters, gauges

