@@ -105,6 +105,7 @@ def test_where_nothing_can_be_written(command: str, option: str, path: str) -> N
         ("events replay", ["--wait", "0", "tcp://127.0.0.1:*"]),
         ("tier fsck", []),
         ("check", ["kvview_reference.harness:pool", "--expected-failures"]),
+        ("doctor", ["--tier"]),
     ],
 )
 @pytest.mark.parametrize("path", INPUTS)

@@ -122,7 +122,7 @@ def _read(text: str) -> Mapping[str, Any]:
     try:
         is_text = text.lstrip().startswith("{")
         given = json.loads(text if is_text else Path(text).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--tier: no JSON text, and no file of it: {one_line(error)}") from None
     if not isinstance(given, dict):
         raise ConfigError("--tier: a JSON object is wanted")
