@@ -33,7 +33,7 @@ from kvview.bridge import TierOptions, open_tier
 from kvview.errors import one_line
 from kvview.options import parse_options
 from kvview.tier import Namespace
-from kvview_lmcache.metrics import export
+from kvview_lmcache.exported_counters import export
 
 if TYPE_CHECKING:
 

@@ -88,7 +88,11 @@ def diagnose() -> Diagnosis:
     return Diagnosis(version, TESTED, is_tested(version), fits, capabilities, seams, beyond())
 
 
-_TIERS = {"vLLM": "kvview_vllm", "LMCache": "kvview_lmcache", "SGLang": "kvview_sglang"}
+_TIERS = {
+    "vLLM": "kvview_vllm.doctor.tier_trial",
+    "LMCache": "kvview_lmcache.adapter_trial",
+    "SGLang": "kvview_sglang.backend_trial",
+}
 
 
 def diagnose_tier(text: str) -> Diagnosis:
@@ -103,12 +107,8 @@ def diagnose_tier(text: str) -> Diagnosis:
     """
     given = _read(text)
     engine = _engine_of(given)
-    module = "doctor.tiers" if engine == "vLLM" else "doctor"
     try:
-        problem = import_module(f"{_TIERS[engine]}.{module}").try_tier(given)
-        problem = problem or ""
-    except ImportError as error:
-        problem = f"{engine} cannot be imported here: {one_line(error)}"
+        problem = str(import_module(_TIERS[engine]).try_tier(given))
     except Exception as error:
         problem = one_line(error) or type(error).__name__
     detail = problem or "the store opened; a page was stored, found and loaded"
@@ -210,7 +210,7 @@ def _check_tier(release: Release) -> tuple[Seam, str]:
 
     if not has_tiers():
         return release.offloading, "this release has no tiers below the host (0.22.0)"
-    from kvview_vllm.doctor.tiers import try_dry
+    from kvview_vllm.doctor.tier_trial import try_dry
 
     if problem := try_dry():
         raise UnsupportedEngineError(f"the tier seam: {problem}")
