@@ -33,6 +33,7 @@ from kvview.bridge import TierOptions, open_tier
 from kvview.errors import one_line
 from kvview.options import parse_options
 from kvview.tier import Namespace
+from kvview_lmcache.exported_counters import export
 
 if TYPE_CHECKING:
 
@@ -122,7 +123,9 @@ class KVViewL2Adapter(_Adapter):
         self._loaded: dict[int, Any] = {}
         self._sizes: dict[Any, int] = {}
         """Of what this process stored: LMCache counts bytes by salt."""
+        self._keys: dict[bytes, Any] = {}  # to LMCache's, of what is in _sizes
         self._is_closed = False
+        export(self.guard, options.store)
         self._awake = threading.Event()
         self.guard.on_wake_up(self._awake.set)
         self._thread = threading.Thread(target=self._run, name="kvview-lmcache", daemon=True)
@@ -178,11 +181,9 @@ class KVViewL2Adapter(_Adapter):
 
     def delete(self, keys: list[Any]) -> None:
         """Make keys a miss."""
-        self.guard.delete([key_bytes(key) for key in keys])
-        with self._lock:
-            sizes = [(key, self._sizes.pop(key)) for key in keys if key in self._sizes]
-        if sizes:
-            self._notify_keys_deleted([key for key, _ in sizes], [size for _, size in sizes])
+        made = [key_bytes(key) for key in keys]
+        self.guard.delete(made)
+        self._count_gone(made)
 
     def report_status(self) -> dict[str, Any]:
         """Whether the store is used now, and what the guard has counted."""
@@ -230,6 +231,7 @@ class KVViewL2Adapter(_Adapter):
             self._collect()
 
     def _collect(self) -> None:
+        evicted = self.guard.take_evicted()  # before what is said to be stored
         for task, flags in self.guard.poll():
             with self._lock:
                 entry = self._tasks.pop(task)
@@ -246,12 +248,22 @@ class KVViewL2Adapter(_Adapter):
                 with self._lock:
                     self._stored[task] = L2StoreResult(is_whole, num_bytes)
                 self._stored_fd.notify()
+        self._count_gone(evicted)
         self._look_up()
+
+    def _count_gone(self, made: Sequence[bytes]) -> None:
+        """What the store no longer has, LMCache counts no longer, and tells nobody of."""
+        with self._lock:
+            keys = [self._keys.pop(each) for each in made if each in self._keys]
+            sizes = [self._sizes.pop(key) for key in keys]
+        if keys:
+            self._notify_keys_deleted(keys, sizes)
 
     def _count_stored(self, entry: _Task, good: Sequence[int]) -> None:
         with self._lock:
             new = [n for n in good if entry.keys[n] not in self._sizes]
             self._sizes |= {entry.keys[n]: entry.sizes[n] for n in new}
+            self._keys |= {key_bytes(entry.keys[n]): entry.keys[n] for n in new}
         if new:
             sizes = [entry.sizes[n] for n in new]
             self._notify_keys_stored([entry.keys[n] for n in new], sizes)

@@ -39,6 +39,7 @@ from kvview.bridge import TierOptions, open_tier
 from kvview.errors import one_line
 from kvview.options import parse_options
 from kvview.tier import Namespace
+from kvview_sglang.storage_meter import StorageMeter
 
 if TYPE_CHECKING:
 
@@ -91,6 +92,11 @@ class KVViewHiCache(_Storage):
             self.guard = open_tier(options, namespace)
         except ConfigError as error:
             raise ConfigError(f"kvview_sglang, extra config: {error}") from None
+        self._meter = (
+            StorageMeter(self.guard, options.store, config)
+            if config.enable_storage_metrics
+            else None
+        )
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._done: dict[int, list[bool]] = {}
@@ -189,6 +195,10 @@ class KVViewHiCache(_Storage):
         """How many pages from the first on are stored."""
         return _leading(self._held(PoolName.KV, keys))
 
+    def get_stats(self) -> Any:
+        """What SGLang's own storage metrics want to know of the jobs since the last call."""
+        return None if self._meter is None else self._meter.take()
+
     def close(self) -> None:
         """Fail what is in flight and close the store."""
         self.guard.close()
@@ -225,6 +235,7 @@ class KVViewHiCache(_Storage):
         self, call: Callable[..., None], name: Any, keys: list[str], pages: list[memoryview]
     ) -> list[bool]:
         """A job, and wait for it: each has an end, at its deadline at last."""
+        began = time.monotonic()
         try:
             with self._lock:
                 job = next(self._numbers)
@@ -235,9 +246,15 @@ class KVViewHiCache(_Storage):
         while True:
             with self._lock:
                 self._done.update(self.guard.poll())
-                if job in self._done:
-                    return self._done.pop(job)
+                flags = self._done.pop(job, None)
+            if flags is not None:
+                break
             time.sleep(_BETWEEN_POLLS)
+        if self._meter is not None:
+            num_bytes = sum(len(page) for page, flag in zip(pages, flags, strict=True) if flag)
+            is_get = call == self.guard.get
+            self._meter.count(sum(flags), num_bytes, time.monotonic() - began, is_get=is_get)
+        return flags
 
     def _held(self, name: Any, keys: list[str]) -> list[bool]:
         flags = self.guard.lookup(made := self._keys(name, keys))

@@ -75,7 +75,10 @@ REPORTS: dict[str, list[Run]] = {
     # What takes long, or vLLM, is written through its model: tests of the commands run it.
     "self-test": [self_test],
     "upgrade": [upgraded],
-    "doctor": [lambda _: run("doctor")],
+    "doctor": [
+        lambda _: run("doctor"),
+        lambda _: run("doctor", "--tier", '{"adapter_params": {}}'),
+    ],
     "events": [
         lambda folder: run("events", "validate", recorded(folder), "--consumer", "all"),
         lambda folder: run("events", "tail", recorded(folder)),

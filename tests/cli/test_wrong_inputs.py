@@ -206,6 +206,7 @@ def test_values_that_no_option_has(command: str, name: str) -> None:
         ("events replay", ["--wait", "0", "tcp://127.0.0.1:*"]),
         ("tier fsck", []),
         ("check", ["kvview_reference.harness:pool", "--expected-failures"]),
+        ("doctor", ["--tier"]),
     ],
 )
 @pytest.mark.parametrize("path", INPUTS)

@@ -24,6 +24,7 @@ import torch
 
 from kvview import ConfigError
 from kvview.testing import run_checks
+from kvview_vllm.doctor import diagnose_tier
 
 FILES = "examples/folder_store.py:FolderStore"
 FAULTY = "kvview.testing.tier.faulty_store:FaultyStore"
@@ -203,6 +204,65 @@ def test_a_faulty_store_ends_every_task_and_gives_no_wrong_bytes(fault: str) -> 
 def test_what_cannot_start_says_why(params: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=f"kvview_lmcache, adapter_params: .*{said}"):
         Driven(**params)
+
+
+def test_what_the_store_evicts_is_counted_no_longer(tmp_path: Path) -> None:
+    entry = NUM_FLOATS * 4
+    options = {"root": str(tmp_path), "max_bytes": 5 * (entry + 1024), "threads": 1}
+    driven = Driven(store="kvview_reference.tier:FileStore", options=options)
+    for number in range(12):
+        assert driven.store(number)
+    driven.load(0)  # the last evictions are taken with it
+    there = sum(1 for path in tmp_path.rglob("??/*") if path.is_file())
+    assert 1 <= there < 12
+    assert driven.adapter.get_usage().total_bytes_used == there * entry
+    driven.adapter.close()
+
+
+def test_counters_are_among_lmcaches_own_metrics(tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.sdk", reason="needs tests/vllm/requirements-clients.txt")
+    code = """
+import sys
+from opentelemetry import metrics
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+reader = InMemoryMetricReader()
+metrics.set_meter_provider(MeterProvider([reader]))
+from tests.clients.test_lmcache_tier import FILES, Driven
+
+tiers = [Driven(store=FILES, options={"root": f"{sys.argv[1]}/{n}"}) for n in range(2)]
+for tier in tiers:
+    assert tier.store(0, 1, 2)
+assert tiers[0].load(0, 9) == [True, False]
+(resource,) = reader.get_metrics_data().resource_metrics
+for scope in resource.scope_metrics:
+    for metric in scope.metrics:
+        for point in metric.data.data_points:
+            print(metric.name, point.attributes.get("store") == FILES, point.value)
+for tier in tiers:
+    tier.adapter.close()
+"""
+    said = ran("-c", code, str(tmp_path)).splitlines()
+    for line in ("puts True 6", "gets True 1", "failed True 1", "trips True 0"):
+        assert f"lmcache_mp.kvview_tier_{line}" in said
+
+
+@pytest.mark.parametrize(
+    "params", [{"store": FILES, "weights": ""}, {"store": FILES, "rot": 1}, {"store": FILES}, {}]
+)
+def test_doctor_is_never_healthier_than_lmcache(params: dict[str, Any]) -> None:
+    with pytest.raises((ConfigError, TypeError)):
+        Driven(**params)
+    found = diagnose_tier(configured(**params))
+    assert not found.is_healthy
+    assert "\n" not in found.seams[0].detail
+
+
+def test_doctor_takes_a_page_through_lmcaches_adapter(tmp_path: Path) -> None:
+    found = diagnose_tier(configured(store=FILES, options={"root": str(tmp_path)}))
+    assert found.is_healthy, found
+    assert found.seams[0].seam == "tier under LMCache"
 
 
 def test_the_kit_names_what_is_wrong_with_lmcaches_own_file_adapter() -> None:

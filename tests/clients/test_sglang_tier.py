@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 from collections.abc import Iterator
+from dataclasses import field, make_dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ import torch
 
 from kvview import ConfigError
 from kvview.testing import run_checks
+from kvview_vllm.doctor import diagnose_tier
 
 from . import sglang_sources
 
@@ -254,6 +259,55 @@ def test_a_faulty_store_ends_every_call_and_gives_no_wrong_bytes(fault: str, fau
 def test_what_cannot_start_says_why(extra: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=f"kvview_sglang, extra config: .*{said}"):
         backend(HostPool("layer_first"), extra=extra)
+
+
+def test_jobs_and_counters_are_among_sglangs_own_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prometheus: Any = pytest.importorskip("prometheus_client")
+    kind = make_dataclass(  # the module wants a GPU
+        "StorageMetrics",
+        [
+            (name, list[float], field(default_factory=list))
+            for name in ("prefetch_pgs", "backup_pgs", "prefetch_bandwidth", "backup_bandwidth")
+        ],
+    )
+    package = "sglang.srt.observability"
+    module: Any = ModuleType(f"{package}.metrics_collector")
+    module.StorageMetrics = kind
+    monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    pool = HostPool("layer_first")
+    pool.fill()
+    storage = backend(pool, extra=files(tmp_path), enable_storage_metrics=True)
+    assert storage.get_stats() is None
+    assert storage.batch_set_v1(["a", "b"], indices(0, 1)) == [True, True]
+    assert storage.batch_get_v1(["a", "x"], indices(2, 3)) == [True, False]
+    found = storage.get_stats()
+    assert (found.backup_pgs, found.prefetch_pgs) == ([2], [1])
+    assert min(found.backup_bandwidth + found.prefetch_bandwidth) > 0
+    assert storage.get_stats() is None
+    labels = {"store": FILES, "tp_rank": "0", "pp_rank": "0"}
+    for counter, value in (("puts", 2), ("gets", 1), ("failed", 1)):
+        series = f"sglang:kvview_tier_{counter}_total"
+        assert prometheus.REGISTRY.get_sample_value(series, labels) == value
+    storage.close()
+
+
+def test_doctor_is_never_healthier_than_sglang(tmp_path: Path) -> None:
+    names = {"backend_name": "kvview", "module_path": "kvview_sglang", "interface_v1": 1}
+    given = {**names, "class_name": "KVViewHiCache"}
+    for tier, is_healthy in (
+        (files(tmp_path), True),
+        ({"store": FILES}, False),
+        ({"store": FILES, "weights": "1", "rot": 1}, False),
+        (files(tmp_path) | {"weights": ""}, False),
+    ):
+        found = diagnose_tier(json.dumps({**given, "tier": tier}))
+        assert found.is_healthy is is_healthy, found
+        assert found.seams[0].seam == "tier under SGLang"
+    other = {**given, "class_name": "X", "tier": files(tmp_path)}
+    assert not diagnose_tier(json.dumps(other)).is_healthy
 
 
 def test_the_kit_names_what_is_wrong_with_sglangs_own_file_backend() -> None:

@@ -82,6 +82,8 @@ ALLOWED_LATER = {
 NAMES_ABOVE = {
     # Defaults of the user's own settings `manager` and `worker`, loaded as any target is.
     "adapters/kvview_vllm/offloading_spec.py": {"kvview_reference"},
+    # Who tries a tier asks the bridge of the engine that is named, if it is installed.
+    "adapters/kvview_vllm/doctor/diagnosis.py": {"kvview_lmcache", "kvview_sglang"},
     # Frames of these packages are not the connector's when it is asked where it raised.
     "kvview/connector/raising.py": {"kvview_reference", "kvview_vllm"},
 }

@@ -11,10 +11,15 @@ import re
 from itertools import combinations
 from typing import Any
 
+from kvview.bridge import TIER_COUNTERS
+from kvview_vllm import tier_metrics
 from kvview_vllm.metrics import COUNTERS, GAUGES, PREFIX
 from tests.house.source_tree import ROOT
 
 EXPORTED = {PREFIX + name for name in GAUGES} | {f"{PREFIX}{name}_total" for name in COUNTERS}
+OF_TIERS = {tier_metrics.PREFIX + name for name in tier_metrics.GAUGES} | {
+    f"{tier_metrics.PREFIX}{name}_total" for name in TIER_COUNTERS
+}
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "docs/grafana/kvview.json").read_text("utf-8"))
 _NAME = re.compile(r"vllm:\w+")
 _WORDS = {"sum", "by", "rate", "increase", "time", "and", "connector", "child", "model_name"}
@@ -26,7 +31,7 @@ def expressions() -> list[str]:
 
 def test_the_page_names_what_is_exported() -> None:
     text = (ROOT / "docs/metrics.md").read_text("utf-8")
-    assert set(_NAME.findall(text)) == EXPORTED
+    assert set(_NAME.findall(text)) == EXPORTED | OF_TIERS
 
 
 def test_the_dashboard_shows_what_is_exported() -> None:

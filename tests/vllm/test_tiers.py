@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 import warnings
@@ -28,6 +29,8 @@ if not has_tiers():
 
 from kvview import ConfigError
 from kvview.tier import Namespace
+from kvview.tier.trial import MemoryStore
+from kvview_vllm.doctor import diagnose, diagnose_tier
 from kvview_vllm.releases.tier_specs import make_tiering_spec
 
 with warnings.catch_warnings():  # of torch, when vLLM's kernels are imported
@@ -407,3 +410,70 @@ def _made(kind: Any, registry: Any, **given: Any) -> Any:
     if kind.__name__ != "Gauge":
         given.pop("multiprocess_mode", None)
     return kind(registry=registry, **given)
+
+
+# --- doctor ---
+
+FAULTY = "kvview.testing.tier.faulty_store:FaultyStore"
+BROKEN: tuple[dict[str, Any], ...] = (
+    {},
+    {"store": FILES},
+    {"store": FILES, "weights": "1"},  # without a root
+    {"store": FILES, "weights": "1", "rot": 1},
+    {"store": "examples/none.py:X", "weights": "1"},
+    {"store": "kvview.tier:Namespace", "weights": "1"},
+    {
+        "store": "kvview_reference.tier:FileStore",
+        "weights": "1",
+        "options": {"root": "/dev/null/x"},
+    },
+    {"store": FAULTY, "weights": "1", "deadline": -1},
+)
+
+
+@pytest.mark.parametrize("tier", BROKEN)
+def test_doctor_is_never_healthier_than_the_engine(tier: dict[str, Any]) -> None:
+    with pytest.raises((ConfigError, TypeError)):
+        make_spec(tier).get_manager()
+    extra = {
+        "spec_name": "KVViewTieringSpec",
+        "spec_module_path": "kvview_vllm.tier",
+        "secondary_tiers": [{"type": "kvview", **tier}],
+    }
+    found = diagnose_tier(json.dumps(extra))
+    assert not found.is_healthy
+    (report,) = found.seams
+    assert report.detail
+    assert "\n" not in report.detail
+
+
+def test_doctor_needs_the_seed_that_the_engine_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED")
+    assert diagnose().is_healthy, "the seam fits without a user's tier"
+    tier = {"type": "kvview", "store": FILES, "weights": "1", "options": {"root": str(tmp_path)}}
+    spec = {"spec_name": "KVViewTieringSpec", "spec_module_path": "kvview_vllm.tier"}
+    file = tmp_path / "transfer.json"
+    extra = {**spec, "secondary_tiers": [tier]}
+    connector = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+    file.write_text(json.dumps(connector))
+    found = diagnose_tier(str(file))
+    assert found.is_healthy is tier_seam().fixed_hash_root
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert diagnose_tier(str(file)).is_healthy
+
+
+class BitFlipper(MemoryStore):
+    """Starts, and gives other bytes than it took."""
+
+    def write(self, key: bytes, page: memoryview, /) -> bool:
+        return super().write(key, memoryview(bytes(reversed(bytes(page)))))
+
+
+def test_doctor_sees_a_store_that_does_not_keep_a_page() -> None:
+    tier = {"type": "kvview", "store": "tests.vllm.test_tiers:BitFlipper", "weights": "1"}
+    spec = {"spec_name": "KVViewTieringSpec", "spec_module_path": "kvview_vllm.tier"}
+    found = diagnose_tier(json.dumps({**spec, "secondary_tiers": [tier]}))
+    assert found.seams[0].detail == "kvview: a page that was stored cannot be loaded"
+    assert not found.is_healthy

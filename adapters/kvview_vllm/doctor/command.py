@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kvview.cli.exit_codes import ExitCode
 from kvview.cli.output import JSONOption, require_writable, write_json
-from kvview_vllm.doctor import Diagnosis, diagnose
+from kvview_vllm.doctor import Diagnosis, diagnose, diagnose_tier
 
 
 @click.command()
@@ -22,19 +22,29 @@ from kvview_vllm.doctor import Diagnosis, diagnose
     cls=JSONOption,
     schemas={"doctor": "kvview_vllm.doctor.diagnosis:Diagnosis"},
 )
-def doctor(json_file: str | None) -> None:
-    """Say which vLLM is installed, and whether kvview fits it."""
+@click.option(
+    "--tier",
+    metavar="JSON",
+    help="Try a tier: the text that vLLM, LMCache or SGLang is given, or a file of it.",
+)
+def doctor(json_file: str | None, tier: str | None) -> None:
+    """Say which vLLM is installed, and whether kvview fits it.
+
+    With --tier, say instead whether that tier opens under its engine, and keeps
+    a page. Run it where the engine will run, with the engine's environment.
+    """
     require_writable("--json", json_file)
-    found = diagnose()
+    found = diagnose() if tier is None else diagnose_tier(tier)
     if json_file != "-":
-        _show_diagnosis(found)
+        _show_diagnosis(found, "a tier" if tier else "")
     write_json(json_file, asdict(found))
     sys.exit(ExitCode.CLEAN if found.is_healthy else ExitCode.WRONG)
 
 
-def _show_diagnosis(found: Diagnosis) -> None:
+def _show_diagnosis(found: Diagnosis, title: str) -> None:
     version = f"vLLM {found.version}" if found.version else "no vLLM"
-    table = Table("seam", "fits", "what was found", title=f"{version} (tested: {found.tested})")
+    title = title or f"{version} (tested: {found.tested})"
+    table = Table("seam", "fits", "what was found", title=title)
     for seam in found.seams:
         table.add_row(seam.seam, "yes" if seam.fits else "[red]no[/red]", escape(seam.detail))
     if found.capabilities:

@@ -6,11 +6,15 @@ plays, and nothing is concluded from a version.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
+from kvview import ConfigError, UnsupportedEngineError
+from kvview.errors import one_line
 from kvview_vllm.releases import (
     TESTED,
     Release,
@@ -84,6 +88,60 @@ def diagnose() -> Diagnosis:
     return Diagnosis(version, TESTED, is_tested(version), fits, capabilities, seams, beyond())
 
 
+_TIERS = {
+    "vLLM": "kvview_vllm.doctor.tier_trial",
+    "LMCache": "kvview_lmcache.adapter_trial",
+    "SGLang": "kvview_sglang.backend_trial",
+}
+
+
+def diagnose_tier(text: str) -> Diagnosis:
+    """Try a tier with the text that a user gives the engine, by the engine's own factories.
+
+    Args:
+        text: JSON, or the path of a file of it: vLLM's ``--kv-transfer-config``, LMCache's
+            ``--l2-adapter`` or SGLang's ``--hicache-storage-backend-extra-config``.
+
+    Raises:
+        ConfigError: It is none of the three.
+    """
+    given = _read(text)
+    engine = _engine_of(given)
+    try:
+        problem = str(import_module(_TIERS[engine]).try_tier(given))
+    except Exception as error:
+        problem = one_line(error) or type(error).__name__
+    detail = problem or "the store opened; a page was stored, found and loaded"
+    if not problem and engine == "vLLM":
+        detail += "; block hashes begin alike in every process, but for xxhash without a seed"
+    report = SeamReport(f"tier under {engine}", not problem, detail)
+    return Diagnosis(None, TESTED, False, not problem, {}, (report,))
+
+
+def _read(text: str) -> Mapping[str, Any]:
+    try:
+        is_text = text.lstrip().startswith("{")
+        given = json.loads(text if is_text else Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--tier: no JSON text, and no file of it: {one_line(error)}") from None
+    if not isinstance(given, dict):
+        raise ConfigError("--tier: a JSON object is wanted")
+    return given
+
+
+def _engine_of(given: Mapping[str, Any]) -> str:
+    if "kv_connector_extra_config" in given or "secondary_tiers" in given:
+        return "vLLM"
+    if "adapter_params" in given:
+        return "LMCache"
+    if "tier" in given:
+        return "SGLang"
+    raise ConfigError(
+        "--tier: give the text that the engine is given: vLLM's --kv-transfer-config, LMCache's "
+        "--l2-adapter or SGLang's --hicache-storage-backend-extra-config"
+    )
+
+
 _Check = Callable[[Release], tuple[Seam, str]]
 
 
@@ -147,6 +205,19 @@ def _check_offloading_spec(release: Release) -> tuple[Seam, str]:
     return release.offloading, "KVViewOffloadingSpec has every method, and was called dry"
 
 
+def _check_tier(release: Release) -> tuple[Seam, str]:
+    from kvview_vllm.releases.tiers import has_tiers, tier_seam
+
+    if not has_tiers():
+        return release.offloading, "this release has no tiers below the host (0.22.0)"
+    from kvview_vllm.doctor.tier_trial import try_dry
+
+    if problem := try_dry():
+        raise UnsupportedEngineError(f"the tier seam: {problem}")
+    want = "" if tier_seam().fixed_hash_root else "; a tier wants PYTHONHASHSEED to be set"
+    return tier_seam(), f"vLLM's tiering manager took a tier, and a page went through it{want}"
+
+
 _CHECKS: dict[str, _Check] = {
     "pool": _check_pool,
     "binding": _check_binding,
@@ -154,4 +225,5 @@ _CHECKS: dict[str, _Check] = {
     "connector": _check_connector,
     "offloading": _check_offloading,
     "offloading spec": _check_offloading_spec,
+    "tier": _check_tier,
 }

@@ -1,0 +1,24 @@
+"""``kvview doctor --tier``: LMCache's own factory makes the adapter, and a page goes through it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvview.tier import Namespace
+from kvview.tier.trial import try_store
+from kvview_lmcache.l2_adapter_store import L2AdapterStore
+
+
+def try_tier(given: Mapping[str, Any]) -> str:
+    """Try what a user gives LMCache as ``--l2-adapter``.
+
+    Returns:
+        What does not work; empty if all does.
+    """
+    options = {name: value for name, value in given.items() if name != "type"}
+    store = L2AdapterStore(Namespace("kvview doctor", "any"), str(given.get("type")), **options)
+    try:
+        return try_store(store)
+    finally:
+        store.close()

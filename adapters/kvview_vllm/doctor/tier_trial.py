@@ -1,0 +1,105 @@
+"""A tier as vLLM makes it of what a user gives, and a page that goes through it.
+
+Nothing here knows more than the engine: its own spec makes the tiers, and they are called as
+its manager calls them. The page is of a model named "kvview doctor".
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from kvview import ConfigError
+from kvview.tier import Namespace
+from kvview_vllm.releases.tier_specs import PAGE_BYTES, make_tiering_spec
+from kvview_vllm.releases.tiers import lookup_answers, make_tier_job
+
+_SECONDS = 60.0
+_BETWEEN_POLLS = 0.001
+_DRY = {
+    "spec_name": "KVViewTieringSpec",
+    "spec_module_path": "kvview_vllm.tier",
+    "secondary_tiers": [
+        {"type": "kvview", "store": "kvview.tier.trial:MemoryStore", "weights": "any"}
+    ],
+}
+_SEED = "PYTHONHASHSEED"
+
+
+def try_dry() -> str:
+    """A tier that keeps its pages in this process; the hash seed is the user's affair then.
+
+    Returns:
+        What does not work; empty if all does.
+    """
+    is_set = _SEED in os.environ
+    os.environ.setdefault(_SEED, "0")
+    try:
+        return try_tier(_DRY)
+    finally:
+        if not is_set:
+            del os.environ[_SEED]
+
+
+def try_tier(given: Mapping[str, Any]) -> str:
+    """Try what a user gives vLLM as ``--kv-transfer-config``, or its extra config.
+
+    Returns:
+        What does not work; empty if all does.
+    """
+    extra = given.get("kv_connector_extra_config", given)
+    if "kv_connector" in given and given["kv_connector"] != "OffloadingConnector":
+        raise ConfigError("kv_connector: tiers are those of vLLM's OffloadingConnector")
+    if not isinstance(extra, dict) or not extra.get("secondary_tiers"):
+        raise ConfigError("kv_connector_extra_config names no secondary_tiers")
+    extra = {**extra, "cpu_bytes_to_use": 4 * PAGE_BYTES}
+    manager = make_tiering_spec(extra, Namespace("kvview doctor", "any")).get_manager()
+    try:
+        told = [
+            f"{tier.tier_type}: {problem}"
+            for tier in manager.secondary_tiers
+            if (problem := _try_page(manager, tier))
+        ]
+    finally:
+        manager.shutdown()
+    return "; ".join(told)
+
+
+def _try_page(manager: Any, tier: Any) -> str:
+    base = import_module("vllm.v1.kv_offload.base")
+    view = manager.primary_tier.get_kv_memoryview()
+    memory, size = view.cast("B"), view.strides[0]
+    key = base.make_offload_key(os.urandom(32), 0)
+    content = os.urandom(size)
+    try:
+        memory[:size] = content
+        tier.submit_store(make_tier_job(1, [key], [0], is_load=False))
+        if not _success(tier):
+            return "a page could not be stored"
+        context = base.ReqContext(req_id="kvview doctor")
+        tier.on_new_request(context)
+        flags = {answer: flag for flag, answer in lookup_answers().items()}
+        until = time.monotonic() + _SECONDS
+        while (flag := flags[tier.lookup(key, context)]) is None and time.monotonic() < until:
+            time.sleep(_BETWEEN_POLLS)
+        if not flag:
+            return "a page that was stored is not found"
+        memory[:size] = bytes(size)
+        tier.submit_load(make_tier_job(2, [key], [0], is_load=True))
+        if not _success(tier) or memory[:size] != content:
+            return "a page that was stored cannot be loaded"
+    finally:
+        memory.release()
+    return ""
+
+
+def _success(tier: Any) -> bool:
+    until = time.monotonic() + _SECONDS
+    while time.monotonic() < until:
+        for result in tier.get_finished_jobs():
+            return bool(result.success)
+        time.sleep(_BETWEEN_POLLS)
+    return False
