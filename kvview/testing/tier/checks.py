@@ -13,7 +13,7 @@ from kvview.testing.checks import check
 from kvview.testing.harness import Capability, Factory
 from kvview.testing.profiles import current_profile
 from kvview.testing.tier.driver import PAGE_BYTES, TierDriver, bytes_of, tier_check
-from kvview.testing.tier.io_watch import watching_io
+from kvview.testing.tier.io_watch import files_of_at_most, open_files, watching_io
 from kvview.tier import GuardedTier, Threaded
 
 A, B, C, D = b"key a", b"key b", b"key c", b"key d"
@@ -258,6 +258,26 @@ def check_tier_5_lookup_knows_when_it_is_asked_again(store: TierDriver) -> None:
     store.equal(store.lookup(), [], "of no keys it says nothing")
 
 
+@tier_check("TIER-5")
+def check_tier_5_store_wakes_up_who_waits(store: TierDriver) -> None:
+    """If it has ``on_wake_up``: when a job has ended, and when a lookup was answered."""
+    if not hasattr(store.store, "on_wake_up"):
+        return
+    woken = threading.Event()
+    store.call(store.store, "on_wake_up", woken.set)
+    asks: list[tuple[str, Callable[[], object]]] = [
+        ("put", lambda: store.put(A, B)),
+        ("get", lambda: store.get(A)),
+        ("lookup", lambda: store.store.lookup([b"never asked"])),
+    ]
+    for what, ask in asks:
+        woken.clear()
+        ask()
+        is_told = woken.wait(store.patience)
+        store.true(is_told, f"a {what} that was answered wakes up", "nothing", "a call")
+        store.finish()
+
+
 def _returns(store: TierDriver, what: str, call: Callable[[], Any]) -> None:
     """Make a call on a thread, which must come back."""
     raised: list[BaseException] = []
@@ -332,6 +352,22 @@ def check_tier_6_medium_that_is_gone_raises_nothing(store: TierDriver) -> None:
         store.lookup(*keys)
         store.get(*keys)
         store.wait()
+
+
+@tier_check("TIER-6", Capability.GONE)
+def check_tier_6_full_disk_is_a_failed_key(store: TierDriver) -> None:
+    """A page that can be written in part only fails, or is whole; its neighbours are stored."""
+    large = 6 << 20
+    with files_of_at_most(4 << 20):
+        job = store.put(A, num_bytes=large)
+        small = store.put(B)
+        flags = store.finish()
+    store.equal(flags[small], [True], "what there is room for is stored")
+    if not any(flags[job]):
+        store.equal(store.lookup(A), [False], "what was written in part is a miss", "TIER-7")
+        store.put(A, num_bytes=large)
+        store.equal(store.finish(), {3: [True]}, "when there is room again it is stored")
+    store.check_held(A, B)
 
 
 # --- TIER-7: what a lookup says ---
@@ -594,6 +630,26 @@ def check_tier_11_close_ends_everything(store: TierDriver) -> None:
     store.equal([reports[job] for job in late], [[False], [False]], "a job after close fails")
     store.equal(store.lookup(A), [False], "after close everything is a miss")
     store.call(store.store, "close")
+
+
+@tier_check("TIER-11", Capability.GONE)
+def check_tier_11_close_lets_go_of_everything(store: TierDriver) -> None:
+    """No thread goes on and no file stays open, not even while it is used."""
+    folder, threads = str(store.harness.folder), {*threading.enumerate()}
+    store.go_on_with(store.call(store.harness, "reopen"))
+    store.put(*_MANY)
+    store.finish()
+    store.check_held(*_MANY)
+    before = open_files(folder)
+    for _ in range(5):
+        store.check_held(*_MANY)
+    files = open_files(folder)
+    store.equal(len(files), len(before), "loading leaves no file open")
+    store.call(store.store, "close")
+    what = "close leaves no file open"
+    store.equal(open_files(folder), [], what)
+    left = sorted(thread.name for thread in {*threading.enumerate()} - threads)
+    store.equal(left, [], "close leaves no thread of the store's")
 
 
 @tier_check("TIER-11", Capability.PAUSE)
