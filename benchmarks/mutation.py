@@ -46,8 +46,7 @@ A connector is run here with fewer seeds than the 200 of `kvview check`, so that
 a lower bound. Equivalent mutants count as alive: the rate is of all that were drawn. A kill
 stands when checks were added since; what has a reason to live is believed to, and what
 lived before is played with what was added since. Checks were added for what lived of the first
-draw, so that a fresh one is the fairer question. Stores and their guard have
-[a page of their own](mutation_tier.md).
+draw, so that a fresh one is the fairer question.
 """,
     "tier": """\
 # How much the kit sees of a store

@@ -2,6 +2,8 @@
 
     python benchmarks/tier.py kill [--runs 1000] [--max-bytes 3000000]
     python benchmarks/tier.py damage [--changes 100000]
+    python benchmarks/tier.py faults [--stores 200] [--seed 0]
+    python benchmarks/tier.py alarms [--seeds 50] [--seed 0]
     python benchmarks/tier.py open [--entries 1000000]
     python benchmarks/tier.py cost
     python benchmarks/tier.py compare
@@ -9,8 +11,10 @@
 ``kill``: a process that writes is killed with SIGKILL, the store opened again and looked at;
 wrong bytes, lost entries, half-written files and bytes over the budget must be 0. ``damage``: bits
 flipped, files cut, files swapped; a change that gives bytes other than those put is counted.
-``cost``: microseconds a chunk on the caller's thread, and GB/s of one job, guarded and not, the
-variants taking turns. ``compare``: the same load through vLLM's own fs tier and LMCache's fs
+``faults``: stores with a fault drawn at random (tests/tier/drawn_store.py), and how many of them
+the kit sees. ``alarms``: right stores, none of which it may blame. ``cost``: microseconds a chunk
+on the caller's thread, and GB/s of one job, guarded and not, the variants taking turns.
+``compare``: the same load through vLLM's own fs tier and LMCache's fs
 adapter, as far as they are installed, without a guard as in their engines. Where vLLM can it reads
 past the page cache, and is as fast as the disk: TMPDIR=/dev/shm compares what the programs cost.
 """
@@ -25,17 +29,21 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from kvview import KVViewError
 from kvview.targets import load_target
-from kvview.testing import StoreHarness
+from kvview.testing import GuardedStoreHarness, StoreHarness, machines, run_checks
+from kvview.testing.profiles import Effort, make_profile
+from kvview.testing.runner import plan_checks, run_planned
 from kvview.testing.tier.driver import bytes_of
 from kvview.testing.tier.faulty_store import FaultyStore
 from kvview.tier import GuardedTier, Namespace, TierStore
-from kvview_reference.tier import FileStore
+from kvview_reference.tier import FileStore, ObjectStore
 
 HERE = Namespace("benchmark", weights="1")
 
@@ -54,6 +62,7 @@ def kill(runs: int, max_bytes: int | None) -> dict[str, Any]:
                 found[what] += len(run[what])
             found["lost"] += 0 if max_bytes else len(run["missing"])
             found["did not open"] += bool(run["error"])
+        print(dict(found), flush=True)  # it takes long
         occupied = harness.occupied_bytes()
         found["over the budget"] += max_bytes is not None and occupied > max_bytes
     found["half-written files left"] = len([*harness.folder.glob("*/half/*")])
@@ -135,6 +144,75 @@ def open_many(entries: int) -> dict[str, Any]:
     return told
 
 
+def faults(stores: int, seed: int) -> dict[str, Any]:
+    """So many stores with a fault drawn at random; the kit stops where it sees a law broken."""
+    path = Path(__file__).parents[1] / "tests" / "tier" / "drawn_store.py"
+    target = load_target(f"{path}:DrawnStore")
+    drawn = import_module(target.__module__)
+    machines.MAX_SHRINK_RUNS = 0  # the verdict is wanted, no script
+    killed: Counter[str] = Counter()
+    played: Counter[str] = Counter()
+    alive = []
+    for number in range(seed, seed + stores):
+        fault = drawn.draw_fault(number)
+        options = {"root": "{tmp}", "fault": number}
+        played[fault.kind] += 1
+        found = _first_failure(_Impatient, target, options)
+        killed[fault.kind] += bool(found)
+        if not found:
+            alive.append(number)
+        print(f"{number:5} {fault}: {found or 'SURVIVES'}", flush=True)
+    told = {kind: f"{killed[kind]} of {played[kind]}" for kind in played}
+    rate = f"{killed.total()} of {stores}, {killed.total() / stores:.1%}"
+    return {**told, "killed": rate, "alive": alive}
+
+
+class _Impatient(StoreHarness):
+    patience = 3.0
+
+
+def _first_failure(harness: Callable[..., Any], make: Any, options: dict[str, Any]) -> str:
+    """The check that fails first; empty when none does."""
+
+    def factory() -> Any:
+        return harness(make, options)
+
+    profile = make_profile(Effort())
+    for planned in plan_checks(factory, Effort())[1]:
+        if not planned.skip_reason:
+            failure = run_planned(factory, planned, profile).failure
+            if failure is not None:
+                return f"{failure.law} {planned.check.name}"
+    return ""
+
+
+def alarms(seeds: int, seed: int) -> dict[str, Any]:
+    """The kit on the right stores, once a seed: every failure is a false alarm."""
+    stores: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+        "files": (FileStore, {"root": "{tmp}"}),
+        "files, guarded": (GuardedStoreHarness, {"root": "{tmp}", "checksum": "none"}),
+    }
+    with suppress(KVViewError):
+        ObjectStore(HERE, url="memory:///").close()
+        stores["objects in memory"] = ObjectStore, {"url": "memory:///"}
+        stores["objects in a folder"] = ObjectStore, {"url": "file://{tmp}"}
+    found: Counter[str] = Counter()
+    for number in range(seed, seed + seeds):
+        for name, (make, options) in stores.items():
+            if make is GuardedStoreHarness:
+                report = run_checks(
+                    lambda o=options: GuardedStoreHarness(FileStore, o), seed=number
+                )
+            else:
+                report = run_checks(make, options=options, seed=number)
+            found[f"{name}: runs"] += 1
+            found[f"{name}: checks"] += report.counts()["passed"]
+            found[f"{name}: false alarms"] += not report.is_clean
+            if not report.is_clean:
+                print(f"seed {number}, {name}: {report.summary()}", flush=True)
+    return dict(found)
+
+
 def cost(rounds: int = 15) -> dict[str, Any]:
     """On the caller's thread a chunk, and a load of 64 pages of 1 MiB in one job."""
     keys = [bytes([number]) * 36 for number in range(64)]
@@ -197,7 +275,9 @@ def compare(rounds: int = 15) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as root:
         made: dict[str, TierStore] = {
             "kvview, guarded": _guarded(f"{root}/1", "none", "xxh3"),
-            "kvview, store alone": FileStore(HERE, root=f"{root}/4"),
+            "kvview, zero copy": GuardedTier(
+                FileStore(HERE, root=f"{root}/4"), HERE, checksum="none", zero_copy=True
+            ),
         }
         for name, target, options in (
             ("vLLM fs", "kvview_vllm.secondary_tiers:SecondaryTierStore",
@@ -231,13 +311,14 @@ def compare(rounds: int = 15) -> dict[str, Any]:
     found: dict[str, Any] = {}
     num_bytes = sum(map(len, pages)) / 1e9
     for (name, jobs), times in seconds.items():
-        ours = seconds["kvview, guarded", jobs], cpu["kvview, guarded", jobs]
-        theirs = times, cpu[name, jobs]
-        found[f"{name}, {jobs} in flight"] = (
-            f"{num_bytes / statistics.median(times):.2f} GB/s, "
-            f"{statistics.median(theirs[1]) / num_bytes:.3f} CPU s a GB; of ours to it: "
-            f"speed {_middle_ratio(theirs[0], ours[0])}, CPU {_middle_ratio(ours[1], theirs[1])}"
-        )
+        needed = cpu[name, jobs]
+        told = f"{num_bytes / statistics.median(times):.2f} GB/s, "
+        told += f"{statistics.median(needed) / num_bytes:.3f} CPU s a GB"
+        for ours in () if name.startswith("kvview") else ("guarded", "zero copy"):
+            faster = _middle_ratio(times, seconds[f"kvview, {ours}", jobs])
+            dearer = _middle_ratio(cpu[f"kvview, {ours}", jobs], needed)
+            told += f"; {ours} has {faster} of its speed for {dearer} of its CPU"
+        found[f"{name}, {jobs} in flight"] = told
     return found
 
 
@@ -272,22 +353,31 @@ def _guarded(root: str, of_store: str, of_guard: str) -> GuardedTier:
     return GuardedTier(FileStore(HERE, root=root, checksum=of_store), HERE, checksum=of_guard)
 
 
+_PLAYS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "kill": lambda args: kill(args.runs, args.max_bytes),
+    "damage": lambda args: damage(args.changes),
+    "faults": lambda args: faults(args.stores, args.seed),
+    "alarms": lambda args: alarms(args.seeds, args.seed),
+    "open": lambda args: open_many(args.entries),
+    "cost": lambda args: cost(),
+    "compare": lambda args: compare(),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("kill", "damage", "open", "cost", "compare"))
+    parser.add_argument(
+        "what", choices=("kill", "damage", "faults", "alarms", "open", "cost", "compare")
+    )
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--max-bytes", type=int)
     parser.add_argument("--changes", type=int, default=100_000)
+    parser.add_argument("--stores", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--entries", type=int, default=1_000_000)
     args = parser.parse_args(argv)
-    play: dict[str, Callable[[], dict[str, Any]]] = {
-        "kill": lambda: kill(args.runs, args.max_bytes),
-        "damage": lambda: damage(args.changes),
-        "open": lambda: open_many(args.entries),
-        "cost": cost,
-        "compare": compare,
-    }
-    for name, value in play[args.what]().items():
+    for name, value in _PLAYS[args.what](args).items():
         print(f"{name:40} {value}")
 
 

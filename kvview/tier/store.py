@@ -33,7 +33,7 @@ affair. Pages are one-dimensional contiguous memoryviews of bytes, of any size f
 - TIER-12 Whatever a store does (raises, blocks, is late, never reports, reports twice, too few
   flags or jobs that nobody gave it, lies, damages bytes), a guarded tier **must** keep TIER-1
   to TIER-6, report each job within its deadline, leave a store alone for a while that fails
-  again and again, and use a store again that works again.
+  again and again, and use a store again that works again. What it counts (``stats``) is so.
 
 Source: vLLM ``SecondaryTierManager`` (0.22 to 0.33), LMCache's L2 adapters, SGLang's
 ``HiCacheStorage``: three seams, one store.

@@ -55,7 +55,6 @@ TIER_MODULES = (
     "kvview.tier.checksum",
     "kvview.tier.private_pages",
     "kvview.tier.namespace",
-    "kvview.tier.store",
 )
 
 _HITS = "_lines_reached"

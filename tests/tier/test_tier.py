@@ -26,6 +26,7 @@ from kvview_reference.harness import guarded_tier, tier
 from kvview_reference.tier import FileStore, read_entry
 from kvview_reference.tier.command import tier as tier_group
 from kvview_reference.tier.throughput import measure
+from tests.tier.drawn_store import DrawnStore, draw_fault
 
 pytest.importorskip("xxhash")
 
@@ -46,6 +47,14 @@ def test_the_guard_over_it(check: BoundCheck) -> None:
 @parametrize_with_checks(FolderStore, options={"root": "{tmp}"}, steps=20)
 def test_the_example(check: BoundCheck) -> None:
     check()
+
+
+@pytest.mark.parametrize("seed", [0, 2, 4, 15])
+def test_faults_that_are_drawn_are_seen(seed: int) -> None:
+    """Many of them are played by ``benchmarks/tier.py faults``."""
+    options = {"root": "{tmp}", "fault": seed}
+    report = run_checks(DrawnStore, options=options, select=("check_tier_1_[pm]*", "TIER-7"))
+    assert not report.is_clean, str(draw_fault(seed))
 
 
 # --- targets ---

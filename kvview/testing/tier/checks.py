@@ -13,7 +13,7 @@ from kvview.testing.checks import check
 from kvview.testing.harness import Capability, Factory
 from kvview.testing.profiles import current_profile
 from kvview.testing.tier.driver import PAGE_BYTES, TierDriver, bytes_of, tier_check
-from kvview.testing.tier.io_watch import watching_io
+from kvview.testing.tier.io_watch import files_of_at_most, open_files, watching_io
 from kvview.tier import GuardedTier, Threaded
 
 A, B, C, D = b"key a", b"key b", b"key c", b"key d"
@@ -258,6 +258,26 @@ def check_tier_5_lookup_knows_when_it_is_asked_again(store: TierDriver) -> None:
     store.equal(store.lookup(), [], "of no keys it says nothing")
 
 
+@tier_check("TIER-5")
+def check_tier_5_store_wakes_up_who_waits(store: TierDriver) -> None:
+    """If it has ``on_wake_up``: when a job has ended, and when a lookup was answered."""
+    if not hasattr(store.store, "on_wake_up"):
+        return
+    woken = threading.Event()
+    store.call(store.store, "on_wake_up", woken.set)
+    asks: list[tuple[str, Callable[[], object]]] = [
+        ("put", lambda: store.put(A, B)),
+        ("get", lambda: store.get(A)),
+        ("lookup", lambda: store.store.lookup([b"never asked"])),
+    ]
+    for what, ask in asks:
+        woken.clear()
+        ask()
+        is_told = woken.wait(store.patience)
+        store.true(is_told, f"a {what} that was answered wakes up", "nothing", "a call")
+        store.finish()
+
+
 def _returns(store: TierDriver, what: str, call: Callable[[], Any]) -> None:
     """Make a call on a thread, which must come back."""
     raised: list[BaseException] = []
@@ -334,6 +354,24 @@ def check_tier_6_medium_that_is_gone_raises_nothing(store: TierDriver) -> None:
         store.wait()
 
 
+@tier_check("TIER-6", Capability.GONE)
+def check_tier_6_full_disk_is_a_failed_key(store: TierDriver) -> None:
+    """A page that can be written in part only fails, or is whole; its neighbours are stored."""
+    large = 3 << 20
+    store.put(C, num_bytes=large)  # what a store makes once for pages of a size is there
+    store.finish()
+    with files_of_at_most(2 << 20):
+        job = store.put(A, num_bytes=large)
+        small = store.put(B)
+        flags = store.finish()
+    store.equal(flags[small], [True], "what there is room for is stored")
+    if not any(flags[job]):
+        store.equal(store.lookup(A), [False], "what was written in part is a miss", "TIER-7")
+        store.put(A, num_bytes=large)
+        store.equal([*store.finish().values()], [[True]], "when there is room again it is stored")
+    store.check_held(A, B)
+
+
 # --- TIER-7: what a lookup says ---
 
 
@@ -365,6 +403,22 @@ def check_tier_7_deleted_keys_are_gone(store: TierDriver) -> None:
     store.put(A)
     store.finish()
     store.check_held(A, B)
+
+
+@tier_check("TIER-7", Capability.DELETE, Capability.BUDGET)
+def check_tier_7_deleted_bytes_leave_the_medium(store: TierDriver) -> None:
+    """They go, if not at once: a store that only hides them is full some day."""
+    store.put(*_MANY[:4], num_bytes=50_000)
+    store.finish()
+    before = store.harness.occupied_bytes()
+    store.call(store.store, "delete", _MANY[:3])
+    end = time.monotonic() + store.patience
+    while store.harness.occupied_bytes() > before - 150_000 and time.monotonic() < end:
+        time.sleep(0.001)
+    left = store.harness.occupied_bytes()
+    what = "what was deleted is on the medium no more"
+    store.true(left <= before - 150_000, what, f"{left} bytes", f"150000 less than {before}")
+    store.check_held(_MANY[3])
 
 
 # --- TIER-8: the budget ---
@@ -427,18 +481,18 @@ def check_tier_8_stores_of_one_place_share_its_budget(store: TierDriver) -> None
     place, pages = store.harness, [memoryview(bytearray(9000)) for _ in range(6)]
     beside = store.call(place, "with_namespace", place.namespace)
     for number in range(16):
-        if number == 8:
+        theirs = [f"{number} theirs {n}".encode() for n in range(6)]
+        beside.store.put(number, theirs, pages)
+        if number % 4 == 3:  # while the other writes
             place = store.call(place, "reopen")
             store.go_on_with(place)
         mine = [f"{number} mine {n}".encode() for n in range(6)]
         store.put(*mine, num_bytes=9000)
-        theirs = [f"{number} theirs {n}".encode() for n in range(6)]
-        beside.store.put(number, theirs, pages)
         store.finish()
         beside.store.drain(store.patience)
         _fits(store, budget)
-    [(_, flags)] = list(beside.store.poll())[-1:]
-    store.equal(list(flags), [True] * 6, "there is room for what the other stores")
+        [(_, flags)] = list(beside.store.poll())
+        store.equal(list(flags), [True] * 6, "what the other writes is stored")
     store.check_held(*mine)
     store.go_on_with(beside)
     job = store.get(*mine, num_bytes=9000)
@@ -594,6 +648,26 @@ def check_tier_11_close_ends_everything(store: TierDriver) -> None:
     store.equal([reports[job] for job in late], [[False], [False]], "a job after close fails")
     store.equal(store.lookup(A), [False], "after close everything is a miss")
     store.call(store.store, "close")
+
+
+@tier_check("TIER-11", Capability.GONE, Capability.PAUSE)
+def check_tier_11_close_lets_go_of_everything(store: TierDriver) -> None:
+    """No thread goes on and no file stays open, not even while it is used."""
+    folder, threads = str(store.harness.folder), {*threading.enumerate()}
+    store.go_on_with(store.call(store.harness, "reopen"))
+    store.put(*_MANY)
+    store.finish()
+    store.check_held(*_MANY)
+    before = open_files(folder)
+    for _ in range(5):
+        store.check_held(*_MANY)
+    files = open_files(folder)
+    store.equal(len(files), len(before), "loading leaves no file open")
+    store.call(store.store, "close")
+    what = "close leaves no file open"
+    store.equal(open_files(folder), [], what)
+    left = sorted(thread.name for thread in {*threading.enumerate()} - threads)
+    store.equal(left, [], "close leaves no thread of the store's")
 
 
 @tier_check("TIER-11", Capability.PAUSE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 
 from kvview.testing.harness import Capability
 from kvview.testing.tier import faulty_store
@@ -196,6 +197,77 @@ def check_tier_12_guard_leaves_a_store_alone_that_fails(store: TierDriver) -> No
     store.equal(jobs_of(1), 1, "it is tried again")
     store.equal(jobs_of(2), 2, "after a trial that went well it is used")
     store.call(store.store, "close")
+
+
+@tier_check("TIER-12", Capability.TIER_GUARD)
+def check_tier_12_guard_takes_each_fault_for_a_strike(store: TierDriver) -> None:
+    """Whatever is wrong, and however it is told: after some of it the store is left alone."""
+    for fault in ("lookup raises", "lookup is None", "lookup never knows", "get raises",
+                  "poll raises", "poll is None", "too few flags", "never reports"):  # fmt: skip
+        run = GuardRun(store, fault)
+        run.under.fault = fault
+        for number in range(_STRIKES):
+            if fault.startswith("lookup"):
+                run.look(f"{fault} {number}".encode())
+            else:
+                store.get(f"{fault} {number}".encode())
+                run.wait()
+        run.under.fault, before = "", run.under.num_jobs
+        store.put(b"left alone")
+        store.finish()
+        reached = run.under.num_jobs - before
+        store.equal(reached, 0, f"a store of which {fault} is left alone: jobs that reach it")
+        store.call(store.store, "close")
+
+
+@tier_check("TIER-12", Capability.TIER_GUARD)
+def check_tier_12_guard_counts_what_it_sees(store: TierDriver) -> None:
+    """If it has ``stats``: keys stored, loaded and failed, and what was wrong with the store."""
+    run = GuardRun(store, "one after the other")
+    if not hasattr(store.store, "stats"):
+        return
+
+    def seen(what: str, **more: int) -> None:
+        """These have grown by so much, and nothing else has, since it was asked last."""
+        now = asdict(store.store.stats)
+        grown = {n: now[n] - last.get(n, 0) for n in now if now[n] != last.get(n, 0)}
+        last.update(now)
+        store.equal(grown, more, f"what stats say of {what}")
+
+    def does(method: str, *keys: bytes, fault: str = "") -> None:
+        run.under.fault = fault
+        getattr(store, method)(*keys)
+        run.wait()
+        run.under.fault = ""
+
+    last: dict[str, int] = {}
+    store.equal(store.store.is_healthy, True, "a store that does well is healthy")
+    does("put", *_OLD)
+    seen("a put of eight keys", puts=8)
+    does("get", *_OLD[:3], b"never")
+    seen("a get of three keys and one that is not there", gets=3, failed=1)
+    does("get", *_OLD[3:5], fault="flips a bit")
+    seen("two keys whose bytes are damaged", failed=2, damaged=2)
+    does("put", b"x", fault="put raises")
+    seen("a put that raises", failed=1, raised=1)
+    does("put", b"y", fault="too many flags")
+    seen("a report with too many flags", failed=1, malformed=1)
+    does("put", b"z", fault="reports twice")
+    time.sleep(_STEP)
+    seen("a report that comes twice", puts=1, unknown=1)
+    does("put", b"u", fault="never reports")
+    seen("a job that is late", failed=1, late=1)
+    run.under.fault = "lookup never knows"
+    run.look(b"unknown")
+    seen("a lookup that is not answered", unanswered=1)
+    run.under.fault = "lookup is None"
+    run.look(b"no flags")
+    seen("a lookup without flags, the third strike", malformed=1, trips=1)
+    store.equal(store.store.is_healthy, False, "a store that is left alone is not healthy")
+    does("put", b"a", b"b")
+    seen("a job that does not reach the store", failed=2, refused=1)
+    store.call(store.store, "close")
+    store.equal(store.store.is_healthy, False, "what is closed is not healthy")
 
 
 @tier_check("TIER-12", Capability.TIER_GUARD)

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _local = threading.local()
@@ -39,6 +39,31 @@ def watching_io(folder: str) -> Iterator[list[str]]:
         _local.seen = None
         for name, function in before.items():
             setattr(os, name, function)
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """Let this process make no file larger: what comes that far is cut, as by a full disk."""
+    import resource  # not on every system
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def open_files(folder: str) -> list[str]:
+    """Files below a folder that this process has open, as far as the system tells."""
+    found = []
+    with suppress(FileNotFoundError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                path = os.readlink(f"/proc/self/fd/{name}")
+                if path.startswith(folder):
+                    found.append(path)
+    return sorted(found)
 
 
 def _noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
