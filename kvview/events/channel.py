@@ -3,7 +3,8 @@
 1. A message is three frames: topic, number (8 bytes, big-endian), batch. Numbers rise by one.
 2. Who missed some asks the replay endpoint with the first number that it wants; the answer is
    a message for each batch that is still kept, and one whose number is -1.
-3. Frames that are none of these are told and passed over: a listener goes on.
+3. Frames that are none of these are told and passed over, and so is a publisher that is not
+   there, goes, comes back or speaks something else: a listener goes on.
 4. A number below the last one is a publisher that began anew: numbers never come twice.
 
 Source: ``ZmqEventPublisher`` in ``vllm/distributed/kv_events.py`` (0.11.0 to 0.33.0); replayed
@@ -17,16 +18,33 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from kvview.errors import ConfigError, WireFormatError, line_of
 from kvview.events.recording import Message
 
 _MOST_QUEUED = 100_000  # messages that a slow listener keeps: what comes after is a gap
 _LARGEST = 256 << 20  # bytes of a frame; who sends more is disconnected
+_HANDSHAKE_MS = 3000
+_TRY_AGAIN_S = 1.0
 _END = (-1).to_bytes(8, "big", signed=True)
 _POLL_MS = 50
+
+
+_FOREIGN = (
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
+    zmq.Event.HANDSHAKE_FAILED_AUTH,
+    zmq.Event.DISCONNECTED,  # before a handshake succeeded
+)
+_LINK = (
+    *_FOREIGN,
+    zmq.Event.HANDSHAKE_SUCCEEDED,
+    zmq.Event.CONNECT_RETRIED,
+)
 
 
 def read_frames(frames: Sequence[bytes]) -> Message | None:
@@ -177,12 +195,17 @@ class Listener:
         except ConfigError:
             self._context.term()
             raise
+        self._monitor = self._socket.get_monitor_socket(sum(_LINK, zmq.Event(0)))
+        self._endpoint, self._is_up, self._told = endpoint, False, ""
+        self._try_again_at = 0.0
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode(errors="surrogateescape"))
 
     def __enter__(self) -> Listener:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close(linger=0)
         self._context.term()
 
@@ -203,6 +226,7 @@ class Listener:
             seconds: How long to wait; nothing comes when none came in time.
             tell: Is told what was no message, and why there is no replay (3.).
         """
+        first = self._expected
         try:
             message = self.receive(seconds)
         except WireFormatError as error:
@@ -210,13 +234,15 @@ class Listener:
             return
         if message is None:
             return
-        first = self._expected if message.sequence >= self._expected else 0  # 4.
+        if message.sequence < first:
+            first = 0  # 4.
         if message.sequence > first and self._replay_endpoint is not None:
             try:
                 for missed in self.replay(first):
-                    if first <= missed.sequence < message.sequence:
-                        self.num_replayed += 1
-                        yield missed
+                    if missed.sequence >= message.sequence:
+                        break
+                    self.num_replayed += 1
+                    yield missed
             except (WireFormatError, ConfigError) as error:
                 tell(str(error))
         self._expected = message.sequence + 1
@@ -227,7 +253,7 @@ class Listener:
 
         Raises:
             ConfigError: There is no replay endpoint, or nobody answers there.
-            WireFormatError: What came is no message.
+            WireFormatError: What came is no message, or its number is not higher.
         """
         if self._replay_endpoint is None:
             raise ConfigError("no replay endpoint was given")
@@ -244,14 +270,46 @@ class Listener:
                 message = read_frames(frames)
                 if message is None:
                     return
+                if message.sequence < first:
+                    raise WireFormatError(
+                        f"replay endpoint {self._replay_endpoint!r}: sent message "
+                        f"{message.sequence}, wanted {first} or later"
+                    )
+                first = message.sequence + 1
                 yield message
         finally:
             socket.close(linger=0)
+
+    def link_news(self) -> Iterator[str]:
+        """What became of the connection since the last call, a line each (3.)."""
+        if self._try_again_at and time.monotonic() > self._try_again_at:
+            self._try_again_at = 0.0  # zmq does not, after a socket of another kind
+            with suppress(zmq.ZMQError):
+                self._socket.disconnect(self._endpoint)
+            self._socket.connect(self._endpoint)
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            told = ""
+            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                self._is_up = True
+                told = "connected" if self._told else ""
+            elif event == zmq.Event.DISCONNECTED and self._is_up:
+                self._is_up = False
+                told = "the publisher is gone; waiting for it"
+            elif event in _FOREIGN:
+                told = "who is there is no publisher that speaks ZMQ; trying again"
+                self._try_again_at = time.monotonic() + _TRY_AGAIN_S
+            elif event == zmq.Event.CONNECT_RETRIED and not self._told:
+                told = "nobody is there yet; waiting"
+            if told and told != self._told:
+                self._told = told
+                yield f"endpoint {self._endpoint!r}: {told}"
 
     def _connect(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.set_hwm(_MOST_QUEUED)
         socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         try:
             socket.connect(_with_a_port(endpoint))
         except (zmq.ZMQError, UnicodeError) as error:
