@@ -120,12 +120,17 @@ def test_an_incident_is_flagged_by_its_thread(thread: str) -> None:
         ("vllm", {}, Reception.ACCEPTED, ""),
         ("vllm-0.23", {}, Reception.BATCH_LOST, "read as arrays, and are maps"),
         ("sglang", {}, Reception.ACCEPTED, ""),
+        ("sglang-router", {}, Reception.REJECTED, "medium CPU is none of"),
+        ("sglang-router", {"medium": "CPU_PINNED"}, Reception.ACCEPTED, ""),
+        ("sglang-router", {"parent_block_hash": 2**63}, Reception.BATCH_LOST, "read as signed"),
+        ("smg", {"medium": "GPU"}, Reception.ACCEPTED, ""),
+        ("smg", {"token_ids": []}, Reception.PARTLY, "some have none or too few; medium not read"),
     ],
 )
 def test_what_a_consumer_does(
     name: str, values: dict[str, Any], verdict: Reception, why: str
 ) -> None:
-    batch = batch_of("vllm-0.30", stored(FIRST, SECOND, medium="CPU", **values))
+    batch = batch_of("vllm-0.30", stored(FIRST, SECOND, **{"medium": "CPU", **values}))
     (judgement,) = find_consumer(name).judge(batch)
     assert (judgement.verdict, why in judgement.why) == (verdict, True), judgement
 
