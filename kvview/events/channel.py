@@ -18,33 +18,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from kvview.errors import ConfigError, WireFormatError, line_of
+from kvview.events.link import Link
 from kvview.events.recording import Message
 
 _MOST_QUEUED = 100_000  # messages that a slow listener keeps: what comes after is a gap
 _LARGEST = 256 << 20  # bytes of a frame; who sends more is disconnected
 _HANDSHAKE_MS = 3000
-_TRY_AGAIN_S = 1.0
 _END = (-1).to_bytes(8, "big", signed=True)
 _POLL_MS = 50
-
-
-_FOREIGN = (
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL,
-    zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
-    zmq.Event.HANDSHAKE_FAILED_AUTH,
-    zmq.Event.DISCONNECTED,  # before a handshake succeeded
-)
-_LINK = (
-    *_FOREIGN,
-    zmq.Event.HANDSHAKE_SUCCEEDED,
-    zmq.Event.CONNECT_RETRIED,
-)
 
 
 def read_frames(frames: Sequence[bytes]) -> Message | None:
@@ -195,17 +180,14 @@ class Listener:
         except ConfigError:
             self._context.term()
             raise
-        self._monitor = self._socket.get_monitor_socket(sum(_LINK, zmq.Event(0)))
-        self._endpoint, self._is_up, self._told = endpoint, False, ""
-        self._try_again_at = 0.0
+        self._link = Link(self._socket, endpoint)
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode(errors="surrogateescape"))
 
     def __enter__(self) -> Listener:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
+        self._link.close()
         self._socket.close(linger=0)
         self._context.term()
 
@@ -282,28 +264,7 @@ class Listener:
 
     def link_news(self) -> Iterator[str]:
         """What became of the connection since the last call, a line each (3.)."""
-        if self._try_again_at and time.monotonic() > self._try_again_at:
-            self._try_again_at = 0.0  # zmq does not, after a socket of another kind
-            with suppress(zmq.ZMQError):
-                self._socket.disconnect(self._endpoint)
-            self._socket.connect(self._endpoint)
-        while self._monitor.poll(0):
-            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
-            told = ""
-            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-                self._is_up = True
-                told = "connected" if self._told else ""
-            elif event == zmq.Event.DISCONNECTED and self._is_up:
-                self._is_up = False
-                told = "the publisher is gone; waiting for it"
-            elif event in _FOREIGN:
-                told = "who is there is no publisher that speaks ZMQ; trying again"
-                self._try_again_at = time.monotonic() + _TRY_AGAIN_S
-            elif event == zmq.Event.CONNECT_RETRIED and not self._told:
-                told = "nobody is there yet; waiting"
-            if told and told != self._told:
-                self._told = told
-                yield f"endpoint {self._endpoint!r}: {told}"
+        return self._link.news()
 
     def _connect(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
