@@ -3,7 +3,8 @@
 1. A message is three frames: topic, number (8 bytes, big-endian), batch. Numbers rise by one.
 2. Who missed some asks the replay endpoint with the first number that it wants; the answer is
    a message for each batch that is still kept, and one whose number is -1.
-3. Frames that are none of these are told and passed over: a listener goes on.
+3. Frames that are none of these are told and passed over, and so is a publisher that is not
+   there, goes, comes back or speaks something else: a listener goes on.
 4. A number below the last one is a publisher that began anew: numbers never come twice.
 
 Source: ``ZmqEventPublisher`` in ``vllm/distributed/kv_events.py`` (0.11.0 to 0.33.0); replayed
@@ -21,10 +22,12 @@ from collections.abc import Callable, Iterator, Sequence
 import zmq
 
 from kvview.errors import ConfigError, WireFormatError, line_of
+from kvview.events.link import Link
 from kvview.events.recording import Message
 
 _MOST_QUEUED = 100_000  # messages that a slow listener keeps: what comes after is a gap
 _LARGEST = 256 << 20  # bytes of a frame; who sends more is disconnected
+_HANDSHAKE_MS = 3000
 _END = (-1).to_bytes(8, "big", signed=True)
 _POLL_MS = 50
 
@@ -179,12 +182,14 @@ class Listener:
         except ConfigError:
             self._context.destroy(linger=0)
             raise
+        self._link = Link(self._socket, endpoint)
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode(errors="surrogateescape"))
 
     def __enter__(self) -> Listener:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._link.close()
         self._socket.close(linger=0)
         self._context.term()
 
@@ -205,6 +210,7 @@ class Listener:
             seconds: How long to wait; nothing comes when none came in time.
             tell: Is told what was no message, and why there is no replay (3.).
         """
+        first = self._expected
         try:
             message = self.receive(seconds)
         except WireFormatError as error:
@@ -212,13 +218,15 @@ class Listener:
             return
         if message is None:
             return
-        first = self._expected if message.sequence >= self._expected else 0  # 4.
+        if message.sequence < first:
+            first = 0  # 4.
         if message.sequence > first and self._replay_endpoint is not None:
             try:
                 for missed in self.replay(first):
-                    if first <= missed.sequence < message.sequence:
-                        self.num_replayed += 1
-                        yield missed
+                    if missed.sequence >= message.sequence:
+                        break
+                    self.num_replayed += 1
+                    yield missed
             except (WireFormatError, ConfigError) as error:
                 tell(str(error))
         self._expected = message.sequence + 1
@@ -229,7 +237,7 @@ class Listener:
 
         Raises:
             ConfigError: There is no replay endpoint, or nobody answers there.
-            WireFormatError: What came is no message.
+            WireFormatError: What came is no message, or its number is not higher.
         """
         if self._replay_endpoint is None:
             raise ConfigError("no replay endpoint was given")
@@ -246,14 +254,25 @@ class Listener:
                 message = read_frames(frames)
                 if message is None:
                     return
+                if message.sequence < first:
+                    raise WireFormatError(
+                        f"replay endpoint {self._replay_endpoint!r}: sent message "
+                        f"{message.sequence}, wanted {first} or later"
+                    )
+                first = message.sequence + 1
                 yield message
         finally:
             socket.close(linger=0)
+
+    def link_news(self) -> Iterator[str]:
+        """What became of the connection since the last call, a line each (3.)."""
+        return self._link.news()
 
     def _connect(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.set_hwm(_MOST_QUEUED)
         socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         try:
             socket.connect(_with_a_port(endpoint))
         except (zmq.ZMQError, UnicodeError) as error:

@@ -4,8 +4,7 @@
 2. Lenient: an event that fits no format does not cost the batch; it is read as far as it
    goes, :attr:`Batch.problems` says what was wrong, and the batch is written back as it came.
 3. Whatever the bytes are, the answer is a batch or :class:`~kvview.WireFormatError`.
-
-A field that a format does not have is None in its events.
+4. A field that a format does not have is None in its events.
 """
 
 from __future__ import annotations
@@ -112,7 +111,8 @@ class Codec:
         try:
             return self.decode_or_raise(payload)
         except _UNREADABLE as error:
-            raise self.refused(error) from None
+            name, why = self.wire_format.name, line_of(error)
+            raise WireFormatError(f"not a batch of {name}: {why}") from None
 
     def decode_or_raise(self, payload: bytes) -> Batch:
         """:meth:`decode`, whose errors are those of whatever failed: a trial costs little."""
@@ -121,10 +121,6 @@ class Codec:
         if self.encode(batch) != payload:
             raise ValueError("it would be written in other bytes")
         return batch
-
-    def refused(self, error: BaseException) -> WireFormatError:
-        """What :meth:`decode` raises."""
-        return WireFormatError(f"not a batch of {self.wire_format.name}: {line_of(error)}")
 
     def decode_event(self, source: bytes) -> WireEvent | None:
         """Read one event of this format; None when it is none."""
@@ -239,18 +235,16 @@ class EventDecoder:
         Raises:
             WireFormatError: It is none (3.), or of another format (1.).
         """
-        first: WireFormatError | None = None
         for number, reader in enumerate(self._codecs):
             try:
                 batch = reader.decode_or_raise(payload)
-            except _UNREADABLE as error:
-                first = first or (reader.refused(error) if self._strict else None)
+            except _UNREADABLE:
                 continue
             if number:
                 self._codecs.insert(0, self._codecs.pop(number))
             return batch
-        if first is not None:
-            raise first
+        if self._strict:
+            return self._codecs[0].decode(payload)  # which says why not
         return self._decode_leniently(payload)
 
     def _decode_leniently(self, payload: bytes) -> Batch:

@@ -180,7 +180,9 @@ def damage(data: bytes, rng: random.Random) -> bytes:
 def blind(runs: int, seed: int = 0) -> int:
     """Look at so many inputs; the most memory that it took, in MiB."""
     rng = random.Random(seed)
-    for _ in range(runs):
+    for number in range(runs):
+        if number and not number % 100_000:
+            print(f"{number} inputs", flush=True)
         data = rng.choice(SEEDS)
         if data[:1] not in b"{\x1f" and rng.random() < 0.5:
             with contextlib.suppress(ValueError, OverflowError, RecursionError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -118,12 +120,17 @@ def test_an_incident_is_flagged_by_its_thread(thread: str) -> None:
         ("vllm", {}, Reception.ACCEPTED, ""),
         ("vllm-0.23", {}, Reception.BATCH_LOST, "read as arrays, and are maps"),
         ("sglang", {}, Reception.ACCEPTED, ""),
+        ("sglang-router", {}, Reception.REJECTED, "medium CPU is none of"),
+        ("sglang-router", {"medium": "CPU_PINNED"}, Reception.ACCEPTED, ""),
+        ("sglang-router", {"parent_block_hash": 2**63}, Reception.BATCH_LOST, "read as signed"),
+        ("smg", {"medium": "GPU"}, Reception.ACCEPTED, ""),
+        ("smg", {"token_ids": []}, Reception.PARTLY, "some have none or too few; medium not read"),
     ],
 )
 def test_what_a_consumer_does(
     name: str, values: dict[str, Any], verdict: Reception, why: str
 ) -> None:
-    batch = batch_of("vllm-0.30", stored(FIRST, SECOND, medium="CPU", **values))
+    batch = batch_of("vllm-0.30", stored(FIRST, SECOND, **{"medium": "CPU", **values}))
     (judgement,) = find_consumer(name).judge(batch)
     assert (judgement.verdict, why in judgement.why) == (verdict, True), judgement
 
@@ -276,6 +283,92 @@ def test_endpoints_that_are_none() -> None:
             next(listener.replay(0))
 
 
+def hear(listener: Listener, until: Callable[[list[str], list[Message]], bool]) -> list[str]:
+    """Follow until so; the lines that were told."""
+    told: list[str] = []
+    messages: list[Message] = []
+    while not until(told, messages):
+        told += listener.link_news()
+        messages += listener.follow(0.02, told.append)
+    return [line.rpartition(": ")[2] for line in told]
+
+
+def test_an_endpoint_that_is_not_there_comes_goes_and_begins_anew() -> None:
+    with Publisher(ANY_PORT) as publisher:  # a free port
+        endpoint = publisher.endpoint
+    with Listener(endpoint) as listener:
+        assert hear(listener, lambda told, _: bool(told)) == ["nobody is there yet; waiting"]
+        for _ in range(2):
+            with Publisher(endpoint) as publisher:
+                stop = threading.Event()
+
+                def publish(to: Publisher = publisher, stop: threading.Event = stop) -> None:
+                    while not stop.wait(0.01):
+                        to.publish(payload_of())
+
+                thread = threading.Thread(target=publish)
+                thread.start()
+                assert hear(listener, lambda _, messages: len(messages) > 2) == ["connected"]
+                stop.set()
+                thread.join()
+            gone = hear(listener, lambda told, _: bool(told))
+            assert gone == ["the publisher is gone; waiting for it"]
+
+
+def test_a_socket_of_another_kind_and_then_a_publisher() -> None:
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.bind(ANY_PORT)
+    endpoint = router.get_string(zmq.LAST_ENDPOINT)
+    with Listener(endpoint) as listener:
+        foreign = "who is there is no publisher that speaks ZMQ; trying again"
+        assert hear(listener, lambda told, _: bool(told)) == [foreign]
+        router.close(linger=0)
+        context.term()
+        with Publisher(endpoint):
+            told = hear(listener, lambda told, _: "connected" in " ".join(told))
+        assert told[-1] == "connected"
+
+
+def test_a_socket_that_speaks_something_else() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        with Listener(endpoint) as listener:
+            listener.receive(0.01)
+            client, _ = server.accept()
+            client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64))
+            client.close()
+            told = hear(listener, lambda told, _: bool(told))
+    assert told == ["who is there is no publisher that speaks ZMQ; trying again"]
+
+
+def answering(*answers: tuple[int, bytes]) -> tuple[str, threading.Thread]:
+    """A replay endpoint that answers one question with these messages."""
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.bind(ANY_PORT)
+    endpoint = router.get_string(zmq.LAST_ENDPOINT)
+
+    def answer() -> None:
+        client = router.recv_multipart()[0]
+        for number, payload in answers:
+            router.send_multipart((client, b"", b"", number.to_bytes(8, "big"), payload))
+        router.close(linger=1000)
+        context.term()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    return endpoint, thread
+
+
+def test_a_replay_that_repeats_itself_ends() -> None:
+    endpoint, thread = answering((0, b"a"), (1, b"b"), (1, b"b"), (1, b"b"))
+    with Listener("tcp://127.0.0.1:9", endpoint) as listener:
+        with pytest.raises(WireFormatError, match="sent message 1, wanted 2 or later"):
+            list(listener.replay(0))
+        thread.join()
+
+
 def test_frames_of_a_foreign_protocol() -> None:
     for frames in ([b"hello"], [b"", b"1", b""], [b""] * 4):
         with pytest.raises(WireFormatError, match="not a message of KV events: "):
@@ -298,6 +391,12 @@ def test_a_recording_is_read_again(tmp_path: Path) -> None:
         list(read_recording(str(cut)))
     with pytest.raises(ConfigError, match="No such file"):
         list(read_recording(str(tmp_path / "none.jsonl")))
+    (tmp_path / "deep.jsonl").write_text('{"sequence": ' + "1" * 5000 + "}\n" + "[" * 99999)
+    with pytest.raises(WireFormatError, match=r"deep\.jsonl:1: not a recorded message"):
+        list(read_recording(str(tmp_path / "deep.jsonl")))
+    (tmp_path / "long.jsonl.gz").write_bytes(gzip.compress(b" " * (65 << 20)))
+    with pytest.raises(WireFormatError, match="longer than 67108864 bytes"):
+        list(read_recording(str(tmp_path / "long.jsonl.gz")))
     (tmp_path / "other.jsonl").write_text("{}\n")
     with pytest.raises(WireFormatError, match=r"other\.jsonl:1: not a recorded message"):
         list(read_recording(str(tmp_path / "other.jsonl")))
@@ -396,8 +495,8 @@ def publish_with_losses(publisher: Publisher, done: threading.Event) -> None:
     """The number goes up and every second message is lost, until all has been heard."""
     live, lost = publisher._socket, publisher._context.socket(zmq.PUB)
     while not done.wait(0.01):
-        for socket in (lost, live):
-            publisher._socket = socket
+        for way in (lost, live):
+            publisher._socket = way
             publisher.publish(payload_of())
     lost.close(linger=0)
 

@@ -62,7 +62,7 @@ ALLOWED_AT_IMPORT = {
     "rich": ("*.command", "kvview.testing.terminal"),
     "typing_extensions": ("kvview", "kvview_reference", "kvview_vllm"),
     "msgspec": ("kvview.events.batches", "kvview.events.recording", "kvview.events.wire"),
-    "zmq": ("kvview.events.channel",),
+    "zmq": ("kvview.events.channel", "kvview.events.link"),
     "xxhash": (),
     "obstore": (),
     "transformers": (),

@@ -222,6 +222,8 @@ def _live(
     with Listener(source, replay_from, topic=topic) as listener:
         while end is None or time.monotonic() < end:
             left = 0.2 if end is None else max(0.0, min(0.2, end - time.monotonic()))
+            for line in listener.link_news():
+                report.note_link(line)
             for message in listener.follow(left, report.tell):
                 report.num_replayed = listener.num_replayed
                 yield message
@@ -235,6 +237,8 @@ class _Report:
     num_findings: int = 0
     num_replayed: int = 0
     trouble: list[str] = field(default_factory=list)
+    num_troubles: int = 0
+    connection: list[str] = field(default_factory=list)
     has_ended: bool = False
 
     def note(self, found: list[Finding]) -> None:
@@ -242,9 +246,17 @@ class _Report:
         self.findings += found[: _KEPT - len(self.findings)]
 
     def tell(self, trouble: str) -> None:
-        if trouble not in self.trouble[:_SHOWN]:
+        """Of each kind the first is shown; all are counted."""
+        self.num_troubles += 1
+        kinds = {line.partition(":")[0] for line in self.trouble}
+        if trouble.partition(":")[0] not in kinds:
             click.echo(f"kvview: {trouble}", err=True)
             self.trouble.append(trouble)
+
+    def note_link(self, line: str) -> None:
+        """What became of the connection: no fault, but whoever listens should know."""
+        click.echo(f"kvview: {line}", err=True)
+        self.connection = [*self.connection, line][-_SHOWN:]
 
     def judge(self, consumer: Consumer, batch: Batch | None) -> None:
         if batch is not None:
@@ -301,6 +313,8 @@ class _Report:
                 f"which tokens are whose is not said",
                 err=is_quiet,
             )
+        if self.num_troubles > 1:
+            click.echo(f"{self.num_troubles} times something else came, or nothing", err=is_quiet)
         if fold.num_messages and not fold.knows_all:
             click.echo("not all was heard: what lies where is a part", err=is_quiet)
 
@@ -328,6 +342,7 @@ class _Report:
             num_findings=self.num_findings,
             findings=self.findings,
             trouble=self.trouble,
+            connection=self.connection,
             consumers={
                 name: [
                     JudgedEvents(one.verdict.value, one.why, one.thread, count)

@@ -329,6 +329,37 @@ _LLMD = (
 )
 _LLMD_FILE = "pkg/kvevents/engineadapter/vllm_adapter.go and pkg/kvevents/pool.go"
 
+# --- SGLang's routers ---
+
+_SGLANG_MEDIA = ("GPU", "CPU_PINNED", "DISK", "EXTERNAL")
+
+
+def _signed_hashes_only(event: AnyEvent, batch: Batch) -> Judgement | None:
+    if any(isinstance(one, int) and one >= 2**63 for one in _hashes(event)):
+        why = "hashes are read as signed, and one is 2^63 or more, as half of vLLM's are"
+        return Judgement(Reception.BATCH_LOST, why)
+    return None
+
+
+def _sglang_media(event: AnyEvent, batch: Batch) -> Judgement | None:
+    medium = getattr(event, "medium", None)
+    if medium is None or medium in _SGLANG_MEDIA:
+        return None
+    if isinstance(event, StoredEvent):
+        return Judgement(Reception.REJECTED, f"medium {medium} is none of {_SGLANG_MEDIA}")
+    return Judgement(Reception.PARTLY, f"medium {medium} is not known: removed from every medium")
+
+
+def _smg_tokens(event: AnyEvent, batch: Batch) -> Judgement | None:
+    if not isinstance(event, StoredEvent) or not event.block_hashes:
+        return None
+    size, tokens = max(event.block_size or 0, 0), len(event.token_ids or ())
+    if tokens < size * len(event.block_hashes) or not size:
+        why = "blocks are found by their tokens, and some have none or too few"
+        return Judgement(Reception.PARTLY, why)
+    return None
+
+
 # --- classes of a producer, read as they are ---
 
 
@@ -437,6 +468,34 @@ CONSUMERS: tuple[Consumer, ...] = (
         "vllm/distributed/kv_events.py of 0.23.0",
         "2026-11-21",
         (_unreadable, _arrays_only(_MAPS), _classes_of("vllm-0.22")),
+    ),
+    Consumer(
+        "sglang-router",
+        "SGLang's experimental router, which reads ZMQ itself",
+        "sgl-project/sglang experimental/sgl-router/src/policies/kv_events/wire.rs at 4660d2a47, "
+        "index.rs and tree.rs beside it",
+        "2026-11-22",
+        (
+            _unreadable,
+            _integer_hashes_only,
+            _signed_hashes_only,
+            _sglang_media,
+            _clears_all,
+            _ignores("group_idx", "extra_keys", "lora_name"),
+        ),
+    ),
+    Consumer(
+        "smg",
+        "SMG, SGLang's model gateway until 2026: beside an engine, whose classes decode",
+        "smg-project/smg grpc_servicer/smg_grpc_servicer/kv_events.py and "
+        "model_gateway/src/worker/kv_event_monitor.rs at f8daa8835",
+        "2026-08-22",
+        (
+            _unreadable,
+            _smg_tokens,
+            _clears_all,
+            _ignores("medium", "group_idx", "extra_keys", "lora_name"),
+        ),
     ),
     Consumer(
         "sglang",

@@ -46,6 +46,7 @@ class StreamReport:
         num_findings: What is wrong, all of it.
         findings: What is wrong: the first 10,000.
         trouble: What prevented hearing.
+        connection: What became of the connection: the last 20 lines.
         consumers: By reader that was asked for.
         schema_version: Grows when a field goes or means something else.
     """
@@ -66,5 +67,6 @@ class StreamReport:
     num_findings: int
     findings: list[Finding]
     trouble: list[str]
+    connection: list[str]
     consumers: dict[str, list[JudgedEvents]]
     schema_version: Literal[1] = 1

@@ -61,7 +61,9 @@ class WireSizes:
 
 
 def _bytes(block_hash: Hash) -> bytes:
-    return block_hash if isinstance(block_hash, bytes) else (block_hash % 2**64).to_bytes(8, "big")
+    if isinstance(block_hash, bytes):
+        return block_hash or b"\0"  # no key is empty (KEY-3), and a stream may hold anything
+    return (block_hash % 2**64).to_bytes(8, "big")
 
 
 def _key(block_hash: Hash, group: int | None) -> OffloadKey:
