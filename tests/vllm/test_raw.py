@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from kvview_vllm.releases.calls import ended_requests_take_no_output
 from kvview_vllm.simulation import VLLMEngines
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.raw import RawRun
+from kvview_vllm.simulation.raw.fit import can_load_in_groups
 
 with warnings.catch_warnings():  # of torch, as vLLM imports it
     warnings.simplefilter("ignore")
@@ -57,7 +59,7 @@ has_pool = pytest.mark.skipif(
     reason="no connector is given the pool in this release",
 )
 has_groups = pytest.mark.skipif(
-    not cpu_scheduler.can_load_beside_hits(2), reason="one group is played in this release"
+    not can_load_in_groups(), reason="one group is played in this release"
 )
 
 
@@ -221,6 +223,27 @@ def test_vsim_3_without_a_connector_every_seed_is_green() -> None:
     for seed in SEEDS[:3]:
         result = RawRun(HostConnector, generate_scenario(seed), {}, without="connector").run()
         assert result.failure is None, result.failure
+
+
+def test_vsim_3_preemptions_are_told_as_the_release_tells_them(engines: VLLMEngines) -> None:
+    """Not as the connector has it, which may have been written for another release."""
+    from importlib import import_module
+
+    told: list[object] = []
+
+    class NamesIt(HostConnector):
+        def handle_preemptions(self, whatever: object) -> None:
+            told.append(type(whatever).__name__)
+
+    scenario = replace(generate_scenario(1), worker_half="job_by_job", compute_lags=False)
+    assert simulate(NamesIt, scenario, engines=engines).failure is None
+    base = import_module(f"{V1}.base").KVConnectorBase_V1
+    if not hasattr(base, "handle_preemptions"):
+        assert not told
+    elif "preempted_req_ids" in signature(base.handle_preemptions).parameters:
+        assert {*told} <= {"set"}
+    else:
+        assert {*told} == {"Meta"}
 
 
 def test_the_reference_engine_refuses_it_in_one_line() -> None:

@@ -77,7 +77,7 @@ def make_config(vllm_config: Any, groups: Sequence[CacheGroup], num_blocks: int)
             dtype=torch.float32,
             use_mla=False,
         )
-        for index in range(NUM_LAYERS * len(groups))
+        for index in range(NUM_LAYERS)
     }
     cache_config = vllm_config.cache_config
     cache_config.num_gpu_blocks_override = num_blocks
