@@ -149,9 +149,9 @@ class RawHarness(VLLMConnectorHarness):
     @override
     def _finish(self, request_ids: Sequence[str]) -> None:
         if not aborted_loads_keep_blocks():
-            unfinished = self.unfinished()
-            loading = [name for name in request_ids if unfinished.get(name) == "loading"]
-            if loading:
+            loading = {name for name, status in self.unfinished().items() if status == "loading"}
+            loading -= set(self._scheduler.finished_recving_kv_req_ids)
+            if loading.intersection(request_ids):
                 self._watch.left_out.add("aborts while loading: vLLM frees what is loaded into")
             request_ids = [name for name in request_ids if name not in loading]
         super()._finish(request_ids)
