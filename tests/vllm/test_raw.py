@@ -28,6 +28,7 @@ from kvview.testing.connector import (
     load_engines,
     simulate,
 )
+from kvview_vllm.releases import calls
 from kvview_vllm.releases.calls import ended_requests_take_no_output
 from kvview_vllm.simulation import VLLMEngines
 from kvview_vllm.simulation import scheduler as cpu_scheduler
@@ -223,6 +224,22 @@ def test_vsim_3_without_a_connector_every_seed_is_green() -> None:
     for seed in SEEDS[:3]:
         result = RawRun(HostConnector, generate_scenario(seed), {}, without="connector").run()
         assert result.failure is None, result.failure
+
+
+@pytest.mark.parametrize(
+    ("seed", "where", "name"),
+    [
+        (288, "harness", "aborted_loads_keep_blocks"),  # vLLM PR 32255
+        (0, "fit", "ended_requests_take_no_output"),  # vLLM PR 33377
+    ],
+)
+def test_vsim_2_what_is_left_out_is_wrong_in_this_release(
+    seed: int, where: str, name: str, engines: VLLMEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_right = getattr(calls, name)()
+    monkeypatch.setattr(f"kvview_vllm.simulation.raw.{where}.{name}", lambda: True)
+    failure = _failure(HostConnector, seed, engines)
+    assert (failure is None) == is_right, failure
 
 
 def test_vsim_3_preemptions_are_told_as_the_release_tells_them(engines: VLLMEngines) -> None:

@@ -382,7 +382,7 @@ def ended_requests_take_no_output() -> bool:
 def aborted_loads_keep_blocks() -> bool:
     """Whether an aborted request keeps its blocks as long as they are loaded into.
 
-    Up to 0.13 they are others' while the connector writes (vLLM PR 32255).
+    Up to 0.15 they are others' while the connector writes (vLLM PR 32255).
     """
     scheduler: Any = import_module("vllm.v1.core.sched.scheduler").Scheduler
     return "WAITING_FOR_REMOTE_KVS" in inspect.getsource(scheduler.finish_requests)
