@@ -307,7 +307,8 @@ def test_vllms_example_connector_loses_what_a_chunked_prefill_left(
 
 
 def test_vsim_4_tensors_are_those_of_the_gpu_backend() -> None:
-    run = RawRun(HostConnector, generate_scenario(3), {})
+    scenario = replace(generate_scenario(3), worker_half="job_by_job")
+    run = RawRun(HostConnector, scenario, {})
     assert run.run().failure is None
     caches = run.harness.worker.caches
     assert len({tensor.data_ptr() for tensor in caches.tensors.values()}) == len(caches.slots)
