@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,12 @@ from kvview.testing.connector import (
     load_engines,
     simulate,
 )
+from kvview_vllm.releases import calls
 from kvview_vllm.releases.calls import ended_requests_take_no_output
 from kvview_vllm.simulation import VLLMEngines
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.raw import RawRun
+from kvview_vllm.simulation.raw.fit import can_load_in_groups
 
 with warnings.catch_warnings():  # of torch, as vLLM imports it
     warnings.simplefilter("ignore")
@@ -60,7 +63,7 @@ has_pool = pytest.mark.skipif(
     reason="no connector is given the pool in this release",
 )
 has_groups = pytest.mark.skipif(
-    not cpu_scheduler.can_load_beside_hits(2), reason="one group is played in this release"
+    not can_load_in_groups(), reason="one group is played in this release"
 )
 
 
@@ -233,6 +236,43 @@ def test_vsim_3_without_a_connector_every_seed_is_green() -> None:
         assert result.failure is None, result.failure
 
 
+@pytest.mark.parametrize(
+    ("seed", "where", "name"),
+    [
+        (288, "harness", "aborted_loads_keep_blocks"),  # vLLM PR 32255
+        (0, "fit", "ended_requests_take_no_output"),  # vLLM PR 33377
+    ],
+)
+def test_vsim_2_what_is_left_out_is_wrong_in_this_release(
+    seed: int, where: str, name: str, engines: VLLMEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_right = getattr(calls, name)()
+    monkeypatch.setattr(f"kvview_vllm.simulation.raw.{where}.{name}", lambda: True)
+    failure = _failure(HostConnector, seed, engines)
+    assert (failure is None) == is_right, failure
+
+
+def test_vsim_3_preemptions_are_told_as_the_release_tells_them(engines: VLLMEngines) -> None:
+    """Not as the connector has it, which may have been written for another release."""
+    from importlib import import_module
+
+    told: list[object] = []
+
+    class NamesIt(HostConnector):
+        def handle_preemptions(self, whatever: object) -> None:
+            told.append(type(whatever).__name__)
+
+    scenario = replace(generate_scenario(1), worker_half="job_by_job", compute_lags=False)
+    assert simulate(NamesIt, scenario, engines=engines).failure is None
+    base = import_module(f"{V1}.base").KVConnectorBase_V1
+    if not hasattr(base, "handle_preemptions"):
+        assert not told
+    elif "preempted_req_ids" in signature(base.handle_preemptions).parameters:
+        assert {*told} <= {"set"}
+    else:
+        assert {*told} == {"Meta"}
+
+
 def test_the_reference_engine_refuses_it_in_one_line() -> None:
     scenario = Scenario(CacheGeometry.single(4), 8, (Step(1),))
     with pytest.raises(ConfigError, match="give --engine vllm"):
@@ -277,7 +317,8 @@ def test_vllms_example_connector_loses_what_a_chunked_prefill_left(
 
 
 def test_vsim_4_tensors_are_those_of_the_gpu_backend() -> None:
-    run = RawRun(HostConnector, generate_scenario(3), {})
+    scenario = replace(generate_scenario(3), worker_half="job_by_job")
+    run = RawRun(HostConnector, scenario, {})
     assert run.run().failure is None
     caches = run.harness.worker.caches
     assert len({tensor.data_ptr() for tensor in caches.tensors.values()}) == len(caches.slots)

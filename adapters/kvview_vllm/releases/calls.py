@@ -379,6 +379,15 @@ def ended_requests_take_no_output() -> bool:
     return "is None or request.is_finished()" in inspect.getsource(scheduler.update_from_output)
 
 
+def aborted_loads_keep_blocks() -> bool:
+    """Whether an aborted request keeps its blocks as long as they are loaded into.
+
+    Up to 0.15 they are others' while the connector writes (vLLM PR 32255).
+    """
+    scheduler: Any = import_module("vllm.v1.core.sched.scheduler").Scheduler
+    return "WAITING_FOR_REMOTE_KVS" in inspect.getsource(scheduler.finish_requests)
+
+
 def sampled_tokens(tokens: list[list[int]]) -> list[Any]:
     """Tokens as a ``ModelRunnerOutput`` takes them: arrays in 0.11.1 and 0.11.2."""
     outputs: Any = import_module("vllm.v1.outputs")

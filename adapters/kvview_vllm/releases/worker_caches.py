@@ -77,7 +77,7 @@ def make_config(vllm_config: Any, groups: Sequence[CacheGroup], num_blocks: int)
             dtype=torch.float32,
             use_mla=False,
         )
-        for index in range(NUM_LAYERS * len(groups))
+        for index in range(NUM_LAYERS)
     }
     cache_config = vllm_config.cache_config
     cache_config.num_gpu_blocks_override = num_blocks
@@ -119,7 +119,8 @@ def allocate(vllm_config: Any, config: Any) -> RealCaches:
         tensors = utils.allocate_kv_cache(config, torch.device("cpu"), layout)
         slots = [tensors[name].view(torch.int32).permute(0, 2, 1, 3) for name in names]
     else:
-        made = {name: _tensor(backend, config, name) for name in names}
+        memory = _memory(config)
+        made = {name: _tensor(backend, config, memory[name]) for name in names}
         tensors = {name: tensor for name, (tensor, _) in made.items()}
         slots = [view for _, view in made.values()]
     layers = vllm_config.compilation_config.static_forward_context
@@ -139,7 +140,19 @@ def allocate(vllm_config: Any, config: Any) -> RealCaches:
     return RealCaches(config, tensors, slots)
 
 
-def _tensor(backend: Any, config: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _memory(config: Any) -> dict[str, torch.Tensor]:
+    """Up to 0.31, the memory of each layer; layers of several groups share it."""
+    import torch
+
+    return {
+        name: memory
+        for tensor in config.kv_cache_tensors
+        for memory in [torch.zeros(tensor.size, dtype=torch.int8).view(torch.float32)]
+        for name in tensor.shared_by
+    }
+
+
+def _tensor(backend: Any, config: Any, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer's tensor up to 0.31, as a model runner shapes it, and its slots."""
     import torch
 
@@ -147,9 +160,7 @@ def _tensor(backend: Any, config: Any, name: str) -> tuple[torch.Tensor, torch.T
     probe = _shape(backend, 1_234_577, 7919 * BLOCK_SIZE)
     blocks, tokens = probe.index(1_234_577), probe.index(7919 * BLOCK_SIZE)
     order = _stride_order(backend, len(shape))
-    size = next(t.size for t in config.kv_cache_tensors if name in t.shared_by)
-    raw = torch.zeros(size, dtype=torch.int8).view(torch.float32)
-    tensor = raw.view([shape[i] for i in order]).permute(
+    tensor = memory.view([shape[i] for i in order]).permute(
         *(order.index(i) for i in range(len(order)))
     )
     rest = [i for i in range(len(shape)) if i not in (blocks, tokens)]

@@ -23,6 +23,7 @@ import torch
 from typing_extensions import override
 
 from kvview import CanonicalKVCaches, Connector, StepPlan, TransferResult, WorkerConnector
+from kvview.connector.raising import where
 from kvview.testing.connector import watchdog
 from kvview.testing.connector.hook_calls import calling, hook, make_worker, require_type
 from kvview.testing.connector.invariants import InvariantBroken
@@ -109,6 +110,9 @@ def _serve(pipe: Connection, parents: Connection, make: Callable[[], Serve]) -> 
                         told = pickle.dumps((None, answer))
                 except InvariantBroken as error:
                     told = pickle.dumps(((error.law, error.message, error.is_timeout), None))
+                except Exception as error:  # of what runs the hooks
+                    message = f"{name} raised {type(error).__name__} {error} at {where(error)}"
+                    told = pickle.dumps((("ENGINE", message, False), None))
                 pipe.send_bytes(told)
     except (EOFError, OSError):
         pass

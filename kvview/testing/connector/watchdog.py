@@ -42,6 +42,7 @@ class _Call:
     number = 0
     depth = 0
     is_watched = False
+    may_arm = True  # faulthandler's lock is taken for ever where it was when a child was forked
 
 
 @contextmanager
@@ -93,8 +94,8 @@ def watching() -> Iterator[None]:
 
 @contextmanager
 def watching_anew() -> Iterator[None]:
-    """The same in a forked child: no timer is inherited."""
-    _Call.is_watched = False
+    """The same in a forked child: no timer is inherited, and the parent may have one at work."""
+    _Call.is_watched, _Call.may_arm = False, False
     with watching():
         yield
 
@@ -130,7 +131,7 @@ class _Watch:
 
     def _arm(self) -> None:
         """Have the stack written when not even this function is called any more."""
-        if sys.__stderr__ is None:
+        if sys.__stderr__ is None or not _Call.may_arm:
             return
         with suppress(OSError, ValueError):  # stderr is no file
             faulthandler.dump_traceback_later(_DEAF * self.seconds, file=sys.__stderr__)

@@ -73,6 +73,11 @@ class RawEngines:
         return scenario, left_out
 
 
+def can_load_in_groups() -> bool:
+    """Whether vLLM serves any connector beside several groups (0.24.0)."""
+    return cpu_scheduler.can_load_between_steps() and cpu_scheduler.can_load_beside_hits(2)
+
+
 def _played_groups(scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
     """Full attention, and beside it a window where the scenario has several groups with one."""
     groups = scenario.geometry.groups
@@ -88,8 +93,8 @@ def _played_groups(scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup,
     windows = [group for group in groups if isinstance(group, SlidingWindow)]
     if not windows:
         return (_FULL,)
-    if not cpu_scheduler.can_load_beside_hits(2):
-        left_out.append("several KV-cache groups: one block may become two groups'")
+    if not can_load_in_groups():
+        left_out.append("several KV-cache groups: no load beside a hit, or none between steps")
         return (_FULL,)
     window = windows[0].sliding_window * BLOCK_SIZE // windows[0].block_size
     return _FULL, SlidingWindow(BLOCK_SIZE, min(max(2, window), _LONGEST_WINDOW))

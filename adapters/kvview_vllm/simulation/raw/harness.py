@@ -32,6 +32,7 @@ from kvview import OffloadKey
 from kvview.testing.connector.hook_calls import hook
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.geometry import read_geometry
+from kvview_vllm.releases.calls import aborted_loads_keep_blocks
 from kvview_vllm.releases.worker_caches import (
     has_pending_work,
     make_config,
@@ -144,6 +145,16 @@ class RawHarness(VLLMConnectorHarness):
                 max_num_batched_tokens=scenario.max_tokens_per_step,
                 steps_in_flight=scenario.steps_in_flight,
             )
+
+    @override
+    def _finish(self, request_ids: Sequence[str]) -> None:
+        if not aborted_loads_keep_blocks():
+            loading = {name for name, status in self.unfinished().items() if status == "loading"}
+            loading -= set(self._scheduler.finished_recving_kv_req_ids)
+            if loading.intersection(request_ids):
+                self._watch.left_out.add("aborts while loading: vLLM frees what is loaded into")
+            request_ids = [name for name in request_ids if name not in loading]
+        super()._finish(request_ids)
 
     # --- what is asked ---
 

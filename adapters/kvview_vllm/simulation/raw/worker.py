@@ -104,7 +104,9 @@ class RawWorker:
         self._context: Any = importlib.import_module("vllm.forward_context")
         self._role: Any = None
         if connect is not None:
-            with named("building the worker's side"):
+            current = importlib.import_module("vllm.config").set_current_vllm_config
+            # As a worker's wrapper does it: connectors ask for the current configuration.
+            with named("building the worker's side"), current(vllm_config):
                 self._role = connect()
                 self._role.register_kv_caches(self.caches.tensors)
 
