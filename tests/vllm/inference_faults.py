@@ -285,6 +285,8 @@ def serve(hook: str, policy: str, model: Path) -> Outcome:
         *("--block-size", str(BLOCK_SIZE)),
         *("--kv-transfer-config", json.dumps(transfer_config(hook, policy))),
     ]
+    if hook.endswith("shutdown"):
+        arguments += ["--shutdown-timeout", "60"]  # else vLLM kills its engine after five seconds
     if hook == KILLED:
         arguments += ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
     with tempfile.TemporaryDirectory() as folder:
@@ -296,12 +298,12 @@ def serve(hook: str, policy: str, model: Path) -> Outcome:
                     with ThreadPoolExecutor(len(PROMPTS)) as together:
                         answers += sum(together.map(partial(_complete, url), PROMPTS))
                     is_reset = hook.endswith("reset_cache")
-                    _post(f"{url}/reset_prefix_cache" + "?reset_connector=true" * is_reset)
+                    _post(f"{url}/reset_prefix_cache" + "?reset_external=true" * is_reset)
                     if hook == KILLED:
                         for worker in _workers(server)[1:]:
                             os.kill(worker, signal.SIGKILL)
                 os.kill(server, signal.SIGTERM)
-                _has_ended(server, 30)
+                _has_ended(server, LIMIT_S)
         finally:
             _kill(server)
         output = said.read_text(errors="replace")

@@ -1,10 +1,10 @@
-"""What ``StepInfo.filling`` leaves out on vLLM is nothing that a connector has to look at."""
+"""What ``StepInfo.filling`` leaves out on vLLM is nothing that a connector has to look at.
+
+``test_faults.py`` runs the connector on every release; here it is shown to see what it should.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,87 +15,15 @@ pytest.importorskip(  # a submodule: this very folder is named vllm
     exc_type=ImportError,
 )
 
-from kvview import (
-    BlockIds,
-    FinishReason,
-    RequestInfo,
-    SchedulerConnector,
-    StepInfo,
-    StepPlan,
-    full_blocks,
-)
-from kvview.targets import load_connector
 from kvview.testing.connector import check_connector
 from kvview_vllm.connector.scheduler import SchedulerSide
-from kvview_vllm.releases import installed
+from kvview_vllm.releases import engine_version
+from kvview_vllm.releases.versions import NEWEST_TESTED
 from kvview_vllm.simulation import VLLMEngines
+from tests.vllm.filling_connector import LooksTwice, seen
 
-SEEDS = 8
-SKIPPED = 7
-"""One step in so many is not looked at."""
-
-_EXAMPLE = Path(__file__).parents[2] / "examples" / "host_cache.py"
-_HostCache: Any = load_connector(f"{_EXAMPLE}:HostCacheConnector")
-seen: Counter[str] = Counter()
-
-
-class LooksTwice(_HostCache):  # type: ignore[misc]
-    """Compares what fills a block with what is scheduled, in every step."""
-
-    def make_scheduler(self) -> SchedulerConnector:
-        half: SchedulerConnector = super().make_scheduler()
-        return _Looking(half, self.config.geometry)
-
-
-class _Looking(SchedulerConnector):
-    def __init__(self, half: SchedulerConnector, geometry: Any) -> None:
-        self._geometry = geometry
-        self._full: dict[str, set[tuple[int, int]]] = {}  # of each request, group and number
-        self._is_new = True  # or not looked at in the last step
-        self._steps = 0
-        self._plan_step, self._finished = half.plan_step, half.on_request_finished
-        for name in vars(SchedulerConnector):
-            if not name.startswith("_") and name not in ("plan_step", "on_request_finished"):
-                object.__setattr__(self, name, getattr(half, name))
-
-    def plan_step(self, step: StepInfo) -> StepPlan:
-        self._steps += 1
-        is_skipped = self._steps % SKIPPED == 0
-        shown = set() if is_skipped else {one.request.request_id for one in step.filling()}
-        seen["shown"] += len(shown)
-        seen["scheduled"] += 0 if is_skipped else len(step.scheduled)
-        for one in step.scheduled:
-            end = one.num_computed_tokens + one.num_scheduled_tokens
-            request = replace(one.request, num_computed_tokens=end)
-            blocks = full_blocks(self._geometry, request, one.block_ids)
-            full = {(block.group_idx, block.number) for block in blocks}
-            before = self._full.get(request.request_id, set())
-            self._full[request.request_id] = full
-            size = self._geometry.groups
-            taken_back = any(
-                (number + 1) * size[group].block_size > one.num_computed_tokens
-                for group, number in before
-            )
-            if self._is_new or is_skipped or request.request_id in shown:
-                continue
-            assert full <= before, f"{request.request_id}: {sorted(full - before)} became full"
-            assert not taken_back, f"{request.request_id}: tokens were taken back"
-        self._is_new = is_skipped
-        return self._plan_step(step)
-
-    def on_request_finished(
-        self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
-    ) -> None:
-        self._full.pop(request.request_id, None)
-        self._finished(request, block_ids, reason)
-
-
-def test_nothing_is_left_out() -> None:
-    seen.clear()
-    runs = check_connector(LooksTwice, seeds=SEEDS, engines=VLLMEngines(), max_shrink_runs=0)
-    assert not runs.failures, runs.failures[0].message
-    assert runs.coverage["preemptions"] > 0
-    assert 0 < seen["shown"] < seen["scheduled"]
+newest = pytest.mark.skipif(engine_version() != NEWEST_TESTED, reason="once is enough")
+STEPS_THAT_FILL = SchedulerSide._steps_that_fill
 
 
 def _forget_late(side: SchedulerSide, output: Any) -> Any:
@@ -104,14 +32,11 @@ def _forget_late(side: SchedulerSide, output: Any) -> Any:
     return steps
 
 
-STEPS_THAT_FILL = SchedulerSide._steps_that_fill
-
-
-@pytest.mark.skipif(
-    not installed().connector.stale_outputs, reason="hashes come late with steps in flight: once"
-)
+@newest
 def test_what_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hash that comes later, and blocks that were hit while they were written."""
+    seen.clear()
     monkeypatch.setattr(SchedulerSide, "_steps_that_fill", _forget_late)
-    runs = check_connector(LooksTwice, seeds=SEEDS, engines=VLLMEngines(), max_shrink_runs=0)
+    runs = check_connector(LooksTwice, seeds=8, engines=VLLMEngines(), max_shrink_runs=0)
     assert any("became full" in failure.message for failure in runs.failures)
+    assert 0 < seen["shown"] < seen["scheduled"]
