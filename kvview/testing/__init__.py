@@ -40,6 +40,7 @@ from kvview.testing.profiles import PROFILES, Profile
 from kvview.testing.recorder import LawBroken
 from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.testing.runner import read_expected_failures, run_checks
+from kvview.testing.tier import budget_checks as tier_budget_checks
 from kvview.testing.tier import checks as tier_checks
 from kvview.testing.tier import guard_checks as tier_guard_checks
 from kvview.testing.tier.store_harness import GuardedStoreHarness, StoreHarness
@@ -95,6 +96,7 @@ __all__ = [
     "read_expected_failures",
     "run_checks",
     "run_mutants",
+    "tier_budget_checks",
     "tier_checks",
     "tier_guard_checks",
     "transfer_checks",

@@ -1,9 +1,8 @@
 """What stands between any engine and any store, whatever the store does (TIER-12).
 
 No call of the store is made on the caller's thread, and no page of the engine's is ever in
-the store's hands, unless that is chosen (``zero_copy``): a thread of the guard's own calls it,
-with private pages. So a call that blocks, a load that is late and a store that keeps what it was
-given harm nobody.
+the store's hands, unless that is chosen: a thread of the guard's own calls it, with private pages.
+So a call that blocks, a load that is late and a store that keeps what it was given harm nobody.
 """
 
 from __future__ import annotations
@@ -116,12 +115,12 @@ class GuardedTier:
         zero_copy: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        for name, value in (
-            ("deadline", deadline),
-            ("lookup_deadline", lookup_deadline),
-            ("trip_after", trip_after),
-            ("retry_after", retry_after),
-        ):
+        seconds = {"deadline": deadline, "lookup_deadline": lookup_deadline}
+        for name, value in {
+            **seconds,
+            "trip_after": trip_after,
+            "retry_after": retry_after,
+        }.items():
             if not value > 0:
                 raise ConfigError(f"{name} must be more than 0, got {value}")
         if zero_copy and checksum != "none":
@@ -370,11 +369,9 @@ class GuardedTier:
             return
         private, views = self._private_pages, entry.pages
         try:
-            if self._is_zero_copy:
-                pass
-            elif entry.is_get:
+            if entry.is_get and not self._is_zero_copy:
                 entry.private = private.to_get(entry.pages)
-            else:
+            elif not self._is_zero_copy:
                 entry.private = private.to_put(entry.keys, entry.pages)
         except MemoryError:
             with self._changed:
