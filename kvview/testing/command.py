@@ -141,9 +141,10 @@ def check(
 
     TARGET is package.module:factory or path/to/file.py:factory, where the factory
     makes a harness over a pool view, a coordinator, an offloading manager or a
-    transfer worker; or a class of tier stores, made with the --options ('{tmp}' in
-    one is a fresh folder); or a connector class, which is run in an engine under
-    faults: of kvview, or with --engine vllm any KVConnectorBase_V1 of vLLM, as it is.
+    transfer worker; or a class of tier stores, made with the --options; or a
+    connector class, which is run in an engine under faults: of kvview, or with
+    --engine vllm any KVConnectorBase_V1 of vLLM, as it is. '{tmp}' in an option is a
+    fresh folder, of each connector in each run.
     """
     console = Console(stderr=json_file == "-", emoji=False)  # stdout is the report's alone then
     require_writable("--json", json_file)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 from xml.etree import ElementTree
 
 import pytest
@@ -513,3 +514,31 @@ def test_wrong_tokens_die_at_the_load_too(monkeypatch: pytest.MonkeyPatch) -> No
     options = {"enable_events": False}  # which would tell at once
     report = check_connector(StoresTheLastToken, seeds=40, options=options, max_shrink_runs=0)
     assert {failure.law for failure in report.failures} == {"CONN-2"}
+
+
+class WritesIntoItsFolder(OffloadConnector):
+    """Keeps something on disk, which must not outlive its run, nor be that of another connector."""
+
+    folders: ClassVar[list[Path]] = []
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        options = dict(config.options)
+        self.folder = Path(options.pop("folder"))
+        super().__init__(replace(config, options=options))
+
+    def make_scheduler(self) -> SchedulerConnector:
+        assert not any(self.folder.iterdir())
+        (self.folder / "mine").touch()
+        self.folders.append(self.folder)
+        return super().make_scheduler()
+
+
+def test_each_connector_of_each_run_has_a_folder_of_its_own() -> None:
+    scenario = replace(generate_scenario(0), num_connectors=2, cpu_blocks=20)
+    for _ in range(2):
+        result = simulate(WritesIntoItsFolder, scenario, {"folder": "{tmp}"})
+        assert result.failure is None, result.failure
+    folders = WritesIntoItsFolder.folders
+    assert len(set(folders)) == 4
+    assert not any(folder.exists() for folder in folders)
+    assert not Path("{tmp}").exists()

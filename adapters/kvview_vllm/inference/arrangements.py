@@ -12,11 +12,12 @@ from typing import Any
 
 from kvview import CacheGeometry
 from kvview.targets import is_engine_connector, target_of
+from kvview.testing.connector.folders import in_folder
 from kvview_vllm.inference.server import BLOCK_SIZE
 from kvview_vllm.releases.worker_caches import overridden
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.raw.stand_ins import copies_on_cuda
-from kvview_vllm.simulation.raw.target import classes_of, in_folder, split_options
+from kvview_vllm.simulation.raw.target import classes_of, split_options
 
 HOST_BLOCKS = 56
 """Of a connector that takes ``cpu_blocks``: not room for everything."""

@@ -24,6 +24,7 @@ from kvview.connector.raising import build_connector
 from kvview.targets import is_engine_connector
 from kvview.testing.connector import repeat, watchdog
 from kvview.testing.connector.coverage import EVENTS_WANTED
+from kvview.testing.connector.folders import in_fresh_folders
 from kvview.testing.connector.generate import generate_scenario
 from kvview.testing.connector.harness import EngineFactory, load_engines, own_runs
 from kvview.testing.connector.result import (
@@ -281,9 +282,10 @@ class _Check:
 
     def _takes(self, **more: object) -> bool:
         """Whether the connector can be built with these options too."""
-        config = ConnectorConfig(CacheGeometry.single(4), {**self._options, **more})
         try:
-            build_connector(self._connector_class, config)
+            with in_fresh_folders({**self._options, **more}) as (options,):
+                config = ConnectorConfig(CacheGeometry.single(4), options)
+                build_connector(self._connector_class, config)
         except ConfigError:
             return False
         return True
@@ -294,7 +296,8 @@ class _Check:
             return False
         scenario = Scenario(CacheGeometry.single(4), num_gpu_blocks=8, events=())
         try:
-            configure(self._connector_class, scenario, self._options)
+            with in_fresh_folders(self._options) as (options,):
+                configure(self._connector_class, scenario, options)
         except ConfigError:
             return False
         return True

@@ -27,6 +27,7 @@ from kvview.testing.connector import watchdog
 from kvview.testing.connector.as_it_is import AsItIsWorker
 from kvview.testing.connector.coverage import seeds_of
 from kvview.testing.connector.faults import FaultyWorker, Pool
+from kvview.testing.connector.folders import in_fresh_folders
 from kvview.testing.connector.harness import (
     ConnectorHarness,
     EngineFactory,
@@ -111,9 +112,11 @@ def simulate(
         )
 
     def play() -> tuple[SimulationResult, list[str]]:
-        with watchdog.calling():  # the constructor
-            run = Run(connector_class, scenario, dict(options or {}), unique_ids, engines)
-        return run.run(), run.threads_left
+        given = dict(options or {})
+        with in_fresh_folders(given, scenario.num_connectors) as options_of_each:
+            with watchdog.calling():  # the constructor
+                run = Run(connector_class, scenario, options_of_each, unique_ids, engines)
+            return run.run(), run.threads_left
 
     with watchdog.watching():
         result, left = play()
@@ -233,7 +236,7 @@ class Run:
         self,
         connector_class: type[Any],
         scenario: Scenario,
-        options: dict[str, Any],
+        options_of_each: Sequence[dict[str, Any]],
         unique_ids: bool,
         engines: EngineFactory,
     ) -> None:
@@ -255,7 +258,7 @@ class Run:
         self._stream = StepStream() if self.scenario.compute_lags else None
         self._parts: list[_Part] = []
         self._is_roomy = False
-        self._configure(connector_class, options)
+        self._configure(connector_class, options_of_each)
         self._watch = HoldWatch(_PATIENCE)
         self._timeline: deque[Snapshot] = deque(maxlen=_LONGEST_TIMELINE)
         self._num_steps = 0
@@ -272,15 +275,21 @@ class Run:
         self._threads = ThreadWatch()
         self.threads_left: list[str] = []  # when all was shut down
 
-    def _configure(self, connector_class: type[Any], options: dict[str, Any]) -> None:
-        config = configure(connector_class, self.scenario, options)
-        size = pickle.loads(config).options.get("cpu_blocks")
+    def _configure(
+        self, connector_class: type[Any], options_of_each: Sequence[dict[str, Any]]
+    ) -> None:
+        # engines.fit may have left one connector of two
+        configs = [
+            configure(connector_class, self.scenario, options)
+            for options in options_of_each[: self.scenario.num_connectors]
+        ]
+        size = pickle.loads(configs[0]).options.get("cpu_blocks")
         self._is_roomy = self.scenario.is_roomy and size == self.scenario.cpu_blocks
         fates = self._fates()
         part_class = type(self._name, (_Part,), {})  # reports name the connector
         self._parts += [
             part_class(connector_class, config, self.scenario, fates, self, self._stream)
-            for _ in range(self.scenario.num_connectors)
+            for config in configs
         ]
 
     def _build_engine(self) -> ConnectorHarness:

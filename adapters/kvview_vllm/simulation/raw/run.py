@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,14 @@ import torch
 from typing_extensions import override
 
 from kvview.testing.connector import watchdog
+from kvview.testing.connector.folders import in_folder
 from kvview.testing.connector.invariants import HoldWatch, InvariantBroken
 from kvview.testing.connector.run import Run
 from kvview_vllm.releases import engine_version
 from kvview_vllm.simulation.raw.fit import RawEngines
 from kvview_vllm.simulation.raw.harness import RawHarness
 from kvview_vllm.simulation.raw.stand_ins import StandIns
-from kvview_vllm.simulation.raw.target import classes_of, in_folder, split_options
+from kvview_vllm.simulation.raw.target import classes_of, split_options
 from kvview_vllm.simulation.raw.watched import Watch
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class RawRun(Run):
         *,
         without: str = "",
     ) -> None:
-        super().__init__(connector_class, scenario, dict(options), True, _engines())
+        super().__init__(connector_class, scenario, [dict(options)], True, _engines())
         self._connector_class = connector_class
         self._is_connected = without != "connector"
         self._transfer_config = split_options(options)
@@ -84,7 +85,7 @@ class RawRun(Run):
         return replace(result, coverage=coverage)
 
     @override
-    def _configure(self, connector_class: Any, options: dict[str, Any]) -> None:
+    def _configure(self, connector_class: Any, options_of_each: Sequence[dict[str, Any]]) -> None:
         """There are no halves to make: vLLM builds both roles."""
 
     @override

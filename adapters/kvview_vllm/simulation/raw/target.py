@@ -12,9 +12,6 @@ from kvview.errors import line_of
 TRANSFER_CONFIG = "kv_transfer_config"
 """The option under which a whole ``--kv-transfer-config`` comes."""
 
-FOLDER = "{tmp}"
-"""Stands in options for an empty folder of each run's own."""
-
 
 def split_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """``KVTransferConfig`` arguments, less the class.
@@ -37,20 +34,6 @@ def split_options(options: Mapping[str, Any]) -> dict[str, Any]:
     except Exception as error:
         raise ConfigError(f"vLLM refuses the kv_transfer_config: {line_of(error)}") from error
     return merged
-
-
-def in_folder(value: Any, folder: str) -> Any:
-    """Options with :data:`FOLDER` replaced: what a connector keeps must not outlive its run.
-
-    Args:
-        value: Options, or a part of them.
-        folder: Of this run.
-    """
-    if isinstance(value, str):
-        return value.replace(FOLDER, folder)
-    if isinstance(value, Mapping):
-        return {name: in_folder(part, folder) for name, part in value.items()}
-    return [in_folder(part, folder) for part in value] if isinstance(value, list) else value
 
 
 def classes_of(connector_class: type, config: Mapping[str, Any]) -> list[type]:
