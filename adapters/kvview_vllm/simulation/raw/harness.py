@@ -227,7 +227,7 @@ class RawHarness(VLLMConnectorHarness):
             self._run(self._launched.popleft())
         with named("shutdown"):
             self._scheduler.shutdown()
-        self.worker.shutdown()
+        self._watch.seen.update(self.worker.shutdown())
         return self.held_blocks()
 
     @override

@@ -120,14 +120,17 @@ class RawWorker:
             transfers, wrong = self._execute(step)
         loaded = {one.request_id for one in step.batch if one.start} & self._to_verify
         self._to_verify -= loaded
-        left_out = {f"left out: {what}" for what in self._watch.left_out}
-        return StepAnswer(transfers, wrong, len(loaded), left_out | self._stand_ins.used)
+        return StepAnswer(transfers, wrong, len(loaded), self._seen())
 
-    def shutdown(self) -> None:
-        """Shut the role down."""
+    def shutdown(self) -> Collection[str]:
+        """Shut the role down, and tell what stood in, and what was left out."""
         if self._role is not None:
             with named("shutdown"):
                 self._role.shutdown()
+        return self._seen()
+
+    def _seen(self) -> set[str]:
+        return {f"left out: {what}" for what in self._watch.left_out} | self._stand_ins.used
 
     def close(self) -> None:
         """Nothing outlives the run but the role itself."""
@@ -208,9 +211,10 @@ class RemoteRawWorker:
         answer: StepAnswer = self._child.call("execute", step)
         return answer
 
-    def shutdown(self) -> None:
-        """Shut the role down."""
-        self._child.call("shutdown")
+    def shutdown(self) -> Collection[str]:
+        """Shut the role down there."""
+        seen: Collection[str] = self._child.call("shutdown")
+        return seen
 
     def close(self) -> None:
         """End the process."""
