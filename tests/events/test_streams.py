@@ -18,7 +18,7 @@ import zmq
 from click.testing import CliRunner, Result
 
 from kvview import ConfigError, WireFormatError
-from kvview.cli.commands import EntryPointGroup
+from kvview.cli.commands import EntryPointGroup, cli
 from kvview.events.channel import Listener, Publisher, read_frames
 from kvview.events.formats import find_format
 from kvview.events.recording import Message, Recording, read_recording
@@ -413,7 +413,10 @@ class KVView(EntryPointGroup):
 
 
 def run(*args: object) -> Result:
-    return CliRunner().invoke(KVView("kvview"), ["events", *map(str, args)])
+    group = KVView(
+        "kvview", context_settings=cli.context_settings
+    )  # click keeps the first help option
+    return CliRunner().invoke(group, ["events", *map(str, args)])
 
 
 @pytest.fixture
