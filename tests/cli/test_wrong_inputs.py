@@ -119,6 +119,7 @@ TEXTS = {
     "--vllm": [*NAMES, "0.9", "-1", "all,all"],
     "--against": NAMES,
     "--kv-transfer-config": ["", "x", "[", "[]", "null", "{}"],
+    "--tier": ["", "x", "[", "[]", "null", "{}", "folder"],
     "--expected-failures": ["", "missing", "folder", "binary", "loop", LONG, "file"],
     "--badge": ["badge", "badge.png", "folder/badge.txt"],
     "--policy": NAMES,

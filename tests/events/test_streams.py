@@ -413,9 +413,8 @@ class KVView(EntryPointGroup):
 
 
 def run(*args: object) -> Result:
-    group = KVView(
-        "kvview", context_settings=cli.context_settings
-    )  # click keeps the first help option
+    # A command keeps the help option that it was first called with.
+    group = KVView("kvview", context_settings=cli.context_settings)
     return CliRunner().invoke(group, ["events", *map(str, args)])
 
 
