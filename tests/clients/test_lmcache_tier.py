@@ -26,6 +26,9 @@ from kvview import ConfigError
 from kvview.testing import run_checks
 from kvview_vllm.doctor import diagnose_tier
 
+# LMCache's logging takes what newer releases of OpenTelemetry are to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:.LoggingHandler:DeprecationWarning")
+
 FILES = "examples/folder_store.py:FolderStore"
 FAULTY = "kvview.testing.tier.faulty_store:FaultyStore"
 NUM_FLOATS = 1024
@@ -272,7 +275,9 @@ def test_the_kit_names_what_is_wrong_with_lmcaches_own_file_adapter() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of pages that cannot be written
         report = run_checks(L2AdapterStore, options=options, select=("TIER-1", "TIER-2", "TIER-4"))
-    assert {result.check.name for result in report.failures} == {
+    # Two puts of a key at once share one temporary file there: now and then a miss.
+    found = {result.check.name for result in report.failures}
+    assert found - {"check_tier_1_put_again_keeps_the_bytes"} == {
         "check_tier_1_page_of_another_size_fails",
         "check_tier_1_damaged_bytes_fail",
         "check_tier_4_failed_get_is_a_miss_until_it_is_stored_again",
