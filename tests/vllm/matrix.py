@@ -216,7 +216,7 @@ def main() -> int:
     if not files:
         parser.error("no test file for these seams")
 
-    console = Console(width=max(Console().width, 110))  # CI has no terminal
+    console = Console(width=max(Console().width, 10 * (len(files) + 2)))  # CI has no terminal
 
     def run(release: str) -> tuple[dict[str, Seam], float]:
         seams, seconds = run_release(release, files, arguments.vllm_cpu)

@@ -116,8 +116,9 @@ class LateWorker:
         """Memory for a page of each block of each chunk."""
         shape = self._num_chunks, self._per_chunk, page_bytes
         if self._region is not None:
-            pages = self._region.create_next_worker_view(self._per_chunk * page_bytes)
-            return pages.unflatten(1, shape[1:])
+            # Up to 0.27 it has the second name.
+            create = _first(self._region, "create_next_worker_view", "create_next_view")
+            return create(self._per_chunk * page_bytes).unflatten(1, shape[1:])
         import torch
 
         return torch.zeros(shape, dtype=torch.int8)
