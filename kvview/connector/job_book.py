@@ -89,10 +89,6 @@ class JobBook:
         """The jobs in flight, oldest first."""
         return (flight.job for flight in self._in_flight.values())
 
-    def promised(self) -> dict[str, int]:
-        """Tokens that are to be loaded and were not planned yet, by request."""
-        return dict(self._promised)
-
     def promise(self, request_id: str, num_tokens: int) -> None:
         """Note that blocks were allocated to load this many tokens into."""
         self._promised[request_id] = num_tokens

@@ -82,10 +82,11 @@ class WorkerSide:
         for job_id in metadata.acknowledged:
             self._unacknowledged.pop(job_id, None)
         plan, lost = metadata.plan, metadata.lost
-        self._jobs.begin(StepPlan([*plan.loads, *lost], plan.stores))
+        self._jobs.begin(plan)
         if plan.loads or plan.stores or lost or metadata.acknowledged:
             self._next_stats = 0.0  # there is news on the other side
         if lost:
+            self._jobs.begin(StepPlan(lost))
             self._lose(lost, "its promise has ended")
         if plan and not self._faults.is_out:
             try:
