@@ -457,13 +457,13 @@ def test_memory_does_not_grow_with_the_trace(tmp_path: Path, compressed: bool) -
         to_line(mooncake_row(request)) + b"\n" for request in generate_trace(num_requests=500)
     )
     peaks = []
-    for copies in (1, 20):
+    for copies in (10, 40):  # more than the 128 KiB that gzip reads at once from Python 3.12 on
         path = tmp_path / f"{copies}"
         path.write_bytes(gzip.compress(content * copies, 1) if compressed else content * copies)
         trace = open_trace(path)
         list(itertools.islice(trace, 50))  # what is allocated once is no growth
         peaks.append(peak_bytes(trace))
-    assert peaks[1] < peaks[0] + 64_000 < 20 * len(content) / 10
+    assert peaks[1] < peaks[0] + 64_000 < 40 * len(content) / 10
 
 
 def test_memory_does_not_grow_with_a_row_too_long(path: Path) -> None:
@@ -478,7 +478,8 @@ def test_memory_does_not_grow_with_a_row_too_long(path: Path) -> None:
 def test_progress(tmp_path: Path) -> None:
     path = tmp_path / "trace.gz"
     content = b"".join(to_line(mooncake_row(r)) + b"\n" for r in generate_trace(num_requests=2_000))
-    path.write_bytes(gzip.compress(content))
+    # Not compressed: from Python 3.12 on, gzip reads 128 KiB at once.
+    path.write_bytes(gzip.compress(content * 2, 0))
     trace = open_trace(path)
     assert trace.total_bytes == path.stat().st_size
     assert trace.bytes_read == 0
