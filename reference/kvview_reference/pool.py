@@ -1,14 +1,16 @@
 """A standalone block pool that keeps the pool contract, and the view over it.
 
-How the free queue is kept, without an object a block, in plain lists and an array of ints:
+How the free queue is kept, without an object a block, in arrays of ints:
 
 - The queue is one axis of positions, next victim first. Unhashed blocks join at
-  its low end, the stack ``_front``: item i has position ``num_blocks - 1 - i``.
-  Hashed blocks join at its high end, the list ``_back``: item i has position
-  ``_back_start + i``, and what lies before ``_head`` is used up.
-- ``_ref_cnt[b]`` counts references: a block is free exactly when it is 0, and then
-  its entry is at ``_position[b]``. Who takes it writes 0 there, the null block's id,
-  which is never free: so every entry is a free block or 0, and ``filter`` reads them.
+  its low end, the stack ``_front``: item i has position ``-1 - i``. Hashed blocks
+  join at its high end, ``_back``: item i has position ``_back_start + i``, from
+  ``_FIRST_BACK`` up, and what lies before ``_head`` is used up.
+- ``_state[b]`` is all that a touch or a free asks of a block, since each further list
+  is a miss of the processor's cache. Of a free block it is its position; of a held one
+  twice its references, plus 1 if it has a hash, which lies between the two ends.
+- Who takes a block writes 0 at its position, the null block's id, which is never free:
+  so every entry is a free block or 0, and ``filter`` reads them.
 - Entries of 0 are dropped when an allocation reaches them. Once they outnumber the
   blocks, every touch moves some entries together (:meth:`BlockPool._compact`), so
   that no call takes long.
@@ -55,9 +57,12 @@ from kvview_reference.walks import (
 )
 
 NULL_BLOCK_ID = 0
+_FIRST_BACK = 1 << 29  # above twice the references that a block can have; one digit of an int
+_REFERENCE, _HASHED = 2, 1  # in the state of a held block
+_LAST_HASHED = _REFERENCE + _HASHED  # the state of one whose next free is the last
 _MAX_ZEROS = 2  # per block, before entries are moved together
 _MOVED_PER_TOUCH = 4  # entries: the list has at most 4 a block then, with those that join
-_FEWEST_ENTRIES = 64  # looked at together, where most may be 0
+_FEWEST_MOVED = 64  # by a touch, however few blocks it takes
 
 _logger = logging.getLogger(__name__)
 
@@ -90,21 +95,23 @@ class BlockPool:
             raise ConfigError(f"num_blocks must be an int of at least 2, got {num_blocks!r}")
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
-        self._ref_cnt = [0] * num_blocks
-        # Not a list: an int object a block costs 32 bytes, and a touch a quarter more time.
-        self._position = array("q", range(num_blocks))
-        self._front = list(range(num_blocks - 1, 0, -1))
-        self._back: list[int] = []
-        self._back_start = num_blocks
+        # Not lists: an int object a block costs 32 bytes, and its count of references a miss.
+        self._state = array("q", range(-num_blocks, 0))
+        self._state[NULL_BLOCK_ID] = _REFERENCE  # neither free nor hashed, and so it stays
+        self._front = array("q", range(num_blocks - 1, 0, -1))
+        self._back = array("q")
+        self._back_start = _FIRST_BACK
         self._head = 0
         self._num_free = num_blocks - 1
         # While entries are moved together, per list: what is moved next, and where to.
         self._front_moves = self._back_moves = (0, 0)
         self._is_compacting = False
         self._is_hashed_in_front = False  # since a move to the head; until it runs empty
+        self._is_unhashed_in_back = False  # since the hash of a free block was dropped
         self._hash: list[OffloadKey | None] = [None] * num_blocks
         self._more_hashes: dict[int, list[OffloadKey]] = {}
-        self._blocks_by_hash: dict[OffloadKey, int | dict[int, None]] = {}
+        self._block_by_hash: dict[OffloadKey, int] = {}  # the first that was registered
+        self._more_blocks: dict[OffloadKey, dict[int, None]] = {}
         self._walks: list[Walk] = []
         self._watchers: dict[int, dict[object, Callable[[int], None]]] = {}  # by block, by owner
         self._events: EventLog[GPUEvent] | None = EventLog() if enable_events else None
@@ -118,7 +125,9 @@ class BlockPool:
     def ref_cnt(self, block_id: int) -> int:
         """References on a block, the engine's and every view's."""
         self.check_block_ids((block_id,))
-        return self._ref_cnt[block_id]
+        state = self._state[block_id]
+        is_free = _is_position(state) or block_id == NULL_BLOCK_ID
+        return 0 if is_free else state // _REFERENCE
 
     def allocate_blocks(self, num_blocks: int) -> list[int]:
         """Take the next victims, in order, a reference each; their hashes are evicted.
@@ -134,9 +143,9 @@ class BlockPool:
         if not self._front:
             self._is_hashed_in_front = False
         block_ids += self._take_back(num_blocks - len(block_ids))
-        ref_cnt = self._ref_cnt
+        state, held = self._state, _REFERENCE
         for block_id in block_ids:
-            ref_cnt[block_id] = 1
+            state[block_id] = held
         self._evict_hashes(block_ids[num_unhashed:] if num_unhashed else block_ids)
         self._num_free -= num_blocks
         # Positions of the front stack are used again: keep walks out of them.
@@ -148,7 +157,7 @@ class BlockPool:
 
     def _take_front(self, num_blocks: int) -> list[int]:
         """Take the next entries of the front, as many as there are and are wanted."""
-        front, block_ids, size = self._front, list[int](), _FEWEST_ENTRIES
+        front, block_ids, size = self._front, list[int](), 1
         while front and (missing := num_blocks - len(block_ids)):
             source, target = self._front_moves
             if target < len(front) <= source:  # between the two all are 0
@@ -159,7 +168,7 @@ class BlockPool:
             if len(live) <= missing:
                 del front[-size:]
             else:
-                del front[self.num_blocks - self._position[live[missing]] :]
+                del front[-self._state[live[missing]] :]
             block_ids += live[:missing]
         source, target = (min(index, len(front)) for index in self._front_moves)
         self._front_moves = source, target
@@ -167,7 +176,7 @@ class BlockPool:
 
     def _take_back(self, num_blocks: int) -> list[int]:
         """Take the next entries of the back; the caller knows that there are so many."""
-        block_ids, size = list[int](), _FEWEST_ENTRIES
+        block_ids, size = list[int](), 1
         while missing := num_blocks - len(block_ids):
             source, target = self._back_moves
             if target <= self._head < source:  # between the two all are 0
@@ -177,7 +186,7 @@ class BlockPool:
             stop = min(self._head + size, len(self._back))
             live = list(filter(None, self._back[self._head : stop]))
             if len(live) > missing:
-                stop = self._position[live[missing]] - self._back_start
+                stop = self._state[live[missing]] - self._back_start
             block_ids += live[:missing]
             self._set_head(stop)
         return block_ids
@@ -191,37 +200,42 @@ class BlockPool:
         block_ids = list(block_ids)
         if self._walks:
             self._stop_walks()
-        ref_cnt, positions = self._ref_cnt, self._position
-        front, back, back_start = self._front, self._back, self._back_start
-        last_front = self.num_blocks - 1
-        num_not_free = 0
+        state, front, back, back_start = self._state, self._front, self._back, self._back_start
+        first_back, hashed, unhashed = _FIRST_BACK, _LAST_HASHED, _REFERENCE
+        taken: list[int] = []  # positions
         remaining = iter(block_ids)
         try:
             for block_id in remaining:
                 if block_id > 0:
-                    if count := ref_cnt[block_id]:
-                        ref_cnt[block_id] = count + 1
-                        num_not_free += 1
+                    if (old := state[block_id]) >= first_back:
+                        state[block_id] = hashed
+                        back[old - back_start] = 0
+                        taken.append(old)
+                    elif old > 0:
+                        state[block_id] = old + _REFERENCE
                     else:
-                        ref_cnt[block_id] = 1
-                        if (position := positions[block_id]) > last_front:
-                            back[position - back_start] = 0
-                        else:
-                            front[last_front - position] = 0
-                elif block_id == NULL_BLOCK_ID:
-                    num_not_free += 1
-                else:
+                        state[block_id] = unhashed
+                        front[~old] = 0
+                        taken.append(old)
+                elif block_id != NULL_BLOCK_ID:
                     raise IndexError
         except Exception:
-            self._add_references(block_ids, remaining, -1)
+            for block_id in reversed(_done(block_ids, remaining)):
+                state[block_id] -= _REFERENCE
+                if state[block_id] < _REFERENCE:
+                    state[block_id] = position = taken.pop()
+                    self._set_entry(position, block_id)
             self.check_block_ids(block_ids)
             raise
-        num_taken = len(block_ids) - num_not_free
-        self._num_free -= num_taken
+        if self._is_hashed_in_front or self._is_unhashed_in_back:
+            for block_id in filter(None, block_ids):
+                is_hashed = self._hash[block_id] is not None
+                state[block_id] = (state[block_id] & ~_HASHED) + is_hashed
+        self._num_free -= len(taken)
         if self._is_compacting or (
             self._num_entries() - self._num_free > _MAX_ZEROS * self.num_blocks
         ):
-            self._compact(_MOVED_PER_TOUCH * num_taken + _FEWEST_ENTRIES)
+            self._compact(_MOVED_PER_TOUCH * len(taken) + _FEWEST_MOVED)
 
     def free_blocks(self, block_ids: Iterable[int]) -> None:
         """Give one reference back a block named; the first is evicted first.
@@ -231,7 +245,7 @@ class BlockPool:
             BlockNotHeldError: More frees than references; nothing was freed.
         """
         block_ids = list(block_ids)
-        ref_cnt, hashes, positions = self._ref_cnt, self._hash, self._position
+        state, first_back, last_hashed, last = self._state, _FIRST_BACK, _LAST_HASHED, _REFERENCE
         unhashed: list[int] = []
         hashed: list[int] = []
         position = self._back_start + len(self._back)
@@ -239,60 +253,50 @@ class BlockPool:
         try:
             for block_id in remaining:
                 if block_id > 0:
-                    count = ref_cnt[block_id]
-                    if count == 1:
-                        ref_cnt[block_id] = 0
-                        if hashes[block_id] is None:
-                            unhashed.append(block_id)
-                        else:
-                            positions[block_id] = position
-                            position += 1
-                            hashed.append(block_id)
-                    elif count:
-                        ref_cnt[block_id] = count - 1
+                    old = state[block_id]
+                    if old == last_hashed:
+                        state[block_id] = position
+                        position += 1
+                        hashed.append(block_id)
+                    elif old == last:
+                        state[block_id] = 0
+                        unhashed.append(block_id)
+                    elif 0 < old < first_back:
+                        state[block_id] = old - _REFERENCE
                     else:
                         raise BlockNotHeldError(f"POOL-4: block {block_id} is freed too often")
                 elif block_id != NULL_BLOCK_ID:
                     raise IndexError
         except Exception:
-            self._add_references(block_ids, remaining, 1)
+            for block_id in _done(block_ids, remaining):
+                old = state[block_id]
+                is_held = old < _FIRST_BACK
+                state[block_id] = _REFERENCE + (old if is_held else _HASHED)
             self.check_block_ids(block_ids)
             raise
         if unhashed:
             unhashed.reverse()
-            position = self._front_start()
-            for block_id in unhashed:
-                position -= 1
-                positions[block_id] = position
-            self._front += unhashed
-        self._back += hashed
+            for position, block_id in enumerate(unhashed, len(self._front)):
+                state[block_id] = ~position
+            self._front.fromlist(unhashed)
+        self._back.fromlist(hashed)
         self._num_free += len(unhashed) + len(hashed)
 
     def move_to_head(self, block_ids: Iterable[int]) -> None:
         """Make those of the blocks that are free the next victims, in the order given."""
-        ref_cnt, hashes, positions = self._ref_cnt, self._hash, self._position
+        state = self._state
         self._stop_walks()
-        position = self._front_start()
         for block_id in dict.fromkeys(reversed(list(block_ids))):
-            if ref_cnt[block_id] == 0 and block_id != NULL_BLOCK_ID:
-                self._set_entry(positions[block_id], NULL_BLOCK_ID)
-                position -= 1
-                positions[block_id] = position
+            position = state[block_id]
+            if _is_position(position):
+                self._set_entry(position, NULL_BLOCK_ID)
+                state[block_id] = ~len(self._front)
                 self._front.append(block_id)
-                self._is_hashed_in_front |= hashes[block_id] is not None
-
-    def _add_references(self, block_ids: list[int], remaining: Iterator[int], change: int) -> None:
-        """Undo a loop over ``block_ids`` that failed at the item before ``remaining``."""
-        num_done = len(block_ids) - len(list(remaining)) - 1
-        for block_id in block_ids[:num_done]:
-            if block_id != NULL_BLOCK_ID:
-                self._ref_cnt[block_id] += change
-                if change < 0 and self._ref_cnt[block_id] == 0:
-                    self._set_entry(self._position[block_id], block_id)
+                self._is_hashed_in_front |= self._hash[block_id] is not None
 
     def _set_entry(self, position: int, block_id: int) -> None:
-        if position < self.num_blocks:
-            self._front[self.num_blocks - 1 - position] = block_id
+        if position < 0:
+            self._front[~position] = block_id
         else:
             self._back[position - self._back_start] = block_id
 
@@ -331,9 +335,9 @@ class BlockPool:
         """Where a walk over hashed blocks starts: none of them lies before."""
         return self._front_start() if self._is_hashed_in_front else self._back_start + self._head
 
-    def entries_after(self, walk: Walk, num_entries: int) -> tuple[int, list[int]]:
+    def entries_after(self, walk: Walk, num_entries: int) -> tuple[int, Sequence[int]]:
         """A copy of the next entries of a walk, and where they start."""
-        start, stop = walk.position + 1, self.num_blocks
+        start, stop = walk.position + 1, 0
         if start >= stop:
             start = max(start, self._back_start + self._head)
             stop = self._back_start + len(self._back)
@@ -343,15 +347,15 @@ class BlockPool:
     def _stop_walks(self) -> None:
         """Have walks look again before they go on: entries are taken or moved."""
         for walk in self._walks:
-            walk.stop(self._position)
+            walk.stop(self._state)
 
     def _front_start(self) -> int:
-        return self.num_blocks - len(self._front)
+        return -len(self._front)
 
-    def _entries(self, start: int, stop: int) -> list[int]:
-        """A copy of a range of entries that lies in one of the two lists."""
-        if stop <= self.num_blocks:
-            return self._front[self.num_blocks - stop : self.num_blocks - start][::-1]
+    def _entries(self, start: int, stop: int) -> Sequence[int]:
+        """A copy of a range of entries that lies in one of the two ends."""
+        if stop <= 0:
+            return self._front[-stop:-start][::-1]
         return self._back[start - self._back_start : stop - self._back_start]
 
     def _num_entries(self) -> int:
@@ -368,20 +372,19 @@ class BlockPool:
         self._head = head
 
     def _compact(self, num_entries: int) -> None:
-        """Move so many entries together, in both lists, away from those of 0.
+        """Move so many entries together, at both ends, away from those of 0.
 
-        Each list is gone through from its start: a stretch of entries is moved down to
+        Each end is gone through from its start: a stretch of entries is moved down to
         where the one before it ended, and what is left at the end is cut off. That is
         done in pieces, since all at once takes 150 ms in a pool of 1M blocks.
         """
         self._is_compacting = True
         self._stop_walks()
-        front, last_front = self._front, self.num_blocks - 1
+        front = self._front
         source, target = self._front_moves
         stop = min(source + num_entries, len(front))
         live = _move_down(front, source, stop, target)
-        end = last_front - target + 1
-        self._renumber(live[::-1], last_front - stop + 1, end, end - len(live))
+        self._renumber(live[::-1], -stop, -target, -target - len(live))
         self._front_moves = front_moves = stop, target + len(live)
 
         back = self._back
@@ -402,9 +405,9 @@ class BlockPool:
             self._front_moves = self._back_moves = (0, 0)
             self._is_compacting = False
 
-    def _renumber(self, block_ids: list[int], start: int, stop: int, new_start: int) -> None:
+    def _renumber(self, block_ids: Sequence[int], start: int, stop: int, new_start: int) -> None:
         """Give all blocks of a range new positions; walks in the range move along."""
-        positions = self._position
+        positions = self._state
         old_positions = [positions[block_id] for block_id in block_ids] if self._walks else []
         for position, block_id in enumerate(block_ids, new_start):
             positions[block_id] = position
@@ -435,37 +438,46 @@ class BlockPool:
             BlockNotHeldError: A block is free: nobody can have computed its KV.
             ValueError: Not one hash a block, or an impossible group index.
         """
-        self.check_block_ids(block_ids)
+        state, hashes, block_by_hash = self._state, self._hash, self._block_by_hash
+        try:
+            states = [state[block_id] for block_id in block_ids]
+        except Exception:
+            self.check_block_ids(block_ids)
+            raise
+        if not {*map(type, block_ids)} <= {int} or min(block_ids, default=0) < 0:
+            self.check_block_ids(block_ids)
         keys = make_offload_keys(block_hashes, group_idx)
         if len(block_ids) != len(keys):
             raise ValueError(f"{len(block_ids)} block_ids, {len(keys)} block_hashes")
-        for block_id in block_ids:
-            if self._ref_cnt[block_id] == 0 and block_id != NULL_BLOCK_ID:
-                raise BlockNotHeldError(f"POOL-4: cannot cache block {block_id}: it is free")
+        if states and not 0 < min(states) <= max(states) < _FIRST_BACK:
+            free = [b for b, old in zip(block_ids, states, strict=True) if _is_position(old)]
+            raise BlockNotHeldError(f"POOL-4: cannot cache block {free[0]}: it is free")
         if not self.enable_caching:
             return
-        stored = [
-            get_offload_block_hash(key)
-            for block_id, key in zip(block_ids, keys, strict=True)
-            if block_id != NULL_BLOCK_ID and self._insert_hash(block_id, key)
-        ]
+        stored: list[OffloadKey] = []
+        for block_id, key, old in zip(block_ids, keys, states, strict=True):
+            if hashes[block_id] is None and key not in block_by_hash and block_id:  # as a rule
+                hashes[block_id] = key
+                block_by_hash[key] = block_id
+                state[block_id] = old | 1
+            elif not self._add_hash(block_id, key):
+                continue
+            stored.append(key)
         if self._events is not None and stored:
-            self._events.append(BlockStored(stored, parent_hash, block_size, group_idx))
+            hashes_stored = list(map(get_offload_block_hash, stored))
+            self._events.append(BlockStored(hashes_stored, parent_hash, block_size, group_idx))
 
-    def _insert_hash(self, block_id: int, key: OffloadKey) -> bool:
+    def _add_hash(self, block_id: int, key: OffloadKey) -> bool:
+        """Register a hash, where the block or the hash may have another; whether it was new."""
+        if block_id == NULL_BLOCK_ID or key in self.block_keys([block_id])[0]:
+            return False
         if self._hash[block_id] is None:
             self._hash[block_id] = key
-        elif key in self.block_keys([block_id])[0]:
-            return False
+            self._state[block_id] += _HASHED
         else:
             self._more_hashes.setdefault(block_id, []).append(key)
-        holders = self._blocks_by_hash.get(key)
-        if holders is None:
-            self._blocks_by_hash[key] = block_id
-        elif isinstance(holders, int):
-            self._blocks_by_hash[key] = {holders: None, block_id: None}
-        else:
-            holders[block_id] = None
+        if self._block_by_hash.setdefault(key, block_id) != block_id:
+            self._more_blocks.setdefault(key, {})[block_id] = None
         return True
 
     def find_cached_block(self, key: OffloadKey) -> int | None:
@@ -474,23 +486,21 @@ class BlockPool:
         Raises:
             NotAnOffloadKeyError: The bytes cannot be a key.
         """
-        holders = self._blocks_by_hash.get(key)
-        if holders is None:
+        block_id = self._block_by_hash.get(key)
+        if block_id is None:
             require_offload_key(key)
-        return next(iter(holders)) if isinstance(holders, dict) else holders
+        return block_id
 
     def find_leading_blocks(self, keys: Sequence[OffloadKey]) -> list[int]:
         """The blocks that hold these keys, up to the first key that none holds."""
-        found = list(map(self._blocks_by_hash.get, keys))
-        if set(map(type, found)) <= {int}:  # as a rule; a loop takes a quarter longer
-            return cast("list[int]", found)
-        if None in found:
+        found = list(map(self._block_by_hash.get, keys))
+        if not all(found):  # 0 is never found
             del found[found.index(None) :]
-        return [next(iter(held)) if isinstance(held, dict) else cast("int", held) for held in found]
+        return cast("list[int]", found)
 
     def are_cached(self, keys: Iterable[OffloadKey]) -> Iterable[bool]:
         """Of each key, whether a block holds it; lazy."""
-        return map(self._blocks_by_hash.__contains__, keys)
+        return map(self._block_by_hash.__contains__, keys)
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
         """Keys of each block, primary first; none of one that holds nothing reusable."""
@@ -513,27 +523,40 @@ class BlockPool:
         block_ids = list(block_ids)
         self.check_block_ids(block_ids)
         self._evict_hashes(block_ids)
+        state = self._state
+        for block_id in block_ids:
+            if _is_position(state[block_id]):
+                self._is_unhashed_in_back = True
+            else:
+                state[block_id] &= ~_HASHED
 
     def _evict_hashes(self, block_ids: Iterable[int]) -> None:
-        """Forget what these blocks hold."""
-        hashes, blocks_by_hash, more_hashes = self._hash, self._blocks_by_hash, self._more_hashes
+        """Forget what these blocks hold; the caller sets their states."""
+        hashes, block_by_hash, more_hashes = self._hash, self._block_by_hash, self._more_hashes
+        is_plain = not more_hashes and not self._more_blocks and self._events is None
         for block_id in block_ids:
-            primary = hashes[block_id]
-            if primary is None:
-                continue
-            hashes[block_id] = None
-            keys = (primary, *more_hashes.pop(block_id, ())) if more_hashes else (primary,)
-            for key in keys:
-                holders = blocks_by_hash[key]
-                if isinstance(holders, int):
-                    del blocks_by_hash[key]
+            key = hashes[block_id]
+            if key is not None:
+                hashes[block_id] = None
+                if is_plain:
+                    del block_by_hash[key]
                 else:
-                    del holders[block_id]
-                    if len(holders) == 1:
-                        blocks_by_hash[key] = next(iter(holders))
-                if self._events is not None:
-                    block_hash = get_offload_block_hash(key)
-                    self._events.append(BlockRemoved([block_hash], get_offload_group_idx(key)))
+                    for key in (key, *more_hashes.pop(block_id, ())):
+                        self._drop_hash(block_id, key)
+
+    def _drop_hash(self, block_id: int, key: OffloadKey) -> None:
+        first, others = self._block_by_hash[key], self._more_blocks.get(key)
+        if others is None:
+            del self._block_by_hash[key]
+        else:
+            if first == block_id:
+                self._block_by_hash[key] = block_id = next(iter(others))
+            del others[block_id]
+            if not others:
+                del self._more_blocks[key]
+        if self._events is not None:
+            block_hash = get_offload_block_hash(key)
+            self._events.append(BlockRemoved([block_hash], get_offload_group_idx(key)))
 
     def reset_prefix_cache(self) -> bool:
         """Forget every hash; refused with False while any block is in use (POOL-9)."""
@@ -544,15 +567,17 @@ class BlockPool:
         self._stop_walks()
         block_ids = self.free_block_ids()
         end = self._back_start + len(self._back)
-        self._renumber(block_ids, self._front_start() - 1, end, 1)  # walks that wait there too
-        self._front, self._back = block_ids[::-1], []
-        self._back_start, self._head = self.num_blocks, 0
+        start = self._front_start() - 1  # with the walks that wait there
+        self._renumber(block_ids, start, end, -len(block_ids))
+        self._front, self._back = array("q", reversed(block_ids)), array("q")
+        self._back_start, self._head = _FIRST_BACK, 0
         self._front_moves = self._back_moves = (0, 0)
         self._is_compacting = False
-        self._is_hashed_in_front = False
+        self._is_hashed_in_front = self._is_unhashed_in_back = False
         self._hash[:] = [None] * self.num_blocks  # in place: walks hold the list
         self._more_hashes.clear()
-        self._blocks_by_hash.clear()
+        self._block_by_hash.clear()
+        self._more_blocks.clear()
         if self._events is not None:
             self._events.append(AllBlocksCleared())
         self._notify_reuse(list(self._watchers))
@@ -591,10 +616,21 @@ class BlockPool:
         return BlockPoolView(self, owner)
 
 
-def _move_down(entries: list[int], source: int, stop: int, target: int) -> list[int]:
+def _is_position(state: int) -> bool:
+    """Whether a block in this state is free."""
+    return not 0 < state < _FIRST_BACK
+
+
+def _done(block_ids: list[int], remaining: Iterator[int]) -> list[int]:
+    """What a loop over ``block_ids`` did that failed at the item before ``remaining``."""
+    num_done = len(block_ids) - len(list(remaining)) - 1
+    return list(filter(None, block_ids[:num_done]))
+
+
+def _move_down(entries: array[int], source: int, stop: int, target: int) -> array[int]:
     """Move the blocks among some entries to ``target``, and return them; 0 stays behind."""
-    live = list(filter(None, entries[source:stop]))
-    entries[source:stop] = [NULL_BLOCK_ID] * (stop - source)
+    live = array("q", filter(None, entries[source:stop]))
+    entries[source:stop] = array("q", bytes(entries.itemsize * (stop - source)))
     entries[target : target + len(live)] = live
     return live
 

@@ -122,9 +122,7 @@ def walk_free_block_ids_with_hash(open_pool: OpenPool) -> Iterator[tuple[int, Of
                 yield block_id, key
                 if any_has_more and block_id in more_hashes:
                     for key in tuple(more_hashes[block_id]):
-                        if not entries and (
-                            pool._ref_cnt[block_id] or pool._position[block_id] != walk.position
-                        ):
+                        if not entries and pool._state[block_id] != walk.position:
                             break  # taken since, and perhaps freed anew
                         if hashes[block_id] is None:
                             break

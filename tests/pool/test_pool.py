@@ -477,7 +477,7 @@ def test_pool_7_the_walk_goes_on_while_entries_are_moved_together(
     pool: BlockPool, monkeypatch: pytest.MonkeyPatch, num_unhashed: int
 ) -> None:
     monkeypatch.setattr(pool_module, "_MAX_ZEROS", 0)
-    monkeypatch.setattr(pool_module, "_FEWEST_ENTRIES", 1)
+    monkeypatch.setattr(pool_module, "_FEWEST_MOVED", 1)
     pool.free_blocks(pool.allocate_blocks(num_unhashed))
     view = pool.view()
     seen = []

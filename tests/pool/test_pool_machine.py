@@ -136,7 +136,7 @@ IDS = st.lists(ID, max_size=4)
 
 class PoolMachine(RuleBasedStateMachine):
     max_zeros = pool_module._MAX_ZEROS
-    fewest_entries = pool_module._FEWEST_ENTRIES
+    fewest_entries = pool_module._FEWEST_MOVED
     moved_per_touch = pool_module._MOVED_PER_TOUCH
     entries_per_look = walks._ENTRIES_PER_LOOK
 
@@ -144,7 +144,7 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(pool_module, "_MAX_ZEROS", self.max_zeros)
-        self.patch.setattr(pool_module, "_FEWEST_ENTRIES", self.fewest_entries)
+        self.patch.setattr(pool_module, "_FEWEST_MOVED", self.fewest_entries)
         self.patch.setattr(pool_module, "_MOVED_PER_TOUCH", self.moved_per_touch)
         self.patch.setattr(walks, "_ENTRIES_PER_LOOK", self.entries_per_look)
         self.pool = BlockPool(NUM_BLOCKS, enable_events=True)
