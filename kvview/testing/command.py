@@ -144,7 +144,8 @@ def check(
     transfer worker; or a class of tier stores, made with the --options; or a
     connector class, which is run in an engine under faults: of kvview, or with
     --engine vllm any KVConnectorBase_V1 of vLLM, as it is. '{tmp}' in an option is a
-    fresh folder, of each connector in each run.
+    fresh folder, of each connector in each run; an option that is '{blocks}' or
+    '{bytes}' is how much the tier of a connector holds in that run.
     """
     console = Console(stderr=json_file == "-", emoji=False)  # stdout is the report's alone then
     require_writable("--json", json_file)

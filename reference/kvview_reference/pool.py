@@ -541,8 +541,8 @@ class BlockPool:
                 if is_plain:
                     del block_by_hash[key]
                 else:
-                    for key in (key, *more_hashes.pop(block_id, ())):
-                        self._drop_hash(block_id, key)
+                    for dropped in (key, *more_hashes.pop(block_id, ())):
+                        self._drop_hash(block_id, dropped)
 
     def _drop_hash(self, block_id: int, key: OffloadKey) -> None:
         first, others = self._block_by_hash[key], self._more_blocks.get(key)

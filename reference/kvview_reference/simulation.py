@@ -18,7 +18,13 @@ from kvview import (
     WorkerConnector,
     make_offload_key,
 )
-from kvview.testing.connector.scenario import NUM_SHARED_BLOCKS, Add, Scenario
+from kvview.testing.connector.scenario import (
+    NUM_LAYERS,
+    NUM_SHARED_BLOCKS,
+    PAGE_BYTES,
+    Add,
+    Scenario,
+)
 from kvview_reference.connector.multi import MultiScheduler, MultiWorker
 from kvview_reference.engine import Engine
 from kvview_reference.engine.request import Request, Status, chain_hashes
@@ -29,9 +35,6 @@ if TYPE_CHECKING:
     from kvview.testing.connector.harness import ConnectorHarness, EngineFactory
     from kvview.testing.connector.stream import StepStream
     from kvview_reference.offloading import CachePolicy
-
-_PAGE_BYTES = 64
-_NUM_LAYERS = 2
 
 
 class ReferenceEngines:
@@ -98,8 +101,8 @@ class ReferenceConnectorHarness:
             scenario.geometry,
             connector,
             num_gpu_blocks=scenario.num_gpu_blocks,
-            page_bytes=_PAGE_BYTES,
-            num_layers=_NUM_LAYERS,
+            page_bytes=PAGE_BYTES,
+            num_layers=NUM_LAYERS,
             group_pages=scenario.group_pages,
             max_running=scenario.max_running,
             max_tokens_per_step=scenario.max_tokens_per_step,

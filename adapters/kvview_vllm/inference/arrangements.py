@@ -12,7 +12,7 @@ from typing import Any
 
 from kvview import CacheGeometry
 from kvview.targets import is_engine_connector, target_of
-from kvview.testing.connector.folders import in_folder
+from kvview.testing.connector.placeholders import in_folder
 from kvview_vllm.inference.server import BLOCK_SIZE
 from kvview_vllm.releases.worker_caches import overridden
 from kvview_vllm.simulation import scheduler as cpu_scheduler
@@ -116,7 +116,7 @@ class Configured:
         return more
 
     def _of_kvview(self, connector_class: type) -> dict[str, Any]:
-        from kvview.testing.connector.run import configure
+        from kvview.testing.connector.configure import configure
         from kvview.testing.connector.scenario import Scenario
 
         scenario = Scenario(CacheGeometry.single(BLOCK_SIZE), 18, (), cpu_blocks=HOST_BLOCKS)

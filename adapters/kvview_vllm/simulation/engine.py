@@ -38,6 +38,7 @@ from kvview import (
     WorkerConnector,
 )
 from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.scenario import NUM_LAYERS, PAGE_BYTES
 from kvview_vllm.binding import walk_connectors
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.pool import NULL_BLOCK_ID, view
@@ -51,8 +52,6 @@ if TYPE_CHECKING:
     from kvview.testing.connector.scenario import Add, Scenario
     from kvview.testing.connector.stream import StepStream
 
-_PAGE_BYTES = 64
-_NUM_LAYERS = 2
 _STEPS_OF_A_DEADLOCK = 8
 _BARE = {"contain_faults": False, "leak_report_seconds": None}
 
@@ -86,7 +85,7 @@ class Configs:
         num_blocks: int = 8,
         **sizes: Any,
     ) -> None:
-        self.kv_cache = cpu_scheduler.make_kv_cache_config(groups, num_blocks, _NUM_LAYERS)
+        self.kv_cache = cpu_scheduler.make_kv_cache_config(groups, num_blocks, NUM_LAYERS)
         with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
             self.vllm = cpu_scheduler.make_vllm_config(
                 Path(folder),
@@ -196,7 +195,7 @@ class VLLMConnectorHarness:
         for connector in self._connectors():
             connector.block_pool_view.now = clock
         self._compute = Compute(
-            self._geometry, scenario.num_gpu_blocks, _PAGE_BYTES, num_layers=_NUM_LAYERS
+            self._geometry, scenario.num_gpu_blocks, PAGE_BYTES, num_layers=NUM_LAYERS
         )
         with named("register_kv_caches"):
             self._worker.register_kv_caches(

@@ -23,10 +23,11 @@ from kvview import CacheGeometry, ConfigError, ConnectorConfig
 from kvview.connector.raising import build_connector
 from kvview.targets import is_engine_connector
 from kvview.testing.connector import repeat, watchdog
-from kvview.testing.connector.coverage import EVENTS_WANTED
-from kvview.testing.connector.folders import in_fresh_folders
+from kvview.testing.connector.configure import configure
+from kvview.testing.connector.coverage import EVENTS_WANTED, notes_on
 from kvview.testing.connector.generate import generate_scenario
 from kvview.testing.connector.harness import EngineFactory, load_engines, own_runs
+from kvview.testing.connector.placeholders import in_fresh_folders, in_size
 from kvview.testing.connector.result import (
     ConnectorFailure,
     ConnectorRuns,
@@ -34,7 +35,7 @@ from kvview.testing.connector.result import (
     SimulationResult,
     Snapshot,
 )
-from kvview.testing.connector.run import configure, simulate
+from kvview.testing.connector.run import simulate
 from kvview.testing.connector.scenario import (
     Abort,
     AbortLoading,
@@ -51,6 +52,7 @@ from kvview.testing.connector.scenario import (
 from kvview.testing.connector.shrink import MAX_RUNS, shrink
 
 _MAX_TIMEOUTS = 2  # seeds whose hooks do not return: each costs all that a hook may take
+_BLOCKS_TO_TRY = 1024
 _SAMPLE = repeat.EVERY // 2
 _MOST_SAMPLES = 25  # of green runs, to show a typical one
 _TRIES = 50  # of a script, for what does not happen every time
@@ -103,7 +105,8 @@ def check_connector(
         seeds: How many.
         first_seed: The first of them.
         options: Of the connector. ``cpu_blocks`` and ``enable_events`` are added where
-            it takes them and they are not given.
+            it takes them and they are not given; ``{tmp}``, ``{blocks}`` and ``{bytes}`` in
+            them are filled in (:mod:`~kvview.testing.connector.placeholders`).
         on_progress: Called after each seed with the number of seeds and of failures
             so far.
         max_shrink_runs: Runs to make one failure smaller, and for all laws together twice
@@ -138,6 +141,7 @@ def check_connector(
     except KeyboardInterrupt:
         is_interrupted = True
     check.notes += sorted(name for name in check.coverage if name.startswith("stands in"))
+    check.notes += notes_on(check.coverage)
     return ConnectorRuns(
         connector_class.__name__,
         check.engines.name,
@@ -284,7 +288,8 @@ class _Check:
         """Whether the connector can be built with these options too."""
         try:
             with in_fresh_folders({**self._options, **more}) as (options,):
-                config = ConnectorConfig(CacheGeometry.single(4), options)
+                sized = in_size(options, _BLOCKS_TO_TRY, 1024)
+                config = ConnectorConfig(CacheGeometry.single(4), sized)
                 build_connector(self._connector_class, config)
         except ConfigError:
             return False

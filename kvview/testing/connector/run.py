@@ -21,13 +21,12 @@ from kvview import (
     WorkerConnector,
 )
 from kvview.connector.raising import build_connector
-from kvview.errors import line_of
 from kvview.targets import is_engine_connector
 from kvview.testing.connector import watchdog
 from kvview.testing.connector.as_it_is import AsItIsWorker
-from kvview.testing.connector.coverage import seeds_of
+from kvview.testing.connector.configure import configure, is_of_size
+from kvview.testing.connector.coverage import OF_THEIR_OWN_SIZE, WITH_A_FULL_TIER, seeds_of
 from kvview.testing.connector.faults import FaultyWorker, Pool
-from kvview.testing.connector.folders import in_fresh_folders
 from kvview.testing.connector.harness import (
     ConnectorHarness,
     EngineFactory,
@@ -48,6 +47,7 @@ from kvview.testing.connector.invariants import (
     is_comparable,
     is_suspect,
 )
+from kvview.testing.connector.placeholders import in_fresh_folders
 from kvview.testing.connector.process import RemoteWorker, can_fork
 from kvview.testing.connector.result import Failure, SimulationResult, Snapshot
 from kvview.testing.connector.scenario import (
@@ -130,47 +130,6 @@ def simulate(
             )
             result = replace(result, failure=failure)
         return result
-
-
-def configure(
-    connector_class: type[Connector], scenario: Scenario, options: dict[str, Any]
-) -> bytes:
-    """A configuration that the connector takes, pickled."""
-    cpu_blocks = {"cpu_blocks": scenario.cpu_blocks}
-    events = {"enable_events": True}
-    for extra in ({**cpu_blocks, **events}, cpu_blocks, events):
-        with suppress(ConfigError):
-            config = ConnectorConfig(scenario.geometry, {**extra, **options})
-            connector = build_connector(connector_class, config)
-            if not scenario.cpu_blocks:
-                _refuse_late(connector)
-            return _pickled(config)
-    config = ConnectorConfig(scenario.geometry, options)
-    build_connector(connector_class, config)
-    return _pickled(config)
-
-
-def _refuse_late(connector: Connector) -> None:
-    """Who takes no tier of that size may say so only when its halves are made."""
-    try:
-        connector.make_scheduler()
-        connector.make_worker()
-    except ConfigError:
-        raise
-    except Exception:
-        return  # told as what it is when the run makes them
-
-
-def _pickled(config: ConnectorConfig) -> bytes:
-    for name, value in config.options.items():
-        try:
-            pickle.loads(pickle.dumps(value))
-        except Exception as error:
-            raise ConfigError(
-                f"option {name!r} does not survive pickling ({line_of(error)}): each half is built "
-                f"in a process of its own, from an equal configuration. Give what it is made from"
-            ) from error
-    return pickle.dumps(config)
 
 
 def _again_and_again(fates: Sequence[Fate]) -> Iterator[Fate]:
@@ -283,8 +242,10 @@ class Run:
             configure(connector_class, self.scenario, options)
             for options in options_of_each[: self.scenario.num_connectors]
         ]
-        size = pickle.loads(configs[0]).options.get("cpu_blocks")
-        self._is_roomy = self.scenario.is_roomy and size == self.scenario.cpu_blocks
+        given = pickle.loads(configs[0]).options
+        knows_size = is_of_size(given, self.scenario, options_of_each[0])
+        self._coverage[OF_THEIR_OWN_SIZE] += not knows_size and self.scenario.cpu_blocks > 0
+        self._is_roomy = self.scenario.is_roomy and knows_size
         fates = self._fates()
         part_class = type(self._name, (_Part,), {})  # reports name the connector
         self._parts += [
@@ -390,6 +351,7 @@ class Run:
                         worker.shutdown()
         for part in self._parts:
             self._coverage.update(part.history.coverage)
+        self._coverage[WITH_A_FULL_TIER] += any(part.history.was_full for part in self._parts)
         if self._engine is not None:
             stats = self.engine.stats
             for name in ("requests", "preemptions", "steps"):

@@ -16,6 +16,8 @@ from kvview.targets import is_connector, target_of
 
 NUM_SHARED_BLOCKS = 2
 """Hash blocks at the start of every prompt, the same for all families."""
+PAGE_BYTES, NUM_LAYERS = 64, 2
+"""Of a block in each tensor, and how many tensors, unless a scenario has pages of its own."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,8 @@ class Scenario:
         num_gpu_blocks: Blocks of the pool, the null block included.
         events: What happens, in order; then everything is left to drain.
         fates: Of the jobs by the order of their start; later ones are usual.
-        cpu_blocks: Option of the connector, if it has one of this name.
+        cpu_blocks: How many blocks the tier holds, if an option has a placeholder for it
+            (:mod:`~kvview.testing.connector.placeholders`), or this name.
         num_connectors: 2 for two of them side by side.
         max_running: Requests computed at once.
         max_tokens_per_step: Token budget of one step.
@@ -184,6 +187,11 @@ class Scenario:
                 lengths[add.request_id] = max(length, lengths.get(add.request_id, 0))
                 num_blocks += sum(-(-length // g.block_size) for g in self.geometry.groups)
         return self.laps * num_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of the group with the largest pages."""
+        return max(map(sum, self.group_pages), default=NUM_LAYERS * PAGE_BYTES)
 
     @property
     def is_roomy(self) -> bool:

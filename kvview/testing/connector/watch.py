@@ -28,7 +28,7 @@ from kvview import (
     TransferResult,
     make_offload_key,
 )
-from kvview.testing.connector.coverage import rows_of
+from kvview.testing.connector.coverage import BY_THEMSELVES, rows_of
 from kvview.testing.connector.faults import Flight
 from kvview.testing.connector.hook_calls import hook, require_type
 from kvview.testing.connector.invariants import (
@@ -68,6 +68,7 @@ class History:
         self._current: set[Flight] = set()  # begun since the last reset
         self.coverage: Counter[str] = Counter()
         self.num_tokens_to_load = 0
+        self.was_full = False  # what was stored was let go, and came again
         self._rows = list(rows_of(geometry))
         self._loading: set[Flight] = set()
         self._gpu_hits: dict[str, str] = {}  # of requests that load
@@ -85,6 +86,8 @@ class History:
         """Note the end of a job; what a store from before a reset brings is not held (OFF-8)."""
         kind = "loads" if flight.is_load else "stores"
         self.coverage[kind if success else f"failed {kind}"] += 1
+        if not success and flight.fate.outcome == "ok":
+            self.coverage[f"{kind} {BY_THEMSELVES}"] += 1
         if flight.is_load:
             if not success:
                 self._count("failed", flight)
@@ -93,6 +96,8 @@ class History:
             self._loading.discard(flight)
         elif flight in self._current:
             stored = flight.stored_keys
+            if not self.coverage["failed loads"]:  # what can not be loaded is rightly let go
+                self.was_full = self.was_full or bool(stored & self.stored)
             self.stored |= stored
             self.failed |= flight.keys - stored
         self._current.discard(flight)

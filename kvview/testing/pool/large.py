@@ -86,6 +86,25 @@ def check_pool_6_long_walk_after_most_was_touched(pool: PoolDriver) -> None:
     pool.check_free()
 
 
+@pool_check("POOL-11", CACHE, SIZED)
+def check_pool_11_long_churn_keeps_the_order(pool: PoolDriver) -> None:
+    """What is held, freed, allocated and dropped in batches is evicted in order, all along."""
+    rng = _large(pool)
+    for number in range(120):
+        _disturb(pool, rng, rng.choice([1, 3, 40, 300, 1500]))
+        if number % 3 == 0:
+            pool.release(rng.sample(sorted(pool.engine), len(pool.engine) // 2))
+        if number % 20 == 19:
+            pool.equal(pool.walk(), pool.expected_walk(), "a walk yields what is free, in order")
+            pool.free(rng.sample(sorted(pool.held), len(pool.held) // 2))
+            pool.release(pool.allocate(len(pool.free_blocks) // 2))
+        if number == 60:
+            pool.free(list(pool.held.elements()))
+            pool.release(list(pool.engine.elements()))
+            pool.reset()
+    pool.check_free()
+
+
 @pool_check("POOL-13", CACHE, SIZED, RESUMABLE_WALK)
 def check_pool_13_long_walk_misses_nothing(pool: PoolDriver) -> None:
     """Resumed over thousands of blocks, with most of the queue touched in between."""

@@ -1,0 +1,107 @@
+"""How much a tier holds is for the check to say: it must be full now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from typing_extensions import override
+
+from examples.host_cache import HostCacheConnector, HostCacheScheduler
+from kvview import ConfigError, ConnectorConfig, SchedulerConnector, TransferResult
+from kvview.testing.connector import ConnectorRuns, check_connector
+from kvview.testing.connector.coverage import notes_on, not_exercised
+from kvview.testing.connector.generate import generate_scenario
+from kvview.testing.connector.placeholders import in_size
+
+SEEDS = 25
+
+
+class OwnOption(HostCacheConnector):
+    """The example, with an option of another name."""
+
+    at_least = 0
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        options = dict(config.options)
+        size = options.pop("max_blocks", 1000)
+        if options or not isinstance(size, int) or size < self.at_least:
+            raise ConfigError(f"expected max_blocks=N, got {dict(config.options)}")
+        super().__init__(ConnectorConfig(config.geometry, {"cpu_blocks": size}))
+
+
+class TakesNoFewerThan64(OwnOption):
+    at_least = 64
+
+
+class LosesPages(OwnOption):
+    """Forgets the page of every fourth store that failed."""
+
+    @override
+    def make_scheduler(self) -> SchedulerConnector:
+        return _Forgetful(self.config, self.cpu_blocks)
+
+
+class _Forgetful(HostCacheScheduler):
+    @override
+    def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
+        super().on_transfers_finished(results)
+        if any(not result.success for result in results):
+            del self.free_slots[::4]
+
+
+class MixesPagesUp(OwnOption):
+    """The page that it evicts is not the one that it stores into."""
+
+    @override
+    def make_scheduler(self) -> SchedulerConnector:
+        return _MixedUp(self.config, self.cpu_blocks)
+
+
+class _MixedUp(HostCacheScheduler):
+    @override
+    def take_slot(self) -> int | None:
+        if self.free_slots:
+            return self.free_slots.pop()
+        for key in self.slots:
+            if key not in self.loading:
+                self.slots.pop(key)
+                return next(iter(self.slots.values()), None)
+        return None
+
+
+def check(connector: type[OwnOption], **options: object) -> ConnectorRuns:
+    return check_connector(connector, seeds=SEEDS, options=options, max_shrink_runs=0)
+
+
+@pytest.mark.parametrize("connector", [OwnOption, TakesNoFewerThan64])
+def test_a_size_of_another_name_is_filled_in(connector: type[OwnOption]) -> None:
+    runs = check(connector, max_blocks="{blocks}")
+    assert not runs.failures
+    assert "full tier" not in [gap.name for gap in not_exercised(runs.coverage)]
+
+
+def test_bytes_are_those_of_the_largest_pages() -> None:
+    options = {"children": [{"gib": "{bytes}"}], "path": "{tmp}/{blocks}"}
+    assert in_size(options, 3, 64) == {"children": [{"gib": 192}], "path": "{tmp}/{blocks}"}
+    pages = replace(generate_scenario(0), group_pages=((64, 8), (16, 16)))
+    assert pages.block_bytes == 72
+
+
+def test_a_size_of_its_own_is_not_enough() -> None:
+    runs = check(OwnOption)
+    gaps = {gap.name: gap.what for gap in not_exercised(runs.coverage)}
+    assert "NAME={blocks}" in gaps["full tier"]
+
+
+@pytest.mark.parametrize("connector", [LosesPages, MixesPagesUp])
+def test_what_a_full_tier_shows(connector: type[OwnOption]) -> None:
+    assert check(connector, max_blocks="{blocks}").failures
+
+
+def test_loads_that_fail_by_themselves_are_told() -> None:
+    right = {"loads": 90, "failed loads": 10, "loads that failed by themselves": 9}
+    assert not list(notes_on(right))
+    (note,) = notes_on({**right, "loads that failed by themselves": 11})
+    assert "11 of 100 loads failed" in note
