@@ -136,7 +136,6 @@ def test_answers_hold_for_a_while_and_failures_until_a_put() -> None:
     assert answers.flags([b"a"]) == ([True], [])
     answers.failed(b"a")
     answers.told(b"a", True)
-    answers.forget(b"a")
     clock.seconds = 100.0
     assert answers.flags([b"a"]) == ([False], [])
     answers.stored(b"a")
