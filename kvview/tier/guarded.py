@@ -220,14 +220,11 @@ class GuardedTier:
         """Fail what is in flight and close the store; one that does not close is left."""
         with self._changed:
             is_first, self._is_closed = not self._is_closed, True
-        if self._is_zero_copy:
-            self._end_lane()  # first: what a store is at ends with it
+        self._awake.set()
+        self._lane.join(_LONGEST_CLOSE)  # what it copies, and what a store is at, ends with it
         with self._changed:
-            while not self._is_zero_copy and any(one.is_copying for one in self._jobs.values()):
-                self._changed.wait(_LONGEST_SLEEP)
             for entry in [*self._jobs.values()]:
                 self._finish(entry, [False] * len(entry.keys))
-        self._end_lane()
         if is_first and self._lane.is_alive():
             _log.warning("the store %s does not close; it is left", type(self.store).__name__)
 
@@ -248,10 +245,6 @@ class GuardedTier:
         return [self._evicted.popleft() for _ in range(len(self._evicted))]
 
     # --- on the caller's thread ---
-
-    def _end_lane(self) -> None:
-        self._awake.set()
-        self._lane.join(min(self._deadline, _LONGEST_CLOSE))
 
     def _submit(
         self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], is_get: bool
@@ -316,7 +309,7 @@ class GuardedTier:
         if isinstance(self.store, SupportsEvictions):
             self._ask_store(self.store.on_evicted, self._evicted.extend)
         while not self._is_closed:
-            is_waiting = self._in_store or self._unanswered or self._inbox
+            is_waiting = self._in_store or self._unanswered
             self._awake.wait(_LONGEST_SLEEP if self._wakes or not is_waiting else _BETWEEN_POLLS)
             self._awake.clear()
             while self._inbox and not self._is_closed:
@@ -433,7 +426,7 @@ class GuardedTier:
 
     def _begin_copy(self, entry: _Job) -> bool:
         with self._changed:
-            entry.is_copying = self._jobs.get(entry.job) is entry
+            entry.is_copying = self._jobs.get(entry.job) is entry and not self._is_closed
             return entry.is_copying
 
 

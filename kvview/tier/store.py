@@ -116,7 +116,7 @@ class SupportsDelete(Protocol):
     """The store can drop keys."""
 
     def delete(self, keys: Sequence[bytes], /) -> None:
-        """Make keys a miss; those that are not held are ignored."""
+        """Make keys a miss from now on; those that are not held are ignored."""
         ...
 
 

@@ -348,7 +348,7 @@ def _comes(store: TierDriver, what: str, is_so: Callable[[], bool]) -> None:
 def check_tier_12_guard_closes_over_any_store(store: TierDriver) -> None:
     """A store that hangs holds up no shutdown, and what it was at has failed."""
     for fault in ("put blocks", "lookup blocks", "never reports", "poll blocks"):
-        run = GuardRun(store, fault, deadline=0.1)
+        run = GuardRun(store, fault)
         store.put(*_OLD)
         store.finish()
         run.under.fault = fault
