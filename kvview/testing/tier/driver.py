@@ -186,7 +186,8 @@ class TierDriver(Recorder):
             if flag:
                 what = f"key {key!r} can be loaded"
                 got = "a failed key: it was not stored"
-                self.true(key in self.stored or is_unsure, what, "a success", got, "TIER-7")
+                law = "TIER-4" if key in self.failed else "TIER-7"
+                self.true(key in self.stored or is_unsure, what, "a success", got, law)
                 self.stored[key] = len(page)
                 if now != (expected := bytes_of(key, len(page))):
                     what = f"key {key!r} is loaded as it was put"
