@@ -27,6 +27,7 @@ from kvview_reference.tier import FileStore, read_entry
 from kvview_reference.tier.command import tier as tier_group
 from kvview_reference.tier.throughput import measure
 from tests.tier.drawn_store import DrawnStore, draw_fault
+from tests.tier.shown import expected, shown
 
 pytest.importorskip("xxhash")
 
@@ -55,6 +56,14 @@ def test_faults_that_are_drawn_are_seen(seed: int) -> None:
     options = {"root": "{tmp}", "fault": seed}
     report = run_checks(DrawnStore, options=options, select=("check_tier_1_[pm]*", "TIER-7"))
     assert not report.is_clean, str(draw_fault(seed))
+
+
+def test_what_the_page_shows() -> None:
+    assert shown(0, STORE=FileStore, OPTIONS={"root": "{tmp}"}) == expected(4)
+    for fault, said in shown(1).items():
+        alone, _, guarded = said.partition(" | ")
+        assert "(2, [False])" in guarded or "right" in guarded, fault
+        assert "(2, [False])" not in alone, fault
 
 
 # --- targets ---
