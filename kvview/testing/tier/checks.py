@@ -139,16 +139,17 @@ def check_tier_2_numbers_of_jobs_may_come_again(store: TierDriver) -> None:
 @tier_check("TIER-3")
 def check_tier_3_reported_pages_are_left_alone(store: TierDriver) -> None:
     """The engine uses pages again as soon as their job was reported."""
-    store.put(*_MANY)
-    store.finish()
-    for _ in range(3):
-        store.get(*_MANY)
+    for size in (PAGE_BYTES, 2 * PAGE_BYTES, 100_000):
+        keys = [f"{size} {number}".encode() for number in range(30)]
+        store.put(*keys, num_bytes=size)
+        store.finish()
+        store.get(*keys, num_bytes=size)
         store.wait()
         store.overwrite_reported()
         store.put(A, B, C)
-        store.get(*_MANY[:5])
+        store.get(*keys[:5], num_bytes=size)
         store.wait()
-        time.sleep(0.02)
+        time.sleep(0.03)
         store.check_untouched()
 
 

@@ -44,7 +44,6 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
     runs: list[dict[str, Any]] = []
     tried: list[dict[bytes, int]] = []
     acknowledged: list[set[bytes]] = []
-    load_target(job["target"])  # once: what it imports may take long
     for number in range(job["num"]):
         read, write = os.pipe()
         seed = dice.randrange(1 << 30)

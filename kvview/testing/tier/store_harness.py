@@ -77,6 +77,8 @@ class StoreHarness:
         self.folder = folder or Path(tempfile.mkdtemp(prefix="kvview-tier-"))
         self._gate = threading.Event()
         self._gate.set()
+        self.callers: set[int] = set()
+        """Threads that were in a blocking call of the store, where that can be seen."""
         filled = {key: self._filled(value) for key, value in options.items()}
         self.store: TierStore = self._gated(make)(self.namespace, **filled)
         if self.guarded:
@@ -206,18 +208,21 @@ class StoreHarness:
         """Of a class over ``Threaded``, one whose blocking calls wait at the gate."""
         if not self._is_threaded():
             return make
-        gate = self._gate
+        gate, callers = self._gate, self.callers
 
         class Gated(make):  # type: ignore[misc]
             def has(self, key: bytes, /) -> bool:
+                callers.add(threading.get_ident())
                 gate.wait()
                 return bool(super().has(key))
 
             def read_into(self, key: bytes, page: memoryview, /) -> bool:
+                callers.add(threading.get_ident())
                 gate.wait()
                 return bool(super().read_into(key, page))
 
             def write(self, key: bytes, page: memoryview, /) -> bool:
+                callers.add(threading.get_ident())
                 gate.wait()
                 return bool(super().write(key, page))
 
