@@ -168,6 +168,8 @@ class Capability(StrEnum):
     """The store has ``delete(keys)``."""
     USAGE = "usage"
     """The store has ``usage()``."""
+    TOUCH = "touch"
+    """The store has ``touch(keys)``."""
     TIER_GUARD = "tier_guard"
     """``guard(store, namespace, **options)``: the guard under test over any store."""
 
@@ -498,6 +500,7 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         Capability.KILL: (Need("harness", "killed_runs", 2),),
         Capability.DELETE: (Need("store", "delete", 1),),
         Capability.USAGE: (Need("store", "usage", 0),),
+        Capability.TOUCH: (Need("store", "touch", 1),),
         Capability.TIER_GUARD: (Need("harness", "guard", 2),),
     },
 }

@@ -81,16 +81,6 @@ class LookupAnswers:
         """A get failed, or the key was deleted."""
         self._answer(key, False, _FOREVER)
 
-    def has_failed(self, key: bytes) -> bool:
-        """Whether the key is a miss until it is stored again."""
-        return self._known.get(key) == (False, _FOREVER)
-
-    def forget(self, key: bytes) -> None:
-        """Nothing is known any more of a key, unless it failed."""
-        self._asked.pop(key, None)
-        if not self.has_failed(key):
-            self._known.pop(key, None)
-
     def _answer(self, key: bytes, flag: bool, seconds: float | None = None) -> None:
         self._asked.pop(key, None)
         self._known.pop(key, None)

@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 _BETWEEN_POLLS = 0.0005  # seconds, of a store that does not wake
 _LONGEST_SLEEP = 0.05
 _LONGEST_CLOSE = 5.0
+_MOST_EVICTED = 1 << 20  # keys that wait to be told
 
 
 @dataclass(slots=True)
@@ -144,7 +145,7 @@ class GuardedTier:
         self._done: list[tuple[int, list[bool]]] = []
         self._inbox: deque[Callable[[], object]] = deque()
         self._unanswered: list[bytes] = []
-        self._evicted: deque[bytes] = deque(maxlen=1 << 20)
+        self._evicted: deque[bytes] = deque(maxlen=_MOST_EVICTED)
         self._next_number = 0
         self._is_closed = False
         self._wakes = isinstance(store, SupportsWakeUp)
@@ -219,14 +220,11 @@ class GuardedTier:
         """Fail what is in flight and close the store; one that does not close is left."""
         with self._changed:
             is_first, self._is_closed = not self._is_closed, True
-        if self._is_zero_copy:
-            self._end_lane()  # first: what a store is at ends with it
+        self._awake.set()
+        self._lane.join(_LONGEST_CLOSE)  # what it copies, and what a store is at, ends with it
         with self._changed:
-            while not self._is_zero_copy and any(one.is_copying for one in self._jobs.values()):
-                self._changed.wait(_LONGEST_SLEEP)
             for entry in [*self._jobs.values()]:
                 self._finish(entry, [False] * len(entry.keys))
-        self._end_lane()
         if is_first and self._lane.is_alive():
             _log.warning("the store %s does not close; it is left", type(self.store).__name__)
 
@@ -247,10 +245,6 @@ class GuardedTier:
         return [self._evicted.popleft() for _ in range(len(self._evicted))]
 
     # --- on the caller's thread ---
-
-    def _end_lane(self) -> None:
-        self._awake.set()
-        self._lane.join(min(self._deadline, _LONGEST_CLOSE))
 
     def _submit(
         self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], is_get: bool
@@ -291,8 +285,6 @@ class GuardedTier:
                 self._answers.stored(key)
             elif not flag and entry.is_get:
                 self._answers.failed(key)
-            elif not flag:
-                self._answers.forget(key)
         num_good = sum(flags)
         self._stats.failed += len(flags) - num_good
         if entry.is_get:
@@ -317,7 +309,7 @@ class GuardedTier:
         if isinstance(self.store, SupportsEvictions):
             self._ask_store(self.store.on_evicted, self._evicted.extend)
         while not self._is_closed:
-            is_waiting = self._in_store or self._unanswered or self._inbox
+            is_waiting = self._in_store or self._unanswered
             self._awake.wait(_LONGEST_SLEEP if self._wakes or not is_waiting else _BETWEEN_POLLS)
             self._awake.clear()
             while self._inbox and not self._is_closed:
@@ -334,7 +326,7 @@ class GuardedTier:
         except BaseException as error:  # of a thread of ours; nobody else wants it
             with self._changed:
                 self._stats.raised += 1
-                name = getattr(call, "__name__", "call")
+                name = getattr(call, "__name__", "call").strip("_")
                 self._strike(f"{name} raised {one_line(error)}")
             return error
 
@@ -365,31 +357,24 @@ class GuardedTier:
 
     def _start(self, entry: _Job) -> None:
         """Give a job to the store, on private pages if nothing else was chosen."""
-        if not self._begin_copy(entry):
-            return
-        private, views = self._private_pages, entry.pages
-        try:
-            if entry.is_get and not self._is_zero_copy:
-                entry.private = private.to_get(entry.pages)
-            elif not self._is_zero_copy:
-                entry.private = private.to_put(entry.keys, entry.pages)
-        except MemoryError:
-            with self._changed:
-                entry.is_copying = False
-                self._strike("there is no memory for private pages")
-                self._finish(entry, [False] * len(entry.keys))
-            return
+        if self._begin_copy(entry):
+            raised = self._ask_store(self._begin, entry)
+            if isinstance(raised, BaseException):
+                self._end(entry, [False] * len(entry.keys))
+
+    def _begin(self, entry: _Job) -> None:
+        pages, private = entry.pages, self._private_pages
+        if not self._is_zero_copy:
+            made = private.to_get(pages) if entry.is_get else private.to_put(entry.keys, pages)
+            entry.private, pages = made, [memoryview(page) for page in made]
         with self._changed:
             entry.is_copying = self._is_zero_copy
             self._in_store[entry.number] = entry
-        if not self._is_zero_copy:
-            views = [memoryview(private) for private in entry.private]
-        call = self.store.get if entry.is_get else self.store.put
-        if not entry.is_get:
-            views = [view.toreadonly() for view in views]
-        raised = self._ask_store(call, entry.number, [*entry.keys], views)
-        if isinstance(raised, BaseException):
-            self._end(entry, [False] * len(entry.keys))
+        if entry.is_get:
+            self.store.get(entry.number, [*entry.keys], pages)
+        else:
+            views = [page.toreadonly() for page in pages]
+            self.store.put(entry.number, [*entry.keys], views)
 
     def _collect(self) -> None:
         found = self._ask_store(self.store.poll)
@@ -441,7 +426,7 @@ class GuardedTier:
 
     def _begin_copy(self, entry: _Job) -> bool:
         with self._changed:
-            entry.is_copying = self._jobs.get(entry.job) is entry
+            entry.is_copying = self._jobs.get(entry.job) is entry and not self._is_closed
             return entry.is_copying
 
 

@@ -22,8 +22,7 @@ class PrivatePages:
     def __init__(self, seal: PageSeal | None) -> None:
         self._seal = seal
         self._extra = SEAL_BYTES if seal else 0
-        self._spare: dict[int, list[bytearray]] = {}
-        self._spare_bytes = 0
+        self._spare: dict[int, list[bytearray]] = {}  # by length
 
     def to_get(self, pages: Sequence[memoryview]) -> list[bytearray]:
         """Room for what a store loads, one a page."""
@@ -51,14 +50,10 @@ class PrivatePages:
     def give_back(self, privates: Sequence[bytearray]) -> None:
         """A store has reported the job that these were for."""
         for private in privates if self._seal is not None else ():
-            if self._spare_bytes + len(private) <= _MOST_SPARE_BYTES:
-                self._spare_bytes += len(private)
+            if sum(size * len(held) for size, held in self._spare.items()) < _MOST_SPARE_BYTES:
                 self._spare.setdefault(len(private), []).append(private)
 
     def _take(self, num_bytes: int) -> bytearray:
         size = num_bytes + self._extra
         spare = self._spare.get(size)
-        if not spare:
-            return bytearray(size)
-        self._spare_bytes -= size
-        return spare.pop()
+        return spare.pop() if spare else bytearray(size)

@@ -22,7 +22,9 @@ affair. Pages are one-dimensional contiguous memoryviews of bytes, of any size f
   before, in this namespace; and of those it says True unless they were evicted or failed.
 - TIER-8 A store with a budget (``max_bytes``) **must never** occupy more bytes than it, what is
   being written included; it evicts to make room, and fails a page that can have none. A store
-  that could not keep one, since others write where it does, refuses it.
+  that could not keep one, since others write where it does, refuses it. One with ``touch``
+  evicts what was used longest ago before what was used just now; one with ``on_evicted``
+  names every key that it evicts, and no other.
 - TIER-9 Reopened after an end of the process at any moment, a store **must** have whole
   entries only: what was reported stored and was not evicted, and nothing left over.
 - TIER-10 Two namespaces **must** share nothing. What was written for another one is refused
@@ -114,7 +116,7 @@ class SupportsDelete(Protocol):
     """The store can drop keys."""
 
     def delete(self, keys: Sequence[bytes], /) -> None:
-        """Make keys a miss; those that are not held are ignored."""
+        """Make keys a miss from now on; those that are not held are ignored."""
         ...
 
 

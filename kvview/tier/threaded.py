@@ -127,8 +127,6 @@ class Threaded(ABC):
                 entry.pages = []
                 self._done.append((job, entry.flags))
             self._jobs.clear()
-            self._tasks.clear()
-            self._changed.notify_all()
 
     @final
     def on_wake_up(self, wake_up: Callable[[], None], /) -> None:
@@ -179,8 +177,6 @@ class Threaded(ABC):
                     self._answers.stored(key)
                 elif not flag and entry.is_get:
                     self._answers.failed(key)
-                else:
-                    self._answers.forget(key)
         with self._changed:
             entry.parts_left -= 1
             if entry.parts_left:

@@ -25,6 +25,7 @@ import torch
 from kvview import ConfigError
 from kvview.testing import run_checks
 from kvview_vllm.doctor import diagnose_tier
+from tests.tier.shown import expected, shown
 
 # LMCache's logging takes what newer releases of OpenTelemetry are to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:.LoggingHandler:DeprecationWarning")
@@ -274,6 +275,7 @@ def test_the_kit_names_what_is_wrong_with_lmcaches_own_file_adapter() -> None:
     options = {"adapter": "fs", "base_path": "{tmp}"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of pages that cannot be written
+        assert shown(0, STORE=L2AdapterStore, OPTIONS=options) == expected(2)
         report = run_checks(L2AdapterStore, options=options, select=("TIER-1", "TIER-2", "TIER-4"))
     # Two puts of a key at once share one temporary file there: now and then a miss.
     found = {result.check.name for result in report.failures}

@@ -21,6 +21,7 @@ import torch
 from kvview import ConfigError
 from kvview.testing import run_checks
 from kvview_vllm.doctor import diagnose_tier
+from tests.tier.shown import expected, shown
 
 from . import sglang_sources
 
@@ -308,6 +309,10 @@ def test_doctor_is_never_healthier_than_sglang(tmp_path: Path) -> None:
         assert found.seams[0].seam == "tier under SGLang"
     other = {**given, "class_name": "X", "tier": files(tmp_path)}
     assert not diagnose_tier(json.dumps(other)).is_healthy
+
+
+def test_what_the_page_shows_of_sglangs_file_backend() -> None:
+    assert shown(0, STORE=HiCacheFileStore, OPTIONS={"root": "{tmp}"}) == expected(3)
 
 
 def test_the_kit_names_what_is_wrong_with_sglangs_own_file_backend() -> None:

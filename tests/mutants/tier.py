@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -452,6 +453,72 @@ class DrainsNothing(FileStore):
         return True
 
 
+@wrong("TIER-8", "check_tier_8_usage_is_what_is_on_the_medium")
+class NeverGivesRoomBack(FileStore):
+    """Room that was reserved for a page that could not be written stays reserved."""
+
+    def __init__(self, namespace: Namespace, root: str, max_bytes: int | None = None) -> None:
+        super().__init__(namespace, root=root, max_bytes=max_bytes)
+        self._budget.give_up = lambda half, num_bytes: os.unlink(half)  # type: ignore[method-assign]
+
+
+@wrong("TIER-8", "check_tier_8_what_is_used_stays")
+class EvictsByAge(FileStore):
+    """What was stored first goes first, used or not."""
+
+    def __init__(self, namespace: Namespace, root: str, max_bytes: int | None = None) -> None:
+        super().__init__(namespace, root=root, max_bytes=max_bytes)
+        self._budget.used = lambda path: None  # type: ignore[method-assign]
+
+
+@wrong("TIER-8", "check_tier_8_evicted_keys_are_named")
+class NamesFilesOfEvictions(FileStore):
+    """Listeners are told of the keys as they are spelled on the medium."""
+
+    def __init__(self, namespace: Namespace, root: str, max_bytes: int | None = None) -> None:
+        super().__init__(namespace, root=root, max_bytes=max_bytes)
+
+    def on_evicted(self, evicted: Callable[[Sequence[bytes]], None], /) -> None:
+        super().on_evicted(lambda keys: evicted([key.hex().encode() for key in keys]))
+
+
+@wrong("TIER-8", "check_tier_8_budget_is_kept_with_damaged_notes")
+class BelievesAnyCount(FileStore):
+    """A count that is damaged is taken for none."""
+
+    def __init__(self, namespace: Namespace, root: str, max_bytes: int | None = None) -> None:
+        path = Path(root, namespace.digest.hex(), "budget")
+        found = path.read_bytes() if path.exists() else b""
+        is_damaged = path.exists() and int.from_bytes(found[32:], "little") != zlib.crc32(
+            found[:32]
+        )
+        super().__init__(namespace, root=root, max_bytes=max_bytes)
+        with self._budget._counted() as count:
+            count.stored = 0 if is_damaged else count.stored
+
+
+@wrong("TIER-9", "check_tier_9_who_opens_beside_disturbs_nobody")
+class SweepsWhenOpened(FileStore):
+    """What is half-written is removed by whoever opens, also what others are writing."""
+
+    def __init__(self, namespace: Namespace, root: str) -> None:
+        super().__init__(namespace, root=root)
+        for half in self._half.iterdir():
+            half.unlink(missing_ok=True)
+
+
+@wrong("TIER-7", "check_tier_7_deleted_keys_are_gone")
+class DeletesWhatWasStoredSince(FileStore):
+    """A delete that is under way removes what a later put has stored."""
+
+    def __init__(self, namespace: Namespace, root: str) -> None:
+        super().__init__(namespace, root=root)
+
+    def delete(self, keys: Sequence[bytes], /) -> None:
+        super().delete(keys)
+        later(0.002, lambda: [*map(self.remove, keys)])
+
+
 @wrong_guard("TIER-12", "check_tier_12_guard_bears_what_raises")
 class LetsExceptionsOut(GuardedTier):
     """What a store raises in ``put`` ends the engine."""
@@ -485,9 +552,8 @@ class AsksOnTheCallersThread(GuardedTier):
         found = self._ask_store(self.store.lookup, list(keys))
         if not isinstance(found, list):
             return [False] * len(keys)
-        return [
-            flag and not self._answers.has_failed(k) for k, flag in zip(keys, found, strict=True)
-        ]
+        known, _ = self._answers.flags(keys)
+        return [flag and was is not False for flag, was in zip(found, known, strict=True)]
 
 
 @wrong_guard("TIER-12", "check_tier_12_guard_bears_what_is_late")
@@ -552,7 +618,7 @@ class BelievesLookups(GuardedTier):
     def __init__(self, store: TierStore, namespace: Namespace, **options: Any) -> None:
         super().__init__(store, namespace, **options)
         answers: Any = self._answers
-        answers.failed = answers.forget
+        answers.failed = lambda key: answers._known.pop(key, None)
 
 
 @wrong_guard("TIER-12", "check_tier_12_guard_bears_what_is_late")
@@ -561,3 +627,22 @@ class NeverTriesAgain(GuardedTier):
 
     def __init__(self, store: TierStore, namespace: Namespace, **options: Any) -> None:
         super().__init__(store, namespace, **{**options, "retry_after": 1e9})
+
+
+@wrong_guard("TIER-12", "check_tier_12_guard_closes_over_any_store")
+class ClosesWhenTheStoreDoes(GuardedTier):
+    """Close waits for jobs that a store never reports."""
+
+    def close(self) -> None:
+        self.drain(60.0)
+        super().close()
+
+
+@wrong_guard("TIER-12", "check_tier_12_guard_without_copies")
+class ReportsWhatTheStoreStillHas(GuardedTier):
+    """At its deadline a job is reported although its pages are the store's."""
+
+    def _expire(self) -> None:
+        for entry in self._jobs.values():
+            entry.is_copying = False
+        super()._expire()

@@ -27,6 +27,7 @@ from kvview_reference.tier import FileStore, read_entry
 from kvview_reference.tier.command import tier as tier_group
 from kvview_reference.tier.throughput import measure
 from tests.tier.drawn_store import DrawnStore, draw_fault
+from tests.tier.shown import expected, shown
 
 pytest.importorskip("xxhash")
 
@@ -55,6 +56,14 @@ def test_faults_that_are_drawn_are_seen(seed: int) -> None:
     options = {"root": "{tmp}", "fault": seed}
     report = run_checks(DrawnStore, options=options, select=("check_tier_1_[pm]*", "TIER-7"))
     assert not report.is_clean, str(draw_fault(seed))
+
+
+def test_what_the_page_shows() -> None:
+    assert shown(0, STORE=FileStore, OPTIONS={"root": "{tmp}"}) == expected(4)
+    for fault, said in shown(1).items():
+        alone, _, guarded = said.partition(" | ")
+        assert "(2, [False])" in guarded or "right" in guarded, fault
+        assert "(2, [False])" not in alone, fault
 
 
 # --- targets ---
@@ -136,7 +145,6 @@ def test_answers_hold_for_a_while_and_failures_until_a_put() -> None:
     assert answers.flags([b"a"]) == ([True], [])
     answers.failed(b"a")
     answers.told(b"a", True)
-    answers.forget(b"a")
     clock.seconds = 100.0
     assert answers.flags([b"a"]) == ([False], [])
     answers.stored(b"a")

@@ -32,6 +32,7 @@ from kvview.tier import Namespace
 from kvview.tier.trial import MemoryStore
 from kvview_vllm.doctor import diagnose, diagnose_tier
 from kvview_vllm.releases.tier_specs import make_tiering_spec
+from tests.tier.shown import expected, shown
 
 with warnings.catch_warnings():  # of torch, when vLLM's kernels are imported
     warnings.simplefilter("ignore")
@@ -469,6 +470,19 @@ class BitFlipper(MemoryStore):
 
     def write(self, key: bytes, page: memoryview, /) -> bool:
         return super().write(key, memoryview(bytes(reversed(bytes(page)))))
+
+
+def test_what_the_page_shows_of_vllms_file_tier() -> None:
+    from vllm.version import __version__ as release
+
+    if not release.startswith("0.33."):
+        pytest.skip("docs/tier.md says what was found on 0.33.0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from kvview_vllm.secondary_tiers import SecondaryTierStore
+
+        options = {"type": "fs", "root_dir": "{tmp}"}
+        assert shown(0, STORE=SecondaryTierStore, OPTIONS=options) == expected(1)
 
 
 def test_doctor_sees_a_store_that_does_not_keep_a_page() -> None:

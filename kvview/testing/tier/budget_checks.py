@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from kvview.errors import KVViewError
 from kvview.testing.harness import Capability
 from kvview.testing.profiles import current_profile
 from kvview.testing.tier.driver import TierDriver, tier_check
+from kvview.testing.tier.io_watch import files_of_at_most, slow_renames
+from kvview.testing.tier.store_harness import SMALLEST_ENTRY
 from kvview.tier import Threaded
 
 A, B = b"key a", b"key b"
+_SIX = [f"key {number}".encode() for number in range(6)]
 
 
 @tier_check("TIER-8", Capability.BUDGET)
@@ -111,6 +115,123 @@ def check_tier_8_budget_is_kept_by_who_is_killed(store: TierDriver) -> None:
         _fits(store, budget)
     store.check_held(*keys[-2:])
     store.stored.clear()
+
+
+@tier_check("TIER-8", Capability.BUDGET, Capability.USAGE)
+def check_tier_8_usage_is_what_is_on_the_medium(store: TierDriver) -> None:
+    """Whatever becomes of pages: a count that runs away leaves no room, or too much."""
+    budget, size = 8_000_000, 100_000
+    store.go_on_with(store.call(store.harness, "with_budget", budget))
+
+    def agree(what: str) -> None:
+        is_so, used, occupied = False, 0, 0
+        end = time.monotonic() + store.patience
+        while not is_so and time.monotonic() < end:  # what is removed on a thread may take a while
+            used, occupied = store.store.usage().used_bytes, store.harness.occupied_bytes()
+            is_so = abs(used - occupied) < size // 2
+            time.sleep(0 if is_so else 0.002)
+        store.true(is_so, f"usage is what is on the medium: {what}", used, f"about {occupied}")
+
+    def play(what: str, *steps: Callable[[], object]) -> None:
+        for step in steps:
+            step()
+            store.finish()
+        agree(what)
+
+    for number in range(3):
+        with slow_renames(0.001):
+            for _ in range(4):
+                store.put(f"same {number}".encode(), num_bytes=size)
+            store.finish()
+        agree("put by four at once")
+        play("put, and put again", *[lambda: store.put(*_SIX, num_bytes=size)] * 3)
+        play("loaded", lambda: store.get(*_SIX, num_bytes=size))
+        play("asked for in another size", lambda: store.get(*_SIX[:2], num_bytes=size + 1))
+        play("put again", lambda: store.put(*_SIX, num_bytes=size))
+        if store.can(Capability.DELETE):
+            play("deleted", lambda: store.call(store.store, "delete", _SIX[:3]))
+            play("put again", lambda: store.put(*_SIX, num_bytes=size))
+        if store.can(Capability.GONE):
+            with files_of_at_most(2 << 20):
+                play("cut short", lambda: store.put(b"large", num_bytes=3 << 20))
+            play("larger than the budget", lambda: store.put(b"larger", num_bytes=budget + 1))
+    store.check_held(*_SIX)
+    more = [f"more {number}".encode() for number in range(40)]
+    store.put(*more, num_bytes=size)
+    store.finish()
+    store.check_held(*_SIX, *more)  # there is room for all of them
+
+
+@tier_check("TIER-8", Capability.BUDGET, Capability.TOUCH)
+def check_tier_8_what_is_used_stays(store: TierDriver) -> None:
+    """What is loaded or touched again and again outlives what nobody wants."""
+    store.go_on_with(store.call(store.harness, "with_budget", 400_000))
+    store.put(*_SIX, num_bytes=20_000)
+    store.finish()
+    for number in range(40):
+        store.call(store.store, "touch", _SIX[:3])
+        job = store.get(*_SIX[3:], num_bytes=20_000)
+        store.equal(store.finish()[job], [True] * 3, f"what is used stays, put number {number}")
+        store.put(f"cold {number}".encode(), num_bytes=20_000)
+        store.finish()
+    store.check_held(*_SIX)
+    store.stored.clear()
+
+
+@tier_check("TIER-8", Capability.BUDGET)
+def check_tier_8_evicted_keys_are_named(store: TierDriver) -> None:
+    """If it has ``on_evicted``, or a guard ``take_evicted``: what went is named, and no more."""
+    store.go_on_with(store.call(store.harness, "with_budget", 300_000))
+    told: list[bytes] = []
+    if hasattr(store.store, "on_evicted"):
+        store.store.on_evicted(told.extend)
+    elif not hasattr(store.store, "take_evicted"):
+        return
+    time.sleep(0.01)  # a guard's thread tells the store
+    keys = [f"key {number}".encode() for number in range(60)]
+    for number in range(0, 60, 6):
+        store.put(*keys[number : number + 6], num_bytes=10_000)
+        store.finish()
+    job = store.get(*keys, num_bytes=10_000)
+    flags = store.finish()[job]
+    if hasattr(store.store, "take_evicted"):
+        told += store.store.take_evicted()
+    gone = [key for key, flag in zip(keys, flags, strict=True) if not flag]
+    store.true(len(gone) > 0, "six times what fits is not kept", "all of it", "some of it")
+    store.equal(sorted(told), sorted(gone), "keys that are evicted are named, once each")
+
+
+@tier_check("TIER-8", Capability.BUDGET, Capability.GONE, Capability.REOPEN)
+def check_tier_8_budget_is_kept_with_damaged_notes(store: TierDriver) -> None:
+    """What a store writes for itself is damaged: it opens and keeps its laws, or says why not."""
+    budget = 300_000
+    store.go_on_with(store.call(store.harness, "with_budget", budget))
+    old = [f"old {number}".encode() for number in range(40)]
+    store.put(*old, num_bytes=9000)
+    store.finish()
+    folder = store.harness.folder
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for note in [path for path in files if 0 < path.stat().st_size < SMALLEST_ENTRY]:
+        right = note.read_bytes()
+        for spoilt in (b"", bytes(len(right)), right[:-1] + bytes([right[-1] ^ 1])):
+            store.call(store.store, "close")
+            store.line(f"# {note.name} is damaged")
+            note.write_bytes(spoilt)
+            try:
+                harness = store.harness.reopen()
+            except KVViewError:
+                note.write_bytes(right)
+                harness = store.call(store.harness, "reopen")
+            store.go_on_with(harness)
+            store.get(*old, num_bytes=9000)
+            store.finish()
+            new = [f"{note.name} {spoilt!r} {letter}".encode()[-90:] for letter in "abcdef"]
+            store.put(*new, num_bytes=9000)
+            store.finish()
+            _fits(store, budget)
+            store.check_held(*new[-2:])
+            store.forget_failures()
+            store.unsure |= {*old}
 
 
 @tier_check("TIER-8")

@@ -6,10 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 from kvview.testing.harness import Capability
 from kvview.testing.tier import faulty_store
-from kvview.testing.tier.driver import TierDriver, tier_check
+from kvview.testing.tier.driver import PAGE_BYTES, TierDriver, bytes_of, tier_check
 from kvview.testing.tier.faulty_store import FaultyStore
 
 _DEADLINE = 5.0
@@ -36,20 +37,24 @@ class GuardRun:
     Args:
         driver: Its harness makes the guard; it judges all that comes out.
         fault: Of :class:`FaultyStore`.
+        options: Of the guard, others than usual.
     """
 
-    def __init__(self, driver: TierDriver, fault: str) -> None:
+    def __init__(self, driver: TierDriver, fault: str, **options: Any) -> None:
         self.driver, self.fault = driver, fault
         self.clock, self.under = ManualClock(), FaultyStore()
         driver.line(f"# a guard over a store of which the fault is: {fault}")
         guard = driver.harness.guard(
             self.under,
             driver.harness.namespace,
-            deadline=_DEADLINE,
-            lookup_deadline=1.0,
-            trip_after=_STRIKES,
-            retry_after=_RETRY_AFTER,
-            clock=self.clock,
+            **{
+                "deadline": _DEADLINE,
+                "lookup_deadline": 1.0,
+                "trip_after": _STRIKES,
+                "retry_after": _RETRY_AFTER,
+                "clock": self.clock,
+                **options,
+            },
         )
         driver.subject = guard
         driver.stored.clear()
@@ -196,6 +201,11 @@ def check_tier_12_guard_leaves_a_store_alone_that_fails(store: TierDriver) -> No
     run.under.fault = ""
     store.equal(jobs_of(1), 1, "it is tried again")
     store.equal(jobs_of(2), 2, "after a trial that went well it is used")
+    run.under.fault = "put raises"
+    jobs_of(_STRIKES)
+    for _ in range(8):
+        run.clock.seconds += 20 * _RETRY_AFTER
+        store.equal(jobs_of(2), 1, "however often it failed, it is tried again")
     store.call(store.store, "close")
 
 
@@ -273,7 +283,7 @@ def check_tier_12_guard_counts_what_it_sees(store: TierDriver) -> None:
 @tier_check("TIER-12", Capability.TIER_GUARD)
 def check_tier_12_guard_waits_as_long_as_it_says(store: TierDriver) -> None:
     """A job has all of its deadline, and a lookup of its own."""
-    run = GuardRun(store, "never reports")
+    run = GuardRun(store, "never reports", trip_after=9)
     store.put(*_OLD)
     store.finish()
     run.under.fault = "never reports"
@@ -286,6 +296,11 @@ def check_tier_12_guard_waits_as_long_as_it_says(store: TierDriver) -> None:
         )
     run.clock.seconds += 0.2 * _DEADLINE
     store.equal(sorted(store.poll()), jobs, "a job is late after its deadline")
+    late = store.put(b"later")
+    run.clock.seconds += 1.1 * _DEADLINE
+    is_drained = store.call(store.store, "drain", store.patience)
+    store.equal(is_drained, True, "drain waits for no job longer than its deadline")
+    store.equal(store.poll(), {late: [False]}, "a job is late after its deadline")
     run.under.fault = "lookup never knows"
     for seconds, answer in ((0.0, None), (0.9, None), (0.2, False)):
         run.clock.seconds += seconds
@@ -327,3 +342,65 @@ def _comes(store: TierDriver, what: str, is_so: Callable[[], bool]) -> None:
     while not is_so() and time.monotonic() < end:
         time.sleep(0.001)
     store.true(is_so(), what, "nothing", "a call of the store")
+
+
+@tier_check("TIER-12", Capability.TIER_GUARD)
+def check_tier_12_guard_closes_over_any_store(store: TierDriver) -> None:
+    """A store that hangs holds up no shutdown, and what it was at has failed."""
+    for fault in ("put blocks", "lookup blocks", "never reports", "poll blocks"):
+        run = GuardRun(store, fault)
+        store.put(*_OLD)
+        store.finish()
+        run.under.fault = fault
+        jobs = [store.put(b"new"), store.get(*_OLD[:2])]
+        store.call(store.store, "lookup", [b"unknown"])
+        began = time.monotonic()
+        store.call(store.store, "close")
+        took = time.monotonic() - began
+        in_time = took < store.patience / 2
+        store.true(in_time, "close waits for no store that hangs", f"{took:.1f} s", "less")
+        reports = store.poll()
+        store.equal(sorted(reports), jobs, "what is in flight ends with close", "TIER-11")
+        late = [store.put(b"late"), store.get(_OLD[0])]
+        store.equal(store.poll(), {job: [False] for job in late}, "a job after close fails")
+        flags = list(store.call(store.store, "lookup", [_OLD[0]]))
+        store.equal(flags, [False], "after close everything is a miss", "TIER-11")
+        run.under.heal()
+        store.call(store.store, "close")
+
+
+@tier_check("TIER-12", Capability.TIER_GUARD)
+def check_tier_12_guard_without_copies(store: TierDriver) -> None:
+    """If it takes ``zero_copy``: the store has the engine's pages, until it reports their job."""
+    try:
+        run = GuardRun(store, "writes late", zero_copy=True, checksum="none", trip_after=99)
+    except TypeError:
+        return
+    store.put(*_OLD)
+    store.finish()
+    store.check_held(*_OLD)
+    run.under.fault = "reports late"
+    mine = memoryview(bytearray(PAGE_BYTES))
+    store.line("guard.get(900, keys, [mine]); the store reports late")
+    store.store.get(900, _OLD[:1], [mine])
+    late = run.under._late_pages
+    _comes(store, "a get reaches the store", lambda: bool(late))
+    is_mine = late[0].obj is mine.obj
+    store.true(is_mine, "the store is given the engine's page", "a copy", "the page")
+    run.clock.seconds += 9 * _DEADLINE
+    time.sleep(_STEP)
+    reports = list(store.store.poll())
+    store.equal(reports, [], "no job is reported while its pages are the store's", "TIER-3")
+    late.clear()  # else they would be written to now
+    run.under.heal()
+    store.true(store.store.drain(store.patience), "it is reported then", "nothing", "a report")
+    store.equal([*store.store.poll()], [(900, [True])], "it is reported then")
+    store.equal(bytes(mine), bytes_of(_OLD[0]), "the page is filled", "TIER-1")
+    run.under.fault = "never reports"
+    job = store.get(*_OLD[:2])
+    _comes(store, "a get reaches the store", lambda: run.under.num_jobs > 0)
+    store.call(store.store, "close")
+    store.equal(store.poll(), {job: [False, False]}, "close ends what is in flight", "TIER-11")
+    store.overwrite_reported()
+    time.sleep(_STEP)
+    store.check_untouched()

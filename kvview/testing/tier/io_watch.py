@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 _local = threading.local()
@@ -28,17 +29,25 @@ def watching_io(folder: str) -> Iterator[list[str]]:
         _Hook.is_installed = True
         sys.addaudithook(_audit)
     seen: list[str] = []
-    before: dict[str, Callable[..., Any]] = {}
-    for name in _STATS:
-        before[name] = getattr(os, name)
-        setattr(os, name, _noted(name, before[name]))
     _local.folder, _local.seen = folder, seen
     try:
-        yield seen
+        with _replaced(_STATS, _noted):
+            yield seen
     finally:
         _local.seen = None
-        for name, function in before.items():
-            setattr(os, name, function)
+
+
+def slow_renames(seconds: float) -> AbstractContextManager[None]:
+    """Each file waits that long for its name, so that others find what is written by halves."""
+
+    def slow(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def renamed(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(seconds)
+            return function(*args, **kwargs)
+
+        return renamed
+
+    return _replaced(("rename", "replace", "link"), slow)
 
 
 @contextmanager
@@ -64,6 +73,18 @@ def open_files(folder: str) -> list[str]:
                 if path.startswith(folder):
                     found.append(path)
     return sorted(found)
+
+
+@contextmanager
+def _replaced(names: Iterable[str], make: Callable[..., Callable[..., Any]]) -> Iterator[None]:
+    before = {name: getattr(os, name) for name in names}
+    for name, function in before.items():
+        setattr(os, name, make(name, function))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(os, name, function)
 
 
 def _noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

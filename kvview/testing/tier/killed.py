@@ -134,12 +134,14 @@ def _look(job: dict[str, Any], keys: dict[bytes, int]) -> dict[str, Any]:
         try:
             store = _open(job)
             hits = _hits(store, [*keys])
-            for key, page, flag in _get(store, keys):
-                if flag:
-                    is_exact = page == bytes_of(key, len(page))
-                    found["loaded" if is_exact else "wrong"].append(key.hex())
-                elif key in hits:
-                    found["half"].append(key.hex())
+            for is_hit in (True, False):  # apart: one that is missing may fail others (TIER-2)
+                chosen = {key: size for key, size in keys.items() if (key in hits) is is_hit}
+                for key, page, flag in _get(store, chosen):
+                    if flag:
+                        is_exact = page == bytes_of(key, len(page))
+                        found["loaded" if is_exact else "wrong"].append(key.hex())
+                    elif is_hit:
+                        found["half"].append(key.hex())
             lacking = [key for key in keys if key.hex() not in found["loaded"]][:_MOST_HEALED]
             pages = [memoryview(bytes_of(key, keys[key])) for key in lacking]
             store.put(2, lacking, pages)

@@ -26,7 +26,7 @@ FOLDER = "{tmp}"
 """In the text of an option, stands for a folder of the check's own."""
 
 _KILL_SECONDS = 300.0
-_SMALLEST_ENTRY = 290  # bytes; smaller files are the store's own notes
+SMALLEST_ENTRY = 290  # bytes; smaller files are the store's own notes
 
 
 def tier_factory(target: Any, options: Mapping[str, Any] | None = None) -> Callable[[], Any]:
@@ -77,6 +77,8 @@ class StoreHarness:
         self.folder = folder or Path(tempfile.mkdtemp(prefix="kvview-tier-"))
         self._gate = threading.Event()
         self._gate.set()
+        self.callers: set[int] = set()
+        """Threads that were in a blocking call of the store, where that can be seen."""
         filled = {key: self._filled(value) for key, value in options.items()}
         self.store: TierStore = self._gated(make)(self.namespace, **filled)
         if self.guarded:
@@ -98,8 +100,10 @@ class StoreHarness:
             found |= {Capability.VERIFIES} if is_verified else set()
         if self._is_threaded():
             found.add(Capability.PAUSE)
-        for name in (Capability.DELETE, Capability.USAGE):
-            found |= {name} if callable(getattr(self.store, name.value, None)) else set()
+        for name in (Capability.DELETE, Capability.USAGE, Capability.TOUCH):
+            both = (self.store, self._make)  # a guard has more than what it passes on
+            has_it = all(callable(getattr(one, name.value, None)) for one in both)
+            found |= {name} if has_it else set()
         return found
 
     def pause(self) -> None:
@@ -138,7 +142,7 @@ class StoreHarness:
         for path in self._files():
             with suppress(FileNotFoundError):  # removed on a thread just now
                 contents[path] = path.read_bytes()
-        large = {path: found for path, found in contents.items() if len(found) >= _SMALLEST_ENTRY}
+        large = {path: found for path, found in contents.items() if len(found) >= SMALLEST_ENTRY}
         spoilt = {path: _spoil(how, n, found) for n, (path, found) in enumerate(large.items())}
         if how == "swap":
             pairs = list(zip([*large][::2], [*large][1::2], strict=False))
@@ -204,18 +208,21 @@ class StoreHarness:
         """Of a class over ``Threaded``, one whose blocking calls wait at the gate."""
         if not self._is_threaded():
             return make
-        gate = self._gate
+        gate, callers = self._gate, self.callers
 
         class Gated(make):  # type: ignore[misc]
             def has(self, key: bytes, /) -> bool:
+                callers.add(threading.get_ident())
                 gate.wait()
                 return bool(super().has(key))
 
             def read_into(self, key: bytes, page: memoryview, /) -> bool:
+                callers.add(threading.get_ident())
                 gate.wait()
                 return bool(super().read_into(key, page))
 
             def write(self, key: bytes, page: memoryview, /) -> bool:
+                callers.add(threading.get_ident())
                 gate.wait()
                 return bool(super().write(key, page))
 

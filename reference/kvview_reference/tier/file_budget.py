@@ -28,10 +28,10 @@ from pathlib import Path
 SHARDS = [f"{number:02x}" for number in range(256)]
 """Folders that the files of a namespace are spread over."""
 
-_COUNT = struct.Struct("<QQ16s")  # bytes of files, bytes reserved, boot of the machine
+_COUNT = struct.Struct("<qq16s")  # bytes of files, bytes reserved, boot of the machine
 _SUM = struct.Struct("<I")
 _CLOSED, _UNKNOWN = b"closed".ljust(16), b"unknown".ljust(16)
-_SPARE_SHARE, _SPARE_FILES = 100, 64  # of the budget is made free at once, of so many files
+MODE = 0o600  # what is in them are prompts of users
 _LOOKED_AT = 4096  # files, to find the oldest
 _OLDEST_SHARE = 8  # of those that were looked at go, if there are others
 
@@ -57,7 +57,7 @@ class FileBudget:
 
     def __init__(self, folder: Path, max_bytes: int | None) -> None:
         self.max_bytes = max_bytes
-        self.used_bytes = 0
+        self.used_bytes: int
         """What was counted last, by this process."""
         self.on_evicted: Callable[[str], object] = lambda path: None
         """Called with the path of each file that went to make room."""
@@ -65,8 +65,8 @@ class FileBudget:
         self._mutex = threading.Lock()
         self._oldest_first: deque[tuple[int, str]] = deque()  # time of use and path
         self._next_shard = os.getpid()
-        self._alive = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        self._counter = os.open(folder / "budget", os.O_RDWR | os.O_CREAT, 0o600)
+        self._alive = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, MODE)
+        self._counter = os.open(folder / "budget", os.O_RDWR | os.O_CREAT, MODE)
         self._is_open = True
         is_alone = self._is_alone()
         if is_alone:
@@ -95,35 +95,28 @@ class FileBudget:
             count.reserved += num_bytes
             return True
 
-    def commit(self, half: str, path: str, num_bytes: int, *, is_replaced: bool) -> None:
-        """Give a file that is whole its name; unless it is replaced, what is there is kept.
+    def commit(self, half: str, path: str, num_bytes: int) -> None:
+        """Give a file that is whole its name; what is there already is kept.
 
         Raises:
-            OSError: It cannot get its name; its bytes are still reserved.
+            OSError: It cannot get its name; give it up.
         """
         with self._mutex, self._counted() as count:
-            before = _size(path)
-            if before is not None and not is_replaced:
+            if os.path.exists(path):
                 os.unlink(half)
                 count.reserved -= num_bytes
                 return
             count.stored += num_bytes
             count.reserved -= num_bytes
-            self._write(count)
-            try:
-                _rename(half, path)
-            except OSError:
-                count.stored -= num_bytes
-                count.reserved += num_bytes
-                raise
-            count.stored -= before or 0
+            self._write(count)  # before: who is killed in between leaves it too high
+            _rename(half, path)
 
     def give_up(self, half: str, num_bytes: int) -> None:
         """A file will not be written."""
-        with suppress(OSError):
-            os.unlink(half)
         with self._mutex, self._counted() as count:
             count.reserved -= num_bytes
+            with suppress(OSError):
+                os.unlink(half)
 
     def remove(self, path: str) -> None:
         """Remove a file, if it is there.
@@ -184,29 +177,23 @@ class FileBudget:
         return _Count(*_COUNT.unpack(head))
 
     def _write(self, count: _Count) -> None:
-        head = _COUNT.pack(max(0, count.stored), max(0, count.reserved), count.boot)
+        head = _COUNT.pack(count.stored, count.reserved, count.boot)
         os.pwrite(self._counter, head + _SUM.pack(zlib.crc32(head)), 0)
 
     def _count_anew(self) -> _Count:
         """Of what is there now; the store's own notes count too."""
-        found = _Count(_COUNT.size + _SUM.size, 0, _UNKNOWN)
-        for entry in os.scandir(self._folder):
-            if entry.name != "budget" and entry.is_file():
-                found.stored += entry.stat().st_size
-        for shard in SHARDS:
+        os.ftruncate(self._counter, _COUNT.size + _SUM.size)
+        found = _Count(0, 0, _UNKNOWN)
+        for shard in (".", *SHARDS):
             for entry in _entries(f"{self._folder}/{shard}"):
-                found.stored += entry.stat().st_size
+                found.stored += entry.stat().st_size if entry.is_file() else 0
         for entry in _entries(f"{self._folder}/half"):
             found.reserved += entry.stat().st_size
         return found
 
     def _evict(self, count: _Count, num_bytes: int) -> None:
-        if self.max_bytes is None or count.used + num_bytes <= self.max_bytes:
-            return
-        most = self.max_bytes - num_bytes
-        num_evicted, goal = 0, most - self.max_bytes // _SPARE_SHARE
-        while count.used > (goal if num_evicted < _SPARE_FILES else most):
-            num_evicted += 1
+        """Make room for so many bytes, as far as there is something to evict."""
+        while self.max_bytes is not None and count.used + num_bytes > self.max_bytes:
             path = self._oldest()
             if path is None:  # nothing is left: what is counted too high is known now
                 count.stored = min(count.stored, self._count_anew().stored)
@@ -244,13 +231,6 @@ class FileBudget:
 def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
     with suppress(FileNotFoundError):
         yield from os.scandir(folder)
-
-
-def _size(path: str) -> int | None:
-    try:
-        return os.stat(path).st_size
-    except FileNotFoundError:
-        return None
 
 
 def _unlinked(path: str) -> int:

@@ -20,13 +20,14 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from kvview import ConfigError
 from kvview.tier import Namespace, TierUsage
 from kvview_reference.tier.deleting import DeletingStore
 from kvview_reference.tier.entry import EntryFormat
-from kvview_reference.tier.file_budget import SHARDS, FileBudget
+from kvview_reference.tier.file_budget import MODE, SHARDS, FileBudget
 
 
 class FileStore(DeletingStore):
@@ -76,7 +77,7 @@ class FileStore(DeletingStore):
     def load(self, key: bytes, page: memoryview, /) -> bool:
         """Read and compare."""
         path = self._path(key)
-        head, more = bytearray(EntryFormat.head_bytes(key)), bytearray(1)
+        head, more = bytearray(EntryFormat.head_bytes(key)), bytearray(b"?")
         try:
             file = os.open(path, os.O_RDONLY)
             try:
@@ -95,7 +96,9 @@ class FileStore(DeletingStore):
     def store(self, key: bytes, page: memoryview, *, is_replaced: bool) -> bool:
         """Write under another name, then give it its own."""
         path = self._path(key)
-        if not is_replaced and os.path.exists(path):
+        if is_replaced:
+            self._budget.remove(path)
+        elif os.path.exists(path):
             self._budget.used(path)
             return True
         head = self._format.head(key, page)
@@ -104,14 +107,14 @@ class FileStore(DeletingStore):
             return False
         half = f"{self._half}/{os.getpid()}-{threading.get_ident()}-{next(self._numbers)}"
         try:
-            file = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            file = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MODE)
             try:
                 if os.writev(file, [head, page]) != num_bytes:
                     raise OSError(errno.ENOSPC, "a write was cut short")
             finally:
                 os.close(file)
             self._budget.used(half)
-            self._budget.commit(half, path, num_bytes, is_replaced=is_replaced)
+            self._budget.commit(half, path, num_bytes)
         except BaseException:
             self._budget.give_up(half, num_bytes)
             raise
@@ -120,6 +123,10 @@ class FileStore(DeletingStore):
     def remove(self, key: bytes, /) -> None:
         """Remove the file."""
         self._budget.remove(self._path(key))
+
+    def touch(self, keys: Sequence[bytes], /) -> None:
+        """Set the times of files, on a thread."""
+        self._later(partial(self._touch, [*keys]))
 
     def usage(self) -> TierUsage:
         """Bytes of all files, as this process knows them."""
@@ -133,6 +140,10 @@ class FileStore(DeletingStore):
         """End what is in flight; the folder is free for others."""
         super().close()
         self._budget.close()
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._budget.used(self._path(key))
 
     def _path(self, key: bytes) -> str:
         return f"{self._folder}/{SHARDS[zlib.crc32(key) & 0xFF]}/{key.hex()}"
