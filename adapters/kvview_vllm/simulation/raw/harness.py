@@ -32,7 +32,7 @@ from kvview import OffloadKey
 from kvview.testing.connector.hook_calls import hook
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.geometry import read_geometry
-from kvview_vllm.releases.calls import aborted_loads_keep_blocks
+from kvview_vllm.releases.calls import aborted_loads_keep_blocks, num_preemptions
 from kvview_vllm.releases.worker_caches import (
     has_pending_work,
     make_config,
@@ -167,6 +167,11 @@ class RawHarness(VLLMConnectorHarness):
         """Requests that have ended, whose blocks the connector said it would free later."""
         requests = self._scheduler.requests
         return [name for name, request in requests.items() if request.is_finished()]
+
+    def preempted_again_and_again(self) -> list[str]:
+        """Unfinished requests that were preempted more often than scarce blocks explain."""
+        requests = self._scheduler.requests
+        return [name for name, request in requests.items() if num_preemptions(request) > 10]
 
     @override
     def has_work(self) -> bool:
