@@ -53,6 +53,11 @@ class HostCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self.planned = HostCacheMetadata()
         self.num_resets = 0
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: it is a cache, and nobody waits for what it stores."""
+        return False  # by default vLLM 0.27 to 0.29 may preempt requests for ever (#49674)
+
     # The scheduler's half. Loading: promise a prefix, get blocks for it, plan the copy.
 
     def get_num_new_matched_tokens(

@@ -68,6 +68,10 @@ class HostConnector(KVConnectorBase_V1):
 
     # --- scheduler ---
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # it is a cache: by default, 0.27 to 0.29 may preempt for ever (vLLM #49674)
+
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -464,6 +468,14 @@ class HandsLoadsOverInAClass(HostConnector):
         self._get_connector_metadata().loads = HandsLoadsOverInAClass.handed
         HandsLoadsOverInAClass.handed = {}
         super().start_load_kv(forward_context, **kwargs)
+
+
+class WantsDelivery(HostConnector):
+    """Leaves a property as it is by default: preempted requests lose what is in flight."""
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return True
 
 
 class DoesNotPickle(HostConnector):

@@ -30,6 +30,7 @@ from kvview.testing.connector import (
     load_engines,
     simulate,
 )
+from kvview.testing.connector.scenario import Fate
 from kvview_vllm.releases import calls
 from kvview_vllm.releases.calls import ended_requests_take_no_output
 from kvview_vllm.simulation import VLLMEngines
@@ -51,7 +52,10 @@ with warnings.catch_warnings():  # of torch, as vLLM imports it
         HostConnector,
         PromisesAllTokens,
         Raises,
+        WantsDelivery,
     )
+
+    loads_in_groups = can_load_in_groups()
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -62,9 +66,7 @@ has_pool = pytest.mark.skipif(
     not hasattr(HostConnector, "bind_gpu_block_pool"),
     reason="no connector is given the pool in this release",
 )
-has_groups = pytest.mark.skipif(
-    not can_load_in_groups(), reason="one group is played in this release"
-)
+has_groups = pytest.mark.skipif(not loads_in_groups, reason="one group is played in this release")
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +252,60 @@ def test_vsim_2_what_is_left_out_is_wrong_in_this_release(
     monkeypatch.setattr(f"kvview_vllm.simulation.raw.{where}.{name}", lambda: True)
     failure = _failure(HostConnector, seed, engines)
     assert (failure is None) == is_right, failure
+
+
+def test_a_cache_that_requires_delivery_hangs_in_some_releases(engines: VLLMEngines) -> None:
+    """vLLM #49674: blocks of the preempted are free steps later, what they computed is dropped."""
+    from importlib import import_module
+
+    hangs = hasattr(import_module(f"{V1}.base").KVConnectorBase_V1, "requires_kv_delivery") and (
+        not hasattr(
+            import_module("vllm.v1.core.sched.scheduler").Scheduler, "_request_blocks_can_be_freed"
+        )
+    )
+    scenario = Scenario(
+        CacheGeometry.single(16),
+        num_gpu_blocks=9,
+        events=(Add("one", 1, 76, 40), Add("two", 2, 76, 40), Step(60)),
+        max_tokens_per_step=64,
+        steps_in_flight=2,
+    )
+    assert simulate(HostConnector, scenario, engines=engines).failure is None
+    assert (
+        simulate(WantsDelivery, replace(scenario, steps_in_flight=1), engines=engines).failure
+        is None
+    )
+    failure = simulate(WantsDelivery, scenario, engines=engines).failure
+    assert (failure is not None) == hangs
+    if failure is not None:
+        assert failure.law == "ENGINE"
+        assert "['one', 'two'] preempt each other for ever" in failure.message
+
+
+def test_late_stores_of_preempted_requests_are_right_or_waited_for(engines: VLLMEngines) -> None:
+    """Up to 0.13 nobody tells the worker of preemptions, and OffloadingConnector copies blocks of
+    others (vLLM PR 29870)."""
+    from importlib import import_module
+
+    base = import_module(f"{V1}.base").KVConnectorBase_V1
+    connector = import_module(f"{V1}.offloading_connector").OffloadingConnector
+    three = tuple(Add(f"a{number}", number, 31, 8) for number in (1, 2, 3))
+    scenario = Scenario(
+        CacheGeometry.single(16),
+        num_gpu_blocks=8,
+        events=(*three, Add("b", 4, 49, 3), Step(20), *_evicted(), Add("again", 4, 49, 3), Step(8)),
+        max_tokens_per_step=160,
+        max_running=4,
+        fates=(Fate(move_after=4),),
+    )
+    options = {"cpu_bytes_to_use": 1_000_000, "num_cpu_blocks": 30}
+    failure = simulate(connector, scenario, options, engines=engines).failure
+    assert (failure is None) == hasattr(base, "handle_preemptions")
+    if failure is not None:
+        assert failure.law == "XFER-1"
+        assert "of request 'a3'" in failure.message
+    prompt = replace(scenario, fates=(Fate(move_after=1),))
+    assert simulate(connector, prompt, options, engines=engines).failure is None
 
 
 def test_vsim_3_preemptions_are_told_as_the_release_tells_them(engines: VLLMEngines) -> None:

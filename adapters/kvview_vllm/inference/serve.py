@@ -16,8 +16,8 @@ from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.inference.planted import make_spoilt
 from kvview_vllm.inference.server import Server
 from kvview_vllm.inference.traffic import SeededTraffic, Served
-from kvview_vllm.simulation.raw.harness import registered
 from kvview_vllm.simulation.raw.stand_ins import StandIns
+from kvview_vllm.simulation.raw.target import registered
 from kvview_vllm.simulation.raw.watched import Watch, make_watched
 
 NUM_BLOCKS = {"llama": 18, "gemma": 36}

@@ -388,6 +388,12 @@ def aborted_loads_keep_blocks() -> bool:
     return "WAITING_FOR_REMOTE_KVS" in inspect.getsource(scheduler.finish_requests)
 
 
+def num_preemptions(request: Any) -> int:
+    """How often a request was preempted; 0 where it does not count (0.11.0)."""
+    number: int = getattr(request, "num_preemptions", 0)
+    return number
+
+
 def sampled_tokens(tokens: list[list[int]]) -> list[Any]:
     """Tokens as a ``ModelRunnerOutput`` takes them: arrays in 0.11.1 and 0.11.2."""
     outputs: Any = import_module("vllm.v1.outputs")

@@ -14,17 +14,14 @@ Source: :mod:`kvview_vllm.simulation.engine`, :mod:`kvview_vllm.simulation.raw.w
 from __future__ import annotations
 
 import copy
-import importlib
 import pickle
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 from typing_extensions import override
 
@@ -32,7 +29,7 @@ from kvview import OffloadKey
 from kvview.testing.connector.hook_calls import hook
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.geometry import read_geometry
-from kvview_vllm.releases.calls import aborted_loads_keep_blocks
+from kvview_vllm.releases.calls import aborted_loads_keep_blocks, num_preemptions
 from kvview_vllm.releases.worker_caches import (
     has_pending_work,
     make_config,
@@ -40,8 +37,9 @@ from kvview_vllm.releases.worker_caches import (
 )
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.engine import LaunchedStep, VLLMConnectorHarness, named
+from kvview_vllm.simulation.raw.target import registered
 from kvview_vllm.simulation.raw.token_bytes import RequestInStep, TokenWords, Wrong
-from kvview_vllm.simulation.raw.watched import Watch, make_watched
+from kvview_vllm.simulation.raw.watched import Watch, free_queue, make_watched
 from kvview_vllm.simulation.raw.worker import RawStep, RawWorker, RemoteRawWorker
 from kvview_vllm.simulation.stream_order import Forward
 
@@ -168,6 +166,11 @@ class RawHarness(VLLMConnectorHarness):
         requests = self._scheduler.requests
         return [name for name, request in requests.items() if request.is_finished()]
 
+    def preempted_again_and_again(self) -> list[str]:
+        """Unfinished requests that were preempted more often than scarce blocks explain."""
+        requests = self._scheduler.requests
+        return [name for name, request in requests.items() if num_preemptions(request) > 10]
+
     @override
     def has_work(self) -> bool:
         return bool(
@@ -191,27 +194,7 @@ class RawHarness(VLLMConnectorHarness):
     @override
     def free_block_ids(self) -> Sequence[int]:
         """The free queue by its links, which a connector may have broken."""
-        queue = self._pool.free_block_queue
-        tail = queue.fake_free_list_tail
-        block = queue.fake_free_list_head
-        free: list[int] = []
-        while block.next_free_block is not tail:
-            before, block = block, block.next_free_block
-            if block is None or block.prev_free_block is not before or len(free) > self.num_blocks:
-                raise InvariantBroken(
-                    "POOL-2",
-                    f"the free queue of the raw pool is broken behind {free[-3:]}: its links do "
-                    f"not fit. Who changes blocks changes links: view.touch_blocks(ids) and "
-                    f"view.free_blocks(ids) keep them",
-                )
-            free.append(block.block_id)
-        if queue.num_free_blocks != len(free):
-            raise InvariantBroken(
-                "POOL-2",
-                f"the free queue of the raw pool has {len(free)} blocks and counts "
-                f"{queue.num_free_blocks}",
-            )
-        return free
+        return free_queue(self._pool)
 
     @override
     def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
@@ -329,21 +312,6 @@ class RawHarness(VLLMConnectorHarness):
 class _RawLaunched(LaunchedStep):
     step: Any  # a RawStep, or one that is pickled
     sampled: dict[str, list[int]]
-
-
-def _factory() -> Any:
-    module: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory")
-    return module.KVConnectorFactory
-
-
-@contextmanager
-def registered(connector_class: type | None) -> Iterator[None]:
-    """Have vLLM build this class: up to 0.21 a name that it knows goes before a module's path."""
-    if connector_class is None:
-        yield
-        return
-    with patch.dict(_factory()._registry, {connector_class.__name__: lambda: connector_class}):
-        yield
 
 
 if TYPE_CHECKING:

@@ -128,6 +128,14 @@ class RawRun(Run):
             )
         if held:
             self._raise_held(held)
+        if again := engine.preempted_again_and_again():
+            raise InvariantBroken(
+                "ENGINE",
+                f"requests {again} preempt each other for ever: vLLM 0.27 to 0.29 drops what they "
+                f"compute meanwhile, and frees their blocks some steps later, beside a connector "
+                f"whose requires_kv_delivery is true, as by default with kv_both (#49674). A "
+                f"connector that is a cache says False",
+            )
         if unfinished:
             raise InvariantBroken(
                 "ENGINE",

@@ -206,6 +206,31 @@ def make_watched(connector_class: type, watch: Watch) -> type:
     return type(connector_class.__name__, (connector_class,), members)
 
 
+def free_queue(pool: Any) -> list[int]:
+    """The free queue by its links, which a connector may have broken; the next victim first."""
+    queue = pool.free_block_queue
+    tail = queue.fake_free_list_tail
+    block = queue.fake_free_list_head
+    free: list[int] = []
+    while block.next_free_block is not tail:
+        before, block = block, block.next_free_block
+        if block is None or block.prev_free_block is not before or len(free) > len(pool.blocks):
+            raise InvariantBroken(
+                "POOL-2",
+                f"the free queue of the raw pool is broken behind {free[-3:]}: its links do "
+                f"not fit. Who changes blocks changes links: view.touch_blocks(ids) and "
+                f"view.free_blocks(ids) keep them",
+            )
+        free.append(block.block_id)
+    if queue.num_free_blocks != len(free):
+        raise InvariantBroken(
+            "POOL-2",
+            f"the free queue of the raw pool has {len(free)} blocks and counts "
+            f"{queue.num_free_blocks}",
+        )
+    return free
+
+
 def _flat(blocks: Iterable[Any]) -> Iterable[Any]:
     for block in blocks:  # up to 0.13 a list for each group
         if isinstance(block, list | tuple):
