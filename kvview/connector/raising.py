@@ -41,7 +41,6 @@ _AT_START = {
     "bind_gpu_block_pool_view",
     "on_engine_ready",
 }
-_PLAIN = {bool, int, list, StepPlan}  # what most hooks answer, and nobody can await
 _TOLD_AS_BOOL = frozenset({"has_pending_work", "reset_cache"})
 _NOT_THEIRS = {"kvview", "kvview_reference", "kvview_vllm", *sys.stdlib_module_names}
 
@@ -83,7 +82,7 @@ def watch_hooks(part: PartT) -> PartT:
 
 def wrong_type(hook: str, answer: object) -> str | None:
     """What a hook should have returned, None when an engine can use its answer."""
-    if type(answer) not in _PLAIN and inspect.isawaitable(answer):
+    if inspect.isawaitable(answer):
         return "an answer, not something to await"
     match hook:
         case "make_scheduler" if not isinstance(answer, SchedulerConnector):

@@ -405,12 +405,11 @@ class SchedulerSide:
             steps = self._request_steps(output)
             begun.update(name for name in self._tracked if name not in num_tokens)
         else:
-            lengths = map(num_tokens.__getitem__, cached.req_ids)
             full = [
                 name
                 # Without strict=, as in _follow_tables.
-                for name, start, length in zip(cached.req_ids, cached.num_computed_tokens, lengths)  # noqa: B905
-                if start % size + length >= size
+                for name, start in zip(cached.req_ids, cached.num_computed_tokens)  # noqa: B905
+                if (start + num_tokens[name]) // size > start // size
             ]
             names = begun.union(full, filter(num_tokens.__contains__, unshown))
             steps = self._request_steps(output, names)
