@@ -85,6 +85,7 @@ class KVViewTier(_Tier):
     """
 
     medium = storage_medium()
+    tolerates_off_thread_polling = False  # it serves nobody outside (0.33), whatever the default
 
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **given: Any

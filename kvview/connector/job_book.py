@@ -112,9 +112,11 @@ class JobBook:
         for job in plan.loads:
             broken.pop(job.request_id or "", None)
             if job.request_id not in self._promised:
+                planner = f" of {job.owner}" if job.owner else ""
                 raise ConnectorError(
-                    f"CONN-2: load job {job.job_id} names request {job.request_id!r}, which waits "
-                    f"for no load: plan all loads of a request in the step in which its blocks came"
+                    f"CONN-2: load job {job.job_id}{planner} names request {job.request_id!r}, "
+                    f"which waits for no load: plan all loads of a request in the step in which "
+                    f"its blocks came"
                 )
         for request_id, num_tokens in broken.items():
             raise ConnectorError(

@@ -131,6 +131,7 @@ def full_blocks(
     *,
     null_block_id: int = 0,
     first_token: int = 0,
+    last_token: int | None = None,
 ) -> Iterator[FullBlock]:
     """What of a request may be stored: blocks that are full, hashed and its own.
 
@@ -140,17 +141,21 @@ def full_blocks(
 
     Args:
         geometry: Of the engine.
-        request: ``num_computed_tokens`` bounds what is full.
+        request: Whose blocks.
         block_ids: Its block table, per group.
         null_block_id: Stands where there is no block.
         first_token: Leave out blocks that end at or before this many tokens.
+        last_token: Leave out blocks that end after this many tokens, the end of the step for
+            example; None takes the request's ``num_computed_tokens``.
 
     Yields:
         Group after group, each in block order.
     """
+    end = request.num_computed_tokens if last_token is None else last_token
     for group_idx, (group, table) in enumerate(zip(geometry.groups, block_ids, strict=True)):
-        last = min(request.num_computed_tokens // group.block_size, len(table))
-        first = first_token // group.block_size
+        first, last = first_token // group.block_size, min(end // group.block_size, len(table))
+        if first >= last:
+            continue
         keys = geometry.block_keys(request.block_hashes, group_idx, range(first, last))
         for number, (block_id, key) in enumerate(zip(table[first:last], keys, strict=False), first):
             if block_id != null_block_id:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -67,6 +67,8 @@ def test_a_promise_needs_its_load_in_the_same_plan() -> None:
     book.promise("r", 32)
     assert "promised 32 tokens to request 'r' and planned no load" in refused(book, StepPlan())
     assert refused(book, StepPlan(loads=[load(1, "other")])).startswith("CONN-2: load job 1 names")
+    job = replace(load(1, "other"), owner="0: my.py:Mine")  # a child of several is named
+    assert "load job 1 of 0: my.py:Mine names request 'other'" in refused(book, StepPlan([job]))
     begin(book, StepPlan(loads=[load(1), load(2)]))
     assert refused(book, StepPlan(loads=[load(3)])).startswith("CONN-2"), "a step too late"
     begin(book, StepPlan())

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     class KVConnectorMetadata: ...
 
     class KVConnectorBase_V1:
-        def __init__(self, **kwargs: Any) -> None: ...
+        def __init__(self, *args: Any) -> None: ...
         def _get_connector_metadata(self) -> Any: ...
 
     class SupportsHMA: ...
 
+    TAKES_CONFIG = True
 else:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
@@ -26,7 +27,10 @@ else:
 
     try:
         from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
+
+        TAKES_CONFIG = True
     except ImportError:  # up to 0.11.0
+        TAKES_CONFIG = False
 
         class SupportsHMA: ...
 
@@ -47,7 +51,7 @@ class HostConnector(KVConnectorBase_V1):
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
-        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        super().__init__(vllm_config, role, *([kv_cache_config] if TAKES_CONFIG else []))
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self.within_step = bool(extra.get("within_step", False))
         self.delay = int(extra.get("delay", 3))

@@ -7,7 +7,9 @@ case, and a case in which the hook is never called must be named here.
 from __future__ import annotations
 
 import importlib
+import json
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -34,6 +36,7 @@ from kvview import (
 from kvview.connector.hooks import hooks_of
 from kvview_vllm.releases import installed
 
+ROOT = Path(__file__).parents[2]
 FAULTY = Path(__file__).with_name("faulty_connectors.py")
 TARGET = f"{FAULTY}:BrokenConnector"
 TOKENS = range(10, 10 + 6 * lane.BLOCK_SIZE + 4)
@@ -95,6 +98,40 @@ def serve(tmp_path: Path) -> Serve:
         return engine
 
     return run
+
+
+def documented() -> dict[str, Any]:
+    """The first configuration of docs/vllm.md, word for word, with the budget that it names."""
+    page = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+    (config, *_), (budget,) = (
+        re.findall(pattern, page, re.DOTALL)
+        for pattern in (r"--kv-transfer-config '(.*?)'", r'`("pin_budget": [\d.]+)`')
+    )
+    given: dict[str, Any] = json.loads(config)
+    given["kv_connector_extra_config"].update(json.loads(f"{{{budget}}}"))
+    if not has_policy():
+        del given["kv_load_failure_policy"]
+    return given
+
+
+def test_the_documented_pin_budget_costs_stores_and_no_answer(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(ROOT)  # the page names the example from there
+    engine = make_engine(documented())  # 64 blocks, of which 12 may be held
+    half = engine.scheduler.connector._scheduler_side.half
+    tokens = range(10, 10 + 26 * lane.BLOCK_SIZE + 4)  # what it leaves is more than that
+    first = engine.add("first", tokens)
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
+    engine.scribble()
+    again = engine.add("again", tokens)
+    engine.run()
+    assert first.is_finished()
+    assert again.is_finished()
+    assert half.num_skipped_blocks >= 26 - 12  # the counter of /metrics
+    assert engine.hits["again"] == 12 * lane.BLOCK_SIZE
+    assert [each for each in caplog.records if each.levelno >= logging.ERROR] == []
 
 
 def has_policy() -> bool:

@@ -13,9 +13,11 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from kvview import ConfigError, UnsupportedEngineError
 from kvview_vllm.doctor import diagnose
+from kvview_vllm.doctor.command import doctor
 from kvview_vllm.releases import (
     NEWEST_TESTED,
     TESTED,
@@ -302,7 +304,23 @@ def test_a_class_of_ours_that_lacks_a_method_is_refused() -> None:
 def test_doctor_plays_the_canaries_and_is_healthy() -> None:
     found = diagnose()
     assert found.is_healthy, [seam for seam in found.seams if not seam.fits]
-    late = number(engine_version()) or (0, 0, 0)
-    assert {each.name for each in found.beyond} == {
-        each.name for each, _ in KNOWN if late >= (number(each.since) or late)
-    }
+
+
+CAME_WITH = {  # as vLLM's sources have them, release by release
+    "TieringOffloadingSpec": (0, 22, 0),
+    "cache_policy_module_path": (0, 27, 0),
+    "SchedulerOutput.kv_connector_block_state": (0, 29, 0),
+    "ReqContext.kv_hints": (0, 31, 0),
+    "OffloadingManager.lock": (0, 33, 0),
+    "tolerates_off_thread_polling": (0, 33, 0),
+}
+
+
+def test_doctor_names_what_this_release_has_beyond_the_contract() -> None:
+    assert {each.name: number(each.since) for each, _ in KNOWN} == CAME_WITH
+    here = number(engine_version()) or (0, 0, 0)
+    expected = {name for name, since in CAME_WITH.items() if since <= here}
+    assert {each.name for each in diagnose().beyond} == expected
+    shown = CliRunner().invoke(doctor, env={"COLUMNS": "80"}).stdout
+    seams = "".join(line.split("│")[1].strip() for line in shown.splitlines() if "│" in line)
+    assert [name for name in expected if name not in seams] == []  # in full, to be looked for

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -171,6 +172,18 @@ def test_what_was_evicted_from_the_host_comes_back_byte_for_byte(tiering: Tierin
     assert tiering.fetch(range(8, 16)) == (8, 8)
     assert tiering.fetch(range(40, 44)) == (0, 0)
     assert tiering.tier.guard.stats.puts == 16
+
+
+def test_no_thread_of_the_manager_polls_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not even in a release that would poll whoever does not say no."""
+    base = import_module("vllm.v1.kv_offload.tiering.base").SecondaryTierManager
+    if not hasattr(base, "tolerates_off_thread_polling"):
+        pytest.skip("nobody polls before 0.33")
+    monkeypatch.setattr(base, "tolerates_off_thread_polling", True)
+    made = Tiering(store=FILES, options={"root": str(tmp_path)}, weights="1")
+    threads = [thread.name for thread in threading.enumerate()]
+    made.close()
+    assert [name for name in threads if "poll" in name] == []
 
 
 def test_a_damaged_file_is_a_miss_and_is_stored_again(tiering: Tiering, tmp_path: Path) -> None:

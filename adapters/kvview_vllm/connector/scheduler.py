@@ -427,16 +427,19 @@ class SchedulerSide:
         cached = output.scheduled_cached_reqs
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        if names is None:
+            names = output.num_scheduled_tokens
         scheduled = {
             request_id: tracked
-            for request_id in (output.num_scheduled_tokens if names is None else names)
+            for request_id in names
             if (tracked := self._tracked.get(request_id)) is not None
         }
         begun = [new.req_id for new in output.scheduled_new_reqs]
         begun += resumed_request_ids(cached, self._release)
         hits = [name for name in begun if computed[name] and name in scheduled]
         if hits and len(output.num_scheduled_tokens) > 1:
-            written = self._written_blocks(output, computed)
+            # Who is not named fills no block: nobody hits what it writes.
+            written = self._written_blocks(output, computed, names)
             for request_id in hits:
                 table = scheduled[request_id].table()
                 computed[request_id] = self._existing(table, computed[request_id], written)
@@ -450,13 +453,15 @@ class SchedulerSide:
             for request_id, tracked in scheduled.items()
         ]
 
-    def _written_blocks(self, output: Any, computed: Mapping[str, int]) -> set[int]:
+    def _written_blocks(
+        self, output: Any, computed: Mapping[str, int], names: Collection[str]
+    ) -> set[int]:
         """Blocks that a request may hit and whose KV is computed in this step."""
         written: set[int] = set()
         hash_size = self.geometry.hash_block_size
-        for request_id, num_tokens in output.num_scheduled_tokens.items():
+        for request_id in names:
             start = computed[request_id]
-            end = start + num_tokens
+            end = start + output.num_scheduled_tokens[request_id]
             if start // hash_size == end // hash_size:
                 continue  # nothing is hashed before the tokens of a hash are there
             if (tracked := self._tracked.get(request_id)) is not None:

@@ -190,9 +190,10 @@ class WorkerSide:
         elif self._release.failed_requests:
             self._failed_requests.add(job.request_id or "")
         else:
+            planner = "/".join(filter(None, (self._faults.target, job.owner)))
             raise ConnectorError(
                 f"WORK-2: load job {job.job_id} of request {job.request_id!r} by connector "
-                f"{self._faults.target} failed ({error}), and this vLLM cannot be told so with "
+                f"{planner} failed ({error}), and this vLLM cannot be told so with "
                 f"{self._num_groups} KV-cache groups: it would compute on what was never "
                 f"loaded. Needs 0.11.1 with one group, 0.30 with several"
             )

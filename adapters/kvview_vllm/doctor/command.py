@@ -8,7 +8,7 @@ from dataclasses import asdict
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvview.cli.exit_codes import ExitCode
 from kvview.cli.output import JSONOption, require_writable, write_json
@@ -44,7 +44,7 @@ def doctor(json_file: str | None, tier: str | None) -> None:
 def _show_diagnosis(found: Diagnosis, title: str) -> None:
     version = f"vLLM {found.version}" if found.version else "no vLLM"
     title = title or f"{version} (tested: {found.tested})"
-    table = Table("seam", "fits", "what was found", title=title)
+    table = Table(Column("seam", overflow="fold"), "fits", "what was found", title=title)
     for seam in found.seams:
         table.add_row(seam.seam, "yes" if seam.fits else "[red]no[/red]", escape(seam.detail))
     if found.capabilities:

@@ -60,9 +60,9 @@ KNOWN: tuple[tuple[Beyond, Callable[[], bool]], ...] = (
             "tolerates_off_thread_polling",
             "0.33.0",
             "a secondary tier may be polled from a thread of vLLM's tiering manager",
-            False,
-            "kvview makes no secondary tiers, and nothing of it is polled off the scheduler's "
-            "thread; a VLLMOffloadingManager over a tiering manager holds its lock",
+            True,
+            "KVViewTier says that it is not to be, whatever the default: it serves nobody outside; "
+            "a VLLMOffloadingManager over a tiering manager holds its lock",
         ),
         _has(f"{_TIERING}.base:SecondaryTierManager", "tolerates_off_thread_polling"),
     ),
@@ -92,9 +92,9 @@ KNOWN: tuple[tuple[Beyond, Callable[[], bool]], ...] = (
             "TieringOffloadingSpec",
             "0.22.0",
             "host memory in front of secondary tiers, loaded by module_path from 0.28",
-            False,
-            "another value of spec_name: it takes the place of KVViewOffloadingSpec; under "
-            "KVViewOffloadingSpec compose tiers in the manager that you name",
+            True,
+            "KVViewTieringSpec is one, and KVViewTier a tier of it; under KVViewOffloadingSpec "
+            "compose tiers in the manager that you name",
         ),
         _has(f"{_TIERING}.spec:TieringOffloadingSpec", "get_manager"),
     ),
@@ -104,8 +104,8 @@ KNOWN: tuple[tuple[Beyond, Callable[[], bool]], ...] = (
             "0.27.0",
             "an eviction policy of vLLM's managers, by module path",
             False,
-            "KVViewOffloadingSpec does not read it: name the policy in "
-            '"kvview": {"manager_options": {"cache_policy": ...}}',
+            "KVViewTieringSpec reads it, as vLLM's does; KVViewOffloadingSpec does not: name the "
+            'policy in "kvview": {"manager_options": {"cache_policy": ...}}',
         ),
         _has(
             "vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager",

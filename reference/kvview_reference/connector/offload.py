@@ -11,10 +11,9 @@ Source: vLLM 0.33.0, ``vllm/v1/simple_kv_offload/manager.py`` (the eager mode); 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -234,6 +233,11 @@ class OffloadScheduler(SchedulerConnector):
         ctx = ReqContext(request.request_id)
         num_tokens = num_computed_tokens + num_external_tokens
         self._num_seen_tokens[request.request_id] = num_tokens
+        # Head first: a chain is evicted from its tail.
+        if num_tokens:
+            self._manager.touch(self._keys_of_prefix(request, num_tokens), ctx)
+        if not num_external_tokens:
+            return
         keys: list[OffloadKey] = []
         gpu_block_ids: list[int] = []
         group_sizes: list[int] = []
@@ -246,10 +250,6 @@ class OffloadScheduler(SchedulerConnector):
             gpu_block_ids += [block_ids[index][n] for n in numbers]
             group_sizes.append(len(numbers))
             block_indices.append(numbers[0] if numbers else 0)
-        # Head first: a chain is evicted from its tail.
-        self._manager.touch(self._keys_of_prefix(request, num_tokens), ctx)
-        if not num_external_tokens:
-            return
         job = TransferJob(
             next(self._job_ids),
             self._manager.prepare_load(keys, ctx),
@@ -292,7 +292,7 @@ class OffloadScheduler(SchedulerConnector):
 
     def _let_go(self, blocks: Sequence[FullBlock], *, may_hold: bool) -> None:
         """What to do with the last new blocks of a request that is about to lose them."""
-        if job := self._store(blocks, self._room() if may_hold else 0):
+        if blocks and (job := self._store(blocks, self._room() if may_hold else 0)):
             self._planned_stores.append(job)
 
     def _computed(self, steps: Iterable[RequestStep]) -> list[FullBlock]:
@@ -304,21 +304,22 @@ class OffloadScheduler(SchedulerConnector):
             end = first + running.num_scheduled_tokens
             first = seen.setdefault(running.request.request_id, first)
             if end // size > first // size:  # else no block of any group became full
-                request = replace(running.request, num_computed_tokens=end)
-                blocks += self._newly_computed(request, running.block_ids)
+                blocks += self._newly_computed(running.request, running.block_ids, end)
         return blocks
 
     def _last_computed(self, request: RequestInfo, block_ids: BlockIds) -> list[FullBlock]:
         if request.request_id not in self._num_seen_tokens:
             return []  # it never had blocks
         self._look_back(request.request_id, request.num_computed_tokens + 1)
-        blocks = self._newly_computed(request, block_ids)
+        blocks = self._newly_computed(request, block_ids, request.num_computed_tokens)
         del self._num_seen_tokens[request.request_id]
         return blocks
 
-    def _newly_computed(self, request: RequestInfo, block_ids: BlockIds) -> list[FullBlock]:
+    def _newly_computed(
+        self, request: RequestInfo, block_ids: BlockIds, computed: int
+    ) -> list[FullBlock]:
         """Blocks of a request that became full since it was asked last; each comes once."""
-        name, computed = request.request_id, request.num_computed_tokens
+        name = request.request_id
         first = self._num_seen_tokens[name]
         hashed = len(request.block_hashes) * self._geometry.hash_block_size
         self._num_seen_tokens[name] = max(first, min(computed, hashed))
@@ -329,6 +330,7 @@ class OffloadScheduler(SchedulerConnector):
                 block_ids,
                 null_block_id=self._null_block_id,
                 first_token=first,
+                last_token=computed,
             )
         )
 
@@ -370,15 +372,13 @@ class OffloadScheduler(SchedulerConnector):
         self, keys: Sequence[OffloadKey], block_ids: Sequence[int], dst: Any
     ) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
         """Order a store by group, both sides alike."""
-        num_groups = len(self._geometry.groups)
-        groups = [get_offload_group_idx(key) for key in keys]
-        order = sorted(range(len(keys)), key=groups.__getitem__)
-        sizes = Counter(groups)
+        groups: list[list[int]] = [[] for _ in self._geometry.groups]
+        for place, key in enumerate(keys):
+            groups[get_offload_group_idx(key)].append(place)
+        order = list(chain.from_iterable(groups))
         return (
             GPULoadStoreSpec(
-                [block_ids[i] for i in order],
-                [sizes[group] for group in range(num_groups)],
-                [0] * num_groups,
+                [block_ids[i] for i in order], list(map(len, groups)), [0] * len(groups)
             ),
             CPULoadStoreSpec([dst.block_ids[i] for i in order]),
         )
