@@ -11,7 +11,7 @@ from typing_extensions import override
 from examples.host_cache import HostCacheConnector, HostCacheScheduler
 from kvview import ConfigError, ConnectorConfig, SchedulerConnector, TransferResult
 from kvview.testing.connector import ConnectorRuns, check_connector
-from kvview.testing.connector.coverage import notes_on, not_exercised
+from kvview.testing.connector.coverage import not_exercised, notes_on
 from kvview.testing.connector.generate import generate_scenario
 from kvview.testing.connector.placeholders import in_size
 
