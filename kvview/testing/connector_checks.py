@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvview.testing.connector.coverage import Gap
 
 COVERAGE = "coverage"
+_GAPS_IN_WORDS = 4
 """What stands for a law where something was not exercised, and its name in expectations:
 ``coverage: loads``."""
 
@@ -154,9 +155,11 @@ def require_exercised(factory: Factory, concerns: Callable[[Gap], bool]) -> None
     if runs.is_interrupted:
         raise KeyboardInterrupt
     if gaps:
+        num_more = len(gaps) - _GAPS_IN_WORDS
+        more = [f"and {num_more} more, as in 'coverage' of --json"] if num_more > 0 else []
         raise NotExercised(
             COVERAGE,
-            "; ".join(gap.what for gap in gaps),
+            "; ".join([gap.what for gap in gaps[:_GAPS_IN_WORDS]] + more),
             got=", ".join(gap.name for gap in gaps),
             expected=f"each of them in {runs.num_seeds} seeds",
             script="",

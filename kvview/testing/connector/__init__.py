@@ -253,9 +253,11 @@ class _Check:
             failure = replace(failure, message=f"{failure.message}. This is {told}")
             result = replace(result, failure=failure)
         if failure is not None:
-            if differs is None:
-                result = self._shrunk(result) if self._is_own else self._judged(result)
-            self._add(seed, result, differs is None)
+            try:
+                if differs is None:
+                    result = self._shrunk(result) if self._is_own else self._judged(result)
+            finally:  # what was found is told, when Ctrl-C ends the search for a smaller run
+                self._add(seed, result, differs is None)
 
     @property
     def _is_own(self) -> bool:

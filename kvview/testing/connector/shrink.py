@@ -17,6 +17,7 @@ Simulate = Callable[[Scenario], SimulationResult]
 
 MAX_RUNS = 400
 """Scenarios that are tried, by default."""
+_LAPS_THAT_COUNT = 6  # as one run more: a long one would take minutes to make smaller
 
 
 def shrink(
@@ -27,7 +28,7 @@ def shrink(
     Args:
         result: A run that failed.
         simulate: Runs a scenario.
-        max_runs: Scenarios that may be tried.
+        max_runs: Scenarios that may be tried; a long one counts as several.
     """
     return _Shrinker(result, simulate, max_runs).shrink()
 
@@ -66,7 +67,7 @@ class _Shrinker:
     def _try(self, scenario: Scenario) -> bool:
         if self._runs_left <= 0 or scenario == self._scenario:
             return False
-        self._runs_left -= 1
+        self._runs_left -= 1 + scenario.laps // _LAPS_THAT_COUNT
         result = self._simulate(scenario)
         if result.failure is None or result.failure.law != self._law:
             return False
