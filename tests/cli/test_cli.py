@@ -135,7 +135,9 @@ def test_all_that_follows_a_cut_is_lost(tmp_path: Path) -> None:
 
 
 def test_why_nothing_was_hit(tmp_path: Path) -> None:
-    trace = write_trace(tmp_path / "t.jsonl", [mooncake_row(*range(n, n + 9)) for n in (0, 20, 40, 0)])
+    trace = write_trace(
+        tmp_path / "t.jsonl", [mooncake_row(*range(n, n + 9)) for n in (0, 20, 40, 0)]
+    )
     arguments = ("--connector", EXAMPLE, "--gpu-blocks", "24", "--closed-loop", "1")
     few = run("replay", trace, "--cpu-blocks", "9", *arguments).stdout
     assert "Nothing was hit on the CPU tier, though" in few
@@ -184,7 +186,9 @@ class Loses(Host):
 
 def test_the_medium_and_the_failures_are_the_connectors_own(tmp_path: Path) -> None:
     (tmp_path / "disk.py").write_text(DISK)
-    trace = write_trace(tmp_path / "t.jsonl", [mooncake_row(*range(n, n + 9)) for n in (0, 20, 40, 0)])
+    trace = write_trace(
+        tmp_path / "t.jsonl", [mooncake_row(*range(n, n + 9)) for n in (0, 20, 40, 0)]
+    )
     result = run(
         *("replay", trace, "--connector", f"{tmp_path / 'disk.py'}:Loses", "--closed-loop", "1"),
         *("--gpu-blocks", "24", "--json", tmp_path / "r.json"),

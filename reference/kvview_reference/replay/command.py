@@ -86,8 +86,14 @@ def _time_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="An option for the connector; the value is JSON, or else text. Repeatable.",
 )
 @click.option("--gpu-blocks", type=int, help="GPU blocks.  [default: about a million tokens]")
-@click.option("--cpu-blocks", type=int, help="Host blocks.  [default: the connector's]")
-@click.option("--policy", help="Cache policy of the host tier.  [default: the connector's]")
+@click.option(
+    "--cpu-blocks",
+    type=int,
+    help="The connector's option cpu_blocks: host blocks.  [default: its own]",
+)
+@click.option(
+    "--policy", help="The connector's option policy, of its host tier.  [default: its own]"
+)
 @click.option("--block-bytes", type=int, default=1024, show_default=True, help="Bytes a block.")
 @click.option(
     "--closed-loop",
@@ -154,6 +160,8 @@ def replay(
     folder of such files. Its requests come when it says, in simulated seconds;
     --closed-loop N plays N at once instead. Without one, a seeded workload of the
     same shape is generated. Every byte that the connector loads is verified.
+
+    An option of your connector with another name is given by --option NAME=VALUE.
     """
     from kvview_reference.replay.arrivals import by_arrival
     from kvview_reference.replay.replay_page import HitsOverTime, write_replay_page

@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BufferedIOBase
+from typing import get_args
 
 from kvview.errors import ConfigError, KVViewError, TraceError
+from kvview.links import DOCS_URL
 from kvview_reference.replay.trace_schemas import (
     RowError,
     SchemaName,
@@ -74,6 +76,7 @@ class Lost:
         return f"{told}, nor {rest}" if num_cut else told
 
 
+_FIELDS_ARE_IN = f"The schemas {', '.join(get_args(SchemaName))}: {DOCS_URL}replay/#the-trace"
 _SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _DAMAGED_GZIP = (EOFError, zlib.error, gzip.BadGzipFile)
 
@@ -175,7 +178,7 @@ class Trace:
                     problem = f"no row can be read; line {line}: {error}"
             else:
                 return schema, block_size, has_time
-        raise ConfigError(f"cannot read trace {self.path!r}: {problem}")
+        raise ConfigError(f"cannot read trace {self.path!r}: {problem}. {_FIELDS_ARE_IN}")
 
     def _report(self, line: int, error: RowError) -> None:
         where = f"{self.path}:{line}: {error}"
