@@ -80,6 +80,23 @@ The order of the calls is in [the life of a request](life-of-a-request.md), the 
   GPU pages after an event recorded in `start_plan` has come (XFER-6); in the thread,
   `event.synchronize()` may block.
 """
+_TAIL = """
+## A medium on disk
+
+- The folder is an option of your connector, `directory: str | None = None` for example, given with
+  `--option directory=/var/cache/kv`; None for a temporary one.
+- Each worker process builds its own half from an equal configuration. Every worker gets every
+  plan, moves its own part of each page, and reports each job; a job has ended when all have. So
+  two workers must not share a file.
+- Nothing tells a worker its rank, neither the configuration nor `CanonicalKVCaches`. While the file
+  need not outlive the process, take a name that nobody else has: `tempfile.mkstemp(dir=directory)`
+  in `register_kv_caches`, and remove it in `shutdown`. The table of what is where is the scheduler
+  half's, and ends with it.
+- What is to outlive a restart or be shared is a [store below the host](tier.md): it is
+  told the model and the layout, and has laws of its own.
+- Read and write in a thread: `start_plan` must not wait. A load whose bytes are not those of its
+  key is reported with `success=False`, and the engine computes them (XFER-4).
+"""
 _SECTION = re.compile(r"^(Args|Returns|Raises|Yields):\n((?: {4}.*\n?|\n)*)", re.MULTILINE)
 _ENTRY = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
@@ -105,7 +122,7 @@ def page() -> str:
             lines += ["", f"### {name}", "", _sections(classes[name])[""], ""]
             lines += ["| field | type | what |", "|---|---|---|"]
             lines += [_row(*field) for field in _fields(classes[name])]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + _TAIL
 
 
 def _classes(path: str) -> dict[str, ast.ClassDef]:

@@ -89,11 +89,9 @@ def _time_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--cpu-blocks",
     type=int,
-    help="The connector's option cpu_blocks: host blocks.  [default: its own]",
+    help="Its option cpu_blocks.  [default: the connector's]",
 )
-@click.option(
-    "--policy", help="The connector's option policy, of its host tier.  [default: its own]"
-)
+@click.option("--policy", help="Its option policy, of the tier.  [default: the connector's]")
 @click.option("--block-bytes", type=int, default=1024, show_default=True, help="Bytes a block.")
 @click.option(
     "--closed-loop",
