@@ -28,10 +28,10 @@ from typing import Any
 from typing_extensions import TypeIs
 
 from kvview.connector import Connector, SchedulerConnector, WorkerConnector
+from kvview.connector.hooks import TARGET_PREFIX
 from kvview.connector.raising import where
 from kvview.errors import ConfigError, one_line
 
-_PREFIX = "kvview_target_"
 _ENGINE_BASES = {"KVConnectorBase_V1"}  # by name: no engine is imported here
 _log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class _Files:
         path = cls._locations.get(location, path)
         stem = re.sub(r"\W", "_", Path(path).stem)
         digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
-        name = f"{_PREFIX}{stem}_{digest}"
+        name = f"{TARGET_PREFIX}{stem}_{digest}"
         cls.paths[name] = path
         return name
 
@@ -227,6 +227,9 @@ def _import(target: str, location: str) -> ModuleType:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         line = where(error, name) or ""
+        file = f"{location.replace('.', os.sep)}.py"
+        is_file = name == location and os.path.isfile(file)
+        hint = f". The file is there: {file}:{target.rpartition(':')[2]}" if is_file else ""
         raise ConfigError(
-            f"target {target!r} does not import: {line}{': ' * bool(line)}{one_line(error)}"
+            f"target {target!r} does not import: {line}{': ' * bool(line)}{one_line(error)}{hint}"
         ) from error

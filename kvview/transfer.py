@@ -165,8 +165,8 @@ class CanonicalKVCaches(Generic[TensorT]):
         tensors: Unique tensors; groups may share one (same pages, other blocks).
         group_data_refs: Per KV-cache group, its references.
         compute_stream: What jobs are ordered after (XFER-6). None where there is no
-            stream to name: on a GPU the current one of the submitting thread, on a CPU
-            compute has ended when a plan is started.
+            stream to name: then, on a GPU, it is the current one of the submitting thread;
+            without a GPU compute has ended when a plan is started.
     """
 
     tensors: Sequence[CanonicalKVCacheTensor[TensorT]]

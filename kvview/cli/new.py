@@ -119,7 +119,8 @@ def new(file: Path, name: str | None, raw: bool) -> None:
             path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from None
-    click.echo(f"{file}, {test.name} and {workflow.relative_to(file.parent)} are written. Next:")
+    click.echo(f"{file}, {test.name} and {workflow.relative_to(file.parent)} are written. Next")
+    click.echo("(torch comes with kvview[reference], pytest with kvview[testing]):")
     for command in kind.commands:
         click.echo(f"  {command.format(target=f'{file}:{name}Connector')}")
     click.echo(f"  python -m pytest {test}")

@@ -47,6 +47,9 @@ _ANYONES = {"shutdown", "wait"}
 _SAME_STEM = 5  # letters
 _SAME_WORD, _SAME_NAME = 0.73, 0.9  # difflib's ratio from which one is a misspelling of the other
 
+TARGET_PREFIX = "kvview_target_"
+"""Of the names that modules get which a target names by file (:mod:`kvview.targets`)."""
+
 _bases: list[type] = []
 
 
@@ -89,7 +92,7 @@ def _check_hooks(cls: type) -> None:
         for name, value in vars(owner).items():
             if name.startswith("_"):
                 continue
-            what = f"{owner.__module__}.{owner.__qualname__}.{name}"
+            what = _name_of(owner, name, value)
             if name in hooks:
                 wanted = f"{name}{inspect.signature(hooks[name])}"
                 if problem := _why_not_called(value, hooks[name]):
@@ -109,6 +112,14 @@ def _check_hooks(cls: type) -> None:
                     f"{inspect.signature(_declared(_bases)[meant])}. Rename it, or begin the name "
                     f"of a helper with an underscore"
                 )
+
+
+def _name_of(owner: type, name: str, value: object) -> str:
+    """A method by its module, or by its line where a file stands for the module."""
+    if not owner.__module__.startswith(TARGET_PREFIX):
+        return f"{owner.__module__}.{owner.__qualname__}.{name}"
+    line = f"line {value.__code__.co_firstlineno}: " if inspect.isfunction(value) else ""
+    return f"{line}{owner.__qualname__}.{name}"
 
 
 def _is_method(value: object) -> bool:

@@ -27,7 +27,8 @@ DEFAULT_MUTANTS = 20
     "--profile",
     default="ci",
     show_default=True,
-    help="ci: the same every time, under a minute. soak: random, much longer.",
+    help="ci: the same every time, about a minute of CPU for a connector. soak: "
+    "random, much longer.",
 )
 @click.option(
     "--select",

@@ -121,6 +121,86 @@ def test_strict_ends_the_run_at_damaged_input(tmp_path: Path) -> None:
     assert "t.jsonl:2" in json.loads((tmp_path / "r.json").read_text())["lost"][0]
 
 
+def test_all_that_follows_a_cut_is_lost(tmp_path: Path) -> None:
+    rows = [json.dumps(mooncake_row(place, place + 99)) + "\n" for place in range(40)]
+    packed = gzip.compress("".join(rows).encode())
+    (tmp_path / "t.gz").write_bytes(packed[: len(packed) // 2])
+    result = run("replay", tmp_path / "t.gz", "--json", tmp_path / "r.json")
+    assert result.exit_code == 0
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert 0 < report["requests"] < 39
+    assert report["cut"] == [f"all that follows line {report['requests']} of t.gz"]
+    last = result.stderr.splitlines()[-1]
+    assert last == f"kvview: lost: 1 of t.gz could not be read, nor {report['cut'][0]}"
+
+
+def test_why_nothing_was_hit(tmp_path: Path) -> None:
+    trace = write_trace(
+        tmp_path / "t.jsonl", [mooncake_row(*range(n, n + 9)) for n in (0, 20, 40, 0)]
+    )
+    arguments = ("--connector", EXAMPLE, "--gpu-blocks", "24", "--closed-loop", "1")
+    few = run("replay", trace, "--cpu-blocks", "9", *arguments).stdout
+    assert "Nothing was hit on the CPU tier, though" in few
+    assert "Nothing was hit" not in run("replay", trace, *arguments).stdout
+
+
+DISK = f"""
+from dataclasses import replace
+from kvview import CPULoadStoreSpec, Connector, StepPlan
+from kvview.targets import load_connector
+
+Host = load_connector({EXAMPLE!r})
+
+class Disk(CPULoadStoreSpec):
+    medium = "DISK"
+
+class Loses(Host):
+    def make_scheduler(self):
+        half = super().make_scheduler()
+        plan_step = half.plan_step
+        def on_disk(step):
+            plan = plan_step(step)
+            return StepPlan(
+                [replace(job, src=Disk(job.src.block_ids)) for job in plan.loads],
+                [replace(job, dst=Disk(job.dst.block_ids)) for job in plan.stores],
+            )
+        half.plan_step = on_disk
+        return half
+
+    def make_worker(self):
+        half = super().make_worker()
+        start_plan, get_finished, loads = half.start_plan, half.get_finished, set()
+        def start(plan):
+            loads.update(job.job_id for job in plan.loads)
+            start_plan(plan)
+        def finished():
+            return [
+                replace(result, success=False, error="row 3 is gone")
+                if result.job_id in loads else result
+                for result in get_finished()
+            ]
+        half.start_plan, half.get_finished = start, finished
+        return half
+"""
+
+
+def test_the_medium_and_the_failures_are_the_connectors_own(tmp_path: Path) -> None:
+    (tmp_path / "disk.py").write_text(DISK)
+    trace = write_trace(
+        tmp_path / "t.jsonl", [mooncake_row(*range(n, n + 9)) for n in (0, 20, 40, 0)]
+    )
+    result = run(
+        *("replay", trace, "--connector", f"{tmp_path / 'disk.py'}:Loses", "--closed-loop", "1"),
+        *("--gpu-blocks", "24", "--json", tmp_path / "r.json"),
+    )
+    assert result.exit_code == 0  # an honest failure costs time and breaks no law
+    assert "hit on the DISK tier" in result.stdout
+    assert "1 transfers failed. A replay makes none fail" in result.stdout
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert (report["media"], report["failed_transfers"]) == (["DISK"], 1)
+    assert report["first_failure"].endswith("row 3 is gone")
+
+
 def test_time_as_it_was_and_what_it_rests_on(tmp_path: Path) -> None:
     rows: list[object] = [mooncake_row(*range(9)) | {"timestamp": 1000 * at} for at in (5, 7, 65)]
     trace = write_trace(tmp_path / "t.jsonl", rows)

@@ -161,7 +161,7 @@ def test_threads_that_load_at_once_get_one_module(tmp_path: Path) -> None:
         ("class E(Exception):\n def __str__(self): 1 / 0\nraise E", "text raises ZeroDivision"),
         (
             "import kvview\nclass Mine(kvview.SchedulerConnector):\n  def match_prefx(self): ...",
-            "ConnectorDefinitionError: CONN-9: kvview_target_bad",
+            "bad.py:2: ConnectorDefinitionError: CONN-9: line 3: Mine.match_prefx is never called",
         ),
     ],
 )
@@ -173,6 +173,17 @@ def test_a_file_that_does_not_import_is_one_line(tmp_path: Path, source: str, to
     assert told in text
     assert f"target '{path}:Mine' does not import: " in text
     assert "\n" not in text
+
+
+def test_a_file_named_as_a_module_is_pointed_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "mine_here.py", "import kvview\nclass Mine(kvview.Connector): ...")
+    with pytest.raises(ConfigError, match=r"\. The file is there: mine_here\.py:Mine$"):
+        load_connector("mine_here:Mine")
+    with pytest.raises(ConfigError, match=r"No module named 'mine_there'$"):
+        load_connector("mine_there:Mine")
 
 
 def test_ctrl_c_at_import_passes(tmp_path: Path) -> None:

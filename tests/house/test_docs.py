@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.make_hooks import PAGE, page
 from docs.make_laws import laws
 from kvview import BlockNotHeldError, ConfigError
 from kvview.links import DOCS_URL, PROJECT_URL, law_url
@@ -41,6 +42,10 @@ def test_links_lead_somewhere(document: str) -> None:
         if not path.exists() or (anchor and anchor[1:] not in anchors(path)):
             broken.append(target + anchor)
     assert not broken
+
+
+def test_the_table_of_hooks_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "python docs/make_hooks.py"
 
 
 @pytest.mark.parametrize("law", [*laws(), "POOL-*", "ENGINE", "coverage"])

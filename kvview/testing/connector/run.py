@@ -529,7 +529,11 @@ class Run:
 
     def _raise_stuck(self) -> None:
         if lost := [job for worker in self._workers for job in worker.unreported()]:
-            raise InvariantBroken("CONN-3", f"jobs {lost} were started and are never reported")
+            raise InvariantBroken(
+                "CONN-3",
+                f"jobs {lost} were started and are never reported: get_finished of the worker half "
+                f"returns a TransferResult for each, once",
+            )
         held = self.engine.held_blocks()
         unfinished = self.engine.unfinished()
         if waiting := [request for request, status in unfinished.items() if status == "waiting"]:

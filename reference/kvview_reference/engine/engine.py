@@ -34,8 +34,6 @@ from kvview import (
     EngineFacts,
     FinishReason,
     FullBlock,
-    GPULoadStoreSpec,
-    LoadStoreSpec,
     OffloadingEvent,
     OffloadKey,
     RequestInfo,
@@ -49,6 +47,7 @@ from kvview.testing.connector.kv_bytes import KVBytes
 from kvview.testing.connector.stream import StepStream
 from kvview.version import require_contract
 from kvview_reference.engine.request import Request, Status
+from kvview_reference.engine.stats import EngineStats, num_gpu_blocks
 from kvview_reference.geometry.kv_cache_manager import KVCacheManager
 from kvview_reference.guard import guard_pool
 from kvview_reference.pool import NULL_BLOCK_ID
@@ -56,41 +55,6 @@ from kvview_reference.transfer.pages import check_host_bytes
 
 _MAX_IDLE_STEPS = 1000
 _POOL_BYTES_PER_BLOCK = 100  # what the block pool keeps beside each block
-
-
-@dataclass
-class EngineStats:
-    """Counters since the engine was built.
-
-    Hits are counted in hash blocks of the prefix, once for all groups; transfers
-    in GPU blocks, of every group.
-
-    Args:
-        prompt_blocks: Of requests at their first start, the last one if it is partial too.
-        gpu_hit_blocks: Blocks that requests found in the GPU prefix cache at their first start.
-        cpu_hit_blocks: Blocks that they got from the connector instead.
-        loaded_blocks: Blocks that load jobs moved (windows move fewer than they hit).
-        offloaded_blocks: Blocks that store jobs moved.
-        prefill_tokens: Tokens computed that were known before: of prompts, and once more after a
-            preemption.
-        bytes_verified: Bytes compared with what they must be.
-        mismatches: Blocks among them that differed.
-    """
-
-    requests: int = 0
-    prompt_blocks: int = 0
-    finished: int = 0
-    aborted: int = 0
-    preemptions: int = 0
-    steps: int = 0
-    gpu_hit_blocks: int = 0
-    cpu_hit_blocks: int = 0
-    loaded_blocks: int = 0
-    offloaded_blocks: int = 0
-    failed_transfers: int = 0
-    prefill_tokens: int = 0
-    bytes_verified: int = 0
-    mismatches: int = 0
 
 
 @dataclass
@@ -353,7 +317,7 @@ class Engine:
         plan = self.scheduler_connector.plan_step(StepInfo(steps, preempted))
         self._jobs.check(plan)
         for spec in (*(job.dst for job in plan.loads), *(job.src for job in plan.stores)):
-            _num_gpu_blocks(spec)
+            num_gpu_blocks(spec)
         self._jobs.begin(plan)
         if plan:
             self.worker_connector.start_plan(plan)
@@ -609,13 +573,7 @@ class Engine:
     def _hear_of_transfers(self, results: Sequence[TransferResult]) -> None:
         ended = [end for end in map(self._jobs.end, results) if end is not None]
         for end in ended:
-            num_blocks = _num_gpu_blocks(end.job.dst if end.is_load else end.job.src)
-            if not end.result.success:
-                self.stats.failed_transfers += 1
-            elif end.is_load:
-                self.stats.loaded_blocks += num_blocks
-            else:
-                self.stats.offloaded_blocks += num_blocks
+            self.stats.count(end)
         if results:
             self._idle_steps = self._lone_preemptions = 0
             self.scheduler_connector.on_transfers_finished(results)
@@ -686,12 +644,3 @@ def _last_info(request: Request) -> RequestInfo:
     """What a connector is told when a request loses its blocks: no KV without its token."""
     last = request.num_tokens - (request.num_output_tokens > 0)
     return request.info(min(request.num_computed_tokens, last))
-
-
-def _num_gpu_blocks(spec: LoadStoreSpec) -> int:
-    if not isinstance(spec, GPULoadStoreSpec):
-        raise ConnectorError(
-            f"CONN-3: a load ends and a store begins at a GPULoadStoreSpec, got "
-            f"{type(spec).__name__}"
-        )
-    return len(spec.block_ids)

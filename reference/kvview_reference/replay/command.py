@@ -24,7 +24,7 @@ from rich.table import Table
 
 from kvview.cli.exit_codes import ExitCode
 from kvview.cli.output import JSONOption, Seconds, naming, require_writable, write_json
-from kvview.errors import ConfigError, KVViewError
+from kvview.errors import ConfigError, KVViewError, line_of
 from kvview.targets import load_connector
 from kvview_reference.replay.time_model import TimeModel
 
@@ -86,8 +86,12 @@ def _time_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="An option for the connector; the value is JSON, or else text. Repeatable.",
 )
 @click.option("--gpu-blocks", type=int, help="GPU blocks.  [default: about a million tokens]")
-@click.option("--cpu-blocks", type=int, help="Host blocks.  [default: the connector's]")
-@click.option("--policy", help="Cache policy of the host tier.  [default: the connector's]")
+@click.option(
+    "--cpu-blocks",
+    type=int,
+    help="Its option cpu_blocks.  [default: the connector's]",
+)
+@click.option("--policy", help="Its option policy, of the tier.  [default: the connector's]")
 @click.option("--block-bytes", type=int, default=1024, show_default=True, help="Bytes a block.")
 @click.option(
     "--closed-loop",
@@ -154,12 +158,14 @@ def replay(
     folder of such files. Its requests come when it says, in simulated seconds;
     --closed-loop N plays N at once instead. Without one, a seeded workload of the
     same shape is generated. Every byte that the connector loads is verified.
+
+    An option of your connector with another name is given by --option NAME=VALUE.
     """
     from kvview_reference.replay.arrivals import by_arrival
     from kvview_reference.replay.replay_page import HitsOverTime, write_replay_page
     from kvview_reference.replay.run import ReplayConfig, ReplayFile, make_geometry
     from kvview_reference.replay.run import replay as run
-    from kvview_reference.replay.traces import open_trace
+    from kvview_reference.replay.traces import Lost, open_trace
     from kvview_reference.replay.workload import generate_trace
 
     if requests is not None and requests < 1:
@@ -180,7 +186,7 @@ def replay(
         raise ConfigError("--html needs a file")
     hits = HitsOverTime() if html_file else None
 
-    malformed: list[str] = []
+    lost = Lost()
     source: Trace | None = None
     rows: Iterable[TraceRequest]
     if trace is None:
@@ -193,8 +199,7 @@ def replay(
     else:
 
         def report(error: KVViewError) -> None:
-            if str(error) not in malformed:
-                malformed.append(str(error))
+            if lost.add(error):
                 click.echo(f"kvview: skipped: {error}", err=True)
 
         source = open_trace(trace, on_error=None if strict else report)
@@ -242,14 +247,14 @@ def replay(
                 on_step if hits is None else hits.seen_before(on_step),
                 takes_events=on_step is not None,
             )
-    figures = _figures(result, len(malformed))
+    figures = _figures(result, len(lost.rows))
     _show(figures, title, explain(result))
     if html_file and hits:
-        write_replay_page(html_file, title, connector_class, figures, result, hits, malformed)
-    told = ReplayFile(**vars(result), malformed_rows=len(malformed), lost=malformed)
+        write_replay_page(html_file, title, connector_class, figures, result, hits, lost)
+    told = ReplayFile(**vars(result), malformed_rows=len(lost.rows), lost=lost.rows, cut=lost.cut)
     write_json(json_file, asdict(told))
-    if malformed:
-        click.echo(f"kvview: lost: {len(malformed)} of {title} could not be read", err=True)
+    if lost.rows:
+        click.echo(f"kvview: {lost.summary(title)}", err=True)
     sys.exit(ExitCode.CLEAN if result.is_clean else ExitCode.WRONG)
 
 
@@ -326,7 +331,10 @@ def _figures(report: ReplayReport, num_malformed: int) -> list[tuple[str, str]]:
         ("requests too large", f"{report.requests_too_large:,}"),
         ("blocks", f"{report.blocks:,}"),
         ("hit on the GPU", f"{report.gpu_hit_blocks:,}  ({report.gpu_hit_rate:.1%})"),
-        ("hit on the CPU tier", f"{report.cpu_hit_blocks:,}  ({report.cpu_hit_rate:.1%})"),
+        (
+            f"hit on the {report.tier} tier",
+            f"{report.cpu_hit_blocks:,}  ({report.cpu_hit_rate:.1%})",
+        ),
         ("computed", f"{report.blocks - hits:,}  ({report.computed_rate:.1%})"),
         ("blocks offloaded", f"{report.offloaded_blocks:,}"),
         ("blocks loaded", f"{report.loaded_blocks:,}"),
@@ -341,12 +349,15 @@ def _figures(report: ReplayReport, num_malformed: int) -> list[tuple[str, str]]:
     ]
 
 
+_BAD = ("mismatches", "holds left at the end", "failed transfers", "malformed rows")
+
+
 def _show(figures: list[tuple[str, str]], title: str, assumed: list[str]) -> None:
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
     for name, value in figures:
-        bad = name in ("mismatches", "holds left at the end", "malformed rows") and value != "0"
+        bad = name in _BAD and value != "0"
         table.add_row(name, value, style="red" if bad else None)
     console = Console(stderr=False)
     console.print(table)
@@ -355,7 +366,25 @@ def _show(figures: list[tuple[str, str]], title: str, assumed: list[str]) -> Non
 
 
 def explain(report: ReplayReport) -> list[str]:
-    """When the requests came, and what that rests on."""
+    """When the requests came and what that rests on; why nothing was hit; what failed."""
+    lines = _timing(report)
+    if report.offloaded_blocks and not report.cpu_hit_blocks and not report.failed_transfers:
+        lines.append(
+            f"Nothing was hit on the {report.tier} tier, though {report.offloaded_blocks:,} "
+            "blocks were offloaded. It may be too small to keep a block until it comes again: give "
+            "it more ('kvview size' says how much is worth it). Else the GPU hits all, nothing "
+            "comes again, or the connector does not find what it stored ('kvview check')."
+        )
+    if report.failed_transfers:
+        lines.append(
+            f"{report.failed_transfers:,} transfers failed. A replay makes none fail: they are the "
+            f"connector's own, first {line_of(report.first_failure)}. What failed to load "
+            "was computed, so no answer is wrong; is it meant to fail?"
+        )
+    return lines
+
+
+def _timing(report: ReplayReport) -> list[str]:
     if report.time is None:
         return [
             f"Closed loop: {report.closed_loop} requests at once, in order, whenever they came; "

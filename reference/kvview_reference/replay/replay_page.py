@@ -13,6 +13,7 @@ from kvview.web_page import facts, made_by, make_table, share_bar, wide, write_p
 if TYPE_CHECKING:
     from kvview_reference.engine import Engine
     from kvview_reference.replay.run import ReplayReport
+    from kvview_reference.replay.traces import Lost
 
 _MOST_MOMENTS = 160
 _HEIGHT, _BOTTOM = 300, 76
@@ -67,7 +68,7 @@ def write_replay_page(
     shown: Sequence[tuple[str, str]],
     report: ReplayReport,
     hits: HitsOverTime,
-    lost: Sequence[str],
+    lost: Lost,
 ) -> None:
     """Write the page.
 
@@ -90,7 +91,7 @@ def write_replay_page(
     name = getattr(connector, "__qualname__", str(connector))
     rates = [
         ("of the prompt blocks, hit on the GPU", report.gpu_hit_rate),
-        ("of the prompt blocks, hit on the host", report.cpu_hit_rate),
+        (f"of the prompt blocks, hit on the {report.tier} tier", report.cpu_hit_rate),
     ]
     parts = [
         f'<p><b class="{kind}">{escape(told)}</b>. {escape(name)}, {report.requests:,} requests, '
@@ -102,9 +103,9 @@ def write_replay_page(
         "<h2>What happened</h2>",
         facts(shown),
     ]
-    if lost:
-        parts.append(f'<p class="bad">✗ {len(lost)} parts of the trace were lost:</p>')
-        parts.append("<pre>" + escape("\n".join(lost[:_SHOWN])) + "</pre>")
+    if lost.rows:
+        parts.append(f'<p class="bad">✗ {len(lost.rows)} parts of the trace were lost:</p>')
+        parts.append("<pre>" + escape("\n".join([*lost.rows[:_SHOWN], *lost.cut])) + "</pre>")
     write_page("--html", path, f"kvview replay: {title}", parts + made_by(versions_of(connector)))
 
 

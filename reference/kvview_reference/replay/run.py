@@ -71,6 +71,10 @@ class ReplayReport:
         requests_too_large: Passed over: they do not fit on the GPU.
         blocks: Hash ids of all prompts: what the hit rates are shares of.
         computed_rate: What neither had.
+        cpu_hit_blocks: What came from the connector, whatever its medium.
+        failed_transfers: The connector's own: a replay makes none fail.
+        first_failure: Which of them came first, and what its result says.
+        media: Where the connector moved blocks to or from, by the names of its specs.
         holds_at_end: GPU blocks not free when everything had drained; must be 0.
         blocks_per_s: ``blocks`` over ``seconds``.
         play: "time" (as it was) or "closed-loop"; all below is None in a closed loop.
@@ -101,6 +105,8 @@ class ReplayReport:
     preemptions: int
     failed_transfers: int
     play: Literal["time", "closed-loop"]
+    first_failure: str | None = None
+    media: list[str] = field(default_factory=list)
     closed_loop: int | None = None
     time: TimeModel | None = None
     simulated_seconds: float | None = None
@@ -110,6 +116,11 @@ class ReplayReport:
     prefill_tokens: int | None = None
     load_link_busy: float | None = None
     store_link_busy: float | None = None
+
+    @property
+    def tier(self) -> str:
+        """The media of the connector, as its specs name them."""
+        return "+".join(self.media) or "connector's"
 
     @property
     def is_clean(self) -> bool:
@@ -124,11 +135,13 @@ class ReplayFile(ReplayReport):
     Args:
         malformed_rows: Rows and files of the trace that could not be read.
         lost: Each of them, and why.
+        cut: Of which files all that follows a line is lost, and of which line.
         schema_version: Grows when a field goes or means something else.
     """
 
     malformed_rows: int = 0
     lost: list[str] = field(default_factory=list)
+    cut: list[str] = field(default_factory=list)
     schema_version: Literal[1] = 1
 
 
@@ -326,6 +339,8 @@ class _Run:
             steps=stats.steps,
             preemptions=stats.preemptions,
             failed_transfers=stats.failed_transfers,
+            first_failure=stats.first_failure,
+            media=list(stats.media),
             play="time" if clock else "closed-loop",
             closed_loop=self._closed_loop,
         )

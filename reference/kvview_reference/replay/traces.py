@@ -13,9 +13,12 @@ import stat
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from io import BufferedIOBase
+from typing import get_args
 
-from kvview.errors import ConfigError, TraceError
+from kvview.errors import ConfigError, KVViewError, TraceError
+from kvview.links import DOCS_URL
 from kvview_reference.replay.trace_schemas import (
     RowError,
     SchemaName,
@@ -24,7 +27,7 @@ from kvview_reference.replay.trace_schemas import (
     recognise,
 )
 
-__all__ = ["MAX_ROW_BYTES", "OnError", "SchemaName", "Trace", "TraceRequest", "open_trace"]
+__all__ = ["MAX_ROW_BYTES", "Lost", "OnError", "SchemaName", "Trace", "TraceRequest", "open_trace"]
 
 OnError = Callable[[TraceError], object]
 """Told of each malformed row; the reader then goes on with the next one."""
@@ -32,6 +35,48 @@ OnError = Callable[[TraceError], object]
 MAX_ROW_BYTES = 256 * 2**20
 """Longest row that is read: a file without newlines must not fill the memory."""
 
+
+class TraceCutError(TraceError):
+    """From a line on, nothing of a file can be read."""
+
+    rest: str = ""
+    """What is lost, beside the line itself."""
+
+
+class _CutError(RowError):
+    """The same, while file and line are unknown."""
+
+
+@dataclass
+class Lost:
+    """What of a trace could not be read, each once.
+
+    Args:
+        rows: Rows and files, and why.
+        cut: Files of which all that follows a line is lost too: how much is not known.
+    """
+
+    rows: list[str] = field(default_factory=list)
+    cut: list[str] = field(default_factory=list)
+
+    def add(self, error: KVViewError) -> bool:
+        """Note one; False when it is known."""
+        if str(error) in self.rows:
+            return False
+        self.rows.append(str(error))
+        if isinstance(error, TraceCutError):
+            self.cut.append(error.rest)
+        return True
+
+    def summary(self, title: str) -> str:
+        """The last line of a command."""
+        num_cut = len(self.cut)
+        rest = self.cut[0] if num_cut == 1 else f"the rest of {num_cut} files"
+        told = f"lost: {len(self.rows)} of {title} could not be read"
+        return f"{told}, nor {rest}" if num_cut else told
+
+
+_FIELDS_ARE_IN = f"The schemas {', '.join(get_args(SchemaName))}: {DOCS_URL}replay/#the-trace"
 _SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _DAMAGED_GZIP = (EOFError, zlib.error, gzip.BadGzipFile)
 
@@ -133,10 +178,13 @@ class Trace:
                     problem = f"no row can be read; line {line}: {error}"
             else:
                 return schema, block_size, has_time
-        raise ConfigError(f"cannot read trace {self.path!r}: {problem}")
+        raise ConfigError(f"cannot read trace {self.path!r}: {problem}. {_FIELDS_ARE_IN}")
 
     def _report(self, line: int, error: RowError) -> None:
-        report = TraceError(f"{self.path}:{line}: {error}")
+        where = f"{self.path}:{line}: {error}"
+        report = TraceCutError(where) if isinstance(error, _CutError) else TraceError(where)
+        if isinstance(report, TraceCutError):
+            report.rest = f"all that follows line {line - 1} of {os.path.basename(self.path)}"
         if self._on_error is None:
             raise report from None
         self._on_error(report)
@@ -153,7 +201,7 @@ class Trace:
                 while len(row) > limit and rest and not rest.endswith(b"\n"):
                     rest = rows.readline(2**20)
             except _DAMAGED_GZIP as error:
-                yield line, RowError(f"gzip data truncated or damaged from here on: {error}")
+                yield line, _CutError(f"gzip data truncated or damaged from here on: {error}")
                 return
             except OSError as error:
                 raise ConfigError(f"cannot read trace {self.path!r}: {error.strerror}") from error

@@ -124,6 +124,7 @@ def size(
     Without one, a seeded workload is generated.
     """
     from kvview_reference.offloading.policies import policy_factory
+    from kvview_reference.replay.traces import Lost
     from kvview_reference.sizing.model import parse_size, read_model
     from kvview_reference.sizing.references import MAX_REFERENCES, read_references
     from kvview_reference.sizing.sweep import size as run
@@ -144,13 +145,11 @@ def size(
         policy_factory(name)(1)  # raises what is wrong with it now
     model = read_model(model_file, model_fields)
 
-    lost: list[str] = []
+    lost = Lost()
 
     def lose(error: KVViewError) -> None:
-        if str(error) not in lost:
-            lost.append(str(error))
-            if len(lost) <= _SHOWN:
-                click.echo(f"kvview: skipped: {error}", err=True)
+        if lost.add(error) and len(lost.rows) <= _SHOWN:
+            click.echo(f"kvview: skipped: {error}", err=True)
 
     rows, block_size, title = _open(trace, None if strict else lose, requests, seed)
     block_bytes = None if model is None else block_size * model.token_bytes
@@ -181,7 +180,8 @@ def size(
             model=model,
             prefill_tokens_per_s=prefill_rate,
             load_bandwidth_gb_per_s=load_bandwidth,
-            lost=lost,
+            lost=lost.rows,
+            cut=lost.cut,
             on_progress=lambda what: status.update(f"{title}: {what}"),
         )
     if "-" not in (json_file, csv_file):
@@ -192,8 +192,8 @@ def size(
         from kvview_reference.sizing.size_page import write_size_page
 
         write_size_page(html_file, report)
-    if lost:
-        click.echo(f"kvview: lost: {len(lost)} of {title} could not be read", err=True)
+    if lost.rows:
+        click.echo(f"kvview: {lost.summary(title)}", err=True)
     sys.exit(ExitCode.CLEAN)
 
 

@@ -41,7 +41,7 @@ def write_size_page(path: str, report: SizeReport) -> None:
     ]
     if report.lost:
         parts.append(f'<p class="bad">{len(report.lost)} parts of the trace were lost:</p>')
-        parts.append("<pre>" + escape("\n".join(report.lost[:100])) + "</pre>")
+        parts.append("<pre>" + escape("\n".join([*report.lost[:100], *report.cut])) + "</pre>")
     parts += made_by(versions_of())
     write_page("--html", path, f"kvview size: {report.trace}", parts)
 

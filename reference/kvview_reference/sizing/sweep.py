@@ -91,6 +91,7 @@ class SizeReport(_Model):
     requests: int = Field(description="That were served.")
     requests_too_large: int = Field(description="Passed over: they do not fit on the GPU.")
     lost: list[str] = Field(description="What of the trace could not be read.")
+    cut: list[str] = Field(description="Of which files all that follows a line is lost.")
     blocks: int = Field(description="Hash ids of all prompts: what rates are shares of.")
     different_blocks: int
     sampling_rate: float = Field(description="Share of the blocks that was looked at.")
@@ -125,6 +126,7 @@ def size(
     prefill_tokens_per_s: float = 10_000.0,
     load_bandwidth_gb_per_s: float = 20.0,
     lost: Sequence[str] = (),
+    cut: Sequence[str] = (),
     on_progress: Callable[[str], object] = lambda what: None,
 ) -> SizeReport:
     """Hits, and what they cost, at every size of the host.
@@ -140,6 +142,7 @@ def size(
         prefill_tokens_per_s: What the engine computes.
         load_bandwidth_gb_per_s: From the host to the GPUs, 10**9 bytes a second.
         lost: What of the trace could not be read.
+        cut: Of which files all that follows a line is lost.
         on_progress: Told what is being done.
 
     Raises:
@@ -196,6 +199,7 @@ def size(
         requests=len(references.requests),
         requests_too_large=references.num_too_large,
         lost=list(lost),
+        cut=list(cut),
         blocks=references.num_ids,
         different_blocks=round(references.num_blocks / rate),
         sampling_rate=rate,

@@ -1,0 +1,204 @@
+"""Writes ``docs/hooks.md``: every hook and what it is told, from the sources.
+
+    python docs/make_hooks.py           # write it
+    python docs/make_hooks.py --check   # exit 1 when it is not up to date
+
+Nothing is imported. A hook without a word on when it is called is an error here.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/hooks.md"
+
+_HALVES, _REQUEST, _PLAN, _TRANSFER = (
+    f"kvview/{name}.py"
+    for name in ("connector/halves", "connector/request", "connector/plan", "transfer")
+)
+_HOOKS = {
+    "SchedulerConnector": {
+        "bind_gpu_block_pool_view": "once, before any other",
+        "on_engine_ready": "once, right after",
+        "match_prefix": "before a waiting request gets blocks; perhaps again",
+        "on_blocks_allocated": "when it gets them, promised or not, right after `match_prefix`",
+        "plan_step": "once a step, when all its blocks are allocated",
+        "on_transfers_finished": "when the worker half has reported, between two plans",
+        "on_request_preempted": "when a request gives way to others",
+        "on_request_finished": "at its end, before its blocks are given back",
+        "take_events": "at any time",
+        "has_pending_work": "when no request is left",
+        "reset_cache": "when the engine's caches are reset, after new weights for example",
+        "shutdown": "at the end",
+    },
+    "WorkerConnector": {
+        "register_kv_caches": "once, before any other",
+        "start_plan": "in each step whose plan has something",
+        "get_finished": "in each step",
+        "wait": "when the engine can do nothing before these end",
+        "shutdown": "at the end, perhaps without any other before",
+    },
+    "Connector": {
+        "make_scheduler": "once, in the process of the scheduler",
+        "make_worker": "once, in each process with a GPU",
+    },
+}
+_RECORDS = {
+    "kvview/geometry.py": ("CacheGeometry",),
+    _HALVES: ("ConnectorConfig", "EngineFacts"),
+    _REQUEST: ("RequestInfo", "RequestContent", "StepInfo", "RequestStep", "FullBlock"),
+    _PLAN: ("StepPlan", "TransferJob"),
+    _TRANSFER: (
+        *("GPULoadStoreSpec", "CPULoadStoreSpec", "TransferResult"),
+        *("CanonicalKVCaches", "CanonicalKVCacheTensor", "CanonicalKVCacheRef"),
+    ),
+}
+_HEAD = """\
+# Hooks and what they are told
+
+<!-- Written by docs/make_hooks.py from the sources; edit those and run it again. -->
+
+All names are in `kvview`. Override the hooks that you need; each has the default that is shown.
+The order of the calls is in [the life of a request](life-of-a-request.md), the laws are
+[CONN](laws.md#conn).
+
+- **Options.** `kvview.options.parse_options(Options, config.options)` in the `__init__` of your
+  connector: `Options` is your pydantic model, with `ConfigDict(extra="forbid")` so that a typo is
+  an error. It returns an `Options`, or raises `ConfigError` with one line for the user.
+- **A spec of your own.** The side of a job that is not the GPU may be any object that pickles and
+  has a class attribute `medium`, any string: a dataclass with keys, offsets or names of files.
+  Only your two halves read it.
+- **A plan of your own.** A subclass of `StepPlan` may have more fields for the worker half; it
+  reaches it in every step.
+- **A thread of your own** in the worker half is fine. `get_finished` takes what it has done,
+  under a lock; `wait` blocks until its jobs have ended; `shutdown` joins it (CONN-12). It touches
+  GPU pages after an event recorded in `start_plan` has come (XFER-6); in the thread,
+  `event.synchronize()` may block.
+"""
+_TAIL = """
+## A medium on disk
+
+- The folder is an option of your connector, `directory: str | None = None` for example, given with
+  `--option directory=/var/cache/kv`; None for a temporary one.
+- Each worker process builds its own half from an equal configuration. Every worker gets every
+  plan, moves its own part of each page, and reports each job; a job has ended when all have. So
+  two workers must not share a file.
+- Nothing tells a worker its rank, neither the configuration nor `CanonicalKVCaches`. While the file
+  need not outlive the process, take a name that nobody else has: `tempfile.mkstemp(dir=directory)`
+  in `register_kv_caches`, and remove it in `shutdown`. The table of what is where is the scheduler
+  half's, and ends with it.
+- What is to outlive a restart or be shared is a [store below the host](tier.md): it is
+  told the model and the layout, and has laws of its own.
+- Read and write in a thread: `start_plan` must not wait. A load whose bytes are not those of its
+  key is reported with `success=False`, and the engine computes them (XFER-4).
+"""
+_SECTION = re.compile(r"^(Args|Returns|Raises|Yields):\n((?: {4}.*\n?|\n)*)", re.MULTILINE)
+_ENTRY = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
+
+
+def page() -> str:
+    """The whole of ``docs/hooks.md``."""
+    lines = [_HEAD]
+    classes = _classes(_HALVES)
+    for name, when in _HOOKS.items():
+        declared = {node.name: node for node in _functions(classes[name])}
+        if list(declared) != list(when):
+            raise ValueError(f"{name} has the hooks {list(declared)}; say of each when it comes")
+        lines += [f"## {name}", "", _sections(classes[name])[""], ""]
+        lines += ["| hook | when | what | default |", "|---|---|---|---|"]
+        for hook, node in declared.items():
+            told = f"`{hook}({_arguments(node)})` → `{ast.unparse(node.returns or node)}`"
+            lines.append(_row(told, when[hook], _what(node), _default(node)))
+        lines.append("")
+    lines.append("## What they are told, and what they give")
+    for path, names in _RECORDS.items():
+        classes = _classes(path)
+        for name in names:
+            lines += ["", f"### {name}", "", _sections(classes[name])[""], ""]
+            lines += ["| field | type | what |", "|---|---|---|"]
+            lines += [_row(*field) for field in _fields(classes[name])]
+    return "\n".join(lines) + "\n" + _TAIL
+
+
+def _classes(path: str) -> dict[str, ast.ClassDef]:
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _functions(node: ast.ClassDef) -> list[ast.FunctionDef]:
+    public = [other for other in node.body if isinstance(other, ast.FunctionDef)]
+    return [other for other in public if not other.name.startswith("_")]
+
+
+def _sections(node: ast.ClassDef | ast.FunctionDef) -> dict[str, str]:
+    """A docstring's sections by name; what stands before them by ``""``, in one line."""
+    text = (ast.get_docstring(node) or "") + "\n"
+    first = re.sub(r"^Source:.*", "", _SECTION.sub("", text), flags=re.MULTILINE | re.DOTALL)
+    return {"": _plain(first), **dict(_SECTION.findall(text))}
+
+
+def _entries(text: str) -> dict[str, str]:
+    return {name: _plain(what) for name, what in _ENTRY.findall(text)}
+
+
+def _plain(text: str) -> str:
+    text = re.sub(r":[a-z]+:`~?([^`]+)`", r"``\1``", " ".join(text.split()))
+    return re.sub(r"(?<=\. )\d\. ", "", text).replace("``", "`")
+
+
+def _arguments(node: ast.FunctionDef) -> str:
+    return ", ".join(ast.unparse(argument) for argument in node.args.args[1:])
+
+
+def _what(node: ast.FunctionDef) -> str:
+    sections = _sections(node)
+    parts = [sections[""]]
+    parts += [f"`{name}`: {what}" for name, what in _entries(sections.get("Args", "")).items()]
+    parts += [f"Returns: {_plain(sections['Returns'])}"] if "Returns" in sections else []
+    return "<br>".join(parts)
+
+
+def _default(node: ast.FunctionDef) -> str:
+    last = node.body[-1]
+    return f"`{ast.unparse(last.value)}`" if isinstance(last, ast.Return) and last.value else ""
+
+
+def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
+    documented = _entries(_sections(node).get("Args", ""))
+    for place, field in enumerate(node.body):
+        if not isinstance(field, ast.AnnAssign):
+            continue
+        name, kind = ast.unparse(field.target), ast.unparse(field.annotation)
+        if kind.startswith("ClassVar"):
+            kind = "class attribute"
+        text = ""
+        match node.body[place + 1 : place + 2]:
+            case [ast.Expr(ast.Constant(str(text)))]:
+                pass
+        default = "" if field.value is None else f" = {ast.unparse(field.value)}"
+        default = re.sub(r"field\(default_factory=(\w+)\)", r"\1()", default)
+        yield f"`{name}`", f"`{kind}{default}`", documented.get(name, _plain(text))
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def main() -> int:
+    """Write the page, or only compare it."""
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(page(), encoding="utf-8")
+        return 0
+    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page():
+        return 0
+    print("docs/hooks.md is not up to date: python docs/make_hooks.py", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
