@@ -6,8 +6,8 @@ How the free queue is kept, without an object a block, in arrays of ints:
   its low end, the stack ``_front``: item i has position ``-1 - i``. Hashed blocks
   join at its high end, ``_back``: item i has position ``_back_start + i``, from
   ``_FIRST_BACK`` up, and what lies before ``_head`` is used up.
-- ``_state[b]`` is all that a touch or a free asks of a block, since each further list
-  is a miss of the processor's cache. Of a free block it is its position; of a held one
+- ``_state[b]`` is all that a touch or a free asks of a block, since a further list is a
+  further miss of the processor's cache: of a free block its position, of a held one
   twice its references, plus 1 if it has a hash, which lies between the two ends.
 - Who takes a block writes 0 at its position, the null block's id, which is never free:
   so every entry is a free block or 0, and ``filter`` reads them.
@@ -125,9 +125,8 @@ class BlockPool:
     def ref_cnt(self, block_id: int) -> int:
         """References on a block, the engine's and every view's."""
         self.check_block_ids((block_id,))
-        state = self._state[block_id]
-        is_free = _is_position(state) or block_id == NULL_BLOCK_ID
-        return 0 if is_free else state // _REFERENCE
+        state = self._state[block_id] if block_id != NULL_BLOCK_ID else 0
+        return 0 if _is_position(state) else state // _REFERENCE
 
     def allocate_blocks(self, num_blocks: int) -> list[int]:
         """Take the next victims, in order, a reference each; their hashes are evicted.
@@ -232,9 +231,8 @@ class BlockPool:
                 is_hashed = self._hash[block_id] is not None
                 state[block_id] = (state[block_id] & ~_HASHED) + is_hashed
         self._num_free -= len(taken)
-        if self._is_compacting or (
-            self._num_entries() - self._num_free > _MAX_ZEROS * self.num_blocks
-        ):
+        num_zeros = len(front) + len(back) - self._head - self._num_free
+        if self._is_compacting or num_zeros > _MAX_ZEROS * self.num_blocks:
             self._compact(_MOVED_PER_TOUCH * len(taken) + _FEWEST_MOVED)
 
     def free_blocks(self, block_ids: Iterable[int]) -> None:
@@ -270,8 +268,7 @@ class BlockPool:
         except Exception:
             for block_id in _done(block_ids, remaining):
                 old = state[block_id]
-                is_held = old < _FIRST_BACK
-                state[block_id] = _REFERENCE + (old if is_held else _HASHED)
+                state[block_id] = last_hashed if old >= first_back else old + _REFERENCE
             self.check_block_ids(block_ids)
             raise
         if unhashed:
@@ -341,8 +338,10 @@ class BlockPool:
         if start >= stop:
             start = max(start, self._back_start + self._head)
             stop = self._back_start + len(self._back)
-        stop = min(start + num_entries, stop, walk.end)
-        return start, self._entries(start, stop) if start < stop else []
+        stop = max(start, min(start + num_entries, stop, walk.end))
+        if stop <= 0:
+            return start, self._front[-stop:-start][::-1]
+        return start, self._back[start - self._back_start : stop - self._back_start]
 
     def _stop_walks(self) -> None:
         """Have walks look again before they go on: entries are taken or moved."""
@@ -351,15 +350,6 @@ class BlockPool:
 
     def _front_start(self) -> int:
         return -len(self._front)
-
-    def _entries(self, start: int, stop: int) -> Sequence[int]:
-        """A copy of a range of entries that lies in one of the two ends."""
-        if stop <= 0:
-            return self._front[-stop:-start][::-1]
-        return self._back[start - self._back_start : stop - self._back_start]
-
-    def _num_entries(self) -> int:
-        return len(self._front) + len(self._back) - self._head
 
     def _set_head(self, head: int) -> None:
         # Cut the used part off once it is half of the list: O(1) amortised.
@@ -439,19 +429,15 @@ class BlockPool:
             ValueError: Not one hash a block, or an impossible group index.
         """
         state, hashes, block_by_hash = self._state, self._hash, self._block_by_hash
-        try:
-            states = [state[block_id] for block_id in block_ids]
-        except Exception:
-            self.check_block_ids(block_ids)
-            raise
-        if not {*map(type, block_ids)} <= {int} or min(block_ids, default=0) < 0:
-            self.check_block_ids(block_ids)
+        self.check_block_ids(block_ids)
         keys = make_offload_keys(block_hashes, group_idx)
         if len(block_ids) != len(keys):
             raise ValueError(f"{len(block_ids)} block_ids, {len(keys)} block_hashes")
-        if states and not 0 < min(states) <= max(states) < _FIRST_BACK:
-            free = [b for b, old in zip(block_ids, states, strict=True) if _is_position(old)]
-            raise BlockNotHeldError(f"POOL-4: cannot cache block {free[0]}: it is free")
+        states = [state[block_id] for block_id in block_ids]
+        for old in {*states}:
+            if _is_position(old):
+                block_id = block_ids[states.index(old)]
+                raise BlockNotHeldError(f"POOL-4: cannot cache block {block_id}: it is free")
         if not self.enable_caching:
             return
         stored: list[OffloadKey] = []
@@ -464,8 +450,8 @@ class BlockPool:
                 continue
             stored.append(key)
         if self._events is not None and stored:
-            hashes_stored = list(map(get_offload_block_hash, stored))
-            self._events.append(BlockStored(hashes_stored, parent_hash, block_size, group_idx))
+            new = list(map(get_offload_block_hash, stored))
+            self._events.append(BlockStored(new, parent_hash, block_size, group_idx))
 
     def _add_hash(self, block_id: int, key: OffloadKey) -> bool:
         """Register a hash, where the block or the hash may have another; whether it was new."""
@@ -532,8 +518,8 @@ class BlockPool:
 
     def _evict_hashes(self, block_ids: Iterable[int]) -> None:
         """Forget what these blocks hold; the caller sets their states."""
-        hashes, block_by_hash, more_hashes = self._hash, self._block_by_hash, self._more_hashes
-        is_plain = not more_hashes and not self._more_blocks and self._events is None
+        hashes, block_by_hash = self._hash, self._block_by_hash
+        is_plain = not self._more_hashes and not self._more_blocks and self._events is None
         for block_id in block_ids:
             key = hashes[block_id]
             if key is not None:
@@ -541,19 +527,20 @@ class BlockPool:
                 if is_plain:
                     del block_by_hash[key]
                 else:
-                    for key in (key, *more_hashes.pop(block_id, ())):
-                        self._drop_hash(block_id, key)
+                    for one_key in (key, *self._more_hashes.pop(block_id, ())):
+                        self._drop_hash(block_id, one_key)
 
     def _drop_hash(self, block_id: int, key: OffloadKey) -> None:
-        first, others = self._block_by_hash[key], self._more_blocks.get(key)
-        if others is None:
-            del self._block_by_hash[key]
-        else:
-            if first == block_id:
-                self._block_by_hash[key] = block_id = next(iter(others))
+        others = self._more_blocks.get(key, {})
+        if self._block_by_hash[key] != block_id:
             del others[block_id]
-            if not others:
-                del self._more_blocks[key]
+        elif others:
+            self._block_by_hash[key] = following = next(iter(others))
+            del others[following]
+        else:
+            del self._block_by_hash[key]
+        if not others:
+            self._more_blocks.pop(key, None)
         if self._events is not None:
             block_hash = get_offload_block_hash(key)
             self._events.append(BlockRemoved([block_hash], get_offload_group_idx(key)))
