@@ -63,6 +63,7 @@ _LAST_HASHED = _REFERENCE + _HASHED  # the state of one whose next free is the l
 _MAX_ZEROS = 2  # per block, before entries are moved together
 _MOVED_PER_TOUCH = 4  # entries: the list has at most 4 a block then, with those that join
 _FEWEST_MOVED = 64  # by a touch, however few blocks it takes
+_MOST_ENTRIES = 4096  # looked at together by an allocation that wants fewer
 
 _logger = logging.getLogger(__name__)
 
@@ -139,8 +140,7 @@ class BlockPool:
         self._stop_walks()
         block_ids = self._take_front(num_blocks)
         num_unhashed = 0 if self._is_hashed_in_front else len(block_ids)
-        if not self._front:
-            self._is_hashed_in_front = False
+        self._is_hashed_in_front &= bool(self._front)
         block_ids += self._take_back(num_blocks - len(block_ids))
         state, held = self._state, _REFERENCE
         for block_id in block_ids:
@@ -149,7 +149,7 @@ class BlockPool:
         self._num_free -= num_blocks
         # Positions of the front stack are used again: keep walks out of them.
         for walk in self._walks:
-            walk.position = max(walk.position, self._front_start() - 1)
+            walk.position = max(walk.position, -len(self._front) - 1)
         if self._watchers:
             self._notify_reuse(block_ids)
         return block_ids
@@ -162,8 +162,8 @@ class BlockPool:
             if target < len(front) <= source:  # between the two all are 0
                 del front[target:]
                 continue
-            size = max(2 * size, missing)
-            live = list(filter(None, front[: -size - 1 : -1]))
+            size = max(min(2 * size, _MOST_ENTRIES), missing)
+            live = _live(front[: -size - 1 : -1])
             if len(live) <= missing:
                 del front[-size:]
             else:
@@ -181,9 +181,9 @@ class BlockPool:
             if target <= self._head < source:  # between the two all are 0
                 self._set_head(source)
                 continue
-            size = max(2 * size, missing)
+            size = max(min(2 * size, _MOST_ENTRIES), missing)
             stop = min(self._head + size, len(self._back))
-            live = list(filter(None, self._back[self._head : stop]))
+            live = _live(self._back[self._head : stop])
             if len(live) > missing:
                 stop = self._state[live[missing]] - self._back_start
             block_ids += live[:missing]
@@ -244,8 +244,7 @@ class BlockPool:
         """
         block_ids = list(block_ids)
         state, first_back, last_hashed, last = self._state, _FIRST_BACK, _LAST_HASHED, _REFERENCE
-        unhashed: list[int] = []
-        hashed: list[int] = []
+        unhashed, hashed = list[int](), list[int]()
         position = self._back_start + len(self._back)
         remaining = iter(block_ids)
         try:
@@ -271,11 +270,10 @@ class BlockPool:
                 state[block_id] = last_hashed if old >= first_back else old + _REFERENCE
             self.check_block_ids(block_ids)
             raise
-        if unhashed:
-            unhashed.reverse()
-            for position, block_id in enumerate(unhashed, len(self._front)):
-                state[block_id] = ~position
-            self._front.fromlist(unhashed)
+        unhashed.reverse()
+        for position, block_id in enumerate(unhashed, len(self._front)):
+            state[block_id] = ~position
+        self._front.fromlist(unhashed)
         self._back.fromlist(hashed)
         self._num_free += len(unhashed) + len(hashed)
 
@@ -326,11 +324,11 @@ class BlockPool:
 
     def positions(self) -> tuple[int, int]:
         """Where the queue starts, and where it ends."""
-        return self._front_start(), self._back_start + len(self._back)
+        return -len(self._front), self._back_start + len(self._back)
 
     def first_hashed_position(self) -> int:
         """Where a walk over hashed blocks starts: none of them lies before."""
-        return self._front_start() if self._is_hashed_in_front else self._back_start + self._head
+        return -len(self._front) if self._is_hashed_in_front else self._back_start + self._head
 
     def entries_after(self, walk: Walk, num_entries: int) -> tuple[int, Sequence[int]]:
         """A copy of the next entries of a walk, and where they start."""
@@ -347,9 +345,6 @@ class BlockPool:
         """Have walks look again before they go on: entries are taken or moved."""
         for walk in self._walks:
             walk.stop(self._state)
-
-    def _front_start(self) -> int:
-        return -len(self._front)
 
     def _set_head(self, head: int) -> None:
         # Cut the used part off once it is half of the list: O(1) amortised.
@@ -391,7 +386,7 @@ class BlockPool:
             del back[back_moves[1] :]
             del front[front_moves[1] :]
             for walk in self._walks:
-                walk.position = max(walk.position, self._front_start() - 1)
+                walk.position = max(walk.position, -len(self._front) - 1)
             self._front_moves = self._back_moves = (0, 0)
             self._is_compacting = False
 
@@ -434,13 +429,12 @@ class BlockPool:
         if len(block_ids) != len(keys):
             raise ValueError(f"{len(block_ids)} block_ids, {len(keys)} block_hashes")
         states = [state[block_id] for block_id in block_ids]
-        for old in {*states}:
-            if _is_position(old):
-                block_id = block_ids[states.index(old)]
-                raise BlockNotHeldError(f"POOL-4: cannot cache block {block_id}: it is free")
+        for position in filter(_is_position, {*states}):
+            block_id = block_ids[states.index(position)]
+            raise BlockNotHeldError(f"POOL-4: cannot cache block {block_id}: it is free")
+        stored: list[OffloadKey] = []
         if not self.enable_caching:
             return
-        stored: list[OffloadKey] = []
         for block_id, key, old in zip(block_ids, keys, states, strict=True):
             if hashes[block_id] is None and key not in block_by_hash and block_id:  # as a rule
                 hashes[block_id] = key
@@ -509,12 +503,11 @@ class BlockPool:
         block_ids = list(block_ids)
         self.check_block_ids(block_ids)
         self._evict_hashes(block_ids)
-        state = self._state
         for block_id in block_ids:
-            if _is_position(state[block_id]):
+            if _is_position(self._state[block_id]):
                 self._is_unhashed_in_back = True
             else:
-                state[block_id] &= ~_HASHED
+                self._state[block_id] &= ~_HASHED
 
     def _evict_hashes(self, block_ids: Iterable[int]) -> None:
         """Forget what these blocks hold; the caller sets their states."""
@@ -554,7 +547,7 @@ class BlockPool:
         self._stop_walks()
         block_ids = self.free_block_ids()
         end = self._back_start + len(self._back)
-        start = self._front_start() - 1  # with the walks that wait there
+        start = -len(self._front) - 1  # with the walks that wait there
         self._renumber(block_ids, start, end, -len(block_ids))
         self._front, self._back = array("q", reversed(block_ids)), array("q")
         self._back_start, self._head = _FIRST_BACK, 0
@@ -614,10 +607,17 @@ def _done(block_ids: list[int], remaining: Iterator[int]) -> list[int]:
     return list(filter(None, block_ids[:num_done]))
 
 
+def _live(entries: array[int]) -> list[int]:
+    """The blocks among some entries; a long stretch of 0, as touches leave it, costs little."""
+    if len(entries) > _FEWEST_MOVED and entries.tobytes() == bytes(8 * len(entries)):
+        return []
+    return list(filter(None, entries))
+
+
 def _move_down(entries: array[int], source: int, stop: int, target: int) -> array[int]:
     """Move the blocks among some entries to ``target``, and return them; 0 stays behind."""
-    live = array("q", filter(None, entries[source:stop]))
-    entries[source:stop] = array("q", bytes(entries.itemsize * (stop - source)))
+    live = array("q", _live(entries[source:stop]))
+    entries[source:stop] = array("q", bytes(8 * (stop - source)))
     entries[target : target + len(live)] = live
     return live
 
