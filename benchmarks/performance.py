@@ -53,18 +53,19 @@ page again.
 TRIED = """\
 ## What was tried where a target is missed
 
-Of the pool, beside vLLM's in one run, 100,000 and 1,000,000 blocks (a busy machine; what stands
-in the table above is the first line):
+Of the pool in steady state, beside vLLM's in one run, 100,000 and 1,000,000 blocks, on a busy
+machine; the last column is a pool of 10,000 fresh blocks and calls of 1,000 contiguous ones:
 
-| state of a block | alloc, hash, free | touch, free |
-|---|---|---|
-| one array of ints: position, or references and a bit for the hash | 1.9x, 1.6x | 2.0x, 2.0x |
-| the same in a list | 2.1x, 1.7x | 1.7x, 1.4x |
-| references in a list, positions in an array (prototype) | 2.0x, 1.8x | 1.8x, 1.65x |
-| references in a list, positions and hashes apart (until now) | 1.3x, 1.2x | 1.1x, 1.0x |
+| state of a block | alloc, hash, free | touch, free | touch, free, fresh |
+|---|---|---|---|
+| one list: position, or references and a hash bit | 2.1x, 1.7x | 1.7x, 1.4x | 1.3x to 1.6x |
+| the same in an array of ints | 1.9x, 1.6x | 2.1x, 2.0x | 0.9x to 1.2x |
+| references in a list, positions in an array (prototype) | 2.0x, 1.8x | 1.8x, 1.65x | |
+| references in a list, positions and hashes apart (until now) | 1.3x, 1.2x | 1.1x, 1.0x | 1.5x |
 
-A list is read 20 ns sooner than an array and costs an int object a block, whose miss a touch of
-scattered ids pays. The same choice makes fresh pools and small calls slower than lists were. Keys
+The first is what is there: a list is read 20 ns sooner than an array, and costs an int object a
+block, whose miss a touch of scattered ids pays. The array meets the target of that one line and
+makes fresh pools and small calls slower than vLLM's. Keys
 gathered by `itemgetter`, deleted by `map` or looked up in advance change 3 % at most: at a million
 blocks the rest is misses in the dict of keys, which both sides have.
 """

@@ -1,6 +1,6 @@
 """A standalone block pool that keeps the pool contract, and the view over it.
 
-How the free queue is kept, without an object a block, in arrays of ints:
+How the free queue is kept, in arrays of ints and a list of states:
 
 - The queue is one axis of positions, next victim first. Unhashed blocks join at
   its low end, the stack ``_front``: item i has position ``-1 - i``. Hashed blocks
@@ -96,8 +96,8 @@ class BlockPool:
             raise ConfigError(f"num_blocks must be an int of at least 2, got {num_blocks!r}")
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
-        # Not lists: an int object a block costs 32 bytes, and its count of references a miss.
-        self._state = array("q", range(-num_blocks, 0))
+        # A list, which is read sooner than an array, though a position is an object (32 bytes).
+        self._state = list(range(-num_blocks, 0))
         self._state[NULL_BLOCK_ID] = _REFERENCE  # neither free nor hashed, and so it stays
         self._front = array("q", range(num_blocks - 1, 0, -1))
         self._back = array("q")
