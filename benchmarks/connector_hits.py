@@ -33,6 +33,7 @@ from kvview_reference.replay.workload import generate_trace
 DEFAULT = "kvview_reference.connector:OffloadConnector"
 GENERATED_BLOCK_SIZE = 512  # tokens
 MOST_LOST = 0.2  # points
+MOST_VISITS = 1.5  # entries of the free queue for each block stored
 
 
 class Counting:
@@ -158,6 +159,9 @@ def main(
         if row["points_gained"] < -MOST_LOST or row["offloaded_blocks"] > row["computed_blocks"]
     ]
     console.print(f"{len(runs)} runs, {len(worse)} make serving worse")
+    most = max((row["visits_per_store"] for row in runs), default=0.0)
+    met = "met" if most <= MOST_VISITS else "missed"
+    console.print(f"visits for each block stored: at most {most:.2f}, <= {MOST_VISITS} {met}")
     sys.exit(1 if worse else 0)
 
 

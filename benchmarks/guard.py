@@ -4,11 +4,11 @@
 
 One round touches a batch of blocks and frees it again. The direct call looks the
 blocks up itself: ``touch([pool.blocks[i] for i in ids])`` and ``free_blocks`` of
-the same. Both take turns on one pool, and the best of the rounds counts, so that
-what else the machine does weighs on none. "Busy guard" has a pin budget and holds one
-lease with a deadline. The targets: the view takes at most 1.25 of the direct call's
-time, either guard over it at most 1.5. The same for the reference pool, where a guard
-takes at most 1.5 of the plain view's time.
+the same. Both take turns on one pool; a ratio is the median of those of the rounds,
+beside its spread, so that what else the machine does weighs on none. "Busy guard"
+has a pin budget and holds one lease with a deadline. The targets: the view takes at
+most 1.25 of the direct call's time, either guard over it at most 1.5. The same for the
+reference pool, where a guard takes at most 1.5 of the plain view's time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import inspect
 import json
 import random
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -27,7 +28,7 @@ from typing import Any
 from peer import (  # type: ignore[import-not-found]
     HOW_TO_GET_IT,
     add_vllm_to_path,
-    best_times,
+    take_turns,
 )
 from rich.console import Console
 from rich.table import Table
@@ -98,13 +99,21 @@ def measure(
         block_ids = random.Random(batch).sample(range(1, NUM_BLOCKS), batch)
         repeats = max(1, BLOCKS_PER_TURN // batch)
         calls = [partial(turn, block_ids, repeats) for turn in turns.values()]
-        seconds = dict(zip(turns, best_times(calls, rounds=rounds), strict=True))
-        table.add_row(name, str(batch), base, f"{seconds[base] / repeats * 1e6:.2f}", "", "")
+        times = dict(zip(turns, take_turns(calls, rounds=rounds), strict=True))
+        micros = {
+            turn: f"{statistics.median(seconds) / repeats * 1e6:.2f}"
+            for turn, seconds in times.items()
+        }
+        table.add_row(name, str(batch), base, micros[base])
         for other in others:
-            ratio = seconds[other] / seconds[base]
+            single = [a / b for a, b in zip(times[other], times[base], strict=True)]
+            ratio = statistics.median(single)
             ratios[f"{name}_{other}_over_{base}_{batch}".replace(" ", "_")] = round(ratio, 3)
-            micros = f"{seconds[other] / repeats * 1e6:.2f}"
-            table.add_row("", "", other, micros, f"{ratio:.2f}", f"{targets[other]}")
+            table.add_row(
+                *("", "", other, micros[other], f"{ratio:.2f}"),
+                *(f"{min(single):.2f}-{max(single):.2f}", f"<= {targets[other]}"),
+                "met" if ratio <= targets[other] else "missed",
+            )
     return ratios
 
 
@@ -115,8 +124,8 @@ def main() -> int:
     parser.add_argument("--vllm-sources", type=Path, help="folder that holds the vllm package")
     arguments = parser.parse_args()
 
-    table = Table(title=f"touch + free, best of {arguments.rounds} rounds")
-    for column in ("pool", "batch", "side", "us", "ratio", "target"):
+    table = Table(title=f"touch + free, medians of {arguments.rounds} rounds")
+    for column in ("pool", "batch", "side", "us", "ratio", "low-high", "target", ""):
         table.add_column(column, justify="left" if column in ("pool", "side") else "right")
     reference = BlockPool(NUM_BLOCKS)
     guards = {"guard": GUARD_TARGET, "busy guard": GUARD_TARGET}

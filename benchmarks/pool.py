@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import json
+import statistics
 import tracemalloc
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from peer import (  # type: ignore[import-not-found, unused-ignore]
     RELEASE,
     add_vllm_to_path,
     best_times,
+    take_turns,
 )
 from rich.console import Console
 from rich.table import Table
@@ -143,18 +145,22 @@ class Row:
         name: As in the JSON file.
         values: Ours, then vLLM's if there is one.
         unit: What the values count; times give a ratio.
+        spread: The lowest and the highest ratio of single rounds.
     """
 
     name: str
     values: list[float]
     unit: str = "ns/block"
+    spread: str = ""
 
 
 def measure_calls(sides: list[type[Side]], rounds: int) -> Iterator[Row]:
     def in_turns(name: str, calls: list[Callable[[], object]], num_blocks: int) -> Row:
         repeats = max(1, BLOCKS_PER_ROUND // num_blocks)
-        times = best_times(calls, repeats=repeats, rounds=rounds)
-        return Row(name, [seconds / num_blocks * 1e9 for seconds in times])
+        times = take_turns(calls, repeats=repeats, rounds=rounds)
+        values = [statistics.median(side) / num_blocks * 1e9 for side in times]
+        single = [peer / our for our, *peers in zip(*times, strict=True) for peer in peers]
+        return Row(name, values, spread=f"{min(single):.2f}-{max(single):.2f}" if single else "")
 
     for hashed in (False, True):
         suffix = "_hashed" if hashed else ""
@@ -211,7 +217,7 @@ def show(rows: list[Row]) -> dict[str, float]:
     Returns:
         Figures by name.
     """
-    table = Table("blocks a call", "kvview", f"vLLM {RELEASE}", "speedup", "target", "")
+    table = Table("blocks a call", "kvview", f"vLLM {RELEASE}", "speedup", "low-high", "target", "")
     table.title = "nanoseconds a block, where nothing else is said"
     table.columns[0].no_wrap = True
     figures: dict[str, float] = {}
@@ -232,6 +238,7 @@ def show(rows: list[Row]) -> dict[str, float]:
             f"{ours:,.0f}",
             *([f"{peer:,.0f}" for peer in theirs] or [""]),
             f"{figure:.2f}x" if is_time and figure else "",
+            row.spread,
             f"{'>=' if is_time else '<='} {target:g}" if target is not None else "",
             met,
         )
@@ -242,7 +249,7 @@ def show(rows: list[Row]) -> dict[str, float]:
 @click.command()
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Flat named figures.")
 @click.option("--vllm-sources", type=click.Path(path_type=Path), help="Holds vLLM's package.")
-@click.option("--rounds", default=9, show_default=True, help="Turns; the best one counts.")
+@click.option("--rounds", default=9, show_default=True, help="Turns; the median counts.")
 def main(json_file: Path | None, vllm_sources: Path | None, rounds: int) -> None:
     """Measure the block pool beside vLLM's."""
     sides: list[type[Side]] = [OurSide]

@@ -20,7 +20,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from kvview import (
 from kvview_reference.transfer import CPUGPUTransferWorker
 
 PAGE_SIZES = {"1KiB": 1 << 10, "16KiB": 16 << 10, "64KiB": 64 << 10, "1MiB": 1 << 20}
+SHARES = {"1KiB": 0.2, "16KiB": 0.5, "64KiB": 0.8, "1MiB": 0.9}  # wanted of scattered pages
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -141,7 +142,11 @@ def bandwidth(total: int, rounds: int) -> list[Row]:
                 speeds = [total / min(side) / 1e9 for side in times]
                 direction = "store" if to_host else "load"
                 note = f"{speeds[0]:.1f} of {speeds[1]:.1f} GB/s"
-                rows.append(ratio(f"copy/{label}/{order}/{direction}", times, note))
+                row = ratio(f"copy/{label}/{order}/{direction}", times, note)
+                if order == "scattered":
+                    met = "met" if row.value >= SHARES[label] else "missed"
+                    row = replace(row, note=f"{note}; >= {SHARES[label]:g} {met}")
+                rows.append(row)
         bench.worker.shutdown()
     return rows
 

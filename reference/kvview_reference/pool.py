@@ -1,13 +1,13 @@
 """A standalone block pool that keeps the pool contract, and the view over it.
 
-How the free queue is kept, without an object a block, in arrays of ints:
+How the free queue is kept, in arrays of ints and a list of states:
 
 - The queue is one axis of positions, next victim first. Unhashed blocks join at
   its low end, the stack ``_front``: item i has position ``-1 - i``. Hashed blocks
   join at its high end, ``_back``: item i has position ``_back_start + i``, from
   ``_FIRST_BACK`` up, and what lies before ``_head`` is used up.
-- ``_state[b]`` is all that a touch or a free asks of a block, since each further list
-  is a miss of the processor's cache. Of a free block it is its position; of a held one
+- ``_state[b]`` is all that a touch or a free asks of a block, since a further list is a
+  further miss of the processor's cache: of a free block its position, of a held one
   twice its references, plus 1 if it has a hash, which lies between the two ends.
 - Who takes a block writes 0 at its position, the null block's id, which is never free:
   so every entry is a free block or 0, and ``filter`` reads them.
@@ -63,6 +63,7 @@ _LAST_HASHED = _REFERENCE + _HASHED  # the state of one whose next free is the l
 _MAX_ZEROS = 2  # per block, before entries are moved together
 _MOVED_PER_TOUCH = 4  # entries: the list has at most 4 a block then, with those that join
 _FEWEST_MOVED = 64  # by a touch, however few blocks it takes
+_MOST_ENTRIES = 4096  # looked at together by an allocation that wants fewer
 
 _logger = logging.getLogger(__name__)
 
@@ -95,8 +96,8 @@ class BlockPool:
             raise ConfigError(f"num_blocks must be an int of at least 2, got {num_blocks!r}")
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
-        # Not lists: an int object a block costs 32 bytes, and its count of references a miss.
-        self._state = array("q", range(-num_blocks, 0))
+        # A list, which is read sooner than an array, though a position is an object (32 bytes).
+        self._state = list(range(-num_blocks, 0))
         self._state[NULL_BLOCK_ID] = _REFERENCE  # neither free nor hashed, and so it stays
         self._front = array("q", range(num_blocks - 1, 0, -1))
         self._back = array("q")
@@ -125,9 +126,8 @@ class BlockPool:
     def ref_cnt(self, block_id: int) -> int:
         """References on a block, the engine's and every view's."""
         self.check_block_ids((block_id,))
-        state = self._state[block_id]
-        is_free = _is_position(state) or block_id == NULL_BLOCK_ID
-        return 0 if is_free else state // _REFERENCE
+        state = self._state[block_id] if block_id != NULL_BLOCK_ID else 0
+        return 0 if _is_position(state) else state // _REFERENCE
 
     def allocate_blocks(self, num_blocks: int) -> list[int]:
         """Take the next victims, in order, a reference each; their hashes are evicted.
@@ -140,8 +140,7 @@ class BlockPool:
         self._stop_walks()
         block_ids = self._take_front(num_blocks)
         num_unhashed = 0 if self._is_hashed_in_front else len(block_ids)
-        if not self._front:
-            self._is_hashed_in_front = False
+        self._is_hashed_in_front &= bool(self._front)
         block_ids += self._take_back(num_blocks - len(block_ids))
         state, held = self._state, _REFERENCE
         for block_id in block_ids:
@@ -150,7 +149,7 @@ class BlockPool:
         self._num_free -= num_blocks
         # Positions of the front stack are used again: keep walks out of them.
         for walk in self._walks:
-            walk.position = max(walk.position, self._front_start() - 1)
+            walk.position = max(walk.position, -len(self._front) - 1)
         if self._watchers:
             self._notify_reuse(block_ids)
         return block_ids
@@ -163,8 +162,8 @@ class BlockPool:
             if target < len(front) <= source:  # between the two all are 0
                 del front[target:]
                 continue
-            size = max(2 * size, missing)
-            live = list(filter(None, front[: -size - 1 : -1]))
+            size = max(min(2 * size, _MOST_ENTRIES), missing)
+            live = _live(front[: -size - 1 : -1])
             if len(live) <= missing:
                 del front[-size:]
             else:
@@ -182,9 +181,9 @@ class BlockPool:
             if target <= self._head < source:  # between the two all are 0
                 self._set_head(source)
                 continue
-            size = max(2 * size, missing)
+            size = max(min(2 * size, _MOST_ENTRIES), missing)
             stop = min(self._head + size, len(self._back))
-            live = list(filter(None, self._back[self._head : stop]))
+            live = _live(self._back[self._head : stop])
             if len(live) > missing:
                 stop = self._state[live[missing]] - self._back_start
             block_ids += live[:missing]
@@ -232,9 +231,8 @@ class BlockPool:
                 is_hashed = self._hash[block_id] is not None
                 state[block_id] = (state[block_id] & ~_HASHED) + is_hashed
         self._num_free -= len(taken)
-        if self._is_compacting or (
-            self._num_entries() - self._num_free > _MAX_ZEROS * self.num_blocks
-        ):
+        num_zeros = len(front) + len(back) - self._head - self._num_free
+        if self._is_compacting or num_zeros > _MAX_ZEROS * self.num_blocks:
             self._compact(_MOVED_PER_TOUCH * len(taken) + _FEWEST_MOVED)
 
     def free_blocks(self, block_ids: Iterable[int]) -> None:
@@ -246,8 +244,7 @@ class BlockPool:
         """
         block_ids = list(block_ids)
         state, first_back, last_hashed, last = self._state, _FIRST_BACK, _LAST_HASHED, _REFERENCE
-        unhashed: list[int] = []
-        hashed: list[int] = []
+        unhashed, hashed = list[int](), list[int]()
         position = self._back_start + len(self._back)
         remaining = iter(block_ids)
         try:
@@ -270,15 +267,13 @@ class BlockPool:
         except Exception:
             for block_id in _done(block_ids, remaining):
                 old = state[block_id]
-                is_held = old < _FIRST_BACK
-                state[block_id] = _REFERENCE + (old if is_held else _HASHED)
+                state[block_id] = last_hashed if old >= first_back else old + _REFERENCE
             self.check_block_ids(block_ids)
             raise
-        if unhashed:
-            unhashed.reverse()
-            for position, block_id in enumerate(unhashed, len(self._front)):
-                state[block_id] = ~position
-            self._front.fromlist(unhashed)
+        unhashed.reverse()
+        for position, block_id in enumerate(unhashed, len(self._front)):
+            state[block_id] = ~position
+        self._front.fromlist(unhashed)
         self._back.fromlist(hashed)
         self._num_free += len(unhashed) + len(hashed)
 
@@ -329,11 +324,11 @@ class BlockPool:
 
     def positions(self) -> tuple[int, int]:
         """Where the queue starts, and where it ends."""
-        return self._front_start(), self._back_start + len(self._back)
+        return -len(self._front), self._back_start + len(self._back)
 
     def first_hashed_position(self) -> int:
         """Where a walk over hashed blocks starts: none of them lies before."""
-        return self._front_start() if self._is_hashed_in_front else self._back_start + self._head
+        return -len(self._front) if self._is_hashed_in_front else self._back_start + self._head
 
     def entries_after(self, walk: Walk, num_entries: int) -> tuple[int, Sequence[int]]:
         """A copy of the next entries of a walk, and where they start."""
@@ -341,25 +336,15 @@ class BlockPool:
         if start >= stop:
             start = max(start, self._back_start + self._head)
             stop = self._back_start + len(self._back)
-        stop = min(start + num_entries, stop, walk.end)
-        return start, self._entries(start, stop) if start < stop else []
+        stop = max(start, min(start + num_entries, stop, walk.end))
+        if stop <= 0:
+            return start, self._front[-stop:-start][::-1]
+        return start, self._back[start - self._back_start : stop - self._back_start]
 
     def _stop_walks(self) -> None:
         """Have walks look again before they go on: entries are taken or moved."""
         for walk in self._walks:
             walk.stop(self._state)
-
-    def _front_start(self) -> int:
-        return -len(self._front)
-
-    def _entries(self, start: int, stop: int) -> Sequence[int]:
-        """A copy of a range of entries that lies in one of the two ends."""
-        if stop <= 0:
-            return self._front[-stop:-start][::-1]
-        return self._back[start - self._back_start : stop - self._back_start]
-
-    def _num_entries(self) -> int:
-        return len(self._front) + len(self._back) - self._head
 
     def _set_head(self, head: int) -> None:
         # Cut the used part off once it is half of the list: O(1) amortised.
@@ -401,7 +386,7 @@ class BlockPool:
             del back[back_moves[1] :]
             del front[front_moves[1] :]
             for walk in self._walks:
-                walk.position = max(walk.position, self._front_start() - 1)
+                walk.position = max(walk.position, -len(self._front) - 1)
             self._front_moves = self._back_moves = (0, 0)
             self._is_compacting = False
 
@@ -439,22 +424,17 @@ class BlockPool:
             ValueError: Not one hash a block, or an impossible group index.
         """
         state, hashes, block_by_hash = self._state, self._hash, self._block_by_hash
-        try:
-            states = [state[block_id] for block_id in block_ids]
-        except Exception:
-            self.check_block_ids(block_ids)
-            raise
-        if not {*map(type, block_ids)} <= {int} or min(block_ids, default=0) < 0:
-            self.check_block_ids(block_ids)
+        self.check_block_ids(block_ids)
         keys = make_offload_keys(block_hashes, group_idx)
         if len(block_ids) != len(keys):
             raise ValueError(f"{len(block_ids)} block_ids, {len(keys)} block_hashes")
-        if states and not 0 < min(states) <= max(states) < _FIRST_BACK:
-            free = [b for b, old in zip(block_ids, states, strict=True) if _is_position(old)]
-            raise BlockNotHeldError(f"POOL-4: cannot cache block {free[0]}: it is free")
+        states = [state[block_id] for block_id in block_ids]
+        for position in filter(_is_position, {*states}):
+            block_id = block_ids[states.index(position)]
+            raise BlockNotHeldError(f"POOL-4: cannot cache block {block_id}: it is free")
+        stored: list[OffloadKey] = []
         if not self.enable_caching:
             return
-        stored: list[OffloadKey] = []
         for block_id, key, old in zip(block_ids, keys, states, strict=True):
             if hashes[block_id] is None and key not in block_by_hash and block_id:  # as a rule
                 hashes[block_id] = key
@@ -464,8 +444,8 @@ class BlockPool:
                 continue
             stored.append(key)
         if self._events is not None and stored:
-            hashes_stored = list(map(get_offload_block_hash, stored))
-            self._events.append(BlockStored(hashes_stored, parent_hash, block_size, group_idx))
+            new = list(map(get_offload_block_hash, stored))
+            self._events.append(BlockStored(new, parent_hash, block_size, group_idx))
 
     def _add_hash(self, block_id: int, key: OffloadKey) -> bool:
         """Register a hash, where the block or the hash may have another; whether it was new."""
@@ -523,17 +503,16 @@ class BlockPool:
         block_ids = list(block_ids)
         self.check_block_ids(block_ids)
         self._evict_hashes(block_ids)
-        state = self._state
         for block_id in block_ids:
-            if _is_position(state[block_id]):
+            if _is_position(self._state[block_id]):
                 self._is_unhashed_in_back = True
             else:
-                state[block_id] &= ~_HASHED
+                self._state[block_id] &= ~_HASHED
 
     def _evict_hashes(self, block_ids: Iterable[int]) -> None:
         """Forget what these blocks hold; the caller sets their states."""
-        hashes, block_by_hash, more_hashes = self._hash, self._block_by_hash, self._more_hashes
-        is_plain = not more_hashes and not self._more_blocks and self._events is None
+        hashes, block_by_hash = self._hash, self._block_by_hash
+        is_plain = not self._more_hashes and not self._more_blocks and self._events is None
         for block_id in block_ids:
             key = hashes[block_id]
             if key is not None:
@@ -541,19 +520,20 @@ class BlockPool:
                 if is_plain:
                     del block_by_hash[key]
                 else:
-                    for dropped in (key, *more_hashes.pop(block_id, ())):
-                        self._drop_hash(block_id, dropped)
+                    for one_key in (key, *self._more_hashes.pop(block_id, ())):
+                        self._drop_hash(block_id, one_key)
 
     def _drop_hash(self, block_id: int, key: OffloadKey) -> None:
-        first, others = self._block_by_hash[key], self._more_blocks.get(key)
-        if others is None:
-            del self._block_by_hash[key]
-        else:
-            if first == block_id:
-                self._block_by_hash[key] = block_id = next(iter(others))
+        others = self._more_blocks.get(key, {})
+        if self._block_by_hash[key] != block_id:
             del others[block_id]
-            if not others:
-                del self._more_blocks[key]
+        elif others:
+            self._block_by_hash[key] = following = next(iter(others))
+            del others[following]
+        else:
+            del self._block_by_hash[key]
+        if not others:
+            self._more_blocks.pop(key, None)
         if self._events is not None:
             block_hash = get_offload_block_hash(key)
             self._events.append(BlockRemoved([block_hash], get_offload_group_idx(key)))
@@ -567,7 +547,7 @@ class BlockPool:
         self._stop_walks()
         block_ids = self.free_block_ids()
         end = self._back_start + len(self._back)
-        start = self._front_start() - 1  # with the walks that wait there
+        start = -len(self._front) - 1  # with the walks that wait there
         self._renumber(block_ids, start, end, -len(block_ids))
         self._front, self._back = array("q", reversed(block_ids)), array("q")
         self._back_start, self._head = _FIRST_BACK, 0
@@ -627,10 +607,17 @@ def _done(block_ids: list[int], remaining: Iterator[int]) -> list[int]:
     return list(filter(None, block_ids[:num_done]))
 
 
+def _live(entries: array[int]) -> list[int]:
+    """The blocks among some entries; a long stretch of 0, as touches leave it, costs little."""
+    if len(entries) > _FEWEST_MOVED and entries.tobytes() == bytes(8 * len(entries)):
+        return []
+    return list(filter(None, entries))
+
+
 def _move_down(entries: array[int], source: int, stop: int, target: int) -> array[int]:
     """Move the blocks among some entries to ``target``, and return them; 0 stays behind."""
-    live = array("q", filter(None, entries[source:stop]))
-    entries[source:stop] = array("q", bytes(entries.itemsize * (stop - source)))
+    live = array("q", _live(entries[source:stop]))
+    entries[source:stop] = array("q", bytes(8 * (stop - source)))
     entries[target : target + len(live)] = live
     return live
 

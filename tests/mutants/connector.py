@@ -291,7 +291,12 @@ class RemembersHits(Offload):
                     self.seen.add(key)
                 return result
 
+            def num_leading_hits(keys: Sequence[OffloadKey]) -> int:
+                hits = [remembered(key) is LookupResult.HIT for key in keys]
+                return [*hits, False].index(False)
+
             self._manager.lookup = remembered  # type: ignore[method-assign]
+            self._manager.num_leading_hits = num_leading_hits  # type: ignore[method-assign]
 
 
 @breaks("CONN-2", "promises blocks, not whole scheduler blocks, and the last token too")

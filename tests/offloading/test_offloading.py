@@ -64,6 +64,17 @@ def test_fits_the_contract(policy: str) -> None:
     assert isinstance(ARCPolicy(1), CachePolicy)
 
 
+def test_leading_hits_are_what_lookup_says_of_each_key() -> None:
+    manager = CPUOffloadingManager(8)
+    stored(manager, A, B, C)
+    manager.prepare_store([D, E], CTX)  # not complete: pending
+    stored(manager, F)
+    other = KEYS[6]
+    for keys in ([], [A], [A, B, C], [A, B, D, C], [other, A], [A, other, D], [C, F, B, E], [D]):
+        answers = [manager.lookup(key, CTX) is HIT for key in keys]
+        assert manager.num_leading_hits(keys) == [*answers, False].index(False)
+
+
 def test_events_are_the_third_argument_as_upstream() -> None:
     manager = CPUOffloadingManager(4, "lru", True)
     stored(manager, A)

@@ -145,14 +145,9 @@ class _TierBlocks(CachedBlocks):
 
     @override
     def first_missing(self, stop: int) -> int:
-        # One loop: through a call of _is_loadable a block takes twice as long.
         if self._num_leading is None:
-            lookup, ctx, num_leading = self._manager.lookup, self._ctx, self._num_on_gpu
-            for key in self._keys[num_leading:stop]:
-                if lookup(key, ctx) is not LookupResult.HIT:
-                    break
-                num_leading += 1
-            self._num_leading = num_leading
+            keys = self._keys[self._num_on_gpu : stop]
+            self._num_leading = self._num_on_gpu + self._manager.num_leading_hits(keys)
         return min(stop, self._num_leading)
 
 

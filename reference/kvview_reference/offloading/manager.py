@@ -8,7 +8,9 @@ batched dict operations, because that is what a scheduler waits for.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from itertools import chain
+from operator import indexOf
 from typing import TYPE_CHECKING
 
 from kvview import (
@@ -97,6 +99,15 @@ class CPUOffloadingManager:
         if key not in self._pages:
             return _MISS
         return _HIT_PENDING if key in self._storing else _HIT
+
+    def num_leading_hits(self, keys: Sequence[OffloadKey]) -> int:
+        """How many keys, up to the first that is not, ``lookup`` calls a hit; in one call."""
+        # In C: a call of lookup a key takes three times as long.
+        num_held = indexOf(chain(map(self._pages.__contains__, keys), (False,)), False)
+        if not self._storing:
+            return num_held
+        storing = map(self._storing.__contains__, keys[:num_held])
+        return indexOf(chain(storing, (True,)), True)
 
     def prepare_load(
         self, keys: Collection[OffloadKey], ctx: ReqContext | None = None, /
