@@ -311,10 +311,12 @@ def check_guard_11_stats_count_what_was_done(pool: PoolDriver) -> None:
     pool.call(pool.view, "lease", [first, third], ttl=5)
     pool.call(pool.view, "lease", [first], ttl=9)
     told = pool.view.stats
-    pool.equal((told.leases, told.expired), (2, 0), "leases are counted")
+    told_of_leases = (told.leases, told.active_leases, told.expired)
+    pool.equal(told_of_leases, (2, 2, 0), "leases are counted, and those that are active")
     pool.call(pool.harness, "advance", 6)
     pool.touch([])
-    pool.equal((told.leases, told.expired), (2, 1), "leases that expire are counted")
+    told_of_leases = (told.leases, told.active_leases, told.expired)
+    pool.equal(told_of_leases, (2, 1, 1), "leases that expire are counted, and active no more")
     if pool.can(Capability.CACHE) and pool.can(Capability.BLOCK_KEYS):
         block = pool.hashed(1)
         stale = [b"another" + pool.hashes[block[0]][0]]

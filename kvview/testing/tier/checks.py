@@ -6,9 +6,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from kvview.errors import KVViewError
+from kvview.errors import ConfigError, KVViewError
 from kvview.testing.checks import check
 from kvview.testing.harness import Capability, Factory
 from kvview.testing.profiles import current_profile
@@ -19,7 +20,7 @@ from kvview.testing.tier.io_watch import (
     slow_renames,
     watching_io,
 )
-from kvview.tier import GuardedTier
+from kvview.tier import GuardedTier, Namespace
 
 A, B, C, D = b"key a", b"key b", b"key c", b"key d"
 _MANY = [f"key {number}".encode() for number in range(40)]
@@ -489,6 +490,15 @@ def check_tier_9_killed_process_leaves_whole_entries(store: TierDriver) -> None:
 
 
 # --- TIER-10: namespaces ---
+
+
+@tier_check("TIER-10")
+def check_tier_10_unknown_weights_are_no_namespace(store: TierDriver) -> None:
+    """Who does not say whose KV it is gets no namespace, and so no tier."""
+    store.line("from kvview.tier import Namespace")
+    for model, weights in (("", "1"), ("kit", "")):
+        code = f"Namespace({model!r}, weights={weights!r})"
+        store.refuses(ConfigError, code, partial(Namespace, model, weights=weights))
 
 
 @tier_check("TIER-10", Capability.NAMESPACES)

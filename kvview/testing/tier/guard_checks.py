@@ -191,6 +191,8 @@ def check_tier_12_guard_leaves_a_store_alone_that_fails(store: TierDriver) -> No
     run.under.fault = "put raises"
     for _ in range(_STRIKES):
         store.equal(jobs_of(1), 1, f"a store is used before {_STRIKES} strikes in a row")
+    what = "a store that is left alone is not asked: a key that is not known yet is a miss at once"
+    store.equal(list(store.call(store.store, "lookup", [b"never asked"])), [False], what)
     for seconds, reach in ((0.0, 0), (0.9 * _RETRY_AFTER, 0), (0.2 * _RETRY_AFTER, 1)):
         run.clock.seconds += seconds
         what = f"{run.clock.seconds} s after it was left alone, of two jobs reach the store"
