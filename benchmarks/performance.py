@@ -54,7 +54,8 @@ TRIED = """\
 ## What was tried where a target is missed
 
 Of the pool in steady state, beside vLLM's in one run, 100,000 and 1,000,000 blocks, on a busy
-machine; the last column is a pool of 10,000 fresh blocks and calls of 1,000 contiguous ones:
+machine and with a timer around each call, which makes touches look dearer than above; the last
+column is a pool of 10,000 fresh blocks and calls of 1,000 contiguous ones:
 
 | state of a block | alloc, hash, free | touch, free | touch, free, fresh |
 |---|---|---|---|

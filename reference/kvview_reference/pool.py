@@ -11,9 +11,8 @@ How the free queue is kept, in arrays of ints and a list of states:
   twice its references, plus 1 if it has a hash, which lies between the two ends.
 - Who takes a block writes 0 at its position, the null block's id, which is never free:
   so every entry is a free block or 0, and ``filter`` reads them.
-- Entries of 0 are dropped when an allocation reaches them. Once they outnumber the
-  blocks, every touch moves some entries together (:meth:`BlockPool._compact`), so
-  that no call takes long.
+- Entries of 0 are dropped when an allocation reaches them. Once they outnumber the blocks,
+  every touch moves some together (:meth:`BlockPool._compact`), so that no call takes long.
 - A walk (:mod:`kvview_reference.walks`) is a position on that axis. Whoever takes or
   moves entries stops the walks first, so that they look again.
 
@@ -62,7 +61,7 @@ _REFERENCE, _HASHED = 2, 1  # in the state of a held block
 _LAST_HASHED = _REFERENCE + _HASHED  # the state of one whose next free is the last
 _MAX_ZEROS = 2  # per block, before entries are moved together
 _MOVED_PER_TOUCH = 4  # entries: the list has at most 4 a block then, with those that join
-_FEWEST_MOVED = 64  # by a touch, however few blocks it takes
+_FEWEST_MOVED = 256  # by a touch, however few blocks it takes
 _MOST_ENTRIES = 4096  # looked at together by an allocation that wants fewer
 
 _logger = logging.getLogger(__name__)
@@ -270,11 +269,13 @@ class BlockPool:
                 state[block_id] = last_hashed if old >= first_back else old + _REFERENCE
             self.check_block_ids(block_ids)
             raise
-        unhashed.reverse()
-        for position, block_id in enumerate(unhashed, len(self._front)):
-            state[block_id] = ~position
-        self._front.fromlist(unhashed)
-        self._back.fromlist(hashed)
+        if unhashed:
+            unhashed.reverse()
+            for position, block_id in enumerate(unhashed, len(self._front)):
+                state[block_id] = ~position
+            self._front.fromlist(unhashed)
+        if hashed:
+            self._back.fromlist(hashed)
         self._num_free += len(unhashed) + len(hashed)
 
     def move_to_head(self, block_ids: Iterable[int]) -> None:
@@ -433,9 +434,8 @@ class BlockPool:
             block_id = block_ids[states.index(position)]
             raise BlockNotHeldError(f"POOL-4: cannot cache block {block_id}: it is free")
         stored: list[OffloadKey] = []
-        if not self.enable_caching:
-            return
-        for block_id, key, old in zip(block_ids, keys, states, strict=True):
+        items = zip(block_ids, keys, states, strict=True) if self.enable_caching else ()
+        for block_id, key, old in items:
             if hashes[block_id] is None and key not in block_by_hash and block_id:  # as a rule
                 hashes[block_id] = key
                 block_by_hash[key] = block_id
