@@ -177,6 +177,22 @@ def test_the_policy_fail_ends_the_engine(
     assert "The engine ends: kv_load_failure_policy is not recompute" in first_line(caplog)
 
 
+def test_the_policy_fail_ends_an_engine_that_swallowed_the_fault(make_engine: MakeEngine) -> None:
+    # FAULT-2: whoever asks for a reset over HTTP is told of it, and the engine steps on
+    if not has_policy() or not _release.connector_reset:
+        pytest.skip("no policy, or no reset that reaches a connector")
+    config = lane.connector_config(TARGET, cpu_blocks=64, fails_in="SchedulerConnector.reset_cache")
+    engine = make_engine(config | {"kv_load_failure_policy": "fail"})
+    engine.add("one", TOKENS)
+    engine.run()
+    with pytest.raises(ConnectorError, match="reset_cache raised RuntimeError: planted"):
+        engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.add("two", TOKENS)
+    with pytest.raises(ConnectorError, match="reset_cache raised RuntimeError: planted"):
+        engine.run()
+    engine.scheduler.connector.shutdown()  # gives back what is held, and raises nothing
+
+
 def test_a_promise_that_is_not_planned_is_computed(make_engine: MakeEngine) -> None:
     # FAULT-2: the request waits for a load that nobody will plan
     engine = make_engine(lane.connector_config(cpu_blocks=64))

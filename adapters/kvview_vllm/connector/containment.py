@@ -45,6 +45,7 @@ class Faults:
         self.num_faults = 0
         self._half = half
         self._goes_on = goes_on
+        self._ends_with: ConnectorError | None = None
 
     def hear(self, error: ConnectorError, cannot_go_on: str = "") -> None:
         """Log a fault; the half is out from now on.
@@ -71,7 +72,17 @@ class Faults:
         )
         law, _ = split_law(str(error))  # it stays in front, as in every message of a law
         told = f"{error} (connector {self.target})" if law else f"connector {self.target}: {error}"
-        raise type(error)(told) from error
+        self._ends_with = type(error)(told)
+        raise self._ends_with from error
+
+    def insist(self) -> None:
+        """Raise again what was to end an engine that stepped on: vLLM gives it to a reset's caller.
+
+        Raises:
+            ConnectorError: The engine has to end.
+        """
+        if self._ends_with is not None:
+            raise self._ends_with
 
 
 def tell_at_start(target: str, error: BaseException) -> None:
@@ -98,6 +109,7 @@ def _contained(
     @functools.wraps(hook)
     def call(*args: Any) -> Any:
         if faults.is_out and name != "shutdown":
+            faults.insist()
             return default(*args)
         try:
             return hook(*args)
