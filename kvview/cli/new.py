@@ -71,7 +71,7 @@ class _Kind:
 
 _KVVIEW = _Kind(
     "host_cache",
-    'options={"cpu_blocks": 64}',
+    'options={"cpu_blocks": "{blocks}"}',
     "pip install torch --index-url https://download.pytorch.org/whl/cpu",
     ("kvview replay --connector {target}", "kvview check {target}"),
     ("Scheduler", "Worker"),
