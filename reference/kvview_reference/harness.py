@@ -283,7 +283,7 @@ class ReferenceTransfer:
     """The CPU<->GPU worker over CPU tensors with padding, gaps and a shared tensor.
 
     It is made as anybody makes it: small jobs are copied on the spot, those of the last group
-    on a thread, and of three blocks on several.
+    on a thread, and of eight blocks on several.
     """
 
     capabilities = frozenset(
@@ -297,13 +297,13 @@ class ReferenceTransfer:
     )
     num_cpu_blocks = 24
     blocks_per_chunk = 3
-    num_blocks = 24
+    num_blocks = 72  # 18 of the first group are 36 copies: too many to make one by one
 
     def __init__(self) -> None:
         import torch
 
         self._compute = GatedComputeStream()
-        rows = ((64, 0), (48, 16), (20, 5), (400_000, 0))  # bytes of a page, bytes to the next
+        rows = ((64, 0), (48, 16), (20, 5), (150_000, 0))  # bytes of a page, bytes to the next
         tensors = []
         for page, gap in rows:
             storage = torch.zeros(32 + self.num_blocks * (page + gap) + 32, dtype=torch.int8)
@@ -314,7 +314,7 @@ class ReferenceTransfer:
                 [CanonicalKVCacheRef(0, 64), CanonicalKVCacheRef(1, 40)],
                 [CanonicalKVCacheRef(1, 48)],
                 [CanonicalKVCacheRef(2, 20)],
-                [CanonicalKVCacheRef(3, 399_000)],
+                [CanonicalKVCacheRef(3, 149_000)],
             ],
             self._compute,
         )
