@@ -11,7 +11,12 @@ from typing_extensions import override
 from examples.host_cache import HostCacheConnector, HostCacheScheduler
 from kvview import ConfigError, ConnectorConfig, SchedulerConnector, TransferResult
 from kvview.testing.connector import ConnectorRuns, check_connector
-from kvview.testing.connector.coverage import not_exercised, notes_on
+from kvview.testing.connector.coverage import (
+    FAILED_BY_THEMSELVES,
+    LOADS_LEFT_ALONE,
+    not_exercised,
+    notes_on,
+)
 from kvview.testing.connector.generate import generate_scenario
 from kvview.testing.connector.placeholders import in_size
 
@@ -101,7 +106,10 @@ def test_what_a_full_tier_shows(connector: type[OwnOption]) -> None:
 
 
 def test_loads_that_fail_by_themselves_are_told() -> None:
-    right = {"loads": 90, "failed loads": 10, "loads that failed by themselves": 9}
+    right = {LOADS_LEFT_ALONE: 100, FAILED_BY_THEMSELVES: 10}
     assert not list(notes_on(right))
-    (note,) = notes_on({**right, "loads that failed by themselves": 11})
+    (note,) = notes_on({**right, FAILED_BY_THEMSELVES: 11})
     assert "11 of 100 loads failed" in note
+    runs = check(OwnOption, max_blocks="{blocks}")
+    assert runs.coverage[LOADS_LEFT_ALONE] > 50
+    assert not runs.coverage[FAILED_BY_THEMSELVES]

@@ -26,9 +26,10 @@ FEWEST_SEEDS = 15
 
 EVENTS_WANTED = "seeds that ask for events"
 OF_THEIR_OWN_SIZE = "with a tier of its own size"
-WITH_A_FULL_TIER = "with blocks stored again"
-"""Before any load failed: they had been let go since they were stored."""
-BY_THEMSELVES = "that failed by themselves"
+WITH_A_FULL_TIER = "with a tier that was full"
+"""Blocks were stored again, before any load failed: they had been let go since."""
+LOADS_LEFT_ALONE = "loads in runs without a failing medium"
+FAILED_BY_THEMSELVES = "of these, loads that failed"
 _MANY = 10  # one in so many loads
 FEWEST_STEADY_SEEDS = 4
 """Steady runs below which it is not judged whether any of them loaded enough."""
@@ -179,11 +180,10 @@ def table_of_cells(coverage: Mapping[str, int]) -> list[list[str]]:
 
 def notes_on(coverage: Mapping[str, int]) -> Iterator[str]:
     """What breaks no law, and may well be a mistake."""
-    num_failed = coverage.get(f"loads {BY_THEMSELVES}", 0)
-    num_loads = coverage.get("loads", 0) + coverage.get("failed loads", 0)
+    num_failed, num_loads = coverage.get(FAILED_BY_THEMSELVES, 0), coverage.get(LOADS_LEFT_ALONE, 0)
     if num_failed * _MANY > num_loads:
         yield (
-            f"{num_failed} of {num_loads} loads failed, and the check made none of these fail: is "
-            f"what match_prefix promises still there? Each is computed again, and with vLLM's "
+            f"{num_failed} of {num_loads} loads failed in runs in which the check made none fail: "
+            f"is what match_prefix promises still there? Each is computed again, and with vLLM's "
             f"kv_load_failure_policy 'fail' the answer is lost"
         )

@@ -25,7 +25,13 @@ from kvview.targets import is_engine_connector
 from kvview.testing.connector import watchdog
 from kvview.testing.connector.as_it_is import AsItIsWorker
 from kvview.testing.connector.configure import configure, is_of_size
-from kvview.testing.connector.coverage import OF_THEIR_OWN_SIZE, WITH_A_FULL_TIER, seeds_of
+from kvview.testing.connector.coverage import (
+    FAILED_BY_THEMSELVES,
+    LOADS_LEFT_ALONE,
+    OF_THEIR_OWN_SIZE,
+    WITH_A_FULL_TIER,
+    seeds_of,
+)
 from kvview.testing.connector.faults import FaultyWorker, Pool
 from kvview.testing.connector.harness import (
     ConnectorHarness,
@@ -351,6 +357,10 @@ class Run:
                         worker.shutdown()
         for part in self._parts:
             self._coverage.update(part.history.coverage)
+            if all(fate.outcome == "ok" for fate in self.scenario.fates):
+                seen = part.history.coverage
+                self._coverage[LOADS_LEFT_ALONE] += seen["loads"] + seen["failed loads"]
+                self._coverage[FAILED_BY_THEMSELVES] += seen["failed loads"]
         self._coverage[WITH_A_FULL_TIER] += any(part.history.was_full for part in self._parts)
         if self._engine is not None:
             stats = self.engine.stats

@@ -28,7 +28,7 @@ from kvview import (
     TransferResult,
     make_offload_key,
 )
-from kvview.testing.connector.coverage import BY_THEMSELVES, rows_of
+from kvview.testing.connector.coverage import rows_of
 from kvview.testing.connector.faults import Flight
 from kvview.testing.connector.hook_calls import hook, require_type
 from kvview.testing.connector.invariants import (
@@ -86,8 +86,6 @@ class History:
         """Note the end of a job; what a store from before a reset brings is not held (OFF-8)."""
         kind = "loads" if flight.is_load else "stores"
         self.coverage[kind if success else f"failed {kind}"] += 1
-        if not success and flight.fate.outcome == "ok":
-            self.coverage[f"{kind} {BY_THEMSELVES}"] += 1
         if flight.is_load:
             if not success:
                 self._count("failed", flight)
