@@ -513,10 +513,18 @@ class DeletesWhatWasStoredSince(FileStore):
 
     def __init__(self, namespace: Namespace, root: str) -> None:
         super().__init__(namespace, root=root)
+        self._under_way = set[bytes]()
 
     def delete(self, keys: Sequence[bytes], /) -> None:
         super().delete(keys)
-        later(0.002, lambda: [*map(self.remove, keys)])
+        self._under_way.update(keys)
+
+    def write(self, key: bytes, page: memoryview, /) -> bool:
+        is_stored = super().write(key, page)
+        if key in self._under_way:
+            self._under_way.discard(key)
+            self.remove(key)
+        return is_stored
 
 
 @wrong_guard("TIER-12", "check_tier_12_guard_bears_what_raises")
