@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from kvview.testing.connector.coverage import Gap
 
 COVERAGE = "coverage"
-_GAPS_IN_WORDS = 4
 """What stands for a law where something was not exercised, and its name in expectations:
 ``coverage: loads``."""
+_GAPS_IN_WORDS = 4
 
 LAWS: Mapping[str, str] = {
     "CONN-1": "The halves are made, bound and told of the engine in order.",

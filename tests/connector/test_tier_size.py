@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from typing_extensions import override
 
-from examples.host_cache import HostCacheConnector, HostCacheScheduler
-from kvview import ConfigError, ConnectorConfig, SchedulerConnector, TransferResult
+from examples.host_cache import HostCacheScheduler
+from kvview import ConfigError, ConnectorConfig, TransferResult
 from kvview.testing.connector import ConnectorRuns, check_connector
 from kvview.testing.connector.coverage import (
     FAILED_BY_THEMSELVES,
@@ -18,12 +18,13 @@ from kvview.testing.connector.coverage import (
     notes_on,
 )
 from kvview.testing.connector.generate import generate_scenario
-from kvview.testing.connector.placeholders import in_size
+from kvview.testing.placeholders import in_size
+from tests.connector.unusual import Unusual
 
 SEEDS = 25
 
 
-class OwnOption(HostCacheConnector):
+class OwnOption(Unusual):
     """The example, with an option of another name."""
 
     at_least = 0
@@ -43,37 +44,27 @@ class TakesNoFewerThan64(OwnOption):
 class LosesPages(OwnOption):
     """Forgets the page of every fourth store that failed."""
 
-    @override
-    def make_scheduler(self) -> SchedulerConnector:
-        return _Forgetful(self.config, self.cpu_blocks)
-
-
-class _Forgetful(HostCacheScheduler):
-    @override
-    def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
-        super().on_transfers_finished(results)
-        if any(not result.success for result in results):
-            del self.free_slots[::4]
+    class scheduler(HostCacheScheduler):
+        @override
+        def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
+            super().on_transfers_finished(results)
+            if any(not result.success for result in results):
+                del self.free_slots[::4]
 
 
 class MixesPagesUp(OwnOption):
     """The page that it evicts is not the one that it stores into."""
 
-    @override
-    def make_scheduler(self) -> SchedulerConnector:
-        return _MixedUp(self.config, self.cpu_blocks)
-
-
-class _MixedUp(HostCacheScheduler):
-    @override
-    def take_slot(self) -> int | None:
-        if self.free_slots:
-            return self.free_slots.pop()
-        for key in self.slots:
-            if key not in self.loading:
-                self.slots.pop(key)
-                return next(iter(self.slots.values()), None)
-        return None
+    class scheduler(HostCacheScheduler):
+        @override
+        def take_slot(self) -> int | None:
+            if self.free_slots:
+                return self.free_slots.pop()
+            for key in self.slots:
+                if key not in self.loading:
+                    self.slots.pop(key)
+                    return next(iter(self.slots.values()), None)
+            return None
 
 
 def check(connector: type[OwnOption], **options: object) -> ConnectorRuns:

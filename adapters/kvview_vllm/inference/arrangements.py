@@ -12,7 +12,7 @@ from typing import Any
 
 from kvview import CacheGeometry
 from kvview.targets import is_engine_connector, target_of
-from kvview.testing.connector.placeholders import in_folder
+from kvview.testing.placeholders import in_folder
 from kvview_vllm.inference.server import BLOCK_SIZE
 from kvview_vllm.releases.worker_caches import overridden
 from kvview_vllm.simulation import scheduler as cpu_scheduler

@@ -27,7 +27,6 @@ from kvview.testing.connector.configure import configure
 from kvview.testing.connector.coverage import EVENTS_WANTED, notes_on
 from kvview.testing.connector.generate import generate_scenario
 from kvview.testing.connector.harness import EngineFactory, load_engines, own_runs
-from kvview.testing.connector.placeholders import in_fresh_folders, in_size
 from kvview.testing.connector.result import (
     ConnectorFailure,
     ConnectorRuns,
@@ -50,6 +49,7 @@ from kvview.testing.connector.scenario import (
     to_script,
 )
 from kvview.testing.connector.shrink import MAX_RUNS, shrink
+from kvview.testing.placeholders import in_fresh_folders, in_size
 
 _MAX_TIMEOUTS = 2  # seeds whose hooks do not return: each costs all that a hook may take
 _BLOCKS_TO_TRY = 1024
@@ -106,7 +106,7 @@ def check_connector(
         first_seed: The first of them.
         options: Of the connector. ``cpu_blocks`` and ``enable_events`` are added where
             it takes them and they are not given; ``{tmp}``, ``{blocks}`` and ``{bytes}`` in
-            them are filled in (:mod:`~kvview.testing.connector.placeholders`).
+            them are filled in (:mod:`~kvview.testing.placeholders`).
         on_progress: Called after each seed with the number of seeds and of failures
             so far.
         max_shrink_runs: Runs to make one failure smaller, and for all laws together twice

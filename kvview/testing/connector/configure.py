@@ -9,8 +9,8 @@ from typing import Any
 from kvview import ConfigError, Connector, ConnectorConfig
 from kvview.connector.raising import build_connector
 from kvview.errors import line_of
-from kvview.testing.connector.placeholders import in_size, is_sized
 from kvview.testing.connector.scenario import Scenario
+from kvview.testing.placeholders import in_size, is_sized
 
 _ROOMIER = (16, 64, 256, 1024)  # blocks, for a tier that takes no fewer
 

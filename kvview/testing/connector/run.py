@@ -53,7 +53,6 @@ from kvview.testing.connector.invariants import (
     is_comparable,
     is_suspect,
 )
-from kvview.testing.connector.placeholders import in_fresh_folders
 from kvview.testing.connector.process import RemoteWorker, can_fork
 from kvview.testing.connector.result import Failure, SimulationResult, Snapshot
 from kvview.testing.connector.scenario import (
@@ -71,6 +70,7 @@ from kvview.testing.connector.scenario import (
 from kvview.testing.connector.stream import StepStream
 from kvview.testing.connector.threads import ThreadWatch, leaves_threads
 from kvview.testing.connector.watch import History, WatchedScheduler
+from kvview.testing.placeholders import in_fresh_folders
 
 _PATIENCE = 30  # steps that a block may be held for no job
 _STEPS_BEFORE_LOST = 12  # of the drain, until what is lost is reported
@@ -355,10 +355,11 @@ class Run:
                 for worker in self._workers:
                     with suppress(InvariantBroken):  # threads and memory, whatever happened
                         worker.shutdown()
+        is_left_alone = all(fate.outcome == "ok" for fate in self.scenario.fates)
         for part in self._parts:
-            self._coverage.update(part.history.coverage)
-            if all(fate.outcome == "ok" for fate in self.scenario.fates):
-                seen = part.history.coverage
+            seen = part.history.coverage
+            self._coverage.update(seen)
+            if is_left_alone:
                 self._coverage[LOADS_LEFT_ALONE] += seen["loads"] + seen["failed loads"]
                 self._coverage[FAILED_BY_THEMSELVES] += seen["failed loads"]
         self._coverage[WITH_A_FULL_TIER] += any(part.history.was_full for part in self._parts)

@@ -127,7 +127,7 @@ class Scenario:
         events: What happens, in order; then everything is left to drain.
         fates: Of the jobs by the order of their start; later ones are usual.
         cpu_blocks: How many blocks the tier holds, if an option has a placeholder for it
-            (:mod:`~kvview.testing.connector.placeholders`), or this name.
+            (:mod:`~kvview.testing.placeholders`), or this name.
         num_connectors: 2 for two of them side by side.
         max_running: Requests computed at once.
         max_tokens_per_step: Token budget of one step.

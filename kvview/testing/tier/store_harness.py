@@ -18,12 +18,10 @@ from typing import Any
 from kvview.errors import ConfigError, one_line
 from kvview.targets import target_of
 from kvview.testing.harness import Capability
+from kvview.testing.placeholders import FOLDER, in_folder
 from kvview.testing.profiles import current_profile
 from kvview.tier import GuardedTier, Namespace, Threaded, TierStore, is_tier_store
 from kvview.tier.store import missing_methods
-
-FOLDER = "{tmp}"
-"""In the text of an option, stands for a folder of the check's own."""
 
 _KILL_SECONDS = 300.0
 SMALLEST_ENTRY = 290  # bytes; smaller files are the store's own notes
@@ -79,8 +77,7 @@ class StoreHarness:
         self._gate.set()
         self.callers: set[int] = set()
         """Threads that were in a blocking call of the store, where that can be seen."""
-        filled = {key: self._filled(value) for key, value in options.items()}
-        self.store: TierStore = self._gated(make)(self.namespace, **filled)
+        self.store: TierStore = self._gated(make)(self.namespace, **self._filled_options())
         if self.guarded:
             self.store = GuardedTier(self.store, self.namespace)
 
@@ -161,7 +158,7 @@ class StoreHarness:
         """Kill a process that writes, again and again; see :mod:`.killed`."""
         job = {
             "target": self._target(),
-            "options": {key: self._filled(value) for key, value in self._options.items()},
+            "options": self._filled_options(),
             "namespace": self.namespace.to_json(),
             "num": num,
             "seed": seed,
@@ -189,8 +186,8 @@ class StoreHarness:
         else:
             self.folder.unlink(missing_ok=True)
 
-    def _filled(self, value: Any) -> Any:
-        return value.replace(FOLDER, str(self.folder)) if isinstance(value, str) else value
+    def _filled_options(self) -> dict[str, Any]:
+        return {key: in_folder(value, str(self.folder)) for key, value in self._options.items()}
 
     def _files(self) -> list[Path]:
         return sorted(path for path in self.folder.rglob("*") if path.is_file())

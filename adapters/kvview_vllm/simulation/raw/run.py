@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from kvview.testing.connector import watchdog
 from kvview.testing.connector.invariants import HoldWatch, InvariantBroken
-from kvview.testing.connector.placeholders import in_folder
 from kvview.testing.connector.run import Run
+from kvview.testing.placeholders import in_folder
 from kvview_vllm.releases import engine_version
 from kvview_vllm.simulation.raw.fit import RawEngines
 from kvview_vllm.simulation.raw.harness import RawHarness
