@@ -49,6 +49,11 @@ def is_sized(options: Mapping[str, Any]) -> bool:
     return bool(in_size(options, 0, 0) != options)
 
 
+def is_in_bytes(options: Mapping[str, Any]) -> bool:
+    """Whether they do so in bytes: how many blocks fit, headers and all, a connector knows."""
+    return bool(in_size(options, 1, 0) != in_size(options, 1, 1))
+
+
 def _each(value: Any, fill: Callable[[Any], Any]) -> Any:
     if isinstance(value, Mapping):
         return {name: fill(part) for name, part in value.items()}

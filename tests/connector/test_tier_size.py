@@ -18,10 +18,12 @@ from kvview.testing.connector.coverage import (
     notes_on,
 )
 from kvview.testing.connector.generate import generate_scenario
+from kvview.testing.connector.scenario import NUM_LAYERS, PAGE_BYTES
 from kvview.testing.placeholders import in_size
 from tests.connector.unusual import Unusual
 
 SEEDS = 25
+HEADER_BYTES = 10_000
 
 
 class OwnOption(Unusual):
@@ -34,6 +36,19 @@ class OwnOption(Unusual):
         size = options.pop("max_blocks", 1000)
         if options or not isinstance(size, int) or size < self.at_least:
             raise ConfigError(f"expected max_blocks=N, got {dict(config.options)}")
+        super().__init__(ConnectorConfig(config.geometry, {"cpu_blocks": size}))
+
+
+class HasHeaders(Unusual):
+    """Stores as many blocks as fit in so many bytes, each with a header, and then no more."""
+
+    class scheduler(HostCacheScheduler):
+        @override
+        def take_slot(self) -> int | None:
+            return self.free_slots.pop() if self.free_slots else None
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        size = config.options["max_bytes"] // (NUM_LAYERS * PAGE_BYTES + HEADER_BYTES)
         super().__init__(ConnectorConfig(config.geometry, {"cpu_blocks": size}))
 
 
@@ -67,7 +82,7 @@ class MixesPagesUp(OwnOption):
             return None
 
 
-def check(connector: type[OwnOption], **options: object) -> ConnectorRuns:
+def check(connector: type[Unusual], **options: object) -> ConnectorRuns:
     return check_connector(connector, seeds=SEEDS, options=options, max_shrink_runs=0)
 
 
@@ -83,6 +98,10 @@ def test_bytes_are_those_of_the_largest_pages() -> None:
     assert in_size(options, 3, 64) == {"children": [{"gib": 192}], "path": "{tmp}/{blocks}"}
     pages = replace(generate_scenario(0), group_pages=((64, 8), (16, 16)))
     assert pages.block_bytes == 72
+
+
+def test_what_a_block_takes_is_the_connectors_to_say() -> None:
+    assert not check(HasHeaders, max_bytes="{bytes}").failures
 
 
 def test_a_size_of_its_own_is_not_enough() -> None:

@@ -70,7 +70,7 @@ from kvview.testing.connector.scenario import (
 from kvview.testing.connector.stream import StepStream
 from kvview.testing.connector.threads import ThreadWatch, leaves_threads
 from kvview.testing.connector.watch import History, WatchedScheduler
-from kvview.testing.placeholders import in_fresh_folders
+from kvview.testing.placeholders import in_fresh_folders, is_in_bytes
 
 _PATIENCE = 30  # steps that a block may be held for no job
 _STEPS_BEFORE_LOST = 12  # of the drain, until what is lost is reported
@@ -251,7 +251,8 @@ class Run:
         given = pickle.loads(configs[0]).options
         knows_size = is_of_size(given, self.scenario, options_of_each[0])
         self._coverage[OF_THEIR_OWN_SIZE] += not knows_size and self.scenario.cpu_blocks > 0
-        self._is_roomy = self.scenario.is_roomy and knows_size
+        knows_blocks = knows_size and not is_in_bytes(options_of_each[0])
+        self._is_roomy = self.scenario.is_roomy and knows_blocks
         fates = self._fates()
         part_class = type(self._name, (_Part,), {})  # reports name the connector
         self._parts += [
