@@ -55,9 +55,12 @@ def _show_coverage(console: Console, report: Report) -> None:
             table.add_row(escape(str(name)), f"{times:,}")
     console.print(table)
     head, *rows = table_of_cells(report.runs.coverage)
-    cells = Table(title="loads, by the groups and how they ended", title_justify="left", box=None)
+    title = "loads, by the groups and how they ended"
+    # Ten columns fit into 80: one space between them, heads of one word a line.
+    cells = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for index, name in enumerate(head):
-        cells.add_column(name, justify="right" if index else "left", no_wrap=not index)
+        words = [name] if not index else name.replace(",", "").split()
+        cells.add_column("\n".join(words), justify="right" if index else "left", no_wrap=True)
     for row in rows:
         cells.add_row(*row)
     if rows:
