@@ -54,7 +54,8 @@ class GPULoadStoreSpec:
     """GPU blocks to read or write, group after group.
 
     1. ``sum(group_sizes) == len(block_ids)``, and one block index a group.
-    2. The blocks of one group are consecutive blocks of one request.
+    2. Where an offloaded block is several GPU blocks, the blocks of one group are consecutive
+       blocks of one request.
 
     Args:
         block_ids: GPU block ids, those of group 0 first.

@@ -65,6 +65,7 @@ class _Kind:
     template: str
     arguments: str  # of the test
     install: str
+    needs: str  # to run it here
     commands: tuple[str, ...]
     taken: tuple[str, ...]  # NAMEConnector is something that the template imports
 
@@ -73,6 +74,7 @@ _KVVIEW = _Kind(
     "host_cache",
     'options={"cpu_blocks": "{blocks}"}',
     "pip install torch --index-url https://download.pytorch.org/whl/cpu",
+    "torch comes with kvview[reference], pytest with kvview[testing]",
     ("kvview replay --connector {target}", "kvview check {target}"),
     ("Scheduler", "Worker"),
 )
@@ -80,6 +82,7 @@ _RAW = _Kind(
     "raw_host_cache",
     'engine="vllm", options={"host_blocks": 64}',
     "pip install vllm",
+    "beside vllm; pytest comes with kvview[testing]",
     ("kvview check {target} --engine vllm",),
     (),
 )
@@ -120,7 +123,7 @@ def new(file: Path, name: str | None, raw: bool) -> None:
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from None
     click.echo(f"{file}, {test.name} and {workflow.relative_to(file.parent)} are written. Next")
-    click.echo("(torch comes with kvview[reference], pytest with kvview[testing]):")
+    click.echo(f"({kind.needs}):")
     for command in kind.commands:
         click.echo(f"  {command.format(target=f'{file}:{name}Connector')}")
     click.echo(f"  python -m pytest {test}")
