@@ -32,7 +32,7 @@ from kvview_reference.offloading.policies import (
 
 MISS, HIT, HIT_PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
 CTX = ReqContext("request")
-POLICIES = ["lru", "arc"]
+POLICIES = ["lru", "arc", "lru-or-arc"]
 A, B, C, D, E, F, *_ = KEYS = [make_offload_key(bytes([i]) * 4, i % 2) for i in range(12)]
 
 

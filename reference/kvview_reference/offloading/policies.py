@@ -188,6 +188,11 @@ class ARCPolicy:
         self._b1: OrderedDict[OffloadKey, None] = OrderedDict()
         self._b2: OrderedDict[OffloadKey, None] = OrderedDict()
 
+    @property
+    def target(self) -> float:
+        """The size that T1 should have, as learnt so far."""
+        return self._target
+
     def admit(self, keys: Keys, num_victims: int, in_flight: InFlight, /) -> list[OffloadKey]:
         """Choose and forget victims, then take new keys."""
         b1, b2 = self._b1, self._b2

@@ -1,0 +1,199 @@
+"""LRU or ARC, whichever hits more on a sample of the keys."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from zlib import crc32
+
+from kvview import OffloadKey
+from kvview_reference.offloading.policies import ARCPolicy, CachePolicy, InFlight, Keys, LRUPolicy
+
+_SAMPLE = 8
+"""One key in so many is in the miniatures. With one in 16 the choice at 10,000 blocks was noise."""
+_AHEAD, _STILL_AHEAD = 1.03, 1.01
+"""How many times LRU's hits ARC must have to decide, and to go on: a change costs hits."""
+_DECAY = 0.9
+"""What hits count after a miniature's worth of uses."""
+
+_NOTHING = InFlight(frozenset(), frozenset())
+_Order = OrderedDict[OffloadKey, int]
+
+
+class LRUOrARCPolicy:
+    """Evicts as LRU does, or between keys used once and used again as ARC has learnt to.
+
+    1. Both are simulated on one key in eight, by hash, in an eighth of the room. ARC decides
+       while it hits more there.
+    2. As LRU: the key whose last use is longest ago goes. As ARC: one that was used once, while
+       there are more of them than its miniature's target says; else one that was used again.
+    3. A new key that was held not long ago counts as used again.
+
+    Args:
+        capacity: Keys that the tier can hold.
+
+    Source: C. Waldspurger et al., "Cache Modeling and Optimization using Miniature Simulations",
+    ATC '17; M. Qureshi et al., "Adaptive Insertion Policies", ISCA '07 (a duel of policies).
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._once: _Order = OrderedDict()  # to the number of their last use, oldest first
+        self._again: _Order = OrderedDict()
+        self._aside: dict[OffloadKey, tuple[_Order, int]] = {}  # met in flight
+        self._ghosts: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._now = 0
+        self._duel = _Duel(max(1, capacity // _SAMPLE))
+
+    def admit(self, keys: Keys, num_victims: int, in_flight: InFlight, /) -> list[OffloadKey]:
+        """Choose and forget victims, then take new keys."""
+        self._duel.use(_sample_of(keys))
+        ghosts = self._ghosts
+        again = [] if ghosts.keys().isdisjoint(keys) else [key for key in keys if key in ghosts]
+        for key in again:
+            del ghosts[key]
+        victims = self._evict(num_victims, in_flight) if num_victims else []
+        for key in victims:
+            ghosts[key] = None
+        for _ in range(len(ghosts) - self._capacity):
+            ghosts.popitem(last=False)
+        once = self._once
+        for now, key in enumerate(reversed(keys), self._now + 1):
+            once[key] = now
+        self._now += len(keys)
+        for key in reversed(again):
+            self._again[key] = once.pop(key)
+        return victims
+
+    def touch(self, keys: Keys, in_flight: InFlight, /) -> None:
+        """Count one use of each held key; while it is stored, still its first use."""
+        if self._aside:
+            self._put_back(self._aside.keys() & set(keys))
+        once, again, storing = self._once, self._again, in_flight.storing
+        sample = _sample_of(keys)
+        self._duel.use([k for k in sample if k in again or (k in once and k not in storing)])
+        for now, key in enumerate(reversed(keys), self._now + 1):
+            if key in again:
+                again[key] = now
+                again.move_to_end(key)
+            elif key in once:
+                if key in storing:
+                    once[key] = now
+                    once.move_to_end(key)
+                else:
+                    del once[key]
+                    again[key] = now
+        self._now += len(keys)
+
+    def release(self, keys: Iterable[OffloadKey], /) -> None:
+        """Hear that keys are in flight no more; their recency stays as it was."""
+        if self._aside:
+            self._put_back(self._aside.keys() & set(keys))
+
+    def remove(self, keys: Iterable[OffloadKey], /) -> None:
+        """Forget held keys whose store failed, as if they had never come."""
+        for key in keys:
+            self._aside.pop(key, None)
+            self._once.pop(key, None)
+            self._again.pop(key, None)
+
+    def _evict(self, num_victims: int, in_flight: InFlight) -> list[OffloadKey]:
+        once, again = self._once, self._again
+        share = self._duel.share_used_once
+        victims: list[OffloadKey] = []
+        while missing := num_victims - len(victims):
+            order, num, until = again, missing, self._now
+            if not once or not again:
+                order = once or again
+            elif share is None:
+                oldest, oldest_again = next(iter(once.values())), next(iter(again.values()))
+                order = once if oldest <= oldest_again else again
+                until = max(oldest, oldest_again)
+            elif (surplus := len(once) - int(share * self._capacity)) > 0:
+                order, num = once, min(missing, surplus)
+            victims += self._take(order, num, until, in_flight)
+        return victims
+
+    def _take(self, order: _Order, num: int, until: int, in_flight: InFlight) -> list[OffloadKey]:
+        """Up to so many of the oldest keys, none of them used later than ``until``."""
+        taken: dict[OffloadKey, int] = {}
+        for _ in range(min(num, len(order))):
+            key, last_use = order.popitem(last=False)
+            if last_use > until:
+                order[key] = last_use
+                order.move_to_end(key, last=False)
+                break
+            taken[key] = last_use
+        loading, storing = in_flight
+        if not (loading.isdisjoint(taken) and storing.isdisjoint(taken)):
+            for key in [key for key in taken if key in loading or key in storing]:
+                self._aside[key] = order, taken.pop(key)
+        return list(taken)
+
+    def _put_back(self, keys: Iterable[OffloadKey]) -> None:
+        back = [(key, *self._aside.pop(key)) for key in keys]
+        for key, order, last_use in sorted(back, key=lambda one: -one[2]):
+            order[key] = last_use
+            order.move_to_end(key, last=False)
+
+
+class _Duel:
+    """LRU and ARC on a sample of all keys, in small.
+
+    Args:
+        capacity: Keys that each of them holds.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._arc = ARCPolicy(capacity)
+        self._of_lru, self._of_arc = (
+            _Miniature(policy, capacity) for policy in (LRUPolicy(capacity), self._arc)
+        )
+        self._capacity = capacity
+        self._num_uses = 0
+        self._is_arc_ahead = False
+
+    @property
+    def share_used_once(self) -> float | None:
+        """Of the room, what ARC gives to keys used once; None where LRU is ahead."""
+        return self._arc.target / self._capacity if self._is_arc_ahead else None
+
+    def use(self, sample: Keys) -> None:
+        """Play uses of keys of the sample."""
+        if not sample:
+            return
+        lru, arc = self._of_lru, self._of_arc
+        lru.use(sample)
+        arc.use(sample)
+        self._num_uses += len(sample)
+        if self._num_uses >= self._capacity:
+            self._num_uses = 0
+            lru.hits *= _DECAY
+            arc.hits *= _DECAY
+        self._is_arc_ahead = arc.hits > (_STILL_AHEAD if self._is_arc_ahead else _AHEAD) * lru.hits
+
+
+def _sample_of(keys: Keys) -> Keys:
+    return [key for key in keys if not crc32(key) % _SAMPLE]
+
+
+class _Miniature:
+    """A policy and what it would hold, without pages."""
+
+    def __init__(self, policy: CachePolicy, capacity: int) -> None:
+        self._policy, self._capacity = policy, capacity
+        self._held: set[OffloadKey] = set()
+        self.hits = 0.0
+
+    def use(self, keys: Keys) -> None:
+        """Use keys: hit or admit them."""
+        held = self._held
+        hits = [key for key in keys if key in held]
+        new = [key for key in keys if key not in held][: self._capacity]
+        if hits:
+            self.hits += len(hits)
+            self._policy.touch(hits, _NOTHING)
+        if new:
+            num_victims = max(0, len(held) + len(new) - self._capacity)
+            held.difference_update(self._policy.admit(new, num_victims, _NOTHING))
+            held.update(new)

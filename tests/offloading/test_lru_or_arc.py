@@ -1,0 +1,82 @@
+"""LRU or ARC, whichever hits more: LRU until ARC is ahead, and not much worse than either."""
+
+from __future__ import annotations
+
+from itertools import chain
+from random import Random
+from zlib import crc32
+
+import pytest
+
+from kvview import OffloadKey, make_offload_key
+from kvview.testing import run_checks
+from kvview_reference.offloading.lru_or_arc import LRUOrARCPolicy
+from kvview_reference.offloading.policies import InFlight, LRUPolicy
+from kvview_reference.replay.workload import generate_trace
+from kvview_reference.sizing.references import read_references
+from kvview_reference.sizing.tier_hits import Tiers
+
+KEYS = [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(4000)]
+NOTHING = InFlight(frozenset(), frozenset())
+
+
+def test_it_keeps_every_law() -> None:
+    report = run_checks(LRUOrARCPolicy, select=["check_off_[0-9]*"])
+    assert report.is_clean, report.failures
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_without_a_sample_it_is_lru(seed: int) -> None:
+    draw = Random(seed)
+    keys = [key for key in KEYS if crc32(key) % 8][:40]
+    policies = LRUPolicy(16), LRUOrARCPolicy(16)
+    held: list[OffloadKey] = []
+    loading: set[OffloadKey] = set()
+    for _ in range(300):
+        in_flight = InFlight(frozenset(loading), frozenset())
+        if held and draw.random() < 0.4:
+            chosen = draw.sample(held, min(3, len(held)))
+            for policy in policies:
+                policy.touch(chosen, in_flight)
+            continue
+        if draw.random() < 0.3:
+            for policy in policies:
+                policy.release(loading)
+            loading = set(draw.sample(held, len(held) // 4))
+            continue
+        new = draw.sample([key for key in keys if key not in held], 3)
+        num_victims = max(0, len(held) + len(new) - 16)
+        victims, same = (policy.admit(new, num_victims, in_flight) for policy in policies)
+        assert sorted(victims) == sorted(same)
+        held = [key for key in held if key not in victims] + new
+
+
+def hits_of(policy: LRUPolicy | LRUOrARCPolicy, uses: list[OffloadKey], room: int) -> int:
+    held: set[OffloadKey] = set()
+    num_hits = 0
+    for key in uses:
+        if key in held:
+            num_hits += 1
+            policy.touch([key], NOTHING)
+        else:
+            held -= set(policy.admit([key], int(len(held) == room), NOTHING))
+            held.add(key)
+    return num_hits
+
+
+def test_a_scan_does_not_wash_out_what_is_used_again() -> None:
+    draw = Random(0)
+    hot, cold = KEYS[:300], iter(KEYS[300:])
+    uses = list(chain.from_iterable((*draw.sample(hot, 3), next(cold)) for _ in range(3700)))
+    assert hits_of(LRUOrARCPolicy(320), uses, 320) > 1.05 * hits_of(LRUPolicy(320), uses, 320)
+
+
+@pytest.mark.parametrize("room", [500, 2000])
+def test_it_does_not_lose_to_either(room: int) -> None:
+    trace = generate_trace(num_requests=3000, seed=1, block_size=512)
+    references = read_references(trace, 512)
+    hits = {
+        policy: sum(Tiers(references, 0).replay(room, policy).loaded) / references.num_ids
+        for policy in ("lru", "arc", "lru-or-arc")
+    }
+    assert hits["lru-or-arc"] > max(hits["lru"], hits["arc"]) - 0.002
