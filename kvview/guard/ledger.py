@@ -73,9 +73,6 @@ class GuardStats:
 def check_block_ids(block_ids: Iterable[Any], num_blocks: int | None) -> None:
     """Raise ``UnknownBlockError`` unless each is an int that names a block (POOL-4)."""
     last = float("inf") if num_blocks is None else num_blocks - 1
-    is_ints = type(block_ids) is list and {*map(type, block_ids)} == {int}
-    if is_ints and 0 <= min(block_ids) <= max(block_ids) <= last:
-        return
     for block_id in block_ids:
         # A negative id would silently name a block from the end.
         if type(block_id) is not int or not 0 <= block_id <= last:

@@ -139,12 +139,15 @@ class BlockPool:
         self._stop_walks()
         block_ids = self._take_front(num_blocks)
         num_unhashed = 0 if self._is_hashed_in_front else len(block_ids)
-        self._is_hashed_in_front &= bool(self._front)
-        block_ids += self._take_back(num_blocks - len(block_ids))
+        if self._is_hashed_in_front:
+            self._is_hashed_in_front = bool(self._front)
+        if len(block_ids) < num_blocks:
+            block_ids += self._take_back(num_blocks - len(block_ids))
         state, held = self._state, _REFERENCE
         for block_id in block_ids:
             state[block_id] = held
-        self._evict_hashes(block_ids[num_unhashed:] if num_unhashed else block_ids)
+        if num_unhashed < num_blocks:
+            self._evict_hashes(block_ids[num_unhashed:] if num_unhashed else block_ids)
         self._num_free -= num_blocks
         # Positions of the front stack are used again: keep walks out of them.
         for walk in self._walks:
@@ -155,7 +158,12 @@ class BlockPool:
 
     def _take_front(self, num_blocks: int) -> list[int]:
         """Take the next entries of the front, as many as there are and are wanted."""
-        front, block_ids, size = self._front, list[int](), 1
+        front = self._front
+        block_ids = front[: -num_blocks - 1 : -1].tolist()
+        if not self._is_compacting and all(block_ids):  # as a rule: nothing was touched there
+            del front[len(front) - len(block_ids) :]
+            return block_ids
+        block_ids, size = [], 1
         while front and (missing := num_blocks - len(block_ids)):
             source, target = self._front_moves
             if target < len(front) <= source:  # between the two all are 0
@@ -174,7 +182,8 @@ class BlockPool:
 
     def _take_back(self, num_blocks: int) -> list[int]:
         """Take the next entries of the back; the caller knows that there are so many."""
-        block_ids, size = list[int](), 1
+        block_ids: list[int] = []
+        size = 1
         while missing := num_blocks - len(block_ids):
             source, target = self._back_moves
             if target <= self._head < source:  # between the two all are 0
@@ -243,8 +252,11 @@ class BlockPool:
         """
         block_ids = list(block_ids)
         state, first_back, last_hashed, last = self._state, _FIRST_BACK, _LAST_HASHED, _REFERENCE
-        unhashed, hashed = list[int](), list[int]()
+        unhashed: list[int] = []
+        hashed: list[int] = []
         position = self._back_start + len(self._back)
+        top = -len(self._front)
+        front_position = top - len(block_ids)  # of the first, if all of them go there
         remaining = iter(block_ids)
         try:
             for block_id in remaining:
@@ -255,7 +267,8 @@ class BlockPool:
                         position += 1
                         hashed.append(block_id)
                     elif old == last:
-                        state[block_id] = 0
+                        state[block_id] = front_position
+                        front_position += 1
                         unhashed.append(block_id)
                     elif 0 < old < first_back:
                         state[block_id] = old - _REFERENCE
@@ -266,13 +279,17 @@ class BlockPool:
         except Exception:
             for block_id in _done(block_ids, remaining):
                 old = state[block_id]
-                state[block_id] = last_hashed if old >= first_back else old + _REFERENCE
+                if _is_position(old):
+                    state[block_id] = last_hashed if old >= first_back else last
+                else:
+                    state[block_id] = old + _REFERENCE
             self.check_block_ids(block_ids)
             raise
         if unhashed:
+            if front_position != top:
+                for position, block_id in enumerate(unhashed, top - len(unhashed)):
+                    state[block_id] = position
             unhashed.reverse()
-            for position, block_id in enumerate(unhashed, len(self._front)):
-                state[block_id] = ~position
             self._front.fromlist(unhashed)
         if hashed:
             self._back.fromlist(hashed)
@@ -429,17 +446,17 @@ class BlockPool:
         keys = make_offload_keys(block_hashes, group_idx)
         if len(block_ids) != len(keys):
             raise ValueError(f"{len(block_ids)} block_ids, {len(keys)} block_hashes")
-        states = [state[block_id] for block_id in block_ids]
-        for position in filter(_is_position, {*states}):
-            block_id = block_ids[states.index(position)]
-            raise BlockNotHeldError(f"POOL-4: cannot cache block {block_id}: it is free")
+        for block_id in block_ids:
+            if not 0 < state[block_id] < _FIRST_BACK:
+                raise BlockNotHeldError(f"POOL-4: cannot cache block {block_id}: it is free")
+        if not self.enable_caching:
+            return
         stored: list[OffloadKey] = []
-        items = zip(block_ids, keys, states, strict=True) if self.enable_caching else ()
-        for block_id, key, old in items:
+        for block_id, key in zip(block_ids, keys):  # noqa: B905
             if hashes[block_id] is None and key not in block_by_hash and block_id:  # as a rule
                 hashes[block_id] = key
                 block_by_hash[key] = block_id
-                state[block_id] = old | 1
+                state[block_id] += _HASHED
             elif not self._add_hash(block_id, key):
                 continue
             stored.append(key)
