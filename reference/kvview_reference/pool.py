@@ -1,4 +1,6 @@
-"""A standalone block pool that keeps the pool contract, and the view over it.
+"""A standalone block pool that keeps the pool contract.
+
+Its view is :mod:`kvview_reference.pool_view`.
 
 How the free queue is kept, in arrays of ints and a list of states:
 
@@ -26,9 +28,7 @@ import logging
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, cast
-
-from typing_extensions import override
+from typing import cast
 
 from kvview import (
     AllBlocksCleared,
@@ -36,8 +36,6 @@ from kvview import (
     BlockRemoved,
     BlockStored,
     ConfigError,
-    FreeBlockWalk,
-    GPUBlockPoolView,
     GPUEvent,
     NoFreeBlocksError,
     OffloadKey,
@@ -45,15 +43,11 @@ from kvview import (
     get_offload_group_idx,
     require_offload_key,
 )
-from kvview.guard.ledger import Ledger, LedgerView, check_block_ids, ledger_of
+from kvview.guard.ledger import check_block_ids
 from kvview.keys import make_offload_keys
 from kvview_reference.events import EventLog
-from kvview_reference.walks import (
-    ResumedWalk,
-    Walk,
-    walk_free_block_ids,
-    walk_free_block_ids_with_hash,
-)
+from kvview_reference.pool_view import BlockPoolView
+from kvview_reference.walks import Walk, walk_free_block_ids, walk_free_block_ids_with_hash
 
 NULL_BLOCK_ID = 0
 _FIRST_BACK = 1 << 29  # above twice the references that a block can have; one digit of an int
@@ -87,6 +81,8 @@ class BlockPool:
     Raises:
         ConfigError: ``num_blocks`` is not an int of at least 2.
     """
+
+    null_block_id = NULL_BLOCK_ID
 
     def __init__(
         self, num_blocks: int, *, enable_caching: bool = True, enable_events: bool = False
@@ -637,81 +633,3 @@ def _move_down(entries: array[int], source: int, stop: int, target: int) -> arra
     entries[source:stop] = array("q", bytes(8 * (stop - source)))
     entries[target : target + len(live)] = live
     return live
-
-
-class BlockPoolView(LedgerView):
-    """The view of one owner over a :class:`BlockPool`.
-
-    Keeps every law of :mod:`kvview.pool`, where its methods are described, and
-    answers every optional query; the ledger checks ids and counts.
-    """
-
-    def __init__(self, pool: BlockPool, owner: str) -> None:
-        ledger = ledger_of(pool, lambda: Ledger(list(range(pool.num_blocks)), NULL_BLOCK_ID))
-        super().__init__(ledger, owner, pool.touch_blocks, pool.free_blocks)
-        self.num_blocks = pool.num_blocks  # facts, which a closed view still tells
-        self.null_block_id = NULL_BLOCK_ID
-        self._pool = pool
-
-    def _open_pool(self) -> BlockPool:
-        self.check_open()
-        return self._pool
-
-    def give_back_blocks(self, block_ids: Sequence[int]) -> None:
-        """Give back as ``free_blocks`` does, to the head of the queue (POOL-12)."""
-        pool = self._open_pool()
-
-        def move(block_ids: Sequence[int]) -> None:
-            pool.free_blocks(block_ids)
-            pool.move_to_head(block_ids)
-
-        self.free_with(move, block_ids)
-
-    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
-        """Walk the free blocks that still hold reusable KV, next victim first."""
-        return walk_free_block_ids_with_hash(self._open_pool)
-
-    def iter_free_block_ids(self) -> Iterator[int]:
-        """All free blocks, hashed or not, next victim first; lazy as POOL-6."""
-        return walk_free_block_ids(self._open_pool)
-
-    def walk_free_blocks(self) -> FreeBlockWalk:
-        """A walk that goes on in later steps (POOL-13)."""
-        return ResumedWalk(self._open_pool)
-
-    def free_blocks_with_notice(
-        self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
-    ) -> None:
-        """Give back as ``free_blocks`` does, and hear of each block once (POOL-14)."""
-        block_ids = list(block_ids)
-        self.free_blocks(block_ids)
-        self._open_pool().watch_reuse(block_ids, self, on_reuse)
-
-    def num_free_blocks(self) -> int:
-        """Blocks that could be allocated now, hashed or not."""
-        return self._open_pool().num_free_blocks()
-
-    def is_free(self, block_id: int) -> bool:
-        """Whether the block is free now. False for the null block."""
-        return self._open_pool().ref_cnt(block_id) == 0 and block_id != NULL_BLOCK_ID
-
-    def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
-        """The keys registered for each block, in one call."""
-        return self._open_pool().block_keys(block_ids)
-
-    def primary_keys(self, block_ids: Sequence[int]) -> list[OffloadKey | None]:
-        """The first key of each block, or None."""
-        return self._open_pool().primary_keys(block_ids)
-
-    def find_cached_block(self, key: OffloadKey) -> int | None:
-        """Id of a block that holds this key (POOL-8), free or in use, or None."""
-        return self._open_pool().find_cached_block(key)
-
-    @override
-    def _shut(self) -> None:
-        self._pool.forget_owner(self)
-        super()._shut()
-
-
-if TYPE_CHECKING:
-    _: type[GPUBlockPoolView] = BlockPoolView
