@@ -46,7 +46,7 @@ from contextlib import suppress
 from itertools import count
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 from kvview.errors import ConfigError, StaleBlockError, WrongThreadError
 from kvview.guard.lease import GuardedLease, Hold, Leak
@@ -121,13 +121,12 @@ class GuardedView(GuardedQueries, NotCopyable):
             # 0.29 * 100 is 28.999...: what is that close to a whole block is one.
             max_blocks = max(1, int(pin_budget * size + 1e-6))
         self.owner = owner
-        self.now = clock
         self._below: Any = view
-        self._trace = trace
         self._thread: int | None = get_ident()
         self.stats = GuardStats()
         self._view = _open_view(view, owner, max_blocks)
-        self._view.stamp = _stamper(self)
+        self.now = clock
+        self._view.caller = _caller if trace else None
         self._view.stats = self.stats
         self._lease_view: LedgerView | None = None
         self._null = self._view.ledger.null_block_id
@@ -143,14 +142,14 @@ class GuardedView(GuardedQueries, NotCopyable):
     def touch_blocks(self, block_ids: Sequence[int]) -> None:
         """Take one reference on each block named, once per occurrence."""
         deadlines = self.deadlines
-        if get_ident() != self._thread or (deadlines and deadlines[0][0] <= self.now()):
+        if get_ident() != self._thread or (deadlines and deadlines[0][0] <= self._clock()):
             self._enter()
         self._view.touch_blocks(block_ids)
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
         """Give back one plain reference on each block named, once per occurrence."""
         deadlines = self.deadlines
-        if get_ident() != self._thread or (deadlines and deadlines[0][0] <= self.now()):
+        if get_ident() != self._thread or (deadlines and deadlines[0][0] <= self._clock()):
             self._enter()
         self._view.free_blocks(block_ids)
 
@@ -314,7 +313,7 @@ class GuardedView(GuardedQueries, NotCopyable):
                     plain.setdefault((view.owner, stamp), []).extend([block_id] * times)
         leaks = [self._leak(hold) for hold in self._holds]
         for (owner, stamp), block_ids in plain.items():
-            seconds, request_id, taken_at = stamp or Stamp(now, None, None)
+            seconds, request_id, taken_at = stamp or (now, None, None)
             leaks.append(Leak(owner, None, tuple(block_ids), now - seconds, taken_at, request_id))
         leaks = [leak for leak in leaks if leak.age >= older_than]
         return sorted(leaks, key=lambda leak: -leak.age)
@@ -377,6 +376,19 @@ class GuardedView(GuardedQueries, NotCopyable):
     # --- checks ---
 
     @property
+    def now(self) -> Callable[[], float]:
+        """The clock; another one may be set, for tests and simulations."""
+        return self._clock
+
+    @now.setter
+    def now(self, clock: Callable[[], float]) -> None:
+        self._clock = self._view.clock = clock
+
+    def _stamp(self) -> Stamp:
+        caller = self._view.caller
+        return self.now(), self._view.ledger.request_id, caller and caller()
+
+    @property
     def is_open(self) -> bool:
         """Whether neither the guard nor the view under it was closed."""
         return self._view.is_open
@@ -421,30 +433,15 @@ class GuardedView(GuardedQueries, NotCopyable):
                     f"or evicted since it was seen"
                 )
 
-    def _stamp(self) -> Stamp:
-        return Stamp(
-            self.now(), self._view.ledger.request_id, self._caller() if self._trace else None
-        )
 
-    def _caller(self) -> str:
-        import traceback  # a third of the import time of all kvview, for tracing alone
+def _caller() -> str:
+    """The line that called a guard."""
+    import traceback  # a third of the import time of all kvview, for tracing alone
 
-        near = traceback.extract_stack(limit=_NEAR_FRAMES)
-        first_own = next(i for i, frame in enumerate(near) if frame.filename == __file__)
-        caller = near[max(first_own - 1, 0)]
-        return f"{caller.filename}:{caller.lineno} in {caller.name}"
-
-
-def _stamper(guard: GuardedView) -> Callable[[], Stamp]:
-    """Stamps of a guard that the view below may keep: it must not keep the guard alive."""
-    me = ref(guard)
-
-    def stamp() -> Stamp:
-        found = me()
-        assert found is not None, "whoever takes references has a guard"
-        return found._stamp()
-
-    return stamp
+    near = traceback.extract_stack(limit=_NEAR_FRAMES)
+    first_own = next(i for i, frame in enumerate(near) if frame.filename == __file__)
+    caller = near[max(first_own - 1, 0)]
+    return f"{caller.filename}:{caller.lineno} in {caller.name}"
 
 
 def _check_ttl(ttl: float) -> None:

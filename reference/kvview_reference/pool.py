@@ -1,4 +1,6 @@
-"""A standalone block pool that keeps the pool contract, and the view over it.
+"""A standalone block pool that keeps the pool contract.
+
+Its view is :mod:`kvview_reference.pool_view`.
 
 How the free queue is kept, in arrays of ints and a list of states:
 
@@ -26,9 +28,7 @@ import logging
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, cast
-
-from typing_extensions import override
+from typing import cast
 
 from kvview import (
     AllBlocksCleared,
@@ -36,8 +36,6 @@ from kvview import (
     BlockRemoved,
     BlockStored,
     ConfigError,
-    FreeBlockWalk,
-    GPUBlockPoolView,
     GPUEvent,
     NoFreeBlocksError,
     OffloadKey,
@@ -45,15 +43,11 @@ from kvview import (
     get_offload_group_idx,
     require_offload_key,
 )
-from kvview.guard.ledger import Ledger, LedgerView, check_block_ids, ledger_of
+from kvview.guard.ledger import check_block_ids
 from kvview.keys import make_offload_keys
 from kvview_reference.events import EventLog
-from kvview_reference.walks import (
-    ResumedWalk,
-    Walk,
-    walk_free_block_ids,
-    walk_free_block_ids_with_hash,
-)
+from kvview_reference.pool_view import BlockPoolView
+from kvview_reference.walks import Walk, walk_free_block_ids, walk_free_block_ids_with_hash
 
 NULL_BLOCK_ID = 0
 _FIRST_BACK = 1 << 29  # above twice the references that a block can have; one digit of an int
@@ -87,6 +81,8 @@ class BlockPool:
     Raises:
         ConfigError: ``num_blocks`` is not an int of at least 2.
     """
+
+    null_block_id = NULL_BLOCK_ID
 
     def __init__(
         self, num_blocks: int, *, enable_caching: bool = True, enable_events: bool = False
@@ -139,12 +135,15 @@ class BlockPool:
         self._stop_walks()
         block_ids = self._take_front(num_blocks)
         num_unhashed = 0 if self._is_hashed_in_front else len(block_ids)
-        self._is_hashed_in_front &= bool(self._front)
-        block_ids += self._take_back(num_blocks - len(block_ids))
+        if self._is_hashed_in_front:
+            self._is_hashed_in_front = bool(self._front)
+        if len(block_ids) < num_blocks:
+            block_ids += self._take_back(num_blocks - len(block_ids))
         state, held = self._state, _REFERENCE
         for block_id in block_ids:
             state[block_id] = held
-        self._evict_hashes(block_ids[num_unhashed:] if num_unhashed else block_ids)
+        if num_unhashed < num_blocks:
+            self._evict_hashes(block_ids[num_unhashed:] if num_unhashed else block_ids)
         self._num_free -= num_blocks
         # Positions of the front stack are used again: keep walks out of them.
         for walk in self._walks:
@@ -155,7 +154,12 @@ class BlockPool:
 
     def _take_front(self, num_blocks: int) -> list[int]:
         """Take the next entries of the front, as many as there are and are wanted."""
-        front, block_ids, size = self._front, list[int](), 1
+        front = self._front
+        block_ids = front[: -num_blocks - 1 : -1].tolist()
+        if not self._is_compacting and all(block_ids):  # as a rule: nothing was touched there
+            del front[len(front) - len(block_ids) :]
+            return block_ids
+        block_ids, size = [], 1
         while front and (missing := num_blocks - len(block_ids)):
             source, target = self._front_moves
             if target < len(front) <= source:  # between the two all are 0
@@ -174,7 +178,8 @@ class BlockPool:
 
     def _take_back(self, num_blocks: int) -> list[int]:
         """Take the next entries of the back; the caller knows that there are so many."""
-        block_ids, size = list[int](), 1
+        block_ids: list[int] = []
+        size = 1
         while missing := num_blocks - len(block_ids):
             source, target = self._back_moves
             if target <= self._head < source:  # between the two all are 0
@@ -243,8 +248,11 @@ class BlockPool:
         """
         block_ids = list(block_ids)
         state, first_back, last_hashed, last = self._state, _FIRST_BACK, _LAST_HASHED, _REFERENCE
-        unhashed, hashed = list[int](), list[int]()
+        unhashed: list[int] = []
+        hashed: list[int] = []
         position = self._back_start + len(self._back)
+        top = -len(self._front)
+        front_position = top - len(block_ids)  # of the first, if all of them go there
         remaining = iter(block_ids)
         try:
             for block_id in remaining:
@@ -255,7 +263,8 @@ class BlockPool:
                         position += 1
                         hashed.append(block_id)
                     elif old == last:
-                        state[block_id] = 0
+                        state[block_id] = front_position
+                        front_position += 1
                         unhashed.append(block_id)
                     elif 0 < old < first_back:
                         state[block_id] = old - _REFERENCE
@@ -266,13 +275,17 @@ class BlockPool:
         except Exception:
             for block_id in _done(block_ids, remaining):
                 old = state[block_id]
-                state[block_id] = last_hashed if old >= first_back else old + _REFERENCE
+                if _is_position(old):
+                    state[block_id] = last_hashed if old >= first_back else last
+                else:
+                    state[block_id] = old + _REFERENCE
             self.check_block_ids(block_ids)
             raise
         if unhashed:
+            if front_position != top:
+                for position, block_id in enumerate(unhashed, top - len(unhashed)):
+                    state[block_id] = position
             unhashed.reverse()
-            for position, block_id in enumerate(unhashed, len(self._front)):
-                state[block_id] = ~position
             self._front.fromlist(unhashed)
         if hashed:
             self._back.fromlist(hashed)
@@ -429,17 +442,17 @@ class BlockPool:
         keys = make_offload_keys(block_hashes, group_idx)
         if len(block_ids) != len(keys):
             raise ValueError(f"{len(block_ids)} block_ids, {len(keys)} block_hashes")
-        states = [state[block_id] for block_id in block_ids]
-        for position in filter(_is_position, {*states}):
-            block_id = block_ids[states.index(position)]
-            raise BlockNotHeldError(f"POOL-4: cannot cache block {block_id}: it is free")
+        for block_id in block_ids:
+            if not 0 < state[block_id] < _FIRST_BACK:
+                raise BlockNotHeldError(f"POOL-4: cannot cache block {block_id}: it is free")
+        if not self.enable_caching:
+            return
         stored: list[OffloadKey] = []
-        items = zip(block_ids, keys, states, strict=True) if self.enable_caching else ()
-        for block_id, key, old in items:
+        for block_id, key in zip(block_ids, keys):  # noqa: B905
             if hashes[block_id] is None and key not in block_by_hash and block_id:  # as a rule
                 hashes[block_id] = key
                 block_by_hash[key] = block_id
-                state[block_id] = old | 1
+                state[block_id] += _HASHED
             elif not self._add_hash(block_id, key):
                 continue
             stored.append(key)
@@ -620,81 +633,3 @@ def _move_down(entries: array[int], source: int, stop: int, target: int) -> arra
     entries[source:stop] = array("q", bytes(8 * (stop - source)))
     entries[target : target + len(live)] = live
     return live
-
-
-class BlockPoolView(LedgerView):
-    """The view of one owner over a :class:`BlockPool`.
-
-    Keeps every law of :mod:`kvview.pool`, where its methods are described, and
-    answers every optional query; the ledger checks ids and counts.
-    """
-
-    def __init__(self, pool: BlockPool, owner: str) -> None:
-        ledger = ledger_of(pool, lambda: Ledger(list(range(pool.num_blocks)), NULL_BLOCK_ID))
-        super().__init__(ledger, owner, pool.touch_blocks, pool.free_blocks)
-        self.num_blocks = pool.num_blocks  # facts, which a closed view still tells
-        self.null_block_id = NULL_BLOCK_ID
-        self._pool = pool
-
-    def _open_pool(self) -> BlockPool:
-        self.check_open()
-        return self._pool
-
-    def give_back_blocks(self, block_ids: Sequence[int]) -> None:
-        """Give back as ``free_blocks`` does, to the head of the queue (POOL-12)."""
-        pool = self._open_pool()
-
-        def move(block_ids: Sequence[int]) -> None:
-            pool.free_blocks(block_ids)
-            pool.move_to_head(block_ids)
-
-        self.free_with(move, block_ids)
-
-    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
-        """Walk the free blocks that still hold reusable KV, next victim first."""
-        return walk_free_block_ids_with_hash(self._open_pool)
-
-    def iter_free_block_ids(self) -> Iterator[int]:
-        """All free blocks, hashed or not, next victim first; lazy as POOL-6."""
-        return walk_free_block_ids(self._open_pool)
-
-    def walk_free_blocks(self) -> FreeBlockWalk:
-        """A walk that goes on in later steps (POOL-13)."""
-        return ResumedWalk(self._open_pool)
-
-    def free_blocks_with_notice(
-        self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
-    ) -> None:
-        """Give back as ``free_blocks`` does, and hear of each block once (POOL-14)."""
-        block_ids = list(block_ids)
-        self.free_blocks(block_ids)
-        self._open_pool().watch_reuse(block_ids, self, on_reuse)
-
-    def num_free_blocks(self) -> int:
-        """Blocks that could be allocated now, hashed or not."""
-        return self._open_pool().num_free_blocks()
-
-    def is_free(self, block_id: int) -> bool:
-        """Whether the block is free now. False for the null block."""
-        return self._open_pool().ref_cnt(block_id) == 0 and block_id != NULL_BLOCK_ID
-
-    def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
-        """The keys registered for each block, in one call."""
-        return self._open_pool().block_keys(block_ids)
-
-    def primary_keys(self, block_ids: Sequence[int]) -> list[OffloadKey | None]:
-        """The first key of each block, or None."""
-        return self._open_pool().primary_keys(block_ids)
-
-    def find_cached_block(self, key: OffloadKey) -> int | None:
-        """Id of a block that holds this key (POOL-8), free or in use, or None."""
-        return self._open_pool().find_cached_block(key)
-
-    @override
-    def _shut(self) -> None:
-        self._pool.forget_owner(self)
-        super()._shut()
-
-
-if TYPE_CHECKING:
-    _: type[GPUBlockPoolView] = BlockPoolView

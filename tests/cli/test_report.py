@@ -32,7 +32,7 @@ VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 POOLS = """
 from kvview_reference.harness import ReferencePool
-from kvview_reference.pool import BlockPoolView
+from kvview_reference.pool_view import BlockPoolView
 
 
 class Wrong(ReferencePool):

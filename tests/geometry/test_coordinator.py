@@ -492,6 +492,13 @@ def test_without_prefix_cache_no_hashes_are_needed() -> None:
     assert manager.pool.num_free_blocks() == 7
 
 
+def test_a_prompt_shorter_than_a_block_is_no_hit() -> None:
+    coordinator = make_coordinator(
+        (FullAttention(32),), BlockPool(4), True, scheduler_block_size=32, hash_block_size=16
+    )
+    assert coordinator.find_longest_cache_hit([b"half"], 16) == (([],), 0)
+
+
 def test_a_hit_leaves_a_token_to_compute() -> None:
     manager = make_manager(CacheGeometry.single(4), 20)
     assert run_prompt(manager, "a", (1,) * 16) == 0

@@ -41,7 +41,8 @@ from kvview import (
     make_offload_key,
 )
 from kvview.guard import GuardedLease
-from kvview_reference.pool import BlockPool, BlockPoolView
+from kvview_reference.pool import BlockPool
+from kvview_reference.pool_view import BlockPoolView
 
 
 class Clock:

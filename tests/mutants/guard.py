@@ -143,7 +143,7 @@ class ExpiresInTheOrderTaken(WrongGuardPool):
 
     class Guard(GuardedView):
         def _expire(self) -> list[Leak]:
-            oldest = min(self._holds, key=lambda hold: hold.stamp.seconds, default=None)
+            oldest = min(self._holds, key=lambda hold: hold.stamp[0], default=None)
             taken = sorted(self.deadlines, key=lambda entry: entry[1])
             if oldest is not None and taken and taken[0][0] > self.now():
                 return []

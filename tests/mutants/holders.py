@@ -9,7 +9,7 @@ from typing import Any
 from kvview import FreeBlockWalk, GPUBlockPoolView, OffloadKey
 from kvview.testing import Mutant
 from kvview_reference.harness import ReferencePool
-from kvview_reference.pool import BlockPoolView
+from kvview_reference.pool_view import BlockPoolView
 
 from .list_pool import ListPool
 from .planting import planter

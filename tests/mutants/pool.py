@@ -19,7 +19,7 @@ from kvview import (
 from kvview.guard.lease import GuardedLease
 from kvview.testing import Mutant
 from kvview_reference.harness import GuardedReferencePool, ReferencePool
-from kvview_reference.pool import BlockPoolView
+from kvview_reference.pool_view import BlockPoolView
 
 from .list_pool import ListPool
 from .planting import planter

@@ -11,7 +11,7 @@ from kvview import (
 )
 from kvview.testing import Capability, Mutant
 from kvview_reference.harness import ReferencePool
-from kvview_reference.pool import BlockPoolView
+from kvview_reference.pool_view import BlockPoolView
 
 from .list_pool import ListPool, ListWalk
 from .planting import planter

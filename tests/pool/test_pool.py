@@ -39,7 +39,8 @@ from kvview import (
 )
 from kvview_reference import pool as pool_module
 from kvview_reference import walks
-from kvview_reference.pool import BlockPool, BlockPoolView
+from kvview_reference.pool import BlockPool
+from kvview_reference.pool_view import BlockPoolView
 
 NO_IDS: list[Any] = [
     *(-1, -9, 9, 10**30),

@@ -36,7 +36,7 @@ from kvview.testing.pool.machine import run_pool_machine
 from kvview.testing.profiles import PROFILES, Profile, use_profile
 from kvview_reference import harness
 from kvview_reference.harness import ReferenceManager, ReferencePool
-from kvview_reference.pool import BlockPoolView
+from kvview_reference.pool_view import BlockPoolView
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["check_pool_1_*", "POOL-4"]

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from kvview import CacheGeometry, CacheGroup, FullAttention, GeometryError, OffloadKey
-from kvview.keys import make_offload_keys
+from kvview.keys import make_offload_key, make_offload_keys
 from kvview.prefix_search import CachedBlocks
 from kvview_reference.pool import NULL_BLOCK_ID, BlockPool
 
@@ -72,6 +72,14 @@ class SingleTypeKVCacheManager:
         ratio = self.block_size // self.geometry.hash_block_size
         hashes = block_hashes[(start + 1) * ratio - 1 : stop * ratio : ratio]
         return make_offload_keys(hashes, self.group_idx)
+
+    def has_first_block(self, block_hashes: Sequence[bytes]) -> bool:
+        """Whether the pool holds the first block of a prefix."""
+        index = self.block_size // self.geometry.hash_block_size - 1
+        if len(block_hashes) <= index:
+            return False
+        key = make_offload_key(block_hashes[index], self.group_idx)
+        return any(self.pool.are_cached((key,)))
 
     def hit_blocks(self, block_hashes: Sequence[bytes], num_tokens: int) -> list[int]:
         """The block table of a hit of ``num_tokens``."""
@@ -246,6 +254,8 @@ class KVCacheCoordinator:
             )
             for index, group in enumerate(kv_cache_groups)
         )
+        full = (m for m in self.managers if isinstance(m.group, FullAttention))
+        self._reads_first_block = next(full, None)  # a manager without whose first block all miss
 
     def find_longest_cache_hit(
         self, block_hashes: Sequence[bytes], max_tokens: int
@@ -259,6 +269,9 @@ class KVCacheCoordinator:
         Returns:
             Block ids a group, from block 0 (null where not needed), and tokens.
         """
+        first = self._reads_first_block
+        if first is not None and not first.has_first_block(block_hashes):
+            return tuple([[] for _ in self.managers]), 0  # a new prompt: nothing is set up for it
         cached = [_PoolBlocks(manager, block_hashes) for manager in self.managers]
         num_tokens = self.geometry.search_prefix(max_tokens, cached)
         tables = []
