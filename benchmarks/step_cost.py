@@ -19,8 +19,9 @@ scheduler's step, two looks at a clock, is CPU time.
 
 The shares are of an engine's step of 25 ms: for 750 tokens a model of 8 billion parameters needs
 12 TFLOP, 25 ms at half of what one H100 has in bf16; one of 3 billion needs 10 ms. The peer, in
-the same run, is vLLM's own OffloadingConnector. LazyOffloadConnector stores eagerly here, as its
-tier is smaller than the pool: in each step it looks at the requests that fill a block.
+the same run, is vLLM's own OffloadingConnector. OffloadConnector looks in each step at the
+requests that fill a block; LazyOffloadConnector does the same here, as its tier is smaller than
+the pool.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ def configurations() -> dict[str, dict[str, Any] | None]:
         "no connector": None,
         "does nothing": lane.connector_config(here + "IdleConnector"),
         "HostCacheConnector": lane.connector_config(here + "HostCacheConnector", cpu_blocks=4096),
+        "OffloadConnector": lane.connector_config(here + "OffloadConnector", cpu_blocks=4096),
         "LazyOffloadConnector": lane.connector_config(
             here + "LazyOffloadConnector", cpu_blocks=4096
         ),
@@ -98,6 +100,7 @@ def configurations() -> dict[str, dict[str, Any] | None]:
 TARGETS = {
     "IdleConnector": None,
     "HostCacheConnector": lane.EXAMPLE_CONNECTOR,
+    "OffloadConnector": "kvview_reference.connector:OffloadConnector",
     "LazyOffloadConnector": "kvview_reference.connector:LazyOffloadConnector",
 }
 # Seconds of the hooks that are the connector's own; a target's module is this file again.

@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from types import NoneType
 from typing import Any, TypeVar
 
 from kvview.connector.halves import (
@@ -41,7 +42,13 @@ _AT_START = {
     "bind_gpu_block_pool_view",
     "on_engine_ready",
 }
+_TYPED = frozenset(
+    {"make_scheduler", "make_worker", "match_prefix", "plan_step", "get_finished", "take_events"}
+)
 _TOLD_AS_BOOL = frozenset({"has_pending_work", "reset_cache"})
+# The usual ones first: to ask an abstract class costs ten times as much.
+_COLLECTIONS = (list, tuple, Collection)
+_STR_OR_NONE = (str, NoneType)
 _NOT_THEIRS = {"kvview", "kvview_reference", "kvview_vllm", *sys.stdlib_module_names}
 
 
@@ -82,8 +89,14 @@ def watch_hooks(part: PartT) -> PartT:
 
 def wrong_type(hook: str, answer: object) -> str | None:
     """What a hook should have returned, None when an engine can use its answer."""
-    if inspect.isawaitable(answer):
+    expected = _expected(hook, answer)
+    # Last: to ask costs more than all else that is done around a hook.
+    if (expected is not None or hook not in _TYPED) and inspect.isawaitable(answer):
         return "an answer, not something to await"
+    return expected
+
+
+def _expected(hook: str, answer: object) -> str | None:
     match hook:
         case "make_scheduler" if not isinstance(answer, SchedulerConnector):
             return "a SchedulerConnector"
@@ -132,7 +145,7 @@ def _watched(part: Any, name: str) -> Callable[..., Any]:
             answer = method(*args)
             if answer is None and may_be_none:
                 return None
-            if name == "take_events" and isinstance(answer, Iterable):
+            if name == "take_events" and type(answer) is not list and isinstance(answer, Iterable):
                 answer = list(answer)  # a generator raises here, not in the engine
             elif name in _TOLD_AS_BOOL:
                 answer = answer if inspect.isawaitable(answer) else bool(answer)
@@ -174,14 +187,14 @@ def _wrong_plan(answer: object) -> str | None:
     if not (_is_all(answer.loads, TransferJob) and _is_all(answer.stores, TransferJob)):
         return "a StepPlan whose loads and stores are lists of TransferJob"
     for job in (*answer.loads, *answer.stores):
-        if type(job.job_id) is not int or not isinstance(job.request_id, str | None):
+        if type(job.job_id) is not int or not isinstance(job.request_id, _STR_OR_NONE):
             return "jobs with an int as job_id and a str or None as request_id"
     return None
 
 
 def _is_all(values: object, kind: type) -> bool:
     # A generator is none: an engine looks at a plan more than once.
-    return isinstance(values, Collection) and all(isinstance(value, kind) for value in values)
+    return isinstance(values, _COLLECTIONS) and all(isinstance(value, kind) for value in values)
 
 
 def _innermost(error: BaseException) -> str | None:

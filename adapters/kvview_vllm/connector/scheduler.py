@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 from kvview import (
     BlockIds,
     CacheGeometry,
+    CacheGroup,
     ConnectorError,
     EngineFacts,
     FinishReason,
@@ -126,6 +127,10 @@ class SchedulerSide:
         self.half = half
         self.faults = faults
         self.geometry = geometry
+        self._has_windows = any(
+            type(group).num_skipped_tokens is not CacheGroup.num_skipped_tokens
+            for group in geometry.groups
+        )
         self.asynchronous = asynchronous = release.worker_metadata
         self._release = release
         self.descriptions = descriptions
@@ -367,10 +372,12 @@ class SchedulerSide:
             if tracked is not None:
                 tracked.chunks = [[list(group) for group in new.block_ids]]
         cached = output.scheduled_cached_reqs
-        started = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         self._recent.append(
             _Computed(
-                output.num_scheduled_tokens, started, cached.req_ids, cached.num_computed_tokens
+                output.num_scheduled_tokens,
+                _starts(output),
+                cached.req_ids,
+                cached.num_computed_tokens,
             )
         )
         # The adapter's dearest lines: most requests begin no block in a step, and they are
@@ -398,91 +405,98 @@ class SchedulerSide:
         """What of a step :meth:`kvview.StepInfo.filling` has to have."""
         cached, num_tokens = output.scheduled_cached_reqs, output.num_scheduled_tokens
         size = self.geometry.hash_block_size
-        unshown, begun = self._unshown, {new.req_id for new in output.scheduled_new_reqs}
-        begun.update(resumed_request_ids(cached, self._release))
+        unshown, begun = self._unshown, self._begun(output)
         self._unshown = begun  # once more: what they hit may be written in this very step (SCHED-3)
+        starts = _starts(output)
         if unshown is None:
-            steps = self._request_steps(output)
+            starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
             begun.update(name for name in self._tracked if name not in num_tokens)
         else:
-            full = [
-                name
+            asked = begun | unshown
+            starts.update(
+                (name, start)
                 # Without strict=, as in _follow_tables.
                 for name, start in zip(cached.req_ids, cached.num_computed_tokens)  # noqa: B905
-                if (start + num_tokens[name]) // size > start // size
-            ]
-            names = begun.union(full, filter(num_tokens.__contains__, unshown))
-            steps = self._request_steps(output, names)
-            begun.update(name for name in unshown if name not in names and name in self._tracked)
+                if start % size + num_tokens[name] >= size or name in asked
+            )
+            begun.update(name for name in unshown if name not in starts and name in self._tracked)
+        steps = self._steps_of(output, starts)
         for step in steps:
             end = step.num_computed_tokens + step.num_scheduled_tokens
             if len(step.request.block_hashes) < end // size:  # to come, when an output is taken in
-                self._unshown.add(step.request.request_id)
+                begun.add(step.request.request_id)
         return steps
 
-    def _request_steps(
-        self, output: Any, names: Collection[str] | None = None
-    ) -> list[RequestStep]:
-        """The requests of a step, or those of them that are named."""
+    def _request_steps(self, output: Any) -> list[RequestStep]:
+        """All requests of a step."""
         cached = output.scheduled_cached_reqs
-        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        if names is None:
-            names = output.num_scheduled_tokens
-        scheduled = {
+        starts = _starts(output)
+        starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        return self._steps_of(output, {name: starts[name] for name in output.num_scheduled_tokens})
+
+    def _begun(self, output: Any) -> set[str]:
+        """The requests of a step that begin, or begin again."""
+        begun = {new.req_id for new in output.scheduled_new_reqs}
+        begun.update(resumed_request_ids(output.scheduled_cached_reqs, self._release))
+        return begun
+
+    def _steps_of(self, output: Any, starts: dict[str, int]) -> list[RequestStep]:
+        """Those requests of a step of which it is said how many tokens they have before."""
+        lengths = output.num_scheduled_tokens
+        tracked_requests = {
             request_id: tracked
-            for request_id in names
+            for request_id in starts
             if (tracked := self._tracked.get(request_id)) is not None
         }
-        begun = [new.req_id for new in output.scheduled_new_reqs]
-        begun += resumed_request_ids(cached, self._release)
-        hits = [name for name in begun if computed[name] and name in scheduled]
-        if hits and len(output.num_scheduled_tokens) > 1:
+        hits = [name for name in self._begun(output) if starts[name] and name in tracked_requests]
+        if hits and len(lengths) > 1:
             # Who is not named fills no block: nobody hits what it writes.
-            written = self._written_blocks(output, computed, names)
+            written = self._written_blocks(tracked_requests, starts, lengths)
             for request_id in hits:
-                table = scheduled[request_id].table()
-                computed[request_id] = self._existing(table, computed[request_id], written)
+                table = tracked_requests[request_id].table()
+                starts[request_id] = self._existing(table, starts[request_id], written)
         return [
             RequestStep(
-                request_info(tracked.request, tracked.content, start := computed[request_id]),
+                request_info(tracked.request, tracked.content, start := starts[request_id]),
                 self._live_table(tracked, start),
                 start,
-                output.num_scheduled_tokens[request_id],
+                lengths[request_id],
             )
-            for request_id, tracked in scheduled.items()
+            for request_id, tracked in tracked_requests.items()
         ]
 
     def _written_blocks(
-        self, output: Any, computed: Mapping[str, int], names: Collection[str]
+        self,
+        tracked_requests: Mapping[str, _Tracked],
+        starts: Mapping[str, int],
+        lengths: Mapping[str, int],
     ) -> set[int]:
         """Blocks that a request may hit and whose KV is computed in this step."""
         written: set[int] = set()
         hash_size = self.geometry.hash_block_size
-        for request_id in names:
-            start = computed[request_id]
-            end = start + output.num_scheduled_tokens[request_id]
+        for request_id, tracked in tracked_requests.items():
+            start = starts[request_id]
+            end = start + lengths[request_id]
             if start // hash_size == end // hash_size:
                 continue  # nothing is hashed before the tokens of a hash are there
-            if (tracked := self._tracked.get(request_id)) is not None:
-                for group, table in zip(self.geometry.groups, tracked.table(), strict=True):
-                    size = group.block_size
-                    written.update(table[start // size : -(-end // size)])
+            for group, table in zip(self.geometry.groups, tracked.table(), strict=True):
+                size = group.block_size
+                written.update(table[start // size : -(-end // size)])
         written.discard(_NULL_BLOCK_ID)
         return written
 
-    def _existing(
-        self, table: Sequence[Sequence[int]], num_tokens: int, written: Collection[int]
-    ) -> int:
+    def _existing(self, table: Sequence[Sequence[int]], num_tokens: int, written: set[int]) -> int:
         """Of the tokens that a request hit, those before the first block that is written now."""
         for group, block_ids in zip(self.geometry.groups, table, strict=True):
-            for number in range(num_tokens // group.block_size):
-                if block_ids[number] in written:
-                    num_tokens = number * group.block_size
-                    break
+            hit = block_ids[: num_tokens // group.block_size]
+            if not written.isdisjoint(hit):
+                first = next(number for number, block in enumerate(hit) if block in written)
+                num_tokens = first * group.block_size
         return num_tokens
 
     def _live_table(self, tracked: _Tracked, num_computed_tokens: int) -> BlockIds:
+        if not self._has_windows:
+            return tuple(map(list, tracked.table()))
         table: list[Sequence[int]] = []
         for group, block_ids in zip(self.geometry.groups, tracked.table(), strict=True):
             # vLLM replaces these by the null block and tells nobody (SCHED-1).
@@ -596,6 +610,11 @@ class SchedulerSide:
     def shutdown(self) -> None:
         """Release everything held."""
         self.half.shutdown()
+
+
+def _starts(output: Any) -> dict[str, int]:
+    """Tokens that the requests which begin in a step have before it."""
+    return {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
 
 
 def _num_computed_tokens(tracked: _Tracked) -> int:

@@ -367,6 +367,8 @@ class OffloadScheduler(SchedulerConnector):
         self, keys: Sequence[OffloadKey], block_ids: Sequence[int], dst: Any
     ) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
         """Order a store by group, both sides alike."""
+        if len(self._geometry.groups) == 1:
+            return GPULoadStoreSpec(block_ids, [len(keys)], [0]), dst
         groups: list[list[int]] = [[] for _ in self._geometry.groups]
         for place, key in enumerate(keys):
             groups[get_offload_group_idx(key)].append(place)
