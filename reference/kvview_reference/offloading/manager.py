@@ -8,8 +8,8 @@ batched dict operations, because that is what a scheduler waits for.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Sequence
-from itertools import chain
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain, filterfalse, islice
 from operator import indexOf
 from typing import TYPE_CHECKING
 
@@ -26,10 +26,13 @@ from kvview import (
     TransferNotInFlightError,
 )
 from kvview_reference.events import EventLog
-from kvview_reference.offloading.policies import InFlight, policy_factory
+from kvview_reference.offloading.leftovers import Leftovers
+from kvview_reference.offloading.policies import InFlight, SupportsLeftovers, policy_factory
 
 if TYPE_CHECKING:
     from kvview import OffloadingManager
+
+_DROPPED_PER_KEY = 4  # entries left by a reset: a policy with ghosts leaves three times the blocks
 
 _MISS, _HIT, _HIT_PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
 
@@ -77,7 +80,10 @@ class CPUOffloadingManager:
         self._in_flight = InFlight(self._loading.keys(), self._storing)
         self._late_pages: dict[OffloadKey, int] = {}  # of keys in flight since before a reset
         self._late_loads: dict[OffloadKey, int] = {}
-        self._free_pages = list(range(num_blocks - 1, -1, -1))
+        self._free_pages: list[int] = []  # given back; the last is taken first
+        self._fresh_pages: Iterator[int] = iter(range(num_blocks))  # not used since the last reset
+        self._num_fresh_pages = num_blocks
+        self._leftovers = Leftovers()
         self._offers: OrderedDict[OffloadKey, int] = OrderedDict()
         self._events: EventLog[OffloadingEvent] | None = EventLog() if enable_events else None
 
@@ -88,7 +94,7 @@ class CPUOffloadingManager:
 
     def num_free_blocks(self) -> int:
         """Blocks that a store may take without an eviction."""
-        return len(self._free_pages)
+        return len(self._free_pages) + self._num_fresh_pages
 
     def num_protected_blocks(self) -> int:
         """Blocks that transfers use now, those from before a reset included."""
@@ -166,7 +172,7 @@ class CPUOffloadingManager:
             What to store and where, or None when too many keys are in flight to
             make room; then nothing has changed.
         """
-        pages, free_pages = self._pages, self._free_pages
+        pages = self._pages
         if len(set(keys)) < len(keys):
             keys = dict.fromkeys(keys)
         new = [key for key in keys if key not in pages]
@@ -177,7 +183,7 @@ class CPUOffloadingManager:
             offers, enough = self._offers, self._store_threshold - 1
             new = [key for key in new if offers.get(key, 0) >= enough]
 
-        num_victims = len(new) - len(free_pages)
+        num_victims = len(new) - self.num_free_blocks()
         kept: list[OffloadKey] = []
         if num_victims > 0:
             loading, storing = self._in_flight
@@ -200,13 +206,13 @@ class CPUOffloadingManager:
         if kept:
             self.complete_load(kept)
         if victims:
-            free_pages.extend(map(pages.pop, victims))
+            self._free_pages.extend(map(pages.pop, victims))
             if self._events is not None:
                 self._emit(victims, removed=True)
-        new_pages = free_pages[: -len(new) - 1 : -1]
-        del free_pages[-len(new) :]
+        new_pages = self._take_pages(len(new))
         pages.update(zip(new, new_pages, strict=True))
         self._storing.update(new)
+        self._leftovers.drop(_DROPPED_PER_KEY * len(new))
         return PrepareStoreOutput(new, CPULoadStoreSpec(new_pages), victims)
 
     def complete_store(
@@ -239,20 +245,35 @@ class CPUOffloadingManager:
 
     def reset(self) -> None:
         """Forget every key, what the policy learnt and all counts of offers (OFF-8)."""
-        self._emit([key for key in self._pages if key not in self._storing], removed=True)
-        for key, page in self._pages.items():
-            if key in self._storing or key in self._loading:
-                self._late_pages[key] = page
-            else:
-                self._free_pages.append(page)
+        if self._events is not None:
+            self._emit([key for key in self._pages if key not in self._storing], removed=True)
+        self._late_pages.update((key, self._pages[key]) for key in chain(*self._in_flight))
         self._late_loads.update(self._loading)
-        for forgotten in (self._pages, self._storing, self._loading, self._offers):
-            forgotten.clear()
+        self._storing.clear()
+        self._loading.clear()
+        late_pages = set(self._late_pages.values())
+        self._free_pages.clear()
+        self._fresh_pages = filterfalse(late_pages.__contains__, range(self._num_blocks))
+        self._num_fresh_pages = self._num_blocks - len(late_pages)
+        self._leftovers.add((self._pages, self._offers))
+        self._pages, self._offers = {}, OrderedDict()
+        if isinstance(self._policy, SupportsLeftovers):
+            self._leftovers.add(self._policy.leftovers())
         self._policy = self._make_policy(self._num_blocks)
 
     def shutdown(self) -> None:
         """Forget every key, as ``reset`` does; callable twice."""
         self.reset()
+        self._leftovers.clear()
+
+    def _take_pages(self, number: int) -> list[int]:
+        """Pages for new keys; there are so many."""
+        pages = self._free_pages[: -number - 1 : -1]
+        del self._free_pages[-number:]
+        if (missing := number - len(pages)) > 0:
+            pages += islice(self._fresh_pages, missing)
+            self._num_fresh_pages -= missing
+        return pages
 
     def _end_shared_loads(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
         """End loads of keys that may have several, or be late; returns those released."""

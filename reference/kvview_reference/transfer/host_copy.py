@@ -1,24 +1,29 @@
 """Copies between pages in CPU memory, many to a call, without the interpreter lock.
 
-A call a page costs 0.3 us, and on several threads a fight for the lock besides. Shares of
-one ``copy_`` of the same bytes, CPU time of one core (benchmarks/transfer.py has both):
+Shares of one ``copy_`` of the same bytes, CPU time of one thread, scattered pages, KV-cache
+tensors in memory pages of 4 KiB as torch allocates them; stores, then loads:
 
-    page        memmove a page   process_vm_readv   take, then set, in pieces
-    1 KiB                 0.08               0.08                        0.19
-    16 KiB                0.41               0.37                        0.35
-    64 KiB                0.68               0.64                        0.42
-    1 MiB                 0.83               0.85                        0.71
+    page     memmove a page   kernel, host pinned   tensor pinned   take, then set   index_copy_
+    1 KiB      0.11   0.08         0.13   0.12       0.10   0.09     0.29   0.22      0.05   0.05
+    16 KiB     0.66   0.59         0.53   0.53       0.33   0.33     0.58   0.58      0.06   0.07
+    64 KiB     0.83   0.85         0.68   0.67       0.39   0.35     0.64   0.57      0.06   0.06
+    1 MiB      0.98   0.97         0.76   0.76       0.48   0.43     0.70   0.67      0.06   0.07
 
-So small pages are gathered by numpy, and others copied by the kernel where it does that
-for a process that reads itself (Linux), else by ``memmove``. Not by torch: its copies share
-a pool that spins at barriers, which costs milliseconds a page as soon as another process
-wants one of the cores.
+So small pages are gathered and set by numpy, through a buffer that stays in the cache. Others
+are copied by one call a page while nobody else wants the interpreter lock: a thread that computes
+in Python lets go of it every 5 ms, and each page would wait for that. Then the kernel copies
+many pages a call, where it does so for a process that accesses itself (Linux). It pins the memory
+of one side, which is always the host's: that is in huge pages, so there is less to pin.
+
+Not by torch: its copies share a pool that spins at barriers, which costs milliseconds a page
+as soon as another process wants one of the cores.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -35,9 +40,8 @@ FEW_COPIES = 32
 _PIECE_BYTES = 512 << 10  # half of a core's second-level cache
 _MAX_VECTORS = 1024  # IOV_MAX of Linux
 _MAX_CALL_BYTES = 1 << 30  # Linux copies 2 GiB less a page at once, and says no error
-
-CopyAll = Callable[[Ids, Ids, Ids], None]
-"""Copies between addresses: destinations, sources, sizes in bytes."""
+_COPIES_BETWEEN_LOOKS = 16
+_LONG_WAIT_S = 0.002  # one wait for the lock is 5 ms
 
 
 def copy_pages(dst: Pages, src: Pages, dst_ids: Ids, src_ids: Ids) -> None:
@@ -57,34 +61,59 @@ def memmove_all(dst: Ids, src: Ids, sizes: Ids) -> None:
         pass
 
 
-def _reads_of_the_kernel() -> CopyAll | None:
-    """Copies by ``process_vm_readv``, or None where a process may not read itself so."""
+CopyAll = Callable[[Ids, Ids, Ids, bool], None]
+"""Copies between addresses: destinations, sources, sizes in bytes, whether to the host tier."""
+
+
+def _copies_of_the_kernel() -> CopyAll | None:
+    """Copies that pin the host's side, or None where a process may not access itself so."""
+    number, pointer = ctypes.c_ulong, ctypes.c_void_p
+    calls: list[Any] = []
     try:
-        read: Any = ctypes.CDLL(None, use_errno=True).process_vm_readv
+        for name in ("process_vm_readv", "process_vm_writev"):
+            calls.append(call := getattr(ctypes.CDLL(None, use_errno=True), name))
+            call.argtypes = [ctypes.c_int, pointer, number, pointer, number, number]
+            call.restype = ctypes.c_ssize_t
     except (AttributeError, OSError, TypeError):
         return None
-    number, pointer = ctypes.c_ulong, ctypes.c_void_p
-    read.argtypes = [ctypes.c_int, pointer, number, pointer, number, number]
-    read.restype = ctypes.c_ssize_t
 
-    def read_all(dst: Ids, src: Ids, sizes: Ids) -> None:
-        local, remote = np.stack((dst, sizes), axis=1), np.stack((src, sizes), axis=1)
+    def copy(dst: Ids, src: Ids, sizes: Ids, to_host: bool) -> None:
+        tensors, host = (src, dst) if to_host else (dst, src)
+        local, remote = (np.stack((side, sizes), axis=1) for side in (tensors, host))
         vectors = min(_MAX_VECTORS, _MAX_CALL_BYTES // max(1, int(sizes.max(initial=1)))) or 1
         for at in range(0, len(sizes), vectors):
             count = len(sizes[at : at + vectors])
             sides = [side[at:].ctypes.data for side in (local, remote)]
-            num_read = read(os.getpid(), sides[0], count, sides[1], count, 0)
-            if num_read != sizes[at : at + count].sum():
-                raise OSError(ctypes.get_errno(), f"process_vm_readv copied {num_read} bytes")
+            num_copied = calls[to_host](os.getpid(), sides[0], count, sides[1], count, 0)
+            if num_copied != sizes[at : at + count].sum():
+                raise OSError(ctypes.get_errno(), f"the kernel copied {num_copied} bytes")
 
-    probe = np.array([1, 0], np.int64)
+    probe = np.array([1, 0, 0], np.int64)
     address = np.array([probe.ctypes.data])
     try:
-        read_all(address + 8, address, np.array([8]))
+        copy(address + 8, address, np.array([8]), False)
+        copy(address + 16, address + 8, np.array([8]), True)
     except OSError:
         return None
-    return read_all if probe[1] == 1 else None
+    return copy if probe[2] == 1 else None
 
 
-copy_all: CopyAll = _reads_of_the_kernel() or memmove_all
-"""The faster of the two here; decided once."""
+_copy_by_kernel = _copies_of_the_kernel()  # decided once
+
+
+def copy_all(dst: Ids, src: Ids, sizes: Ids, to_host: bool) -> None:
+    """A page a call, until something else wants the lock or the core; then by the kernel."""
+    if _copy_by_kernel is None:
+        memmove_all(dst, src, sizes)
+        return
+    at = 0
+    while at < len(sizes):
+        start, computed = time.perf_counter(), time.thread_time()
+        end = at + _COPIES_BETWEEN_LOOKS
+        memmove_all(dst[at:end], src[at:end], sizes[at:end])
+        at = end
+        waited = time.perf_counter() - start - (time.thread_time() - computed)
+        if waited > _LONG_WAIT_S:
+            break
+    if at < len(sizes):
+        _copy_by_kernel(dst[at:], src[at:], sizes[at:], to_host)

@@ -174,7 +174,7 @@ class ThreadCopier:
             for dst, src, *ids in job.pages():
                 self._share(partial(copy_pages, dst, src), ids, len(ids[0]) * dst.itemsize)
         else:
-            self._share(copy_all, copies, job.num_bytes)
+            self._share(partial(copy_all, to_host=job.to_host), copies, job.num_bytes)
 
     def _share(self, copy: Callable[..., None], arrays: Sequence[Ids], num_bytes: int) -> None:
         """Copy what the arrays name, each thread a part if there is enough of it."""
