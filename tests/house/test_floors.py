@@ -43,7 +43,7 @@ ALLOWED_AT_IMPORT = {
         "kvview_lmcache.l2_adapter_store",
         "kvview_sglang",
     ),
-    "numpy": ("kvview_reference.transfer",),
+    "numpy": ("kvview.testing.connector.kv_bytes", "kvview_reference.transfer"),
     "vllm": ("kvview_vllm.scheduler",),  # vLLM itself imports it, by --scheduler-cls
     "hypothesis": ("kvview.testing",),
     "pytest": ("kvview.testing.suite",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import Any
 from zlib import crc32
 
 from kvview import OffloadKey
@@ -96,6 +97,10 @@ class LRUOrARCPolicy:
             self._aside.pop(key, None)
             self._once.pop(key, None)
             self._again.pop(key, None)
+
+    def leftovers(self) -> Iterable[dict[Any, Any]]:
+        """All dicts that hold many keys."""
+        return self._once, self._again, self._ghosts
 
     def _evict(self, num_victims: int, in_flight: InFlight) -> list[OffloadKey]:
         once, again = self._once, self._again
