@@ -137,7 +137,8 @@ class FaultyWorker(WorkerConnector):
        one page of the tier may be started both before either is waited for, and the real
        worker half keeps their order (XFER-3).
     2. A plan of a class of its own may carry more than its jobs: all of it starts
-       at once, as late as its first job, and only the reports go separate ways.
+       at once, as late as its first job, and only the reports go separate ways. The
+       worker half hears of it whatever becomes of the jobs.
     3. ``wait`` does nothing: a job is as late as its fate says, and the engine has
        to live with it. The last ones come after :meth:`release_lost`.
 
@@ -240,6 +241,7 @@ class FaultyWorker(WorkerConnector):
         for flight in self._flights.values():
             flight.age += 1
         self._note_sources()
+        self._check_held()
         self._move_due()
         self._poll()
         results = []
@@ -308,6 +310,18 @@ class FaultyWorker(WorkerConnector):
             for page in job.dst.block_ids:
                 self._stored[page].append(flight)
         return flight
+
+    def _check_held(self) -> None:
+        """What a store reads is somebody's until the store is reported."""
+        for flight in self._flights.values():
+            blocks = [] if flight.is_load else flight.gpu_blocks
+            if free := [block for block in blocks if self._pool.is_free(block)]:
+                raise InvariantBroken(
+                    "CONN-6",
+                    f"blocks {free} are free, and store job {flight.job.job_id}, which reads "
+                    f"them, is not reported yet: hold what you store until then, whoever else "
+                    f"lets go of it",
+                )
 
     def _note_sources(self) -> None:
         """An engine may take a step's output in before any hook: what was late is ready now."""
@@ -399,7 +413,8 @@ class FaultyWorker(WorkerConnector):
         flights = [flight for unit in units for flight in unit.flights]
         for unit in units:
             unit.has_moved = True
-        if flights and all(flight.fate.outcome == "none" for flight in flights):
+        is_all = all(type(unit.plan) is StepPlan for unit in units)
+        if is_all and flights and all(flight.fate.outcome == "none" for flight in flights):
             for flight in flights:
                 flight.result = failed(flight)
             return

@@ -49,7 +49,9 @@ class Gate:
         self._is_open = False
         self._is_over = False
         self._num_good: int | None = None  # until they fail; None: they do not
+        self._num_bad: int | None = None  # until they succeed again; None: they do not
         self.num_failed = 0
+        self.has_recovered = False
         self.num_after_the_end = 0
 
     @property
@@ -70,7 +72,8 @@ class Gate:
             self.num_after_the_end += self._is_over
             if self._num_good is not None:
                 self._num_good -= 1
-                if self._num_good < 0:
+                self.has_recovered = self.num_failed == self._num_bad
+                if self._num_good < 0 and not self.has_recovered:
                     self.num_failed += 1
                     self._changed.notify_all()
                     raise CopyFailed("simulated: the copy failed")
@@ -130,11 +133,16 @@ class Gate:
         with self._changed:
             self._is_open = False
 
-    def set_failing(self, num_good: int | None) -> None:
-        """Have operations fail from now on, after so many that do not; None: no more."""
+    def set_failing(self, num_good: int | None, num_bad: int | None = None) -> None:
+        """Have operations fail from now on.
+
+        Args:
+            num_good: How many do not, before; None for no failure.
+            num_bad: How many do, before others succeed again; None for all.
+        """
         with self._changed:
-            self._num_good = num_good
-            self.num_failed = 0
+            self._num_good, self._num_bad = num_good, num_bad
+            self.num_failed, self.has_recovered = 0, False
 
     def end(self) -> None:
         """The worker half is shut down: let everyone pass, and count who still comes."""
