@@ -658,7 +658,7 @@ def test_an_error_in_any_copying_thread_fails_the_job(monkeypatch: pytest.Monkey
     def broken(*copies: Any, to_host: bool) -> None:
         if threading.current_thread().name.startswith("kvview-copy"):
             raise OSError("bus error")
-        copy(*copies, to_host)
+        copy(*copies, to_host=to_host)
 
     with running(World(ONE), num_threads=2) as worker:
         monkeypatch.setattr(transfer_module, "copy_all", broken)
