@@ -2,7 +2,7 @@
 
     python benchmarks/transfer.py [--json FILE] [--mib 256] [--rounds 9]
 
-A round is one job of a few MiB, and the plain copy of as many bytes before it and after it.
+A round is one job of some MiB, and the plain copy of as many bytes before it and after it.
 Its ratio is the mean time of the two copies over ours (1.0: as fast as the plain copy); a row
 is the median of the rounds, with the quartiles as spread. The buffers are those of a tier at
 work: larger than the caches, written before, other blocks of them in every round. With a GPU
@@ -222,8 +222,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, help="write {name: value} to this file")
     parser.add_argument("--mib", type=int, default=256, help="MiB of the buffers")
-    parser.add_argument("--job-mib", type=int, default=16, help="MiB of each copy")
-    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--job-mib", type=int, default=64, help="MiB of each copy")
+    parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU memory"
     print(f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads")

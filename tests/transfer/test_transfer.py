@@ -655,10 +655,10 @@ def test_an_error_in_any_copying_thread_fails_the_job(monkeypatch: pytest.Monkey
     share_everything(monkeypatch, 0)
     copy = host_copy.copy_all
 
-    def broken(dst: Any, src: Any, sizes: Any, to_host: bool) -> None:
+    def broken(*copies: Any, **side: Any) -> None:
         if threading.current_thread().name.startswith("kvview-copy"):
             raise OSError("bus error")
-        copy(dst, src, sizes, to_host)
+        copy(*copies, **side)
 
     with running(World(ONE), num_threads=2) as worker:
         monkeypatch.setattr(transfer_module, "copy_all", broken)

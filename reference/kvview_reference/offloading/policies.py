@@ -89,7 +89,7 @@ class RecencyOrder:
         self._waiting: set[OffloadKey] = set()  # of those aside: not released yet
         self._released: list[tuple[int, OffloadKey]] = []  # of those aside: a heap
         self._next_number = 0
-        self._newest: list[OffloadKey] = []  # entered last; none was used, released or removed
+        self._newest: list[OffloadKey] = []  # entered last; none was used or released
 
     def __len__(self) -> int:
         return len(self.order) + len(self.aside)
@@ -124,7 +124,6 @@ class RecencyOrder:
 
     def remove(self, keys: Iterable[OffloadKey], /) -> None:
         """Take out those of ``keys`` that are here."""
-        self._newest = []
         self.recall(keys)
         for key in keys:
             self.order.pop(key, None)

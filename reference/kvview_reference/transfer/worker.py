@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import reprlib
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -181,10 +182,10 @@ class ThreadCopier:
         num_copies = len(arrays[0])
         share = -(-num_copies // self._num_threads) if num_bytes >= SHARED_BYTES else num_copies
         others = [
-            self._helpers.submit(copy, *(array[at : at + share] for array in arrays))
+            self._helpers.submit(copy, *(part[at : at + share] for part in arrays))
             for at in range(share, num_copies, share or 1)
         ]
-        copy(*(array[:share] for array in arrays))
+        copy(*(part[:share] for part in arrays))
         for other in others:
             other.result()
 
@@ -406,17 +407,22 @@ def _sides(spec: TransferSpec) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec, bool
 
 def _as_ids(medium: str, ids: Sequence[int]) -> Ids:
     # A copy: the job may run after the caller has changed its list.
+    if isinstance(ids, list) and ids and type(ids[0]) is int:
+        try:
+            return np.frombuffer(array("q", ids), np.int64)  # sooner than numpy does
+        except (TypeError, OverflowError):
+            pass  # said below
     try:
-        array = np.array(ids)
+        found = np.array(ids)
     except (ValueError, OverflowError):
-        array = np.array(None)
-    if array.shape == (0,):
+        found = np.array(None)
+    if found.shape == (0,):
         return np.empty(0, np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
+    if found.ndim != 1 or found.dtype.kind not in "iu":
         raise TransferSpecError(
             f"XFER-1: {medium} block_ids must be a flat sequence of ints, got {reprlib.repr(ids)}"
         )
-    return array.astype(np.int64, copy=False)
+    return found.astype(np.int64, copy=False)
 
 
 def _all_below(ids: Ids, bound: int) -> bool:
