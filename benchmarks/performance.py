@@ -77,7 +77,7 @@ decode. What was measured of its CPU time, or of the blocks a CPU second:
 
 | design | what it wins |
 |---|---|
-| a leap of the clock over steps that only decode | at most 0.2 % (36 steps); a third at `--speed 0.1`, and hooks that a connector would not get |
+| a leap of the clock over steps that only decode | at most 0.2 % (36 steps) |
 | records only of requests that fill a block | at most 5 %: what building all of them takes |
 | cheaper hashes of blocks (Python's own) | nothing to be seen |
 | no KV bytes written or compared | 1.2x |
@@ -85,8 +85,9 @@ decode. What was measured of its CPU time, or of the blocks a CPU second:
 | none of bytes, transfers and real hashes | 1.7x |
 | bytes in numpy, small transfers page by page, room asked for in one sum (done) | 1.1x to 1.4x |
 
-So without all that it proves about bytes it would still be under half of the target on the busy
-machine of that day: the rest is the books of engine, pool and connector, spread evenly.
+A leap would also leave out hooks of each step, which a connector may count; at `--speed 0.1` it
+could win a third. Without all that it proves about bytes the replay would still be under half of
+the target on the busy machine of that day: the rest is the books of engine, pool and connector.
 
 Of the visits of `LazyOffloadConnector`: hits (GPU and host together, in per cent) and visits for
 each block stored; 1,200 requests of the conversation trace and of the generated workload, 8 at
