@@ -91,7 +91,9 @@ def run(
 
 @click.command()
 @click.argument("traces", nargs=-1, type=click.Path(exists=True, path_type=Path))
-@click.option("--connector", "target", default=DEFAULT, show_default=True)
+@click.option(
+    "--connector", "targets", multiple=True, default=(DEFAULT,), show_default=True, help="Each one."
+)
 @click.option("--gpu-blocks", default="2000,default", show_default=True, help="Sizes.")
 @click.option("--cpu-blocks", default="0,100,500,2000,10000,50000", show_default=True)
 @click.option("--requests", type=int, help="Of each trace, the first ones.")
@@ -99,14 +101,32 @@ def run(
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="All runs.")
 def main(
     traces: tuple[Path, ...],
+    targets: tuple[str, ...],
+    json_file: Path | None,
+    **sizes: Any,
+) -> None:
+    """Sweep the host size, with and without a connector."""
+    runs = [run for target in targets for run in _sweep(target, traces, **sizes)]
+    if json_file:
+        json_file.write_text(json.dumps(runs, indent=2) + "\n")
+    worse = [
+        row
+        for row in runs
+        if row["points_gained"] < -MOST_LOST or row["offloaded_blocks"] > row["computed_blocks"]
+    ]
+    print(f"{len(runs)} runs, {len(worse)} make serving worse")
+    sys.exit(1 if worse else 0)
+
+
+def _sweep(
     target: str,
+    traces: tuple[Path, ...],
     gpu_blocks: str,
     cpu_blocks: str,
     requests: int | None,
     groups: str,
-    json_file: Path | None,
-) -> None:
-    """Sweep the host size, with and without a connector."""
+) -> list[dict[str, Any]]:
+    """The runs of one connector, printed."""
     connector = load_connector(target)
     console = Console(width=120)
     table = Table(
@@ -129,6 +149,7 @@ def main(
                 hits = report.gpu_hit_rate + report.cpu_hit_rate
                 stored = report.offloaded_blocks
                 row = {
+                    "connector": target,
                     "trace": name,
                     "requests": report.requests,
                     "left_out": len(rows) - len(fit),
@@ -151,18 +172,11 @@ def main(
                     *(f"{row['skipped_blocks']:,}", f"{row['visits_per_store']:.2f}"),
                 )
     console.print(table)
-    if json_file:
-        json_file.write_text(json.dumps(runs, indent=2) + "\n")
-    worse = [
-        row
-        for row in runs
-        if row["points_gained"] < -MOST_LOST or row["offloaded_blocks"] > row["computed_blocks"]
-    ]
-    console.print(f"{len(runs)} runs, {len(worse)} make serving worse")
     most = max((row["visits_per_store"] for row in runs), default=0.0)
     met = "met" if most <= MOST_VISITS else "missed"
-    console.print(f"visits for each block stored: at most {most:.2f}, <= {MOST_VISITS} {met}")
-    sys.exit(1 if worse else 0)
+    name = target.rpartition(":")[2]
+    print(f"{name}: visits for each block stored: at most {most:.2f}, <= {MOST_VISITS} {met}\n")
+    return runs
 
 
 def _num_blocks(row: TraceRequest, block_size: int) -> int:

@@ -469,8 +469,8 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
-        self._copy = host_copy.memmove_all
-        monkeypatch.setattr(transfer_module, "memmove_all", self._copy_when_open)
+        self._copy = host_copy.memmove_each
+        monkeypatch.setattr(transfer_module, "memmove_each", self._copy_when_open)
 
     def _copy_when_open(self, *copies: Any) -> None:
         assert self.opened.wait(30)

@@ -485,8 +485,10 @@ class Engine:
         junk: list[int] = []  # what follows an unforeseen end
         for chunk in step.chunks:
             request = chunk.request
+            if not (blocks := self._full_blocks(request, chunk.start, chunk.end)):
+                continue
             last = request.num_prompt_tokens + request.num_tokens_to_come
-            for block in self._full_blocks(request, chunk.start, chunk.end):
+            for block in blocks:
                 if (block.number + 1) * self.geometry.groups[block.group_idx].block_size > last:
                     junk.append(block.block_id)
                 else:
@@ -626,6 +628,9 @@ class Engine:
 
     def _full_blocks(self, request: Request, start: int, end: int) -> Sequence[FullBlock]:
         """Blocks that become full between two token counts, with the keys that they will have."""
+        size = self.geometry.hash_block_size
+        if start // size == end // size:
+            return ()  # as in most steps of most requests
         tables = self.kv_cache.block_tables(request.request_id)
         info = RequestInfo(request.request_id, end, request.hashes_of(end), end)
         return list(full_blocks(self.geometry, info, tables, first_token=start))

@@ -314,20 +314,25 @@ class KVCacheCoordinator:
                 f"TABLE-2: request {request_id!r} has block tables already: hits and computed "
                 f"tokens come with the first room only"
             )
+        if not is_new:
+            # Every step of every request, and as a rule there is room in its last block.
+            needed = sum(m.num_new_blocks(request_id, num_tokens, 0) for m in self.managers)
+            if needed > self.pool.num_free_blocks():
+                return False
+            for manager in self.managers if needed else ():
+                manager.extend(request_id, num_tokens)
+            return True
         needed = 0
         pinned: set[int] = set()
         for manager, hit in zip(self.managers, hit_blocks, strict=True):
-            first = 0
-            if is_new:
-                first = manager.group.num_skipped_tokens(num_computed_tokens) // manager.block_size
-                pinned.update(b for b in hit[first:] if b and self.pool.ref_cnt(b) == 0)
+            first = manager.group.num_skipped_tokens(num_computed_tokens) // manager.block_size
+            pinned.update(b for b in hit[first:] if b and self.pool.ref_cnt(b) == 0)
             needed += manager.num_new_blocks(request_id, num_tokens, max(first, len(hit)))
         if needed + len(pinned) > self.pool.num_free_blocks():
             return False
-        if is_new:
-            # Every hit is held before the first allocation can evict one of them.
-            for manager, hit in zip(self.managers, hit_blocks, strict=True):
-                manager.start(request_id, hit, num_computed_tokens)
+        # Every hit is held before the first allocation can evict one of them.
+        for manager, hit in zip(self.managers, hit_blocks, strict=True):
+            manager.start(request_id, hit, num_computed_tokens)
         for manager in self.managers:
             manager.extend(request_id, num_tokens)
         return True

@@ -269,9 +269,10 @@ class _Run:
                 if clock is None:
                     engine.step()
                 else:
-                    now = clock.now
+                    now, num_started = clock.now, engine.stats.prompt_blocks
                     clock.step(engine, next_s)
-                    self._count_waits(now)
+                    if engine.stats.prompt_blocks > num_started:
+                        self._count_waits(now)
             elif next_s is None:
                 break
             elif clock is not None:

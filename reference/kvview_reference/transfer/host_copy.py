@@ -24,7 +24,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -55,10 +55,15 @@ def copy_pages(dst: Pages, src: Pages, dst_ids: Ids, src_ids: Ids) -> None:
         dst[dst_ids[at : at + size]] = piece
 
 
-def memmove_all(dst: Ids, src: Ids, sizes: Ids) -> None:
+def memmove_each(dst: Iterable[int], src: Iterable[int], sizes: Iterable[int]) -> None:
     """One call a copy."""
-    for _ in map(ctypes.memmove, dst.tolist(), src.tolist(), sizes.tolist()):
+    for _ in map(ctypes.memmove, dst, src, sizes):
         pass
+
+
+def memmove_all(dst: Ids, src: Ids, sizes: Ids) -> None:
+    """The same, of arrays."""
+    memmove_each(dst.tolist(), src.tolist(), sizes.tolist())
 
 
 CopyAll = Callable[[Ids, Ids, Ids, bool], None]

@@ -69,6 +69,11 @@ class Group:
         """Bytes that one GPU block of this group takes in a host row."""
         return int(self.widths.sum())
 
+    def check_in_place(self) -> None:
+        """Raise RuntimeError when a tensor is not where it was."""
+        if [tensor.data_ptr() for tensor in self.tensors] != self.addresses.tolist():
+            raise RuntimeError("a KV-cache tensor was freed or moved after the worker was made")
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Job:
@@ -88,6 +93,11 @@ class Job:
     host: npt.NDArray[np.uint8]
     num_bytes: int
 
+    @property
+    def num_pages(self) -> int:
+        """Pages to move."""
+        return sum(len(group.widths) * len(blocks) for group, blocks, _ in self.moves)
+
     def copies(self) -> tuple[Ids, Ids, Ids]:
         """What to copy.
 
@@ -101,8 +111,7 @@ class Job:
         parts: tuple[list[Ids], list[Ids], list[Ids]] = ([], [], [])
         host_address, row_bytes = self.host.ctypes.data, self.host.strides[0]
         for group, gpu_blocks, host_rows in self.moves:
-            if [tensor.data_ptr() for tensor in group.tensors] != group.addresses.tolist():
-                raise RuntimeError("a KV-cache tensor was freed or moved after the worker was made")
+            group.check_in_place()
             gpu = gpu_blocks[:, None] * group.strides
             gpu += group.addresses
             host = (host_rows * row_bytes)[:, None] + (group.columns + host_address)
@@ -114,6 +123,22 @@ class Job:
         if all(len(group.widths) == 1 for group, _, _ in self.moves):
             gpu, host, sizes = _coalesce(gpu, host, sizes, [len(part) for part in parts[0]])
         return (host, gpu, sizes) if self.to_host else (gpu, host, sizes)
+
+    def few_copies(self) -> tuple[list[int], list[int], list[int]]:
+        """The same page by page, which takes less time where they are few."""
+        parts: tuple[list[int], list[int], list[int]] = ([], [], [])
+        on_gpu, on_host, sizes = parts
+        host_address, row_bytes = self.host.ctypes.data, self.host.strides[0]
+        for group, gpu_blocks, host_rows in self.moves:
+            group.check_in_place()
+            blocks, rows = gpu_blocks.tolist(), host_rows.tolist()
+            layout = (group.addresses, group.strides, group.columns, group.widths)
+            for address, stride, column, width in zip(*(a.tolist() for a in layout), strict=True):
+                start = host_address + column
+                on_gpu += [address + block * stride for block in blocks]
+                on_host += [start + row * row_bytes for row in rows]
+                sizes += [width] * len(blocks)
+        return (on_host, on_gpu, sizes) if self.to_host else parts
 
     def pages(self) -> Iterator[tuple[Pages, Pages, Ids, Ids]]:
         """The same in CPU memory, by group and tensor.

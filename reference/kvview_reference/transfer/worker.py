@@ -38,7 +38,7 @@ from kvview_reference.transfer.host_copy import (
     SMALL_COPY_BYTES,
     copy_all,
     copy_pages,
-    memmove_all,
+    memmove_each,
 )
 from kvview_reference.transfer.pages import (
     Group,
@@ -167,10 +167,13 @@ class ThreadCopier:
         return moved
 
     def _copy(self, job: Job) -> None:
+        if job.num_bytes < SHARED_BYTES and job.num_pages <= FEW_COPIES:
+            memmove_each(*job.few_copies())
+            return
         copies = job.copies()
         num_copies = len(copies[0])
-        if num_copies <= FEW_COPIES and job.num_bytes < SHARED_BYTES:
-            memmove_all(*copies)
+        if job.num_bytes < SHARED_BYTES and num_copies <= FEW_COPIES:
+            memmove_each(*(part.tolist() for part in copies))
         elif job.num_bytes < num_copies * SMALL_COPY_BYTES:
             for dst, src, *ids in job.pages():
                 self._share(partial(copy_pages, dst, src), ids, len(ids[0]) * dst.itemsize)
