@@ -108,7 +108,7 @@ class AsItIsWorker(FaultyWorker):
                 self._spoil(flight.gpu_blocks)
                 flight.source = [tensor[flight.gpu_blocks] for tensor in self._tensors]
         with self._watch_writes():
-            self._gate.set_failing(self._num_good(flights[:1], flights))
+            self._fail_after(self._num_good(flights[:1], flights))
             try:
                 self._call("start_plan", plan)
             except CopyFailed:  # loud enough; who began later than planned may have lost others
@@ -182,8 +182,7 @@ class AsItIsWorker(FaultyWorker):
                     self._check_source(flight)
             job_ids = [flight.job.job_id for flight in moving if flight.result is None]
             with self._scribbled() as has_scribbled:
-                # A medium may fail once, and go on.
-                self._gate.set_failing(num_good, 1 if num_good and self._draw() < 0.5 else None)
+                self._fail_after(num_good)
                 self._call("wait", job_ids, opens=True)
                 if self._num_at_gate or has_scribbled:
                     time.sleep(_SETTLE)
@@ -209,6 +208,10 @@ class AsItIsWorker(FaultyWorker):
         if not self._may_have_begun.isdisjoint(moving):
             return None
         return 0 if "none" in outcomes or len(moving) > 1 else 1
+
+    def _fail_after(self, num_good: int | None) -> None:
+        # A medium may fail once, and go on.
+        self._gate.set_failing(num_good, 1 if num_good and self._draw() < 0.5 else None)
 
     @contextmanager
     def _watch_writes(self) -> Iterator[None]:

@@ -115,6 +115,11 @@ class Unit:
     has_moved: bool = False
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is jobs and nothing else."""
+        return type(self.plan) is StepPlan
+
+    @property
     def is_due(self) -> bool:
         """Whether it is time."""
         if self.has_moved or not self.flights:
@@ -137,8 +142,8 @@ class FaultyWorker(WorkerConnector):
        one page of the tier may be started both before either is waited for, and the real
        worker half keeps their order (XFER-3).
     2. A plan of a class of its own may carry more than its jobs: all of it starts
-       at once, as late as its first job, and only the reports go separate ways. The
-       worker half hears of it whatever becomes of the jobs.
+       at once, as late as its first job and after the plans before it, whatever becomes of
+       the jobs, and only the reports go separate ways.
     3. ``wait`` does nothing: a job is as late as its fate says, and the engine has
        to live with it. The last ones come after :meth:`release_lost`.
 
@@ -413,8 +418,8 @@ class FaultyWorker(WorkerConnector):
         flights = [flight for unit in units for flight in unit.flights]
         for unit in units:
             unit.has_moved = True
-        is_all = all(type(unit.plan) is StepPlan for unit in units)
-        if is_all and flights and all(flight.fate.outcome == "none" for flight in flights):
+        nothing_moves = all(flight.fate.outcome == "none" for flight in flights)
+        if nothing_moves and all(unit.is_plain for unit in units):
             for flight in flights:
                 flight.result = failed(flight)
             return
@@ -538,8 +543,8 @@ def _meet_in_tier(one: Flight, other: Flight) -> bool:
 
 def _conflict(one: Unit, other: Unit) -> bool:
     """Whether two units touch a page that one of them writes."""
-    if not (one.flights and other.flights):
-        return True  # nobody knows what it is about
+    if not (one.is_plain and other.is_plain):
+        return True  # nobody knows what else it is about
 
     def meet(pages: set[_Page], others: set[_Page]) -> bool:
         if pages & others:

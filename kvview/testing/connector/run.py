@@ -179,7 +179,7 @@ class _Part(Connector):
                 self._connector_class, pickle.loads(self._config)
             ).make_scheduler()
         require_type("make_scheduler", half, "CONN-1")
-        self.scheduler = WatchedScheduler(half, self.history)
+        self.scheduler = WatchedScheduler(half, self.history, self._scenario.pin_budget)
         return self.scheduler
 
     def make_worker(self) -> WorkerConnector:
@@ -215,6 +215,7 @@ class Run:
         self._coverage["with pages of different sizes"] += bool(self.scenario.group_pages)
         self._coverage.update(seeds_of(self.scenario))
         self._coverage["with two connectors"] += self.scenario.num_connectors > 1
+        self._coverage["with a pin budget"] += self.scenario.pin_budget is not None
         self._coverage["with an abrupt end"] += self.scenario.ends_abruptly
         self._coverage["with steps in flight"] += self.scenario.steps_in_flight > 1
         self._coverage["with lagging compute"] += self.scenario.compute_lags
