@@ -12,6 +12,7 @@ from typing_extensions import override
 from examples.host_cache import HostCacheScheduler, HostCacheWorker
 from kvview import GPUBlockPoolView, StepInfo, StepPlan, TransferResult
 from kvview.testing.connector import ConnectorRuns, check_connector
+from kvview.testing.connector.coverage import notes_on
 from kvview.testing.connector.gate import CopyFailed
 from kvview.testing.connector.generate import generate_scenario
 from tests.connector.unusual import Unusual
@@ -101,7 +102,6 @@ def with_a_budget() -> list[int]:
     ("connector", "seeds", "laws"),
     [
         (LetsGoAtOnce, range(6), {"CONN-6"}),
-        (HasNoLimit, with_a_budget()[:6], {"GUARD-5"}),
         (ForgetsAFailedCopy, range(30), {"XFER-4"}),
     ],
 )
@@ -114,7 +114,10 @@ def test_a_plan_arrives_though_all_its_jobs_fail() -> None:
     assert not [runs.failures for runs in check(TellsItsWorker, range(25)) if runs.failures]
 
 
-def test_who_keeps_the_budget_is_right() -> None:
-    runs = check(Unusual, with_a_budget())
+@pytest.mark.parametrize(("connector", "knows_of_it"), [(Unusual, True), (HasNoLimit, False)])
+def test_a_budget_is_told_of(connector: type[Any], knows_of_it: bool) -> None:
+    runs = check(connector, with_a_budget())
     assert not [one.failures for one in runs if one.failures]
     assert sum(one.coverage["with a pin budget"] for one in runs) == len(runs)
+    notes = [note for one in runs for note in notes_on(one.coverage)]
+    assert any("PinBudgetExceeded" in note for note in notes) != knows_of_it
