@@ -190,7 +190,7 @@ def notes_on(coverage: Mapping[str, int]) -> Iterator[str]:
         )
     if num_ended := coverage.get(ENDED_BY_A_BUDGET, 0):
         yield (
-            f"{num_ended} runs ended where a hook let PinBudgetExceeded out: where an operator sets "
-            f"pin_budget, vLLM goes on without the connector. Ask num_pinnable_blocks "
+            f"{num_ended} runs ended where a hook let PinBudgetExceeded out: where an operator "
+            f"sets pin_budget, vLLM goes on without the connector. Ask num_pinnable_blocks "
             f"(kvview.SupportsPinBudget), or catch it and take back what was planned"
         )
