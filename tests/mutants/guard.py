@@ -455,5 +455,6 @@ class NamesItself(WrongGuardPool):
     """Every leak was taken in the guard's own file."""
 
     class Guard(GuardedView):
-        def _caller(self) -> str:
-            return f"{__file__}:1 in lease"
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._view.caller = lambda: f"{__file__}:1 in lease"
