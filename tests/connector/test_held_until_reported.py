@@ -1,4 +1,4 @@
-"""What a store reads is held until its report, within the budget, and a copy may fail once."""
+"""What a store reads is held until its report, and a copy may fail once."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import pytest
 from typing_extensions import override
 
 from examples.host_cache import HostCacheScheduler, HostCacheWorker
-from kvview import GPUBlockPoolView, StepInfo, StepPlan, TransferResult
+from kvview import StepInfo, StepPlan, TransferResult
 from kvview.testing.connector import ConnectorRuns, check_connector
-from kvview.testing.connector.coverage import notes_on
 from kvview.testing.connector.gate import CopyFailed
-from kvview.testing.connector.generate import generate_scenario
 from tests.connector.unusual import Unusual
 
 
@@ -28,15 +26,6 @@ class LetsGoAtOnce(Unusual):
                 self.release(gpu_blocks)
                 self.stores[job_id] = slots, []
             return super().plan_step(step)
-
-
-class HasNoLimit(Unusual):
-    """Holds as many blocks as it likes."""
-
-    class scheduler(HostCacheScheduler):
-        @override
-        def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
-            self.view = view
 
 
 class ForgetsAFailedCopy(Unusual):
@@ -94,10 +83,6 @@ def check(connector: type[Any], seeds: Sequence[int]) -> list[ConnectorRuns]:
     ]
 
 
-def with_a_budget() -> list[int]:
-    return [seed for seed in range(100) if generate_scenario(seed).pin_budget is not None]
-
-
 @pytest.mark.parametrize(
     ("connector", "seeds", "laws"),
     [
@@ -112,12 +97,3 @@ def test_it_is_seen(connector: type[Any], seeds: Sequence[int], laws: set[str]) 
 
 def test_a_plan_arrives_though_all_its_jobs_fail() -> None:
     assert not [runs.failures for runs in check(TellsItsWorker, range(25)) if runs.failures]
-
-
-@pytest.mark.parametrize(("connector", "knows_of_it"), [(Unusual, True), (HasNoLimit, False)])
-def test_a_budget_is_told_of(connector: type[Any], knows_of_it: bool) -> None:
-    runs = check(connector, with_a_budget())
-    assert not [one.failures for one in runs if one.failures]
-    assert sum(one.coverage["with a pin budget"] for one in runs) == len(runs)
-    notes = [note for one in runs for note in notes_on(one.coverage)]
-    assert any("PinBudgetExceeded" in note for note in notes) != knows_of_it

@@ -28,7 +28,6 @@ EVENTS_WANTED = "seeds that ask for events"
 OF_THEIR_OWN_SIZE = "with a tier of its own size"
 WITH_A_FULL_TIER = "with a tier that was full"
 """Blocks were stored again, before any load failed: they had been let go since."""
-ENDED_BY_A_BUDGET = "ended by the pin budget"
 LOADS_LEFT_ALONE = "loads in runs without a failing medium"
 FAILED_BY_THEMSELVES = "of these, loads that failed"
 _MANY = 10  # one in so many loads
@@ -187,10 +186,4 @@ def notes_on(coverage: Mapping[str, int]) -> Iterator[str]:
             f"{num_failed} of {num_loads} loads failed in runs in which the check made none fail: "
             f"is what match_prefix promises still there? Each is computed again, and with vLLM's "
             f"kv_load_failure_policy 'fail' the answer is lost"
-        )
-    if num_ended := coverage.get(ENDED_BY_A_BUDGET, 0):
-        yield (
-            f"{num_ended} runs ended where a hook let PinBudgetExceeded out: where an operator "
-            f"sets pin_budget, vLLM goes on without the connector. Ask num_pinnable_blocks "
-            f"(kvview.SupportsPinBudget), or catch it and take back what was planned"
         )

@@ -118,7 +118,6 @@ def generate_scenario(seed: int, steps: int = 0) -> Scenario:
         ends_abruptly=draw.chance(0.15),
         worker_half=_generate_worker_half(_Draw(seed + 2**43)),
         group_pages=_generate_pages(_Draw(seed + 2**42), len(geometry.groups)),
-        pin_budget=_generate_pin_budget(_Draw(seed + 2**45)),
     )
     if scenario.ends_abruptly:
         scenario = replace(scenario, events=events.end_in_flight())
@@ -141,7 +140,6 @@ def _without_shortage(scenario: Scenario) -> Scenario:
         num_gpu_blocks=2 * num_blocks + 1,
         ends_abruptly=False,
         group_pages=(),
-        pin_budget=None,
     )
 
 
@@ -189,10 +187,6 @@ def _generate_pages(draw: _Draw, num_groups: int) -> tuple[tuple[int, ...], ...]
         pages.append(used)
     in_use = [index for index in range(num_tensors) if any(used[index] for used in pages)]
     return tuple(tuple(used[index] for index in in_use) for used in pages)
-
-
-def _generate_pin_budget(draw: _Draw) -> float | None:
-    return draw.one_of([0.05, 0.2]) if draw.chance(0.1) else None
 
 
 def steady_scenario(seed: int) -> Scenario:

@@ -26,7 +26,6 @@ from kvview.testing.connector import watchdog
 from kvview.testing.connector.as_it_is import AsItIsWorker
 from kvview.testing.connector.configure import configure, is_of_size
 from kvview.testing.connector.coverage import (
-    ENDED_BY_A_BUDGET,
     FAILED_BY_THEMSELVES,
     LOADS_LEFT_ALONE,
     OF_THEIR_OWN_SIZE,
@@ -180,7 +179,7 @@ class _Part(Connector):
                 self._connector_class, pickle.loads(self._config)
             ).make_scheduler()
         require_type("make_scheduler", half, "CONN-1")
-        self.scheduler = WatchedScheduler(half, self.history, self._scenario.pin_budget)
+        self.scheduler = WatchedScheduler(half, self.history)
         return self.scheduler
 
     def make_worker(self) -> WorkerConnector:
@@ -216,7 +215,6 @@ class Run:
         self._coverage["with pages of different sizes"] += bool(self.scenario.group_pages)
         self._coverage.update(seeds_of(self.scenario))
         self._coverage["with two connectors"] += self.scenario.num_connectors > 1
-        self._coverage["with a pin budget"] += self.scenario.pin_budget is not None
         self._coverage["with an abrupt end"] += self.scenario.ends_abruptly
         self._coverage["with steps in flight"] += self.scenario.steps_in_flight > 1
         self._coverage["with lagging compute"] += self.scenario.compute_lags
@@ -346,10 +344,7 @@ class Run:
         except EndedLoudly:
             self._coverage["ended by a copy that failed"] += 1
         except InvariantBroken as broken:
-            if broken.law == "GUARD-5":  # it knows of no budget: no harm where there is none
-                self._coverage[ENDED_BY_A_BUDGET] += 1
-            else:
-                failure = self._failure(broken.law, broken.message, broken.is_timeout)
+            failure = self._failure(broken.law, broken.message, broken.is_timeout)
         except ConnectorError as error:
             law, colon, message = str(error).partition(": ")
             is_law = bool(colon) and law.startswith("CONN-")

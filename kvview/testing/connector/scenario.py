@@ -145,7 +145,6 @@ class Scenario:
         group_pages: Per group, the bytes that it uses of a block's page in each tensor, 0
             for none; what another group uses beyond that is padding. Empty for two tensors
             of equal pages. An engine with a layout of its own keeps it.
-        pin_budget: Share of the pool's blocks that the connector may hold; None for any.
         laps: How often the events happen, all of them one lap after the other: a long run,
             and a steady one. Each lap asks for prompts of its own, in the same order (after
             64 laps they come again). The fates begin again in another order when they are used
@@ -169,7 +168,6 @@ class Scenario:
     compute_lags: bool = False
     worker_half: WorkerHalf = "job_by_job"
     group_pages: tuple[tuple[int, ...], ...] = ()
-    pin_budget: float | None = None
     laps: int = 1
 
     @property
@@ -200,7 +198,6 @@ class Scenario:
         """Whether nothing is ever short: blocks, pages of the tier, transfers that succeed."""
         return (
             min(self.cpu_blocks, self.num_gpu_blocks // 2) >= self.num_blocks_of_all
-            and self.pin_budget is None
             and all(fate.outcome == "ok" and not fate.is_lost for fate in self.fates)
             and not any(isinstance(event, Squeeze) and event.num_blocks for event in self.events)
         )

@@ -178,15 +178,11 @@ class WatchedScheduler(SchedulerConnector):
     Args:
         inner: The real scheduler half.
         history: Where it is noted.
-        pin_budget: Share of the pool's blocks that it may hold; None for any.
     """
 
-    def __init__(
-        self, inner: SchedulerConnector, history: History, pin_budget: float | None = None
-    ) -> None:
+    def __init__(self, inner: SchedulerConnector, history: History) -> None:
         self._inner = inner
         self._history = history
-        self._pin_budget = pin_budget
         self._view: GPUBlockPoolView | None = None
         self._untaken: list[OffloadingEvent] = []  # in the history, not with the engine
         self.unanswered: set[str] = set()  # requests that are to be asked about again
@@ -225,14 +221,6 @@ class WatchedScheduler(SchedulerConnector):
 
     @override
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
-        if self._pin_budget is not None and isinstance(view, GuardedView):
-            guard = view
-            view = GuardedView(
-                guard,
-                owner=guard.owner,
-                pin_budget=self._pin_budget,
-                clock=lambda: guard.now(),  # which may still be set
-            )
         self._view = view
         self._call("bind_gpu_block_pool_view", view)
 
