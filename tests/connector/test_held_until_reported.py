@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from examples.host_cache import HostCacheScheduler, HostCacheWorker
 from kvview import StepInfo, StepPlan, TransferResult
 from kvview.testing.connector import ConnectorRuns, check_connector
 from kvview.testing.connector.gate import CopyFailed
-from tests.connector.unusual import Unusual
+from tests.connector.unusual import OwnPlan, PlanWithNotes, Unusual
 
 
 class LetsGoAtOnce(Unusual):
@@ -47,33 +46,17 @@ class ForgetsAFailedCopy(Unusual):
             return TransferResult(job_id, success=is_good, error=None if is_good else "failed")
 
 
-@dataclass(frozen=True)
-class NumberedPlan(StepPlan):
-    """Says which one it is."""
-
-    number: int = 0
-
-
-class TellsItsWorker(Unusual):
+class TellsItsWorker(OwnPlan):
     """A worker half that misses one of the numbered plans ends the run."""
-
-    class scheduler(HostCacheScheduler):
-        num_plans = 0
-
-        @override
-        def plan_step(self, step: StepInfo) -> StepPlan:
-            plan = super().plan_step(step)
-            self.num_plans += 1
-            return NumberedPlan(plan.loads, plan.stores, self.num_plans)
 
     class worker(HostCacheWorker):
         num_plans = 0
 
         @override
         def start_plan(self, plan: StepPlan) -> None:
-            assert isinstance(plan, NumberedPlan)
+            assert isinstance(plan, PlanWithNotes)
             self.num_plans += 1
-            assert plan.number == self.num_plans, "a plan did not arrive"
+            assert plan.notes == (f"plan {self.num_plans}",), "a plan did not arrive"
             super().start_plan(plan)
 
 

@@ -68,8 +68,7 @@ class LRUOrARCPolicy:
 
     def touch(self, keys: Keys, in_flight: InFlight, /) -> None:
         """Count one use of each held key; while it is stored, still its first use."""
-        if self._aside:
-            self._put_back(self._aside.keys() & set(keys))
+        self.release(keys)
         once, again, storing = self._once, self._again, in_flight.storing
         sample = _sample_of(keys)
         self._duel.use([k for k in sample if k in again or (k in once and k not in storing)])
