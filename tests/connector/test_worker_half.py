@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,7 +24,9 @@ from kvview import (
 )
 from kvview.testing.connector import check_connector, generate_scenario, simulate
 from kvview.testing.connector.kv_bytes import KVBytes
+from kvview_reference.connector import OffloadConnector
 from kvview_reference.connector.offload import OffloadOptions, OffloadWorker
+from kvview_reference.transfer import worker
 from tests.mutants.connector import Offload
 from tests.mutants.worker import InAnyOrder, Threaded, ThreadedWorker
 
@@ -79,6 +83,20 @@ def run_in_a_process(worker: type[ThreadedWorker]) -> str:
 
     scenario = replace(generate_scenario(0), worker_half="in_a_process")
     return str(simulate(Local, scenario).failure)
+
+
+def test_a_load_may_go_on_writing_while_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it was let in, a copy by address takes as long as its thread is kept waiting."""
+
+    def memmove_slowly(*copies: Sequence[int]) -> None:
+        for dst, src, size in zip(*copies, strict=True):
+            for at in range(0, size, 4096):
+                time.sleep(0.0001)
+                ctypes.memmove(dst + at, src + at, min(4096, size - at))
+
+    monkeypatch.setattr(worker, "memmove_each", memmove_slowly)
+    played = replace(generate_scenario(503), worker_half="as_it_is")
+    assert simulate(OffloadConnector, played).failure is None
 
 
 def test_a_class_of_a_function_runs_in_a_child() -> None:
