@@ -24,7 +24,7 @@ from kvview import (
 )
 from kvview.testing.connector import check_connector, generate_scenario, simulate
 from kvview.testing.connector.kv_bytes import KVBytes
-from kvview_reference.connector import OffloadConnector
+from kvview_reference.connector import LazyOffloadConnector, OffloadConnector
 from kvview_reference.connector.offload import OffloadOptions, OffloadWorker
 from kvview_reference.transfer import worker
 from tests.mutants.connector import Offload
@@ -85,7 +85,10 @@ def run_in_a_process(worker: type[ThreadedWorker]) -> str:
     return str(simulate(Local, scenario).failure)
 
 
-def test_a_load_may_go_on_writing_while_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seed", [503, 662])  # one connector, two
+def test_a_load_may_go_on_writing_while_it_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     """Once it was let in, a copy by address takes as long as its thread is kept waiting."""
 
     def memmove_slowly(*copies: Sequence[int]) -> None:
@@ -95,7 +98,9 @@ def test_a_load_may_go_on_writing_while_it_is_looked_at(monkeypatch: pytest.Monk
                 ctypes.memmove(dst + at, src + at, min(4096, size - at))
 
     monkeypatch.setattr(worker, "memmove_each", memmove_slowly)
-    played = replace(generate_scenario(503), worker_half="as_it_is")
+    lagging = replace(generate_scenario(seed), compute_lags=True, steps_in_flight=2)
+    played = replace(lagging, worker_half="as_it_is")
+    assert simulate(LazyOffloadConnector, played).failure is None
     assert simulate(OffloadConnector, played).failure is None
 
 

@@ -57,6 +57,9 @@ class Pool(Protocol):
     def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
         """Per block of a request that waits for loads, what must come into it."""
 
+    def blocks_to_load(self) -> set[int]:
+        """What loads in flight write, whichever connector's they are."""
+
 
 class JobWatch(Protocol):
     """Who hears of jobs."""
@@ -197,6 +200,11 @@ class FaultyWorker(WorkerConnector):
         for flight in self._flights.values():
             if not flight.is_load:
                 yield flight.job.job_id, flight.gpu_blocks
+
+    def blocks_to_load(self) -> set[int]:
+        """What loads that are not reported yet write."""
+        flights = self._flights.values()
+        return {block for flight in flights if flight.is_load for block in flight.gpu_blocks}
 
     def release_lost(self) -> None:
         """Report lost jobs from now on, and forget what is left of the fates."""
@@ -444,7 +452,8 @@ class FaultyWorker(WorkerConnector):
         self.not_waited_for += going_on
         for tensor, rows in zip(self._tensors, self._before, strict=True):
             tensor[list(spoilt)] = rows[list(spoilt)]
-        self._check_writes(flights)
+        named = {block for flight in flights if flight.is_load for block in flight.gpu_blocks}
+        self._check_writes(flights, named)
         for flight in flights:
             if flight.is_load:
                 self._spoil(flight.spoilt)
@@ -493,11 +502,11 @@ class FaultyWorker(WorkerConnector):
         for tensor, rows in zip(self._tensors, self._before, strict=True):
             rows.copy_(tensor)
 
-    def _check_writes(self, flights: Sequence[Flight]) -> None:
-        """Compare with what was noted; a load may go on writing its own blocks meanwhile."""
-        named = sorted({block for f in flights if f.is_load for block in f.gpu_blocks})
+    def _check_writes(self, flights: Sequence[Flight], named: set[int]) -> None:
+        """Compare with what was noted; the named blocks may be written even now."""
+        left_out = sorted(named)
         for tensor, rows in zip(self._tensors, self._before, strict=True):
-            rows[named] = tensor[named]
+            rows[left_out] = tensor[left_out]
             words, before = tensor.view(torch.int64), rows.view(torch.int64)
             if torch.equal(words, before):
                 continue

@@ -287,6 +287,10 @@ class Run:
         """Per block of a request that loads, what must come into it."""
         return self.engine.expected_keys(request_id)
 
+    def blocks_to_load(self) -> set[int]:
+        """What loads in flight write, whichever connector's they are."""
+        return {block for worker in self._workers for block in worker.blocks_to_load()}
+
     @property
     def engine(self) -> ConnectorHarness:
         """The engine, once it is built."""
