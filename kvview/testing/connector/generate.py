@@ -192,8 +192,9 @@ def _generate_pages(draw: _Draw, num_groups: int) -> tuple[tuple[int, ...], ...]
 def steady_scenario(seed: int) -> Scenario:
     """The same lap over and over, for a tier that is too small for all that comes (CONN-10).
 
-    Some prompts come often and others once; transfers fail, requests are aborted, wait for
-    room, and come in pairs; with half of the seeds the caches are reset once a lap.
+    Some prompts come often and others once, and are found on the GPU whole, in part or not at
+    all; transfers fail, requests are aborted, wait for room for one step or ten, and come in
+    pairs; with half of the seeds the caches are reset once a lap.
 
     Args:
         seed: Any; of four in a row, no two have the same groups and resets.
@@ -209,18 +210,21 @@ def steady_scenario(seed: int) -> Scenario:
         family = draw.number(1, 3) if draw.chance(0.6) else 10 + number
         name = f"s{number}"
         if is_full := draw.chance(0.3):
-            events.append(Squeeze(num_gpu_blocks - 5))
+            events += [Step(6), Squeeze(num_gpu_blocks - 5)]
         events.append(Add(name, family, size * draw.number(7, 9) + 1, draw.number(0, 3)))
         if draw.chance(0.3):
             events.append(Add(f"{name}b", family, size * draw.number(7, 9) + 1))
-        events.append(Step(1))
+        events.append(Step(draw.number(1, 3)))
         if is_full:
-            events += [Step(1), Squeeze(0)]
+            events.append(Step(draw.one_of([1, 1, 10])))
+            if draw.chance(0.3):
+                events.append(Abort(name))  # while it waits for room
+            events.append(Squeeze(0))
         if draw.chance(0.3):
             events.append(AbortLoading() if draw.chance(0.5) else Abort(name))
         events.append(Step(draw.number(3, 6)))
         if draw.chance(0.7):
-            events += [Squeeze(num_gpu_blocks), Squeeze(0)]
+            events += [Squeeze(num_gpu_blocks // draw.one_of([1, 2])), Squeeze(0)]
     events.append(Step(12))
     if seed % 4 < 2:
         events.append(Reset())

@@ -382,6 +382,7 @@ class Run:
 
     def _play_lap(self, lap: int) -> None:
         self._first_family = lap % _LAPS_UNTIL_PROMPTS_COME_AGAIN * _FAMILIES_A_LAP
+        self._names.clear()  # an id that comes again might mend what was left under it
         for number, event in enumerate(self.scenario.events, 1):
             self._num_begun = max(self._num_begun, number)
             self._serial = number
@@ -444,7 +445,8 @@ class Run:
         is_again = name is not None
         if name is None or self._unique_ids:
             self._num_renamed += 1
-            name = f"{add.request_id}.{self._num_renamed}" if name else add.request_id
+            is_first = name is None and not self._loaded_by_lap
+            name = add.request_id if is_first else f"{add.request_id}.{self._num_renamed}"
         self._names[add.request_id] = name
         # One that can never fit is none that an engine would queue.
         with suppress(ConfigError):
