@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
@@ -32,8 +33,13 @@ _POLICIES = ("lru", "arc")
 
 def known_arguments(target: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
     """Those of the values that a callable has a parameter for."""
-    parameters = inspect.signature(target).parameters
+    parameters = _parameters(target)
     return {name: value for name, value in values.items() if name in parameters}
+
+
+@lru_cache(64)  # 0.1 ms to find out, and some are called in every step
+def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(target).parameters
 
 
 def make_known(target: Callable[..., Any], **values: Any) -> Any:
@@ -330,7 +336,7 @@ def handle_preemptions(worker: Any, output: Any, metadata: Any) -> None:
     asked = getattr(base.KVConnectorBase_V1, "handle_preemptions", None)
     if asked is None:
         return
-    if "preempted_req_ids" not in inspect.signature(asked).parameters:
+    if "preempted_req_ids" not in _parameters(asked):
         worker.handle_preemptions(metadata)
     elif output.preempted_req_ids:  # up to 0.18
         worker.handle_preemptions(output.preempted_req_ids)
@@ -397,7 +403,7 @@ def num_preemptions(request: Any) -> int:
 def sampled_tokens(tokens: list[list[int]]) -> list[Any]:
     """Tokens as a ``ModelRunnerOutput`` takes them: arrays in 0.11.1 and 0.11.2."""
     outputs: Any = import_module("vllm.v1.outputs")
-    wanted = inspect.signature(outputs.ModelRunnerOutput).parameters["sampled_token_ids"]
+    wanted = _parameters(outputs.ModelRunnerOutput)["sampled_token_ids"]
     if "ndarray" not in str(wanted.annotation):
         return tokens
     import numpy as np
