@@ -120,7 +120,7 @@ class Unit:
     @property
     def is_plain(self) -> bool:
         """Whether it is jobs and nothing else."""
-        return type(self.plan) is StepPlan
+        return _is_plain(self.plan)
 
     @property
     def is_due(self) -> bool:
@@ -240,7 +240,7 @@ class FaultyWorker(WorkerConnector):
 
     def _submit(self, plan: StepPlan, flights: list[Flight]) -> None:
         """Have a plan run."""
-        if type(plan) is StepPlan:
+        if _is_plain(plan):
             for flight in flights:
                 jobs = [flight.job]
                 own = StepPlan(jobs, []) if flight.is_load else StepPlan([], jobs)
@@ -318,7 +318,7 @@ class FaultyWorker(WorkerConnector):
         self._note_source(flight)
         if is_load:
             # Children of one plan may have a host each, with pages of the same numbers.
-            self._check_load(flight, is_tracked=type(plan) is StepPlan)
+            self._check_load(flight, is_tracked=_is_plain(plan))
         elif isinstance(job.dst, CPULoadStoreSpec):
             for page in job.dst.block_ids:
                 self._stored[page].append(flight)
@@ -532,6 +532,10 @@ class FaultyWorker(WorkerConnector):
                     "XFER-1", f"a plan names GPU block {block!r}: blocks are 1 to {num_blocks - 1}"
                 )
         return list(spec.block_ids)
+
+
+def _is_plain(plan: StepPlan) -> bool:
+    return type(plan) is StepPlan
 
 
 def _pages(spec: LoadStoreSpec) -> set[_Page]:

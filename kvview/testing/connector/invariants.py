@@ -194,7 +194,9 @@ def check_advertised(
                 "EVENT-4", f"key {short(key)} is advertised, and each of its stores has failed"
             )
         raise InvariantBroken(
-            "EVENT-2", f"key {short(key)} is advertised, and no store of it has ended"
+            "EVENT-2",
+            f"key {short(key)} is advertised, and no store of it has ended that began since the "
+            f"last reset",
         )
 
 
@@ -220,7 +222,7 @@ def check_promise(
             raise InvariantBroken(
                 "CONN-2",
                 f"match_prefix promised key {short(key)} to request {request_id!r}, and no store "
-                f"of it was reported as a success since the last reset",
+                f"of it that began since the last reset was reported as a success",
             )
         if advertised is not None and key not in advertised:
             raise InvariantBroken(
