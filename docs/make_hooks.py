@@ -57,6 +57,13 @@ _RECORDS = {
         *("GPULoadStoreSpec", "CPULoadStoreSpec", "TransferResult"),
         *("CanonicalKVCaches", "CanonicalKVCacheTensor", "CanonicalKVCacheRef"),
     ),
+    "kvview/events/tier.py": ("OffloadingEvent",),
+}
+_VIEW = ("kvview/pool/view.py", "kvview/pool/queries.py", "kvview/pool/leases.py")
+_HELPERS = {
+    "kvview/geometry.py": ("CacheGeometry",),
+    _REQUEST: ("StepInfo", "full_blocks"),
+    "kvview/keys.py": ("make_offload_key", "get_offload_block_hash", "get_offload_group_idx"),
 }
 _HEAD = """\
 # Hooks and what they are told
@@ -75,6 +82,8 @@ The order of the calls is in [the life of a request](life-of-a-request.md), the 
   Only your two halves read it.
 - **A plan of your own.** A subclass of `StepPlan` may have more fields for the worker half; it
   reaches it in every step.
+- **A hold** (`touch_blocks`, `lease`) may be taken in any hook of the scheduler half, and is given
+  back when the job is reported. What your connector does not want is no skipped block (CONN-13).
 - **A thread of your own** in the worker half is fine. `get_finished` takes what it has done,
   under a lock; `wait` blocks until its jobs have ended; `shutdown` joins it (CONN-12). It touches
   GPU pages after an event recorded in `start_plan` has come (XFER-6); in the thread,
@@ -112,8 +121,7 @@ def page() -> str:
         lines += [f"## {name}", "", _sections(classes[name])[""], ""]
         lines += ["| hook | when | what | default |", "|---|---|---|---|"]
         for hook, node in declared.items():
-            told = f"`{hook}({_arguments(node)})` → `{ast.unparse(node.returns or node)}`"
-            lines.append(_row(told, when[hook], _what(node), _default(node)))
+            lines.append(_row(_signature(node), when[hook], _what(node), _default(node)))
         lines.append("")
     lines.append("## What they are told, and what they give")
     for path, names in _RECORDS.items():
@@ -122,12 +130,37 @@ def page() -> str:
             lines += ["", f"### {name}", "", _sections(classes[name])[""], ""]
             lines += ["| field | type | what |", "|---|---|---|"]
             lines += [_row(*field) for field in _fields(classes[name])]
+    lines += ["", *_calls()]
     return "\n".join(lines) + "\n" + _TAIL
 
 
-def _classes(path: str) -> dict[str, ast.ClassDef]:
+def _calls() -> Iterator[str]:
+    """What a connector may call: the view, and what helps with tokens, blocks and keys."""
+    yield from ("## The view", "", "`isinstance(view, SupportsLeases)` says whether it can.", "")
+    yield from ("| call | of | what |", "|---|---|---|")
+    for path in _VIEW:
+        for name, half in _classes(path).items():
+            for method in _functions(half):
+                yield _row(_signature(method), f"`{name}`", _what(method))
+    yield from ("", "## Helpers", "", "| call | of | what |", "|---|---|---|")
+    for path, names in _HELPERS.items():
+        for name, node in _declared(path).items():
+            if name in names and isinstance(node, ast.FunctionDef):
+                yield _row(_signature(node, first=0), "`kvview`", _what(node))
+            elif name in names and isinstance(node, ast.ClassDef):
+                for method in _functions(node):
+                    yield _row(_signature(method), f"`{name}`", _what(method))
+
+
+def _declared(path: str) -> dict[str, ast.ClassDef | ast.FunctionDef]:
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    found = (node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef))
+    return {node.name: node for node in found}
+
+
+def _classes(path: str) -> dict[str, ast.ClassDef]:
+    found = _declared(path).items()
+    return {name: node for name, node in found if isinstance(node, ast.ClassDef)}
 
 
 def _functions(node: ast.ClassDef) -> list[ast.FunctionDef]:
@@ -151,8 +184,15 @@ def _plain(text: str) -> str:
     return re.sub(r"(?<=\. )\d\. ", "", text).replace("``", "`")
 
 
-def _arguments(node: ast.FunctionDef) -> str:
-    return ", ".join(ast.unparse(argument) for argument in node.args.args[1:])
+def _signature(node: ast.FunctionDef, first: int = 1) -> str:
+    """Name, arguments from the first on, and what is returned."""
+    if any(ast.unparse(one) in ("property", "cached_property") for one in node.decorator_list):
+        return f"`{node.name}` → `{ast.unparse(node.returns or node)}`"
+    of = node.args
+    told = ast.unparse(
+        ast.arguments([], of.args[first:], None, of.kwonlyargs, of.kw_defaults, None, of.defaults)
+    )
+    return f"`{node.name}({told})` → `{ast.unparse(node.returns or node)}`"
 
 
 def _what(node: ast.FunctionDef) -> str:
@@ -160,6 +200,8 @@ def _what(node: ast.FunctionDef) -> str:
     parts = [sections[""]]
     parts += [f"`{name}`: {what}" for name, what in _entries(sections.get("Args", "")).items()]
     parts += [f"Returns: {_plain(sections['Returns'])}"] if "Returns" in sections else []
+    raised = ", ".join(f"`{name}`" for name in _entries(sections.get("Raises", "")))
+    parts += [f"Raises: {raised}"] if raised else []
     return "<br>".join(parts)
 
 
