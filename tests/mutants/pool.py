@@ -289,6 +289,15 @@ class YieldsWhatWasTaken(ListPool):
             self.check_open()
 
 
+@planted("POOL-7", "check_pool_7_walk_of_the_whole_queue_goes_on")
+class YieldsTheQueueOfThen(ListPool):
+    """The walk of the whole queue is a snapshot, that of the hashed blocks is none."""
+
+    def iter_free_block_ids(self) -> Iterator[int]:
+        self.check_open()
+        yield from list(self.queue)
+
+
 @planted("POOL-7", "check_pool_7_block_freed_while_walking_is_not_part_of_the_walk")
 class WalksTheQueueAsItGrows(ListPool):
     """What is freed while walking is walked too: touch and free, and it never ends."""

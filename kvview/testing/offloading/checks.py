@@ -394,7 +394,9 @@ def check_off_6_lookup_changes_no_order(factory: Factory) -> None:
 
 @manager_check("OFF-7", Capability.POLICIES)
 def check_off_7_unknown_policy_lists_the_known_ones(tier: ManagerDriver) -> None:
-    """An unknown policy is a ValueError that names every known one."""
+    """An unknown policy is a ValueError that names every known one; so is what is no policy."""
+    for no_policy in ("builtins:object", "builtins:list"):  # where a target may name one
+        tier.refused(ValueError, tier.harness, "with_policy", no_policy)
     error = tier.refused(ValueError, tier.harness, "with_policy", "no-such-policy")
     for name in tier.harness.policies:
         tier.true(name in str(error), f"the message lists {name!r}", str(error), repr(name))

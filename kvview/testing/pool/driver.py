@@ -215,9 +215,9 @@ class PoolDriver(Recorder):
         """All that the view yields now."""
         return self.listed(self.view, "iter_free_block_ids_with_hash")
 
-    def start_walk(self) -> Iterator[tuple[int, bytes]]:
-        """A walk to take items from with :meth:`step`."""
-        walk: Iterator[tuple[int, bytes]] = self.call(self.view, "iter_free_block_ids_with_hash")
+    def start_walk(self, method: str = "iter_free_block_ids_with_hash") -> Iterator[Any]:
+        """A walk to take items from with :meth:`step`: ``(block, key)``, or what else it yields."""
+        walk: Iterator[Any] = self.call(self.view, method)
         self.name(walk, "walk")
         return walk
 

@@ -43,6 +43,24 @@ def check_pool_7_walk_goes_on_when_what_it_yields_is_touched(pool: PoolDriver) -
     pool.check_held(*blocks)
 
 
+@pool_check("POOL-7", CACHE, Capability.FREE_ORDER)
+def check_pool_7_walk_of_the_whole_queue_goes_on(pool: PoolDriver) -> None:
+    """``iter_free_block_ids`` leaves out what was touched ahead, and yields no block twice."""
+    pool.hashed(5)
+    order = pool.listed(pool.view, "iter_free_block_ids")
+    walk = pool.start_walk("iter_free_block_ids")
+    seen: list[int] = []
+    while (block := pool.step(walk)) is not None:
+        seen.append(block)
+        pool.true(len(seen) <= len(order), "a walk ends", seen, f"{len(order)} blocks")
+        pool.touch([block])
+        if len(seen) == 2:
+            pool.touch([order[3], order[-1]])
+            pool.free(seen[:1])
+    left = [block for block in order if block not in (order[3], order[-1])]
+    pool.equal(seen, left, "a walk of the whole queue yields what is free, each block once")
+
+
 @pool_check("POOL-7", CACHE)
 def check_pool_7_block_touched_ahead_is_not_yielded(pool: PoolDriver) -> None:
     """What was touched after the walk began, before it got there, is left out."""
