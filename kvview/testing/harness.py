@@ -128,6 +128,9 @@ class Capability(StrEnum):
     TIER_COUNTS = "tier_counts"
     """The manager has ``num_free_blocks()``, what a store may take without an eviction, and
     ``num_protected_blocks()``, what transfers use, those from before a reset included."""
+    LEADING_HITS = "leading_hits"
+    """The manager has ``num_leading_hits(keys)``: how many keys ``lookup`` calls a hit, up to the
+    first that it does not."""
 
     # transfer
     FAIL = "fail"
@@ -473,6 +476,7 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
             Need("manager", "num_free_blocks", 0),
             Need("manager", "num_protected_blocks", 0),
         ),
+        Capability.LEADING_HITS: (Need("manager", "num_leading_hits", 1),),
     },
     "transfer": {
         Capability.FAIL: (Need("harness", "fail_next", 0),),

@@ -258,7 +258,7 @@ class ReferenceManager:
     def capabilities(self) -> frozenset[Capability]:
         """All of a manager's, and the policy that it has."""
         has = {Capability.EVENTS, Capability.PAGES, Capability.RESET, Capability.POLICIES}
-        has |= {Capability.STORE_THRESHOLD, Capability.TIER_COUNTS}
+        has |= {Capability.STORE_THRESHOLD, Capability.TIER_COUNTS, Capability.LEADING_HITS}
         return frozenset(has | {Capability(self.cache_policy)})
 
     def with_policy(self, name: str) -> OffloadingManager:

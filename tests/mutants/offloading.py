@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from kvview import (
     CPULoadStoreSpec,
@@ -300,6 +300,16 @@ class HitsWhatIsBeingStored(WrongTier):
         def lookup(self, key: OffloadKey, ctx: ReqContext | None = None, /) -> LookupResult:
             answer = super().lookup(key, ctx)
             return LookupResult.HIT if answer is LookupResult.HIT_PENDING else answer
+
+
+@planted("OFF-6", "check_off_6_prefix_is_looked_up_as_its_keys_are")
+class CountsWhatIsBeingStored(WrongTier):
+    """A prefix that is looked up in one call goes on past a pending key."""
+
+    class Manager(CPUOffloadingManager):
+        def num_leading_hits(self, keys: Sequence[OffloadKey]) -> int:
+            missing = (n for n, key in enumerate(keys) if self.lookup(key) is LookupResult.MISS)
+            return next(missing, len(keys))
 
 
 @planted("OFF-6", "check_off_6_evicted_keys_are_what_became_a_miss")

@@ -342,6 +342,28 @@ def check_off_6_lookup_follows_a_store(tier: ManagerDriver) -> None:
     tier.expect(HIT, keys(0))
 
 
+@manager_check("OFF-6", Capability.LEADING_HITS)
+def check_off_6_prefix_is_looked_up_as_its_keys_are(tier: ManagerDriver) -> None:
+    """``num_leading_hits`` counts what ``lookup`` calls a hit, up to a miss or a store."""
+    asked = keys(0, 1, 2, 3)
+
+    def check(num_hits: int) -> None:
+        got = tier.call(tier.manager, "num_leading_hits", asked)
+        tier.equal(got, num_hits, "num_leading_hits says what lookup says, key by key")
+
+    check(0)
+    tier.store(0, 1, 3)
+    check(2)
+    tier.must_offer(keys(2))
+    check(2)
+    tier.finish(keys(2))
+    check(4)
+    tier.must_offer(keys(9))
+    check(4)
+    tier.finish(keys(9), success=False)
+    check(4)
+
+
 @manager_check("OFF-6")
 def check_off_6_evicted_keys_are_what_became_a_miss(tier: ManagerDriver) -> None:
     """What is reported as evicted is a MISS at once; everything else is still a HIT."""
