@@ -85,6 +85,7 @@ def check_xfer_1_wrong_specs_are_refused(worker: TransferDriver) -> None:
     wrong: list[tuple[object, object]] = [
         (replace(gpu, block_ids=[no_block, *rest]), tier),
         (replace(gpu, block_ids=[-1, *rest]), tier),
+        (replace(gpu, block_ids=[part.blocks[0] + 0.5, *rest]), tier),
         (gpu, worker.tier([])),
         (gpu, worker.tier([*part.chunks, worker.chunks_of(0)[-1]])),
         (one_group_more, tier),
