@@ -184,6 +184,21 @@ class HasNoGhosts(WrongARC):
             self._b2.clear()
 
 
+@planted("OFF-11", "check_off_11_arc_new_key_beside_one_that_comes_again")
+class TakesTheCompanyForAGhost(WrongARC):
+    """What is stored in one call with a key that comes again counts as used again too."""
+
+    class Policy(ARCPolicy):
+        def admit(self, keys: Batch, num_victims: int, in_flight: InFlight, /) -> list[OffloadKey]:
+            comes_again = any(key in self._b1 or key in self._b2 for key in keys)
+            victims = super().admit(keys, num_victims, in_flight)
+            if comes_again:
+                for key in keys:
+                    self._t1.order.pop(key, None)
+                    self._t2.order[key] = None
+            return victims
+
+
 @planted("OFF-11", "check_off_11_arc_is_the_published_algorithm")
 class LearnsTheOtherWay(WrongARC):
     """A ghost of what was used once makes less room for such keys."""

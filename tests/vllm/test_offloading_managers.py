@@ -79,7 +79,10 @@ _ARC = (
     "evicts from T1 at its target size too, and stores what is found in B1 or B2 into T1: "
     "vllm/v1/kv_offload, arc_manager.py and cpu/policies/arc.py, all releases"
 )
-OWN_ARC = {"check_off_11_arc_is_the_published_algorithm": _ARC}
+OWN_ARC = {
+    "check_off_11_arc_is_the_published_algorithm": _ARC,
+    "check_off_11_arc_new_key_beside_one_that_comes_again": _ARC,
+}
 
 
 def broken_laws(policy: str) -> dict[str, str]:

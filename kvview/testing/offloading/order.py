@@ -222,6 +222,21 @@ def check_off_11_arc_store_that_failed_leaves_no_key(tier: ManagerDriver) -> Non
     tier.equal(evicted, sorted(held), "all that is held goes, and nothing else")
 
 
+@manager_check("OFF-11", ARC)
+def check_off_11_arc_new_key_beside_one_that_comes_again(tier: ManagerDriver) -> None:
+    """Of two that are stored in one call, only the one that was evicted lately was used again."""
+    held = tier.fill()
+    for one in held[: tier.capacity // 2]:
+        tier.touch([one])
+    (again,) = tier.store(100).evicted_keys
+    new = key(300)
+    tier.must_offer([again, new])
+    tier.finish([again, new])
+    evicted = _evicted(tier, tier.capacity, 400)
+    tier.true(new in evicted, "a scan takes what was used once", evicted, f"{new!r} among them")
+    tier.expect(HIT, [again], "OFF-11")
+
+
 # --- OFF-12: the store threshold ---
 
 
