@@ -13,6 +13,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm.version", reason="needs a vLLM release", exc_type=ImportError)
 
+from examples.host_cache import HostCacheConnector
 from kvview import Connector
 from kvview.testing import Mutant
 from kvview.testing.command import check as check_command
@@ -104,3 +105,10 @@ def test_the_command_runs_the_installed_vllm(tmp_path: Path) -> None:
     assert "engines=VLLMEngines()" in result.output
     assert '"engine": "vllm 0.' in report.read_text()
     assert "CONN-4" in page.read_text()
+
+
+def test_requests_that_wait_for_each_other_are_not_the_connectors(engines: VLLMEngines) -> None:
+    """Three whose loads failed keep the blocks that the first in the queue needs: PR #57841."""
+    if engines.name < "vllm 0.29":
+        pytest.skip("two full-attention groups of different sizes: wrong up to 0.28")
+    assert simulate(HostCacheConnector, generate_scenario(300_167), engines=engines).failure is None

@@ -264,7 +264,7 @@ class VLLMConnectorHarness:
             if not is_full and (output.total_num_scheduled_tokens or self._has_requests()):
                 return
         self._take_in()
-        if self._can_block_itself:
+        if self._can_block_itself or self._scheduler.failed_recving_kv_req_ids:
             self._end_deadlock()
 
     def squeeze(self, num_blocks: int) -> None:
@@ -463,7 +463,8 @@ class VLLMConnectorHarness:
     def _end_deadlock(self) -> None:
         """Abort a request that waits with its loads done behind one that needs its blocks.
 
-        Up to 0.22 vLLM leaves them like that for ever, whatever the connector.
+        Up to 0.22 vLLM leaves them like that for ever, whatever the connector; later where
+        loads failed (vLLM PR #57841, which is not in 0.33).
         """
         unfinished = self.unfinished()
         # Until it is scheduled, a request whose loads are done is "loading" to vLLM.
