@@ -337,9 +337,13 @@ class GuardedView(GuardedQueries, NotCopyable):
         return found
 
     def free_all(self) -> None:
-        """For the engine: give back all that is held through this guard and close it."""
+        """For the engine: give back all that is held through this guard and close it.
+
+        What was held when it was closed is the engine's to clean up, and stays (POOL-10).
+        """
         for view in self._view.tree():
-            if held := [block for block, times, _ in view.references() for _ in range(times)]:
+            held = [block for block, times, _ in view.references() for _ in range(times)]
+            if held and view.is_open:
                 view.free_blocks(held)
         self._holds.clear()
         self.deadlines.clear()

@@ -350,6 +350,17 @@ class IsAsYoungAsItsRenewal(WrongGuardPool):
             lease._hold.stamp = self._stamp()
 
 
+@planted("GUARD-11", "check_guard_11_engine_may_take_back_what_was_closed")
+class TakesBackWhatWasClosed(WrongGuardPool):
+    """An engine that ends a connector raises if that had closed its view."""
+
+    class Guard(GuardedView):
+        def free_all(self) -> None:
+            if held := [block for block, _, _ in self._view.references()]:
+                self._view.free_blocks(held)
+            super().free_all()
+
+
 @planted("GUARD-11", "check_guard_11_leaks_end_with_the_block")
 class ReportsWhatWasGivenBack(WrongGuardPool):
     """Leases that have ended stay in the report."""

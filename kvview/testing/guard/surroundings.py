@@ -351,6 +351,15 @@ def check_guard_11_engine_is_told_and_takes_all_back(pool: PoolDriver) -> None:
     pool.check_free(first, second, third)
 
 
+@pool_check("GUARD-11", Capability.ENGINE_SIDE)
+def check_guard_11_engine_may_take_back_what_was_closed(pool: PoolDriver) -> None:
+    """A guard that somebody closed while it held blocks is no error to an engine that ends it."""
+    pool.touch(pool.blocks[1:3])
+    pool.call(pool.view, "close")
+    pool.call(pool.view, "free_all")
+    pool.call(pool.view, "free_all")
+
+
 @pool_check("GUARD-11", Capability.TRACE, Capability.LEAKS, LEASES)
 def check_guard_11_traced_leak_names_the_line(pool: PoolDriver) -> None:
     """With a trace each leak tells file, line and function of whoever took it."""
