@@ -201,7 +201,11 @@ class ListPool:
 
     def iter_free_block_ids(self) -> Iterator[int]:
         self.check_open()
-        yield from list(self.queue)
+        began = self.time
+        for block in list(self.queue):
+            if self.refs[block] == 0 and self.joined[block] <= began:
+                yield block
+                self.check_open()
 
     def num_free_blocks(self) -> int:
         self.check_open()

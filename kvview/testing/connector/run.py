@@ -235,6 +235,7 @@ class Run:
         self._serial = 0  # what is generated in one lap is generated in the next
         self._unique_ids = unique_ids
         self._names: dict[str, str] = {}  # of requests in the scenario, to those in the engine
+        self._names_of_lap: set[str] = set()
         self._num_wrong = 0
         self._engine: ConnectorHarness | None = None
         self._threads = ThreadWatch()
@@ -382,7 +383,10 @@ class Run:
 
     def _play_lap(self, lap: int) -> None:
         self._first_family = lap % _LAPS_UNTIL_PROMPTS_COME_AGAIN * _FAMILIES_A_LAP
-        self._names.clear()  # an id that comes again might mend what was left under it
+        # An id that comes again finds what was remembered by it, over a reset for example, and
+        # hides what was left under it.
+        if not any(isinstance(event, Reset) for event in self.scenario.events):
+            self._names_of_lap.clear()
         for number, event in enumerate(self.scenario.events, 1):
             self._num_begun = max(self._num_begun, number)
             self._serial = number
@@ -442,12 +446,13 @@ class Run:
             if before is None or before in unfinished:
                 return
             add = replace(add, continues=before)
-        is_again = name is not None
-        if name is None or self._unique_ids:
+        is_again = name in self._names_of_lap
+        if name is None or not is_again or self._unique_ids:
             self._num_renamed += 1
             is_first = name is None and not self._loaded_by_lap
             name = add.request_id if is_first else f"{add.request_id}.{self._num_renamed}"
         self._names[add.request_id] = name
+        self._names_of_lap.add(name)
         # One that can never fit is none that an engine would queue.
         with suppress(ConfigError):
             family = self._first_family + add.family
