@@ -139,8 +139,8 @@ def _calls() -> Iterator[str]:
     yield from ("## The view", "", "`isinstance(view, SupportsLeases)` says whether it can.", "")
     yield from ("| call | of | what |", "|---|---|---|")
     for path in _VIEW:
-        for name, half in _classes(path).items():
-            for method in _functions(half):
+        for name, protocol in _classes(path).items():
+            for method in _functions(protocol):
                 yield _row(_signature(method), f"`{name}`", _what(method))
     yield from ("", "## Helpers", "", "| call | of | what |", "|---|---|---|")
     for path, names in _HELPERS.items():
@@ -186,13 +186,11 @@ def _plain(text: str) -> str:
 
 def _signature(node: ast.FunctionDef, first: int = 1) -> str:
     """Name, arguments from the first on, and what is returned."""
-    if any(ast.unparse(one) in ("property", "cached_property") for one in node.decorator_list):
-        return f"`{node.name}` → `{ast.unparse(node.returns or node)}`"
-    of = node.args
-    told = ast.unparse(
-        ast.arguments([], of.args[first:], None, of.kwonlyargs, of.kw_defaults, None, of.defaults)
-    )
-    return f"`{node.name}({told})` → `{ast.unparse(node.returns or node)}`"
+    told = ""
+    if "property" not in map(ast.unparse, node.decorator_list):
+        told = ast.unparse(ast.arguments(**{**vars(node.args), "args": node.args.args[first:]}))
+        told = f"({told})"
+    return f"`{node.name}{told}` → `{ast.unparse(node.returns or node)}`"
 
 
 def _what(node: ast.FunctionDef) -> str:

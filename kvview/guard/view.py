@@ -342,9 +342,8 @@ class GuardedView(GuardedQueries, NotCopyable):
         What was held when it was closed is the engine's to clean up, and stays (POOL-10).
         """
         for view in self._view.tree():
-            held = [block for block, times, _ in view.references() for _ in range(times)]
-            if held and view.is_open:
-                view.free_blocks(held)
+            if view.is_open:
+                view.free_blocks([b for b, times, _ in view.references() for _ in range(times)])
         self._holds.clear()
         self.deadlines.clear()
         self.stats.active_leases = 0

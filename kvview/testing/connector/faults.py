@@ -203,8 +203,7 @@ class FaultyWorker(WorkerConnector):
 
     def blocks_to_load(self) -> set[int]:
         """What loads that are not reported yet write."""
-        flights = self._flights.values()
-        return {block for flight in flights if flight.is_load for block in flight.gpu_blocks}
+        return _blocks_of_loads(self._flights.values())
 
     def release_lost(self) -> None:
         """Report lost jobs from now on, and forget what is left of the fates."""
@@ -452,8 +451,7 @@ class FaultyWorker(WorkerConnector):
         self.not_waited_for += going_on
         for tensor, rows in zip(self._tensors, self._before, strict=True):
             tensor[list(spoilt)] = rows[list(spoilt)]
-        named = {block for flight in flights if flight.is_load for block in flight.gpu_blocks}
-        self._check_writes(flights, named)
+        self._check_writes(flights, _blocks_of_loads(flights))
         for flight in flights:
             if flight.is_load:
                 self._spoil(flight.spoilt)
@@ -532,6 +530,10 @@ class FaultyWorker(WorkerConnector):
                     "XFER-1", f"a plan names GPU block {block!r}: blocks are 1 to {num_blocks - 1}"
                 )
         return list(spec.block_ids)
+
+
+def _blocks_of_loads(flights: Iterable[Flight]) -> set[int]:
+    return {block for flight in flights if flight.is_load for block in flight.gpu_blocks}
 
 
 def _is_plain(plan: StepPlan) -> bool:
