@@ -28,6 +28,7 @@ from kvview.testing.offloading import checks as offloading_checks
 from kvview.testing.offloading import completions as completion_checks
 from kvview.testing.offloading import conserved as conserved_checks
 from kvview.testing.offloading import order as order_checks
+from kvview.testing.offloading import turnover as turnover_checks
 from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
 from kvview.testing.pool import checks as pool_checks
 from kvview.testing.pool import give_back as give_back_checks
@@ -100,6 +101,7 @@ __all__ = [
     "tier_checks",
     "tier_guard_checks",
     "transfer_checks",
+    "turnover_checks",
     "view_checks",
     "walk_checks",
 ]

@@ -11,12 +11,16 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
+from kvview.testing import watchdog
 from kvview.testing.harness import Capability, Contract, Factory
 from kvview.testing.levels import Level, level_of
 
 _FAMILIES = ("CONN", "POOL", "GUARD", "GEO", "OFF", "EVENT", "XFER", "TIER")
+
+_CALL_SECONDS = 10.0
+"""CPU seconds that one call may take; one that uses none is given four times as long."""
 
 CheckFunction = Callable[[Factory], None]
 
@@ -26,6 +30,9 @@ class Ends(Protocol):
 
     def end(self) -> None:
         """Give back what was taken, also after a failure."""
+
+    def does_not_return(self, error: BaseException) -> NoReturn:
+        """A call was ended by the watchdog: the law is broken."""
 
 
 DriverT = TypeVar("DriverT", bound=Ends)
@@ -111,10 +118,14 @@ def checks_driving(
             @wraps(body)
             def run(factory: Factory) -> None:
                 made = driver(factory, law)
-                try:
-                    body(made)
-                finally:
-                    made.end()
+                with watchdog.limit(_CALL_SECONDS), watchdog.watching(), watchdog.calling():
+                    try:
+                        try:
+                            body(made)
+                        finally:
+                            made.end()
+                    except watchdog.HookTimeout as error:
+                        made.does_not_return(error)
 
             return run
 

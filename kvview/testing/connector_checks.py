@@ -70,7 +70,8 @@ def shared_runs(factory: Factory) -> ConnectorRuns:
         ConfigError: They need what is not installed, or the connector refuses its options.
     """
     try:
-        from kvview.testing.connector import check_connector, load_engines, watchdog
+        from kvview.testing import watchdog
+        from kvview.testing.connector import check_connector, load_engines
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the target is a connector, and checking one needs {error.name}: "
@@ -96,7 +97,7 @@ def shared_runs(factory: Factory) -> ConnectorRuns:
 
 
 def _token_runs(factory: Factory, profile: Profile) -> ConnectorRuns:
-    from kvview.testing.connector import watchdog
+    from kvview.testing import watchdog
     from kvview.testing.token_checks import ENGINE, load_token_check
 
     on_step: Callable[[str], None] | None = profile.shared.get("on_step")

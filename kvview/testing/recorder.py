@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
+from kvview.connector.raising import where
 from kvview.links import law_url
 from kvview.targets import target_of
+from kvview.testing import watchdog
 from kvview.testing.checks import running_check
 from kvview.testing.profiles import Effort, current_profile
 
@@ -96,10 +98,18 @@ class Recorder:
         ]
         self._lines: list[str] = []
         self._last: tuple[str, object] | None = None
+        self._begun = subject  # the call that was made last
         self._asserts = False  # whether the last of the lines fails by itself
 
     def end(self) -> None:
         """Give back what the harness took, also after a failure; most took nothing."""
+
+    def does_not_return(self, error: BaseException) -> NoReturn:
+        """A call was ended by the watchdog: the law is broken."""
+        self._asserts = False
+        line = where(error)
+        got = str(error) + (f": it is at {line}" if line else "")
+        self.fail(f"{self._begun} must return", got, "it returns")
 
     def use(self, harness: Any, subject: str) -> None:
         """Go on with another harness, which the last call returned."""
@@ -165,6 +175,7 @@ class Recorder:
     ) -> Exception:
         """Run what must raise ``error``; ``code`` is how the script says it."""
         self._last = None
+        self._begin(code)
         raised: Exception | None = None
         got = "no error"
         try:
@@ -252,7 +263,12 @@ class Recorder:
             ]
         )
 
+    def _begin(self, code: str) -> None:
+        watchdog.next_call()
+        self._begun = code
+
     def _run(self, code: str, function: Callable[[], Any]) -> Any:
+        self._begin(code)
         try:
             result = function()
         except Exception as error:

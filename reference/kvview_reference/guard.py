@@ -12,9 +12,9 @@ from kvview import GPUBlockPoolView, GuardedView
 from kvview_reference.pool import BlockPool
 
 
-def guard_pool(pool: BlockPool, owner: str) -> GuardedView:
+def guard_pool(pool: BlockPool, owner: str, pin_budget: float | None = None) -> GuardedView:
     """A guarded view of a pool for one connector, named in errors and reports."""
-    return GuardedView(pool.view(owner), owner=owner)
+    return GuardedView(pool.view(owner), owner=owner, pin_budget=pin_budget)
 
 
 def guard_children(view: GPUBlockPoolView, owners: Sequence[str]) -> list[GuardedView]:

@@ -109,6 +109,7 @@ class ReferenceConnectorHarness:
             decode_tokens=scenario.decode_tokens,
             steps_in_flight=scenario.steps_in_flight,
             stream=stream,
+            pin_budget=scenario.pin_budget,
         )
         # Leases expire by steps, not by the clock of the machine.
         self._engine.view.now = clock

@@ -574,3 +574,56 @@ class TakesAStoreTooManyWhileItLoads(WrongTier):
             if self._loading and success:
                 keys = [key for key in keys if key in self._storing]
             super().complete_store(keys, ctx, success)
+
+
+# --- keys that come and go ---
+
+
+@planted("OFF-3", "check_off_3_what_may_go_is_found")
+class LooksAtTheOldestHalfOnly(WrongTier):
+    """Where the older half of the keys is in flight, no room is made."""
+
+    class Manager(CPUOffloadingManager):
+        def prepare_store(
+            self, keys: Keys, ctx: ReqContext | None = None, /
+        ) -> PrepareStoreOutput | None:
+            oldest = list(self._pages)[: self.num_blocks // 2]
+            if not self.num_free_blocks() and self._loading.keys() >= set(oldest):
+                return None
+            return super().prepare_store(keys, ctx)
+
+
+@planted("OFF-6", "check_off_6_prefix_ends_at_its_first_hole")
+class LooksFromTheEnd(WrongTier):
+    """A prefix is taken for held up to its last key that is."""
+
+    class Manager(CPUOffloadingManager):
+        def num_leading_hits(self, keys: Sequence[OffloadKey]) -> int:
+            hits = [self.lookup(key) is LookupResult.HIT for key in keys]
+            return len(hits) - hits[::-1].index(True) if any(hits) else 0
+
+
+@planted("OFF-2", "check_off_2_answer_stays_as_it_was")
+class AnswersWithOneObject(WrongTier):
+    """All loads are answered with one spec, whose pages are those of the last."""
+
+    class Manager(CPUOffloadingManager):
+        def prepare_load(self, keys: Keys, ctx: ReqContext | None = None, /) -> CPULoadStoreSpec:
+            spec = super().prepare_load(keys, ctx)
+            self._answer: list[int] = vars(self).setdefault("_answer", [])
+            self._answer[:] = spec.block_ids
+            return CPULoadStoreSpec(self._answer)
+
+
+@planted("OFF-12", "check_off_12_key_that_was_evicted_is_stored_again_at_once")
+class ForgetsOffersOfWhatIsStored(WrongTier):
+    """A key that was stored needs all its offers again, once it is evicted."""
+
+    class Manager(CPUOffloadingManager):
+        def prepare_store(
+            self, keys: Keys, ctx: ReqContext | None = None, /
+        ) -> PrepareStoreOutput | None:
+            output = super().prepare_store(keys, ctx)
+            for key in output.keys_to_store if output else ():
+                self._offers.pop(key, None)
+            return output

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -550,3 +551,29 @@ class LetsSmallJobsOvertakeLargeOnes(WrongWorker):
 
         waiting: list[Any] = []
         copier.submit = submit_one
+
+
+@planted("XFER-5", "check_xfer_5_each_of_thousands_of_jobs_is_reported")
+class KeepsAThousandReports(WrongWorker):
+    """The oldest of more than 1,024 reports that nobody asked for is forgotten."""
+
+    def spoil(self, worker: Any) -> None:
+        get_finished = worker.get_finished
+        worker.get_finished = lambda: list(get_finished())[-1024:]
+
+
+@planted("XFER-5", "check_xfer_5_report_is_there_when_wait_returns")
+class StopsWaitingAtAnUnknownJob(WrongWorker):
+    """``wait`` returns at the first id that it does not know."""
+
+    def spoil(self, worker: Any) -> None:
+        wait = worker.wait
+        worker.wait = lambda ids: wait(list(takewhile(lambda n: n < 10**6, ids)))
+        copier = worker._copier
+        run = copier._run
+
+        def run_late(job: Any) -> None:
+            time.sleep(0.002)
+            run(job)
+
+        copier._run = run_late

@@ -227,6 +227,47 @@ class WaitsInGetFinished(Threaded):
             return super().get_finished()
 
 
+@breaks("CONN-3", "get_finished copies the reports and clears them, and loses one between")
+class ClearsWhatCameMeanwhile(Threaded):
+    class worker(ThreadedWorker):
+        @override
+        def get_finished(self) -> list[TransferResult]:
+            finished = list(self.results)
+            self.results.clear()
+            return finished
+
+
+@breaks("CONN-3", "the end of a job is told before its report is there")
+class EndsBeforeItsReport(Threaded):
+    class worker(ThreadedWorker):
+        def __init__(self, cpu_blocks: int) -> None:
+            super().__init__(cpu_blocks)
+            self.has_ended: dict[int, threading.Event] = {}
+
+        @override
+        def start_plan(self, plan: StepPlan) -> None:
+            for job in (*plan.loads, *plan.stores):
+                self.has_ended[job.job_id] = threading.Event()
+            super().start_plan(plan)
+
+        @override
+        def run(self, job: TransferJob, mark: Any) -> None:
+            if mark is not None:
+                mark.synchronize()
+            error = None
+            try:
+                self.copy(job)
+            except Exception as failure:
+                error = str(failure)
+            self.has_ended[job.job_id].set()
+            self.results.append(TransferResult(job.job_id, error is None, error=error))
+
+        @override
+        def wait(self, job_ids: Sequence[int]) -> None:
+            for job_id in job_ids:
+                self.has_ended[job_id].wait()
+
+
 @breaks("CONN-3", "wait returns at once")
 class DoesNotWait(Threaded):
     class worker(ThreadedWorker):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from kvview.testing import (
     CheckResult,
     LawBroken,
     Outcome,
+    checks,
     checks_for,
     inspect_factory,
     load_target,
@@ -34,8 +36,9 @@ from kvview.testing.harness import OFFERS
 from kvview.testing.pool.checks import check_pool_4_engine_references_can_not_be_freed
 from kvview.testing.pool.machine import run_pool_machine
 from kvview.testing.profiles import PROFILES, Profile, use_profile
+from kvview.testing.transfer.checks import check_xfer_1_all_groups_in_one_job
 from kvview_reference import harness
-from kvview_reference.harness import ReferenceManager, ReferencePool
+from kvview_reference.harness import ReferenceManager, ReferencePool, ReferenceTransfer
 from kvview_reference.pool_view import BlockPoolView
 
 ROOT = Path(__file__).parents[2]
@@ -529,3 +532,20 @@ def test_a_connector_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("kvview_reference.connector:LazyOffloadConnector")
     assert result.exit_code == 2
     assert "is a connector, and checking one needs kvview.testing.connector" in result.stderr
+
+
+class NeverComesBack(ReferenceTransfer):
+    """Waits for a report that nobody makes."""
+
+    def make_worker(self) -> Any:
+        worker: Any = super().make_worker()
+        worker.wait = lambda job_ids: threading.Event().wait()
+        return worker
+
+
+def test_a_call_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_CALL_SECONDS", 0.2)
+    with pytest.raises(LawBroken, match=r"worker.wait\(\[1\]\) must return") as broken:
+        check_xfer_1_all_groups_in_one_job(NeverComesBack)
+    assert "did not return: it waited for" in broken.value.got
+    assert "test_testing.py:" in broken.value.got

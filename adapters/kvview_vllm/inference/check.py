@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvview import ConfigError
 from kvview.targets import target_of
-from kvview.testing.connector import watchdog
+from kvview.testing import watchdog
 from kvview.testing.connector.coverage import Gap
 from kvview.testing.connector.result import ConnectorFailure
 from kvview.testing.token_checks import TokenRuns

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvview import ConfigError
 from kvview.errors import line_of, split_law
-from kvview.testing.connector import watchdog
+from kvview.testing import watchdog
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.inference.planted import make_spoilt
 from kvview_vllm.inference.server import Server

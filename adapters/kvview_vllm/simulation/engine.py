@@ -178,7 +178,7 @@ class VLLMConnectorHarness:
         target = f"{__name__}:{HandedConnector.__name__}"
         children = [cpu_scheduler.connector_config(target, connector=c) for c in connectors]
         for child in children:  # the kit looks for faults; its clock counts steps
-            child["kv_connector_extra_config"] |= _BARE
+            child["kv_connector_extra_config"] |= _BARE | {"pin_budget": scenario.pin_budget}
         configs = Configs(
             self._geometry.groups,
             children[0] if len(children) == 1 else cpu_scheduler.multi_config(*children),

@@ -22,7 +22,8 @@ from typing import Any
 from kvview import CacheGeometry, ConfigError, ConnectorConfig
 from kvview.connector.raising import build_connector
 from kvview.targets import is_engine_connector
-from kvview.testing.connector import repeat, watchdog
+from kvview.testing import watchdog
+from kvview.testing.connector import repeat
 from kvview.testing.connector.configure import configure
 from kvview.testing.connector.coverage import EVENTS_WANTED, notes_on
 from kvview.testing.connector.generate import generate_scenario
@@ -114,7 +115,7 @@ def check_connector(
         engines: Builds the engines; reference engines by default.
         steps: Fewest scheduler steps of a run; None for what the scenarios say.
         hook_seconds: CPU seconds that one call of a hook may take
-            (:mod:`~kvview.testing.connector.watchdog`).
+            (:mod:`~kvview.testing.watchdog`).
 
     Returns:
         What was found; after Ctrl-C, what was found until then.

@@ -22,6 +22,7 @@ import torch
 from typing_extensions import override
 
 from kvview import CanonicalKVCaches, GPULoadStoreSpec, StepPlan, TransferResult
+from kvview.testing.breathing import breathing, breaths
 from kvview.testing.connector.faults import FaultyWorker, Flight, Unit, failed
 from kvview.testing.connector.gate import CopyFailed, Gate, gate_tensor
 from kvview.testing.connector.hook_calls import calling
@@ -33,6 +34,8 @@ from kvview.testing.transfer.compute import GatedComputeEvent
 _HEAD_START = 0.001  # seconds that wait() has, in which it might return too early
 _LAST_HEAD_START = 0.05  # and shutdown(), where jobs are in flight
 _SETTLE = 0.002  # seconds for copies that nobody waits for, of a worker that is wrong already
+_RACES = 0.3  # of the times that jobs end: reports are asked for meanwhile
+_POLLS = 8  # how often at most
 _LOOK = 0.1  # seconds between two looks at a call that does not return
 _LOOKS = [10]  # in which nothing runs, until it never will; fewer once that was seen
 _WHY_STUCK = {
@@ -119,9 +122,12 @@ class AsItIsWorker(FaultyWorker):
         self._move_due()
 
     @override
-    def _call(self, name: str, *args: Any, opens: bool = False) -> Any:
-        call = self._home.submit(getattr(self._inner, name), args)
+    def _call(self, name: str, *args: Any, opens: bool = False, races: bool = False) -> Any:
+        function = getattr(self._inner, name)
+        call = self._home.submit(breathing(function) if races else function, args)
         self._num_at_gate = 0
+        if races:
+            self._gate.open(self._draw_order)
         if opens:
             is_last = name == "shutdown"
             if call.has_ended.wait(_LAST_HEAD_START if is_last else _HEAD_START):
@@ -151,9 +157,10 @@ class AsItIsWorker(FaultyWorker):
 
     def _comes_back(self, call: _Call) -> bool:
         """Whether a call ends; False when every thread sleeps, and goes on sleeping."""
-        num_looks = 0
+        num_looks, before = 0, breaths[0]
         while not call.has_ended.wait(_LOOK):
-            num_looks = num_looks + 1 if _all_sleep() else 0
+            num_looks = num_looks + 1 if _all_sleep() and breaths[0] == before else 0
+            before = breaths[0]
             if num_looks >= _LOOKS[0]:
                 _LOOKS[0] = 3
                 return False
@@ -183,6 +190,8 @@ class AsItIsWorker(FaultyWorker):
             job_ids = [flight.job.job_id for flight in moving if flight.result is None]
             with self._scribbled() as has_scribbled:
                 self._fail_after(num_good)
+                if self._draw() < _RACES and self._gate.num_waiting:
+                    self._race(moving)
                 self._call("wait", job_ids, opens=True)
                 if self._num_at_gate or has_scribbled:
                     time.sleep(_SETTLE)
@@ -194,6 +203,13 @@ class AsItIsWorker(FaultyWorker):
             self._check_told(moving)
             self._gate.set_failing(None)
         self._early.clear()
+
+    def _race(self, flights: Sequence[Flight]) -> None:
+        """Ask for reports while threads end jobs: one that is lost now never comes."""
+        for _ in range(_POLLS):
+            self._take_in(self._call("get_finished", races=True))
+            if all(flight.result for flight in flights):
+                break
 
     def _num_good(self, due: Sequence[Flight], moving: Sequence[Flight]) -> int | None:
         """Copies that succeed before others fail; None when none fails.
@@ -287,7 +303,7 @@ class AsItIsWorker(FaultyWorker):
             raise InvariantBroken(
                 "CONN-3",
                 f"wait({job_ids}) returned, and get_finished does not report jobs {waiting}: wait "
-                f"must block until they ended",
+                f"must block until they ended, and no report of a thread may be lost",
             )
 
     def _check_told(self, flights: Sequence[Flight]) -> None:

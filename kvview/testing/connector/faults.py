@@ -457,7 +457,9 @@ class FaultyWorker(WorkerConnector):
                 self._spoil(flight.spoilt)
 
     def _poll(self) -> None:
-        results = self._call("get_finished")
+        self._take_in(self._call("get_finished"))
+
+    def _take_in(self, results: Any) -> None:
         require_type("get_finished", results, "CONN-3")
         with hook("pickling the results", "CONN-3"):
             results = pickle.loads(pickle.dumps(results))

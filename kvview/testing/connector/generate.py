@@ -41,6 +41,7 @@ _SHARE_OF_NEXT_TURNS = 0.3
 _SHARE_OF_TWINS = 0.1
 _SHARE_OF_EARLY_ENDS = 0.3
 _SHARE_AS_IT_IS = 0.6  # of the worker halves, where compute lags
+_SHARE_BREATHING = 0.2  # of those as they are
 _SMALLEST_POOL, _SMALLEST_SIZE = 8, 4
 _HUGE_POOLS = {17: 2_000, 57: 10_000}  # by the place of a seed in a hundred
 _SMALL_POOLS = (3, 36, 72)
@@ -119,6 +120,7 @@ def generate_scenario(seed: int, steps: int = 0) -> Scenario:
         ends_abruptly=draw.chance(0.15),
         worker_half=_generate_worker_half(_Draw(seed + 2**43)),
         group_pages=_generate_pages(_Draw(seed + 2**42), len(geometry.groups), num_gpu_blocks),
+        pin_budget=_generate_pin_budget(_Draw(seed + 2**45)),
     )
     if scenario.ends_abruptly:
         scenario = replace(scenario, events=events.end_in_flight())
@@ -141,6 +143,7 @@ def _without_shortage(scenario: Scenario) -> Scenario:
         num_gpu_blocks=2 * num_blocks + 1,
         ends_abruptly=False,
         group_pages=(),
+        pin_budget=None,
     )
 
 
@@ -165,6 +168,7 @@ def _overlap_steps(draw: _Draw, scenario: Scenario) -> Scenario:
         scenario,
         events=events,
         worker_half=worker_half,
+        threads_breathe=worker_half == "as_it_is" and draw.chance(_SHARE_BREATHING),
         steps_in_flight=steps_in_flight,
         compute_lags=compute_lags,
     )
@@ -174,6 +178,10 @@ def _generate_worker_half(draw: _Draw) -> WorkerHalf:
     if draw.chance(0.125):
         return "in_a_process"
     return "as_it_is" if draw.chance(0.35) else "job_by_job"
+
+
+def _generate_pin_budget(draw: _Draw) -> float | None:
+    return draw.one_of([0.1, 0.25, 0.5]) if draw.chance(0.1) else None
 
 
 def _generate_pages(
@@ -199,7 +207,8 @@ def steady_scenario(seed: int) -> Scenario:
 
     Some prompts come often and others once, and are found on the GPU whole, in part or not at
     all; transfers fail, requests are aborted, wait for room for one step or ten, and come in
-    pairs; with half of the seeds the caches are reset once a lap.
+    pairs; with half of the seeds the caches are reset once a lap, with a quarter there is a pin
+    budget.
 
     Args:
         seed: Any; of four in a row, no two have the same groups and resets.
@@ -241,6 +250,7 @@ def steady_scenario(seed: int) -> Scenario:
         cpu_blocks=40 * len(groups),
         max_tokens_per_step=16,
         laps=FEWEST_LAPS,
+        pin_budget=0.1 if seed % 4 == 3 else None,
     )
 
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from kvview import Connector, KVViewError, TransferSpecError, WorkerConnector
 from kvview.connector.raising import build_connector, where, wrong_type
 from kvview.errors import line_of, split_law
-from kvview.testing.connector import watchdog
+from kvview.testing import watchdog
 from kvview.testing.connector.invariants import InvariantBroken
 
 _LAW_OF_WORKER_HOOK = {"register_kv_caches": "XFER-1", "shutdown": "CONN-4"}  # others: CONN-3

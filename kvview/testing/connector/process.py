@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from kvview import CanonicalKVCaches, Connector, StepPlan, TransferResult, WorkerConnector
 from kvview.connector.raising import where
-from kvview.testing.connector import watchdog
+from kvview.testing import watchdog
 from kvview.testing.connector.hook_calls import calling, hook, make_worker, require_type
 from kvview.testing.connector.invariants import InvariantBroken
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -17,12 +17,14 @@ from kvview import (
     ConnectorConfig,
     ConnectorError,
     OffloadKey,
+    PinBudgetExceeded,
     SchedulerConnector,
     WorkerConnector,
 )
 from kvview.connector.raising import build_connector
 from kvview.targets import is_engine_connector
-from kvview.testing.connector import watchdog
+from kvview.testing import watchdog
+from kvview.testing.breathing import new_threads_breathe
 from kvview.testing.connector.as_it_is import AsItIsWorker
 from kvview.testing.connector.configure import configure, is_of_size
 from kvview.testing.connector.coverage import (
@@ -117,16 +119,25 @@ def simulate(
             connector_class, scenario, dict(options or {})
         )
 
-    def play() -> tuple[SimulationResult, list[str]]:
+    def play(scenario: Scenario) -> tuple[SimulationResult, list[str]]:
         given = dict(options or {})
         with in_fresh_folders(given, scenario.num_connectors) as options_of_each:
             with watchdog.calling():  # the constructor
                 run = Run(connector_class, scenario, options_of_each, unique_ids, engines)
-            return run.run(), run.threads_left
+            with new_threads_breathe() if scenario.threads_breathe else nullcontext():
+                return run.run(), run.threads_left
 
     with watchdog.watching():
-        result, left = play()
-        if left and result.failure is None and leaves_threads(connector_class, lambda: play()[1]):
+        try:
+            result, left = play(scenario)
+        except _BudgetIgnored:
+            scenario = replace(scenario, pin_budget=None)
+            result, left = play(scenario)
+        if (
+            left
+            and result.failure is None
+            and leaves_threads(connector_class, lambda: play(scenario)[1])
+        ):
             failure = Failure(
                 "CONN-12",
                 f"shutdown of the halves returned, and their threads {left} go on: end what was "
@@ -136,6 +147,16 @@ def simulate(
             )
             result = replace(result, failure=failure)
         return result
+
+
+class _BudgetIgnored(Exception):
+    """A hold that the pin budget refused ended a hook: no law obliges to ask before."""
+
+
+def _is_refused_hold(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, PinBudgetExceeded):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _again_and_again(fates: Sequence[Fate]) -> Iterator[Fate]:
@@ -218,6 +239,7 @@ class Run:
         self._coverage["with an abrupt end"] += self.scenario.ends_abruptly
         self._coverage["with steps in flight"] += self.scenario.steps_in_flight > 1
         self._coverage["with lagging compute"] += self.scenario.compute_lags
+        self._coverage["with a pin budget"] += self.scenario.pin_budget is not None
         self._engines = engines
         self._name = connector_class.__name__
         self._stream = StepStream() if self.scenario.compute_lags else None
@@ -349,8 +371,10 @@ class Run:
         except EndedLoudly:
             self._coverage["ended by a copy that failed"] += 1
         except InvariantBroken as broken:
+            self._raise_ignored_budget(broken)
             failure = self._failure(broken.law, broken.message, broken.is_timeout)
         except ConnectorError as error:
+            self._raise_ignored_budget(error)
             law, colon, message = str(error).partition(": ")
             is_law = bool(colon) and law.startswith("CONN-")
             failure = self._failure(*((law, message) if is_law else ("CONN-3", str(error))))
@@ -380,6 +404,10 @@ class Run:
             dict(self._coverage),
             self._lap_loads,
         )
+
+    def _raise_ignored_budget(self, error: Exception) -> None:
+        if self.scenario.pin_budget is not None and _is_refused_hold(error):
+            raise _BudgetIgnored from error
 
     def _play_lap(self, lap: int) -> None:
         self._first_family = lap % _LAPS_UNTIL_PROMPTS_COME_AGAIN * _FAMILIES_A_LAP

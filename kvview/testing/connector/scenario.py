@@ -149,6 +149,10 @@ class Scenario:
             and a steady one. Each lap asks for prompts of its own, in the same order (after
             64 laps they come again). The fates begin again in another order when they are used
             up, and what is lost is reported much later, not only at the end.
+        pin_budget: Share of the pool's blocks that connectors may hold; None for no limit. A
+            connector that lets ``PinBudgetExceeded`` out is played without one.
+        threads_breathe: Whether threads let others go on before each of their lines, so that
+            races show.
     """
 
     geometry: CacheGeometry
@@ -169,6 +173,8 @@ class Scenario:
     worker_half: WorkerHalf = "job_by_job"
     group_pages: tuple[tuple[int, ...], ...] = ()
     laps: int = 1
+    pin_budget: float | None = None
+    threads_breathe: bool = False
 
     @property
     def steps_per_lap(self) -> int:

@@ -155,6 +155,8 @@ def _simpler_sizes(scenario: Scenario) -> Iterator[Scenario]:
     for name in (
         "worker_half",
         "group_pages",
+        "pin_budget",
+        "threads_breathe",
         "cpu_blocks",
         "max_running",
         "max_tokens_per_step",

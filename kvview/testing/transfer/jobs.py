@@ -9,7 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from kvview.errors import TransferSpecError
-from kvview.testing.harness import Capability
+from kvview.testing.breathing import new_threads_breathe
+from kvview.testing.checks import check
+from kvview.testing.harness import Capability, Factory
 from kvview.testing.profiles import current_profile
 from kvview.testing.transfer.driver import Part, TransferDriver, transfer_check
 from kvview.transfer import CPULoadStoreSpec
@@ -181,7 +183,53 @@ def check_xfer_1_host_page_is_stored_once_wherever_it_is_named(worker: TransferD
     worker.check_bytes("a refused job moves nothing")
 
 
-# --- the end ---
+# --- many, and the end ---
+
+
+@check("XFER-5", contract="transfer")
+def check_xfer_5_report_is_there_when_wait_returns(factory: Factory) -> None:
+    """However slowly the threads of the worker go on, and whatever else is waited for."""
+    with new_threads_breathe():
+        worker = TransferDriver(factory, "XFER-5")
+        try:
+            part = Part(worker.blocks_of(0)[:1], worker.chunks_of(0)[:1])
+            worker.store({0: part})
+            worker.finish()
+            for _ in range(10):
+                job_id = worker.load({0: part})
+                worker.call(worker.worker, "wait", [10**9, job_id])
+                results = worker.call(worker.worker, "get_finished")
+                told = [result.job_id for result in results]
+                worker.equal(told, [job_id], "what was waited for is reported")
+            worker.forget_jobs()
+        finally:
+            worker.end()
+
+
+@transfer_check("XFER-5")
+def check_xfer_5_each_of_thousands_of_jobs_is_reported(worker: TransferDriver) -> None:
+    """Before anybody asks for reports; a worker that takes no more says so at once."""
+    parts = {0: Part(worker.blocks_of(0)[:1], worker.chunks_of(0)[:1])}
+    worker.store(parts)
+    worker.finish()
+    worker.scramble(0, parts[0].blocks)
+    gpu, tier = worker.sides(parts)
+    worker.pause()
+    accepted = []
+    with worker.unrecorded():
+        for job_id in range(1000, 3000):
+            if not worker.call(worker.worker, "transfer_async", job_id, (tier, gpu)):
+                break
+            accepted.append(job_id)
+    worker.resume()
+    worker.expect_loaded(parts)
+    with worker.unrecorded():
+        worker.call(worker.worker, "wait", accepted)
+    results = worker.call(worker.worker, "get_finished")
+    told = sorted(result.job_id for result in results)
+    what = f"each of {len(accepted)} jobs is reported exactly once"
+    worker.true(told == accepted, what, f"{len(told)} reports", f"{len(accepted)}")
+    worker.check_bytes("jobs that came together are run")
 
 
 @transfer_check("XFER-5")

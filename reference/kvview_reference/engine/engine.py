@@ -103,6 +103,7 @@ class Engine:
         device: Where the KV cache is.
         group_pages: Layout of the pages, as :class:`KVBytes` takes it; instead of
             ``page_bytes`` and ``num_layers``.
+        pin_budget: Share of the pool's blocks that the connector may hold; None for no limit.
 
     Raises:
         ConfigError: A size is impossible, or the blocks do not fit in memory.
@@ -126,6 +127,7 @@ class Engine:
         enable_events: bool = False,
         device: str = "cpu",
         group_pages: Sequence[Sequence[int]] = (),
+        pin_budget: float | None = None,
     ) -> None:
         if max_running < 1:
             raise ConfigError(f"max_running must be at least 1, got {max_running}")
@@ -176,7 +178,7 @@ class Engine:
         self.worker_connector = connector.make_worker()
         self.worker_connector.register_kv_caches(self.kv_bytes.caches)
         owner = type(connector).__name__
-        self.view = guard_pool(self.kv_cache.pool, owner)
+        self.view = guard_pool(self.kv_cache.pool, owner, pin_budget)
         self.scheduler_connector = connector.make_scheduler()
         self.scheduler_connector.bind_gpu_block_pool_view(self.view)
         self.scheduler_connector.on_engine_ready(

@@ -41,7 +41,7 @@ class RawEngines:
                 left_out.append(what)
                 scenario = replace(scenario, **changes)  # type: ignore[arg-type]
 
-        scenario = replace(scenario, decode_tokens=1, group_pages=())
+        scenario = replace(scenario, decode_tokens=1, group_pages=(), pin_budget=None)
         leave_out(
             scenario.num_gpu_blocks > _MOST_BLOCKS,
             f"a pool of more than {_MOST_BLOCKS} blocks: it takes long",

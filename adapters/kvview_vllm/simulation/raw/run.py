@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from kvview.testing.connector import watchdog
+from kvview.testing import watchdog
 from kvview.testing.connector.invariants import HoldWatch, InvariantBroken
 from kvview.testing.connector.run import Run
 from kvview.testing.placeholders import in_folder

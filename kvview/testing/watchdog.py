@@ -1,6 +1,7 @@
-"""Ends the hook of a connector that does not return: a loop without an end, a lock for ever.
+"""Ends a call that does not return: a loop without an end, a lock for ever.
 
-A timer ticks once a second, and looks whether the same call of a hook is still running.
+It may be a hook of a connector, or any call that a check makes. A timer ticks once a second,
+and looks whether the same call is still running.
 
 1. What is counted is CPU time of the process, so that a slow machine is no fault; a hook
    that waits and uses none is given four times as long, in ticks: a machine that sleeps
@@ -65,6 +66,11 @@ def calling() -> Iterator[None]:
     finally:
         _Call.depth -= 1
         _Call.number += 1
+
+
+def next_call() -> None:
+    """What was called in the block returned, and another call begins."""
+    _Call.number += 1
 
 
 @contextmanager
