@@ -1,8 +1,8 @@
 """The transfer contract: pages of KV bytes moved between the GPU and a medium.
 
 - XFER-1 Bytes **must** be exact; a spec that names a page that does not exist,
-  names a destination page twice, or whose sides do not pair up, raises
-  :class:`~kvview.TransferSpecError`. A source page may be named twice.
+  names a destination page twice (in a store, a host block), or whose sides do not pair
+  up, raises :class:`~kvview.TransferSpecError`. A source page may be named twice.
 - XFER-2 Nothing outside the named pages **must** be written.
 - XFER-3 Stores and loads that touch the same page **must** run in the order in
   which they were submitted.
@@ -232,5 +232,8 @@ class TransferWorker(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Finish or drop what is in flight and release memory; callable twice."""
+        """Finish or drop what is in flight and release memory; callable twice.
+
+        What was dropped need not be reported; ``wait`` does not wait for it.
+        """
         ...

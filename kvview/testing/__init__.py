@@ -44,6 +44,7 @@ from kvview.testing.runner import read_expected_failures, run_checks
 from kvview.testing.tier import budget_checks as tier_budget_checks
 from kvview.testing.tier import checks as tier_checks
 from kvview.testing.tier import guard_checks as tier_guard_checks
+from kvview.testing.tier import meanwhile_checks as tier_meanwhile_checks
 from kvview.testing.tier.store_harness import GuardedStoreHarness, StoreHarness
 from kvview.testing.transfer import checks as transfer_checks
 from kvview.testing.transfer import jobs as job_checks
@@ -100,6 +101,7 @@ __all__ = [
     "tier_budget_checks",
     "tier_checks",
     "tier_guard_checks",
+    "tier_meanwhile_checks",
     "transfer_checks",
     "turnover_checks",
     "view_checks",

@@ -77,6 +77,8 @@ class _Job:
     is_get: bool
     due: float
     private: list[bytearray] = field(default_factory=list)
+    deleted: set[bytes] = field(default_factory=set)
+    """Keys that were deleted since: they stay a miss."""
     is_copying: bool = False
     """The guard, or a store that was given them, is at the pages: it is not late now."""
 
@@ -233,6 +235,8 @@ class GuardedTier:
         with self._changed:
             for key in keys:
                 self._answers.failed(key)
+            for entry in self._jobs.values():
+                entry.deleted.update(keys)
         self._tell(partial(self._drop, [*keys]))
 
     def touch(self, keys: Sequence[bytes], /) -> None:
@@ -281,7 +285,7 @@ class GuardedTier:
         self._in_store.pop(entry.number, None)
         entry.pages = []
         for key, flag in zip(entry.keys, flags, strict=True):
-            if flag and not entry.is_get:
+            if flag and not entry.is_get and key not in entry.deleted:
                 self._answers.stored(key)
             elif not flag and entry.is_get:
                 self._answers.failed(key)

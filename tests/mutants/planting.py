@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from kvview.testing import Mutant
 
-HarnessT = TypeVar("HarnessT", bound=type[Any])
+HarnessT = TypeVar("HarnessT", bound=Callable[..., Any])
 
 
 def planter(mutants: list[Mutant]) -> Callable[..., Callable[[HarnessT], HarnessT]]:

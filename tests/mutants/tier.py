@@ -1,4 +1,4 @@
-"""Wrong tier stores and wrong guards."""
+"""Wrong tier stores."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvview.testing import GuardedStoreHarness, Mutant, StoreHarness
-from kvview.tier import GuardedTier, Namespace, TierStore, TierUsage
+from kvview.testing import Mutant, StoreHarness
+from kvview.tier import Namespace, Threaded, TierUsage
 from kvview_reference.tier import FileStore
+from kvview_reference.tier.entry import EntryFormat
 
 MUTANTS: list[Mutant] = []
 StoreT = TypeVar("StoreT", bound=type[Any])
 
 _OPTIONS = {"root": "{tmp}"}
+_LOCK_OF_THE_PROCESS = threading.Lock()
 
 
 def later(seconds: float, call: Callable[..., object], *args: object) -> None:
@@ -50,25 +52,6 @@ def wrong(law: str, killed_by: str, incident: str | None = None) -> Callable[[St
     return add
 
 
-def wrong_guard(law: str, killed_by: str, incident: str | None = None) -> Any:
-    """A class of guards is wrong."""
-
-    def add(guard: type[GuardedTier]) -> type[GuardedTier]:
-        class Harness(GuardedStoreHarness):
-            patience = 2.0
-
-            def guard(self, store: TierStore, namespace: Namespace, **options: Any) -> TierStore:
-                return guard(store, namespace, **options)
-
-        def factory() -> Any:
-            return Harness(FileStore, {**_OPTIONS, "checksum": "none"})
-
-        _plant(factory, guard, law, killed_by, incident)
-        return guard
-
-    return add
-
-
 def _plant(factory: Any, kind: type, law: str, killed_by: str, incident: str | None) -> None:
     factory.__name__ = factory.__qualname__ = kind.__name__
     what = (kind.__doc__ or "").strip().partition("\n")[0]
@@ -93,6 +76,21 @@ class SealsWithoutTheKey(FileStore):
         self._format.head = (  # type: ignore[method-assign]
             lambda key, page: head(b"k", page)[:-1] + bytes(len(key))
         )
+
+
+@wrong("TIER-1", "check_tier_1_damage_anywhere_in_a_large_page_fails")
+class SealsTheEnds(FileStore):
+    """Of a large page the first and the last bytes are sealed, and those between are believed."""
+
+    def __init__(self, namespace: Namespace, root: str) -> None:
+        super().__init__(namespace, root=root)
+        head, end = self._format.head, 65_536
+
+        def of_ends(key: bytes, page: memoryview) -> bytes:
+            both = bytes(page[:end]) + bytes(page[-end:])
+            return head(key, page if len(page) <= 2 * end else memoryview(both))
+
+        self._format.head = of_ends  # type: ignore[method-assign]
 
 
 @wrong("TIER-1", "check_tier_1_page_of_another_size_fails")
@@ -184,6 +182,14 @@ class FailsTheWholeJob(ChangesReports):
 
     def change(self, done: list[tuple[int, list[bool]]]) -> Any:
         return [(job, [all(flags)] * len(flags)) for job, flags in done]
+
+
+@wrong("TIER-2", "check_tier_2_page_that_cannot_fit_fails_alone")
+class EndsAJobAtAFailure(ChangesReports):
+    """What comes behind a key that failed fails too."""
+
+    def change(self, done: list[tuple[int, list[bool]]]) -> Any:
+        return [(job, [all(flags[: n + 1]) for n in range(len(flags))]) for job, flags in done]
 
 
 @wrong("TIER-2", "check_tier_2_job_without_keys_is_reported", "vllm#39732")
@@ -281,6 +287,22 @@ class NeverKnows(FileStore):
     def _ask(self, keys: list[bytes]) -> None: ...
 
 
+@wrong("TIER-5", "check_tier_5_who_polls_when_woken_up_misses_nothing")
+class WakesUpTooSoon(FileStore):
+    """The engine is woken up when a job begins: what ends later it never hears of."""
+
+    def on_wake_up(self, wake_up: Callable[[], None], /) -> None:  # type: ignore[misc]
+        self._wake_up_soon = wake_up
+
+    def read_into(self, key: bytes, page: memoryview, /) -> bool:
+        self._wake_up_soon()
+        return super().read_into(key, page)
+
+    def write(self, key: bytes, page: memoryview, /) -> bool:
+        self._wake_up_soon()
+        return super().write(key, page)
+
+
 @wrong("TIER-6", "check_tier_6_wrong_jobs_are_refused")
 class TakesAnyJob(FileStore):
     """Keys that are named twice, and pages of any shape, are taken."""
@@ -338,6 +360,22 @@ class DeletesNothing(FileStore):
     """What is deleted is still there."""
 
     def delete(self, keys: Sequence[bytes], /) -> None: ...
+
+
+@wrong("TIER-7", "check_tier_7_delete_of_what_is_being_put")
+class FindsWhatWasDeletedUnderAPut(FileStore):
+    """A put that ends after the delete of its key makes it found, and its bytes are removed."""
+
+    def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
+        return Threaded.lookup(self, keys)
+
+    def write(self, key: bytes, page: memoryview, /) -> bool:
+        return self.store(key, page, is_replaced=False)
+
+    def _remove_hidden(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._hidden.discard(key)
+            self.remove(key)
 
 
 class WrongBudget(FileStore):
@@ -409,6 +447,28 @@ class KeepsItsIndexInMemory(FileStore):
         (self._folder / "closed").touch()
 
 
+@wrong("TIER-9", "check_tier_9_processes_that_write_at_once_lose_nothing")
+class WritesIntoOneFile(FileStore):
+    """What is half-written has one name for all processes: one writes into another's file."""
+
+    def store(self, key: bytes, page: memoryview, *, is_replaced: bool) -> bool:
+        half, content = self._half / "half", self._format.head(key, page) + bytes(page)
+        with _LOCK_OF_THE_PROCESS:
+            half.write_bytes(content)
+            Path(self._path(key)).parent.mkdir(exist_ok=True)
+            half.rename(self._path(key))
+        return True
+
+
+@wrong("TIER-10", "check_tier_10_entry_of_another_namespace_is_not_believed")
+class SealsWithoutTheNamespace(FileStore):
+    """The checksum is of key and page: a file that a restore put in a wrong place looks right."""
+
+    def __init__(self, namespace: Namespace, root: str) -> None:
+        super().__init__(namespace, root=root)
+        self._format = EntryFormat(Namespace("any", "any"), "xxh3")
+
+
 @wrong("TIER-10", "check_tier_10_namespaces_share_nothing")
 class OneFolderForAll(FileStore):
     """Other weights find the KV of these."""
@@ -443,6 +503,18 @@ class ClosesOnce(FileStore):
         if self._is_closed:
             raise ValueError("it is closed")
         super().close()
+
+
+@wrong("TIER-11", "check_tier_11_next_poll_reports_all_that_was_drained")
+class ReportsAFewAtATime(ChangesReports):
+    """A poll brings at most 64 reports, the rest comes with later ones."""
+
+    _waiting: Sequence[tuple[int, list[bool]]] = ()
+
+    def change(self, done: list[tuple[int, list[bool]]]) -> Any:
+        waiting = [*self._waiting, *done]
+        self._waiting = waiting[64:]
+        return waiting[:64]
 
 
 @wrong("TIER-11", "check_tier_11_drain_says_what_has_not_ended")
@@ -525,132 +597,3 @@ class DeletesWhatWasStoredSince(FileStore):
             self._under_way.discard(key)
             self.remove(key)
         return is_stored
-
-
-@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_raises")
-class LetsExceptionsOut(GuardedTier):
-    """What a store raises in ``put`` ends the engine."""
-
-    def put(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
-        if getattr(self.store, "fault", "") == "put raises":
-            raise OSError(28, "no space left")
-        super().put(job, keys, pages)
-
-
-@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_raises")
-class EndsItsThread(GuardedTier):
-    """``SystemExit`` in a store ends the guard's thread, and all jobs after it are late."""
-
-    def _run(self) -> None:
-        with suppress(SystemExit):  # or pytest would tell of the thread
-            super()._run()
-
-    def _ask_store(self, call: Callable[..., object], *args: object) -> object:
-        found = super()._ask_store(call, *args)
-        if isinstance(found, SystemExit):
-            raise found
-        return found
-
-
-@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_blocks", "vllm#45704")
-class AsksOnTheCallersThread(GuardedTier):
-    """A lookup goes to the store at once."""
-
-    def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
-        found = self._ask_store(self.store.lookup, list(keys))
-        if not isinstance(found, list):
-            return [False] * len(keys)
-        known, _ = self._answers.flags(keys)
-        return [flag and was is not False for flag, was in zip(found, known, strict=True)]
-
-
-@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_is_late")
-class WaitsForEver(GuardedTier):
-    """A job that is never reported is never late."""
-
-    def _expire(self) -> None: ...
-
-
-@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_is_late")
-class GivesTheEnginesPagesAway(GuardedTier):
-    """A store loads into the engine's own pages: late bytes land in what is another's by then."""
-
-    def _start(self, entry: Any) -> None:
-        if not entry.is_get:
-            super()._start(entry)
-            return
-        pages = list(entry.pages)
-        self._in_store[entry.number] = entry
-        entry.private = [bytearray(len(page) + 16) for page in pages]
-        views = [memoryview(private) for private in entry.private]
-        self.store.get(entry.number, entry.keys, views)
-        late = getattr(self.store, "_late_pages", None)
-        if late:
-            late += pages
-
-
-@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_is_no_report")
-class TakesAnyNumberOfFlags(GuardedTier):
-    """Flags are passed on as they come."""
-
-    def _finish(self, entry: Any, flags: list[bool]) -> None:
-        super()._finish(entry, flags)
-        if getattr(self.store, "fault", "") == "too few flags":
-            job, given = self._done.pop()
-            self._done.append((job, given[1:]))
-
-
-@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_is_no_report")
-class PassesReportsOn(GuardedTier):
-    """A report of a job that nobody gave reaches the engine."""
-
-    def _collect(self) -> None:
-        super()._collect()
-        if getattr(self.store, "fault", "") == "reports a job of nobody":
-            with self._changed:
-                self._done.append((987_654_321, [True]))
-
-
-@wrong_guard("TIER-12", "check_tier_12_guard_bears_lies")
-class LooksAtNoBytes(GuardedTier):
-    """Without checksums: what a store says was loaded is taken for it."""
-
-    def __init__(self, store: TierStore, namespace: Namespace, **options: Any) -> None:
-        super().__init__(store, namespace, **{**options, "checksum": "none"})
-
-
-@wrong_guard("TIER-12", "check_tier_12_guard_bears_lies")
-class BelievesLookups(GuardedTier):
-    """What failed is found again as soon as the store says so."""
-
-    def __init__(self, store: TierStore, namespace: Namespace, **options: Any) -> None:
-        super().__init__(store, namespace, **options)
-        answers: Any = self._answers
-        answers.failed = lambda key: answers._known.pop(key, None)
-
-
-@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_is_late")
-class NeverTriesAgain(GuardedTier):
-    """A store that was left alone once is left alone for ever."""
-
-    def __init__(self, store: TierStore, namespace: Namespace, **options: Any) -> None:
-        super().__init__(store, namespace, **{**options, "retry_after": 1e9})
-
-
-@wrong_guard("TIER-12", "check_tier_12_guard_closes_over_any_store")
-class ClosesWhenTheStoreDoes(GuardedTier):
-    """Close waits for jobs that a store never reports."""
-
-    def close(self) -> None:
-        self.drain(60.0)
-        super().close()
-
-
-@wrong_guard("TIER-12", "check_tier_12_guard_without_copies")
-class ReportsWhatTheStoreStillHas(GuardedTier):
-    """At its deadline a job is reported although its pages are the store's."""
-
-    def _expire(self) -> None:
-        for entry in self._jobs.values():
-            entry.is_copying = False
-        super()._expire()

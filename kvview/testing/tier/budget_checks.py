@@ -67,6 +67,18 @@ def check_tier_8_page_that_cannot_fit_fails(store: TierDriver) -> None:
     store.check_held(B)
 
 
+@tier_check("TIER-2", Capability.BUDGET)
+def check_tier_2_page_that_cannot_fit_fails_alone(store: TierDriver) -> None:
+    """The other keys of its put are stored, before it and behind it."""
+    store.go_on_with(store.call(store.harness, "with_budget", 100_000))
+    for large in range(6):
+        keys = [f"{large} {number}".encode() for number in range(6)]
+        sizes = {key: 200_000 if n == large else 4096 for n, key in enumerate(keys)}
+        job = store.put_sizes(sizes)
+        expected = [size == 4096 for size in sizes.values()]
+        store.equal(store.finish()[job], expected, f"only page {large}, which cannot fit, fails")
+
+
 @tier_check("TIER-8", Capability.BUDGET, Capability.NAMESPACES)
 def check_tier_8_stores_of_one_place_share_its_budget(store: TierDriver) -> None:
     """Two stores of one namespace fill one place, at once; one is closed and opened again."""

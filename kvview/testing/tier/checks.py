@@ -92,6 +92,17 @@ def check_tier_1_damaged_bytes_fail(store: TierDriver) -> None:
         store.finish()
 
 
+@tier_check("TIER-1", Capability.DAMAGE, Capability.VERIFIES)
+def check_tier_1_damage_anywhere_in_a_large_page_fails(store: TierDriver) -> None:
+    """One bit, in another place of each page: all of a page is verified, not a part."""
+    store.put(*_MANY, num_bytes=400_000)
+    store.finish()
+    num_damaged = store.damage("flip")
+    store.true(num_damaged > 0, "there is something to damage", num_damaged, "some entries")
+    store.get(*_MANY, num_bytes=400_000)
+    store.finish()
+
+
 # --- TIER-2: one report a job, one flag a key ---
 
 
@@ -592,6 +603,19 @@ def check_tier_11_drain_says_what_has_not_ended(store: TierDriver) -> None:
     store.call(store.harness, "resume")
     store.finish()
     store.check_held(A, B)
+
+
+@tier_check("TIER-11")
+def check_tier_11_next_poll_reports_all_that_was_drained(store: TierDriver) -> None:
+    """However many jobs that is."""
+    store.put(*_MANY[:10])
+    store.finish()
+    for number in range(300):
+        store.get(_MANY[number % 10], f"never {number}".encode())
+    store.finish()
+    for number in range(100):
+        store.put(f"{number}".encode(), num_bytes=100)
+    store.finish()
 
 
 # --- TIER-12: behind the guard ---

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,6 +110,11 @@ class TierDriver(Recorder):
         """Start to store what keys name."""
         pages = [memoryview(bytearray(bytes_of(key, num_bytes))) for key in keys]
         return self._start("put", keys, pages, job)
+
+    def put_sizes(self, sizes: Mapping[bytes, int]) -> int:
+        """Start to store keys whose pages have different sizes, in one job."""
+        pages = [memoryview(bytearray(bytes_of(key, size))) for key, size in sizes.items()]
+        return self._start("put", [*sizes], pages, None)
 
     def get(self, *keys: bytes, num_bytes: int = PAGE_BYTES, job: int | None = None) -> int:
         """Start to load keys into pages of their own."""

@@ -47,7 +47,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
     for number in range(job["num"]):
         read, write = os.pipe()
         seed = dice.randrange(1 << 30)
-        child = _forked(partial(_write, job, seed, write))
+        child = forked(partial(_write, job, seed, write))
         os.close(write)
         with os.fdopen(read, "rb") as told:
             told.readline()  # it is open
@@ -56,7 +56,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             lines = [*filter(None, [*lines, *told.readlines()])]
-        tried = [*tried, _keys(seed)][-_RUNS_LOOKED_AT:]
+        tried = [*tried, keys_of_run(seed)][-_RUNS_LOOKED_AT:]
         acknowledged = [
             *acknowledged,
             {bytes.fromhex(line.decode()) for line in lines if line.endswith(b"\n")},
@@ -80,13 +80,14 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
     return runs
 
 
-def _keys(seed: int) -> dict[bytes, int]:
+def keys_of_run(seed: int) -> dict[bytes, int]:
     """What one run puts, in its order: keys, and bytes of their pages."""
     dice = random.Random(seed)
     return {dice.randbytes(20): dice.choice((700, 4096, 20_000, 65_536)) for _ in range(600)}
 
 
-def _forked(body: Callable[[], None]) -> int:
+def forked(body: Callable[[], None]) -> int:
+    """Run it in a process of its own, which ends with it; returns the process."""
     child = os.fork()
     if child:
         return child
@@ -98,15 +99,16 @@ def _forked(body: Callable[[], None]) -> int:
         os._exit(0)
 
 
-def _open(job: dict[str, Any]) -> Any:
+def open_store(job: dict[str, Any]) -> Any:
+    """Make the store of a job."""
     make = load_target(job["target"])
     return make(Namespace.from_json(job["namespace"]), **job["options"])
 
 
 def _write(job: dict[str, Any], seed: int, told: int) -> None:
-    store = _open(job)
+    store = open_store(job)
     os.write(told, b"open\n")
-    keys = list(_keys(seed).items())
+    keys = list(keys_of_run(seed).items())
     jobs = {}
     for number in range(0, len(keys), _KEYS_OF_A_JOB):
         part = keys[number : number + _KEYS_OF_A_JOB]
@@ -132,11 +134,11 @@ def _look(job: dict[str, Any], keys: dict[bytes, int]) -> dict[str, Any]:
         found: dict[str, Any] = {"loaded": [], "wrong": [], "half": [], "not_healed": []}
         found["error"] = ""
         try:
-            store = _open(job)
+            store = open_store(job)
             hits = _hits(store, [*keys])
             for is_hit in (True, False):  # apart: one that is missing may fail others (TIER-2)
                 chosen = {key: size for key, size in keys.items() if (key in hits) is is_hit}
-                for key, page, flag in _get(store, chosen):
+                for key, page, flag in loaded_pages(store, chosen):
                     if flag:
                         is_exact = page == bytes_of(key, len(page))
                         found["loaded" if is_exact else "wrong"].append(key.hex())
@@ -148,7 +150,7 @@ def _look(job: dict[str, Any], keys: dict[bytes, int]) -> dict[str, Any]:
             flags = _ended(store)
             stored = {key: keys[key] for key, flag in zip(lacking, flags, strict=True) if flag}
             if "max_bytes" not in job["options"]:  # else they may be evicted at once
-                for key, page, flag in _get(store, stored):
+                for key, page, flag in loaded_pages(store, stored):
                     if not flag or page != bytes_of(key, len(page)):
                         found["not_healed"].append(key.hex())
             store.close()
@@ -157,7 +159,7 @@ def _look(job: dict[str, Any], keys: dict[bytes, int]) -> dict[str, Any]:
         with os.fdopen(write, "w") as out:
             json.dump(found, out)
 
-    child = _forked(look)
+    child = forked(look)
     os.close(write)
     with os.fdopen(read) as told:
         text = told.read()
@@ -166,7 +168,8 @@ def _look(job: dict[str, Any], keys: dict[bytes, int]) -> dict[str, Any]:
     return result
 
 
-def _get(store: Any, keys: dict[bytes, int]) -> list[tuple[bytes, memoryview, bool]]:
+def loaded_pages(store: Any, keys: dict[bytes, int]) -> list[tuple[bytes, memoryview, bool]]:
+    """Load keys in one job: each with its page, and whether it was loaded."""
     pages = {key: memoryview(bytearray(size)) for key, size in keys.items()}
     store.get(1, list(pages), list(pages.values()))
     return [

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 from kvview.errors import ConfigError, one_line
 from kvview.targets import target_of
+from kvview.testing import watchdog
 from kvview.testing.harness import Capability
 from kvview.testing.placeholders import FOLDER, in_folder
 from kvview.testing.profiles import current_profile
@@ -156,26 +158,21 @@ class StoreHarness:
 
     def killed_runs(self, num: int, seed: int) -> list[dict[str, Any]]:
         """Kill a process that writes, again and again; see :mod:`.killed`."""
-        job = {
-            "target": self._target(),
-            "options": self._filled_options(),
-            "namespace": self.namespace.to_json(),
-            "num": num,
-            "seed": seed,
-        }
-        command = [sys.executable, "-m", "kvview.testing.tier.killed", json.dumps(job)]
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        ran = subprocess.run(
-            command,
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            timeout=_KILL_SECONDS,
-            check=False,
-        )
-        if ran.returncode:
-            raise RuntimeError(f"killed runs ended with {ran.stderr.decode()[-2000:]}")
-        runs: list[dict[str, Any]] = json.loads(ran.stdout)
+        runs: list[dict[str, Any]] = self._played("killed", num, seed)
         return runs
+
+    def written_at_once(self, num: int, seed: int) -> dict[str, Any]:
+        """Let so many processes write into the place at once; see :mod:`.at_once`."""
+        found: dict[str, Any] = self._played("at_once", num, seed)
+        return found
+
+    def entries(self) -> set[Path]:
+        """Files in the folder that are large enough for an entry."""
+        found = set()
+        for path in self._files():
+            with suppress(OSError):  # a file that was being written
+                found |= {path} if path.stat().st_size >= SMALLEST_ENTRY else set()
+        return found
 
     def end(self) -> None:
         """Close the store and remove the folder."""
@@ -188,6 +185,33 @@ class StoreHarness:
 
     def _filled_options(self) -> dict[str, Any]:
         return {key: in_folder(value, str(self.folder)) for key, value in self._options.items()}
+
+    def _played(self, program: str, num: int, seed: int) -> Any:
+        """What a program of the kit says of this store: it forks, and so runs by itself."""
+        job = {
+            "target": self._target(),
+            "options": self._filled_options(),
+            "namespace": self.namespace.to_json(),
+            "num": num,
+            "seed": seed,
+        }
+        command = [sys.executable, "-m", f"kvview.testing.tier.{program}", json.dumps(job)]
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        pipe, env = subprocess.PIPE, {**os.environ, "PYTHONPATH": path}
+        with subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe) as ran:
+            end = time.monotonic() + _KILL_SECONDS
+            while True:
+                try:
+                    said, error = ran.communicate(timeout=1.0)
+                    break
+                except subprocess.TimeoutExpired:
+                    watchdog.next_call()  # this one has a limit of its own
+                    if time.monotonic() > end:
+                        ran.kill()
+                        raise
+        if ran.returncode:
+            raise RuntimeError(f"{program} ended with {error.decode()[-2000:]}")
+        return json.loads(said)
 
     def _files(self) -> list[Path]:
         return sorted(path for path in self.folder.rglob("*") if path.is_file())

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from kvview.tier import Namespace, Threaded
 
@@ -78,17 +79,34 @@ class DeletingStore(Threaded):
                 self._hidden.discard(key)
             return is_stored
 
+    def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
+        """What is known; a hidden key is a miss, also when a put of it ends just now."""
+        flags, hidden = super().lookup(keys), self._hidden
+        return [False if key in hidden else flag for key, flag in zip(keys, flags, strict=True)]
+
     def delete(self, keys: Sequence[bytes], /) -> None:
         """Hide keys now, and remove what is stored of them on a thread."""
         self._hidden.update(keys)
         with self._changed:
             for key in keys:
                 self._answers.failed(key)
-        self._later(partial(self._remove_hidden, [*keys]))
+            puts = [entry for entry in self._jobs.values() if not entry.is_get]
+            under_way = [entry for entry in puts if not {*entry.keys}.isdisjoint(keys)]
+        self._later(partial(self._delete, [*keys], under_way))
+
+    def _delete(self, keys: Sequence[bytes], under_way: Sequence[Any]) -> None:
+        """Remove keys when puts from before have ended: other threads are at them, or done."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_closed or not any(entry.parts_left for entry in under_way)
+            )
+        self._remove_hidden(keys)
 
     def _remove_hidden(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             with self._removing, suppress(OSError):
                 if key in self._hidden:
                     self.remove(key)
+                    with self._changed:
+                        self._answers.failed(key)  # whatever a put has said meanwhile
                     self._hidden.discard(key)
