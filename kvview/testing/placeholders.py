@@ -40,7 +40,8 @@ def in_size(value: Any, num_blocks: int, block_bytes: int) -> Any:
         block_bytes: Of one of them.
     """
     if isinstance(value, str):
-        return {BLOCKS: num_blocks, BYTES: num_blocks * block_bytes}.get(value, value)
+        rest = num_blocks % 2 * block_bytes // 2  # a size need not be a whole number of blocks
+        return {BLOCKS: num_blocks, BYTES: num_blocks * block_bytes + rest}.get(value, value)
     return _each(value, lambda part: in_size(part, num_blocks, block_bytes))
 
 

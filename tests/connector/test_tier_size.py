@@ -95,7 +95,7 @@ def test_a_size_of_another_name_is_filled_in(connector: type[OwnOption]) -> None
 
 def test_bytes_are_those_of_the_largest_pages() -> None:
     options = {"children": [{"gib": "{bytes}"}], "path": "{tmp}/{blocks}"}
-    assert in_size(options, 3, 64) == {"children": [{"gib": 192}], "path": "{tmp}/{blocks}"}
+    assert in_size(options, 3, 64) == {"children": [{"gib": 224}], "path": "{tmp}/{blocks}"}
     pages = replace(generate_scenario(0), group_pages=((64, 8), (16, 16)))
     assert pages.block_bytes == 72
 

@@ -34,6 +34,7 @@ from kvview.testing.transfer.compute import GatedComputeEvent
 _HEAD_START = 0.001  # seconds that wait() has, in which it might return too early
 _LAST_HEAD_START = 0.05  # and shutdown(), where jobs are in flight
 _SETTLE = 0.002  # seconds for copies that nobody waits for, of a worker that is wrong already
+_WHOLE_JOBS = 0.3  # of the times that a copy is let in early: all others of its thread too
 _RACES = 0.3  # of the times that jobs end: reports are asked for meanwhile
 _POLLS = 8  # how often at most
 _LOOK = 0.1  # seconds between two looks at a call that does not return
@@ -178,7 +179,7 @@ class AsItIsWorker(FaultyWorker):
             if self._draw() < 0.5 and self._num_good(moving, moving) is None:
                 self._may_have_begun.update(self._waiting.values())
                 with self._watch_writes():
-                    self._gate.let_one_in(self._draw())
+                    self._gate.let_in(self._draw(), whole_job=self._draw() < _WHOLE_JOBS)
             return
         with self._watch_writes():
             num_good = self._num_good(due, moving)

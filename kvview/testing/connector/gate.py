@@ -85,16 +85,20 @@ class Gate:
                 self._num_inside -= 1
                 self._changed.notify_all()
 
-    def let_one_in(self, number: float) -> None:
+    def let_in(self, number: float, *, whole_job: bool) -> None:
         """Let one of those that wait pass.
 
         Args:
             number: Which, 0.0 for the first to just below 1.0 for the last.
+            whole_job: Whether its thread may go on, until it comes no more.
         """
         with self._changed:
             if not self._before:
                 return
-            self._pass(self._before[int(number * len(self._before))])
+            ticket = self._before[int(number * len(self._before))]
+            self._pass(ticket)
+        while whole_job and self._let_in_next(ticket.thread):
+            pass
 
     def _let_in_next(self, thread: int) -> bool:
         """Let the operation of a thread pass that waits, or comes soon; False when none does."""

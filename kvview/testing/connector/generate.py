@@ -207,8 +207,8 @@ def steady_scenario(seed: int) -> Scenario:
 
     Some prompts come often and others once, and are found on the GPU whole, in part or not at
     all; transfers fail, requests are aborted, wait for room for one step or ten, and come in
-    pairs; with half of the seeds the caches are reset once a lap, with a quarter there is a pin
-    budget.
+    pairs; with half of the seeds the caches are reset five times a lap, with a
+    quarter there is a pin budget.
 
     Args:
         seed: Any; of four in a row, no two have the same groups and resets.
@@ -219,6 +219,7 @@ def steady_scenario(seed: int) -> Scenario:
     if seed % 2:
         groups += (SlidingWindow(size, 6),)
     num_gpu_blocks = 50 * len(groups)
+    has_resets = seed % 4 < 2
     events: list[Event] = []
     for number in range(30):
         family = draw.number(1, 3) if draw.chance(0.6) else 10 + number
@@ -229,6 +230,8 @@ def steady_scenario(seed: int) -> Scenario:
         if draw.chance(0.3):
             events.append(Add(f"{name}b", family, size * draw.number(7, 9) + 1))
         events.append(Step(draw.number(1, 3)))
+        if has_resets and number % 15 == 9:
+            events.append(Reset())  # with loads in flight
         if is_full:
             events.append(Step(draw.one_of([1, 1, 10])))
             if draw.chance(0.3):
@@ -237,10 +240,12 @@ def steady_scenario(seed: int) -> Scenario:
         if draw.chance(0.3):
             events.append(AbortLoading() if draw.chance(0.5) else Abort(name))
         events.append(Step(draw.number(3, 6)))
+        if has_resets and number % 15 == 4:
+            events.append(Reset())  # with stores in flight
         if draw.chance(0.7):
             events += [Squeeze(num_gpu_blocks // draw.one_of([1, 2])), Squeeze(0)]
     events.append(Step(12))
-    if seed % 4 < 2:
+    if has_resets:
         events.append(Reset())
     return Scenario(
         CacheGeometry(size, size, groups),

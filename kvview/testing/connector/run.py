@@ -406,7 +406,8 @@ class Run:
         )
 
     def _raise_ignored_budget(self, error: Exception) -> None:
-        if self.scenario.pin_budget is not None and _is_refused_hold(error):
+        is_asked = any(part.scheduler.asks_for_budget for part in self._parts)
+        if self.scenario.pin_budget is not None and not is_asked and _is_refused_hold(error):
             raise _BudgetIgnored from error
 
     def _play_lap(self, lap: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from typing_extensions import override
@@ -23,6 +23,7 @@ from kvview import (
     StepInfo,
     StepPlan,
     SupportsFindCachedBlock,
+    SupportsPinBudget,
     SupportsSilentTiers,
     SupportsSkippedBlocks,
     TransferResult,
@@ -222,7 +223,17 @@ class WatchedScheduler(SchedulerConnector):
     @override
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
         self._view = view
+        self.asks_for_budget = False
+        if isinstance(view, SupportsPinBudget):
+            view.num_pinnable_blocks = self._note_asked(view.num_pinnable_blocks)  # type: ignore[method-assign]
         self._call("bind_gpu_block_pool_view", view)
+
+    def _note_asked(self, ask: Callable[[], int]) -> Callable[[], int]:
+        def num_pinnable_blocks() -> int:
+            self.asks_for_budget = True
+            return ask()
+
+        return num_pinnable_blocks
 
     @override
     def on_engine_ready(self, facts: EngineFacts) -> None:
