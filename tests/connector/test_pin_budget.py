@@ -1,0 +1,72 @@
+"""Runs with a pin budget: connectors that ask for it keep it, others are played without."""
+
+from __future__ import annotations
+
+import pytest
+
+from examples.host_cache import HostCacheConnector, HostCacheScheduler
+from kvview import Connector, GPUBlockPoolView, SchedulerConnector
+from kvview.testing.connector import generate_scenario, simulate
+from kvview.testing.connector.generate import steady_scenario
+from kvview_reference.connector import LazyOffloadConnector, OffloadConnector
+
+SCENARIO = generate_scenario(10)
+"""Two of 22 blocks may be held."""
+
+
+class WithLimits(HostCacheConnector):
+    """The example, with another limit in the place of its budget."""
+
+    @staticmethod
+    def change(half: HostCacheScheduler) -> None:
+        """Spoil the scheduler half when it has its view."""
+
+    def make_scheduler(self) -> SchedulerConnector:
+        change = self.change
+
+        class Scheduler(HostCacheScheduler):
+            def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
+                super().bind_gpu_block_pool_view(view)
+                change(self)
+
+        return Scheduler(self.config, self.cpu_blocks)
+
+
+class NeverAsks(WithLimits):
+    """Lets the refusal of a hold out of its hook."""
+
+    @staticmethod
+    def change(half: HostCacheScheduler) -> None:
+        del half.limits[-1]
+
+
+class HoldsOneMore(WithLimits):
+    """Off by one in what it may hold."""
+
+    @staticmethod
+    def change(half: HostCacheScheduler) -> None:
+        ask = half.limits.pop()
+        half.limits.append(lambda: ask() + 1)
+
+
+@pytest.mark.parametrize("connector", [HostCacheConnector, LazyOffloadConnector, OffloadConnector])
+def test_who_asks_stores_less(connector: type[Connector]) -> None:
+    for scenario in (SCENARIO, steady_scenario(3)):
+        result = simulate(connector, scenario)
+        assert scenario.pin_budget == 0.1
+        assert result.failure is None
+        assert result.coverage["with a pin budget"] == 1
+
+
+def test_who_does_not_ask_is_played_without_one() -> None:
+    result = simulate(NeverAsks, SCENARIO)
+    assert result.failure is None
+    assert result.coverage["with a pin budget"] == 0
+    assert result.coverage["stores"]
+
+
+def test_who_asks_and_holds_more_is_told() -> None:
+    failure = simulate(HoldsOneMore, SCENARIO).failure
+    assert failure is not None
+    assert failure.law == "GUARD-5"
+    assert "on_request_finished raised PinBudgetExceeded" in failure.message
