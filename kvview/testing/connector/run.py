@@ -406,8 +406,9 @@ class Run:
         )
 
     def _raise_ignored_budget(self, error: Exception) -> None:
-        is_asked = any(part.scheduler.asks_for_budget for part in self._parts)
-        if self.scenario.pin_budget is not None and not is_asked and _is_refused_hold(error):
+        if self.scenario.pin_budget is None or not _is_refused_hold(error):
+            return
+        if not any(part.scheduler.asks_for_budget for part in self._parts):
             raise _BudgetIgnored from error
 
     def _play_lap(self, lap: int) -> None:

@@ -150,7 +150,8 @@ class Scenario:
             64 laps they come again). The fates begin again in another order when they are used
             up, and what is lost is reported much later, not only at the end.
         pin_budget: Share of the pool's blocks that connectors may hold; None for no limit. A
-            connector that lets ``PinBudgetExceeded`` out is played without one.
+            connector that never asks for it and lets ``PinBudgetExceeded`` out is played
+            without one.
         threads_breathe: Whether threads let others go on before each of their lines, so that
             races show.
     """
