@@ -18,7 +18,7 @@ _BREATH = 0.0002  # seconds before each line
 breaths = [0]
 """How often a thread let others go on: one that breathes is no thread that sleeps."""
 
-_NOT_TESTED = sys.stdlib_module_names | {"kvview", "kvview_vllm", "numpy", "torch"}
+_NOT_TESTED = sys.stdlib_module_names | {"kvview", "numpy", "torch"}
 
 
 def breathing(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,6 +46,12 @@ def new_threads_breathe() -> Iterator[None]:
         yield
     finally:
         threading.settrace(before)
+
+
+def go_on() -> None:
+    """The calling thread breathes no more."""
+    if sys.gettrace() is _breathe:
+        sys.settrace(None)
 
 
 def _breathe(frame: FrameType, event: str, arg: object) -> Any:

@@ -246,6 +246,7 @@ class Recorder:
             return self.script()
         profile = current_profile()
         call = f"{check.__name__}(factory)"
+        calls = "\n".join(self._header[_IMPORTS:] + self._lines)  # a repr may have several lines
         if profile.seed is not None or profile.options:
             options = dict(profile.options) or None
             effort = Effort(profile.name, profile.seed, profile.num_steps, options=options)
@@ -257,7 +258,7 @@ class Recorder:
                 f"from {check.__module__} import {check.__name__}",
                 "",
                 "# Among its calls are these:",
-                *(f"#   {line}" for line in self._header[_IMPORTS:] + self._lines),
+                *(f"#   {line}" for line in calls.splitlines()),
                 f"{call}  # raises LawBroken",
                 "",
             ]

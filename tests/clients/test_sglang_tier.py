@@ -322,5 +322,6 @@ def test_the_kit_names_what_is_wrong_with_sglangs_own_file_backend() -> None:
     assert {result.check.name for result in report.failures} == {
         "check_tier_1_page_of_another_size_fails",
         "check_tier_1_damaged_bytes_fail",
+        "check_tier_1_damage_anywhere_in_a_large_page_fails",
         "check_tier_10_namespaces_share_nothing",
     }

@@ -28,6 +28,7 @@ from kvview import (
     StepInfo,
     StepPlan,
     SupportsLeases,
+    SupportsPinBudget,
     TransferJob,
     TransferResult,
     WorkerConnector,
@@ -281,6 +282,8 @@ class LeasingScheduler(HostCacheScheduler):
     ) -> None:
         super().on_request_finished(request, block_ids, reason)
         assert isinstance(self.view, SupportsLeases)
+        if isinstance(self.view, SupportsPinBudget) and not self.view.num_pinnable_blocks():
+            return
         self.leases = [lease for lease in self.leases if lease.is_active]
         for block in [block for table in block_ids for block in table if block][:1]:
             self.leases.append(self.view.lease([block], job=request.request_id, ttl=self.ttl))

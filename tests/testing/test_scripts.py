@@ -20,7 +20,8 @@ pytest.importorskip("torch")
 NAMES = {check.name for check in CHECKS}
 MUTANTS = [m for m in load_mutants() if isinstance(m, Mutant) and m.killed_by in NAMES]
 CONNECTORS = [m for m in load_mutants() if isinstance(m, Mutant) and m.killed_by not in NAMES]
-DRAWN = random.Random(9).sample(MUTANTS, 30)
+ONE_OBJECT = "HasOneAccountForAll"  # its two views are one, which has one name in a script
+DRAWN = random.Random(9).sample([m for m in MUTANTS if m.name != ONE_OBJECT], 30)
 ALONE = ["check_guard_8_failed_expiry_hits_nobody_and_is_tried_again"]
 ALONE += ["check_guard_9_what_is_dropped_while_it_holds_is_told"]
 PREAMBLE = "from kvview.testing import load_mutants; load_mutants()\n"

@@ -22,7 +22,7 @@ import torch
 from typing_extensions import override
 
 from kvview import CanonicalKVCaches, GPULoadStoreSpec, StepPlan, TransferResult
-from kvview.testing.breathing import breathing, breaths
+from kvview.testing.breathing import breathing, breaths, go_on
 from kvview.testing.connector.faults import FaultyWorker, Flight, Unit, failed
 from kvview.testing.connector.gate import CopyFailed, Gate, gate_tensor
 from kvview.testing.connector.hook_calls import calling
@@ -369,6 +369,7 @@ class _HookThread:
             self._thread = None
 
     def _run(self) -> None:
+        go_on()  # it is the engine's: who is slower than it is late
         while (call := self._calls.get()) is not None:
             call.run()
 

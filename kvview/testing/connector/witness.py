@@ -30,6 +30,7 @@ from kvview import (
     StepInfo,
     StepPlan,
     SupportsLeases,
+    SupportsPinBudget,
     TransferResult,
     WorkerConnector,
 )
@@ -141,6 +142,8 @@ class WitnessScheduler(SchedulerConnector):
         self._forget(request)
         view = self._view
         blocks = [block for table in block_ids for block in table]
+        if isinstance(view, SupportsPinBudget) and not view.num_pinnable_blocks():
+            return
         if blocks and isinstance(view, SupportsLeases) and len(self._leases) < _MOST_LEASES:
             self._leases.append(view.lease(blocks[-1:], job=request.request_id, ttl=_SECONDS))
 
