@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -544,11 +545,16 @@ class LetsSmallJobsOvertakeLargeOnes(WrongWorker):
         submit = copier.submit
 
         def submit_one(job: Any) -> None:
-            is_behind = any(job.num_bytes > 1 << 20 for job in waiting)
-            waiting.append(job)
-            copier._run(job) if is_behind and job.num_bytes < 1 << 16 else submit(job)
+            if job.num_pages > 4:
+                copier._lane.submit(time.sleep, 0.002)  # as long as a really large one takes
+                large.append(job)
+                submit(job)
+            elif large:
+                copier._run(job)
+            else:
+                submit(job)
 
-        waiting: list[Any] = []
+        large: list[Any] = []
         copier.submit = submit_one
 
 
