@@ -129,6 +129,25 @@ class FourThreads(ThreadedWorker):
     num_threads = 4
 
 
+class WaitsForEnds(ThreadedWorker):
+    """Waits for events, which whoever overrides ``run`` sets."""
+
+    def __init__(self, cpu_blocks: int) -> None:
+        super().__init__(cpu_blocks)
+        self.has_ended: dict[int, threading.Event] = {}
+
+    @override
+    def start_plan(self, plan: StepPlan) -> None:
+        for job in (*plan.loads, *plan.stores):
+            self.has_ended[job.job_id] = threading.Event()
+        super().start_plan(plan)
+
+    @override
+    def wait(self, job_ids: Sequence[int]) -> None:
+        for job_id in job_ids:
+            self.has_ended[job_id].wait()
+
+
 class InAnyOrder(Threaded):
     """Right all the same: the example never has two jobs on one page in flight."""
 
@@ -186,27 +205,12 @@ class DiesSilently(Threaded):
 
 @breaks("CONN-3", "its one thread dies when a copy raises, and wait waits for ever")
 class ThreadDies(Threaded):
-    class worker(ThreadedWorker):
-        def __init__(self, cpu_blocks: int) -> None:
-            super().__init__(cpu_blocks)
-            self.has_ended: dict[int, threading.Event] = {}
-
-        @override
-        def start_plan(self, plan: StepPlan) -> None:
-            for job in (*plan.loads, *plan.stores):
-                self.has_ended[job.job_id] = threading.Event()
-            super().start_plan(plan)
-
+    class worker(WaitsForEnds):
         @override
         def run(self, job: TransferJob, mark: Any) -> None:
             self.copy(job)
             self.results.append(TransferResult(job.job_id, True))
             self.has_ended[job.job_id].set()
-
-        @override
-        def wait(self, job_ids: Sequence[int]) -> None:
-            for job_id in job_ids:
-                self.has_ended[job_id].wait()
 
 
 @breaks("XFER-5", "start_plan waits for the jobs before")
@@ -239,17 +243,7 @@ class ClearsWhatCameMeanwhile(Threaded):
 
 @breaks("CONN-3", "the end of a job is told before its report is there")
 class EndsBeforeItsReport(Threaded):
-    class worker(ThreadedWorker):
-        def __init__(self, cpu_blocks: int) -> None:
-            super().__init__(cpu_blocks)
-            self.has_ended: dict[int, threading.Event] = {}
-
-        @override
-        def start_plan(self, plan: StepPlan) -> None:
-            for job in (*plan.loads, *plan.stores):
-                self.has_ended[job.job_id] = threading.Event()
-            super().start_plan(plan)
-
+    class worker(WaitsForEnds):
         @override
         def run(self, job: TransferJob, mark: Any) -> None:
             if mark is not None:
@@ -261,11 +255,6 @@ class EndsBeforeItsReport(Threaded):
                 error = str(failure)
             self.has_ended[job.job_id].set()
             self.results.append(TransferResult(job.job_id, error is None, error=error))
-
-        @override
-        def wait(self, job_ids: Sequence[int]) -> None:
-            for job_id in job_ids:
-                self.has_ended[job_id].wait()
 
 
 @breaks("CONN-3", "wait returns at once")

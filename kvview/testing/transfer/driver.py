@@ -207,10 +207,6 @@ class TransferDriver(Recorder):
         self._in_flight.clear()
         return results
 
-    def forget_jobs(self) -> None:
-        """What is in flight was reported to somebody else."""
-        self._in_flight.clear()
-
     def pause(self) -> None:
         """Hold copies back, where the harness can."""
         if self.can(Capability.PAUSE):

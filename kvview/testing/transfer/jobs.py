@@ -201,7 +201,6 @@ def check_xfer_5_report_is_there_when_wait_returns(factory: Factory) -> None:
                 results = worker.call(worker.worker, "get_finished")
                 told = [result.job_id for result in results]
                 worker.equal(told, [job_id], "what was waited for is reported")
-            worker.forget_jobs()
         finally:
             worker.end()
 
