@@ -282,6 +282,7 @@ def test_the_kit_names_what_is_wrong_with_lmcaches_own_file_adapter() -> None:
     assert found - {"check_tier_1_put_again_keeps_the_bytes"} == {
         "check_tier_1_page_of_another_size_fails",
         "check_tier_1_damaged_bytes_fail",
+        "check_tier_1_damage_anywhere_in_a_large_page_fails",
         "check_tier_4_failed_get_is_a_miss_until_it_is_stored_again",
         "check_tier_4_damaged_key_is_stored_again",
     }
