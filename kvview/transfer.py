@@ -15,6 +15,9 @@
   compute stream held when the job was submitted: a key in the pool and a count of
   computed tokens mean *launched*, in stream order, and the kernels may still run
   (``CanonicalKVCaches.compute_stream``).
+- XFER-7 Whoever makes a worker over KV caches that it cannot move exactly (references to
+  no tensor or beyond a page, rows that overlap or are no bytes), or a tier larger than
+  memory, **must** be told at once, by :class:`~kvview.ConfigError`.
 
 Pages: a KV cache is a list of tensors, each ``(num_blocks, page_size_bytes)`` of
 int8; a group refers to one or more of them, and moving one block of a group

@@ -31,6 +31,7 @@ from kvview.testing.offloading import order as order_checks
 from kvview.testing.offloading import turnover as turnover_checks
 from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
 from kvview.testing.pool import checks as pool_checks
+from kvview.testing.pool import engine_moves as engine_move_checks
 from kvview.testing.pool import give_back as give_back_checks
 from kvview.testing.pool import holders as holder_checks
 from kvview.testing.pool import large as large_pool_checks
@@ -48,6 +49,7 @@ from kvview.testing.tier import meanwhile_checks as tier_meanwhile_checks
 from kvview.testing.tier.store_harness import GuardedStoreHarness, StoreHarness
 from kvview.testing.transfer import checks as transfer_checks
 from kvview.testing.transfer import jobs as job_checks
+from kvview.testing.transfer import refusals as refusal_checks
 from kvview.testing.transfer.compute import GatedComputeStream
 
 __all__ = [
@@ -77,6 +79,7 @@ __all__ = [
     "checks_for",
     "completion_checks",
     "conserved_checks",
+    "engine_move_checks",
     "event_checks",
     "geometry_checks",
     "give_back_checks",
@@ -96,6 +99,7 @@ __all__ = [
     "parametrize_with_checks",
     "pool_checks",
     "read_expected_failures",
+    "refusal_checks",
     "run_checks",
     "run_mutants",
     "tier_budget_checks",

@@ -76,6 +76,9 @@ class Capability(StrEnum):
     """The view has ``held_blocks()``."""
     VIEWS = "views"
     """``another_view()``: another view of the same pool."""
+    ENGINE_REFUSES = "engine_refuses"
+    """``release``, ``cache`` and ``evict`` raise, as a view does, for blocks that the engine cannot
+    mean, and so does ``share(block_ids)``: one reference more on each, free or in use."""
     GPU_EVENTS = "gpu_events"
     """``telling()``: a new harness whose engine tells of its prefix cache; ``take_events()`` of
     that is what it told since the last call, as :class:`~kvview.BlockStored`,
@@ -140,9 +143,15 @@ class Capability(StrEnum):
     FAIL_BLOCK = "fail_block"
     """``fail_block(number)``: in the store that is submitted next, the copy of one GPU block
     fails, counted in the order of the job; the copies of others need not."""
+    WORKERS = "workers"
+    """``with_caches(kv_caches, num_cpu_blocks)``: makes a worker over other KV caches, which is
+    shut down by the checks."""
     COMPUTE = "compute"
     """``hold_compute()`` and ``release_compute()``: what the worker's compute stream is given
     in between ends at ``release_compute`` (:class:`~kvview.testing.GatedComputeStream`)."""
+    COMPUTE_FAILS = "compute_fails"
+    """``fail_compute(when)``: the compute stream raises at the job that is submitted next, when it
+    is asked for a mark (``"mark"``) or waited for (``"wait"``)."""
     TIER_SPEC = "tier_spec"
     """``tier_spec(pages)``: how the tier names its pages, which may be anything: keys, offsets,
     files. Without it by :class:`~kvview.CPULoadStoreSpec`, and any other page is refused."""
@@ -439,6 +448,7 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         Capability.REUSE_NOTICE: (Need("view", "free_blocks_with_notice", 2),),
         Capability.HOLDS: (Need("view", "held_blocks", 0),),
         Capability.VIEWS: (Need("harness", "another_view", 0),),
+        Capability.ENGINE_REFUSES: (Need("harness", "share", 1),),
         Capability.GPU_EVENTS: (Need("harness", "telling", 0),),
         Capability.LEASES: (Need("view", "lease", 1), Need("harness", "advance", 1)),
         Capability.LEAKS: (Need("view", "leaks", 1),),
@@ -486,6 +496,8 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
             Need("harness", "hold_compute", 0),
             Need("harness", "release_compute", 0),
         ),
+        Capability.WORKERS: (Need("harness", "with_caches", 2),),
+        Capability.COMPUTE_FAILS: (Need("harness", "fail_compute", 1),),
         Capability.TIER_SPEC: (Need("harness", "tier_spec", 1),),
         Capability.HOST_BYTES: (Need("worker", "host_bytes", None),),
     },

@@ -3,8 +3,8 @@
 - *core*: every check that asks for no capability passes; of a connector every law holds in the
   simulated runs, and something was stored or loaded.
 - *full*: so does every check of a capability, and nothing is left unexercised. What belongs to
-  another role (a guard over a pool or a store) or is one choice of several (LRU, ARC) is not
-  asked for.
+  another role (a guard over a pool or a store, the engine under a view) or is one choice of
+  several (LRU, ARC) is not asked for.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ FEWEST_SEEDS = 200
 """Simulated runs of a connector below which no level is told."""
 
 _CHOICES = frozenset({Capability.LRU, Capability.ARC})
-_OF_GUARDS = frozenset(
+_OF_OTHERS = frozenset(
     {
+        Capability.ENGINE_REFUSES,
         *(Capability.LEASES, Capability.LEAKS, Capability.PIN_BUDGET, Capability.GUARDS),
         *(Capability.STATS, Capability.TRACE, Capability.ENGINE_SIDE, Capability.ONE_THREAD),
         Capability.TIER_GUARD,
@@ -55,7 +56,7 @@ def level_of(law: str, requires: Sequence[Capability]) -> Level | None:
         return Level.FULL
     if not requires:
         return Level.CORE
-    return None if (_CHOICES | _OF_GUARDS).intersection(requires) else Level.FULL
+    return None if (_CHOICES | _OF_OTHERS).intersection(requires) else Level.FULL
 
 
 def judge_level(

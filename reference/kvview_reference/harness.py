@@ -65,6 +65,7 @@ class ReferencePool:
             Capability.REUSE_NOTICE,
             Capability.HOLDS,
             Capability.VIEWS,
+            Capability.ENGINE_REFUSES,
             Capability.GPU_EVENTS,
         }
     )
@@ -101,6 +102,10 @@ class ReferencePool:
     def release(self, block_ids: Sequence[int]) -> None:
         """Give back one of the engine's references on each; the first is evicted first."""
         self.pool.free_blocks(block_ids)
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Take one of the engine's references more on each, as for a request that hits them."""
+        self.pool.touch_blocks(block_ids)
 
     def cache(
         self, block_ids: Sequence[int], block_hashes: Sequence[bytes], group_idx: int
@@ -292,6 +297,8 @@ class ReferenceTransfer:
             Capability.PAUSE,
             Capability.FAIL_BLOCK,
             Capability.COMPUTE,
+            Capability.COMPUTE_FAILS,
+            Capability.WORKERS,
             Capability.HOST_BYTES,
         }
     )
@@ -331,6 +338,12 @@ class ReferenceTransfer:
             self.kv_caches, self.num_cpu_blocks, blocks_per_chunk=self.blocks_per_chunk
         )
 
+    def with_caches(
+        self, kv_caches: CanonicalKVCaches[Any], num_cpu_blocks: int
+    ) -> CPUGPUTransferWorker:
+        """Another worker, over other KV caches."""
+        return type(self.worker)(kv_caches, num_cpu_blocks)
+
     def pause(self) -> None:
         # All copies go through one lane: what waits in it holds back the rest.
         """Keep copies from starting."""
@@ -350,6 +363,10 @@ class ReferenceTransfer:
     def release_compute(self) -> None:
         """Let the compute stream come to its end."""
         self._compute.release()
+
+    def fail_compute(self, when: str) -> None:
+        """Have the compute stream raise at the next job."""
+        self._compute.fail(when)
 
     def fail_next(self) -> None:
         """Make the next copy fail."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -224,6 +225,24 @@ class GoesInSilence(WrongGuardPool):
     class Guard(GuardedView):
         def __del__(self) -> None:
             pass
+
+
+@planted("GUARD-9", "check_guard_9_guard_that_goes_with_its_pool_goes_in_silence")
+class ComplainsOfAPoolThatIsGone(WrongGuardPool):
+    """An engine that ends, and takes its connector with it, leaves warnings behind."""
+
+    class Guard(GuardedView):
+        def __del__(self) -> None:
+            logging.getLogger("kvview").warning("GUARD-9: %r was dropped", self.owner)
+
+
+@planted("GUARD-3", "check_guard_3_what_has_expired_is_told_to_who_asks")
+class TellsOfTheLastExpiryOnly(WrongGuardPool):
+    """Of leases that ended together the last one is told."""
+
+    class Guard(GuardedView):
+        def release_expired(self) -> list[Leak]:
+            return super().release_expired()[-1:]
 
 
 @planted("GUARD-10", "check_guard_10_guards_over_one_view_are_told_apart", "vllm#52372")

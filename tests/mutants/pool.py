@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvview import (
@@ -19,6 +19,7 @@ from kvview import (
 from kvview.guard.lease import GuardedLease
 from kvview.testing import Mutant
 from kvview_reference.harness import GuardedReferencePool, ReferencePool
+from kvview_reference.pool import BlockPool
 from kvview_reference.pool_view import BlockPoolView
 
 from .list_pool import ListPool
@@ -562,3 +563,37 @@ class ForgetsToTellEvictions(ReferencePool):
 
     def take_events(self) -> list[GPUEvent]:
         return [event for event in super().take_events() if not isinstance(event, BlockRemoved)]
+
+
+@planted("POOL-3", "check_pool_3_refused_move_of_the_engine_changes_nothing")
+class SharesUntilAnIdIsWrong(ReferencePool):
+    """A request that hits blocks takes them one by one; those before a wrong one stay taken."""
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            self.pool.touch_blocks([block_id])
+
+
+@planted("POOL-11", "check_pool_11_touches_again_and_again_keep_the_queue")
+class TidiesUpInTheWrongOrder(ReferencePool):
+    """Once much was touched without an allocation, the queue is put together anew, by ids."""
+
+    def __init__(self, num_blocks: int = 24) -> None:
+        super().__init__(num_blocks)
+        self.pool = _TidyPool(num_blocks)
+        self.view = self.make_view()
+
+
+class _TidyPool(BlockPool):
+    num_touched = 0
+
+    def touch_blocks(self, block_ids: Iterable[int]) -> None:
+        blocks = list(block_ids)
+        super().touch_blocks(blocks)
+        self.num_touched += len(blocks)
+        if self.num_touched > 4 * self.num_blocks > 400:
+            self.num_touched = 0
+            self.move_to_head(sorted(filter(self.primary_key, self.free_block_ids())))
+
+    def primary_key(self, block_id: int) -> object:
+        return self.primary_keys([block_id])[0]

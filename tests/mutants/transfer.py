@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import numpy as np
 from kvview import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
+    ConfigError,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
     TransferResult,
@@ -584,3 +586,68 @@ class StopsWaitingAtAnUnknownJob(WrongWorker):
 
         worker.wait = wait
         worker.get_finished = lambda: [] if late and late.pop() else get_finished()
+
+
+@planted("XFER-1", "check_xfer_1_ids_that_are_no_ints_are_refused")
+class RoundsIds(WrongWorker):
+    """Block 3.5 is block 3."""
+
+    def spoil(self, worker: Any) -> None:
+        start = worker.transfer_async
+
+        def transfer_async(job_id: int, spec: Any) -> bool:
+            ids = [[int(b) if type(b) is float else b for b in side.block_ids] for side in spec]
+            rounded = tuple(replace(side, block_ids=b) for side, b in zip(spec, ids, strict=True))
+            return bool(start(job_id, rounded))
+
+        worker.transfer_async = transfer_async
+
+
+@planted("XFER-4", "check_xfer_4_stream_that_fails_fails_the_job")
+class TakesAFailedStreamForAnEndedOne(WrongWorker):
+    """What kernels left behind when they failed is stored."""
+
+    def spoil(self, worker: Any) -> None:
+        copier = worker._copier
+        run = copier._run
+        copier._compute_stream = _Forgiving(copier._compute_stream)
+        copier._run = lambda job, mark=None: run(job, None if mark is None else _Forgiving(mark))
+
+
+class _Forgiving:
+    """A stream or a mark that keeps to itself what went wrong."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def record_event(self) -> Any:
+        try:
+            return self._inner.record_event()
+        except RuntimeError:
+            return self._inner.record_event()
+
+    def query(self) -> bool:
+        return bool(self._inner.query())
+
+    def synchronize(self) -> None:
+        with suppress(RuntimeError):
+            self._inner.synchronize()
+
+
+@planted("XFER-7", "check_xfer_7_caches_that_do_not_fit_are_refused")
+class ServesWhatItWasMadeFor(ReferenceTransfer):
+    """Caches that do not fit are found out about when a job names them."""
+
+    def with_caches(self, kv_caches: Any, num_cpu_blocks: int) -> Any:
+        try:
+            return super().with_caches(kv_caches, num_cpu_blocks)
+        except ConfigError:
+            return super().with_caches(self.kv_caches, 1)
+
+
+@planted("XFER-7", "check_xfer_7_tier_larger_than_memory_is_refused")
+class TakesTheMemoryThatThereIs(ReferenceTransfer):
+    """A tier that does not fit is a smaller one, and nobody is told."""
+
+    def with_caches(self, kv_caches: Any, num_cpu_blocks: int) -> Any:
+        return super().with_caches(kv_caches, min(num_cpu_blocks, 1000))

@@ -56,6 +56,7 @@ SUBJECTS = [
     Subject("examples.host_cache:HostCacheConnector"),
     Subject(_OFFLOAD),
     Subject(_LAZY),
+    Subject(_MULTI, {"connectors": [{"connector": _OFFLOAD}]}),
     Subject(
         _MULTI,
         {

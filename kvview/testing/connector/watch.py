@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from inspect import getattr_static
+from typing import Any, cast
 
 from typing_extensions import override
 
@@ -217,8 +218,11 @@ class WatchedScheduler(SchedulerConnector):
     @property
     def num_told_as_skipped(self) -> int | None:
         """What it counts as not stored; None when it does not count."""
-        half = self._inner
-        return half.num_skipped_blocks if isinstance(half, SupportsSkippedBlocks) else None
+        # Not by isinstance: to it a property that raises AttributeError is not there.
+        if getattr_static(self._inner, "num_skipped_blocks", None) is None:
+            return None
+        with hook("num_skipped_blocks", "CONN-13"):
+            return cast("SupportsSkippedBlocks", self._inner).num_skipped_blocks
 
     @override
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:

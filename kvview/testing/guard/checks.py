@@ -410,6 +410,35 @@ def check_guard_9_what_is_dropped_while_it_holds_is_told(pool: PoolDriver) -> No
         pool.equal(len(messages), 2, "a guard that is dropped and holds blocks is told")
 
 
+@pool_check("GUARD-9", LEASES, Capability.SIZED)
+def check_guard_9_guard_that_goes_with_its_pool_goes_in_silence(pool: PoolDriver) -> None:
+    """There is nobody left to whom its blocks could be given back."""
+    pool.line(f"ring = [h.sized({pool.num_blocks})]; ring.append(ring)")
+    pool.line(f"ring[0].view.touch_blocks([{pool.blocks[1]}]); del ring")
+    with _logged() as messages:
+        # Of a ring the collector takes all at once, the guard perhaps before its pool.
+        ring = [pool.harness.sized(pool.num_blocks)]
+        ring.append(ring)
+        ring[0].view.touch_blocks([pool.blocks[1]])
+        del ring
+        gc.collect()
+        pool.equal(messages, [], "a guard whose pool goes too says nothing")
+
+
+@pool_check("GUARD-3", LEASES)
+def check_guard_3_what_has_expired_is_told_to_who_asks(pool: PoolDriver) -> None:
+    """``release_expired`` tells of each lease that it ended, earliest deadline first."""
+    for job, block, ttl in (("late", 1, 3.0), ("early", 2, 1.0), ("later", 3, 9.0)):
+        lease = pool.call(pool.view, "lease", [pool.blocks[block]], job=job, ttl=ttl)
+        pool.name(lease, job)
+    for seconds, ended in ((0.5, []), (4.0, ["early", "late"]), (1.0, []), (9.0, ["later"])):
+        pool.call(pool.harness, "advance", seconds)
+        told = [leak.job for leak in pool.call(pool.view, "release_expired")]
+        pool.derive()
+        pool.equal(told, ended, "release_expired tells what it ended")
+    pool.check_free()
+
+
 @pool_check("GUARD-10", Capability.GUARDS)
 def check_guard_10_guards_over_one_view_are_told_apart(pool: PoolDriver) -> None:
     """One guard gives back nothing of another's, nor of the view's under both."""

@@ -105,6 +105,30 @@ def check_pool_11_long_churn_keeps_the_order(pool: PoolDriver) -> None:
     pool.check_free()
 
 
+@pool_check("POOL-11", CACHE, SIZED)
+def check_pool_11_touches_again_and_again_keep_the_queue(pool: PoolDriver) -> None:
+    """Hundreds are touched and freed without an allocation, few after that, then most allocated."""
+    pool.resize(_NUM_BLOCKS // 5)
+    rng = random.Random(current_profile().seed or 0)
+    for number in range(30):
+        share = (0.0, 0.5, 1.0)[number % 3]  # that has a hash
+        blocks = pool.allocate(len(pool.free_blocks))
+        pool.cache(rng.sample(blocks, int(share * len(blocks))))
+        pool.release(rng.sample(blocks, len(blocks)))
+        for _ in range(rng.randint(3, 7)):
+            some = rng.sample(blocks, len(blocks) // 2)
+            pool.touch(some)
+            pool.free(some)
+        for _ in range(rng.randint(0, 9)):
+            pool.touch([rng.choice(blocks)])
+        most = len(pool.free_blocks)
+        pool.allocate(rng.choice([1, most // 3, most // 2, most - rng.randint(1, 9), most]))
+        pool.equal(pool.walk(), pool.expected_walk(), "a walk yields what is left, in order")
+        pool.free(list(pool.held.elements()))
+        pool.release(list(pool.engine.elements()))
+    pool.check_free()
+
+
 @pool_check("POOL-13", CACHE, SIZED, RESUMABLE_WALK)
 def check_pool_13_long_walk_misses_nothing(pool: PoolDriver) -> None:
     """Resumed over thousands of blocks, with most of the queue touched in between."""

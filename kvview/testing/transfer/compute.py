@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from typing_extensions import override
+
 
 class GatedComputeStream:
     """A stand-in for the stream of the model's kernels, for the KV caches of a harness.
@@ -11,11 +13,13 @@ class GatedComputeStream:
     1. What is submitted to it between ``hold`` and ``release`` ends at ``release``.
     2. The thread that holds it is the one that runs the model: a worker that waits there
        would wait for ever, so it raises. Another thread waits.
+    3. After ``fail`` it raises once, as a stream does whose kernels failed.
     """
 
     def __init__(self) -> None:
         self._gate: threading.Event | None = None
         self._model_thread = 0
+        self._fails = ""
 
     def hold(self) -> None:
         """Have compute under way from now."""
@@ -28,8 +32,17 @@ class GatedComputeStream:
             self._gate.set()
             self._gate = None
 
+    def fail(self, when: str) -> None:
+        """Raise at the next mark (``"mark"``), or when that is waited for (``"wait"``)."""
+        self._fails = when
+
     def record_event(self) -> GatedComputeEvent:
         """Mark what was submitted until now."""
+        fails, self._fails = self._fails, ""
+        if fails == "mark":
+            raise _failed()
+        if fails == "wait":
+            return _FailedEvent(None, 0)
         return GatedComputeEvent(self._gate, self._model_thread)
 
 
@@ -67,6 +80,22 @@ class GatedComputeEvent:
         assert self._gate is not None, "a mark that is not reached has a gate"
         if not self._gate.wait(self._PATIENCE):
             raise _waits()
+
+
+class _FailedEvent(GatedComputeEvent):
+    """A mark of a stream whose kernels failed: only who waits for it hears of that."""
+
+    @override
+    def query(self) -> bool:
+        return False
+
+    @override
+    def synchronize(self) -> None:
+        raise _failed()
+
+
+def _failed() -> RuntimeError:
+    return RuntimeError("the compute stream failed, as it was told to")
 
 
 def _waits() -> RuntimeError:
