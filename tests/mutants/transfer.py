@@ -651,3 +651,13 @@ class TakesTheMemoryThatThereIs(ReferenceTransfer):
 
     def with_caches(self, kv_caches: Any, num_cpu_blocks: int) -> Any:
         return super().with_caches(kv_caches, min(num_cpu_blocks, 1000))
+
+
+@planted("XFER-5", "check_xfer_5_shutdown_lets_go_of_the_caches")
+class KeepsItsCaches(ReferenceTransfer):
+    """A worker that was shut down holds the KV caches for as long as somebody holds it."""
+
+    def with_caches(self, kv_caches: Any, num_cpu_blocks: int) -> Any:
+        worker: Any = super().with_caches(kv_caches, num_cpu_blocks)
+        worker.kv_caches = kv_caches
+        return worker

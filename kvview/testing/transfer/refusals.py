@@ -1,18 +1,25 @@
-"""XFER-1, 4 and 7: what a worker must refuse, also when it is made, and a stream that fails."""
+"""XFER-1, 4, 5 and 7: workers over other caches: what they refuse and let go, failed streams."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 from kvview.errors import ConfigError, TransferSpecError
 from kvview.testing.harness import Capability
 from kvview.testing.transfer.driver import Part, TransferDriver, transfer_check
-from kvview.transfer import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kvview.transfer import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+)
 
 _WORKERS = Capability.WORKERS
 
@@ -52,9 +59,21 @@ def _wrong_caches() -> dict[str, Any]:
 
 
 def _is_made(worker: TransferDriver, caches: Any, num_cpu_blocks: int) -> None:
+    """Make a worker, and store the last block of each group by it."""
     made = worker.harness.with_caches(caches, num_cpu_blocks)
-    with suppress(Exception):
-        made.shutdown()
+    try:
+        for number, refs in enumerate(caches.group_data_refs):
+            if refs:
+                used = [caches.tensors[one.tensor_idx].tensor for one in refs]
+                last = min(len(tensor) for tensor in used) - 1
+                sizes = [int(other == number) for other in range(len(caches.group_data_refs))]
+                gpu = GPULoadStoreSpec([last], sizes, [0] * len(sizes))
+                made.transfer_async(number, (gpu, worker.tier([0])))
+                made.wait([number])
+                assert all(result.success for result in made.get_finished()), "it was made"
+    finally:
+        with suppress(Exception):
+            made.shutdown()
 
 
 @transfer_check("XFER-7", _WORKERS)
@@ -74,7 +93,7 @@ def check_xfer_7_caches_that_do_not_fit_are_refused(worker: TransferDriver) -> N
             _is_made(worker, caches, 1)
         except Exception as error:
             worker.line(f"h.with_caches(kv_caches, 1)  # {what}")
-            worker.fail(f"a worker is made over {what}", repr(error), "no error")
+            worker.fail(f"a worker serves {what}", repr(error), "no error")
     for what, caches in _wrong_caches().items():
         code = f"h.with_caches(kv_caches, 4)  # {what}"
         worker.refuses(ConfigError, code, partial(_is_made, worker, caches, 4))
@@ -132,3 +151,21 @@ def check_xfer_4_stream_that_fails_fails_the_job(worker: TransferDriver) -> None
             worker.load({0: part})  # what was stored before
             worker.finish()
             worker.check_bytes("a store whose compute failed leaves its page as it was")
+
+
+@transfer_check("XFER-5", _WORKERS)
+def check_xfer_5_shutdown_lets_go_of_the_caches(worker: TransferDriver) -> None:
+    """An engine that sleeps needs the memory of its KV caches, though somebody has the worker."""
+    import torch
+
+    tensor = torch.zeros(8, 64, dtype=torch.int8)
+    kept = ref(tensor)
+    made = worker.harness.with_caches(_caches([tensor], [[(0, 64)]]), 4)
+    made.transfer_async(1, (GPULoadStoreSpec([5], [1], [0]), worker.tier([0])))
+    made.wait([1])
+    made.get_finished()
+    made.shutdown()
+    del tensor
+    gc.collect()
+    worker.line("# a worker over one tensor, with a job, a shutdown, and `del` of the tensor")
+    worker.equal(kept(), None, "after its shutdown a worker has no KV cache")
