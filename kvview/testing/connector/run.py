@@ -363,8 +363,7 @@ class Run:
                 check_conserved(self._lap_loads, FEWEST_LAPS)
             if not self.scenario.ends_abruptly:
                 self._drain()
-                if self._is_roomy:
-                    self._check_skipped()
+                self._check_skipped()
                 self._reset_at_rest()
             self._shutdown()
             self.threads_left = self._threads.left()
@@ -605,10 +604,10 @@ class Run:
         )
 
     def _check_skipped(self) -> None:
-        """Nothing was ever short: there is no block that could not be stored."""
+        """Where nothing was ever short, there is no block that could not be stored."""
         for part in self._parts:
             num_skipped = part.scheduler.num_told_as_skipped
-            if num_skipped:
+            if num_skipped and self._is_roomy:
                 raise InvariantBroken(
                     "CONN-13",
                     f"num_skipped_blocks is {num_skipped!r}, and neither blocks nor pages of the "
