@@ -58,7 +58,7 @@ def _wrong_caches() -> dict[str, Any]:
     }
 
 
-def _is_made(worker: TransferDriver, caches: Any, num_cpu_blocks: int) -> None:
+def _serve(worker: TransferDriver, caches: Any, num_cpu_blocks: int) -> None:
     """Make a worker, and store the last block of each group by it."""
     made = worker.harness.with_caches(caches, num_cpu_blocks)
     try:
@@ -90,16 +90,16 @@ def check_xfer_7_caches_that_do_not_fit_are_refused(worker: TransferDriver) -> N
     }
     for what, caches in fine.items():
         try:
-            _is_made(worker, caches, 1)
+            _serve(worker, caches, 1)
         except Exception as error:
             worker.line(f"h.with_caches(kv_caches, 1)  # {what}")
             worker.fail(f"a worker serves {what}", repr(error), "no error")
     for what, caches in _wrong_caches().items():
         code = f"h.with_caches(kv_caches, 4)  # {what}"
-        worker.refuses(ConfigError, code, partial(_is_made, worker, caches, 4))
+        worker.refuses(ConfigError, code, partial(_serve, worker, caches, 4))
     for number in (0, -1):
         code = f"h.with_caches(kv_caches, {number})"
-        worker.refuses(ConfigError, code, partial(_is_made, worker, fine["padding"], number))
+        worker.refuses(ConfigError, code, partial(_serve, worker, fine["padding"], number))
 
 
 @transfer_check("XFER-7", _WORKERS)
@@ -108,7 +108,7 @@ def check_xfer_7_tier_larger_than_memory_is_refused(worker: TransferDriver) -> N
     if Path("/proc/meminfo").exists():
         caches = worker.harness.kv_caches
         code = "h.with_caches(h.kv_caches, 1 << 50)"
-        worker.refuses(ConfigError, code, partial(_is_made, worker, caches, 1 << 50))
+        worker.refuses(ConfigError, code, partial(_serve, worker, caches, 1 << 50))
 
 
 @transfer_check("XFER-1")
