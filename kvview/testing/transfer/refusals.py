@@ -59,7 +59,7 @@ def _wrong_caches() -> dict[str, Any]:
 
 
 def _serve(worker: TransferDriver, caches: Any, num_cpu_blocks: int) -> None:
-    """Make a worker, and store the last block of each group by it."""
+    """Make a worker, and have it store and load the last block of each group."""
     made = worker.harness.with_caches(caches, num_cpu_blocks)
     try:
         for number, refs in enumerate(caches.group_data_refs):
@@ -68,8 +68,9 @@ def _serve(worker: TransferDriver, caches: Any, num_cpu_blocks: int) -> None:
                 last = min(len(tensor) for tensor in used) - 1
                 sizes = [int(other == number) for other in range(len(caches.group_data_refs))]
                 gpu = GPULoadStoreSpec([last], sizes, [0] * len(sizes))
-                made.transfer_async(number, (gpu, worker.tier([0])))
-                made.wait([number])
+                made.transfer_async(2 * number, (gpu, worker.tier([0])))
+                made.transfer_async(2 * number + 1, (worker.tier([0]), gpu))
+                made.wait([2 * number, 2 * number + 1])
                 assert all(result.success for result in made.get_finished()), "it was made"
     finally:
         with suppress(Exception):
