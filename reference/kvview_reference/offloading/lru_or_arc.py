@@ -44,6 +44,7 @@ class LRUOrARCPolicy:
         self._aside: dict[OffloadKey, tuple[_Order, int]] = {}  # met in flight
         self._ghosts: OrderedDict[OffloadKey, None] = OrderedDict()
         self._now = 0
+        self._newest: list[OffloadKey] = []  # admitted last; nothing was used since
         self._duel = _Duel(max(1, capacity // _SAMPLE))
 
     def admit(self, keys: Keys, num_victims: int, in_flight: InFlight, /) -> list[OffloadKey]:
@@ -64,12 +65,17 @@ class LRUOrARCPolicy:
         self._now += len(keys)
         for key in reversed(again):
             self._again[key] = once.pop(key)
+        self._newest = [] if again else list(keys)
         return victims
 
     def touch(self, keys: Keys, in_flight: InFlight, /) -> None:
         """Count one use of each held key; while it is stored, still its first use."""
         self.release(keys)
         once, again, storing = self._once, self._again, in_flight.storing
+        newest, self._newest = self._newest, []
+        # A request is mostly touched when it is stored: what entered then is in its place.
+        if newest and keys[-len(newest) :] == newest and storing.issuperset(newest):
+            keys = keys[: -len(newest)]
         sample = _sample_of(keys)
         self._duel.use([k for k in sample if k in again or (k in once and k not in storing)])
         for now, key in enumerate(reversed(keys), self._now + 1):
