@@ -225,6 +225,8 @@ def main() -> int:
     parser.add_argument("--job-mib", type=int, default=64, help="MiB of each copy")
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
+    if DEVICE == "cpu":
+        torch.set_num_threads(1)  # CPU time of several threads is more than the time that they save
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU memory"
     print(f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads")
     rows = bandwidth(arguments.mib << 20, arguments.job_mib << 20, arguments.rounds)

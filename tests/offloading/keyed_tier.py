@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvview import (
@@ -102,7 +103,10 @@ class KeyedWorker:
         # By its attribute: a file that is loaded twice has two classes.
         if not isinstance(gpu, GPULoadStoreSpec) or not hasattr(tier, "keys"):
             raise TransferSpecError(f"XFER-1: one side is GPU blocks, the other keys: {spec}")
-        moves = list(self._pair(gpu, list(tier.keys)))
+        try:
+            moves = list(self._pair(gpu, list(tier.keys)))
+        except TypeError as error:
+            raise TransferSpecError(f"XFER-1: blocks are ints: {spec}") from error
         # Groups may share a tensor, and a key has one page for all of them.
         pages = [(id(t), block) for group, block, *_ in moves for t, _ in self._groups[group]]
         written: Sequence[object] = tier.keys if is_store else pages
@@ -111,8 +115,15 @@ class KeyedWorker:
         if not is_store and not self._named.issuperset(tier.keys):
             raise TransferSpecError(f"XFER-1: a key was never stored: {tier.keys}")
         self._named.update(tier.keys)
-        mark = self._stream.record_event() if self._stream else None
         fails, self.fails = self.fails, lambda number: False
+        try:
+            mark = self._stream.record_event() if self._stream else None
+        except RuntimeError as error:
+            ended: Future[None] = Future()
+            self._jobs[job_id] = ended
+            ended.set_result(None)
+            self._finished.append(TransferResult(job_id, False, error=str(error)))
+            return True
         self._jobs[job_id] = self.lane.submit(self._run, job_id, is_store, moves, fails, mark)
         return True
 
@@ -135,13 +146,13 @@ class KeyedWorker:
     def _pair(self, gpu: GPULoadStoreSpec, keys: list[bytes]) -> Iterator[Move]:
         # As numpy has them they would wrap around.
         blocks, sizes, indices = (
-            list(map(int, numbers))
+            list(map(index, numbers))
             for numbers in (gpu.block_ids, gpu.group_sizes, gpu.block_indices)
         )
         if len(sizes) != len(self._groups):
             raise TransferSpecError(f"XFER-1: {len(self._groups)} groups, got {sizes}")
-        for group, (size, index) in enumerate(zip(sizes, indices, strict=True)):
-            skip = index % self._k
+        for group, (size, first) in enumerate(zip(sizes, indices, strict=True)):
+            skip = first % self._k
             num_keys = -(-(skip + size) // self._k) if size else 0
             mine, keys = keys[:num_keys], keys[num_keys:]
             num_blocks = min(len(tensor) for tensor, _ in self._groups[group])
@@ -163,8 +174,12 @@ class KeyedWorker:
         fails: Callable[[int], bool],
         mark: ComputeEvent | None,
     ) -> None:
-        if mark is not None:
-            mark.synchronize()
+        try:
+            if mark is not None:
+                mark.synchronize()
+        except RuntimeError as error:
+            self._finished.append(TransferResult(job_id, False, error=str(error)))
+            return
         moved: list[bool] = []
         for number, (group, block, key, sub) in enumerate(moves):
             pages = [tensor[block, :width] for tensor, width in self._groups[group]]

@@ -20,7 +20,9 @@ from tests.offloading.keyed_tier import DISK, KeyedManager, KeyedWorker, KeySpec
 class KeyedTransfer(ReferenceTransfer):
     """The worker by key, over the tensors of the reference's harness."""
 
-    capabilities = ReferenceTransfer.capabilities - {Capability.HOST_BYTES} | {Capability.TIER_SPEC}
+    capabilities = ReferenceTransfer.capabilities - {Capability.HOST_BYTES, Capability.WORKERS} | {
+        Capability.TIER_SPEC
+    }
 
     def make_worker(self) -> Any:
         return KeyedWorker(

@@ -74,7 +74,7 @@ class LRUOrARCPolicy:
         once, again, storing = self._once, self._again, in_flight.storing
         newest, self._newest = self._newest, []
         # A request is mostly touched when it is stored: what entered then is in its place.
-        if newest and keys[-len(newest) :] == newest and storing.issuperset(newest):
+        if newest and keys[-len(newest) :] == newest and all(map(storing.__contains__, newest)):
             keys = keys[: -len(newest)]
         sample = _sample_of(keys)
         self._duel.use([k for k in sample if k in again or (k in once and k not in storing)])
