@@ -142,9 +142,9 @@ Of transfers, shares of one `copy_`: the table stands in
 its own reaches 0.83 to 0.85, one of 1 MiB 0.97, on one thread that nobody disturbs. On the
 machine of the table above it is 0.79 and 0.88 to 0.93; a look at the clock after 64 pages and not
 16 won 0.02 at most, one clock and not two nothing. Two threads take a quarter less time there, and
-a third more CPU time. Where something else wants the core or the interpreter lock, the kernel copies, with 0.68 and 0.76. Pages
-of 1 KiB through buffers of 32 to 512 KiB differ by less than the noise; a fourth of their time is
-the list of ids.
+a third more CPU time. Where something else wants the core or the interpreter lock, the kernel
+copies, with 0.68 and 0.76. Pages of 1 KiB through buffers of 32 to 512 KiB differ by less than the
+noise; a fourth of their time is the list of ids.
 
 Of the replay of the conversation trace. Its time is not in steps in which nothing happens: of the
 first 3,000 requests' 3,926 steps 3,890 compute prompts, 20 blocks a step, beside 8 requests that
