@@ -116,7 +116,7 @@ class AsItIsWorker(FaultyWorker):
             try:
                 self._call("start_plan", plan)
             except CopyFailed:  # loud enough; who began later than planned may have lost others
-                self._lost.update(f for f in self._flights.values() if f.result is None)
+                self._lost = {f for f in self._flights.values() if f.result is None}
             self._poll()
             self._check_told(flights)
             self._gate.set_failing(None)

@@ -208,7 +208,7 @@ def steady_scenario(seed: int) -> Scenario:
     Some prompts come often and others once, and are found on the GPU whole, in part or not at
     all; transfers fail, requests are aborted, wait for room for one step or ten, and come in
     pairs; with half of the seeds the caches are reset five times a lap, with a
-    quarter there is a pin budget, with another one 40 % of the transfers fail and not 15 %.
+    quarter there is a pin budget, with another one more transfers fail and more is aborted.
 
     Args:
         seed: Any; of four in a row, no two have the same groups and resets.
@@ -219,7 +219,7 @@ def steady_scenario(seed: int) -> Scenario:
     if seed % 2:
         groups += (SlidingWindow(size, 6),)
     num_gpu_blocks = 50 * len(groups)
-    has_resets = seed % 4 < 2
+    has_resets, is_troubled = seed % 4 < 2, seed % 4 == 2
     events: list[Event] = []
     for number in range(30):
         family = draw.number(1, 3) if draw.chance(0.6) else 10 + number
@@ -237,7 +237,7 @@ def steady_scenario(seed: int) -> Scenario:
             if draw.chance(0.3):
                 events.append(Abort(name))  # while it waits for room
             events.append(Squeeze(0))
-        if draw.chance(0.3):
+        if draw.chance(0.6 if is_troubled else 0.3):
             events.append(AbortLoading() if draw.chance(0.5) else Abort(name))
         events.append(Step(draw.number(3, 6)))
         if has_resets and number % 15 == 4:
@@ -251,7 +251,7 @@ def steady_scenario(seed: int) -> Scenario:
         CacheGeometry(size, size, groups),
         num_gpu_blocks,
         tuple(events),
-        _generate_fates(draw, (0.4 if seed % 4 == 2 else 0.15, 0.0)),
+        _generate_fates(draw, (0.25 if is_troubled else 0.15, 0.0)),
         cpu_blocks=40 * len(groups),
         max_tokens_per_step=16,
         laps=FEWEST_LAPS,
