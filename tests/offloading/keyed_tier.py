@@ -119,10 +119,8 @@ class KeyedWorker:
         try:
             mark = self._stream.record_event() if self._stream else None
         except RuntimeError as error:
-            ended: Future[None] = Future()
-            self._jobs[job_id] = ended
-            ended.set_result(None)
-            self._finished.append(TransferResult(job_id, False, error=str(error)))
+            said = TransferResult(job_id, False, error=str(error))
+            self._jobs[job_id] = self.lane.submit(self._finished.append, said)
             return True
         self._jobs[job_id] = self.lane.submit(self._run, job_id, is_store, moves, fails, mark)
         return True

@@ -71,7 +71,8 @@ def _serve(worker: TransferDriver, caches: Any, num_cpu_blocks: int) -> None:
                 made.transfer_async(2 * number, (gpu, worker.tier([0])))
                 made.transfer_async(2 * number + 1, (worker.tier([0]), gpu))
                 made.wait([2 * number, 2 * number + 1])
-                assert all(result.success for result in made.get_finished()), "it was made"
+                if failed := [one for one in made.get_finished() if not one.success]:
+                    raise RuntimeError(f"a worker that was made does not serve: {failed}")
     finally:
         with suppress(Exception):
             made.shutdown()
@@ -90,11 +91,7 @@ def check_xfer_7_caches_that_do_not_fit_are_refused(worker: TransferDriver) -> N
         "a tensor that two groups share": _caches([wide, wide[1:]], [[(0, 64)], [(0, 8), (1, 2)]]),
     }
     for what, caches in fine.items():
-        try:
-            _serve(worker, caches, 1)
-        except Exception as error:
-            worker.line(f"h.with_caches(kv_caches, 1)  # {what}")
-            worker.fail(f"a worker serves {what}", repr(error), "no error")
+        worker._run(f"h.with_caches(kv_caches, 1)  # {what}", partial(_serve, worker, caches, 1))
     for what, caches in _wrong_caches().items():
         code = f"h.with_caches(kv_caches, 4)  # {what}"
         worker.refuses(ConfigError, code, partial(_serve, worker, caches, 4))

@@ -44,7 +44,7 @@ class LRUOrARCPolicy:
         self._aside: dict[OffloadKey, tuple[_Order, int]] = {}  # met in flight
         self._ghosts: OrderedDict[OffloadKey, None] = OrderedDict()
         self._now = 0
-        self._newest: list[OffloadKey] = []  # admitted last; nothing was used since
+        self._newest: list[OffloadKey] = []  # admitted last; none was used or released
         self._duel = _Duel(max(1, capacity // _SAMPLE))
 
     def admit(self, keys: Keys, num_victims: int, in_flight: InFlight, /) -> list[OffloadKey]:
@@ -70,11 +70,11 @@ class LRUOrARCPolicy:
 
     def touch(self, keys: Keys, in_flight: InFlight, /) -> None:
         """Count one use of each held key; while it is stored, still its first use."""
+        newest = self._newest
         self.release(keys)
         once, again, storing = self._once, self._again, in_flight.storing
-        newest, self._newest = self._newest, []
-        # A request is mostly touched when it is stored: what entered then is in its place.
-        if newest and keys[-len(newest) :] == newest and all(map(storing.__contains__, newest)):
+        # As RecencyOrder.without_newest: what entered with this request is in its place.
+        if newest and keys[-len(newest) :] == newest:
             keys = keys[: -len(newest)]
         sample = _sample_of(keys)
         self._duel.use([k for k in sample if k in again or (k in once and k not in storing)])
@@ -93,6 +93,7 @@ class LRUOrARCPolicy:
 
     def release(self, keys: Iterable[OffloadKey], /) -> None:
         """Hear that keys are in flight no more; their recency stays as it was."""
+        self._newest = []
         if self._aside:
             self._put_back(self._aside.keys() & set(keys))
 
