@@ -29,9 +29,11 @@ from kvview.events.wire import Batch, codec, encode
 from kvview_reference.replay.traces import TraceRequest, open_trace
 from kvview_reference.replay.workload import generate_trace
 from kvview_reference.sizing.curves import lru_curve, lru_reaches, optimum_hits
-from kvview_reference.sizing.model import ModelShape, parse_size, read_model
+from kvview_reference.sizing.model import ModelShape, attention_layers, parse_size
+from kvview_reference.sizing.model_file import read_model
 from kvview_reference.sizing.recordings import SAME_REQUEST_S, RecordedTrace
 from kvview_reference.sizing.references import References, read_references
+from kvview_reference.sizing.stored import StoredBlocks, report_model
 from kvview_reference.sizing.sweep import SizeReport
 from kvview_reference.sizing.sweep import size as run_size
 from kvview_reference.sizing.tier_hits import Tiers
@@ -200,7 +202,7 @@ def report_of(prompts: Sequence[Sequence[int]], **options: Any) -> SizeReport:
 
 
 def test_the_report_adds_up() -> None:
-    model = ModelShape(2, 2, 8)
+    model = ModelShape((attention_layers("full", 2, 2, 8),))
     report = report_of(chains(5, 300), gpu_blocks=20, model=model, prefill_tokens_per_s=100.0)
     assert model.token_bytes == 2 * 2 * 2 * 8 * 2
     for curve in report.curves:
@@ -245,7 +247,7 @@ def test_traces_in_which_little_happens(prompts: list[list[int]], tmp_path: Path
         (
             {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
             | {"hidden_size": 4096, "torch_dtype": "float32"},
-            262_144,
+            131_072,  # float32 weights run in bfloat16
         ),
         (
             {"text_config": {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}},
@@ -253,7 +255,7 @@ def test_traces_in_which_little_happens(prompts: list[list[int]], tmp_path: Path
         ),
         (
             {"num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512}
-            | {"qk_rope_head_dim": 64, "torch_dtype": "bfloat16"},
+            | {"qk_rope_head_dim": 64, "torch_dtype": "bfloat16", "model_type": "deepseek_v3"},
             61 * 576 * 2,
         ),
     ],
@@ -264,16 +266,17 @@ def test_bytes_of_a_token(config: dict[str, Any], token_bytes: int, tmp_path: Pa
     shape = read_model(str(path), {"tp": None})
     assert shape is not None
     assert shape.token_bytes == token_bytes
-    assert f"= {token_bytes:,} bytes a token" in shape.formula(16)
+    (layers,) = report_model(StoredBlocks(shape, 16), ()).layers
+    assert f"= {token_bytes:,} bytes a token" in layers.formula
 
 
 def test_sizes() -> None:
     assert parse_size("5000", "--sizes", None, 10) == 5000
     assert parse_size("50%", "--sizes", None, 10) == 5
-    assert parse_size("1.5GiB", "--sizes", 2**20, 10) == 1536
+    assert parse_size("1.5GiB", "--sizes", lambda: 2**20, 10) == 1536
     for bad in ("", "-1", "1.5", "GiB", "5 GB", "1e3", "0x10"):
         with pytest.raises(ConfigError, match="--sizes"):
-            parse_size(bad, "--sizes", 1, 10)
+            parse_size(bad, "--sizes", lambda: 1, 10)
 
 
 # --- recordings ---
@@ -364,6 +367,8 @@ def test_what_it_writes(tmp_path: Path, run: Callable[..., Result]) -> None:
         (["--model", "no/such.json"], "No such file"),
         (["--prefill-rate", "0"], "--prefill-rate"),
         (["--requests", "0"], "--requests"),
+        (["--requests", str(10**400)], "--requests"),
+        (["--layers", str(10**400), "--kv-heads", "1", "--head-size", "1"], "--layers"),
         (["--json", "-", "--csv", "-"], "stdout"),
         (["no/such/trace.jsonl"], "no/such/trace.jsonl"),
     ],

@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvview.errors import ConfigError, TraceError
-from kvview_reference.replay import traces
 from kvview_reference.replay.traces import TraceRequest, open_trace
 from kvview_reference.replay.workload import generate_trace
 from tests.traces import CC as CC_NAME
@@ -353,7 +352,7 @@ def test_no_permission(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(traces, "open", refuse, raising=False)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(ConfigError, match=r"cannot read trace .*: Permission denied"):
         open_trace(path)
 

@@ -43,7 +43,10 @@ class Arrivals:
         self._start_s = self._next.arrival_s if self._next else 0.0
         self._speed = speed
         self._conversations = Conversations(block_size)
-        self._held: dict[str, list[TraceRequest]] = {}  # by the request that they continue
+        # By the request that they continue: when the first was held, and all of them.
+        self._held: dict[str, tuple[int, list[TraceRequest]]] = {}
+        self._num_held = 0
+        self._taken: set[str] = set()  # requests that others continue, and that may have ended
         self._waiting_ids: set[str] = set()  # of rows that were read and not taken
         self._ready: deque[tuple[TraceRequest, float]] = deque()  # since when
         self.last_s = 0.0
@@ -72,6 +75,8 @@ class Arrivals:
             return None
         row, since = self._ready.popleft()
         self._waiting_ids.discard(row.request_id)
+        if row.request_id in self._held:
+            self._taken.add(row.request_id)
         return self._conversations.make_request(row), row, since
 
     def _read(self) -> None:
@@ -79,14 +84,19 @@ class Arrivals:
         assert row is not None
         since = self.last_s = max(self.last_s, self._arrival_s(row))
         if row.continues is not None and self._is_unfinished(row.continues):
-            self._held.setdefault(row.continues, []).append(row)
+            self._num_held += 1
+            self._held.setdefault(row.continues, (self._num_held, []))[1].append(row)
+            if row.continues not in self._waiting_ids:
+                self._taken.add(row.continues)
         else:
             self._ready.append((row, since))
         self._waiting_ids.add(row.request_id)
 
     def _release(self, now: float) -> None:
-        for request_id in [name for name in self._held if not self._is_unfinished(name)]:
-            self._ready += ((row, now) for row in self._held.pop(request_id))
+        ended = {name for name in self._taken if not self._is_unfinished(name)}
+        self._taken -= ended
+        for _, rows in sorted(self._held.pop(name) for name in ended):
+            self._ready += ((row, now) for row in rows)
 
     def _arrival_s(self, row: TraceRequest) -> float:
         return 0.0 if self._speed is None else (row.arrival_s - self._start_s) / self._speed

@@ -57,7 +57,9 @@ class Clock:
         self.loads = _Link(model.load_gb_per_s * 1e9)
         self.stores = _Link(model.store_gb_per_s * 1e9)
         groups = geometry.groups
-        self._block_bytes = [model.token_bytes * g.block_size / len(groups) for g in groups]
+        self._block_bytes: Sequence[float] = model.group_bytes or [
+            model.token_bytes * group.block_size / len(groups) for group in groups
+        ]
         self._ends: dict[int, float] = {}  # of the jobs in flight
         self._decoded = 0
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
@@ -22,8 +21,10 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from kvview.cli.console import Console
+from kvview.cli.echo import echo
 from kvview.cli.exit_codes import ExitCode
-from kvview.cli.output import JSONOption, Seconds, naming, require_writable, write_json
+from kvview.cli.output import JSONOption, OutputFile, Seconds, Whole, naming, write_json
 from kvview.errors import ConfigError, KVViewError, line_of
 from kvview.targets import load_connector
 from kvview_reference.replay.time_model import TimeModel
@@ -57,16 +58,19 @@ def _time_options(command: Callable[..., Any]) -> Callable[..., Any]:
             ("decode-step", float, "Seconds for a token of each running request."),
             ("load-bandwidth", float, "Host to GPU, GB/s (10**9 bytes)."),
             ("store-bandwidth", float, "GPU to host, GB/s."),
-            ("token-bytes", int, "KV bytes of a token, all ranks together."),
-            ("step-tokens", int, "Prompt tokens of one engine step."),
-            ("max-running", int, "Requests computed at once."),
+            ("token-bytes", Whole(), "KV bytes of a token, all ranks together."),
+            ("step-tokens", Whole(), "Prompt tokens of one engine step."),
+            ("max-running", Whole(), "Requests computed at once."),
         ]
     ):
         field = name.replace("-", "_")
         value = f"{getattr(default, _FIELDS.get(field, field)):,g}"
         command = click.option(f"--{name}", type=kind, help=f"{what}  [default: {value}]")(command)
     return click.option(
-        "--model", "model_file", metavar="FILE", help="config.json of the model, for --token-bytes."
+        "--model",
+        "model_file",
+        metavar="FILE",
+        help="config.json of the model, for --token-bytes and --groups.",
     )(command)
 
 
@@ -85,33 +89,33 @@ def _time_options(command: Callable[..., Any]) -> Callable[..., Any]:
     metavar="KEY=VALUE",
     help="An option for the connector; the value is JSON, or else text. Repeatable.",
 )
-@click.option("--gpu-blocks", type=int, help="GPU blocks.  [default: about a million tokens]")
+@click.option("--gpu-blocks", type=Whole(), help="GPU blocks.  [default: about a million tokens]")
 @click.option(
     "--cpu-blocks",
-    type=int,
+    type=Whole(),
     help="Its option cpu_blocks.  [default: the connector's]",
 )
 @click.option("--policy", help="Its option policy, of the tier.  [default: the connector's]")
-@click.option("--block-bytes", type=int, default=1024, show_default=True, help="Bytes a block.")
+@click.option("--block-bytes", type=Whole(), default=1024, show_default=True, help="Bytes a block.")
 @click.option(
     "--closed-loop",
     "--concurrency",
-    type=int,
+    type=Whole(),
     metavar="N",
     help=f"N requests at once, whenever they came.  [default: {_CLOSED_LOOP} without a TRACE]",
 )
 @_time_options
 @click.option(
     "--groups",
-    default="full",
-    show_default=True,
-    help="KV-cache groups: full, window:TOKENS, chunked:TOKENS, mamba, "
-    "comma-separated; @K makes a group's blocks K times larger.",
+    help="KV-cache groups: full, window:TOKENS, chunked:TOKENS, mamba, comma-separated; @K makes "
+    "a group's blocks K times larger.  [default: those of --model, or full]",
 )
 @click.option(
-    "--requests", type=int, help="Stop after so many requests.  [default: all; 2000 generated]"
+    "--requests", type=Whole(), help="Stop after so many requests.  [default: all; 2000 generated]"
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the generated workload.")
+@click.option(
+    "--seed", type=Whole(), default=0, show_default=True, help="Of the generated workload."
+)
 @click.option(
     "--publish", metavar="ENDPOINT", help="Publish KV events there, as the newest vLLM does."
 )
@@ -130,7 +134,13 @@ def _time_options(command: Callable[..., Any]) -> Callable[..., Any]:
     cls=JSONOption,
     schemas={"replay": "kvview_reference.replay.run:ReplayFile"},
 )
-@click.option("--html", "html_file", metavar="FILE", help="Write a page with hits over time.")
+@click.option(
+    "--html",
+    "html_file",
+    type=OutputFile(may_be_stdout=False),
+    metavar="FILE",
+    help="Write a page with hits over time.",
+)
 def replay(
     trace: str | None,
     connector: str,
@@ -140,7 +150,7 @@ def replay(
     policy: str | None,
     block_bytes: int,
     closed_loop: int | None,
-    groups: str,
+    groups: str | None,
     requests: int | None,
     seed: int,
     publish: str | None,
@@ -180,10 +190,6 @@ def replay(
         names = ["model"] * bool(model_file) + list(times)
         raise ConfigError(f"{_option(names[0])} is for time as it was, not for --closed-loop")
     connector_class = load_connector(connector)
-    require_writable("--json", json_file)
-    require_writable("--html", html_file)
-    if html_file == "-":
-        raise ConfigError("--html needs a file")
     hits = HitsOverTime() if html_file else None
 
     lost = Lost()
@@ -200,7 +206,7 @@ def replay(
 
         def report(error: KVViewError) -> None:
             if lost.add(error):
-                click.echo(f"kvview: skipped: {error}", err=True)
+                echo(f"kvview: skipped: {error}", err=True)
 
         source = open_trace(trace, on_error=None if strict else report)
         rows, block_size, title = source, source.block_size, Path(trace).resolve().name
@@ -208,18 +214,19 @@ def replay(
             if times:
                 raise ConfigError(f"{_option(next(iter(times)))}: {trace!r} has no timestamps")
             closed_loop = _CLOSED_LOOP
-            click.echo(
+            echo(
                 f"kvview: {title} has no timestamps: played closed-loop, {closed_loop} requests "
                 "at once",
                 err=True,
             )
+    groups, time_model = _time_model(times, model_file, groups, block_size)
     config = ReplayConfig(
         gpu_blocks,
         block_bytes,
         closed_loop,
         groups,
         connector_options,
-        _time_model(times, model_file),
+        time_model,
     )
     with _progress() as bar:
         task = bar.add_task(title, total=None if source else total)
@@ -247,14 +254,14 @@ def replay(
                 on_step if hits is None else hits.seen_before(on_step),
                 takes_events=on_step is not None,
             )
-    figures = _figures(result, len(lost.rows))
+    figures = _figures(result, lost.num_rows)
     _show(figures, title, explain(result))
     if html_file and hits:
         write_replay_page(html_file, title, connector_class, figures, result, hits, lost)
-    told = ReplayFile(**vars(result), malformed_rows=len(lost.rows), lost=lost.rows, cut=lost.cut)
+    told = ReplayFile(**vars(result), malformed_rows=lost.num_rows, lost=lost.rows, cut=lost.cut)
     write_json(json_file, asdict(told))
     if lost.rows:
-        click.echo(f"kvview: {lost.summary(title)}", err=True)
+        echo(f"kvview: {lost.summary(title)}", err=True)
     sys.exit(ExitCode.CLEAN if result.is_clean else ExitCode.WRONG)
 
 
@@ -272,19 +279,24 @@ def _published(
     newest = [known for known in WIRE_FORMATS if known.producer == "vllm"][-1]
     with Publisher(endpoint, replay_endpoint, topic="kv-events") as publisher:
         feed = EventFeed(publisher, geometry, newest)
-        click.echo(f"publishing at {publisher.endpoint}", err=True)
+        echo(f"publishing at {publisher.endpoint}", err=True)
         time.sleep(wait)
         yield feed.publish
         time.sleep(wait)
-    click.echo(f"{feed.num_events:,} events published", err=True)
+    echo(f"{feed.num_events:,} events published", err=True)
 
 
 def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _time_model(times: Mapping[str, float | None], model_file: str | None) -> TimeModel:
-    from kvview_reference.sizing.model import read_model
+def _time_model(
+    times: Mapping[str, float | None], model_file: str | None, groups: str | None, block_size: int
+) -> tuple[str, TimeModel]:
+    """The KV-cache groups, and what takes how long."""
+    from kvview_reference.replay.model_groups import block_bytes_of, groups_of
+    from kvview_reference.replay.run import make_geometry
+    from kvview_reference.sizing.model_file import read_model
 
     for name, value in times.items():
         if value is not None and not 0 < value < float("inf"):
@@ -293,8 +305,13 @@ def _time_model(times: Mapping[str, float | None], model_file: str | None) -> Ti
     if (model := read_model(model_file, {})) is not None:
         if "token_bytes" in fields:
             raise ConfigError("--token-bytes and --model cannot both be given")
-        fields["token_bytes"] = model.token_bytes
-    return TimeModel(**fields)
+        # Every connector stores each block of each group.
+        fields["token_bytes"] = model.read_token_bytes
+        if model.is_hybrid:
+            groups = groups_of(model) if groups is None else groups
+            geometry = make_geometry(groups, block_size)
+            fields["group_bytes"] = block_bytes_of(model, geometry)
+    return "full" if groups is None else groups, TimeModel(**fields)
 
 
 def _take(rows: Iterable[TraceRequest], limit: int | None) -> Iterator[TraceRequest]:
@@ -313,7 +330,7 @@ def _parse_options(options: Iterable[str], **named: object) -> dict[str, Any]:
 def _progress() -> Progress:
     console = Console(stderr=True)
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TaskProgressColumn(),
         TimeElapsedColumn(),
@@ -359,7 +376,7 @@ def _show(figures: list[tuple[str, str]], title: str, assumed: list[str]) -> Non
     for name, value in figures:
         bad = name in _BAD and value != "0"
         table.add_row(name, value, style="red" if bad else None)
-    console = Console(stderr=False)
+    console = Console()
     console.print(table)
     for line in assumed:
         console.print(line, highlight=False, soft_wrap=True)
@@ -392,10 +409,13 @@ def _timing(report: ReplayReport) -> list[str]:
         ]
     model, seconds = report.time, report.simulated_seconds or 0.0
     speed = "" if model.speed == 1 else f" at {model.speed:g} times its speed"
+    kv_bytes = f"{model.token_bytes:,} KV bytes a token"
+    if model.group_bytes:
+        kv_bytes = f"KV blocks of {' and '.join(f'{size:,}' for size in model.group_bytes)} bytes"
     lines = [
         f"Time as it was{speed}: {model.prefill_tokens_per_s:,.0f} prompt tokens/s, "
         f"{model.decode_step_s:g} s a generated token, {model.load_gb_per_s:g} GB/s from the host "
-        f"and {model.store_gb_per_s:g} GB/s to it, {model.token_bytes:,} KV bytes a token, "
+        f"and {model.store_gb_per_s:g} GB/s to it, {kv_bytes}, "
         f"{model.step_tokens:,} prompt tokens a step, up to {model.max_running} requests at once.",
         f"Requests came for {report.trace_seconds:,.0f} s and were done after {seconds:,.0f} s. "
         f"They waited {report.mean_wait_s:,.1f} s (at most {report.max_wait_s:,.1f} s). The link "

@@ -104,7 +104,7 @@ def write_replay_page(
         facts(shown),
     ]
     if lost.rows:
-        parts.append(f'<p class="bad">✗ {len(lost.rows)} parts of the trace were lost:</p>')
+        parts.append(f'<p class="bad">✗ {lost.num_rows:,} parts of the trace were lost:</p>')
         parts.append("<pre>" + escape("\n".join([*lost.rows[:_SHOWN], *lost.cut])) + "</pre>")
     write_page("--html", path, f"kvview replay: {title}", parts + made_by(versions_of(connector)))
 

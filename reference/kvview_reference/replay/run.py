@@ -134,7 +134,7 @@ class ReplayFile(ReplayReport):
 
     Args:
         malformed_rows: Rows and files of the trace that could not be read.
-        lost: Each of them, and why.
+        lost: The first 10,000 of them, and why.
         cut: Of which files all that follows a line is lost, and of which line.
         schema_version: Grows when a field goes or means something else.
     """

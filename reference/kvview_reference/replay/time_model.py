@@ -16,7 +16,8 @@ class TimeModel:
        one step. What was hit is not computed.
     2. Each running request generates a token every ``decode_step_s``. Neither slows the other.
     3. Each direction of the host link moves one job after the other. A block has
-       ``token_bytes`` for each of its tokens; several KV-cache groups share them evenly.
+       ``token_bytes`` for each of its tokens, which several KV-cache groups share evenly;
+       or, of a hybrid model, ``group_bytes``.
     4. A request starts, and a transfer is heard of, between two steps.
 
     Args:
@@ -24,10 +25,12 @@ class TimeModel:
         decode_step_s: Seconds.
         load_gb_per_s: From the host to the GPU, 10**9 bytes a second.
         store_gb_per_s: From the GPU to the host.
-        token_bytes: Of one token's KV, all ranks together.
+        token_bytes: Of one token's KV, all ranks together; in all layers of attention.
         step_tokens: Prompt tokens of one step.
         max_running: Requests computed at once.
         speed: Seconds of the trace in one simulated second.
+        group_bytes: Of a block of each KV-cache group, all ranks together; None shares
+            ``token_bytes`` evenly.
     """
 
     prefill_tokens_per_s: float = 10_000.0
@@ -38,9 +41,10 @@ class TimeModel:
     step_tokens: int = 8_192
     max_running: int = 256
     speed: float = 1.0
+    group_bytes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not 0 < value < float("inf"):
+            if field.name != "group_bytes" and not 0 < value < float("inf"):
                 raise ConfigError(f"{field.name} must be above 0, got {value}")

@@ -7,17 +7,14 @@ of its requests is yielded, and memory holds one row at a time.
 
 from __future__ import annotations
 
-import gzip
 import os
-import stat
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from io import BufferedIOBase
-from typing import get_args
+from typing import BinaryIO, get_args
 
 from kvview.errors import ConfigError, KVViewError, TraceError
+from kvview.input_files import DAMAGED_GZIP, InputFile, open_rows, read_rows
 from kvview.links import DOCS_URL
 from kvview_reference.replay.trace_schemas import (
     RowError,
@@ -32,8 +29,15 @@ __all__ = ["MAX_ROW_BYTES", "Lost", "OnError", "SchemaName", "Trace", "TraceRequ
 OnError = Callable[[TraceError], object]
 """Told of each malformed row; the reader then goes on with the next one."""
 
-MAX_ROW_BYTES = 256 * 2**20
+MAX_ROW_BYTES = 32 * 2**20
 """Longest row that is read: a file without newlines must not fill the memory."""
+
+MAX_ROW_VALUES = 2**22
+"""Values of a row, as :func:`_num_values` counts them: a value takes more memory than its text."""
+
+_UNITS = {b",": 1, b'"': 2, b"[": 2, b"{": 8}
+_MAX_LOST = 10_000
+_SHOWN = 20
 
 
 class TraceCutError(TraceError):
@@ -49,62 +53,47 @@ class _CutError(RowError):
 
 @dataclass
 class Lost:
-    """What of a trace could not be read, each once.
+    """Parts of a trace that could not be read.
 
     Args:
-        rows: Rows and files, and why.
+        rows: The first 10,000 rows and files, and the reason of each.
         cut: Files of which all that follows a line is lost too: how much is not known.
+        num_rows: All rows and files that could not be read.
     """
 
     rows: list[str] = field(default_factory=list)
     cut: list[str] = field(default_factory=list)
+    num_rows: int = 0
 
     def add(self, error: KVViewError) -> bool:
-        """Note one; False when it is known."""
-        if str(error) in self.rows:
-            return False
-        self.rows.append(str(error))
-        if isinstance(error, TraceCutError):
+        """Note one; True for the first few, which are worth a line on the terminal."""
+        self.num_rows += 1
+        if self.num_rows <= _MAX_LOST:
+            self.rows.append(str(error))
+        if isinstance(error, TraceCutError) and len(self.cut) < _MAX_LOST:
             self.cut.append(error.rest)
-        return True
+        return self.num_rows <= _SHOWN
 
     def summary(self, title: str) -> str:
         """The last line of a command."""
         num_cut = len(self.cut)
         rest = self.cut[0] if num_cut == 1 else f"the rest of {num_cut} files"
-        told = f"lost: {len(self.rows)} of {title} could not be read"
+        told = f"lost: {self.num_rows} of {title} could not be read"
         return f"{told}, nor {rest}" if num_cut else told
 
 
 _FIELDS_ARE_IN = f"The schemas {', '.join(get_args(SchemaName))}: {DOCS_URL}replay/#the-trace"
 _SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
-_DAMAGED_GZIP = (EOFError, zlib.error, gzip.BadGzipFile)
 
 
 @contextmanager
-def _open(path: str) -> Iterator[tuple[BufferedIOBase, BufferedIOBase]]:
+def _reading(path: str) -> Iterator[tuple[InputFile, BinaryIO]]:
     """The file, and the decompressed rows in it."""
     try:
-        # Before opening: to open a pipe that nobody writes would wait for ever.
-        mode = os.stat(path).st_mode
-        if not stat.S_ISREG(mode):
-            kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
-            raise ConfigError(f"cannot read trace {path!r}: {kind}")
-        with open(path, "rb") as file:
-            is_packed = file.peek(2)[:2] == b"\x1f\x8b"
-        file = open(path, "rb")  # noqa: SIM115
+        with open_rows(path) as opened:
+            yield opened
     except OSError as error:
         raise ConfigError(f"cannot read trace {path!r}: {error.strerror}") from error
-    except ConfigError:
-        raise
-    except ValueError as error:  # a null byte, or a surrogate that no file name can hold
-        raise ConfigError(f"cannot read trace {path!r}: {error}") from error
-    with file:
-        if is_packed:
-            with gzip.GzipFile(fileobj=file) as rows:
-                yield file, rows
-        else:
-            yield file, file
 
 
 class Trace:
@@ -124,8 +113,8 @@ class Trace:
         self.bytes_read = 0
         self._on_error = on_error
         self._max_row_bytes = max_row_bytes
-        with _open(path) as (file, rows):
-            self.total_bytes = os.fstat(file.fileno()).st_size
+        with _reading(path) as (file, rows):
+            self.total_bytes = file.num_bytes
             self.schema, self.block_size, self.has_times = self._find_schema(rows)
 
     def __iter__(self) -> Iterator[TraceRequest]:
@@ -135,7 +124,7 @@ class Trace:
             TraceError: A row is malformed and ``on_error`` is None.
             ConfigError: The file can no longer be read.
         """
-        with _open(self.path) as (file, rows):
+        with _reading(self.path) as (file, rows):
             for line, row in self._rows(rows):
                 self.bytes_read = file.tell()
                 try:
@@ -159,7 +148,7 @@ class Trace:
             raise RowError(f"{block_size} in a trace of {self.block_size}", "block_size")
         return requests
 
-    def _find_schema(self, rows: BufferedIOBase) -> tuple[SchemaName, int, bool]:
+    def _find_schema(self, rows: BinaryIO) -> tuple[SchemaName, int, bool]:
         """Schema, block size and whether there are times, of the first whole row.
 
         Iterating reports those before it.
@@ -189,30 +178,27 @@ class Trace:
             raise report from None
         self._on_error(report)
 
-    def _rows(self, rows: BufferedIOBase) -> Iterator[tuple[int, bytes | RowError]]:
+    def _rows(self, rows: BinaryIO) -> Iterator[tuple[int, bytes | RowError]]:
         """Line, from 1, and row; blank lines are skipped, damaged gzip data is the end."""
-        limit = self._max_row_bytes
         line = 0
-        while True:
-            line += 1
-            try:
-                row = rows.readline(limit + 1)
-                rest = row
-                while len(row) > limit and rest and not rest.endswith(b"\n"):
-                    rest = rows.readline(2**20)
-            except _DAMAGED_GZIP as error:
-                yield line, _CutError(f"gzip data truncated or damaged from here on: {error}")
-                return
-            except OSError as error:
-                raise ConfigError(f"cannot read trace {self.path!r}: {error.strerror}") from error
-            if not row:
-                return
-            if line == 1:
-                row = row.removeprefix(b"\xef\xbb\xbf")
-            if len(row) > limit:
-                yield line, RowError(f"row longer than {limit} bytes")
-            elif row and not row.isspace():
-                yield line, row.rstrip(b"\r\n")
+        try:
+            for line, row in enumerate(read_rows(rows, self._max_row_bytes), 1):
+                if row is None:
+                    yield line, RowError(f"row longer than {self._max_row_bytes} bytes")
+                    continue
+                if line == 1:
+                    row = row.removeprefix(b"\xef\xbb\xbf")
+                if _num_values(row) > MAX_ROW_VALUES:
+                    yield line, RowError(f"row of more than {MAX_ROW_VALUES:,} values")
+                elif row and not row.isspace():
+                    yield line, row.rstrip(b"\r\n")
+        except DAMAGED_GZIP as error:
+            yield line + 1, _CutError(f"gzip data truncated or damaged from here on: {error}")
+
+
+def _num_values(row: bytes) -> int:
+    """Values of a row of JSON, counted without parsing it, in units of what a number takes."""
+    return sum(row.count(mark) * units for mark, units in _UNITS.items())
 
 
 class TraceFolder(Trace):

@@ -4,40 +4,36 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 
+from kvview.cli.console import Console, progress
+from kvview.cli.echo import echo
 from kvview.cli.exit_codes import ExitCode
-from kvview.cli.output import JSONOption, require_writable, write_json, write_text
+from kvview.cli.output import JSONOption, OutputFile, Whole, write_json, write_text
 from kvview.errors import ConfigError, KVViewError
 
 if TYPE_CHECKING:
     from kvview_reference.sizing.sweep import SizeReport
 
-_GENERATED_BLOCK_SIZE = 512
-_SHOWN = 20  # of what was lost; the JSON has all
-
 
 def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
-        click.option("--tp", type=int, help="Ranks of tensor parallelism.  [default: 1]"),
+        click.option("--tp", type=Whole(), help="Ranks of tensor parallelism.  [default: 1]"),
         click.option("--dtype", help="Of the KV cache: bfloat16, fp8, ...  [default: the model's]"),
-        click.option("--head-size", type=int, help="Elements of a head."),
-        click.option("--kv-heads", type=int, help="Key-value heads of a layer."),
-        click.option("--layers", type=int, help="Layers of the model."),
+        click.option("--head-size", type=Whole(), help="Elements of a head."),
+        click.option("--kv-heads", type=Whole(), help="Key-value heads of a layer."),
+        click.option("--layers", type=Whole(), help="Layers of the model."),
         click.option(
             "--model",
             "model_file",
             metavar="FILE",
-            help="config.json of Hugging Face, or {layers, kv_heads, head_size}: for sizes in GiB.",
+            help="config.json of Hugging Face, or layers in JSON (docs/sizing.md): for GiB.",
         ),
     ):
         command = option(command)
@@ -83,11 +79,13 @@ def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     is_flag=True,
     help="Let a cache hold the partial last block of a prompt too; engines do not.",
 )
-@click.option("--requests", type=int, help="Stop after so many requests.  [default: all]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the generated workload.")
+@click.option("--requests", type=Whole(), help="Stop after so many requests.  [default: all]")
+@click.option(
+    "--seed", type=Whole(), default=0, show_default=True, help="Of the generated workload."
+)
 @click.option(
     "--max-references",
-    type=click.IntRange(1),
+    type=Whole(1),
     help="Sample by block what has more uses of blocks.  [default: 67 million]",
 )
 @click.option("--strict", is_flag=True, help="Damaged input ends the run, with exit code 2.")
@@ -97,8 +95,20 @@ def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     cls=JSONOption,
     schemas={"size": "kvview_reference.sizing.sweep:SizeReport"},
 )
-@click.option("--csv", "csv_file", metavar="FILE", help="Write the points ('-' for stdout).")
-@click.option("--html", "html_file", metavar="FILE", help="Write a page with the curves.")
+@click.option(
+    "--csv",
+    "csv_file",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Write the points ('-' for stdout).",
+)
+@click.option(
+    "--html",
+    "html_file",
+    type=OutputFile(may_be_stdout=False),
+    metavar="FILE",
+    help="Write a page with the curves.",
+)
 def size(
     trace: str | None,
     sizes: str | None,
@@ -125,19 +135,17 @@ def size(
     """
     from kvview_reference.offloading.policies import policy_factory
     from kvview_reference.replay.traces import Lost
-    from kvview_reference.sizing.model import parse_size, read_model
-    from kvview_reference.sizing.references import MAX_REFERENCES, read_references
+    from kvview_reference.sizing.model import parse_size
+    from kvview_reference.sizing.model_file import read_model
+    from kvview_reference.sizing.references import MAX_REFERENCES, References, read_references
+    from kvview_reference.sizing.stored import StoredBlocks
     from kvview_reference.sizing.sweep import size as run
+    from kvview_reference.sizing.trace_input import open_source
 
     if requests is not None and requests < 1:
         raise ConfigError(f"--requests must be at least 1, got {requests}")
-    files = {"--json": json_file, "--csv": csv_file, "--html": html_file}
-    for option, path in files.items():
-        require_writable(option, path)
     if [json_file, csv_file].count("-") > 1:
         raise ConfigError("--json and --csv cannot both go to stdout")
-    if html_file == "-":
-        raise ConfigError("--html needs a file")
     names = [name.strip() for name in policies.split(",") if name.strip()]
     if not names:
         raise ConfigError(f"--policies {policies!r}: name one at least, lru for example")
@@ -148,28 +156,42 @@ def size(
     lost = Lost()
 
     def lose(error: KVViewError) -> None:
-        if lost.add(error) and len(lost.rows) <= _SHOWN:
-            click.echo(f"kvview: skipped: {error}", err=True)
+        if lost.add(error):
+            echo(f"kvview: skipped: {error}", err=True)
 
-    rows, block_size, title = _open(trace, None if strict else lose, requests, seed)
-    block_bytes = None if model is None else block_size * model.token_bytes
-    gpu = 2**20 // block_size
-    if gpu_blocks is not None:
-        gpu = parse_size(gpu_blocks, "--gpu-blocks", block_bytes, 0)
-    status = Console(stderr=True).status(f"reading {title}")
-    with status:
-        references = read_references(
+    rows, block_size, title = open_source(trace, None if strict else lose, requests, seed)
+    blocks = None if model is None else StoredBlocks(model, block_size)
+
+    def read(rows: Iterable[Any], max_request_blocks: int | None) -> References:
+        return read_references(
             rows,
             block_size,
-            max_request_blocks=gpu or None,
+            max_request_blocks=max_request_blocks,
             has_partial_blocks=partial_blocks,
             max_references=max_references or MAX_REFERENCES,
+            tails=blocks.tails if blocks else (),
         )
+
+    def mean_bytes() -> int:
+        """Bytes of a block; those of a hybrid model depend on the trace, which is read for it."""
+        assert blocks is not None
+        if not blocks.tails:
+            return blocks.block_bytes(())
+        again = open_source(trace, lambda error: None, requests, seed)[0]
+        return blocks.block_bytes(read(again, None).tail_shares)
+
+    gpu = 2**20 // block_size
+    with progress(title) as on_progress:
+        on_progress("reading")
+        if gpu_blocks is not None:
+            gpu = parse_size(gpu_blocks, "--gpu-blocks", mean_bytes if blocks else None, 0)
+        references = read(rows, gpu or None)
         num_blocks = round(references.num_blocks / references.rate)
         host_sizes = None
         if sizes is not None:
             parts = sizes.split(",")
-            host_sizes = [parse_size(part, "--sizes", block_bytes, num_blocks) for part in parts]
+            known = (lambda: blocks.block_bytes(references.tail_shares)) if blocks else None
+            host_sizes = [parse_size(part, "--sizes", known, num_blocks) for part in parts]
         report = run(
             references,
             trace=title,
@@ -180,9 +202,10 @@ def size(
             model=model,
             prefill_tokens_per_s=prefill_rate,
             load_bandwidth_gb_per_s=load_bandwidth,
+            malformed_rows=lost.num_rows,
             lost=lost.rows,
             cut=lost.cut,
-            on_progress=lambda what: status.update(f"{title}: {what}"),
+            on_progress=on_progress,
         )
     if "-" not in (json_file, csv_file):
         _show(report)
@@ -193,49 +216,8 @@ def size(
 
         write_size_page(html_file, report)
     if lost.rows:
-        click.echo(f"kvview: {lost.summary(title)}", err=True)
+        echo(f"kvview: {lost.summary(title)}", err=True)
     sys.exit(ExitCode.CLEAN)
-
-
-def _open(
-    trace: str | None,
-    on_error: Callable[[KVViewError], object] | None,
-    requests: int | None,
-    seed: int,
-) -> tuple[Iterable[Any], int, str]:
-    """Requests, their block size, and the name of the trace."""
-    from itertools import islice
-
-    from kvview_reference.replay.traces import open_trace
-    from kvview_reference.replay.workload import generate_trace
-
-    if trace is None:
-        size, number = _GENERATED_BLOCK_SIZE, requests or 12_000
-        rows = generate_trace(num_requests=number, seed=seed, block_size=size)
-        return rows, size, f"generated workload (seed {seed})"
-    if _is_recording(trace):
-        from kvview_reference.sizing.recordings import RecordedTrace
-
-        recorded = RecordedTrace(trace, on_error)
-        return islice(recorded, requests), recorded.block_size, Path(trace).name
-    source = open_trace(trace, on_error=on_error)
-    return islice(source, requests), source.block_size, Path(trace).resolve().name
-
-
-def _is_recording(path: str) -> bool:
-    import gzip
-    import zlib
-
-    try:
-        if not Path(path).is_file():
-            return False
-        with open(path, "rb") as file:
-            is_packed = file.read(2) == b"\x1f\x8b"
-        with gzip.open(path, "rb") if is_packed else open(path, "rb") as rows:
-            first = json.loads(rows.readline(2**20))
-    except (OSError, EOFError, zlib.error, ValueError, RecursionError):
-        return False
-    return isinstance(first, dict) and {"sequence", "payload"} <= first.keys()
 
 
 def _csv(report: SizeReport) -> str:
@@ -287,4 +269,4 @@ def _show(report: SizeReport) -> None:
         table.add_row(*cells)
     console.print(table)
     for line in explain(report):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

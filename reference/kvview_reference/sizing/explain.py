@@ -7,7 +7,7 @@ from kvview_reference.sizing.sweep import ENOUGH, SizeReport
 
 def explain(report: SizeReport) -> list[str]:
     """The answer first, then what it rests on."""
-    return [*_answer(report), *_basis(report)]
+    return [*_answer(report), *report.notes, *_basis(report)]
 
 
 def _answer(report: SizeReport) -> list[str]:
@@ -15,8 +15,8 @@ def _answer(report: SizeReport) -> list[str]:
     lines = ["There is no GPU cache: all hits are the host's."]
     if report.gpu_blocks:
         lines = [
-            f"The GPU's {report.gpu_blocks:,} blocks alone: {alone:.1%} of the prompt blocks are "
-            "hits; a host adds to that."
+            f"The GPU's {_gpu_size(report)} alone: {alone:.1%} of the prompt blocks are hits; a "
+            "host adds to that."
         ]
     if report.enough_host_blocks:
         enough = blocks_and_gib(report, report.enough_host_blocks)
@@ -44,7 +44,7 @@ def _basis(report: SizeReport) -> list[str]:
         lines.append("Sizes in GiB need a model: --model config.json, or --layers and so on.")
     else:
         name = f"{report.model.name}: " if report.model.name else ""
-        lines.append(f"{name}{report.model.formula}.")
+        lines += [f"{name}{part.formula}." for part in report.model.layers]
     if report.sampling_rate < 1:
         lines.append(f"Sampled by block: {report.sampling_rate:.2%} of the blocks (SHARDS).")
     if report.requests_too_large:
@@ -52,6 +52,11 @@ def _basis(report: SizeReport) -> list[str]:
             f"{report.requests_too_large:,} requests do not fit on the GPU and were passed over."
         )
     return lines
+
+
+def _gpu_size(report: SizeReport) -> str:
+    blocks = f"{report.gpu_blocks:,} blocks"
+    return blocks if report.gpu_gib is None else f"{blocks} ({report.gpu_gib:,.1f} GiB)"
 
 
 def blocks_and_gib(report: SizeReport, blocks: int) -> str:

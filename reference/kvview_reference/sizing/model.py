@@ -1,161 +1,256 @@
-"""How many bytes the KV of a model takes: the formula that turns blocks into GiB."""
+"""How many bytes each layer of a model stores, for each token or once for a prefix.
+
+1. A layer of full attention (``"full"``) stores a key and a value for every token.
+2. A layer with a sliding window (``"window"``) or with chunked local attention (``"chunked"``)
+   stores the same for a token, and needs no token that it cannot read any more.
+3. A Mamba or linear-attention layer (``"state"``) stores one state, however long the prefix is.
+"""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from kvview.errors import ConfigError
+from kvview_reference.sizing.fields import require_number, shown
 
-_DTYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2, "fp8": 1}
-_OWN_FIELDS = ("layers", "kv_heads", "head_size", "dtype", "tp", "name")
-_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+Kind = Literal["full", "window", "chunked", "state"]
+
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(r"(?P<number>\d+(\.\d*)?)\s*(?P<unit>[KMGT]iB|%|)")
+_BYTES_OF_16: Mapping[str, int] = {  # elements: a byte is too coarse a unit for nvfp4
+    "float32": 64,
+    "float": 64,
+    "bfloat16": 32,
+    "float16": 32,
+    "half": 32,
+    "fp8": 16,
+    "nvfp4": 9,  # half a byte each, and a scale of one byte for all 16
+}
+_NAMES = {
+    "full": "Full attention",
+    "window": "Sliding window of {tokens:,} tokens",
+    "chunked": "Chunks of {tokens:,} tokens",
+    "state": "State",
+}
+
+
+def dtype_name(dtype: object) -> str:
+    """The known name of a type: ``"fp8_e5m2"`` is ``"fp8"``.
+
+    Raises:
+        ConfigError: It is not known.
+    """
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, str) else ""
+    if name.startswith(("fp8_e", "float8")):
+        name = "fp8"
+    if name not in _BYTES_OF_16:
+        known = ", ".join(_BYTES_OF_16)
+        raise ConfigError(f"model: unknown dtype {shown(dtype)}; known: {known}")
+    return name
+
+
+def bytes_of(elements: int, dtype: str) -> int:
+    """Bytes of so many elements.
+
+    Raises:
+        ConfigError: They do not fill whole bytes.
+    """
+    size, rest = divmod(elements * _BYTES_OF_16[dtype], 16)
+    if rest:
+        raise ConfigError(f"model: {elements} elements of {dtype} do not fill whole blocks of 16")
+    return size
+
+
+@dataclass(frozen=True)
+class LayerSet:
+    """Layers of a model that store alike.
+
+    Args:
+        kind: Which tokens they keep.
+        count: Layers.
+        token_bytes: Of one token in one layer, on one rank; 0 for a state.
+        state_bytes: Of the state of one layer, on one rank; 0 for attention.
+        tokens: Of the window or chunk; None where there is none.
+        formula: How the bytes of all layers on all ranks come about.
+        is_latent: Whether there is one vector for key and value (MLA).
+    """
+
+    kind: Kind
+    count: int
+    token_bytes: int
+    state_bytes: int
+    tokens: int | None
+    formula: str
+    is_latent: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return _NAMES[self.kind].format(tokens=self.tokens)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the size of a model's KV depends on.
+    """What a model stores.
 
     Args:
-        layers: That have KV; all of them count as full attention.
-        kv_heads: Key-value heads of a layer; with multi-head latent attention 1.
-        head_size: Elements of a head; of the latent vector and its rotary part together.
-        dtype: Of the KV cache.
-        tp: Ranks that share a layer. Where there are more ranks than heads, ranks hold
-            copies; a latent vector is copied to each.
-        is_latent: Whether there is one vector for key and value (MLA).
+        layers: Sets of layers, of different kinds.
+        tp: Ranks that share a layer; each stores its part.
         name: For people.
     """
 
-    layers: int
-    kv_heads: int
-    head_size: int
-    dtype: str = "bfloat16"
+    layers: tuple[LayerSet, ...]
     tp: int = 1
-    is_latent: bool = False
     name: str = ""
-
-    def __post_init__(self) -> None:
-        for field in ("layers", "kv_heads", "head_size", "tp"):
-            value = getattr(self, field)
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"model: {field} must be a positive whole number, got {value!r}")
-        if max(self.kv_heads, self.tp) % min(self.kv_heads, self.tp):
-            raise ConfigError(
-                f"model: {self.kv_heads} KV heads do not go evenly onto {self.tp} ranks (tp)"
-            )
-        self.dtype_bytes  # noqa: B018 - raises
-
-    @property
-    def dtype_bytes(self) -> int:
-        """Bytes of one element."""
-        name = str(self.dtype).removeprefix("torch.")
-        if name.startswith(("fp8", "float8")):
-            name = "fp8"
-        if name not in _DTYPE_BYTES:
-            known = ", ".join(_DTYPE_BYTES)
-            raise ConfigError(f"model: unknown dtype {self.dtype!r}; known: {known}")
-        return _DTYPE_BYTES[name]
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's KV, all ranks together."""
-        parts = 1 if self.is_latent else 2
-        heads = max(self.kv_heads, self.tp)
-        return parts * self.layers * heads * self.head_size * self.dtype_bytes
+        """Bytes that every token adds: those of full attention, all ranks together."""
+        return self.bytes_of_kinds("full")
 
-    def formula(self, block_size: int) -> str:
-        """How the bytes of a block come about, as a line."""
-        what = "1 (latent)" if self.is_latent else "2 (K and V)"
-        heads = f"{max(self.kv_heads, self.tp)} KV heads"
-        if self.tp > self.kv_heads:
-            heads += f" ({self.kv_heads} on {self.tp} ranks: copies)"
-        return (
-            f"{what} x {self.layers} layers x {heads} x {self.head_size} elements x "
-            f"{self.dtype_bytes} bytes = {self.token_bytes:,} bytes a token; x {block_size} tokens "
-            f"= {block_size * self.token_bytes / 2**20:,.2f} MiB a block"
-        )
+    @property
+    def read_token_bytes(self) -> int:
+        """Bytes of a token that all attention layers still read, all ranks together."""
+        return self.bytes_of_kinds("full", "window", "chunked")
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all states, all ranks together."""
+        return self.tp * sum(layers.count * layers.state_bytes for layers in self.layers)
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether some layers keep other tokens than all."""
+        return any(layers.kind != "full" for layers in self.layers)
+
+    def bytes_of_kinds(self, *kinds: Kind) -> int:
+        """Bytes of one token in the layers of some kinds, all ranks together."""
+        chosen = (layers for layers in self.layers if layers.kind in kinds)
+        return self.tp * sum(layers.count * layers.token_bytes for layers in chosen)
 
 
-def read_model(path: str | None, given: Mapping[str, Any]) -> ModelShape | None:
-    """The shape that a file and options give; None when neither is there.
+def attention_layers(
+    kind: Kind,
+    count: int,
+    kv_heads: int,
+    head_size: int,
+    *,
+    dtype: str = "bfloat16",
+    tp: int = 1,
+    tokens: int | None = None,
+    is_latent: bool = False,
+) -> LayerSet:
+    """Layers of attention.
 
     Args:
-        path: JSON: either ``layers``, ``kv_heads``, ``head_size`` and, if they differ from
-            the defaults, ``dtype``, ``tp`` and ``name``; or a ``config.json`` as Hugging Face
-            has it.
-        given: The same fields, None where not given; they win.
+        kind: Which tokens they keep.
+        count: Layers.
+        kv_heads: Key-value heads; with multi-head latent attention 1.
+        head_size: Elements of a head; of the latent vector and its rotary part together.
+        dtype: Of the KV cache.
+        tp: Ranks. Where there are more ranks than heads, ranks hold copies; a latent vector is
+            copied to each.
+        tokens: Of the window or chunk.
+        is_latent: Whether there is one vector for key and value (MLA).
 
     Raises:
-        ConfigError: The file cannot be read, or something is missing or impossible.
+        ConfigError: A number is impossible, or the heads do not go evenly onto the ranks.
     """
-    given = {name: value for name, value in given.items() if value is not None}
-    if path is None and not given:
-        return None
-    fields: dict[str, Any] = {}
-    if path is not None:
-        try:
-            config = json.loads(Path(path).read_bytes())
-        except OSError as error:
-            raise ConfigError(f"--model {path!r}: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"--model {path!r}: not JSON: {error}") from None
-        if not isinstance(config, dict):
-            raise ConfigError(f"--model {path!r}: not a JSON object")
-        fields = _own(path, config) if "layers" in config else _hugging_face(path, config)
-    fields |= given
-    missing = [name for name in ("layers", "kv_heads", "head_size") if name not in fields]
-    if missing:
-        options = ", ".join("--" + name.replace("_", "-") for name in missing)
-        raise ConfigError(f"the size of a block needs {options} too, or --model FILE")
-    return replace(ModelShape(1, 1, 1), **fields)
+    numbers = {"layers": count, "kv_heads": kv_heads, "head_size": head_size, "tp": tp}
+    for name, value in numbers.items():
+        require_number(name, value, "model")
+    if max(kv_heads, tp) % min(kv_heads, tp):
+        raise ConfigError(f"model: {kv_heads} KV heads do not go evenly onto {tp} ranks (tp)")
+    size = bytes_of(head_size, dtype_name(dtype))
+    parts = 1 if is_latent else 2
+    token_bytes = parts * max(1, kv_heads // tp) * size
+    what = "1 (latent)" if is_latent else "2 (K and V)"
+    heads = f"{max(kv_heads, tp)} KV heads"
+    if tp > kv_heads:
+        heads += f" ({kv_heads} on {tp} ranks: copies)"
+    formula = f"{what} x {count} layers x {heads} x {head_size} elements of {dtype} ({size} bytes)"
+    return LayerSet(kind, count, token_bytes, 0, tokens, formula, is_latent)
 
 
-def _own(path: str, config: dict[str, Any]) -> dict[str, Any]:
-    unknown = config.keys() - set(_OWN_FIELDS)
-    if unknown:
-        raise ConfigError(
-            f"--model {path!r}: unknown {', '.join(sorted(unknown))}; known: "
-            f"{', '.join(_OWN_FIELDS)}"
-        )
-    return config
+def state_layers(
+    kind: str,
+    sizes: Mapping[str, int],
+    *,
+    count: int,
+    conv_dtype: str,
+    state_dtype: str,
+    tp: int,
+    missing: Callable[[str], ConfigError],
+) -> LayerSet:
+    """Layers that keep a state: the end of a convolution, and a recurrent part.
+
+    Args:
+        kind: ``"mamba1"``, ``"mamba2"``, ``"delta_net"`` or ``"convolution"``.
+        sizes: What the shapes of that kind consist of.
+        count: Layers.
+        conv_dtype: Of the convolution's part.
+        state_dtype: Of the recurrent part.
+        tp: Ranks that share a state.
+        missing: Makes the error for a size that is missing.
+
+    Raises:
+        ConfigError: A size is missing, or does not go evenly onto the ranks.
+
+    Source: vLLM 0.32.0, ``model_executor/layers/mamba/mamba_utils.py``.
+    """
+
+    def size(name: str) -> int:
+        if name not in sizes:
+            raise missing(name)
+        return sizes[name]
+
+    def on_rank(name: str, value: int) -> int:
+        if value % tp:
+            raise ConfigError(f"model: {name} of {value} do not go evenly onto {tp} ranks (tp)")
+        return value // tp
+
+    if kind == "delta_net":
+        keys, values = size("key_heads") * size("key_size"), size("value_heads")
+        channels = 2 * keys + values * size("value_size")
+        recurrent = on_rank("value heads", values) * size("value_size") * size("key_size")
+    else:
+        inner = sizes.get("inner")
+        if inner is None and kind == "convolution":
+            inner = size("hidden")
+        elif inner is None and "expand" in sizes:
+            inner = sizes["expand"] * size("hidden")
+        elif inner is None:
+            inner = size("heads") * size("size")
+        channels, recurrent = inner, 0
+        if kind == "mamba1":
+            recurrent = on_rank("channels", inner) * size("states")
+        elif kind == "mamba2":
+            # Each rank needs a group of its own.
+            groups = size("groups") if size("groups") % tp == 0 else tp
+            channels += 2 * groups * size("states")
+            head = sizes.get("size") or inner // size("heads")
+            recurrent = on_rank("heads", size("heads")) * head * size("states")
+    convolution = on_rank("channels", channels) * (size("kernel") - 1)
+    state_bytes = bytes_of(convolution, conv_dtype) + bytes_of(recurrent, state_dtype)
+    formula = (
+        f"{count} layers x ({tp * convolution:,} elements of {conv_dtype} + {tp * recurrent:,} of "
+        f"{state_dtype})"
+    )
+    return LayerSet("state", count, 0, state_bytes, None, formula)
 
 
-def _hugging_face(path: str, config: dict[str, Any]) -> dict[str, Any]:
-    nested = config.get("text_config")  # of models that see pictures too
-    text = {**config, **(nested if isinstance(nested, dict) else {})}
-    try:
-        fields: dict[str, Any] = {
-            "name": str(config.get("_name_or_path") or config.get("model_type") or ""),
-            "layers": text["num_hidden_layers"],
-            "dtype": text.get("dtype") or text.get("torch_dtype") or "bfloat16",
-        }
-        if text.get("kv_lora_rank"):
-            size = text["kv_lora_rank"] + text["qk_rope_head_dim"]
-            return fields | {"kv_heads": 1, "head_size": size, "is_latent": True}
-        heads = text["num_attention_heads"]
-        fields["kv_heads"] = text.get("num_key_value_heads") or heads
-        fields["head_size"] = text.get("head_dim") or text["hidden_size"] // heads
-    except KeyError as error:
-        raise ConfigError(
-            f"--model {path!r}: neither a config.json of Hugging Face (no {error}) nor "
-            f"an object of {', '.join(_OWN_FIELDS)}"
-        ) from None
-    return fields
-
-
-def parse_size(text: str, option: str, block_bytes: int | None, num_blocks: int) -> int:
+def parse_size(
+    text: str, option: str, block_bytes: Callable[[], int] | None, num_blocks: int
+) -> int:
     """A size of a tier, in blocks.
 
     Args:
         text: ``"5000"`` blocks, ``"64GiB"``, or ``"50%"`` of the trace's different blocks.
         option: Named in the error.
-        block_bytes: None where no model is known.
+        block_bytes: Called for a size in bytes; None where no model is known.
         num_blocks: Different blocks of the trace.
 
     Raises:
@@ -167,6 +262,8 @@ def parse_size(text: str, option: str, block_bytes: int | None, num_blocks: int)
     number = float(match["number"])
     if match["unit"] == "%":
         return round(num_blocks * number / 100)
-    if match["unit"] and block_bytes is None:
+    if not match["unit"]:
+        return int(text)
+    if block_bytes is None:
         raise ConfigError(f"{option} {text!r}: bytes need a model: --model, or --layers and so on")
-    return int(number * _UNITS[match["unit"]] / (block_bytes or 1)) if match["unit"] else int(text)
+    return int(number * _UNITS[match["unit"]] / block_bytes())

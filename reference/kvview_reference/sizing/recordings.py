@@ -13,6 +13,7 @@ Source: ``kvview events record``; the fields are those of vLLM's ``BlockStored``
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,7 +32,8 @@ SAME_REQUEST_S = 5.0
 class _Request:
     start_s: float
     last_s: float
-    blocks: array[int]
+    parent: int
+    blocks: array[int]  # behind the parent
 
 
 class RecordedTrace:
@@ -66,9 +68,9 @@ class RecordedTrace:
     def __iter__(self) -> Iterator[TraceRequest]:
         first = min(request.start_s for request in self._requests)
         for number, request in enumerate(self._requests, 1):
-            tokens = len(request.blocks) * self.block_size
-            start_s = request.start_s - first
-            yield TraceRequest(str(number), start_s, tokens, 0, request.blocks, "", number)
+            blocks = self._chain(request.parent) + request.blocks
+            tokens, start_s = len(blocks) * self.block_size, request.start_s - first
+            yield TraceRequest(str(number), start_s, tokens, 0, blocks, "", number)
 
     def _stored(self) -> Iterator[tuple[float, StoredEvent]]:
         decoder = EventDecoder(strict=False)
@@ -86,6 +88,10 @@ class RecordedTrace:
                     continue
                 for problem in batch.problems:
                     self._report(WireFormatError(f"message {message.sequence}: {problem}"))
+                if not math.isfinite(batch.ts):
+                    why = f"message {message.sequence}: its time is {batch.ts}"
+                    self._report(WireFormatError(why))
+                    continue
                 for event in batch.events:
                     if isinstance(event, StoredEvent):
                         yield batch.ts, event
@@ -102,6 +108,10 @@ class RecordedTrace:
             return
         group = event.group_idx or 0
         if self._group is None:
+            if not 0 < (event.block_size or 0) < 2**31:
+                why = f"{self.path}: an event stores blocks of {event.block_size} tokens"
+                self._report(WireFormatError(why))
+                return
             self._group, self.block_size = group, event.block_size
         if group != self._group:
             return
@@ -110,7 +120,7 @@ class RecordedTrace:
             parent = self._number(event.parent_block_hash, -1)
         request = self._open.pop(parent, None)
         if request is None or at - request.last_s > SAME_REQUEST_S:
-            request = _Request(at, at, self._chain(parent))
+            request = _Request(at, at, parent, array("q"))
             self._requests.append(request)
         request.last_s = at
         for block_hash in event.block_hashes:

@@ -24,6 +24,7 @@ from itertools import pairwise
 from random import Random
 
 from kvview_reference.replay.trace_schemas import TraceRequest
+from kvview_reference.sizing.tails import Tail, TailCount
 
 MAX_REFERENCES = 2**26
 """Of 4 bytes each."""
@@ -55,6 +56,8 @@ class References:
         num_full_blocks: Of those the ids that a cache may hold.
         rate: Share of the blocks that is here; 1.0 unless sampled.
         num_too_large: Requests that were passed over.
+        tail_shares: Share of the different blocks that are in a tail, for each of the tails
+            asked for; of all blocks, not of the sample.
     """
 
     requests: Sequence[Reference]
@@ -63,6 +66,7 @@ class References:
     num_full_blocks: int
     rate: float
     num_too_large: int
+    tail_shares: tuple[float, ...] = ()
 
     @property
     def num_blocks(self) -> int:
@@ -96,6 +100,7 @@ def read_references(
     max_request_blocks: int | None = None,
     has_partial_blocks: bool = False,
     max_references: int = MAX_REFERENCES,
+    tails: Sequence[Tail] = (),
 ) -> References:
     """Read a trace to its end.
 
@@ -106,8 +111,9 @@ def read_references(
         has_partial_blocks: Whether the partial last block of a prompt counts as one that a
             cache holds; no engine's prefix cache does.
         max_references: Kept in memory.
+        tails: Ends of prompts whose different blocks are counted.
     """
-    reader = _Reader(max_references)
+    reader = _Reader(max_references, TailCount(tails, block_size))
     num_ids = num_full = num_too_large = 0
     for row in trace:
         size = row.num_prompt_tokens + row.num_output_tokens
@@ -121,7 +127,9 @@ def read_references(
         num_full += len(ids)
         reader.add(row.arrival_s, row.scope, ids)
     requests, starts = reader.finish()
-    return References(requests, starts, num_ids, num_full, reader.rate, num_too_large)
+    return References(
+        requests, starts, num_ids, num_full, reader.rate, num_too_large, reader.tails.shares()
+    )
 
 
 class _Names(dict[int, int]):
@@ -136,8 +144,9 @@ class _Names(dict[int, int]):
 
 
 class _Reader:
-    def __init__(self, max_references: int) -> None:
+    def __init__(self, max_references: int, tails: TailCount) -> None:
         self._max_references = max_references
+        self.tails = tails
         self._scopes: dict[str, _Names] = {}
         self._random = Random(12)
         self._tickets: list[int] = []  # of each block; those of the highest stay the longest
@@ -163,6 +172,7 @@ class _Reader:
         blocks = array("I", map(names.__getitem__, ids))
         if len(set(blocks)) < len(blocks):
             blocks = array("I", dict.fromkeys(blocks))
+        self.tails.add(blocks)
         if self._level:
             blocks = self._sampled(blocks)
         self._arrivals.append(arrival_s)

@@ -25,7 +25,8 @@ def write_size_page(path: str, report: SizeReport) -> None:
     Raises:
         ConfigError: The file cannot be written.
     """
-    parts = [f"<p>{escape(line)}</p>" for line in explain(report)[:3]]
+    num_first = 3 + len(report.notes)
+    parts = [f"<p>{escape(line)}</p>" for line in explain(report)[:num_first]]
     parts += [
         "<h2>Hits against the size of the host</h2>",
         _curves(report),
@@ -35,12 +36,12 @@ def write_size_page(path: str, report: SizeReport) -> None:
         f"<p>With LRU and {escape(blocks_and_gib(report, report.enough_host_blocks))}.</p>",
         _timeline(report),
         "<h2>What it rests on</h2>",
-        *(f"<p>{escape(line)}</p>" for line in explain(report)[3:]),
+        *(f"<p>{escape(line)}</p>" for line in explain(report)[num_first:]),
         f"<p>{report.requests:,} requests, {report.blocks:,} blocks of {report.block_size} "
         f"tokens, {report.different_blocks:,} different ones, {report.trace_seconds:,.0f} s.</p>",
     ]
     if report.lost:
-        parts.append(f'<p class="bad">{len(report.lost)} parts of the trace were lost:</p>')
+        parts.append(f'<p class="bad">{report.malformed_rows:,} parts of the trace were lost:</p>')
         parts.append("<pre>" + escape("\n".join([*report.lost[:100], *report.cut])) + "</pre>")
     parts += made_by(versions_of())
     write_page("--html", path, f"kvview size: {report.trace}", parts)

@@ -1,0 +1,102 @@
+"""The fields of a JSON object, each checked where it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from kvview.errors import ConfigError
+
+_MOST = 2**31 - 1
+_SHOWN = 40
+_NAMES = {int: "whole numbers", str: "texts"}
+_T = TypeVar("_T", int, str)
+
+
+def shown(value: object) -> str:
+    """A value in an error: on one line, and short."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def printable(text: str) -> str:
+    """A text of a file on one line of a terminal: short, and without control characters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[: 2 * _SHOWN])
+
+
+def require_number(
+    name: str, value: object, where: str, *, least: int = 1, most: int = _MOST
+) -> int:
+    """Check a number that somebody wrote.
+
+    Raises:
+        ConfigError: It is not a whole number from ``least`` to ``most``.
+    """
+    if type(value) is not int or not least <= value <= most:
+        raise ConfigError(
+            f"{where}: {name} must be a whole number from {least} to {most:,}, got {shown(value)}"
+        )
+    return value
+
+
+class Fields:
+    """A JSON object that remembers which fields were read.
+
+    Args:
+        values: The object.
+        where: Names it in errors.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self._values, self.where = values, where
+        self._read: set[str] = set()
+
+    def get(self, name: str) -> Any:
+        """The value of a field, unchecked; None where it is missing or null."""
+        self._read.add(name)
+        return self._values.get(name)
+
+    def number(
+        self, name: str, *, least: int = 1, most: int = _MOST, missing: int | None = None
+    ) -> int:
+        """A whole number.
+
+        Args:
+            name: Field.
+            least: Lowest value allowed.
+            most: Highest value allowed.
+            missing: Value where the field is missing or null; None makes that an error.
+        """
+        value = self.get(name)
+        if value is None:
+            if missing is None:
+                raise ConfigError(f"{self.where}: {name} is missing")
+            return missing
+        return require_number(name, value, self.where, least=least, most=most)
+
+    def text(self, name: str, missing: str) -> str:
+        """A text; ``missing`` where the field is missing or null."""
+        value = self.get(name)
+        if value is None:
+            return missing
+        if not isinstance(value, str):
+            raise ConfigError(f"{self.where}: {name} must be a text, got {shown(value)}")
+        return value
+
+    def sequence(self, name: str, kind: type[_T]) -> list[_T] | None:
+        """A list of numbers or of texts; None where the field is missing or null."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(type(item) is kind for item in value):
+            raise ConfigError(
+                f"{self.where}: {name} must be a list of {_NAMES[kind]}, got {shown(value)}"
+            )
+        return value
+
+    def unread(self) -> Iterator[tuple[str, Any]]:
+        """Fields that were never read, and their values."""
+        return ((name, v) for name, v in self._values.items() if name not in self._read)

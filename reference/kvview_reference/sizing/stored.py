@@ -1,0 +1,223 @@
+"""The bytes that a host tier stores for a block of a trace, layer by layer.
+
+1. Full attention is stored for every token, and so are chunks, of which vLLM's connector leaves
+   out none.
+2. Of a sliding window the tokens that a prefix still reads are stored, at the end of each prompt;
+   of a state, the state there.
+3. Blocks have the bytes that they have in vLLM, padding included, on all ranks together.
+
+How many ends there are for a block depends on the trace, so the bytes of a block are a mean over
+its different blocks: the total of a host that holds the whole trace is exact.
+
+Source: vLLM 0.32.0, ``reachable_block_mask`` in ``v1/core/single_type_kv_cache_manager.py``, with
+the default retention: the end of the prompt, and nothing between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvview_reference.sizing.cache_plan import CachePlan, plan_cache
+from kvview_reference.sizing.model import Kind, LayerSet, ModelShape
+from kvview_reference.sizing.tails import Tail
+
+LARGEST_GPU_GB = 288
+"""Memory of the largest GPUs, 10**9 bytes: NVIDIA B300, AMD MI355X."""
+
+
+@dataclass(frozen=True)
+class StoredLayers:
+    """What the host stores of one set of layers.
+
+    Args:
+        layers: The set.
+        share: Of the different blocks for which it is stored; 1.0 for all.
+        block_bytes: Of one block where it is stored, all ranks together.
+    """
+
+    layers: LayerSet
+    share: float
+    block_bytes: Fraction
+
+
+class StoredBlocks:
+    """The bytes of a trace's blocks.
+
+    Args:
+        model: The model.
+        block_size: Tokens of a block of the trace.
+    """
+
+    def __init__(self, model: ModelShape, block_size: int) -> None:
+        self.model, self.block_size = model, block_size
+        self.plan: CachePlan = plan_cache(model)
+        self._ends = [layers for layers in model.layers if layers.kind in ("window", "state")]
+
+    @property
+    def tails(self) -> list[Tail]:
+        """The ends of prompts that windows and states need counted, in this order."""
+        return [
+            Tail(1, self.plan.block_size)
+            if layers.kind == "state"
+            else Tail(max(1, (layers.tokens or 1) - 1))
+            for layers in self._ends
+        ]
+
+    def layers(self, tail_shares: Sequence[float]) -> list[StoredLayers]:
+        """Each set of layers.
+
+        Args:
+            tail_shares: Of the different blocks, in the order of ``tails``.
+        """
+        shares = dict(zip(map(id, self._ends), tail_shares, strict=True))
+        stored: list[StoredLayers] = []
+        for layers in self.model.layers:
+            if layers.kind == "state":
+                size = Fraction(self.plan.state_bytes())
+            else:
+                size = self.plan.token_bytes(layers.kind) * self.block_size
+            stored.append(StoredLayers(layers, shares.get(id(layers), 1.0), size * self.model.tp))
+        return stored
+
+    def block_bytes(self, tail_shares: Sequence[float]) -> int:
+        """Mean bytes of a block, rounded up."""
+        return max(
+            1, ceil(sum(s.block_bytes * Fraction(s.share) for s in self.layers(tail_shares)))
+        )
+
+    def dense_block_bytes(self, tail_shares: Sequence[float]) -> int:
+        """The same for a connector that stores the window's layers for every token too."""
+        return ceil(
+            sum(
+                stored.block_bytes
+                * (Fraction(stored.share) if stored.layers.kind == "state" else 1)
+                for stored in self.layers(tail_shares)
+            )
+        )
+
+    def load_bytes(self, num_blocks: float) -> float:
+        """Bytes that a hit of so many blocks moves to the GPUs."""
+        if not num_blocks:
+            return 0.0
+        loaded = 0.0
+        for stored in self.layers([1.0] * len(self._ends)):
+            layers = stored.layers
+            tokens = num_blocks * self.block_size
+            if layers.kind == "state":
+                tokens = self.block_size
+            elif layers.tokens is not None:
+                tokens = min(tokens, layers.tokens)
+            loaded += float(stored.block_bytes) * tokens / self.block_size
+        return loaded
+
+
+class LayersReport(BaseModel):
+    """Layers of the model that store alike."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Kind
+    layers: int
+    tokens: int | None = Field(description="Of the window or chunk.")
+    token_bytes: int = Field(description="Of one token in all of them, all ranks of TP together.")
+    state_bytes: int = Field(description="Of their states, likewise; 0 for attention.")
+    stored_share: float = Field(
+        description="Share of the trace's different blocks for which the host stores them."
+    )
+    stored_block_bytes: int = Field(
+        description="Of one such block as vLLM lays it out, padding included."
+    )
+    formula: str
+
+
+class ModelReport(BaseModel):
+    """The model whose KV is stored."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    token_bytes: int = Field(
+        description="That every token adds: of full attention, all ranks of TP together."
+    )
+    block_bytes: int = Field(description="That the host stores for a block, a mean over the trace.")
+    dense_block_bytes: int = Field(
+        description="The same for a connector that stores windows for every token."
+    )
+    formula: str
+    layers: list[LayersReport]
+
+
+def report_model(blocks: StoredBlocks, tail_shares: Sequence[float]) -> ModelReport:
+    """What the report says of the model."""
+    model, tp = blocks.model, blocks.model.tp
+    parts = [
+        LayersReport(
+            kind=stored.layers.kind,
+            layers=stored.layers.count,
+            tokens=stored.layers.tokens,
+            token_bytes=tp * stored.layers.count * stored.layers.token_bytes,
+            state_bytes=tp * stored.layers.count * stored.layers.state_bytes,
+            stored_share=stored.share,
+            stored_block_bytes=ceil(stored.block_bytes),
+            formula=_formula(stored, blocks),
+        )
+        for stored in blocks.layers(tail_shares)
+    ]
+    return ModelReport(
+        name=model.name,
+        token_bytes=model.token_bytes,
+        block_bytes=blocks.block_bytes(tail_shares),
+        dense_block_bytes=blocks.dense_block_bytes(tail_shares),
+        formula="; ".join(part.formula for part in parts),
+        layers=parts,
+    )
+
+
+def _formula(stored: StoredLayers, blocks: StoredBlocks) -> str:
+    """How the bytes of a set of layers come about, as a line."""
+    layers, tp = stored.layers, blocks.model.tp
+    mib = float(stored.block_bytes) / 2**20
+    if layers.kind == "state":
+        size = tp * layers.count * layers.state_bytes
+        text = f"{layers.formula} = {size:,} bytes; {mib:,.2f} MiB in blocks of vLLM"
+    else:
+        size = tp * layers.count * layers.token_bytes
+        text = (
+            f"{layers.formula} = {size:,} bytes a token; x {blocks.block_size} tokens = "
+            f"{mib:,.2f} MiB a block"
+        )
+    if not blocks.model.is_hybrid:
+        return text
+    where = "all" if stored.share == 1.0 else f"{stored.share:.1%} of the"
+    return f"{layers.name}: {text}, for {where} blocks"
+
+
+def notes_on_model(report: ModelReport, gpu_gib: float, tp: int) -> list[str]:
+    """What a reader must know of the figures of this model."""
+    notes: list[str] = []
+    if any(part.kind in ("window", "state") for part in report.layers):
+        mean, dense = (size / 2**20 for size in (report.block_bytes, report.dense_block_bytes))
+        every = ""
+        if dense > mean:
+            every = (
+                " A connector that stores windows for every token, as OffloadConnector does, takes "
+                f"{dense:,.2f} MiB."
+            )
+        notes.append(
+            "Hybrid model: windows and states are stored for the end of each prompt, as vLLM's "
+            f"OffloadingConnector does by default; {mean:,.2f} MiB a block is the mean over this "
+            f"trace.{every} Hits are those of full attention: an engine resumes only where it kept "
+            "windows and states, so it may hit fewer."
+        )
+    if gpu_gib / tp > LARGEST_GPU_GB * 1e9 / 2**30:
+        notes.append(
+            f"The GPU cache takes {gpu_gib / tp:,.0f} GiB{' on each GPU' if tp > 1 else ''}, "
+            f"more than any GPU has ({LARGEST_GPU_GB} GB at most): give its size, --gpu-blocks "
+            "40GiB for example, or more ranks, --tp."
+        )
+    return notes

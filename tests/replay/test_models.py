@@ -1,0 +1,423 @@
+"""``--model``: each model's layers and groups as vLLM has them, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvview.cli import commands
+from kvview.errors import ConfigError
+from kvview_reference.replay.workload import generate_trace
+from kvview_reference.sizing.cache_plan import plan_cache
+from kvview_reference.sizing.model import LayerSet, ModelShape, attention_layers
+from kvview_reference.sizing.model_config import read_config
+from kvview_reference.sizing.model_facts import FACTS
+from kvview_reference.sizing.model_file import read_model
+from kvview_reference.sizing.references import read_references
+from kvview_reference.sizing.stored import LARGEST_GPU_GB, StoredBlocks
+from kvview_reference.sizing.sweep import SizeReport
+
+HERE = Path(__file__).parent
+CONFIGS: dict[str, dict[str, Any]] = json.loads((HERE / "model_configs.json").read_text())
+"""Fields of published files; ``tests/vllm/model_specs.py`` says more."""
+PINNED: dict[str, dict[str, Any]] = json.loads((HERE / "model_specs.json").read_text())
+"""Written by ``python tests/vllm/model_specs.py --write``: what vLLM 0.32.0 computes on a CPU."""
+
+CPU_BLOCKS = (128, 32)
+"""Tokens of a block of vLLM on a CPU, and of the blocks of its kernels."""
+LATENT_BLOCKS = (16, 16)
+
+TOKEN_BYTES = {
+    "Llama 3.1 8B": 131_072,
+    "Llama 3.1 70B": 327_680,
+    "DeepSeek V3": 61 * 576 * 2,
+    "Gemma 3 27B": 81_920,
+    "Gemma 3 4B": 20_480,
+    "Qwen3-Next 80B": 24_576,
+    "Jamba v0.1": 16_384,
+    "gpt-oss-20b": 24_576,
+    "Llama 4 Scout": 49_152,
+    "Mistral 7B v0.1": 0,
+    "Falcon-H1 7B": 45_056,
+    "Nemotron-H 8B": 16_384,
+    "Llama 3.1 8B FP8 (modelopt)": 65_536,
+}
+"""That every token adds, worked out by hand."""
+
+
+def _read(name: str) -> ModelShape:
+    name, _, tp = name.partition(", tp ")
+    return read_config(CONFIGS[name], name, None, int(tp or 1))
+
+
+# --- what vLLM computes ---
+
+
+def test_every_config_is_pinned() -> None:
+    assert {name.partition(", tp ")[0] for name in PINNED} == set(CONFIGS)
+
+
+@pytest.mark.parametrize("name", PINNED)
+def test_layers_are_those_of_vllm(name: str) -> None:
+    found = [
+        [layers.count, layers.kind, layers.tokens, layers.token_bytes or layers.state_bytes]
+        for layers in _read(name).layers
+    ]
+    assert sorted(found, key=str) == sorted(PINNED[name]["layers"], key=str)
+
+
+@pytest.mark.parametrize("name", PINNED)
+def test_groups_are_those_of_vllm(name: str) -> None:
+    model, pinned = _read(name), PINNED[name]
+    plan = plan_cache(model, *(LATENT_BLOCKS if model.layers[0].is_latent else CPU_BLOCKS))
+    found = Counter((group.count, group.block_size, group.page_bytes) for group in plan.groups)
+    assert found == Counter(map(tuple, pinned["groups"]))
+    assert (plan.block_size, plan.block_bytes) == (pinned["block_size"], pinned["block_bytes"])
+
+
+@pytest.mark.parametrize(("name", "token_bytes"), TOKEN_BYTES.items())
+def test_bytes_that_every_token_adds(name: str, token_bytes: int) -> None:
+    assert _read(name).token_bytes == token_bytes
+
+
+ALSO = {
+    "Jamba v0.1": {
+        "use_mamba_kernels": True,
+        "mamba_inner_layernorms": True,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "sliding_window": None,
+        "num_logits_to_keep": 1,
+    },
+    "Nemotron-H 8B": {
+        "use_mamba_kernels": True,
+        "mamba_hidden_act": "silu",
+        "use_conv_bias": True,
+        "time_step_floor": 1e-4,
+        "time_step_limit": [0.0, 1.0],
+        "attention_head_dim": 128,
+    },
+    "Falcon-H1 7B": {
+        "mamba_norm_before_gate": False,
+        "mamba_rms_norm": False,
+        "mamba_use_mlp": True,
+        "ssm_multipliers": [0.5],
+        "ssm_in_multiplier": 1.25,
+        "attn_layer_indices": None,
+    },
+    "Zamba2 7B": {
+        "mamba_headdim": 64,
+        "chunk_size": 256,
+        "use_conv_bias": True,
+        "state_size": 64,
+        "num_query_groups": 32,
+        "kv_channels": 112,
+        "hybrid_layer_ids": [6, 11],
+    },
+    "LFM2 1.2B": {"conv_use_xavier_init": True, "block_use_xavier_init": True},
+    "Gemma 2 9B": {"_sliding_window_pattern": 2, "use_bidirectional_attention": False},
+    "Qwen2.5 7B": {"model_type": "qwen2_5_vl", "max_window_layers": 70, "mtp_hybrid_pattern": "M"},
+    "Llama 3.1 8B": {"is_encoder_decoder": False, "chunk_size_feed_forward": 1, "lru_width": 0},
+}
+"""Further fields of published files, of which none changes what is stored."""
+
+
+@pytest.mark.parametrize(("name", "fields"), ALSO.items())
+def test_fields_that_change_nothing(name: str, fields: dict[str, Any]) -> None:
+    assert read_config(CONFIGS[name] | fields, name, None, 1).layers == _read(name).layers
+
+
+# --- what the host stores ---
+
+
+def test_the_total_of_a_host_that_holds_the_whole_trace() -> None:
+    """Counted block by block, with a set for each kind of layer."""
+    rows, size = list(generate_trace(num_requests=300, seed=3)), 512
+    model = ModelShape(
+        (
+            attention_layers("full", 2, 2, 64),
+            attention_layers("window", 4, 2, 64, tokens=1500),
+            LayerSet("state", 4, 0, 300_000, None, "a state"),
+        )
+    )
+    blocks = StoredBlocks(model, size)
+    references = read_references(rows, size, tails=blocks.tails)
+    plan = blocks.plan
+    full: set[int] = set()
+    window: set[int] = set()
+    ends: set[int] = set()
+    for row in rows:
+        ids = row.hash_ids[: row.num_prompt_tokens // size]
+        full.update(ids)
+        window.update(ids[-3:])
+        last = len(ids) * size // plan.block_size * plan.block_size // size
+        ends.update(ids[max(0, last - 1) : last])
+    total = len(ends) * plan.state_bytes()
+    total += int(plan.token_bytes("full") * len(full) * size)
+    total += int(plan.token_bytes("window") * len(window) * size)
+    mean = blocks.block_bytes(references.tail_shares)
+    assert mean * len(full) == pytest.approx(total, abs=len(full))  # rounded up by a byte each
+    assert blocks.dense_block_bytes(references.tail_shares) > mean
+
+
+def test_a_model_without_windows_stores_its_tokens() -> None:
+    blocks = StoredBlocks(_read("Llama 3.1 8B"), 512)
+    assert not blocks.tails
+    assert blocks.block_bytes(()) == blocks.dense_block_bytes(()) == 512 * 131_072
+    assert blocks.load_bytes(3) == 3 * 512 * 131_072
+
+
+def test_a_load_moves_windows_and_states_once() -> None:
+    blocks = StoredBlocks(_read("Qwen3-Next 80B"), 512)
+    one, two = blocks.load_bytes(1), blocks.load_bytes(2)
+    assert two - one == 512 * 24_576
+    assert one - (two - one) == blocks.plan.state_bytes()
+
+
+def test_the_page_lists_the_model_types() -> None:
+    page = (HERE.parents[1] / "docs" / "sizing.md").read_text()
+    listed = page.partition("These model types are understood")[2].partition("Any other type")[0]
+    types = {name.removesuffix("_text").removesuffix("_moe") for name in FACTS}
+    assert set(re.findall(r"`([a-z0-9_]+)`", listed)) == types
+
+
+# --- the commands ---
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    places = {"size": "sizing.command:size", "replay": "replay.command:replay"}
+    points = [
+        EntryPoint(name, f"kvview_reference.{place}", commands.GROUP)
+        for name, place in places.items()
+    ]
+    monkeypatch.setattr(commands, "entry_points", lambda group: points)
+    return lambda *args: CliRunner().invoke(commands.cli, [*map(str, args)])
+
+
+def _file(folder: Path, config: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next 80B", "Gemma 3 27B", "Mistral 7B v0.1"])
+def test_size_of_a_hybrid_model(name: str, tmp_path: Path, run: Callable[..., Result]) -> None:
+    path, out = _file(tmp_path, CONFIGS[name]), tmp_path / "r.json"
+    options = ["--requests=200", "--sizes=1GiB,100%", "--gpu-blocks=64GiB", "--policies=lru"]
+    result = run("size", "--model", path, *options, "--json", out)
+    assert result.exit_code == 0, result.output
+    assert "Hybrid model:" in result.output
+    report = SizeReport.model_validate_json(out.read_text())
+    assert report.model is not None
+    assert report.model.token_bytes == _read(name).token_bytes
+    assert report.gpu_gib == pytest.approx(64, rel=0.01)
+    shares = {part.kind: part.stored_share for part in report.model.layers}
+    assert shares.get("full", 1.0) == 1.0
+    assert all(0 < share < 1 for kind, share in shares.items() if kind != "full")
+    assert report.model.block_bytes == pytest.approx(
+        sum(part.stored_share * part.stored_block_bytes for part in report.model.layers), abs=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "is_too_large"),
+    [
+        ("Llama 3.1 70B", [], True),
+        ("Llama 3.1 70B", ["--tp=8"], False),
+        ("Llama 3.1 70B", ["--gpu-blocks=40GiB"], False),
+        ("Llama 3.1 70B", ["--gpu-blocks=400GiB"], True),
+        ("Llama 3.1 8B", [], False),
+    ],
+)
+def test_a_gpu_cache_that_no_gpu_has(
+    name: str, options: list[str], is_too_large: bool, tmp_path: Path, run: Callable[..., Result]
+) -> None:
+    path, out = _file(tmp_path, CONFIGS[name]), tmp_path / "r.json"
+    result = run("size", "--requests=100", "--model", path, "--json", out, *options)
+    assert result.exit_code == 0, result.output
+    report = SizeReport.model_validate_json(out.read_text())
+    said = f"more than any GPU has ({LARGEST_GPU_GB} GB at most)"
+    assert (said in result.output) is is_too_large
+    assert any(said in note for note in report.notes) is is_too_large
+    assert f"({report.gpu_gib:,.1f} GiB) alone" in result.output
+
+
+def test_replay_has_the_groups_of_the_model(tmp_path: Path, run: Callable[..., Result]) -> None:
+    path, out = _file(tmp_path, CONFIGS["Gemma 3 27B"]), tmp_path / "r.json"
+    options = ["--requests=20", "--cpu-blocks=100", "--json", out]
+    assert run("replay", "--model", path, *options).exit_code == 0
+    times = json.loads(out.read_text())["time"]
+    assert times["token_bytes"] == 62 * 8192
+    assert times["group_bytes"] == [10 * 8192 * 512, 52 * 8192 * 512]
+    result = run("replay", "--model", path, "--groups", "window:1024,full@2", *options)
+    assert result.exit_code == 0, result.output
+    assert json.loads(out.read_text())["time"]["group_bytes"] == [52 * 8192 * 512, 20 * 8192 * 512]
+    result = run("replay", "--model", path, "--groups", "full,mamba", *options)
+    assert result.exit_code == 2
+    assert "give full,window:1024" in result.output
+
+
+# --- what is wrong in a file ---
+
+LLAMA = CONFIGS["Llama 3.1 8B"]
+JAMBA = CONFIGS["Jamba v0.1"]
+WRONG = [0, -1, 1.5, "8", "", True, [], [1], {}, {"a": 1}, 10**400, float("nan"), float("inf")]
+
+
+@pytest.mark.parametrize("command", ["size", "replay"])
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        (LLAMA | {"num_attention_heads": 0, "num_key_value_heads": None}, "num_attention_heads"),
+        (LLAMA | {"num_hidden_layers": "32"}, "num_hidden_layers must be a whole number"),
+        (LLAMA | {"num_hidden_layers": 10**400}, "num_hidden_layers must be a whole number"),
+        (LLAMA | {"num_hidden_layers": True}, "num_hidden_layers must be a whole number"),
+        (LLAMA | {"num_hidden_layers": 10**6}, "from 1 to 10,000"),
+        (LLAMA | {"hidden_size": float("nan")}, "hidden_size must be a whole number"),
+        (LLAMA | {"num_key_value_heads": [8, 8]}, "num_key_value_heads must be a whole number"),
+        (LLAMA | {"num_attention_heads": 8192}, "num_attention_heads"),
+        (LLAMA | {"_name_or_path": ["llama"]}, "_name_or_path must be a text"),
+        (LLAMA | {"model_type": 7}, "model_type must be a text"),
+        (LLAMA | {"torch_dtype": "int3"}, "unknown dtype 'int3'"),
+        (LLAMA | {"torch_dtype": ["bfloat16"]}, "torch_dtype must be a text"),
+        (LLAMA | {"quantization_config": 7}, "quantization_config must be an object"),
+        (LLAMA | {"quantization_config": {"kv_cache_quant_algo": "INT2"}}, "kv_cache_quant_algo"),
+        (LLAMA | {"layer_types": ["full_attention"]}, "1 layers are listed"),
+        (LLAMA | {"layer_types": "full"}, "layer_types must be a list of texts"),
+        (LLAMA | {"layer_types": ["strided_attention"] * 32}, "'strided_attention'"),
+        (LLAMA | {"layer_types": ["linear_attention"] * 32}, "linear attention is not understood"),
+        (JAMBA | {"attn_layer_offset": 8}, "attn_layer_offset must be below attn_layer_period"),
+        (JAMBA | {"attn_layer_period": 0}, "attn_layer_period must be a whole number"),
+        (CONFIGS["Nemotron-H 8B"] | {"hybrid_override_pattern": "M*X" * 17 + "M"}, "'X'"),
+        ({"text_config": {"num_hidden_layers": 2}}, "num_attention_heads is missing"),
+        ({}, "num_hidden_layers is missing"),
+        ({"model_type": "llama"}, "num_hidden_layers is missing"),
+        (LLAMA | {"model_type": "new_model", "mamba_d_state": 16}, "mamba_d_state is not underst"),
+        (LLAMA | {"index_topk": 2048}, "index_topk is not understood for model_type 'llama'"),
+        (LLAMA | {"v_head_dim": 64}, "v_head_dim is not understood"),
+        (LLAMA | {"multi_query": True}, "multi_query is not understood"),
+        (LLAMA | {"is_encoder_decoder": True}, "is_encoder_decoder is not understood"),
+        (
+            {"model_type": "granitemoehybrid", "num_hidden_layers": 2},
+            "layer_types or layers_block_type is missing",
+        ),
+        ({"groups": []}, "groups must be a list of objects"),
+        ({"groups": [{"kind": "ring", "layers": 1}]}, "kind 'ring' is not known"),
+        ({"groups": [{"kind": "state", "layers": 1}]}, "groups[0]: state_bytes is missing"),
+        ({"groups": [{"kind": "window", "layers": 1}]}, "tokens is missing"),
+        ({"layers": 0, "kv_heads": 1, "head_size": 1}, "layers must be a whole number from 1"),
+        ({"layers": 1, "kv_heads": 1, "head_size": 8, "name": ["x"]}, "name must be a text"),
+        ({"layers": 1, "kv_heads": 1, "head_size": 8, "dtype": 16}, "dtype must be a text"),
+        ([], "not a JSON object"),
+    ],
+)
+def test_what_is_wrong_is_named_in_one_line(
+    command: str, config: object, part: str, tmp_path: Path, run: Callable[..., Result]
+) -> None:
+    result = run(command, "--requests=5", "--model", _file(tmp_path, config))
+    assert result.exit_code == 2
+    assert part in result.output
+    assert result.output.startswith("kvview: ")
+    assert result.output.count("\n") == 1
+    assert len(result.output) < 400
+
+
+def _places(config: dict[str, Any]) -> Iterator[list[str]]:
+    for name, value in config.items():
+        yield [name]
+        if isinstance(value, dict):
+            yield from ([name, *rest] for rest in _places(value))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_value_of_any_field_raises_anything_else(name: str) -> None:
+    """What is not a number where one is read is refused; what is not read may be anything."""
+    num_refused = 0
+    for place in _places(CONFIGS[name]):
+        for wrong in [*WRONG, None]:
+            config = copy.deepcopy(CONFIGS[name])
+            inner = config
+            for step in place[:-1]:
+                inner = inner[step]
+            inner[place[-1]] = wrong
+            for tp in (1, 3):
+                try:
+                    StoredBlocks(read_config(config, "--model 'x'", None, tp), 16)
+                except ConfigError:
+                    num_refused += 1
+    assert num_refused > len(WRONG)
+
+
+@pytest.mark.parametrize("field", ["sliding_window", "window_size", "kv_lora_rank", "block_types"])
+def test_a_model_type_that_is_not_known(field: str) -> None:
+    plain = {name: value for name, value in LLAMA.items() if name != "model_type"}
+    new = plain | {"model_type": "newest", "rope_theta": 1e6, "num_experts": 64}
+    assert read_config(new, "x", None, 1).token_bytes == 131_072
+    if field == "sliding_window":
+        (layers,) = read_config(new | {field: 4096}, "x", None, 1).layers
+        assert (layers.kind, layers.tokens) == ("window", 4096)
+    else:
+        with pytest.raises(ConfigError, match=f"{field} is not understood"):
+            read_config(new | {field: [1]}, "x", None, 1)
+
+
+def test_layers_by_hand(tmp_path: Path) -> None:
+    groups = [
+        {"kind": "state", "layers": 36, "state_bytes": 1_097_728},
+        {"kind": "full", "layers": 12, "kv_heads": 2, "head_size": 256},
+    ]
+    path = str(_file(tmp_path, {"groups": groups, "name": "mine"}))
+    model = read_model(path, {"tp": 2})
+    assert model is not None
+    assert (model.token_bytes, model.state_bytes) == (24_576, 36 * 1_097_728)
+    assert plan_cache(model).block_bytes * 2 == plan_cache(_read("Qwen3-Next 80B")).block_bytes
+    with pytest.raises(ConfigError, match="--layers"):
+        read_model(path, {"layers": 3})
+    with pytest.raises(ConfigError, match="state_bytes"):
+        read_model(path, {"tp": 3})
+
+
+def test_a_quantised_cache(tmp_path: Path) -> None:
+    path = str(_file(tmp_path, LLAMA))
+    sizes = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "float32": 4, "nvfp4": 9 / 16}
+    for dtype, size in sizes.items():
+        model = read_model(path, {"dtype": dtype})
+        assert model is not None
+        assert model.token_bytes == 131_072 / 2 * size
+    # The state keeps the type of the model.
+    whole = read_model(str(_file(tmp_path, JAMBA)), {})
+    packed = read_model(str(_file(tmp_path, JAMBA)), {"dtype": "fp8"})
+    assert whole is not None
+    assert packed is not None
+    assert packed.state_bytes == whole.state_bytes
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "pipe", "folder", "large.json"])
+def test_what_is_no_file(path: str, tmp_path: Path, run: Callable[..., Result]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "large.json").write_bytes(b" " * (2**24 + 1))
+    result = run("size", "--requests=5", "--model", tmp_path / path)
+    assert result.exit_code == 2
+    assert result.output.count("\n") == 1
+    assert "regular file" in result.output or "larger than 16 MiB" in result.output
+
+
+def test_a_name_is_no_markup(tmp_path: Path, run: Callable[..., Result]) -> None:
+    path = _file(tmp_path, LLAMA | {"_name_or_path": "[/red]\x1b[2J[bold]"})
+    result = run("size", "--requests=5", "--model", path)
+    assert result.exit_code == 0, result.output
+    assert "[/red]?[2J[bold]: 2 (K and V)" in result.output
+    result = run("size", "--model", _file(tmp_path, LLAMA | {"mamba\x1b[2J": 1}))
+    assert "mamba?[2J is not understood" in result.output
