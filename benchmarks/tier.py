@@ -44,6 +44,7 @@ from kvview.testing.tier.driver import bytes_of
 from kvview.testing.tier.faulty_store import FaultyStore
 from kvview.tier import GuardedTier, Namespace, TierStore
 from kvview_reference.tier import FileStore, ObjectStore
+from kvview_reference.tier.store_folder import SHARDS, path_of
 
 HERE = Namespace("benchmark", weights="1")
 
@@ -80,7 +81,8 @@ def damage(changes: int) -> dict[str, Any]:
         store.put(1, keys, [memoryview(bytes_of(key, sizes[key])) for key in keys])
         store.drain(60.0)
         store.poll()
-        whole = {key: Path(store._path(key)).read_bytes() for key in keys}
+        paths = {key: store._folder / store._path(key) for key in keys}
+        whole = {key: path.read_bytes() for key, path in paths.items()}
         for _ in range(changes):
             one, other = dice.sample(keys, 2)
             how = dice.choice(("flip", "cut", "swap", "zero"))
@@ -94,12 +96,12 @@ def damage(changes: int) -> dict[str, Any]:
                 content[at : at + 512] = bytes(len(content[at : at + 512]))
             if content == whole[one]:
                 continue
-            Path(store._path(one)).write_bytes(content)
+            paths[one].write_bytes(content)
             page = memoryview(bytearray(sizes[one]))
             found[how] += 1
-            if store.read_into(one, page) if os.path.exists(store._path(one)) else False:
+            if store.read_into(one, page) if paths[one].exists() else False:
                 found["taken for right"] += 1
-            Path(store._path(one)).write_bytes(whole[one])
+            paths[one].write_bytes(whole[one])
         store.close()
     return dict(found)
 
@@ -110,11 +112,10 @@ def open_many(entries: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as root:
         FileStore(HERE, root=root).close()
         folder = Path(root, HERE.digest.hex())
+        for shard in SHARDS:
+            (folder / shard).mkdir()
         for number in range(entries):
-            shard = folder / f"{number % 256:02x}"
-            if number < 256:
-                shard.mkdir()
-            file = os.open(f"{shard}/{number:064x}", os.O_CREAT | os.O_WRONLY)
+            file = os.open(folder / path_of(number.to_bytes(32, "big")), os.O_CREAT | os.O_WRONLY)
             os.ftruncate(file, 4096)
             os.close(file)
         (folder / "budget").unlink()

@@ -25,7 +25,7 @@ class FolderStore(Threaded):
 
     def has(self, key: bytes, /) -> bool:
         """Whether there is a file of that name."""
-        return self._path(key).exists()
+        return self._path(key).is_file()
 
     def read_into(self, key: bytes, page: memoryview, /) -> bool:
         """One read; a file that is shorter or longer is no page."""
@@ -36,8 +36,11 @@ class FolderStore(Threaded):
         """Under another name first, so that a name always stands for a whole page."""
         path = self._path(key)
         half = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-        half.write_bytes(page)
-        half.rename(path)
+        try:
+            half.write_bytes(page)
+            half.rename(path)
+        finally:
+            half.unlink(missing_ok=True)  # after a failure
         return True
 
     def _path(self, key: bytes) -> Path:

@@ -9,6 +9,7 @@ from kvview.tier.guarded import GuardedTier, TierStats
 from kvview.tier.namespace import Namespace
 from kvview.tier.polled import Polled
 from kvview.tier.store import (
+    SupportsDamageReports,
     SupportsDelete,
     SupportsEvictions,
     SupportsTouch,
@@ -26,6 +27,7 @@ __all__ = [
     "GuardedTier",
     "Namespace",
     "Polled",
+    "SupportsDamageReports",
     "SupportsDelete",
     "SupportsEvictions",
     "SupportsTouch",

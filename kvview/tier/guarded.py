@@ -22,6 +22,7 @@ from kvview.tier.checksum import PageSeal
 from kvview.tier.namespace import Namespace
 from kvview.tier.private_pages import PrivatePages
 from kvview.tier.store import (
+    SupportsDamageReports,
     SupportsDelete,
     SupportsEvictions,
     SupportsTouch,
@@ -45,7 +46,8 @@ class TierStats:
         puts: Keys stored.
         gets: Keys loaded.
         failed: Keys whose put or get failed, for whatever reason.
-        damaged: Of them, keys whose bytes were not what was put.
+        damaged: Of them, keys with other bytes than were put: found by the guard, or by a store
+            that reports it (:class:`~kvview.tier.SupportsDamageReports`).
         refused: Jobs that did not reach the store: it was closed, or on trial.
         raised: Calls of the store that raised.
         late: Jobs that were not reported within their deadline.
@@ -299,6 +301,17 @@ class GuardedTier:
         self._changed.notify_all()
         self._wake_up()
 
+    def _count_damaged(self, keys: Sequence[bytes]) -> None:
+        with self._changed:
+            is_first, self._stats.damaged = not self._stats.damaged, self._stats.damaged + len(keys)
+        if is_first and keys:
+            _log.warning(
+                "the store %s has damaged pages, which fail and are computed again; the first is "
+                "that of key %s, and the counter of damaged pages has the others",
+                type(self.store).__name__,
+                bytes(keys[0]).hex(),
+            )
+
     def _strike(self, what: str) -> None:
         trips = self._breaker.num_trips
         self._breaker.strike()
@@ -312,6 +325,8 @@ class GuardedTier:
             self._ask_store(self.store.on_wake_up, self._awake.set)
         if isinstance(self.store, SupportsEvictions):
             self._ask_store(self.store.on_evicted, self._evicted.extend)
+        if isinstance(self.store, SupportsDamageReports):
+            self._ask_store(self.store.on_damaged, self._count_damaged)
         while not self._is_closed:
             is_waiting = self._in_store or self._unanswered
             self._awake.wait(_LONGEST_SLEEP if self._wakes or not is_waiting else _BETWEEN_POLLS)
@@ -414,7 +429,7 @@ class GuardedTier:
                 copy_out = self._private_pages.copy_out
                 if flags[number] and not copy_out(entry.keys[number], private, page):
                     flags[number] = False
-                    self._stats.damaged += 1
+                    self._count_damaged([entry.keys[number]])
                     self._drop([entry.keys[number]])  # else a put may keep what is there
         with self._changed:
             entry.is_copying = False

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, Self
 
-from kvview.errors import ConfigError, NamespaceMismatchError
+from kvview.errors import ConfigError, NamespaceMismatchError, line_of
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,16 @@ class Namespace:
         """
         try:
             found: Mapping[str, Any] = json.loads(text)
-            return cls(**{field.name: found[field.name] for field in fields(cls)})
+            values = {field.name: found[field.name] for field in fields(cls)}
+            for field in fields(cls):
+                kind = int if isinstance(field.default, int) else str
+                if type(values[field.name]) is not kind:
+                    raise TypeError(f"{field.name} is not of type {kind.__name__}")
+            return cls(**values)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ConfigError(f"this is no namespace of a tier: {text[:200]!r}") from error
+            raise ConfigError(
+                f"this is not the namespace of a tier: {text[:200]!r}: {line_of(error)}"
+            ) from error
 
     def require_same(self, other: Namespace, where: str) -> None:
         """Refuse bytes of another namespace.

@@ -161,6 +161,15 @@ class SupportsEvictions(Protocol):
 
 
 @runtime_checkable
+class SupportsDamageReports(Protocol):
+    """The store verifies its bytes itself, and reports the pages that it finds damaged."""
+
+    def on_damaged(self, damaged: Callable[[Sequence[bytes]], None], /) -> None:
+        """Call ``damaged``, from any thread, once per page whose bytes are not those of its put."""
+        ...
+
+
+@runtime_checkable
 class SupportsWakeUp(Protocol):
     """The store says when ``poll`` has something new."""
 

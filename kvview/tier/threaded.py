@@ -18,6 +18,7 @@ from kvview.tier.namespace import Namespace
 from kvview.tier.store import require_tier_job
 
 _log = logging.getLogger(__name__)
+_MAX_THREADS = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -40,18 +41,18 @@ class Threaded(ABC):
 
     Args:
         namespace: Whose bytes; keep it apart from every other (``namespace.digest``).
-        threads: That call them.
+        threads: That call them, at most 1,024.
 
     Raises:
-        ConfigError: ``threads`` is not 1 or more.
+        ConfigError: ``threads`` is not in that range.
     """
 
     keys_of_a_lookup = 64
     """Asked one after the other on one thread; fewer where an answer takes long."""
 
     def __init__(self, namespace: Namespace, *, threads: int = 4) -> None:
-        if threads < 1:
-            raise ConfigError(f"threads must be 1 or more, got {threads}")
+        if not 1 <= threads <= _MAX_THREADS:
+            raise ConfigError(f"threads must be from 1 to {_MAX_THREADS}, got {threads}")
         self.namespace = namespace
         self._changed = threading.Condition()
         self._tasks: deque[Callable[[], None]] = deque()

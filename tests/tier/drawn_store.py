@@ -6,7 +6,6 @@ python benchmarks/tier.py faults --stores 200
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -184,7 +183,7 @@ class DrawnStore(FileStore):
         if self._is("late", "get", **met):
             _later(super().read_into, key, page)
         if self._is("lies", "get", **met):
-            return os.path.exists(self._path(key))
+            return self.holds(key)
         if self._is("short", "page of a get", **met):
             whole = memoryview(bytearray(len(page)))
             is_good = super().read_into(key, whole)
@@ -199,7 +198,7 @@ class DrawnStore(FileStore):
 
     def load(self, key: bytes, page: memoryview, /) -> bool:
         if self._is("damaged", "other size", key=key, num_bytes=len(page)):
-            with open(self._path(key), "rb") as file:
+            with open(self._folder / self._path(key), "rb") as file:
                 found = file.read()[self._format.head_bytes(key) :][: len(page)]
             page[: len(found)] = found
             return True
@@ -216,15 +215,15 @@ class DrawnStore(FileStore):
         if self._is("short", "page of a put", **met):
             return write(key, page[: max(1, len(page) - 1)])
         if self._is("killed", "keeps temporaries", **met):
-            self._half.joinpath(f"kept-{key.hex()[:40]}").write_bytes(page)
+            (self._folder / "half" / f"kept-{key.hex()[:40]}").write_bytes(page)
         is_half = self._is("full disk", "keeps half", **met)
         if is_half or self._is("killed", "no temporary", **met):
             self._write_in_place(key, page, len(page) // 2 if is_half else len(page))
             return True
         if self._is("damaged", "other key", **met):
             write(key + b"\0", page)
-            path = self._path(key)
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            path = self._folder / self._path(key)
+            path.parent.mkdir(exist_ok=True)
             content = self._format.head(key, page) + bytes(page)[::-1]
             with open(path, "wb") as file:
                 file.write(content)
@@ -232,8 +231,8 @@ class DrawnStore(FileStore):
         return write(key, page)
 
     def _write_in_place(self, key: bytes, page: memoryview, num_bytes: int) -> None:
-        path = self._path(key)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        path = self._folder / self._path(key)
+        path.parent.mkdir(exist_ok=True)
         with open(path, "wb", buffering=0) as file:
             file.write(self._format.head(key, page))
             for at in range(0, num_bytes, 4096):

@@ -15,6 +15,8 @@ from click.testing import CliRunner
 
 from examples.folder_store import FolderStore
 from kvview import ConfigError, NamespaceMismatchError
+from kvview.bridge import TierOptions, open_tier
+from kvview.options import parse_options
 from kvview.testing import BoundCheck, parametrize_with_checks, run_checks
 from kvview.testing.tier.faulty_store import FaultyStore
 from kvview.testing.tier.guard_checks import ManualClock
@@ -93,7 +95,7 @@ class Half(Threaded):
         (Half, {}, "Half is abstract: it lacks read_into, write"),
         (FolderStore, {}, "missing a required argument: 'root'"),
         (FolderStore, {"rot": "x"}, r"--option NAME=VALUE, \{tmp\} in a text is a fresh folder"),
-        (FileStore, {"root": "{tmp}", "threads": 0}, "threads must be 1 or more, got 0"),
+        (FileStore, {"root": "{tmp}", "threads": 0}, "threads must be from 1 to 1024, got 0"),
         (FileStore, {"root": "{tmp}", "max_bytes": 0}, "max_bytes must be more than 0, got 0"),
         (FileStore, {"root": "{tmp}", "checksum": "md5"}, "unknown checksum 'md5'; known: xxh3"),
         (FileStore, {"root": "/dev/null/x"}, "the folder '/dev/null/x.*' cannot be used"),
@@ -102,6 +104,14 @@ class Half(Threaded):
 def test_what_cannot_be_checked_says_why(target: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         run_checks(target, options=options)
+
+
+@pytest.mark.parametrize("options", [{}, {"root": 5}, {"root": "r", "max_bytes": "1 GB"}])
+def test_options_that_a_store_cannot_take_are_refused_by_name(options: dict[str, Any]) -> None:
+    given = {"store": "kvview_reference.tier:FileStore", "options": options, "weights": "1"}
+    settings = parse_options(TierOptions, given)
+    with pytest.raises(ConfigError, match="do not fit FileStore"):
+        open_tier(settings, HERE)
 
 
 # --- TIER-10: namespaces ---
@@ -124,7 +134,7 @@ def test_a_namespace_is_read_as_it_was_written() -> None:
     assert Namespace.from_json(HERE.to_json()) == HERE
     assert HERE.digest != THERE.digest
     for text in ("", "[]", "{}", '{"model": 1}'):
-        with pytest.raises(ConfigError, match="no namespace of a tier"):
+        with pytest.raises(ConfigError, match="not the namespace of a tier"):
             Namespace.from_json(text)
 
 
@@ -377,7 +387,7 @@ def test_a_count_that_cannot_be_believed_is_made_anew(
 def test_of_many_files_the_oldest_of_some_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvview_reference.tier.file_budget._LOOKED_AT", 40)
+    monkeypatch.setattr("kvview_reference.tier.eviction._LOOKED_AT", 40)
     store = FileStore(HERE, root=str(tmp_path), max_bytes=400_000)
     keys = [f"key {number}".encode() for number in range(600)]
     for key in keys:
@@ -472,7 +482,7 @@ def test_bench_measures_what_comes_back_right(tmp_path: Path) -> None:
     ("args", "said"),
     [
         (["kvview.tier:Namespace"], "is no class of tier stores"),
-        (["examples/folder_store.py:FolderStore"], "cannot be made of the options"),
+        (["examples/folder_store.py:FolderStore"], "do not fit"),
         (["examples/folder_store.py:FolderStore", "--pages", "0"], "must be 1 or more"),
     ],
 )

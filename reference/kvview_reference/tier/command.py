@@ -8,15 +8,17 @@ from typing import Literal
 
 import click
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 
+from kvview.cli.console import Console
+from kvview.cli.echo import echo
 from kvview.cli.exit_codes import ExitCode
-from kvview.cli.output import JSONOption, require_writable, write_json
+from kvview.cli.output import JSONOption, Whole, write_json
 from kvview.errors import ConfigError, KVViewError
 from kvview.options import read_options
 from kvview.targets import load_target
 from kvview.tier import Namespace, is_tier_store
+from kvview_reference.tier.store_folder import NOTE
 
 _MOST_LINES = 20
 
@@ -73,7 +75,7 @@ class StoreCheck:
         """Note what cannot be loaded, and say it while there are few."""
         self.bad.append(BadEntry(path, problem))
         if len(self.bad) <= _MOST_LINES:
-            click.echo(f"{path}: {problem}", err=True)
+            echo(f"{path}: {problem}", err=True)
 
 
 @click.group()
@@ -97,25 +99,27 @@ def fsck(root: str, given: tuple[str, ...], json_file: str | None) -> None:
     which is read over the network then. Nothing is changed; a store removes a
     bad entry itself when it is asked for it. Exit code 1 when there is one.
     """
-    from kvview_reference.tier.object_store import entries_of_bucket
-    from kvview_reference.tier.stored_entries import entries_of_folder, read_entry
+    from kvview_reference.tier.stored_entries import (
+        entries_of_bucket,
+        entries_of_folder,
+        read_entry,
+    )
 
-    require_writable("--json", json_file)
     options, found, num_stores = read_options(given), StoreCheck(root), 0
     stores = entries_of_bucket(root, options) if "://" in root else entries_of_folder(root)
-    for name, said, contents in stores:
+    for store in stores:
         num_stores += 1
         try:
-            if isinstance(said, OSError):
-                raise said
-            namespace = Namespace.from_json(said)
+            if isinstance(store.note, OSError):
+                raise store.note
+            namespace = Namespace.from_json(store.note.decode("utf-8", "replace"))
         except (KVViewError, OSError) as error:
-            found.tell(name, str(error))
+            found.tell(store.name, str(error))
             continue
+        if namespace.digest.hex() != store.name:
+            found.tell(store.name, f"it is named after another namespace than its {NOTE}")
         num_entries, num_bytes = 0, 0
-        for path, content in contents:
-            if isinstance(content, FileNotFoundError):  # evicted just now
-                continue
+        for path, content in store.entries:
             num_entries += 1
             if isinstance(content, OSError):
                 found.tell(path, content.strerror or type(content).__name__)
@@ -124,15 +128,15 @@ def fsck(root: str, given: tuple[str, ...], json_file: str | None) -> None:
             if problem := read_entry(namespace, content).problem:
                 found.tell(path, problem)
         names = namespace.model, namespace.weights
-        found.namespaces.append(StoreNamespace(name, *names, num_entries, num_bytes))
-        click.echo(
-            f"{name}: {num_entries} entries, {num_bytes / 1e9:.3f} GB, model "
+        found.namespaces.append(StoreNamespace(store.name, *names, num_entries, num_bytes))
+        echo(
+            f"{store.name}: {num_entries} entries, {num_bytes / 1e9:.3f} GB, model "
             f"{namespace.model!r}, weights {namespace.weights!r}",
             err=json_file == "-",
         )
     if not num_stores:
         raise ConfigError(f"there is no tier at {root!r}: it has no */namespace.json")
-    click.echo(f"{len(found.bad)} cannot be loaded", err=json_file == "-")
+    echo(f"{len(found.bad)} cannot be loaded", err=json_file == "-")
     write_json(json_file, asdict(found))
     sys.exit(ExitCode.WRONG if found.bad else ExitCode.CLEAN)
 
@@ -143,13 +147,15 @@ def fsck(root: str, given: tuple[str, ...], json_file: str | None) -> None:
 @click.option(
     "--page-bytes",
     "sizes",
-    type=int,
+    type=Whole(),
     multiple=True,
     default=(65_536, 262_144, 1_048_576, 4_194_304),
     help="Size of a page; repeatable.  [default: 64 KiB to 4 MiB]",
 )
-@click.option("--pages", default=32, show_default=True, help="Of one job.")
-@click.option("--rounds", default=5, show_default=True, help="Of each size; medians count.")
+@click.option("--pages", type=Whole(), default=32, show_default=True, help="Of one job.")
+@click.option(
+    "--rounds", type=Whole(), default=5, show_default=True, help="Of each size; medians count."
+)
 @click.option("--no-guard", is_flag=True, help="Without what every bridge puts in front.")
 @click.option(
     "--json",
@@ -174,17 +180,11 @@ def bench(
     """
     from kvview_reference.tier.throughput import StoreBench, measure
 
-    require_writable("--json", json_file)
     make = load_target(store)
     if not is_tier_store(make):
         raise ConfigError(f"{store!r} is no class of tier stores")
     options = read_options(given)
-    try:
-        found = measure(make, options, sizes, pages=pages, rounds=rounds, is_guarded=not no_guard)
-    except TypeError as error:
-        raise ConfigError(
-            f"{store} cannot be made of the options {sorted(options)}: {error}"
-        ) from None
+    found = measure(make, options, sizes, pages=pages, rounds=rounds, is_guarded=not no_guard)
     table = Table(box=SIMPLE)
     for column in ("page", "put GB/s", "get GB/s", "lookup us/key", "caller us/page", "failed"):
         table.add_column(column, justify="right")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ class DeletingStore(Threaded):
     def __init__(self, namespace: Namespace, *, threads: int) -> None:
         self._hidden: set[bytes] = set()
         self._removing = threading.Lock()
+        self._damaged: Callable[[Sequence[bytes]], object] = lambda keys: None
         super().__init__(namespace, threads=threads)
 
     @abstractmethod
@@ -65,7 +66,11 @@ class DeletingStore(Threaded):
             return False
         if self.load(key, page):
             return True
-        self._hidden.add(key)
+        with self._changed:
+            is_new = key not in self._hidden
+            self._hidden.add(key)
+        if is_new:  # another thread may have read the same file
+            self._damaged([key])
         self._remove_hidden([key])
         return False
 
@@ -83,6 +88,10 @@ class DeletingStore(Threaded):
         """What is known; a hidden key is a miss, also when a put of it ends just now."""
         flags, hidden = super().lookup(keys), self._hidden
         return [False if key in hidden else flag for key, flag in zip(keys, flags, strict=True)]
+
+    def on_damaged(self, damaged: Callable[[Sequence[bytes]], None], /) -> None:
+        """Call ``damaged`` with each key whose load found other bytes than were put."""
+        self._damaged = damaged
 
     def delete(self, keys: Sequence[bytes], /) -> None:
         """Hide keys now, and remove what is stored of them on a thread."""

@@ -1,13 +1,14 @@
-"""How much a folder may hold, counted for all processes that write there (TIER-8).
+"""The budget of a folder, counted for all processes that write there (TIER-8).
 
 1. The count is in a file that processes share. It grows before a file gets its name, and
    shrinks after one has gone: a process that is killed leaves it too high, never too low.
-2. Whoever opens a folder that nobody else has open removes what was half-written. The files are
-   counted anew only when the count cannot be believed: it is damaged, or the machine was started
-   again and nobody had closed the folder. So a folder of any size opens at once.
-3. What was used longest ago is evicted first, as the times of the files say, which every process
-   sets. Of many files only those of a few shards are looked at, and the oldest of them go: there
-   is no index, on the medium or in memory.
+2. A process that opens a folder which no other has open removes half-written files. It counts
+   the files again only if the count cannot be trusted: it is damaged, or the machine was started
+   again and no process had closed the folder. So a folder of any size opens at once.
+3. The files that were used longest ago go to make room; see ``eviction``.
+4. A lock that is not released fails the call, unless its holder is still at work; later calls
+   fail at once until it is released. Processes take turns, because a process that tries a lock
+   at intervals would lose it to the process that has just released it.
 """
 
 from __future__ import annotations
@@ -19,21 +20,19 @@ import threading
 import time
 import uuid
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-SHARDS = [f"{number:02x}" for number in range(256)]
-"""Folders that the files of a namespace are spread over."""
+from kvview_reference.tier.eviction import OldestFiles
+from kvview_reference.tier.file_lock import lock_file
+from kvview_reference.tier.store_folder import NOTE, SHARDS, StoreFolder
 
 _COUNT = struct.Struct("<qq16s")  # bytes of files, bytes reserved, boot of the machine
 _SUM = struct.Struct("<I")
+_PATIENCE = 10.0  # seconds, with a process that has a lock and does nothing
 _CLOSED, _UNKNOWN = b"closed".ljust(16), b"unknown".ljust(16)
-MODE = 0o600  # what is in them are prompts of users
-_LOOKED_AT = 4096  # files, to find the oldest
-_OLDEST_SHARE = 8  # of those that were looked at go, if there are others
 
 
 @dataclass(slots=True)
@@ -48,44 +47,62 @@ class _Count:
 
 
 class FileBudget:
-    """The files of one namespace, and what they may take.
+    """The files of one namespace, and the bytes that they may take.
 
     Args:
-        folder: Of the namespace.
-        max_bytes: Of all files in it together, None for no limit.
+        folder: Of the namespace; it has a folder ``half``.
+        max_bytes: Of all files of the store together, None for no limit.
+
+    Raises:
+        OSError: Its files cannot be opened, locked or written.
     """
 
-    def __init__(self, folder: Path, max_bytes: int | None) -> None:
+    def __init__(self, folder: StoreFolder, max_bytes: int | None) -> None:
         self.max_bytes = max_bytes
         self.used_bytes: int
-        """What was counted last, by this process."""
-        self.on_evicted: Callable[[str], object] = lambda path: None
-        """Called with the path of each file that went to make room."""
-        self._folder = str(folder)
+        """The latest count that this process has seen."""
+        self.oldest = OldestFiles(folder, self._show_life)
+        """The files that go to make room."""
+        self._folder = folder
         self._mutex = threading.Lock()
-        self._oldest_first: deque[tuple[int, str]] = deque()  # time of use and path
-        self._next_shard = os.getpid()
-        self._alive = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, MODE)
-        self._counter = os.open(folder / "budget", os.O_RDWR | os.O_CREAT, MODE)
+        self._patience = _PATIENCE
+        with ExitStack() as on_error:
+            flags = os.O_RDWR | os.O_CREAT
+            self._alive = folder.open("lock", flags)
+            on_error.callback(os.close, self._alive)
+            self._turn = folder.open("turn", flags)
+            on_error.callback(os.close, self._turn)
+            is_alone = self._is_alone()
+            if is_alone and folder.has("budget") and folder.stat("budget").st_nlink > 1:
+                folder.unlink("budget")  # it may be a file outside the folder too
+            self._counter = folder.open("budget", flags)
+            on_error.callback(os.close, self._counter)
+            self._begin(is_alone)
+            on_error.pop_all()
         self._is_open = True
-        is_alone = self._is_alone()
+
+    def _begin(self, is_alone: bool) -> None:
+        reserved = 0
         if is_alone:
-            for half in os.scandir(folder / "half"):
-                os.unlink(half.path)
+            for path, state in self._folder.files("half"):
+                try:
+                    self._folder.unlink(path)
+                except OSError:
+                    reserved += state.st_size  # it stays, and takes its bytes
         with self._counted() as count:
             if is_alone:
                 boot = _boot_of_machine()
                 if count.boot not in (boot, _CLOSED) or boot == _UNKNOWN:
-                    count.stored = self._count_anew().stored
-                count.reserved, count.boot = 0, boot
+                    count.stored = self._count_again().stored
+                count.reserved, count.boot = reserved, boot
             self._evict(count, 0)
         if is_alone:
             os.fsync(self._counter)  # else it may be found closed after a power cut
-        fcntl.flock(self._alive, fcntl.LOCK_SH)
+        lock_file(self._alive, fcntl.LOCK_SH, _PATIENCE, self._counter)
 
     def reserve(self, num_bytes: int) -> bool:
         """Make room for a file that is about to be written; False if there can be none."""
-        with self._mutex, self._counted() as count:
+        with self._counted() as count:
             if self.max_bytes is not None:
                 if num_bytes > self.max_bytes:
                     return False
@@ -96,27 +113,34 @@ class FileBudget:
             return True
 
     def commit(self, half: str, path: str, num_bytes: int) -> None:
-        """Give a file that is whole its name; what is there already is kept.
+        """Give a file that is whole its name; a file that has the name already is kept.
 
         Raises:
             OSError: It cannot get its name; give it up.
         """
-        with self._mutex, self._counted() as count:
-            if os.path.exists(path):
-                os.unlink(half)
+        with self._counted() as count:
+            if self._folder.has(path):
+                self._folder.unlink(half)
                 count.reserved -= num_bytes
                 return
-            count.stored += num_bytes
-            count.reserved -= num_bytes
-            self._write(count)  # before: who is killed in between leaves it too high
-            _rename(half, path)
+            self._move(count, num_bytes)
+            self._write(count)  # before: a process that is killed in between leaves it too high
+            try:
+                self._name(half, path)
+            except BaseException:
+                self._move(count, -num_bytes)
+                raise
 
     def give_up(self, half: str, num_bytes: int) -> None:
-        """A file will not be written."""
-        with self._mutex, self._counted() as count:
+        """Remove a file that will not get its name; one that stays keeps its bytes.
+
+        Raises:
+            OSError: It cannot be removed, or not be counted.
+        """
+        with suppress(FileNotFoundError):
+            self._folder.unlink(half)
+        with self._counted() as count:
             count.reserved -= num_bytes
-            with suppress(OSError):
-                os.unlink(half)
 
     def remove(self, path: str) -> None:
         """Remove a file, if it is there.
@@ -124,50 +148,70 @@ class FileBudget:
         Raises:
             OSError: It cannot be removed.
         """
-        with self._mutex, self._counted() as count, suppress(FileNotFoundError):
-            count.stored -= _unlinked(path)
+        with self._counted() as count, suppress(FileNotFoundError):
+            count.stored -= self._folder.unlink(path)
 
     def used(self, path: str) -> None:
-        """A file was written, read or asked for again."""
-        if self.max_bytes is None:
-            return
-        now = time.time_ns()  # finer than what the system would set
-        with suppress(OSError):
-            os.utime(path, ns=(now, now))
+        """Note that a file was written, read or looked up again."""
+        if self.max_bytes is not None:
+            with suppress(OSError):  # the clock is finer than the time that the system would set
+                self._folder.set_time_of_use(path, time.time_ns())
 
     def close(self) -> None:
-        """Let go of the folder; callable twice."""
+        """Close the files; callable twice."""
         with self._mutex:
-            if self._is_open:
-                self._is_open = False
-                if self._is_alone():
-                    with suppress(OSError):
-                        with self._counted() as count:
-                            count.boot = _CLOSED
-                        os.fsync(self._counter)
-                os.close(self._alive)
-                os.close(self._counter)
+            is_open, self._is_open = self._is_open, False
+        if not is_open:
+            return
+        with suppress(OSError):
+            if self._is_alone():
+                with self._counted() as count:
+                    count.boot = _CLOSED
+                os.fsync(self._counter)
+        for file in (self._alive, self._turn, self._counter):
+            os.close(file)
 
     def _is_alone(self) -> bool:
         try:
-            fcntl.flock(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            lock_file(self._alive, fcntl.LOCK_EX, 0.0)
+        except TimeoutError:
             return False
         return True
 
     @contextmanager
     def _counted(self) -> Iterator[_Count]:
-        """The count, while no other process may change it; it is written at the end."""
-        fcntl.flock(self._counter, fcntl.LOCK_EX)
+        """The count, while no other thread or process may change it; it is written at the end.
+
+        Raises:
+            OSError: It cannot be locked, read or written.
+        """
+        if not self._mutex.acquire(timeout=self._patience):
+            raise TimeoutError("another thread is at the count")
         try:
-            count = self._read() or self._count_anew()
+            self._lock()
             try:
-                yield count
+                count = self._read() or self._count_again()
+                try:
+                    yield count
+                finally:
+                    self.used_bytes = count.used
+                    self._write(count)
             finally:
-                self.used_bytes = count.used
-                self._write(count)
+                fcntl.flock(self._counter, fcntl.LOCK_UN)
         finally:
-            fcntl.flock(self._counter, fcntl.LOCK_UN)
+            self._mutex.release()
+
+    def _lock(self) -> None:
+        try:
+            lock_file(self._turn, fcntl.LOCK_EX, self._patience, self._counter)
+            try:
+                lock_file(self._counter, fcntl.LOCK_EX, self._patience, self._counter)
+            finally:
+                fcntl.flock(self._turn, fcntl.LOCK_UN)
+        except TimeoutError:
+            self._patience = 0.0
+            raise
+        self._patience = _PATIENCE
 
     def _read(self) -> _Count | None:
         found = os.pread(self._counter, _COUNT.size + _SUM.size, 0)
@@ -180,76 +224,48 @@ class FileBudget:
         head = _COUNT.pack(count.stored, count.reserved, count.boot)
         os.pwrite(self._counter, head + _SUM.pack(zlib.crc32(head)), 0)
 
-    def _count_anew(self) -> _Count:
-        """Of what is there now; the store's own notes count too."""
+    def _name(self, half: str, path: str) -> None:
+        try:
+            self._folder.rename(half, path)
+        except FileNotFoundError:
+            self._folder.make_folder(os.path.dirname(path))
+            self._folder.rename(half, path)
+
+    def _move(self, count: _Count, num_bytes: int) -> None:
+        count.stored += num_bytes
+        count.reserved -= num_bytes
+
+    def _count_again(self) -> _Count:
+        """Of the files that are there now; the store's own notes count too."""
         os.ftruncate(self._counter, _COUNT.size + _SUM.size)
         found = _Count(0, 0, _UNKNOWN)
-        for shard in (".", *SHARDS):
-            for entry in _entries(f"{self._folder}/{shard}"):
-                found.stored += entry.stat().st_size if entry.is_file() else 0
-        for entry in _entries(f"{self._folder}/half"):
-            found.reserved += entry.stat().st_size
+        for note in (NOTE, "budget"):
+            with suppress(OSError):
+                found.stored += self._folder.stat(note).st_size
+        for shard in SHARDS:
+            self._show_life()
+            found.stored += sum(state.st_size for _, state in self._folder.entries(shard))
+        found.reserved = sum(state.st_size for _, state in self._folder.files("half"))
         return found
 
+    def _show_life(self) -> None:
+        """Let processes that wait for the count see that this one is at work."""
+        with suppress(OSError):
+            os.utime(self._counter)
+
     def _evict(self, count: _Count, num_bytes: int) -> None:
-        """Make room for so many bytes, as far as there is something to evict."""
-        while self.max_bytes is not None and count.used + num_bytes > self.max_bytes:
-            path = self._oldest()
-            if path is None:  # nothing is left: what is counted too high is known now
-                count.stored = min(count.stored, self._count_anew().stored)
-                return
-            with suppress(OSError):
-                count.stored -= _unlinked(path)
-                self.on_evicted(path)
-
-    def _oldest(self) -> str | None:
-        """A file to evict, None if there is none."""
-        while True:
-            if not self._oldest_first:
-                self._oldest_first.extend(self._look_for_old())
-                if not self._oldest_first:
-                    return None
-            use, path = self._oldest_first.popleft()
-            with suppress(OSError):
-                if os.stat(path).st_mtime_ns == use:  # else somebody has used it since
-                    return path
-
-    def _look_for_old(self) -> list[tuple[int, str]]:
-        """Those that were used longest ago, in their order: of all, or of the next shards."""
-        found: list[tuple[int, str]] = []
-        for _ in SHARDS:
-            shard = SHARDS[self._next_shard % len(SHARDS)]
-            self._next_shard += 1
-            for entry in _entries(f"{self._folder}/{shard}"):
-                with suppress(OSError):
-                    found.append((entry.stat().st_mtime_ns, entry.path))
-            if len(found) >= _LOOKED_AT:
-                return sorted(found)[: len(found) // _OLDEST_SHARE]
-        return sorted(found)
-
-
-def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
-    with suppress(FileNotFoundError):
-        yield from os.scandir(folder)
-
-
-def _unlinked(path: str) -> int:
-    """Remove a file; returns its size."""
-    size = os.stat(path).st_size
-    os.unlink(path)
-    return size
-
-
-def _rename(half: str, path: str) -> None:
-    try:
-        os.rename(half, path)
-    except FileNotFoundError:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        os.rename(half, path)
+        """Make room for so many bytes, as far as there are files that can be removed."""
+        missing = 0 if self.max_bytes is None else count.used + num_bytes - self.max_bytes
+        if missing <= 0 or self.oldest.is_resting:
+            return
+        removed = self.oldest.remove(missing)
+        count.stored -= removed
+        if removed < missing:  # a count that is too high shows now
+            count.stored = min(count.stored, self._count_again().stored)
 
 
 def _boot_of_machine() -> bytes:
-    """Another after each start of the machine, where that can be told."""
+    """Another value after each start of the machine, where the system shows one."""
     try:
         return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
     except (OSError, ValueError):

@@ -3,7 +3,7 @@
     <root>/<namespace>/namespace.json   whose bytes these are
                        <shard>/<key>    a header with a seal, then the page
                        half/            what is being written
-                       lock, budget     see ``file_budget``
+                       lock, turn, budget   see ``file_budget``
 
 1. A file gets its name when it is whole (TIER-9). There is no fsync: what a power cut leaves
    half-written fails its seal.
@@ -14,12 +14,10 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
-import threading
-import zlib
+import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +25,10 @@ from kvview import ConfigError
 from kvview.tier import Namespace, TierUsage
 from kvview_reference.tier.deleting import DeletingStore
 from kvview_reference.tier.entry import EntryFormat
-from kvview_reference.tier.file_budget import MODE, SHARDS, FileBudget
+from kvview_reference.tier.file_budget import FileBudget
+from kvview_reference.tier.store_folder import NOTE, StoreFolder, key_of, path_of
+
+_CLAIMS = 10  # attempts, while processes that open the folder remove each other's half-written note
 
 
 class FileStore(DeletingStore):
@@ -41,7 +42,7 @@ class FileStore(DeletingStore):
         checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` where the guard's is enough.
 
     Raises:
-        ConfigError: An option that cannot be used.
+        ConfigError: An option that cannot be used, or a folder that cannot be opened.
         NamespaceMismatchError: The folder was written for another namespace.
     """
 
@@ -60,33 +61,41 @@ class FileStore(DeletingStore):
             raise ConfigError(f"max_bytes must be more than 0, got {max_bytes}")
         self._format = EntryFormat(namespace, checksum)
         self._folder = Path(root, namespace.digest.hex())
-        self._half = self._folder / "half"
-        try:
-            self._half.mkdir(parents=True, exist_ok=True)
-            self._claim(namespace)
-        except OSError as error:
-            raise ConfigError(f"the folder {str(self._folder)!r} cannot be used: {error}") from None
-        self._numbers = itertools.count()
-        self._budget = FileBudget(self._folder, max_bytes)
-        super().__init__(namespace, threads=threads)
+        with ExitStack() as on_error:
+            try:
+                self._files = StoreFolder(self._folder, make=True)
+                on_error.callback(self._files.close)
+                self._files.make_folder("half")
+                self._claim(namespace)
+                self._budget = FileBudget(self._files, max_bytes)
+            except OSError as error:
+                raise ConfigError(
+                    f"the folder {str(self._folder)!r} cannot be used: {error}"
+                ) from None
+            on_error.callback(self._budget.close)
+            super().__init__(namespace, threads=threads)
+            on_error.pop_all()
 
     def holds(self, key: bytes, /) -> bool:
         """Whether there is a file."""
-        return os.path.exists(self._path(key))
+        return self._files.has(self._path(key))
 
     def load(self, key: bytes, page: memoryview, /) -> bool:
-        """Read and compare."""
+        """Read and compare; the next put replaces a file that cannot be read."""
         path = self._path(key)
         head, more = bytearray(EntryFormat.head_bytes(key)), bytearray(b"?")
         try:
-            file = os.open(path, os.O_RDONLY)
+            file = self._files.open(path)
             try:
                 num_read = os.readv(file, [head, page, more])
             finally:
                 os.close(file)
+        except FileNotFoundError:
+            raise
         except OSError as error:
             if error.errno == errno.EIO:
                 return False
+            self._hidden.add(key)
             raise
         if num_read != len(head) + len(page) or head != self._format.head(key, page):
             return False
@@ -98,25 +107,21 @@ class FileStore(DeletingStore):
         path = self._path(key)
         if is_replaced:
             self._budget.remove(path)
-        elif os.path.exists(path):
+        elif self._files.has(path):
             self._budget.used(path)
             return True
         head = self._format.head(key, page)
         num_bytes = len(head) + len(page)
         if not self._budget.reserve(num_bytes):
             return False
-        half = f"{self._half}/{os.getpid()}-{threading.get_ident()}-{next(self._numbers)}"
+        half = f"half/{uuid.uuid4().hex}"
         try:
-            file = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MODE)
-            try:
-                if os.writev(file, [head, page]) != num_bytes:
-                    raise OSError(errno.ENOSPC, "a write was cut short")
-            finally:
-                os.close(file)
+            self._write_file(half, [head, page])
             self._budget.used(half)
             self._budget.commit(half, path, num_bytes)
         except BaseException:
-            self._budget.give_up(half, num_bytes)
+            with suppress(OSError):
+                self._budget.give_up(half, num_bytes)
             raise
         return True
 
@@ -134,27 +139,55 @@ class FileStore(DeletingStore):
 
     def on_evicted(self, evicted: Callable[[Sequence[bytes]], None], /) -> None:
         """Call ``evicted`` with keys whose files this process removed to make room."""
-        self._budget.on_evicted = lambda path: evicted([bytes.fromhex(os.path.basename(path))])
+
+        def report(path: str) -> None:
+            if key := key_of(path):
+                evicted([key])
+
+        self._budget.oldest.on_evicted = report
 
     def close(self) -> None:
         """End what is in flight; the folder is free for others."""
         super().close()
         self._budget.close()
+        self._files.close()
 
     def _touch(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             self._budget.used(self._path(key))
 
     def _path(self, key: bytes) -> str:
-        return f"{self._folder}/{SHARDS[zlib.crc32(key) & 0xFF]}/{key.hex()}"
+        """The path of a key's file in the folder."""
+        return path_of(key)
+
+    def _write_file(self, path: str, parts: Sequence[bytes | memoryview]) -> None:
+        """Write a new file, whole or not at all."""
+        file = self._files.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            if os.writev(file, parts) != sum(map(len, parts)):
+                raise OSError(errno.ENOSPC, "a write was cut short")
+        except BaseException:
+            with suppress(OSError):
+                self._files.unlink(path)
+            raise
+        finally:
+            os.close(file)
 
     def _claim(self, namespace: Namespace) -> None:
-        """Say whose folder it is, or refuse another's (TIER-10)."""
-        path = self._folder / "namespace.json"
-        while not path.exists():
-            half = self._half / f"namespace-{os.getpid()}-{threading.get_ident()}"
-            with suppress(FileNotFoundError):  # who opens the folder alone just now removes it
-                half.write_text(namespace.to_json(), encoding="utf-8")
-                half.rename(path)
-        found = Namespace.from_json(path.read_text(encoding="utf-8"))
-        namespace.require_same(found, str(self._folder))
+        """Write whose folder it is, or refuse another's (TIER-10)."""
+        for _ in range(_CLAIMS):
+            with suppress(FileNotFoundError):
+                note = self._files.read_note(NOTE).decode("utf-8", "replace")
+                break
+            half = f"half/{uuid.uuid4().hex}"
+            with suppress(FileNotFoundError):  # another process opened the folder and removed it
+                self._write_file(half, [namespace.to_json().encode()])
+                self._files.rename(half, NOTE)
+        else:
+            raise OSError(f"{NOTE} cannot be kept")
+        where = str(self._folder)
+        try:
+            found = Namespace.from_json(note)
+        except ConfigError as error:
+            raise ConfigError(f"the folder {where!r} cannot be used: {NOTE}: {error}") from None
+        namespace.require_same(found, where)

@@ -8,14 +8,19 @@
    not allowed it is a miss for this process until a put has replaced it.
 3. There is no byte budget: none of the machines that share a bucket could keep one. A lifecycle
    rule of the bucket ends what is old; a key that went is a miss.
-4. Credentials are those of the client's own chain (environment, profile, role of the machine).
+4. In a folder (``file://``, to try it) a link is not followed, and only a regular file is an
+   object. A link that another program puts there while a request runs may be: that is for
+   ``FileStore``.
+5. Credentials are those of the client's own chain (environment, profile, role of the machine).
    None is taken as an option, and nothing that a server answers is logged or raised but its kind.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -25,7 +30,8 @@ from urllib.parse import urlsplit
 from kvview import ConfigError
 from kvview.tier import Namespace
 from kvview_reference.tier.deleting import DeletingStore
-from kvview_reference.tier.entry import EntryFormat
+from kvview_reference.tier.entry import MOST_BYTES, EntryFormat
+from kvview_reference.tier.store_folder import NOTE
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
@@ -84,7 +90,7 @@ class ObjectStore(DeletingStore):
         import obstore
 
         start, content = EntryFormat.head_bytes(key), memoryview(b"")
-        with self._asking("get"):
+        with self._asking("get", self._path(key)):
             found = obstore.get(self._client, self._path(key))
             if found.meta["size"] == start + len(page):
                 content = memoryview(found.bytes())
@@ -100,7 +106,7 @@ class ObjectStore(DeletingStore):
         self._claim()
         if is_replaced or self._size(key) != EntryFormat.head_bytes(key) + len(page):
             content: list[bytes | memoryview] = [self._format.head(key, page), page]
-            with self._asking("put"):
+            with self._asking("put", self._path(key)):
                 obstore.put(self._client, self._path(key), content, use_multipart=False)
         return True
 
@@ -108,13 +114,13 @@ class ObjectStore(DeletingStore):
         """Delete the object."""
         import obstore
 
-        with suppress(FileNotFoundError), self._asking("delete"):
+        with suppress(FileNotFoundError), self._asking("delete", self._path(key)):
             obstore.delete(self._client, self._path(key))
 
     def _size(self, key: bytes) -> int | None:
         import obstore
 
-        with suppress(FileNotFoundError), self._asking("head"):
+        with suppress(FileNotFoundError), self._asking("head", self._path(key)):
             return obstore.head(self._client, self._path(key))["size"]
         return None
 
@@ -124,18 +130,19 @@ class ObjectStore(DeletingStore):
 
         if self._is_claimed:
             return
-        content = self.namespace.to_json().encode()
-        with suppress(OSError), self._asking("put"):
-            obstore.put(self._client, f"{self._prefix}/namespace.json", content)
+        content, path = self.namespace.to_json().encode(), f"{self._prefix}/{NOTE}"
+        with suppress(OSError), self._asking("put", path):
+            obstore.put(self._client, path, content)
             self._is_claimed = True
 
     def _path(self, key: bytes) -> str:
         return f"{self._prefix}/{key.hex()}"
 
     @contextmanager
-    def _asking(self, what: str) -> Iterator[None]:
-        """A request: what goes wrong is an ``OSError`` that says its kind alone."""
+    def _asking(self, what: str, path: str) -> Iterator[None]:
+        """Make a request; an error is raised as an ``OSError`` that names its kind alone."""
         try:
+            _require_plain(self._client, path)
             yield
         except Exception as error:
             if isinstance(error, FileNotFoundError) and what != "put":
@@ -145,6 +152,26 @@ class ObjectStore(DeletingStore):
                 self._said.add(problem)
                 _log.warning("%s: %s; what fails is a miss", type(self).__name__, problem)
             raise OSError(problem) from None
+
+
+def _require_plain(client: Client, path: str) -> None:
+    """Refuse an object in a folder that is a link, a pipe or a device, or is behind a link.
+
+    Raises:
+        OSError: It is one: a client would follow the link, or wait for the pipe forever.
+    """
+    from obstore.store import LocalStore
+
+    if not isinstance(client, LocalStore) or client.prefix is None:
+        return
+    place, (*folders, name) = client.prefix, path.split("/")
+    with suppress(FileNotFoundError):
+        for folder in folders:
+            place /= folder
+            if not stat.S_ISDIR(place.lstat().st_mode):
+                raise OSError(errno.ENOTDIR, "it is not a folder", folder)
+        if not stat.S_ISREG((place / name).lstat().st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", name)
 
 
 def make_client(url: str, timeout: float, retries: int, options: Mapping[str, Any]) -> Client:
@@ -160,7 +187,11 @@ def make_client(url: str, timeout: float, retries: int, options: Mapping[str, An
             "max_bytes: a bucket that machines share has no budget that one of them could keep; "
             "give the bucket a lifecycle rule"
         )
-    parts = urlsplit(url)
+    try:
+        parts, seconds = urlsplit(url), timedelta(seconds=timeout)
+        limits = {"max_retries": retries, "retry_timeout": 2 * seconds}
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"url or timeout cannot be used: {error}") from None
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ConfigError("url: name the bucket alone; " + _CHAIN)
     for name in options:
@@ -174,11 +205,10 @@ def make_client(url: str, timeout: float, retries: int, options: Mapping[str, An
     if parts.scheme == "file":
         given["mkdir"] = True
     elif parts.scheme not in _LOCAL:
-        seconds = timedelta(seconds=timeout)
         is_plain = str(options.get("endpoint", "")).startswith("http://")
         given["client_options"] = {"timeout": seconds, "connect_timeout": seconds}
         given["client_options"] |= {"allow_http": True} if is_plain else {}
-        given["retry_config"] = {"max_retries": retries, "retry_timeout": 2 * seconds}
+        given["retry_config"] = limits
     try:
         return from_url(url, **given)
     except Exception as error:
@@ -194,37 +224,62 @@ _CHAIN = (
 )
 
 
-def entries_of_bucket(
-    url: str, options: Mapping[str, Any]
-) -> Iterator[tuple[str, str | OSError, Iterator[tuple[str, bytes | OSError]]]]:
-    """Every namespace below a store's url: its name, what it says, path and bytes of each entry.
+def list_folders(client: Client) -> list[str]:
+    """Names of the folders at the top of an object store.
 
     Raises:
         ConfigError: It cannot be listed.
     """
     import obstore
 
-    client = make_client(url, 30.0, 2, options)
-    try:
-        for prefix in obstore.list_with_delimiter(client)["common_prefixes"]:
-            with suppress(FileNotFoundError):
-                said = obstore.get(client, f"{prefix}/namespace.json").bytes()
-                yield prefix, bytes(said).decode("utf-8", "replace"), _contents(client, prefix)
-    except obstore.exceptions.BaseError as error:
-        raise ConfigError(f"the object store cannot be read: {_kind(error)}") from None
+    with _listing():
+        return sorted(obstore.list_with_delimiter(client)["common_prefixes"])
 
 
-def _contents(client: Client, prefix: str) -> Iterator[tuple[str, bytes | OSError]]:
+def list_objects(client: Client, folder: str) -> Iterator[str]:
+    """Paths of the objects in a folder and below.
+
+    Raises:
+        ConfigError: It cannot be listed.
+    """
     import obstore
 
-    for chunk in obstore.list(client, prefix):
-        for meta in chunk:
-            if not meta["path"].endswith("/namespace.json"):
-                with suppress(FileNotFoundError):  # removed just now
-                    yield meta["path"], bytes(obstore.get(client, meta["path"]).bytes())
+    chunks = iter(obstore.list(client, folder))
+    while True:
+        with _listing():
+            chunk = next(chunks, None)
+        if chunk is None:
+            return
+        yield from (meta["path"] for meta in chunk)
+
+
+def read_object(client: Client, path: str) -> bytes:
+    """Content of an object.
+
+    Raises:
+        OSError: It is not there, or cannot be read.
+    """
+    import obstore
+
+    try:
+        _require_plain(client, path)
+        found = obstore.get(client, path)
+        if (size := found.meta["size"]) > MOST_BYTES:  # the client would end the process
+            raise OSError(errno.EFBIG, f"it has {size} bytes, more than any entry")
+        return bytes(found.bytes())
+    except obstore.exceptions.BaseError as error:
+        raise OSError(errno.EIO, _kind(error)) from None
+
+
+@contextmanager
+def _listing() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(f"the object store cannot be listed: {_kind(error)}") from None
 
 
 def _kind(error: BaseException) -> str:
-    """What an error is, without its text: servers put signatures and accounts there."""
+    """Class and status of an error, without its text: servers put signatures and accounts there."""
     status = _STATUS.search(str(error))
     return type(error).__name__ + (f", status {status[1]}" if status else "")

@@ -1,19 +1,41 @@
-"""What lies in a store, looked at without it: what ``kvview tier fsck`` tells."""
+"""The entries of a store, read without the store, for ``kvview tier fsck``.
+
+Only files that a store can have written are read: namespaces in folders of their own, and entries
+that are named after their keys. All others are ignored, links included.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import errno
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
+from kvview import ConfigError
 from kvview.tier import Namespace
 from kvview.tier.checksum import PageSeal
-from kvview_reference.tier.entry import HEAD, MAGIC, NO_SEAL
+from kvview_reference.tier.entry import HEAD, MAGIC, MOST_BYTES, NO_SEAL
+from kvview_reference.tier.object_store import (
+    list_folders,
+    list_objects,
+    make_client,
+    read_object,
+)
+from kvview_reference.tier.store_folder import NOTE, SHARDS, StoreFolder, is_key_name
+
+Content: TypeAlias = bytes | OSError
+"""Bytes, or why they cannot be read."""
+
+_NAMESPACE = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
 class StoredEntry:
-    """What stands in one entry of a store.
+    """The content of one entry of a store.
 
     Args:
         key: Of the page.
@@ -22,6 +44,21 @@ class StoredEntry:
 
     key: bytes
     problem: str
+
+
+@dataclass(frozen=True)
+class StoredNamespace:
+    """The entries of one namespace.
+
+    Args:
+        name: Of its folder or prefix.
+        note: Content of its ``namespace.json``.
+        entries: Path and content of each entry.
+    """
+
+    name: str
+    note: Content
+    entries: Iterator[tuple[str, Content]]
 
 
 def read_entry(namespace: Namespace, content: bytes) -> StoredEntry:
@@ -40,22 +77,86 @@ def read_entry(namespace: Namespace, content: bytes) -> StoredEntry:
     return StoredEntry(key, "")
 
 
-def entries_of_folder(
-    root: str,
-) -> Iterator[tuple[str, str | OSError, Iterator[tuple[str, bytes | OSError]]]]:
-    """Every namespace below a store's folder: its name, what it says, path and bytes of each entry.
+def entries_of_folder(root: str) -> Iterator[StoredNamespace]:
+    """Every namespace below the folder of a file store.
 
-    Instead of what cannot be read comes the reason.
+    Raises:
+        ConfigError: The folder cannot be listed.
     """
-    for path in sorted(Path(root).glob("*/namespace.json")):
-        said = _content(path)
-        text = said if isinstance(said, OSError) else said.decode("utf-8", "replace")
-        files = sorted(path.parent.glob("??/*"))
-        yield path.parent.name, text, ((str(file), _content(file)) for file in files)
-
-
-def _content(path: Path) -> bytes | OSError:
     try:
-        return path.read_bytes()
+        names = sorted(filter(_is_namespace, os.listdir(root)))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the folder {root!r} cannot be read: {error}") from None
+    for name in names:
+        path = Path(root, name)
+        if path.is_symlink() or not path.is_dir():
+            continue
+        try:
+            folder = StoreFolder(path, make=False)
+        except OSError as error:
+            yield StoredNamespace(name, error, iter(()))
+            continue
+        with closing(folder), suppress(FileNotFoundError):
+            note = _outcome(folder.read_note, NOTE)
+            yield StoredNamespace(name, note, _files(folder, path))
+
+
+def _files(folder: StoreFolder, path: Path) -> Iterator[tuple[str, Content]]:
+    for shard in SHARDS:
+        try:
+            files = sorted(folder.entries(shard))
+        except OSError as error:
+            yield str(path / shard), error
+            continue
+        for file, state in files:
+            with suppress(FileNotFoundError):  # evicted just now
+                yield str(path / file), _outcome(_content, folder, file, state.st_size)
+
+
+def _content(folder: StoreFolder, path: str, size: int) -> bytes:
+    if size > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"it has {size} bytes, more than any entry")
+    file = folder.open(path)
+    try:
+        return os.read(file, size)
+    finally:
+        os.close(file)
+
+
+def entries_of_bucket(url: str, options: Mapping[str, Any]) -> Iterator[StoredNamespace]:
+    """Every namespace below the url of an object store.
+
+    Raises:
+        ConfigError: It cannot be listed.
+    """
+    client = make_client(url, 30.0, 2, options)
+    for prefix in filter(_is_namespace, list_folders(client)):
+        with suppress(FileNotFoundError):
+            note = _outcome(read_object, client, f"{prefix}/{NOTE}")
+            yield StoredNamespace(prefix, note, _objects(client, prefix))
+
+
+def _objects(client: Any, prefix: str) -> Iterator[tuple[str, Content]]:
+    for path in list_objects(client, prefix):
+        folder, _, name = path.rpartition("/")
+        if folder == prefix and is_key_name(name):
+            with suppress(FileNotFoundError):  # removed just now
+                yield path, _outcome(read_object, client, path)
+
+
+def _is_namespace(name: str) -> bool:
+    return bool(_NAMESPACE.fullmatch(name))
+
+
+def _outcome(read: Callable[..., bytes], *args: Any) -> Content:
+    """The bytes, or the reason why they cannot be read.
+
+    Raises:
+        FileNotFoundError: It is not there.
+    """
+    try:
+        return read(*args)
+    except FileNotFoundError:
+        raise
     except OSError as error:
         return error

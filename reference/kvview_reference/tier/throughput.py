@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvview import ConfigError
+from kvview.options import make_with_options
 from kvview.tier import GuardedTier, Namespace, TierStore
 
 _FOLDER = "{tmp}"
@@ -95,7 +96,7 @@ def measure(
         for name, value in options.items()
     }
     try:
-        store = make(_HERE, **filled)
+        store = make_with_options(make, filled, _HERE, flag="--option")
         if is_guarded:
             store = GuardedTier(store, _HERE, deadline=_SECONDS, lookup_deadline=_SECONDS)
         try:

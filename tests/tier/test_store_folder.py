@@ -1,0 +1,553 @@
+"""Folders in any state: a store refuses one in a line or works on, and touches nothing outside."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from examples.folder_store import FolderStore
+from kvview import ConfigError, KVViewError
+from kvview.tier import GuardedTier, Namespace, TierStore
+from kvview_reference.tier import FileStore, ObjectStore
+from kvview_reference.tier.command import tier as tier_group
+
+pytest.importorskip("xxhash")
+
+HERE = Namespace("m", weights="1")
+OLD = [b"old %d" % number for number in range(6)]
+NEW = [b"new %d" % number for number in range(6)]
+SIZE = 1000
+
+
+def page(key: bytes) -> memoryview:
+    return memoryview(bytearray((key * SIZE)[:SIZE]))
+
+
+def ends(call: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """Return the result of a call, which must end by itself or by an exception."""
+    found: list[Any] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it does not end"
+    if raised:
+        raise raised[0]
+    return found[0]
+
+
+def moved(store: TierStore, method: str, *keys: bytes) -> list[bool]:
+    """The flags of a job; every page that was loaded is as it was put."""
+    pages = [page(key if method == "put" else b"\0") for key in keys]
+    getattr(store, method)(1, keys, pages)
+    assert store.drain(60.0), "the job does not end"
+    [(_, flags)] = store.poll()
+    for key, found, flag in zip(keys, pages, flags, strict=True):
+        assert not flag or found == page(key)
+    return [*flags]
+
+
+def looked_up(store: TierStore, *keys: bytes) -> list[bool | None]:
+    end = time.monotonic() + 60.0
+    while None in (flags := [*store.lookup(keys)]):
+        assert time.monotonic() < end, "the lookup does not end"
+        time.sleep(0.001)
+    return flags
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    return {
+        str(path): path.read_bytes() if stat.S_ISREG(path.lstat().st_mode) else path.lstat().st_mode
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A store with some pages, next to files that are not its own."""
+    outside = tmp_path / "outside"
+    (outside / "folder" / "half").mkdir(parents=True)
+    (outside / "file").write_bytes(b"f" * 50)
+    for key in OLD:  # named as entries are
+        (outside / "folder" / key.hex()).write_bytes(b"o" * 5000)
+    (outside / "folder" / "half" / "file").write_bytes(b"h")
+    store = FileStore(HERE, root=str(tmp_path / "root"))
+    assert all(moved(store, "put", *OLD))
+    store.close()
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def freeze(tmp_path: Path) -> Iterator[Callable[..., None]]:
+    """Make files such that root cannot remove them either."""
+
+    def attribute(sign: str, *paths: Path) -> bool:
+        command = ["chattr", f"{sign}i", *map(str, paths)]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+    probe = tmp_path / "probe"
+    probe.touch()
+    if not shutil.which("chattr") or not attribute("+", probe):
+        pytest.skip("needs chattr, root, and a file system that has the attribute")
+    frozen = [probe]
+
+    def add(*paths: Path) -> None:
+        frozen.extend(paths)
+        assert attribute("+", *paths)
+
+    yield add
+    attribute("-", *[path for path in frozen if path.exists()])
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(f"/proc/self/fd/{(folder := os.open(path.parent, os.O_RDONLY))}/{path.name}")
+        os.close(folder)
+
+
+def _make_large(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 36)
+
+
+KINDS: dict[str, Callable[[Path, Path], Any]] = {
+    "folder": lambda path, outside: path.mkdir(),
+    "full folder": lambda path, outside: (path / "x").mkdir(parents=True),
+    "pipe": lambda path, outside: os.mkfifo(path),
+    "socket": lambda path, outside: _socket(path),
+    "link to a file": lambda path, outside: path.symlink_to(outside / "file"),
+    "link to a folder": lambda path, outside: path.symlink_to(outside / "folder"),
+    "link to nothing": lambda path, outside: path.symlink_to(outside / "none"),
+    "link to itself": lambda path, outside: path.symlink_to(path.name),
+    "link to zeros": lambda path, outside: path.symlink_to("/dev/zero"),
+    "hard link": lambda path, outside: path.hardlink_to(outside / "file"),
+    "empty file": lambda path, outside: path.touch(),
+    "no text": lambda path, outside: path.write_bytes(b"\xff\xfe{" * 20),
+    "large file": lambda path, outside: _make_large(path),
+}
+PLACES = ("", "lock", "turn", "budget", "namespace.json", "half", "half/x", "stray", "SHARD",
+          "ENTRIES", "SHARD/stray", "SHARD/ABCD", "SHARD/abcd")  # fmt: skip
+
+
+def places_of(folder: Path, place: str) -> list[Path]:
+    shards = sorted(folder.glob("??"))
+    if place == "ENTRIES":
+        return sorted(folder.glob("??/*"))
+    if place.startswith("SHARD"):
+        return [shards[0] / place[6:] if place[6:] else shards[0]]
+    return [folder / place]
+
+
+def replace(path: Path, kind: str, outside: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    KINDS[kind](path, outside)
+
+
+def opened(root: Path, max_bytes: int | None) -> FileStore | str:
+    """A store, or why there is none."""
+    try:
+        return FileStore(HERE, root=str(root), max_bytes=max_bytes)
+    except KVViewError as error:
+        return str(error)
+
+
+def play(root: Path, max_bytes: int | None) -> bool:
+    """Open a store and use it; whether it was refused, in one line."""
+    store = opened(root, max_bytes)
+    if isinstance(store, str):
+        assert "\n" not in store
+        return True
+    moved(store, "get", *OLD)
+    for keys in (OLD, NEW, OLD):
+        moved(store, "put", *keys)
+        looked_up(store, *keys)
+        moved(store, "get", *keys)
+    for key in [*OLD, *NEW] if max_bytes is None else ():
+        if moved(store, "put", key) == [True]:
+            assert moved(store, "get", key) == [True], "a stored page can be loaded"
+    store.delete(OLD)
+    assert looked_up(store, *OLD) == [False] * len(OLD)
+    store.close()
+    return False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", PLACES)
+def test_something_else_is_in_the_place_of_a_file(place: str, kind: str, root: Path) -> None:
+    outside = root.with_name("outside")
+    for path in places_of(root / HERE.digest.hex(), place):
+        replace(path, kind, outside)
+    before = contents(outside)
+    refused = [ends(partial(play, root, size)) for size in (None, 5000)]
+    assert contents(outside) == before
+    is_own = place in ("", "lock", "turn", "budget", "namespace.json", "half")
+    assert is_own or not any(refused), "strays are ignored"
+
+
+def _become_links(paths: list[Path], outside: Path) -> None:
+    for path in paths:
+        path.rename(outside.with_name(f"moved {path.name}"))
+        path.symlink_to(outside / "folder")
+
+
+def _become(kind: str) -> Callable[[Path, Path], None]:
+    def change(folder: Path, outside: Path) -> None:
+        for path in sorted(folder.glob("??/*")):
+            replace(path, kind, outside)
+
+    return change
+
+
+def _go(folder: Path, outside: Path) -> None:
+    for path in sorted(folder.glob("??")):
+        shutil.rmtree(path)
+
+
+CHANGES: dict[str, Callable[[Path, Path], None]] = {
+    "shards become links": lambda folder, out: _become_links(sorted(folder.glob("??")), out),
+    "half becomes a link": lambda folder, out: _become_links([folder / "half"], out),
+    "the folder becomes a link": lambda folder, out: _become_links([folder], out),
+    "the folder goes": lambda folder, out: shutil.rmtree(folder),
+    "half goes": lambda folder, out: shutil.rmtree(folder / "half"),
+    "shards go": _go,
+    "the count becomes a link": lambda f, out: replace(f / "budget", "link to a file", out),
+    "entries become pipes": _become("pipe"),
+    "entries become folders": _become("full folder"),
+    "entries become links": _become("link to a file"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("max_bytes", [None, 7000])
+def test_the_folder_changes_while_a_store_is_open(
+    change: str, max_bytes: int | None, root: Path
+) -> None:
+    outside = root.with_name("outside")
+    before = contents(outside)
+    store = FileStore(HERE, root=str(root), max_bytes=max_bytes)
+    assert any(moved(store, "get", *OLD))
+    CHANGES[change](root / HERE.digest.hex(), outside)
+
+    def use() -> None:
+        for keys in (NEW, OLD, NEW):
+            moved(store, "put", *keys)
+            moved(store, "get", *keys)
+            looked_up(store, *keys)
+        store.delete(OLD)
+        store.touch(NEW)
+        moved(store, "put", *OLD, *NEW)
+        store.close()
+
+    ends(use)
+    assert contents(outside) == before
+
+
+# --- files that cannot be removed or read ---
+
+
+def test_files_that_cannot_be_removed_fail_puts_and_are_logged_once(
+    root: Path, freeze: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    files = sorted((root / HERE.digest.hex()).glob("??/*"))
+    freeze(*files)
+    store = ends(lambda: FileStore(HERE, root=str(root), max_bytes=5000))
+    for _ in range(3):
+        assert ends(lambda: moved(store, "put", *NEW)) == [False] * len(NEW)
+    assert all(ends(lambda: moved(store, "get", *OLD)))
+    assert caplog.text.count("cannot be removed") == 1
+    store.delete(OLD[:1])
+    assert looked_up(store, *OLD[:2]) == [False, True]
+    assert ends(lambda: moved(store, "put", *OLD[:2])) == [False, True], "it cannot be replaced"
+    ends(store.close)
+
+
+def test_eviction_passes_over_a_file_that_cannot_be_removed(
+    root: Path, freeze: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for looked_at in (4096, 3):
+        monkeypatch.setattr("kvview_reference.tier.eviction._LOOKED_AT", looked_at)
+        files = sorted((root / HERE.digest.hex()).glob("??/*"), key=os.path.getmtime)
+        if looked_at == 4096:
+            freeze(*files[:3])
+        store = FileStore(HERE, root=str(root), max_bytes=7000)
+        gone: list[bytes] = []
+        store.on_evicted(gone.extend)
+        assert all(ends(partial(moved, store, "put", b"a", b"b", b"c")))
+        assert not {*gone} & {bytes.fromhex(path.name) for path in files[:3]}
+        store.delete([b"a", b"b", b"c"])
+        ends(store.close)
+
+
+def test_half_written_files_that_cannot_be_removed_keep_their_bytes(
+    root: Path, freeze: Callable[..., None]
+) -> None:
+    half = root / HERE.digest.hex() / "half" / "x"
+    half.write_bytes(bytes(3000))
+    freeze(half)
+    store = FileStore(HERE, root=str(root), max_bytes=10_000)
+    used = store.usage().used_bytes
+    held = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+    assert used == held
+    store.close()
+
+
+def test_a_put_replaces_a_file_that_cannot_be_read(root: Path) -> None:
+    """No file can be opened for a while, as a full table of open files has it."""
+    store = FileStore(HERE, root=str(root))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(num_open - 1, limits[0]), limits[1]))
+    try:
+        assert moved(store, "get", *OLD) == [False] * len(OLD)
+        assert moved(store, "put", *NEW) == [False] * len(NEW)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert looked_up(store, *OLD) == [False] * len(OLD), "TIER-4"
+    assert all(moved(store, "put", *OLD))
+    assert all(moved(store, "get", *OLD))
+    store.close()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+def test_a_file_without_permissions_fails_and_is_replaced(root: Path) -> None:
+    for path in (root / HERE.digest.hex()).glob("??/*"):
+        path.chmod(0)
+    store = FileStore(HERE, root=str(root))
+    assert moved(store, "get", *OLD) == [False] * len(OLD)
+    assert all(moved(store, "put", *OLD))
+    assert all(moved(store, "get", *OLD))
+    store.close()
+
+
+def test_puts_that_fail_do_not_change_the_count(root: Path) -> None:
+    folder = root / HERE.digest.hex()
+    for path in sorted(folder.glob("??/*")):
+        replace(path, "full folder", root)
+    store = FileStore(HERE, root=str(root), max_bytes=20_000)
+    used = store.usage().used_bytes
+    for _ in range(20):
+        assert moved(store, "put", *OLD) == [False] * len(OLD)
+    assert store.usage().used_bytes == used
+    assert not list((folder / "half").iterdir())
+    store.close()
+    again = FileStore(HERE, root=str(root), max_bytes=20_000)
+    assert again.usage().used_bytes == used
+    again.close()
+
+
+def test_a_store_that_is_refused_leaves_nothing_open(root: Path) -> None:
+    folder = root / HERE.digest.hex()
+    (folder / "namespace.json").write_bytes(b"\xff")
+
+    def counted() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    before = counted()
+    with pytest.raises(ConfigError, match=r"cannot be used: namespace.json"):
+        FileStore(HERE, root=str(root))
+    with pytest.raises(ConfigError, match="threads must be from 1"):
+        FileStore(Namespace("n", "1"), root=str(root), threads=0)
+    assert counted() == before
+    (folder / "namespace.json").unlink()
+    store = FileStore(HERE, root=str(root))
+    assert all(moved(store, "get", *OLD))
+    store.close()
+
+
+@pytest.mark.parametrize("root_is", ["\0", "x" * 300, "/dev/null/x", "/proc/self/none"])
+def test_a_root_that_cannot_be_made_is_refused(root_is: str) -> None:
+    with pytest.raises(ConfigError, match=r"the folder .* cannot be used") as raised:
+        FileStore(HERE, root=root_is)
+    assert "\n" not in str(raised.value)
+
+
+# --- locks ---
+
+_HOLDER = """
+import fcntl, os, sys, time
+file, seconds, works = os.open(sys.argv[1], os.O_RDWR), float(sys.argv[2]), sys.argv[3] == "works"
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+end = time.monotonic() + seconds
+while time.monotonic() < end:
+    time.sleep(0.02)
+    if works:
+        os.utime(file)
+"""
+
+
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Have another process keep the lock of a file."""
+    monkeypatch.setattr("kvview_reference.tier.file_budget._PATIENCE", 0.5)
+    holders: list[subprocess.Popen[str]] = []
+
+    def start(path: Path, seconds: float, does: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", _HOLDER, str(path), str(seconds), does]
+        holders.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        assert holders[-1].stdout is not None
+        assert holders[-1].stdout.readline() == "held\n"
+        return holders[-1]
+
+    yield start
+    for holder in holders:
+        holder.kill()
+        holder.communicate()
+
+
+@pytest.mark.parametrize("name", ["lock", "turn", "budget"])
+def test_a_lock_that_is_kept_refuses_the_folder(
+    name: str, root: Path, hold: Callable[..., Any]
+) -> None:
+    hold(root / HERE.digest.hex() / name, 300.0, "nothing")
+    with pytest.raises(ConfigError, match="another process kept its lock"):
+        ends(lambda: FileStore(HERE, root=str(root)))
+
+
+def test_a_lock_that_is_kept_fails_puts_until_it_is_released(
+    root: Path, hold: Callable[..., Any]
+) -> None:
+    store = FileStore(HERE, root=str(root))
+    holder = hold(root / HERE.digest.hex() / "budget", 300.0, "nothing")
+    many = [b"many %d" % number for number in range(400)]  # one wait, not one a page
+    assert ends(lambda: moved(store, "put", *many)) == [False] * len(many)
+    assert all(moved(store, "get", *OLD)), "loads need no lock"
+    holder.kill()
+    holder.wait()
+    assert all(moved(store, "put", *NEW))
+    ends(store.close)
+
+
+def test_a_process_that_works_under_its_lock_is_waited_for(
+    root: Path, hold: Callable[..., Any]
+) -> None:
+    hold(root / HERE.digest.hex() / "budget", 3.0, "works")
+    store = ends(lambda: FileStore(HERE, root=str(root)))
+    assert all(moved(store, "put", *NEW))
+    store.close()
+
+
+# --- the files of a put, and lookups after reopening ---
+
+
+@pytest.mark.parametrize("kind", [FileStore, ObjectStore, FolderStore])
+def test_every_length_of_a_key_is_found_again_and_nothing_is_left_over(
+    kind: Any, tmp_path: Path
+) -> None:
+    if kind is ObjectStore:
+        pytest.importorskip("obstore")
+    options = {"url": f"file://{tmp_path}"} if kind is ObjectStore else {"root": str(tmp_path)}
+    keys = [bytes([65 + length % 26]) * length for length in range(1, 101)]
+    store = kind(HERE, **options)
+    assert all(moved(store, "put", *keys))
+    store.close()
+    again = kind(HERE, **options)
+    assert looked_up(again, *keys) == [True] * len(keys)
+    assert all(moved(again, "get", *keys))
+    others = [key[:-1] + b"." for key in keys] + [key + b"." for key in keys[:-1]]
+    assert looked_up(again, *others) == [False] * len(others)
+    again.close()
+    files = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    notes = {"lock", "turn", "budget", "namespace.json"}
+    assert sorted({*files} - notes) == sorted(key.hex() for key in keys)
+
+
+# --- damage ---
+
+
+@pytest.mark.parametrize("zero_copy", [False, True])
+@pytest.mark.parametrize("kind", [FileStore, ObjectStore])
+def test_damage_that_a_store_finds_is_counted_and_logged_once(
+    kind: Any, zero_copy: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if kind is ObjectStore:
+        pytest.importorskip("obstore")
+    caplog.set_level(logging.WARNING)
+    options = {"url": f"file://{tmp_path}"} if kind is ObjectStore else {"root": str(tmp_path)}
+    guard = GuardedTier(kind(HERE, **options), HERE, checksum="none", zero_copy=zero_copy)
+    keys = [b"key %d" % number for number in range(60)]
+    assert all(moved(guard, "put", *keys))
+    names = {key.hex() for key in keys[:53]}
+    for path in tmp_path.rglob("*"):
+        if path.name in names:
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert moved(guard, "get", *keys) == [False] * 53 + [True] * 7
+    assert (guard.stats.damaged, guard.stats.failed) == (53, 53)
+    assert moved(guard, "get", *keys) == [False] * 53 + [True] * 7
+    assert guard.stats.damaged == 53, "they are gone: nothing is damaged any more"
+    assert caplog.text.count("has damaged pages") == 1
+    guard.close()
+
+
+# --- fsck, and objects in a folder ---
+
+
+def fsck(place: str) -> Any:
+    return ends(partial(CliRunner().invoke, tier_group, ["fsck", place]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fsck_ends_on_any_folder(kind: str, root: Path) -> None:
+    folder, outside = root / HERE.digest.hex(), root.with_name("outside")
+    for place in ("stray", "SHARD/stray", "SHARD/ABCD", "SHARD/abcd", "half/x"):
+        for path in places_of(folder, place):
+            replace(path, kind, outside)
+    KINDS[kind](root / "stray", outside)
+    found = fsck(str(root))
+    assert found.exit_code == 0, found.output
+    assert f"{len(OLD)} entries" in found.output
+    replace(folder / "namespace.json", kind, outside)
+    found = fsck(str(root))
+    assert found.exit_code == 1, found.output
+    assert "Traceback" not in found.output
+    for url in (str(folder / "lock"), f"file://{root}"):
+        assert fsck(url).exit_code == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_objects_in_a_folder_are_regular_files(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    outside = tmp_path / "outside"
+    (outside / "folder").mkdir(parents=True)
+    (outside / "file").write_bytes(b"f")
+    store = ObjectStore(HERE, url=f"file://{tmp_path / 'root'}", threads=2)
+    assert all(moved(store, "put", *OLD))
+    for key in OLD[:3]:
+        replace(tmp_path / "root" / HERE.digest.hex() / key.hex(), kind, outside)
+    before = contents(outside)
+
+    def use() -> None:
+        assert not any(moved(store, "get", *OLD[:3]))
+        for key in OLD:
+            if moved(store, "put", key) == [True]:
+                assert moved(store, "get", key) == [True]
+        store.delete(OLD)
+        assert looked_up(store, *OLD) == [False] * len(OLD)
+        store.close()
+
+    ends(use)
+    assert contents(outside) == before
