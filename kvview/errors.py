@@ -8,6 +8,7 @@ wrong, where, and what to do; whatever raised has changed nothing.
 from __future__ import annotations
 
 import re
+import unicodedata
 from typing import TYPE_CHECKING
 
 from kvview.links import law_url
@@ -71,6 +72,10 @@ class GeometryError(KVViewError, ValueError):
 
 class ConfigError(KVViewError, ValueError):
     """A configuration value, target or file that cannot be used."""
+
+
+class MissingLibraryError(KVViewError, ImportError):
+    """A library that a connector needs is not installed; names it."""
 
 
 class TraceError(KVViewError, ValueError):
@@ -146,5 +151,20 @@ def line_of(value: object, convert: Callable[[object], str] = str) -> str:
         text = convert(value)
     except Exception as error:
         return f"<{type(value).__name__} whose text raises {type(error).__name__}>"
-    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    text = printable(" ".join(text.split()))
     return text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]}..."
+
+
+def printable(text: str) -> str:
+    """A text whose characters a terminal shows and does not obey.
+
+    A control character, a format character such as a change of direction, and a half of a
+    surrogate pair become escapes, so that a name in a file cannot move the cursor.
+    """
+    return text if text.isprintable() else "".join(map(_printable, text))
+
+
+def _printable(character: str) -> str:
+    if character.isprintable() or unicodedata.category(character) == "Zs":
+        return character
+    return character.encode("unicode_escape").decode()

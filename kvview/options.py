@@ -6,13 +6,14 @@ Not imported by ``import kvview``: pydantic alone would take longer than all of 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from kvview.errors import ConfigError
+from kvview.errors import ConfigError, line_of
 
+MadeT = TypeVar("MadeT")
 OptionsT = TypeVar("OptionsT", bound=BaseModel)
 
 
@@ -57,3 +58,27 @@ def read_options(given: Iterable[str], flag: str = "--option") -> dict[str, Any]
         except (ValueError, RecursionError):
             options[key] = value
     return options
+
+
+def make_with_options(
+    make: Callable[..., MadeT], options: Mapping[str, Any], *args: Any, flag: str, **fixed: Any
+) -> MadeT:
+    """Call a class or a factory with what it is always given, and with a user's options.
+
+    Args:
+        make: What to call.
+        options: What the user gave.
+        args: What it is always given.
+        flag: What the options are given by, for the error.
+        fixed: What it is always given, by name.
+
+    Raises:
+        ConfigError: It has no such option, needs one that is not given, or one has a wrong type.
+    """
+    try:
+        return make(*args, **fixed, **options)
+    except TypeError as error:
+        name = getattr(make, "__qualname__", type(make).__name__)
+        raise ConfigError(
+            f"{flag} {sorted(options)} do not fit {name}: {line_of(error)}"
+        ) from error

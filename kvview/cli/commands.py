@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 
 import click
 
+from kvview.cli.echo import echo
 from kvview.cli.exit_codes import EXIT_CODES, ExitCode
-from kvview.cli.output import missing_extra, silence, tell_error
+from kvview.cli.output import VERBOSE, missing_extra, silence, tell_error
 from kvview.errors import ConfigError, line_of, one_line
 from kvview.version import CONTRACT_VERSION, __version__
 
@@ -30,10 +31,10 @@ SUMMARIES = {
 """Of kvview's own commands, for the help, which imports none of them for it."""
 
 _SUMMARY = 66  # characters: with the longest name, a line of 80
-_QUIET, _VERBOSE = "kvview.quiet", "kvview.verbose"
+_QUIET = "kvview.quiet"
 _FOR_ALL = (
     (_QUIET, "-q", "--quiet", "Print nothing but errors, and what goes to '-'."),
-    (_VERBOSE, "-v", "--verbose", "Name versions; show the traceback of an error."),
+    (VERBOSE, "-v", "--verbose", "Name versions; show the traceback of an error."),
 )
 _PACKAGES = ("vllm", "torch", "numpy", "pydantic", "msgspec", "pyzmq", "hypothesis", "click")
 
@@ -83,14 +84,14 @@ class EntryPointGroup(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
-            return tell_error(error, ctx.meta.get(_VERBOSE, False))
+            return tell_error(error, ctx.meta.get(VERBOSE, False))
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Run the command line; always ends in ``SystemExit``."""
         try:
             code = super().main(*args, **{**kwargs, "standalone_mode": False})
         except click.Abort:
-            click.echo("kvview: interrupted", err=True)
+            echo("kvview: interrupted", err=True)
             code = ExitCode.INTERRUPTED
         except click.ClickException as error:
             _tell_usage(error)
@@ -105,12 +106,12 @@ class EntryPointGroup(click.Group):
 
 def _tell_usage(error: click.ClickException) -> None:
     text = error.format_message()
-    if "\n" in text:  # the help, for a group without a command
+    ctx = error.ctx if isinstance(error, click.UsageError) else None
+    if ctx is not None and text == ctx.get_help():  # of a group without a command
         error.show()
         return
-    ctx = error.ctx if isinstance(error, click.UsageError) else None
     hint = f" See '{ctx.command_path} --help'." if ctx is not None else ""
-    click.echo(f"kvview: {line_of(text)}{hint}", err=True)
+    echo(f"kvview: {line_of(text)}{hint}", err=True)
 
 
 def _package(point: EntryPoint) -> str:
@@ -154,8 +155,8 @@ def _heeding(callback: Callable[..., Any]) -> Callable[..., Any]:
         if meta.get(_QUIET):
             with silence():
                 return callback(*args, **kwargs)
-        if meta.get(_VERBOSE):
-            click.echo(f"kvview: {_versions()}", err=True)
+        if meta.get(VERBOSE):
+            echo(f"kvview: {_versions()}", err=True)
         return callback(*args, **kwargs)
 
     return run

@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
+from kvview.cli.output import write_text
+
 _VARIABLE = "_KVVIEW_COMPLETE"  # click's name for it; the command answers when it is set
 
 
@@ -24,4 +26,4 @@ def completion(shell: str) -> None:
     found = get_completion_class(shell)
     assert found is not None, "click knows the three"
     root = click.get_current_context().find_root().command
-    click.echo(found(root, {}, "kvview", _VARIABLE).source())
+    write_text("completion", "-", found(root, {}, "kvview", _VARIABLE).source() + "\n")

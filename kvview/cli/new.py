@@ -2,18 +2,24 @@
 
 1. The connector is ``examples/host_cache.py``, or with ``--raw`` ``examples/raw_host_cache.py``,
    which the package carries, under a new name.
-2. Nothing is overwritten: if one of the files is there, none is written.
+2. Nothing is overwritten: if one of the files is there, or a link to nowhere, none is written.
+3. The name of a module that can be imported is refused: FILE would take its place in its folder.
 """
 
 from __future__ import annotations
 
 import keyword
+import os
 import re
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
 
+from kvview.cli.echo import echo
 from kvview.errors import ConfigError
 from kvview.version import __version__
 
@@ -75,7 +81,11 @@ _KVVIEW = _Kind(
     'options={"cpu_blocks": "{blocks}"}',
     "pip install torch --index-url https://download.pytorch.org/whl/cpu",
     "torch comes with kvview[reference], pytest with kvview[testing]",
-    ("kvview replay --connector {target}", "kvview check {target}"),
+    # A GPU that is small beside the workload, because a large one has all that comes again.
+    (
+        "kvview replay --connector {target} --gpu-blocks 500 --cpu-blocks 5000",
+        "kvview check {target}",
+    ),
     ("Scheduler", "Worker"),
 )
 _RAW = _Kind(
@@ -86,6 +96,11 @@ _RAW = _Kind(
     ("kvview check {target} --engine vllm",),
     (),
 )
+_OF_TOOLS = {
+    **dict.fromkeys(("conftest", "test_conftest"), "pytest"),
+    **dict.fromkeys(("__init__", "__main__", "sitecustomize", "usercustomize"), "Python"),
+    "setup": "pip",
+}
 _IN_CI = {"kvview replay": " --requests 200", "kvview check": " --report kvview.html"}
 
 
@@ -102,6 +117,12 @@ def new(file: Path, name: str | None, raw: bool) -> None:
     stem = file.stem
     if file.suffix != ".py" or not stem.isidentifier() or keyword.iskeyword(stem):
         raise ConfigError(f"{file}: not a Python module's name; try my_connector.py")
+    for module in (stem, f"test_{stem}"):
+        if place := _place_of(module, file.parent):
+            raise ConfigError(
+                f"{file}: {module!r} is the name of {place}, which {module}.py would hide from "
+                f"programs in its folder; try my_{stem}.py"
+            )
     name = re.sub("Connector$", "", _in_capitals(stem) if name is None else name)
     kind = _RAW if raw else _KVVIEW
     if not name.isidentifier() or name in kind.taken:
@@ -114,19 +135,48 @@ def new(file: Path, name: str | None, raw: bool) -> None:
         test: _TEST.format(**words),
         workflow: _workflow(kind, f"{file.name}:{name}Connector", test.name),
     }
-    if there := [str(path) for path in texts if path.exists()]:
+    if there := [str(path) for path in texts if os.path.lexists(path)]:
         raise ConfigError(f"{', '.join(there)}: already there; nothing was written")
+    _write_all(texts)
+    echo(f"{file}, {test.name} and {workflow.relative_to(file.parent)} are written. Next")
+    echo(f"({kind.needs}):")
+    for command in kind.commands:
+        echo(f"  {command.format(target=f'{file}:{name}Connector')}")
+    echo(f"  python -m pytest {test}")
+
+
+def _place_of(module: str, folder: Path) -> str:
+    """The module that can be imported by a name from elsewhere than a folder; empty if none."""
+    if module in _OF_TOOLS:
+        return f"a file that {_OF_TOOLS[module]} looks for"
+    if module in sys.stdlib_module_names:
+        return "a module of Python's"
+    spec = find_spec(module)
+    own = {folder.resolve(), Path.cwd()}
+    if spec is None or spec.origin is None or Path(spec.origin).resolve().parent in own:
+        return ""
+    return f"the module at {spec.origin}"
+
+
+def _write_all(texts: Mapping[Path, str]) -> None:
+    """Write files that are not there, all of them or none.
+
+    Raises:
+        ConfigError: One of them cannot be written.
+    """
+    made: list[Path] = []
     try:
         for path, text in texts.items():
+            missing = [folder for folder in path.parents if not folder.exists()]
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            made += reversed(missing)
+            with path.open("x", encoding="utf-8") as file:  # which follows no link
+                made.append(path)
+                file.write(text)
     except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}") from None
-    click.echo(f"{file}, {test.name} and {workflow.relative_to(file.parent)} are written. Next")
-    click.echo(f"({kind.needs}):")
-    for command in kind.commands:
-        click.echo(f"  {command.format(target=f'{file}:{name}Connector')}")
-    click.echo(f"  python -m pytest {test}")
+        for path in reversed(made):
+            path.rmdir() if path.is_dir() else path.unlink()
+        raise ConfigError(f"{error.filename}: {error.strerror}; nothing was written") from None
 
 
 def _in_capitals(stem: str) -> str:

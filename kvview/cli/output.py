@@ -13,11 +13,17 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import click
+from typing_extensions import override
 
+from kvview.cli.echo import echo
 from kvview.cli.exit_codes import ExitCode
 from kvview.errors import ConfigError, ConnectorError, HookError, KVViewError, line_of
 
+VERBOSE = "kvview.verbose"
+"""In ``meta`` of a command's context: whether --verbose is given."""
+
 _STDOUT: ContextVar[TextIO | None] = ContextVar("what '-' stands for; None: sys.stdout")
+_MOST = 2**63 - 1
 _EXTRAS = {
     "click": "cli",
     "rich": "cli",
@@ -50,8 +56,9 @@ def tell_error(error: Exception, is_verbose: bool) -> ExitCode:
         code = ExitCode.BUG
         text = "a bug of kvview or of the command, and no verdict: please report the above"
     if is_verbose or code is ExitCode.BUG:
-        click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
-    click.echo(f"kvview: {text}", err=True)
+        for line in "".join(traceback.format_exception(error)).splitlines():
+            echo(line, err=True)
+    echo(f"kvview: {text}", err=True)
     return code
 
 
@@ -111,6 +118,48 @@ class Seconds(click.FloatRange):
         return seconds if seconds == seconds else self.fail(f"{value!r} is no time.", *context)
 
 
+class Whole(click.types.IntParamType):
+    """A whole number that a machine can count to.
+
+    Args:
+        least: The smallest one.
+    """
+
+    def __init__(self, least: int = -_MOST) -> None:
+        self._least = least
+
+    @override
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        number: int = super().convert(value, param, ctx)
+        if not self._least <= number <= _MOST:
+            self.fail(f"expected a number from {self._least} to {_MOST}, got {number}", param, ctx)
+        return number
+
+
+class OutputFile(click.ParamType[str]):
+    """A file that a command writes at its end: refused before the run if it cannot be written.
+
+    Args:
+        may_be_stdout: Whether "-" stands for stdout.
+    """
+
+    name = "file"
+
+    def __init__(self, *, may_be_stdout: bool = True) -> None:
+        self._may_be_stdout = may_be_stdout
+
+    @override
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        option = "FILE" if param is None else param.opts[0]
+        if isinstance(param, click.Argument):
+            option = param.human_readable_name
+        if value != "-":
+            _require_writable(option, value)
+        elif not self._may_be_stdout:
+            raise ConfigError(f"{option} needs a file")
+        return value
+
+
 class JSONOption(click.Option):
     """``--json FILE``: a command's report, and what it is made of.
 
@@ -120,30 +169,28 @@ class JSONOption(click.Option):
     """
 
     def __init__(self, names: list[str], *, schemas: dict[str, str]) -> None:
-        super().__init__(names, metavar="FILE", help="Write the report there ('-' for stdout).")
+        text = "Write the report there ('-' for stdout)."
+        super().__init__(names, type=OutputFile(), metavar="FILE", help=text)
         self.schemas = schemas
 
 
-def require_writable(option: str, path: str | None) -> None:
-    """Refuse a path before the run: a report that cannot be written must not cost the run.
-
-    Args:
-        option: Named in the error.
-        path: Where to write; "-" for stdout, None for nowhere.
-    """
-    if path is None or path == "-":
-        return
-    folder = Path(path).absolute().parent
+def _require_writable(option: str, path: str) -> None:
+    """Open a path as the report will be opened, and leave it as it was."""
+    problem = ""
     try:
-        Path(path).stat()
-    except FileNotFoundError:
-        pass
-    except OSError as error:  # a name that is too long, links in a circle
-        raise ConfigError(f"{option} {path!r}: {error.strerror}") from None
-    if not path or Path(path).is_dir() or not folder.is_dir():
-        raise ConfigError(f"{option} {path!r}: not a file in an existing folder")
-    if not os.access(path if Path(path).exists() else folder, os.W_OK):
-        raise ConfigError(f"{option} {path!r}: not writable")
+        if not path or Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+            problem = "not a file in an existing folder"
+        elif not Path(path).exists():  # a permission says less than a try, in /proc for example
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT))
+            os.unlink(os.path.realpath(path))
+        elif Path(path).is_file():
+            os.close(os.open(path, os.O_WRONLY))
+        elif not os.access(path, os.W_OK):  # a pipe: its reader would see it closed
+            problem = "not writable"
+    except (OSError, ValueError) as error:  # a name that is too long, links in a circle
+        problem = getattr(error, "strerror", None) or str(error)
+    if problem:
+        raise ConfigError(f"{option} {path!r}: {problem}")
 
 
 def write_json(path: str | None, report: dict[str, Any]) -> None:

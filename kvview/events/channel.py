@@ -7,13 +7,11 @@
    there, goes, comes back or speaks something else: a listener goes on.
 4. A number below the last one is a publisher that began anew: numbers never come twice.
 
-Source: ``ZmqEventPublisher`` in ``vllm/distributed/kv_events.py`` (0.11.0 to 0.33.0); replayed
-batches have no frame for the topic up to 0.25.
+Source: ``ZmqEventPublisher``, vllm/distributed/kv_events.py; no topic in replays up to 0.25.
 """
 
 from __future__ import annotations
 
-import errno
 import threading
 import time
 from collections import deque
@@ -22,11 +20,11 @@ from collections.abc import Callable, Iterator, Sequence
 import zmq
 
 from kvview.errors import ConfigError, WireFormatError, line_of
-from kvview.events.link import Link
-from kvview.events.recording import Message
+from kvview.events.link import Link, with_a_port
+from kvview.events.recording import MAX_PAYLOAD_BYTES, Message, require_size
 
 _MOST_QUEUED = 100_000  # messages that a slow listener keeps: what comes after is a gap
-_LARGEST = 256 << 20  # bytes of a frame; who sends more is disconnected
+_LARGEST = 4 * MAX_PAYLOAD_BYTES  # bytes of a frame; a publisher that sends more is disconnected
 _HANDSHAKE_MS = 3000
 _END = (-1).to_bytes(8, "big", signed=True)
 _POLL_MS = 50
@@ -51,8 +49,14 @@ def read_frames(frames: Sequence[bytes]) -> Message | None:
         )
     if number == _END and not payload:
         return None
-    text = topic.decode(errors="backslashreplace")
-    return Message(int.from_bytes(number, "big"), payload, text, time.time())
+    sequence = int.from_bytes(number, "big", signed=True)
+    if sequence < 0:
+        raise WireFormatError(f"not a message of KV events: its number is {sequence}")
+    try:
+        require_size(payload)
+    except ValueError as error:
+        raise WireFormatError(f"not a message of KV events: {error}") from None
+    return Message(sequence, payload, topic.decode(errors="backslashreplace"), time.time())
 
 
 class Publisher:
@@ -123,7 +127,7 @@ class Publisher:
     def _bind(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         try:
-            socket.bind(_with_a_port(endpoint))
+            socket.bind(with_a_port(endpoint))
         except (zmq.ZMQError, UnicodeError) as error:
             socket.close(linger=0)
             self._context.destroy(linger=0)
@@ -149,7 +153,7 @@ class Publisher:
 
 
 class Listener:
-    """Hears a publisher; a context manager.
+    """Hears a publisher; a context manager. A closed one raises ``ConfigError`` at every call.
 
     Args:
         endpoint: To connect to.
@@ -175,6 +179,7 @@ class Listener:
         self._context = zmq.Context()
         self._replay_endpoint, self._replay_seconds = replay_endpoint, replay_seconds
         self._expected = self.num_replayed = 0
+        self._next: Message | None = None  # comes after those that were missed
         try:
             self._socket = self._connect(zmq.SUB, endpoint)
             if replay_endpoint is not None:  # one that is none is told now, not when it is needed
@@ -190,8 +195,7 @@ class Listener:
 
     def __exit__(self, *_: object) -> None:
         self._link.close()
-        self._socket.close(linger=0)
-        self._context.term()
+        self._context.destroy(linger=0)  # with the socket of a replay that was not read to its end
 
     def receive(self, seconds: float) -> Message | None:
         """The next message; None when none came in time.
@@ -199,6 +203,7 @@ class Listener:
         Raises:
             WireFormatError: What came is no message (3.); the next call goes on.
         """
+        self._check_open()
         if not self._socket.poll(int(seconds * 1000)):
             return None
         return read_frames(self._socket.recv_multipart())
@@ -206,13 +211,15 @@ class Listener:
     def follow(self, seconds: float, tell: Callable[[str], None]) -> Iterator[Message]:
         """The next message, and before it what was missed, as far as a replay has it.
 
+        The next call continues where the caller stopped.
+
         Args:
             seconds: How long to wait; nothing comes when none came in time.
             tell: Is told what was no message, and why there is no replay (3.).
         """
         first = self._expected
         try:
-            message = self.receive(seconds)
+            message = self._next or self.receive(seconds)
         except WireFormatError as error:
             tell(str(error))
             return
@@ -220,16 +227,19 @@ class Listener:
             return
         if message.sequence < first:
             first = 0  # 4.
+        self._next = message
         if message.sequence > first and self._replay_endpoint is not None:
             try:
                 for missed in self.replay(first):
                     if missed.sequence >= message.sequence:
                         break
                     self.num_replayed += 1
+                    self._expected = missed.sequence + 1
                     yield missed
             except (WireFormatError, ConfigError) as error:
+                self._check_open()
                 tell(str(error))
-        self._expected = message.sequence + 1
+        self._next, self._expected = None, message.sequence + 1
         yield message
 
     def replay(self, first: int) -> Iterator[Message]:
@@ -241,6 +251,7 @@ class Listener:
         """
         if self._replay_endpoint is None:
             raise ConfigError("no replay endpoint was given")
+        self._check_open()
         socket = self._connect(zmq.DEALER, self._replay_endpoint)
         try:
             socket.send_multipart((b"", first.to_bytes(8, "big")))
@@ -261,12 +272,18 @@ class Listener:
                     )
                 first = message.sequence + 1
                 yield message
+                self._check_open()
         finally:
             socket.close(linger=0)
 
-    def link_news(self) -> Iterator[str]:
+    def link_news(self) -> list[str]:
         """What became of the connection since the last call, a line each (3.)."""
+        self._check_open()
         return self._link.news()
+
+    def _check_open(self) -> None:
+        if self._context.closed:
+            raise ConfigError("the listener was closed; open another one")
 
     def _connect(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -274,20 +291,10 @@ class Listener:
         socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         try:
-            socket.connect(_with_a_port(endpoint))
+            socket.connect(with_a_port(endpoint))
         except (zmq.ZMQError, UnicodeError) as error:
             socket.close(linger=0)
             raise ConfigError(
                 f"endpoint {endpoint!r}: {line_of(error)}; wanted tcp://HOST:PORT or ipc://PATH"
             ) from None
         return socket
-
-
-def _with_a_port(endpoint: str) -> str:
-    """Refuse what nobody can hear: zmq would take the rest of a division for a port."""
-    if endpoint.startswith("inproc:"):
-        raise zmq.ZMQError(errno.EPROTONOSUPPORT)
-    port = endpoint.rpartition(":")[2] if endpoint.startswith("tcp://") else ""
-    if port.isdecimal() and int(port) > 65_535:
-        raise zmq.ZMQError(errno.EINVAL)
-    return endpoint

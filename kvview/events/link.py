@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 
 import zmq
@@ -41,8 +41,9 @@ class Link:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
 
-    def news(self) -> Iterator[str]:
+    def news(self) -> list[str]:
         """What became of it since the last call, a line each."""
+        lines = []
         if self._try_again_at and time.monotonic() > self._try_again_at:
             self._try_again_at = 0.0  # zmq does not, after a socket of another kind
             with suppress(zmq.ZMQError):
@@ -64,4 +65,19 @@ class Link:
                 told = "nobody is there yet; waiting"
             if told and told != self._told:
                 self._told = told
-                yield f"endpoint {self._endpoint!r}: {told}"
+                lines.append(f"endpoint {self._endpoint!r}: {told}")
+        return lines
+
+
+def with_a_port(endpoint: str) -> str:
+    """The endpoint, if another process can connect to it.
+
+    Raises:
+        ZMQError: It cannot: ``inproc``, or a port that zmq would take modulo 65,536.
+    """
+    if endpoint.startswith("inproc:"):
+        raise zmq.ZMQError(errno.EPROTONOSUPPORT)
+    port = endpoint.rpartition(":")[2] if endpoint.startswith("tcp://") else ""
+    if port.isdecimal() and int(port) > 65_535:
+        raise zmq.ZMQError(errno.EINVAL)
+    return endpoint

@@ -7,17 +7,18 @@ the receiver's clock. The file may be compressed by gzip (``.gz``).
 from __future__ import annotations
 
 import gzip
-import zlib
 from collections.abc import Iterator
-from itertools import count
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import msgspec
 
 from kvview.errors import ConfigError, WireFormatError, line_of
+from kvview.input_files import DAMAGED_GZIP, open_rows, read_rows
 
-_LONGEST = 64 << 20
-"""Bytes of a line: a prompt of a million tokens takes seven million."""
+MAX_PAYLOAD_BYTES = 16 << 20
+"""Of a batch: a prompt of a million tokens takes five million bytes."""
+
+_LONGEST = 24 << 20  # bytes of a line: base64, the topic and the numbers
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,7 +31,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         at: Seconds since 1970, when it was received.
     """
 
-    sequence: int
+    sequence: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     payload: bytes
     topic: str = ""
     at: float = 0.0
@@ -45,7 +46,8 @@ class Recording:
 
     def __init__(self, path: str) -> None:
         try:
-            self._file: IO[Any] = _open(path, "wb")
+            opened: Any = gzip.open if path.endswith(".gz") else open
+            self._file: IO[Any] = opened(path, "wb")
         except OSError as error:
             raise ConfigError(f"{path!r}: {error.strerror}") from error
         self._path, self._encode = path, msgspec.json.Encoder().encode
@@ -78,26 +80,28 @@ def read_recording(path: str) -> Iterator[Message]:
     """
     decode = msgspec.json.Decoder(Message).decode
     try:
-        with _open(path, "rb") as file:
-            for number in count(1):
-                line = file.readline(_LONGEST + 1)
-                if not line:
-                    return
+        with open_rows(path) as (_, rows):
+            for number, row in enumerate(read_rows(rows, _LONGEST), 1):
                 try:
-                    if len(line) > _LONGEST:
+                    if row is None:
                         raise ValueError(f"longer than {_LONGEST} bytes")
-                    message = decode(line)
+                    message = decode(row)
+                    require_size(message.payload)
                 except (msgspec.DecodeError, ValueError, RecursionError) as error:
                     why = f"{path}:{number}: not a recorded message: {line_of(error)}"
                     raise WireFormatError(why) from None
                 yield message
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except DAMAGED_GZIP as error:
         raise WireFormatError(f"{path}: cut off or no gzip: {line_of(error)}") from None
     except OSError as error:
         raise ConfigError(f"{path!r}: {error.strerror}") from error
 
 
-def _open(path: str, mode: str) -> IO[Any]:
-    opened: Any = gzip.open if path.endswith(".gz") else open
-    file: IO[Any] = opened(path, mode)
-    return file
+def require_size(payload: bytes) -> None:
+    """Refuse a batch that takes too much memory to read.
+
+    Raises:
+        ValueError: It is longer than :data:`MAX_PAYLOAD_BYTES`.
+    """
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise ValueError(f"a batch of {len(payload):,} bytes, more than {MAX_PAYLOAD_BYTES:,}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -60,10 +60,10 @@ _ALL_FIELDS = {field.name for wire_format in WIRE_FORMATS for field in wire_form
 
 
 class _Shell(msgspec.Struct, array_like=True):
-    """A batch whose events are not read yet."""
+    """A batch whose events are not read yet; not too many, as each takes far more than a byte."""
 
     ts: float
-    events: list[msgspec.Raw]
+    events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=2**17)]
     rank: int | None = None
 
 

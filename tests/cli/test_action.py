@@ -54,18 +54,18 @@ def run(tmp_path: Path, target: str, args: str) -> tuple[int, dict[str, str], Pa
     return done.returncode, dict(line.split("=", 1) for line in lines), report
 
 
-def test_a_clean_check_leaves_its_report_and_its_level(tmp_path: Path) -> None:
-    code, outputs, report = run(tmp_path, TARGET, "--level core")
-    assert (code, outputs) == (0, {"exit-code": "0", "level": "core"})
+def test_a_clean_check_leaves_its_report(tmp_path: Path) -> None:
+    code, outputs, report = run(tmp_path, TARGET, "--select POOL-7")
+    assert (code, outputs) == (0, {"exit-code": "0"})
     names = {path.name for path in report.iterdir()}
-    assert names == {"report.html", "report.json", "badge.svg", "log.txt"}
-    assert "level core" in (tmp_path / "summary.md").read_text()
+    assert names == {"report.html", "report.json", "log.txt"}
+    assert " passed (profile ci" in (tmp_path / "summary.md").read_text()
 
 
 def test_a_check_that_cannot_run_ends_the_job_and_says_why(tmp_path: Path) -> None:
     evil = "nothing:here; touch evil $(touch evil)"
     code, outputs, _ = run(tmp_path, evil, "--select 'a b'")
-    assert (code, outputs) == (2, {"exit-code": "2", "level": ""})
+    assert (code, outputs) == (2, {"exit-code": "2"})
     assert "kvview: " in (tmp_path / "summary.md").read_text()
     assert not (ROOT / "evil").exists()
     assert not Path("evil").exists()

@@ -196,7 +196,8 @@ def test_a_missing_extra_is_named(
     add: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.delitem(sys.modules, "kvview_reference.replay.command", raising=False)
+    for module in ("kvview.cli.console", "kvview_reference.replay.command"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     result = run("replay")
     assert result.exit_code == ExitCode.COULD_NOT_RUN
     assert "rich" in result.stderr

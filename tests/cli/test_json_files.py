@@ -52,7 +52,7 @@ def checked_store(folder: Path) -> Any:
 
 
 def self_test(_: Path) -> Any:
-    row: dict[str, Any] = {"mutant": "m", "what": "w", "law": "POOL-1", "check": "c"}
+    row: dict[str, Any] = {"mutant": "m", "what": "w", "law": "POOL-1", "killed_by": "POOL-1"}
     row |= {"incident": None, "is_killed": True, "is_killed_by_its_law": True}
     told = {"mutants": [row], "num_survivors": 0, "automatic": {}}
     return SelfTestModel.model_validate(told).model_dump(mode="json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -37,8 +38,9 @@ def test_what_is_written_passes_as_it_stands(tmp_path: Path) -> None:
     target = "warm_store.py:WarmStoreConnector"
     assert check.split() == ["kvview", "check", target]  # what the test file runs
     program, *rest = replay.split()
-    done = run(tmp_path, "-m", program, *rest, "--requests", "30")
+    done = run(tmp_path, "-m", program, *rest, "--json", "replay.json")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "replay.json").read_text())["cpu_hit_rate"] > 0.05
     done = run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_warm_store.py")
     assert done.returncode == 0, done.stdout
     typed = run(tmp_path, "-m", "mypy", "--strict", "warm_store.py", "test_warm_store.py")
@@ -84,6 +86,18 @@ def test_nothing_is_overwritten(tmp_path: Path, there: str) -> None:
     assert kept.read_text() == "kept"
 
 
+@pytest.mark.parametrize("there", ["mine.py", "test_mine.py", ".github", ".github/workflows"])
+def test_nothing_is_written_through_a_link_to_nowhere(tmp_path: Path, there: str) -> None:
+    link = tmp_path / "project" / there
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / "elsewhere")
+    before = sorted(tmp_path.rglob("*"))
+    result = CliRunner().invoke(new, [str(tmp_path / "project" / "mine.py")])
+    assert isinstance(result.exception, ConfigError)
+    assert "nothing was written" in str(result.exception)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -94,6 +108,13 @@ def test_nothing_is_overwritten(tmp_path: Path, there: str) -> None:
         (["mine.py", "--name", ""], "no class can have it"),
         (["connector.py"], "no class can have it"),  # Connector, of all names
         (["worker.py"], "no class can have it"),
+        (["kvview.py"], "'kvview' is the name of the module at "),
+        (["torch.py"], "'torch' is the name of the module at "),
+        (["json.py"], "'json' is the name of a module of Python's"),
+        (["sys.py"], "'sys' is the name of a module of Python's"),
+        (["sub/queue.py"], "'queue' is the name of a module of Python's"),
+        (["conftest.py"], "'conftest' is the name of a file that pytest looks for"),
+        (["__init__.py"], "'__init__' is the name of a file that Python looks for"),
     ],
 )
 def test_what_is_no_name_is_refused(

@@ -114,7 +114,7 @@ def test_a_hook_that_raises_is_named_with_its_line(tmp_path: Path, part: str, ho
         ("raise SystemExit(0)", "SystemExit: 0"),
         ("import sys; sys.exit('bye')", "SystemExit: bye"),
         ("raise Odd", "Odd: <Odd whose text raises ValueError>"),
-        ("raise ValueError('\\x1b[31m' + 'x' * 9999)", "ValueError: [31mxxx"),
+        ("raise ValueError('\\x1b[31m' + 'x' * 9999)", r"ValueError: \x1b[31mxxx"),
         ("raise GeneratorExit", "GeneratorExit"),
         ("raise kvview.ConfigError('no')", "ConfigError: no"),
         ("self.view.free_blocks([1])", "POOL-4"),
@@ -172,7 +172,7 @@ def test_a_half_that_is_none(tmp_path: Path, wrong: str) -> None:
     expected = f"mine.py:3: {wrong} returned None: expected a "
     require_one_line(result, ExitCode.CONNECTOR_RAISED, expected)
     result = run("check", "--seeds", "1", f"{path}:Mine")
-    assert result.exit_code == ExitCode.WRONG
+    assert result.exit_code == ExitCode.CONNECTOR_RAISED
     assert f"{wrong} returned None" in result.output
 
 
@@ -236,13 +236,79 @@ def test_the_constructor_under_check(tmp_path: Path) -> None:
 @pytest.mark.parametrize("raised", ["raise SystemExit(0)", "raise Odd", "raise GeneratorExit"])
 def test_hooks_under_the_simulation_cannot_end_it(tmp_path: Path, raised: str) -> None:
     target = write(tmp_path, scheduler=f"def plan_step(self, step): {raised}")
-    result = run("check", "--seeds", "2", target)
-    assert result.exit_code == ExitCode.WRONG, result.output
+    result = run("check", "--seeds", "2", "--keep-going", target)
+    assert result.exit_code == ExitCode.CONNECTOR_RAISED, result.output
     assert "plan_step raised" in result.output
+    assert "no hook raises" in result.output
     assert "2 of 2 seeds break it" in result.output
 
 
+@pytest.mark.parametrize("hook", ["start_plan", "get_finished", "register_kv_caches"])
+def test_a_worker_half_that_raises_under_check(tmp_path: Path, hook: str) -> None:
+    target = write(tmp_path, worker=f"def {hook}(self, *args): raise RuntimeError('boom')")
+    result = run("check", "--seeds", "6", target)
+    assert result.exit_code == ExitCode.CONNECTOR_RAISED, result.output
+    assert "RuntimeError boom at" in result.output
+
+
+def test_a_frozen_plan_names_the_line_of_the_author(tmp_path: Path) -> None:
+    body = (
+        "def plan_step(self, step):\n"
+        "        import dataclasses\n"
+        "        @dataclasses.dataclass(frozen=True)\n"
+        "        class Plan(kvview.StepPlan): ...\n"
+        "        Plan().loads = []"
+    )
+    result = run("check", "--seeds", "2", write(tmp_path, scheduler=body))
+    assert result.exit_code == ExitCode.CONNECTOR_RAISED
+    assert "mine.py:15" in result.output
+    assert "<string>" not in result.output
+
+
+def test_a_law_that_a_hook_names_is_broken(tmp_path: Path) -> None:
+    bind = "def bind_gpu_block_pool_view(self, view):\n        self.view = view\n    "
+    body = "def plan_step(self, step): self.view.free_blocks([1])"
+    result = run("check", "--seeds", "2", write(tmp_path, scheduler=bind + body))
+    assert result.exit_code == ExitCode.WRONG
+    assert "POOL-4" in result.output
+
+
 # --- what is not the connector's ---
+
+MISSING = [
+    ("import no_such_library", "no_such_library"),
+    ("from no_such_library.deep import x", "no_such_library"),
+    ("raise RuntimeError('NIXL is not available')", "NIXL"),
+    ("raise ValueError('cannot go on: FlexKV is not installed, see')", "FlexKV"),
+    (
+        "try:\n            import no_such_library\n        except ImportError as error:\n"
+        "            raise RuntimeError('install it') from error",
+        "no_such_library",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "library"), MISSING)
+@pytest.mark.parametrize(
+    ("part", "hook"),
+    [("connector", "__init__"), ("connector", "make_worker"), ("worker", "register_kv_caches")],
+)
+def test_a_library_that_is_missing(
+    tmp_path: Path, part: str, hook: str, body: str, library: str
+) -> None:
+    target = write(tmp_path, **{part: f"def {hook}(self, *args):\n        {body}"})
+    if hook == "make_worker":
+        text = (tmp_path / "mine.py").read_text().replace("return Worker", f"{body}\n#")
+        (tmp_path / "mine.py").write_text(text)
+    for command in (["replay", *SMALL, "--connector"], ["check", "--seeds", "3"]):
+        result = run(*command, target)
+        require_one_line(result, ExitCode.COULD_NOT_RUN, f"needs {library},", "mine.py:")
+
+
+def test_a_library_that_is_missing_later_is_an_error_of_the_hook(tmp_path: Path) -> None:
+    target = write(tmp_path, scheduler="def plan_step(self, step): import no_such_library")
+    result = run("replay", *SMALL, "--connector", target)
+    require_one_line(result, ExitCode.CONNECTOR_RAISED, "No module named 'no_such_library'")
 
 
 def test_a_refused_option_is_no_fault_of_the_connector(tmp_path: Path) -> None:

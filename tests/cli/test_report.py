@@ -32,7 +32,8 @@ VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 POOLS = """
 from kvview_reference.harness import ReferencePool
-from kvview_reference.pool_view import BlockPoolView
+from kvview import BlockNotHeldError
+from kvview_reference.pool import BlockPoolView
 
 
 class Wrong(ReferencePool):
@@ -41,7 +42,10 @@ class Wrong(ReferencePool):
     def make_view(self):
         class View(BlockPoolView):
             def free_blocks(self, block_ids, /):
-                self._open_pool().free_blocks(block_ids)
+                try:
+                    super().free_blocks(block_ids)
+                except BlockNotHeldError:
+                    self._open_pool().free_blocks(block_ids)
 
         return View(self.pool, "<b>wrong</b>")
 """
@@ -138,16 +142,15 @@ def make_page(folder: Path, source: str, target: str, *args: str) -> Path:
 
 
 def test_page_of_a_pool(tmp_path: Path) -> None:
-    select = [arg for law in ("POOL-4", "POOL-6") for arg in ("--select", law)]
+    select = [arg for law in ("POOL-4", "POOL-6", "GUARD-1") for arg in ("--select", law)]
     page = Page(make_page(tmp_path, POOLS, "Wrong", *select).read_text())
     page.require_self_contained()
-    assert "checks failed. Contract pool: " in page.text
-    assert "the harness does not declare evict" in page.text
-    assert "view.free_blocks([1]) must raise BlockNotHeldError" in page.text
+    assert "1 check failed. Contract pool: " in page.text
+    assert "the harness does not declare leases" in page.text
+    assert "must raise BlockNotHeldError" in page.text
     assert "h = factory()\nview = h.view\n" in page.text
     assert page.text.index("What failed") < page.text.index("Checks by law")
-    assert page.texts.count("✓ passed") > 5
-    assert page.html.count("<section") < page.texts.count("✗ failed"), "one a law, not a check"
+    assert page.texts.count("✓ passed") >= 2
     assert page.html.count(f'href="{DOCS_URL}laws/#pool-4"') >= 2
 
 
@@ -159,9 +162,9 @@ def test_page_when_nothing_fails_or_a_failure_is_expected(tmp_path: Path) -> Non
     assert "every law that was checked holds" in page.text
     assert "What failed" not in page.text
     expected = tmp_path / "expected"
-    expected.write_text("check_pool_4_engine_references_can_not_be_freed: <known>\n")
+    expected.write_text("check_pool_4: <known>\n")
     (tmp_path / "target.py").write_text(POOLS)
-    select = ("--select", "check_pool_4_engine_references_can_not_be_freed")
+    select = ("--select", "check_pool_4")
     wrong = f"{tmp_path / 'target.py'}:Wrong"
     result = run(wrong, *select, "--expected-failures", expected, "--report", file)
     assert result.exit_code == 0, result.output
@@ -185,17 +188,15 @@ def test_page_of_a_connector(tmp_path: Path) -> None:
 
 
 def test_page_of_a_clean_connector_has_something_to_show(tmp_path: Path) -> None:
-    file, badge = tmp_path / "report.html", tmp_path / "badge.json"
+    file = tmp_path / "report.html"
     target = "kvview_reference.connector:OffloadConnector"
-    assert run(target, "--seeds", "6", "--html", file, "--badge", badge).exit_code == 0
+    assert run(target, "--seeds", "6", "--html", file).exit_code == 0
     page = Page(file.read_text())
     page.require_self_contained()
     for told in ("A typical run", "Hit rates", "Coverage: how loads ended", "Made with", "torch"):
         assert told in page.texts
     assert "Nothing: all that must happen did." in page.texts
     assert "a law is broken here" not in page.text
-    assert "No level: 6 of 200 seeds were run." in page.text
-    assert json.loads(badge.read_text())["message"] == "no level"
 
 
 def test_what_comes_from_outside_is_text(tmp_path: Path) -> None:
@@ -205,7 +206,7 @@ def test_what_comes_from_outside_is_text(tmp_path: Path) -> None:
     (tmp_path / name).write_text(source)
     file = tmp_path / "report.html"
     result = run(f"{tmp_path / name}:Raises", "--seeds", "2", "--html", file)
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == ExitCode.CONNECTOR_RAISED, result.output
     page = Page(file.read_text())
     page.require_self_contained()
     assert "raised ValueError " + evil in page.text
@@ -226,21 +227,6 @@ def test_page_of_a_replay(tmp_path: Path) -> None:
     assert (result.exit_code, result.output) == (2, "kvview: --html needs a file\n")
 
 
-@pytest.mark.parametrize("name", ["badge", "badge.png", ".svgz"])
-def test_badge_of_no_known_kind(tmp_path: Path, name: str) -> None:
-    result = run("kvview_reference.harness:pool", "--badge", tmp_path / name)
-    assert result.exit_code == 2
-    assert "name it FILE.svg, or FILE.json for shields.io" in result.output
-
-
-def test_badge_as_a_picture(tmp_path: Path) -> None:
-    file = tmp_path / "badge.svg"
-    select = ("--select", "check_pool_1_touched_free_block_leaves_the_queue")
-    assert run("kvview_reference.harness:pool", *select, "--badge", file).exit_code == 0
-    svg = ElementTree.fromstring(file.read_text())
-    assert svg.attrib["aria-label"] == "kvview: no level", "one check is no level"
-
-
 def test_interrupted_run_of_a_connector_is_not_clean(tmp_path: Path) -> None:
     (tmp_path / "target.py").write_text(INTERRUPTED)
     file, told = tmp_path / "report.html", tmp_path / "report.json"
@@ -249,10 +235,11 @@ def test_interrupted_run_of_a_connector_is_not_clean(tmp_path: Path) -> None:
     assert result.exit_code == ExitCode.INTERRUPTED, result.output
     report = json.loads(told.read_text())
     assert (report["is_clean"], report["is_interrupted"]) == (False, True)
-    assert (report["runs"]["num_seeds"], report["checks"]) == (3, [])
+    assert (report["runs"]["num_asked"], report["checks"]) == (9, [])
+    num_seeds = report["runs"]["num_seeds"]
+    assert num_seeds < 9
     page = Page(file.read_text())
-    assert "interrupted after 0 of " in page.text
-    assert "3 seeds from 0" in page.text
+    assert f"{num_seeds} of 9 seeds, 0 failed, interrupted" in page.text
     assert ("b", {"class": "bad"}) in page.tags
 
 

@@ -16,6 +16,7 @@ LAWS = laws()
 
 ERRORS_WITHOUT_A_LAW = {
     "ConfigError": "what a user set",
+    "MissingLibraryError": "what is installed",
     "TraceError": "what stands in a trace",
     "WireFormatError": "what bytes on a wire hold",
     "HookError": "what a connector raised, whatever it was",
@@ -26,7 +27,7 @@ ERRORS_WITHOUT_A_LAW = {
 """Errors that no law speaks of; the message of every other one begins with the law's number."""
 
 
-NOT_LAWS = {"UTF-8", "POOL-99"}  # the last one is a law that tests look for in vain
+NOT_LAWS = {"UTF-8", "SHA-256", "POOL-99"}  # the last one is a law that tests look for in vain
 
 _LAW_ERRORS = {
     name

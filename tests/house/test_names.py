@@ -8,7 +8,6 @@ from collections import defaultdict
 from tests.house.source_tree import ROOMS, modules
 
 SAME_CLASS_NAME = {
-    "MultiConnector": "also under its 0.x name, deprecated",
     "ResumedWalk": "over the free queue of a floor's pool",
     "Walk": "over the free queue of a floor's pool",
 }
@@ -22,6 +21,7 @@ SAME_MODULE_NAME = {
     "harness": "what a factory makes for the checks, said by the kit and done by the reference",
     "machine": "the stateful search of one contract, in its room of the kit",
     "manager": "the offloading manager of a floor",
+    "model": "the executable model of a contract, and a model whose KV is sized",
     "queries": "the optional queries of a view, and of the view that guards it",
     "request": "a request: as the connector is told of it, and as the engine has it",
     "run": "one run: of a scenario, and of a trace",

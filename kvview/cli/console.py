@@ -1,0 +1,60 @@
+"""Tables, colours and progress on the terminal: rich, made safe for text of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import IO
+
+from rich import console as rich_console
+from rich.console import ConsoleOptions, RenderableType
+from rich.live import Live
+from rich.segment import Segment
+from rich.text import Text
+
+from kvview.errors import printable
+
+
+class Console(rich_console.Console):
+    """A console that prints text as text (see :mod:`kvview.cli.echo`).
+
+    Args:
+        stderr: Where to print, unless ``file`` is given.
+        markup: Whether brackets in a string are markup; text of others must then be escaped.
+        file: Where to print.
+        width: Columns; None for those of the terminal.
+    """
+
+    def __init__(
+        self,
+        *,
+        stderr: bool = False,
+        markup: bool = False,
+        file: IO[str] | None = None,
+        width: int | None = None,
+    ) -> None:
+        super().__init__(stderr=stderr, markup=markup, emoji=False, file=file, width=width)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Render, with characters that a terminal would obey as escapes."""
+        for segment in super().render(renderable, options):
+            text = segment.text
+            if segment.control or text.isprintable():
+                yield segment
+            else:
+                text = "\n".join(map(printable, text.split("\n")))
+                yield Segment(text, segment.style)
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[str], None]]:
+    """Show a title, and behind it the text that the yielded function was last called with."""
+    console = Console(stderr=True)
+    if not console.is_terminal:  # it would write empty lines
+        yield lambda text: None
+        return
+    # No refresh by a thread, because kvview check forks the processes that play.
+    with Live(Text(title), console=console, auto_refresh=False, transient=True) as live:
+        yield lambda text: live.update(Text(f"{title}: {text}"), refresh=True)

@@ -1,0 +1,22 @@
+"""Text of a command on its way to the terminal; the only way there.
+
+A text may come from a file, a socket or an exception, and a terminal obeys control characters
+in it. :func:`echo` and :class:`~kvview.cli.console.Console` write them as escapes;
+``tests/house`` refuses other ways to print. Reports are data, so
+:func:`~kvview.cli.output.write_text` writes them unchanged.
+"""
+
+from __future__ import annotations
+
+import click
+
+from kvview.errors import printable
+
+_LONGEST_LINE = 4000  # characters: more than a path, less than a screen can show
+
+
+def echo(line: str, *, err: bool = False) -> None:
+    """Print one line, a line break in it included."""
+    if len(line) > _LONGEST_LINE:
+        line = f"{line[:_LONGEST_LINE]}..."
+    click.echo(printable(line), err=err)

@@ -1,0 +1,147 @@
+"""Files from outside: regular ones only, and no more of them in memory than a limit.
+
+1. A folder, a device, a pipe or a socket is refused before it is opened, because to read one
+   may wait forever, or never end.
+2. A file is read to the length that it had when it was opened, so that one that grows comes to
+   an end. A file whose length the system does not report (``/proc``) is refused.
+3. gzip is known by its first bytes, and unpacked row by row.
+4. Whatever prevents reading is an ``OSError`` with a reason.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import io
+import os
+import stat
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO, cast
+
+from typing_extensions import Buffer, override
+
+MAX_FILE_BYTES = 64 << 20
+"""Of a file that is read as a whole."""
+
+DAMAGED_GZIP = (EOFError, zlib.error, gzip.BadGzipFile)
+"""Raised where compressed data is cut off or damaged; one of them is an ``OSError``."""
+
+_READ_AT_ONCE = 1 << 17
+_SKIPPED_AT_ONCE = 1 << 20
+
+
+class InputFile(io.RawIOBase):
+    """A regular file, as long as it was when it was opened.
+
+    Args:
+        path: Where it is.
+
+    Attributes:
+        num_bytes: Its length.
+
+    Raises:
+        OSError: It cannot be opened, or is not a regular file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
+        try:
+            _require_regular(os.stat(path), path)
+            # Another file may have taken its place: one that would wait must not wait here.
+            self._file = io.FileIO(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)))
+        except ValueError as error:  # a null byte, or a surrogate that no file name can hold
+            raise OSError(errno.EINVAL, str(error), os.fspath(path)) from None
+        found = os.fstat(self._file.fileno())
+        try:
+            _require_regular(found, path)
+            if not found.st_size:
+                self._require_empty(path)
+        except OSError:
+            self.close()
+            raise
+        self.num_bytes = found.st_size
+        self._num_read = 0
+
+    def _require_empty(self, path: str | os.PathLike[str]) -> None:
+        """Refuse a file of length 0 that has bytes, as those of ``/proc`` do."""
+        if self._file.read(1):
+            if not os.fstat(self._file.fileno()).st_size:
+                what = "the system does not report its length"
+                raise OSError(errno.EINVAL, what, os.fspath(path))
+            self._file.seek(0)  # it has grown since it was opened
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def readinto(self, buffer: Buffer, /) -> int:
+        free = memoryview(buffer).cast("B")
+        number = self._file.readinto(free[: self.num_bytes - self._num_read]) or 0
+        self._num_read += number
+        return number
+
+    @override
+    def tell(self) -> int:
+        return self._num_read
+
+    @override
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _require_regular(found: os.stat_result, path: str | os.PathLike[str]) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "a folder, not a file", os.fspath(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+
+
+def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """Read a file as a whole.
+
+    Raises:
+        OSError: It cannot be read, or is longer than ``max_bytes``.
+    """
+    file = InputFile(path)
+    with io.BufferedReader(file) as reader:
+        if file.num_bytes > max_bytes:
+            raise OSError(errno.EFBIG, f"longer than {max_bytes:,} bytes", os.fspath(path))
+        return reader.read(file.num_bytes)
+
+
+@contextmanager
+def open_rows(path: str | os.PathLike[str]) -> Iterator[tuple[InputFile, BinaryIO]]:
+    """Open a file of rows, compressed by gzip or not.
+
+    Returns:
+        The file, and the unpacked rows in it.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+    file = InputFile(path)
+    with io.BufferedReader(file, _READ_AT_ONCE) as reader:
+        if reader.peek(2)[:2] != b"\x1f\x8b":
+            yield file, cast(BinaryIO, reader)
+            return
+        with gzip.GzipFile(fileobj=reader) as rows:
+            yield file, cast(BinaryIO, rows)
+
+
+def read_rows(rows: BinaryIO, longest: int) -> Iterator[bytes | None]:
+    """Each row with its line break; None in place of a row that is longer than ``longest`` bytes.
+
+    Raises:
+        OSError: The file can no longer be read; or one of :data:`DAMAGED_GZIP`.
+    """
+    while row := rows.readline(longest + 1):
+        if len(row) <= longest:
+            yield row
+            continue
+        while row and not row.endswith(b"\n"):
+            row = rows.readline(_SKIPPED_AT_ONCE)
+        yield None
