@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvview.errors import ConfigError
+from kvview.options import make_with_options
 from kvview.targets import load_target
 from kvview.tier import GuardedTier, Namespace, is_tier_store
 
@@ -70,7 +71,7 @@ def open_tier(options: TierOptions, namespace: Namespace) -> GuardedTier:
     if not is_tier_store(make):
         raise ConfigError(f"store {options.store!r} is no class of tier stores")
     return GuardedTier(
-        make(namespace, **options.options),
+        make_with_options(make, options.options, namespace, flag="options"),
         namespace,
         deadline=options.deadline,
         lookup_deadline=options.lookup_deadline,

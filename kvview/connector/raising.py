@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable
@@ -26,14 +27,14 @@ from kvview.connector.halves import (
 )
 from kvview.connector.hooks import hooks_of
 from kvview.connector.plan import StepPlan, TransferJob
-from kvview.errors import ConfigError, HookError, line_of, one_line
+from kvview.errors import ConfigError, HookError, MissingLibraryError, line_of, one_line
 from kvview.events import OffloadingEvent
 from kvview.transfer import TransferResult
 from kvview.version import require_contract
 
 PartT = TypeVar("PartT", Connector, SchedulerConnector, WorkerConnector)
 
-# Those that may refuse what the user set: a ConfigError of theirs comes through.
+# Those that may refuse what the user set, or lack a library: a ConfigError comes through.
 _AT_START = {
     "__init__",
     "make_scheduler",
@@ -42,6 +43,7 @@ _AT_START = {
     "bind_gpu_block_pool_view",
     "on_engine_ready",
 }
+_NOT_INSTALLED = re.compile(r"\b([a-z][\w.-]*) is not (?:available|installed)\b", re.IGNORECASE)
 _TYPED = frozenset(
     {"make_scheduler", "make_worker", "match_prefix", "plan_step", "get_finished", "take_events"}
 )
@@ -58,6 +60,7 @@ def build_connector(connector_class: type[Connector], config: ConnectorConfig) -
     Raises:
         ConfigError: It refuses its options.
         UnsupportedContractError: It was written to another contract.
+        MissingLibraryError: It needs what is not installed.
         HookError: Its constructor raised anything else, or made no ``Connector``.
     """
     require_contract(connector_class.contract_version, connector_class.__qualname__)
@@ -126,11 +129,40 @@ def where(error: BaseException, *packages: str) -> str | None:
     lines = [
         (frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_filename, number)
         for frame, number in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith("<")  # what a dataclass generated, for example
     ]
     theirs = [package for package, _, _ in lines if package not in _NOT_THEIRS]
     first = {name.partition(".")[0] for name in packages}
     for wanted in (*filter(first.__contains__, theirs), *theirs):
         return [_place(path, number) for package, path, number in lines if package == wanted][-1]
+    return None
+
+
+def missing_library(error: BaseException | None, needed_by: str) -> MissingLibraryError | None:
+    """What an error at the start of a connector means if a library is not installed.
+
+    Args:
+        error: What was raised: an import that failed, behind another error too, or a text such
+            as "NIXL is not available".
+        needed_by: Name of the connector.
+
+    Returns:
+        An error that names the library; None where it is none of that.
+    """
+    first = error
+    while error is not None:
+        if isinstance(error, MissingLibraryError):
+            return error
+        name = error.name if isinstance(error, ImportError) else None
+        found = None if name else _NOT_INSTALLED.search(line_of(error))
+        if library := name or (found and found[1]):
+            assert first is not None, "there is an error"
+            line = where(first)
+            return MissingLibraryError(
+                f"{needed_by} needs {library.partition('.')[0]}, which cannot be used; install it "
+                f"in this environment ({f'{line}: ' if line else ''}{one_line(first)})"
+            )
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
 
 
@@ -169,8 +201,11 @@ def _told(
     """What a caller of a hook should see of an error: it says whose it is."""
     if isinstance(error, KeyboardInterrupt | HookError):
         return error
-    if isinstance(error, ConfigError) and hook in _AT_START:
-        return error
+    if hook in _AT_START:
+        if isinstance(error, ConfigError):
+            return error
+        if missing := missing_library(error, owner.__qualname__):
+            return missing
     line = where(error, *(base.__module__ for base in owner.__mro__))
     line = line or _innermost(error) or _definition(method or owner)
     return HookError(f"{line}: {hook} raised {one_line(error)}")

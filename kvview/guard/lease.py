@@ -1,26 +1,33 @@
-"""Leases: references that are given back exactly once, and the report of those that were not.
+"""Leases: references that are given back exactly once, their expiry, and the report of the rest.
 
-``GuardedView.lease`` makes them and keeps GUARD-2, 3 and 7 to 9 (:mod:`kvview.guard`).
+GUARD-2, 3 and 7 to 9 (:mod:`kvview.guard`); ``GuardedView.lease`` makes them.
 
 Source: vLLM issues #41383 and #46289.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from kvview.errors import BlockNotHeldError
-from kvview.guard.ledger import NotCopyable, Stamp
+from kvview.errors import BlockNotHeldError, ConfigError
+from kvview.guard.home import AtHome
+from kvview.guard.ledger import LedgerView, Stamp
+from kvview.guard.not_copyable import NotCopyable
 
 if TYPE_CHECKING:
-    from kvview.guard.view import GuardedView
     from kvview.pool import Lease
 
 _logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 1.0
+_FEW_STALE = 32
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class GuardedLease(NotCopyable):
     block; as an object, by ``release``.
     """
 
-    def __init__(self, guard: GuardedView, hold: Hold) -> None:
+    def __init__(self, guard: GuardedLeases, hold: Hold) -> None:
         self._guard = guard
         self._hold = hold
 
@@ -117,14 +124,6 @@ class GuardedLease(NotCopyable):
         """Give the references back; False when the lease had ended already."""
         return self._guard._release(self)
 
-    def check_active(self) -> None:
-        """Raise ``BlockNotHeldError`` when the lease has ended (GUARD-7)."""
-        if not self.is_active:
-            raise BlockNotHeldError(
-                f"GUARD-7: the lease of job {self.job!r} has ended, its blocks may be anyone's: "
-                f"take a new one"
-            )
-
     def __enter__(self) -> Self:
         self._guard._check_lease(self)
         return self
@@ -148,6 +147,153 @@ class GuardedLease(NotCopyable):
                     len(self.block_ids),
                     list(self.block_ids[:8]),
                 )
+
+
+class GuardedLeases(AtHome):
+    """The leases of a guard: taken, renewed, released, expired.
+
+    Args:
+        owner: Named in errors and reports.
+        view: Through which the guard holds blocks; leases have one under it.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, owner: str, view: LedgerView, clock: Callable[[], float]) -> None:
+        super().__init__(owner, view)
+        self.now = clock
+        self._lease_view: LedgerView | None = None
+        self._holds: set[Hold] = set()  # of leases, until their blocks are back
+        self.deadlines: list[tuple[float, int, Hold]] = []  # a heap; empty: none can expire
+        self._num_stale = 0  # entries in it of leases that were released or renewed
+        self._tickets = count()
+
+    @property
+    def now(self) -> Callable[[], float]:
+        """The clock; another one may be set, for tests and simulations."""
+        return self._clock
+
+    @now.setter
+    def now(self, clock: Callable[[], float]) -> None:
+        self._clock = self._view.clock = clock
+
+    def _enter(self) -> None:
+        self._check_open()
+        if self.deadlines and self.deadlines[0][0] <= self.now():
+            self._expire()
+
+    def _take(self, block_ids: list[int], job: object, ttl: float | None) -> GuardedLease:
+        if ttl is not None:
+            with self._counted():
+                _check_ttl(ttl)
+        stamp = self._stamp()
+        if self._lease_view is None:
+            self._lease_view = self._view.open_view(self.owner)
+        self._lease_view.touch_blocks(block_ids)
+        null = self._view.ledger.null_block_id
+        real = tuple(block_id for block_id in block_ids if block_id != null)
+        hold = Hold(real, job, stamp)
+        self._holds.add(hold)
+        self.stats.leases += 1
+        self.stats.active_leases += 1
+        if ttl is not None:
+            self._schedule(hold, ttl)
+        return GuardedLease(self, hold)
+
+    def release_expired(self) -> list[Leak]:
+        """Release the leases whose deadline has passed; every other call does so too.
+
+        Returns:
+            What ended, earliest deadline first.
+        """
+        self._check_open()
+        return self._expire()
+
+    def _expire(self) -> list[Leak]:
+        expired = []
+        now = self.now() if self.deadlines else 0.0
+        while self.deadlines and self.deadlines[0][0] <= now:
+            _, ticket, hold = heapq.heappop(self.deadlines)
+            if hold.ticket != ticket:
+                self._num_stale -= 1  # renewed or released
+                continue
+            hold.ticket = None
+            leak = self._leak(hold)
+            is_first = hold.is_active
+            if is_first:
+                expired.append(leak)
+                self.stats.expired += 1
+                hold.is_active = False
+            try:
+                self._end(hold)
+            except Exception:
+                # Not the fault of the call that came by (GUARD-8).
+                if is_first:
+                    _logger.exception("GUARD-8: an expired lease was not taken back: %s", leak)
+                self._schedule(hold, _RETRY_SECONDS)
+        return expired
+
+    def _schedule(self, hold: Hold, ttl: float) -> None:
+        self._forget_deadline(hold)
+        hold.ticket = next(self._tickets)
+        hold.deadline = self.now() + ttl
+        heapq.heappush(self.deadlines, (hold.deadline, hold.ticket, hold))
+
+    def _forget_deadline(self, hold: Hold) -> None:
+        """Leave its entry in the heap stale; drop these when they are the larger part."""
+        if hold.ticket is None:
+            return
+        hold.ticket = None
+        self._num_stale += 1
+        size = len(self.deadlines)
+        if self._num_stale == size or 2 * self._num_stale > size + _FEW_STALE:
+            self.deadlines[:] = [entry for entry in self.deadlines if entry[2].ticket == entry[1]]
+            heapq.heapify(self.deadlines)
+            self._num_stale = 0
+
+    def _check_lease(self, lease: GuardedLease) -> None:
+        self._enter()
+        with self._counted():
+            if not lease.is_active:
+                raise BlockNotHeldError(
+                    f"GUARD-7: the lease of job {lease.job!r} has ended, its blocks may be "
+                    f"anyone's: take a new one"
+                )
+
+    def _renew(self, lease: GuardedLease, ttl: float) -> None:
+        self._check_lease(lease)
+        with self._counted():
+            _check_ttl(ttl)
+        self._schedule(lease._hold, ttl)
+
+    def _release(self, lease: GuardedLease) -> bool:
+        if lease.is_active:
+            self._enter()
+        if not lease.is_active:
+            return False  # close() or expiry was first
+        self._end(lease._hold)
+        lease._hold.is_active = False
+        return True
+
+    def _end(self, hold: Hold) -> None:
+        assert self._lease_view is not None, "whoever holds has taken"
+        self._lease_view.free_blocks(hold.block_ids)
+        self._forget_deadline(hold)
+        self._holds.discard(hold)
+        self.stats.active_leases -= 1
+
+    def _leak(self, hold: Hold) -> Leak:
+        seconds, request_id, taken_at = hold.stamp
+        age = self.now() - seconds
+        return Leak(self.owner, hold.job, hold.block_ids, age, taken_at, request_id)
+
+    def _stamp(self) -> Stamp:
+        caller = self._view.caller
+        return self.now(), self._view.ledger.request_id, caller and caller()
+
+
+def _check_ttl(ttl: float) -> None:
+    if not ttl > 0:
+        raise ConfigError(f"GUARD-3: ttl must be positive seconds, got {ttl}")
 
 
 if TYPE_CHECKING:

@@ -17,17 +17,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any, NoReturn, Self, SupportsIndex
+from typing import Any, Self
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
 from kvview.errors import (
     BlockNotHeldError,
     KVViewError,
-    NotCopyableError,
     PinBudgetExceeded,
     UnknownBlockError,
     ViewClosedError,
 )
+from kvview.guard.not_copyable import NotCopyable
 from kvview.pool import GPUBlockPoolView
 
 Move = Callable[[list[Any]], object]
@@ -98,6 +98,10 @@ class Ledger:
         self.num_blocks = None if blocks is None else len(blocks)
         self.null_block_id = null_block_id
         self.views: WeakSet[LedgerView] = WeakSet()
+        # Walks of all views: each is called before a view takes blocks out of the queue.
+        self.before_touch: list[Move] = []
+        self.before_free: list[Move] = []  # the same for blocks that join the queue
+        self.resumed_walks: WeakSet[Any] = WeakSet()
         # For budgets, and kept only where there is one: how many views hold each block.
         self.num_holders: list[int] | None = None
         self.num_pinned = 0
@@ -154,16 +158,6 @@ def ledger_of(pool: object, make: Callable[[], Ledger]) -> Ledger:
     return ledger
 
 
-class NotCopyable:
-    """What can not be copied or pickled: a copy would give back what it never took."""
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise NotCopyableError(
-            f"GUARD-6: a {type(self).__name__} can not be copied or pickled, since one reference "
-            f"is given back once: hand block ids on, and open a guard of its own there"
-        )
-
-
 class LedgerView(NotCopyable):
     """A view that checks, counts in the pool's ledger, and only then tells the engine.
 
@@ -186,7 +180,7 @@ class LedgerView(NotCopyable):
         self.clock: Callable[[], float] | None = None  # of stamps; None: none are noted
         self.caller: Callable[[], str] | None = None  # where stamps are traced: who calls
         self.stats: GuardStats | None = None
-        self.before_touch: list[Move] = []  # who hears of blocks before they are taken
+        self.before_touch = ledger.before_touch
         self._touch, self._free = touch, free
         self._open_account(owner, None)
 
@@ -333,6 +327,8 @@ class LedgerView(NotCopyable):
         if num_gone:
             ledger.num_pinned -= num_gone
         try:
+            for notify in ledger.before_free:
+                notify(found)
             if not found:
                 self.check_open()
             elif may_repeat:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvview.guard.ledger import LedgerView
+from kvview.errors import KVViewError
+from kvview.guard.lease import GuardedLeases
+from kvview.guard.ledger import LedgerView, check_block_ids
 from kvview.keys import OffloadKey
 from kvview.pool import FreeBlockWalk
 
@@ -23,7 +25,7 @@ _QUERIES = (
 )
 
 
-class GuardedQueries:
+class GuardedQueries(GuardedLeases):
     """What :class:`~kvview.GuardedView` answers beyond the core, and how it says so.
 
     A type checker knows every query of a guard; ``isinstance(guard, Supports...)``
@@ -33,7 +35,6 @@ class GuardedQueries:
     num_blocks: int
     null_block_id: int
     _below: Any  # the view that was guarded
-    _view: LedgerView  # the same, for what the guard holds
 
     if TYPE_CHECKING:
 
@@ -62,13 +63,27 @@ class GuardedQueries:
         if ledger.num_blocks is not None:
             self.num_blocks, self.null_block_id = ledger.num_blocks, ledger.null_block_id
 
-    def _enter(self) -> None:
-        """Check what every call checks."""
-        raise NotImplementedError
-
     def _query(self, name: str, *args: Any) -> Any:
         self._enter()
-        return getattr(self._below, name)(*args)
+        try:
+            return self._ask(name, *args)
+        except KVViewError:
+            self.stats.refused += 1
+            raise
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        """The answer of the view below, of which not every one checks ids (POOL-4)."""
+        below = self._below
+        if isinstance(below, GuardedQueries):
+            below._enter()
+            return below._ask(name, *args)
+        if not isinstance(below, LedgerView):
+            num_blocks = self._view.ledger.num_blocks
+            if name == "is_free":
+                check_block_ids(args, num_blocks)
+            elif name in ("block_keys", "primary_keys"):
+                check_block_ids(args[0], num_blocks)
+        return getattr(below, name)(*args)
 
     def _iter_free_block_ids(self) -> Iterator[int]:
         self._enter()
@@ -80,7 +95,7 @@ class GuardedQueries:
     def _walk_free_blocks(self) -> FreeBlockWalk:
         self._enter()
         null = self._view.ledger.null_block_id
-        return _GuardedWalk(self._below.walk_free_blocks(), self._enter, null)
+        return _GuardedWalk(self._ask("walk_free_blocks"), self, null)
 
     def _give_back_blocks(self, block_ids: Sequence[int]) -> None:
         self._enter()
@@ -107,18 +122,20 @@ class GuardedQueries:
 class _GuardedWalk:
     """A walk of the view below, from this guard's thread and while it is open (POOL-13)."""
 
-    def __init__(self, walk: FreeBlockWalk, enter: Callable[[], object], null: int) -> None:
+    def __init__(self, walk: FreeBlockWalk, guard: GuardedQueries, null: int) -> None:
         self._walk = walk
-        self._enter = enter
+        self._guard = guard
         self._null = null
 
     def take(self, max_blocks: int) -> list[tuple[int, OffloadKey]]:
-        self._enter()
-        return [item for item in self._walk.take(max_blocks) if item[0] != self._null]
+        self._guard._enter()
+        with self._guard._counted():
+            return [item for item in self._walk.take(max_blocks) if item[0] != self._null]
 
     def restart(self) -> None:
-        self._enter()
-        self._walk.restart()
+        self._guard._enter()
+        with self._guard._counted():
+            self._walk.restart()
 
     def close(self) -> None:
         self._walk.close()

@@ -37,35 +37,23 @@ above.
 
 from __future__ import annotations
 
-import heapq
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import count
-from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from kvview.errors import ConfigError, StaleBlockError, WrongThreadError
-from kvview.guard.lease import GuardedLease, Hold, Leak
-from kvview.guard.ledger import (
-    CheckedView,
-    GuardStats,
-    LedgerView,
-    NotCopyable,
-    Stamp,
-    check_block_ids,
-)
+from kvview.errors import ConfigError, StaleBlockError
+from kvview.guard.home import here
+from kvview.guard.lease import GuardedLease, Leak
+from kvview.guard.ledger import CheckedView, GuardStats, LedgerView, Stamp
 from kvview.guard.queries import GuardedQueries
 from kvview.keys import OffloadKey, require_offload_key
 from kvview.pool import GPUBlockPoolView, SupportsLeases
 
 _logger = logging.getLogger(__name__)
 
-_RETRY_SECONDS = 1.0
-_FEW_STALE = 32
 _NEAR_FRAMES = 8
 
 _guards: WeakSet[GuardedView] = WeakSet()
@@ -79,7 +67,7 @@ def _open_view(view: GPUBlockPoolView, owner: str, max_blocks: int | None) -> Le
     return below.open_view(owner, max_blocks)
 
 
-class GuardedView(GuardedQueries, NotCopyable):
+class GuardedView(GuardedQueries):
     """A view that checks first: leases, a budget, one thread, a leak report.
 
     1. Keeps POOL-2 to POOL-5 and POOL-10 over a view that does not check; over one
@@ -120,21 +108,11 @@ class GuardedView(GuardedQueries, NotCopyable):
         if size is not None and pin_budget is not None:
             # 0.29 * 100 is 28.999...: what is that close to a whole block is one.
             max_blocks = max(1, int(pin_budget * size + 1e-6))
-        self.owner = owner
-        self._below: Any = view
-        self._thread: int | None = get_ident()
-        self.stats = GuardStats()
-        self._view = _open_view(view, owner, max_blocks)
-        self.now = clock
+        super().__init__(owner, _open_view(view, owner, max_blocks), clock)
+        self._below = view
         self._view.caller = _caller if trace else None
-        self._view.stats = self.stats
-        self._lease_view: LedgerView | None = None
         self._null = self._view.ledger.null_block_id
         self._offer_queries()
-        self._holds: set[Hold] = set()  # of leases, until their blocks are back
-        self.deadlines: list[tuple[float, int, Hold]] = []  # a heap; empty: none can expire
-        self._num_stale = 0  # entries in it of leases that were released or renewed
-        self._tickets = count()
         _guards.add(self)
 
     # --- the contract ---
@@ -142,14 +120,14 @@ class GuardedView(GuardedQueries, NotCopyable):
     def touch_blocks(self, block_ids: Sequence[int]) -> None:
         """Take one reference on each block named, once per occurrence."""
         deadlines = self.deadlines
-        if get_ident() != self._thread or (deadlines and deadlines[0][0] <= self._clock()):
+        if here.home is not self._home or (deadlines and deadlines[0][0] <= self._clock()):
             self._enter()
         self._view.touch_blocks(block_ids)
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
         """Give back one plain reference on each block named, once per occurrence."""
         deadlines = self.deadlines
-        if get_ident() != self._thread or (deadlines and deadlines[0][0] <= self._clock()):
+        if here.home is not self._home or (deadlines and deadlines[0][0] <= self._clock()):
             self._enter()
         self._view.free_blocks(block_ids)
 
@@ -195,100 +173,11 @@ class GuardedView(GuardedQueries, NotCopyable):
             ConfigError: ``ttl`` is not positive, or the view cannot tell keys.
         """
         self._enter()
-        if ttl is not None:
-            _check_ttl(ttl)
         block_ids = list(block_ids)
         if expected_keys is not None:
-            check_block_ids(block_ids, self._view.ledger.num_blocks)
-            self._check_keys(block_ids, expected_keys)
-        stamp = self._stamp()
-        if self._lease_view is None:
-            self._lease_view = self._view.open_view(self.owner)
-        self._lease_view.touch_blocks(block_ids)
-        real = tuple(block_id for block_id in block_ids if block_id != self._null)
-        hold = Hold(real, job, stamp)
-        self._holds.add(hold)
-        self.stats.leases += 1
-        self.stats.active_leases += 1
-        if ttl is not None:
-            self._schedule(hold, ttl)
-        return GuardedLease(self, hold)
-
-    def release_expired(self) -> list[Leak]:
-        """Release the leases whose deadline has passed; every other call does so too.
-
-        Returns:
-            What ended, earliest deadline first.
-        """
-        self._check_open()
-        return self._expire()
-
-    def _expire(self) -> list[Leak]:
-        expired = []
-        now = self.now() if self.deadlines else 0.0
-        while self.deadlines and self.deadlines[0][0] <= now:
-            _, ticket, hold = heapq.heappop(self.deadlines)
-            if hold.ticket != ticket:
-                self._num_stale -= 1  # renewed or released
-                continue
-            hold.ticket = None
-            leak = self._leak(hold)
-            is_first = hold.is_active
-            if is_first:
-                expired.append(leak)
-                self.stats.expired += 1
-                hold.is_active = False
-            try:
-                self._end(hold)
-            except Exception:
-                # Not the fault of the call that came by (GUARD-8).
-                if is_first:
-                    _logger.exception("GUARD-8: an expired lease was not taken back: %s", leak)
-                self._schedule(hold, _RETRY_SECONDS)
-        return expired
-
-    def _schedule(self, hold: Hold, ttl: float) -> None:
-        self._forget_deadline(hold)
-        hold.ticket = next(self._tickets)
-        hold.deadline = self.now() + ttl
-        heapq.heappush(self.deadlines, (hold.deadline, hold.ticket, hold))
-
-    def _forget_deadline(self, hold: Hold) -> None:
-        """Leave its entry in the heap stale; drop these when they are the larger part."""
-        if hold.ticket is None:
-            return
-        hold.ticket = None
-        self._num_stale += 1
-        size = len(self.deadlines)
-        if self._num_stale == size or 2 * self._num_stale > size + _FEW_STALE:
-            self.deadlines[:] = [entry for entry in self.deadlines if entry[2].ticket == entry[1]]
-            heapq.heapify(self.deadlines)
-            self._num_stale = 0
-
-    def _check_lease(self, lease: GuardedLease) -> None:
-        self._enter()
-        lease.check_active()
-
-    def _renew(self, lease: GuardedLease, ttl: float) -> None:
-        _check_ttl(ttl)
-        self._check_lease(lease)
-        self._schedule(lease._hold, ttl)
-
-    def _release(self, lease: GuardedLease) -> bool:
-        if lease.is_active:
-            self._enter()
-        if not lease.is_active:
-            return False  # close() or expiry was first
-        self._end(lease._hold)
-        lease._hold.is_active = False
-        return True
-
-    def _end(self, hold: Hold) -> None:
-        assert self._lease_view is not None, "whoever holds has taken"
-        self._lease_view.free_blocks(hold.block_ids)
-        self._forget_deadline(hold)
-        self._holds.discard(hold)
-        self.stats.active_leases -= 1
+            with self._counted():
+                self._check_keys(block_ids, expected_keys)
+        return self._take(block_ids, job, ttl)
 
     # --- reports ---
 
@@ -318,11 +207,6 @@ class GuardedView(GuardedQueries, NotCopyable):
         leaks = [leak for leak in leaks if leak.age >= older_than]
         return sorted(leaks, key=lambda leak: -leak.age)
 
-    def _leak(self, hold: Hold) -> Leak:
-        seconds, request_id, taken_at = hold.stamp
-        age = self.now() - seconds
-        return Leak(self.owner, hold.job, hold.block_ids, age, taken_at, request_id)
-
     def speak_of(self, request_id: str | None) -> None:
         """For the engine: what is taken from now on is taken for this request, by whomever."""
         self._view.ledger.request_id = request_id
@@ -344,9 +228,10 @@ class GuardedView(GuardedQueries, NotCopyable):
         for view in self._view.tree():
             if view.is_open:
                 view.free_blocks([b for b, times, _ in view.references() for _ in range(times)])
-        self._holds.clear()
-        self.deadlines.clear()
-        self.stats.active_leases = 0
+        for guard in self.guards():
+            guard._holds.clear()
+            guard.deadlines.clear()
+            guard.stats.active_leases = 0
         self.close()
 
     def close(self) -> Mapping[int, int]:
@@ -378,48 +263,6 @@ class GuardedView(GuardedQueries, NotCopyable):
 
     # --- checks ---
 
-    @property
-    def now(self) -> Callable[[], float]:
-        """The clock; another one may be set, for tests and simulations."""
-        return self._clock
-
-    @now.setter
-    def now(self, clock: Callable[[], float]) -> None:
-        self._clock = self._view.clock = clock
-
-    def _stamp(self) -> Stamp:
-        caller = self._view.caller
-        return self.now(), self._view.ledger.request_id, caller and caller()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether neither the guard nor the view under it was closed."""
-        return self._view.is_open
-
-    @property
-    def is_at_home(self) -> bool:
-        """Whether this is the process that made the guard (GUARD-6)."""
-        return self._thread is not None
-
-    def _check_open(self) -> None:
-        if get_ident() != self._thread:
-            self.stats.refused += 1
-            if self._thread is None:
-                raise WrongThreadError(
-                    f"GUARD-6: the guard of {self.owner!r} came here by a fork, and what it holds "
-                    f"is its first process's: open a pool and a guard of this process's own"
-                )
-            raise WrongThreadError(
-                f"GUARD-4: the guard of {self.owner!r} belongs to thread {self._thread}, called "
-                f"from {get_ident()}: call it on the scheduler's thread only"
-            )
-        self._view.check_open()
-
-    def _enter(self) -> None:
-        self._check_open()
-        if self.deadlines and self.deadlines[0][0] <= self.now():
-            self._expire()
-
     def _check_keys(self, block_ids: Sequence[int], expected: Sequence[OffloadKey]) -> None:
         if not hasattr(self, "block_keys") or len(expected) != len(block_ids):
             raise ConfigError(
@@ -427,10 +270,9 @@ class GuardedView(GuardedQueries, NotCopyable):
                 f"{len(expected)} for {len(block_ids)} blocks"
             )
         for block_id, key, keys in zip(
-            block_ids, expected, self.block_keys(block_ids), strict=True
+            block_ids, expected, self._ask("block_keys", block_ids), strict=True
         ):
             if block_id != self._null and require_offload_key(key) not in keys:
-                self.stats.refused += 1
                 raise StaleBlockError(
                     f"GUARD-1: block {block_id} does not hold {key.hex()} any more: it was reused "
                     f"or evicted since it was seen"
@@ -446,20 +288,6 @@ def _caller() -> str:
     caller = near[max(first_own - 1, 0)]
     return f"{caller.filename}:{caller.lineno} in {caller.name}"
 
-
-def _check_ttl(ttl: float) -> None:
-    if not ttl > 0:
-        raise ConfigError(f"GUARD-3: ttl must be positive seconds, got {ttl}")
-
-
-def _leave_home() -> None:
-    """Tell the guards of a forked child that they are copies."""
-    for guard in list(_guards):
-        guard._thread = None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_home)
 
 if TYPE_CHECKING:
     _: type[GPUBlockPoolView] = GuardedView
