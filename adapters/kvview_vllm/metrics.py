@@ -9,6 +9,9 @@ Prometheus (0.11.1 and later) and into the log line of vLLM's stats.
 - METRIC-2 What an engine last said **must** be true while it rests: nobody asks it then. So
   the age of a hold is exported as the time at which it began, and what is told once a second
   is told at every step when no request is left.
+- METRIC-3 A series **must** have a sample before its first event, or an alert on its increase
+  would miss that event. The series that the configuration names start with the front end; of
+  any other child all start at the first step.
 
 ``docs/metrics.md`` has the names, and the questions that they answer.
 
@@ -156,13 +159,14 @@ class Reporter:
         """
         news: dict[str, Values] = {}
         for child, values in children.items():
+            is_first = child not in self._told
             told = self._told.setdefault(child, dict.fromkeys((*GAUGES, *COUNTERS), 0.0))
             new = {
                 name: value - told[name] if name in COUNTERS else value
                 for name, value in values.items()
                 if value != told[name]
             }
-            if new:
+            if new or is_first:  # METRIC-3
                 news[child] = new
                 told.update(values)
         return {self._owner: {"connector": self._connector, "children": news}} if news else None
@@ -198,6 +202,22 @@ def as_log_line(said: Said) -> dict[str, float]:
     return line
 
 
+def configured_children(extra: Mapping[str, Any]) -> tuple[str, ...]:
+    """The values of the label ``child``, for a connector that has its children as ``connectors``.
+
+    Args:
+        extra: ``kv_connector_extra_config``, of any shape: the engine reports a wrong one.
+    """
+    options = extra.get("options")
+    children = options.get("connectors") if isinstance(options, Mapping) else None
+    targets = [
+        each["connector"]
+        for each in (children if isinstance(children, Sequence) else ())
+        if isinstance(each, Mapping) and "connector" in each
+    ]
+    return ("", *(f"{index}: {target}" for index, target in enumerate(targets)))
+
+
 class PromMetrics:
     """The metrics in a Prometheus registry; in the front end.
 
@@ -224,6 +244,19 @@ class PromMetrics:
         } | {name: counter(PREFIX + name, text, labels) for name, text in COUNTERS.items()}
         # Two connectors of one target are one series: what each half said last.
         self._last: dict[tuple[Any, ...], dict[str, float]] = {}
+        self._started: set[tuple[Any, ...]] = set()
+
+    def start(self, connector: str, children: Sequence[str]) -> None:
+        """Give every series of some children a sample, in every engine (METRIC-3)."""
+        for labels in self.per_engine_labelvalues.values():
+            for child in children:
+                self._start((*labels, connector, child))
+
+    def _start(self, labels: tuple[Any, ...]) -> None:
+        if labels not in self._started:
+            self._started.add(labels)
+            for metric in self._metrics.values():
+                metric.labels(*labels)
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Take in what a step's output says."""
@@ -231,6 +264,7 @@ class PromMetrics:
         for owner, said in (transfer_stats_data.get("metrics") or {}).items():
             for child, values in said["children"].items():
                 labels = (*engine_labels, said["connector"], child)
+                self._start(labels)
                 for name, value in values.items():
                     series = self._metrics[name].labels(*labels)
                     if name in COUNTERS:

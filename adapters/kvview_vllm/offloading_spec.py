@@ -31,7 +31,7 @@ from kvview import (
     TransferSpec,
     TransferWorker,
 )
-from kvview.options import parse_options
+from kvview.options import make_with_options, parse_options
 from kvview.targets import load_target
 from kvview_vllm.offloading.for_vllm import ManagerForVLLM, PagesSpec
 from kvview_vllm.offloading.offloading_canary import check_our_managers
@@ -120,8 +120,10 @@ class KVViewOffloadingSpec(_Spec):
         if self._manager is None:
             options = self._options
             make = load_target(options.manager)
-            manager: OffloadingManager = make(options.num_blocks, **options.manager_options)
             try:
+                manager: OffloadingManager = make_with_options(
+                    make, options.manager_options, options.num_blocks, flag="manager_options"
+                )
                 self._manager = ManagerForVLLM(manager, tokens_per_chunk(self), options.media)
             except ConfigError as error:
                 raise ConfigError(f"kv_connector_extra_config['kvview']: {error}") from None
@@ -133,12 +135,17 @@ class KVViewOffloadingSpec(_Spec):
         make = load_target(options.worker)
         with reading(OffloadingSeam.seam, "the layout of the KV cache"):
             canonical = _canonical(kv_caches)
-        worker: TransferWorker = make(
-            canonical,
-            options.num_blocks,
-            blocks_per_chunk=num_blocks,
-            **options.worker_options,
-        )
+        try:
+            worker: TransferWorker = make_with_options(
+                make,
+                options.worker_options,
+                canonical,
+                options.num_blocks,
+                blocks_per_chunk=num_blocks,
+                flag="worker_options",
+            )
+        except ConfigError as error:
+            raise ConfigError(f"kv_connector_extra_config['kvview']: {error}") from None
         return WorkerForVLLM(worker, num_blocks)
 
     def get_handlers(

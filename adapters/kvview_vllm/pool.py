@@ -19,7 +19,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 from typing_extensions import override
 
@@ -94,8 +93,6 @@ class VLLMBlockPoolView(LedgerView):
         self._pool: Any = block_pool
         self._blocks: list[Any] = block_pool.blocks
         self._hash_of = hash_getter(block_pool)
-        self._walks: list[Walk] = []
-        self._resumed_walks: WeakSet[ResumedWalk] = WeakSet()
 
     def _open_pool(self) -> Any:
         self.check_open()
@@ -118,7 +115,7 @@ class VLLMBlockPoolView(LedgerView):
                     yield block_id, primary
                     self._open_pool()
                     for block_hash in self._more_keys(block_id):
-                        if is_queued(block) and block_hash in self._more_keys(block_id):
+                        if walk.has(block) and block_hash in self._more_keys(block_id):
                             yield block_id, block_hash
                             self._open_pool()
 
@@ -133,19 +130,19 @@ class VLLMBlockPoolView(LedgerView):
     @contextmanager
     def _walking(self, *, hashed_only: bool) -> Iterator[Walk]:
         walk = Walk(self._open_pool().free_block_queue, self.release, hashed_only)
-        self._walks.append(walk)
         self.before_touch.append(walk.before_touch)
+        self.ledger.before_free.append(walk.before_free)
         try:
             yield walk
         finally:
-            self._walks.remove(walk)
             self.before_touch.remove(walk.before_touch)
+            self.ledger.before_free.remove(walk.before_free)
 
     def walk_free_blocks(self) -> ResumedWalk:
         """A walk that goes on in later steps (POOL-13)."""
         more = self._more_keys, self._has_more_keys
         walk = ResumedWalk(self._open_pool, *more, self.num_blocks, self.before_touch)
-        self._resumed_walks.add(walk)
+        self.ledger.resumed_walks.add(walk)
         return walk
 
     # --- queries ---
@@ -216,10 +213,8 @@ class PrependingBlockPoolView(VLLMBlockPoolView):
         self.free_with(
             lambda blocks: self._open_pool().free_blocks(blocks, prepend=True), block_ids
         )
-        for walk in self._walks:
-            walk.pass_over(block_ids)
-        for resumed in self._resumed_walks:
-            resumed.pass_over(block_ids)
+        for resumed in self.ledger.resumed_walks:
+            resumed.pass_over([self._blocks[block_id] for block_id in block_ids])
 
 
 class NotifyingBlockPoolView(VLLMBlockPoolView):

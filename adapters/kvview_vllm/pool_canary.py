@@ -37,6 +37,10 @@ def check_pool(make_view: Callable[..., object]) -> None:
         free = sorted(bound.iter_free_block_ids())
         expect(_SEAM, "blocks in the free queue", free, list(range(1, 8)))
         expect(_SEAM, "keys of a new block", bound.block_keys([1]), [()])
+        queue = list(bound.iter_free_block_ids())
+        taken = pool.get_new_blocks(3)
+        expect(_SEAM, "the next victims", [block.block_id for block in taken], queue[:3])
+        pool.free_blocks(taken)
         bound.touch_blocks([3])
         watched: object = bound
         if isinstance(watched, SupportsReuseNotice):

@@ -34,6 +34,7 @@ from kvview.bridge import TierOptions, open_tier
 from kvview.errors import one_line
 from kvview.options import parse_options
 from kvview.tier import Namespace, TierEvents
+from kvview_vllm.offloading.offloading_canary import check_keys
 from kvview_vllm.releases import reading
 from kvview_vllm.releases.tiers import (
     TierSeam,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
         def get_manager(self) -> Any: ...
 else:
     tier_seam()
+    check_keys()
     _Tier = require_tier_class("SecondaryTierManager")
     _Spec = require_tier_class("TieringOffloadingSpec")
 

@@ -42,7 +42,7 @@ class TierReporter:
     def __init__(self, guard: GuardedTier, store: str) -> None:
         self._guard = guard
         self._store = store
-        self._told = dict.fromkeys(TIER_COUNTERS, 0)
+        self._told: dict[str, int] = {}
         self._in_use: bool | None = None
         self._next_line = 0.0
 
@@ -72,8 +72,11 @@ class TierReporter:
     def _changed(self) -> tuple[dict[str, int], dict[str, float]]:
         stats, in_use = self._guard.stats, self._guard.is_healthy
         now = {name: getattr(stats, name) for name in TIER_COUNTERS}
-        new = {name: value - self._told[name] for name, value in now.items()}
-        counters = {name: more for name, more in new.items() if more}
+        counters = {
+            name: value - self._told.get(name, 0)
+            for name, value in now.items()
+            if value != self._told.get(name)  # a zero too, the first time
+        }
         gauges = {} if in_use == self._in_use else {"in_use": float(in_use)}
         self._told, self._in_use = now, in_use
         return counters, gauges

@@ -58,6 +58,10 @@ class Walk:
                     yield block
             size = min(2 * size, _LARGEST_CHUNK)
 
+    def has(self, block: Any) -> bool:
+        """Whether a block that was yielded is still part of the walk: free, and not touched."""
+        return is_queued(block) and block.block_id not in self._gone
+
     def before_touch(self, blocks: Iterable[Any]) -> None:
         """Step aside before the view takes these blocks out of the queue."""
         leaving = {block.block_id for block in blocks if is_queued(block)}
@@ -68,9 +72,9 @@ class Walk:
         self._unseen -= len(leaving - self._gone - self._seen)
         self._gone.update(block.block_id for block in blocks)
 
-    def pass_over(self, block_ids: Iterable[int]) -> None:
-        """Leave out what joined in front after the walk began."""
-        self._gone.update(block_ids)
+    def before_free(self, blocks: Iterable[Any]) -> None:
+        """Leave out blocks that a view releases after the walk began."""
+        self._gone.update(block.block_id for block in blocks)
 
     def _read(self, size: int) -> list[Any]:
         """The next blocks of the queue, at most ``size``; none at the end."""
@@ -172,11 +176,9 @@ class ResumedWalk:
         self._open()
         self._place.restart()
 
-    def pass_over(self, block_ids: Iterable[int]) -> None:
+    def pass_over(self, blocks: Iterable[Any]) -> None:
         """Leave out what was given back to the head, in front of what was taken."""
-        if not self._is_closed:
-            blocks = self._open_pool().blocks
-            self._place.pass_over(blocks[block_id] for block_id in block_ids)
+        self._place.pass_over(blocks)
 
     def close(self) -> None:
         """End the walk; callable twice."""

@@ -172,6 +172,21 @@ def _manager(bound: Callable[[], None]) -> Any:
     return saw
 
 
+def _check(bound: Callable[[], None]) -> Any:
+    """Run ``kvview check --engine vllm``: a verdict, or one line (VSIM-7)."""
+    if _Harness in sys.meta_path:
+        sys.meta_path.remove(_Harness)
+    from kvview.targets import load_connector
+    from kvview.testing.connector import check_connector
+    from kvview_vllm.simulation import VLLMEngines
+
+    # A process of a pool may have no children, and runs have worker halves in one of their own.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    target = load_connector(f"{_HERE.parents[1] / 'examples' / 'host_cache.py'}:HostCacheConnector")
+    report = check_connector(target, seeds=4, engines=VLLMEngines(), max_shrink_runs=0)
+    return [str(failure) for failure in report.failures]
+
+
 def _doctor(bound: Callable[[], None]) -> Any:
     from kvview_vllm.doctor import diagnose
 
@@ -184,6 +199,7 @@ PLAYS: Mapping[str, Callable[[Callable[[], None]], Any]] = {
     "connector": _connector,
     "spec": _spec,
     "manager": _manager,
+    "check": _check,
     "doctor": _doctor,
 }
 
@@ -205,11 +221,11 @@ def _answer_of(play: Callable[[Callable[[], None]], Any]) -> Answer:
         while frames[-1].filename.endswith("releases/calls.py"):
             frames.pop()  # called with what the release takes: by whom?
         where = frames[-1]
-        if any(part in where.filename for part in _MADE_UP):
-            stage = "not played"  # what stands for the model reads it, nothing of vLLM or ours
         said = f"{error} ({Path(where.filename).name}:{where.lineno})"
         if type(error).__name__ == "UnsupportedEngineError":
             said = str(error)
+        elif any(part in where.filename for part in _MADE_UP):
+            stage = "not played"  # what stands for the model reads it, nothing of vLLM or ours
         return {"stage": stage, "kind": type(error).__name__, "error": said, "saw": None}
     return {"stage": "done", "kind": "", "error": "", "saw": json.loads(json.dumps(saw))}
 
@@ -261,20 +277,22 @@ def _play_all(path: Path) -> dict[str, Answer]:
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         return {"vllm": {"stage": "import", "kind": "BrokenDrift", "error": text, "saw": None}}
-    answers = {name: _in_child(partial(_answer_of, play)) for name, play in PLAYS.items()}
+    answers = {name: _in_child(partial(_answer_of, PLAYS[name])) for name in _ways}
     died = {"stage": "run", "kind": "Died", "error": "the process died", "saw": None}
     return {name: answer or died for name, answer in answers.items()}
 
 
-def prepare(sources: Path) -> dict[str, Answer]:
+def prepare(sources: Path, ways: Sequence[str]) -> dict[str, Answer]:
     """Make this process one that forks plays.
 
     Args:
         sources: Of vLLM, as they are.
+        ways: Which plays, by name.
 
     Returns:
         What every play answers there.
     """
+    _ways[:] = ways
     os.environ.update(PYTHONHASHSEED="0", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
     warnings.simplefilter("ignore")
 
@@ -314,6 +332,7 @@ def play_each(
         yield from pool.imap(_play_tree, tasks, chunksize=1)
 
 
+_ways: list[str] = []
 _trees: dict[str, Callable[[Path], None]] = {}
 
 

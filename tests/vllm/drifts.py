@@ -7,7 +7,7 @@ between 0.11 and 0.33. Each is planted into sources of its own (links, but for t
 change) and played there, every way in (:mod:`drift_plays`). A way in either *works*: it saw
 what the same play sees on the sources as they are; or it is *refused* in one line when it is
 bound, and then ``kvview doctor`` does not say healthy. All else got *through*, a play that could
-not be played too.
+not be played too. ``kvview check`` may refuse where the adapter works: it reads more of vLLM.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from functools import partial
 from pathlib import Path
 
 import drift_connector  # type: ignore[import-not-found]  # noqa: F401 - its drifts
+import drift_facts  # type: ignore[import-not-found]  # noqa: F401
 import drift_memory  # type: ignore[import-not-found]  # noqa: F401
 from drift_draws import draw  # type: ignore[import-not-found]
 from drift_edits import DRIFTS, DriftError, Files, Sources  # type: ignore[import-not-found]
-from drift_plays import HARNESS, Answer, play_each, prepare  # type: ignore[import-not-found]
+from drift_plays import HARNESS, PLAYS, Answer, play_each, prepare  # type: ignore[import-not-found]
 
 from kvview_vllm.releases.sources import sources
 from kvview_vllm.releases.versions import RELEASES
@@ -90,10 +91,11 @@ class Verdict:
     @property
     def got_through(self) -> bool:
         """Whether anything is neither seen to work nor refused, or doctor healthier than it."""
-        ways = [outcome for way, outcome in self.outcomes.items() if way != "doctor"]
-        if any(outcome not in ("works", "refused") for outcome in ways):
+        ways = {way: outcome for way, outcome in self.outcomes.items() if way != "doctor"}
+        if any(outcome not in ("works", "refused") for outcome in ways.values()):
             return True
-        return "refused" in ways and self.outcomes["doctor"] != "refused"
+        ways.pop("check", None)  # it reads more of vLLM than what doctor speaks of
+        return "refused" in ways.values() and self.outcomes.get("doctor") != "refused"
 
 
 def judge(name: str, answers: dict[str, Answer], normal: dict[str, Answer]) -> Verdict:
@@ -110,6 +112,7 @@ def judge(name: str, answers: dict[str, Answer], normal: dict[str, Answer]) -> V
         elif answer["stage"] == "done":
             same = answer["saw"] == normal[way]["saw"]
             outcomes[way] = "works" if same else "swallowed: it saw something else"
+            said = "" if same or way != "check" else "; ".join(answer["saw"])
         elif answer["stage"] == "not played":
             outcomes[way] = "not played"
         elif answer["stage"] == "bind" and answer["kind"] == "UnsupportedEngineError":
@@ -121,18 +124,24 @@ def judge(name: str, answers: dict[str, Answer], normal: dict[str, Answer]) -> V
     return Verdict(name, outcomes, messages)
 
 
-def play(names: Sequence[str], processes: int) -> Iterator[Verdict]:
+def play(names: Sequence[str], processes: int, ways: Sequence[str]) -> Iterator[Verdict]:
     """Plant drifts and play on each.
+
+    Args:
+        names: Of the drifts.
+        processes: How many at a time.
+        ways: Which plays, by name.
 
     Raises:
         DriftError: A drift does not fit the newest sources.
     """
     files = Sources(sources(NEWEST))
     files.all()
-    normal = prepare(files.folder)
+    normal = prepare(files.folder, ways)
     broken = {way: answer["error"] for way, answer in normal.items() if answer["stage"] != "done"}
-    if broken or normal["doctor"]["saw"]:
-        raise DriftError(f"{NEWEST} as it is does not play: {broken} {normal['doctor']['saw']}")
+    ill = normal["doctor"]["saw"] if "doctor" in normal else None
+    if broken or ill:
+        raise DriftError(f"{NEWEST} as it is does not play: {broken} {ill}")
     trees = [(name, partial(plant, name, files)) for name in names]
     with tempfile.TemporaryDirectory(prefix="kvview-drifts-") as scratch:
         for name, answers in play_each(trees, Path(scratch), processes):
@@ -144,6 +153,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="parts of names; default: all")
     parser.add_argument("--draw", type=int, metavar="N", help="so many that a seed draws instead")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ways", nargs="+", choices=PLAYS, default=list(PLAYS))
     parser.add_argument("--processes", type=int, default=2, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts here")
     arguments = parser.parse_args()
@@ -155,7 +165,7 @@ def main() -> int:
     if arguments.draw:
         names = draw(Sources(sources(NEWEST)), arguments.seed, arguments.draw)
     verdicts = []
-    for verdict in play(names, arguments.processes):
+    for verdict in play(names, arguments.processes, arguments.ways):
         verdicts.append(verdict)
         mark = "THROUGH" if verdict.got_through else "ok"
         ways = ", ".join(f"{way} {outcome}" for way, outcome in verdict.outcomes.items())

@@ -18,6 +18,7 @@ from typing import Any
 
 from kvview import CacheGeometry, CacheGroup, FullAttention, SlidingWindow
 from kvview_vllm.geometry import read_geometry
+from kvview_vllm.releases.samples import hash_function
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.scheduler import (  # for the tests, under one name
     can_fail_loads as can_fail_loads,
@@ -281,12 +282,8 @@ def make_request(request_id: str, tokens: list[int], max_tokens: int) -> Any:
     """A `Request` with greedy sampling and vLLM's own hashes."""
     global _hashes_are_ready
     utils: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
-    try:
-        hashing: Any = importlib.import_module("vllm.utils.hashing")
-    except ImportError:
-        hashing = importlib.import_module("vllm.utils")  # 0.11.0
     if not _hashes_are_ready:
-        utils.init_none_hash(hashing.sha256)
+        utils.init_none_hash(hash_function())
         _hashes_are_ready = True
-    hasher = utils.get_request_block_hasher(BLOCK_SIZE, hashing.sha256)
+    hasher = utils.get_request_block_hasher(BLOCK_SIZE, hash_function())
     return cpu_scheduler.make_request(request_id, tokens, max_tokens, hasher)

@@ -41,6 +41,22 @@ class _FailingWorker(_HostCacheWorker):  # type: ignore[misc]
         ]
 
 
+class FailingAtLastConnector(FailingConnector):
+    """All its loads fail, and so does its hook at the end of the request ``last``."""
+
+    def make_scheduler(self) -> SchedulerConnector:
+        half: SchedulerConnector = super().make_scheduler()
+        finish = half.on_request_finished
+
+        def on_request_finished(request: Any, *given: Any) -> Any:
+            if request.request_id == "last":
+                raise RuntimeError("planted")
+            return finish(request, *given)
+
+        object.__setattr__(half, "on_request_finished", on_request_finished)
+        return half
+
+
 class SlowConnector(_HostCache):  # type: ignore[misc]
     """Its jobs are reported some steps late."""
 

@@ -21,6 +21,7 @@ vllm = pytest.importorskip(  # a submodule: this very folder is named vllm
 )
 
 drifts: Any = import_module("drifts")
+facts: Any = import_module("drift_facts")
 
 SAMPLE = (
     "CachedRequestData.new_block_ids by request",
@@ -66,6 +67,41 @@ def test_no_drift_gets_through(tmp_path: Path) -> None:
         if set(verdict["outcomes"].values()) == {"works", "healthy"}
     ]
     assert works == list(HARMLESS)
+
+
+@newest
+def test_a_drift_that_changes_a_fact_alone_is_refused_in_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "verdicts.json"
+    names = list(facts.FACTS)
+    script = Path(__file__).with_name("drifts.py")
+    ways = ("--ways", "connector", "doctor", "--json", str(file))
+    done = subprocess.run(
+        [sys.executable, str(script), *names, *ways], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdicts = {verdict["name"]: verdict for verdict in json.loads(file.read_text())}
+    assert {name: verdict["outcomes"]["doctor"] for name, verdict in verdicts.items()} == (
+        dict.fromkeys(facts.FACTS, "refused")
+    )
+    for verdict in verdicts.values():
+        assert "found" in verdict["messages"]["doctor"]
+        assert "expected" in verdict["messages"]["doctor"]
+
+
+@newest
+def test_check_ends_in_one_line_where_only_the_adapter_works(tmp_path: Path) -> None:
+    file = tmp_path / "verdicts.json"
+    script = Path(__file__).with_name("drifts.py")
+    ways = ("--ways", "connector", "check", "--json", str(file))
+    done = subprocess.run(
+        [sys.executable, str(script), *facts.ONLY_SIMULATED, *ways],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcomes = [verdict["outcomes"] for verdict in json.loads(file.read_text())]
+    assert outcomes == [{"connector": "works", "check": "refused"}] * len(facts.ONLY_SIMULATED)
 
 
 def answer(

@@ -27,6 +27,7 @@ from kvview.testing.connector import (
 )
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview_reference.connector import LazyOffloadConnector
+from kvview_vllm.releases import installed
 from kvview_vllm.simulation import VLLMEngines
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.engine import VLLMConnectorHarness
@@ -111,6 +112,38 @@ def test_a_load_beside_a_hit_of_several_groups(engines: VLLMEngines) -> None:
         decode_tokens=1,
     )
     assert simulate(HostCacheConnector, scenario, engines=engines).failure is None
+
+
+def test_blocks_of_a_window_are_counted_before_they_are_taken(engines: VLLMEngines) -> None:
+    """0.20.0 and 0.20.1 end the engine where others preempt, with a connector that does nothing."""
+    given = Scenario(
+        CacheGeometry(4, 4, (FullAttention(4), SlidingWindow(4, 8))),
+        42,
+        (),
+        decode_tokens=1,
+        max_tokens_per_step=16,
+    )
+    fitted, left_out = engines.fit(given)
+    is_defect = installed().connector.uncounted_window_blocks
+    assert any("with windows or chunks" in what for what in left_out) == is_defect
+    assert play_long_requests(engines, fitted).startswith("preempted")
+    found = play_long_requests(engines, replace(fitted, max_tokens_per_step=16))
+    assert ("ValueError Cannot get 1 free blocks from the pool" in found) == is_defect, found
+
+
+def play_long_requests(engines: VLLMEngines, scenario: Scenario) -> str:
+    """Decode until the pool is full and longer."""
+    connector = Connector(ConnectorConfig(scenario.geometry))
+    engine = engines.build(scenario, [connector], owner="", clock=lambda: 0.0)
+    assert isinstance(engine, VLLMConnectorHarness)
+    for serial, request_id in enumerate(("one", "two", "three")):
+        engine.add(Add(request_id, serial, 40, 40), serial)
+    try:
+        while engine.has_work():
+            engine.step()
+    except InvariantBroken as error:
+        return str(error)
+    return f"preempted {engine.stats.preemptions} times" if engine.stats.preemptions else "done"
 
 
 @pytest.mark.parametrize(

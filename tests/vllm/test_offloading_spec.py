@@ -247,6 +247,23 @@ def test_a_medium_that_vllm_does_not_know_is_refused_at_start(make_engine: MakeE
         make_engine(**keyed(media={DISK: "FLASH"}))
 
 
+def test_events_are_taken_when_they_are_asked_for(make_engine: MakeEngine) -> None:
+    engine = make_engine(manager_options={"enable_events": True})
+    shown = engine.scheduler.connector.connector_scheduler.manager
+    a, b = make_offload_key(b"a", 0), make_offload_key(b"b", 0)
+    taken = []
+    for key in (a, b):
+        shown.manager.prepare_store([key])
+        shown.manager.complete_store([key])
+        taken.append(shown.take_events())
+    shown.manager.reset()
+    named = [
+        [[*(getattr(event, "keys", None) or event.block_hashes)] for event in events]
+        for events in taken
+    ]
+    assert named == [[[a]], [[b]]]
+
+
 def test_a_medium_that_was_never_named_ends_no_engine(
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -284,8 +301,20 @@ def test_a_medium_that_was_never_named_ends_no_engine(
         ({"num_blocks": 0}, "num_blocks"),
         ({"manager": "no.such.module:Manager"}, "does not import"),
         ({"manager_options": {"cache_policy": "fifo"}}, "arc"),
+        (
+            {"manager_options": {"cache_polcy": "arc"}},
+            r"manager_options \['cache_polcy'\] do not fit .*unexpected keyword",
+        ),
+        ({"manager_options": {"num_blocks": 1}}, "manager_options .*multiple values"),
+        (
+            {"worker_options": {"num_thread": 1}},
+            r"worker_options \['num_thread'\] do not fit .*unexpected",
+        ),
     ],
-    ids=["unknown key", "no room", "no such target", "unknown policy"],
+    ids=[
+        *("unknown key", "no room", "no such target", "unknown policy"),
+        *("unknown option", "option given twice", "unknown option of the worker"),
+    ],
 )
 def test_a_typo_is_an_error_at_start(
     make_engine: MakeEngine, wrong: dict[str, Any], message: str

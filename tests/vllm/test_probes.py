@@ -36,7 +36,7 @@ from kvview_vllm.releases import (
 from kvview_vllm.releases.beyond import KNOWN
 from kvview_vllm.releases.calls import make_block_pool, make_cpu_manager
 from kvview_vllm.releases.probes import ConnectorSurface
-from kvview_vllm.releases.release import Seam, find_class
+from kvview_vllm.releases.release import ConnectorSeam, Seam, find_class
 from kvview_vllm.releases.shapes import SHAPES, check_shapes, shape_of
 from kvview_vllm.releases.versions import number
 
@@ -199,6 +199,18 @@ def test_what_is_renamed_is_not_an_older_release(
         pytest.skip("this release is older")
     fields = {**surface.fields, kind: surface.fields[kind] - {name} | {f"{name}_v2"}}
     assert f"({difference})" in refused(replace(surface, fields=fields))
+
+
+def test_a_release_with_the_fix_of_a_defect_is_not_refused(
+    surface: ConnectorSurface, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has("block_sizes_resolved"):
+        pytest.skip("this release is older")
+    manager = import_module("vllm.v1.core.single_type_kv_cache_manager").SingleTypeKVCacheManager
+    fixed = lambda self, apply_admission_cap=False: 0  # noqa: E731
+    monkeypatch.setattr(manager, "get_num_blocks_to_allocate", fixed)
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.20.1")
+    assert not ConnectorSeam.found_on(surface).uncounted_window_blocks
 
 
 def test_an_event_with_a_new_required_field_is_refused(surface: ConnectorSurface) -> None:

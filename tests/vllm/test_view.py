@@ -455,6 +455,24 @@ def test_pool_10_closed_view_refuses_everything(
             call()
 
 
+def test_pool_10_a_walk_of_a_closed_view_disturbs_no_other_view(
+    engine: Engine, pool_view: VLLMBlockPoolView
+) -> None:
+    engine.cached_and_free(3)
+    other = pool_view.open_view("other")
+    walk = other.walk_free_blocks()
+    walk.take(1)
+    other.close()
+    pool_view.touch_blocks([4])
+    if isinstance(pool_view, SupportsGiveBack):
+        pool_view.give_back_blocks([4])
+    else:
+        pool_view.free_blocks([4])
+    assert pool_view.held_blocks() == {}
+    with pytest.raises(ViewClosedError):
+        walk.take(1)
+
+
 @pytest.mark.parametrize("occurrences", [[0, 1, 2], [2, 0, 1], [1, 1, 0, 2], [0, 2, 1, 2]])
 def test_pool_11_hashed_blocks_are_evicted_in_the_order_freed(
     engine: Engine, pool_view: VLLMBlockPoolView, occurrences: list[int]

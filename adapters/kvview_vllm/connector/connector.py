@@ -41,6 +41,7 @@ from kvview.options import parse_options
 from kvview.targets import load_connector
 from kvview.version import require_contract
 from kvview_vllm.binding import BlockPoolViewMixin
+from kvview_vllm.connector.canary_half import CANARY_TARGET
 from kvview_vllm.connector.connector_canary import check_connector
 from kvview_vllm.connector.containment import Faults, tell_at_start
 from kvview_vllm.connector.messages import (
@@ -52,10 +53,11 @@ from kvview_vllm.connector.messages import (
     take_reports,
 )
 from kvview_vllm.connector.scheduler import SchedulerSide
+from kvview_vllm.connector.scheduler_canary import check_scheduler_steps
 from kvview_vllm.connector.worker import WorkerSide
 from kvview_vllm.events import BlockDescriptions, to_vllm_events
 from kvview_vllm.geometry import read_facts, read_geometry
-from kvview_vllm.metrics import PromMetrics, Reporter
+from kvview_vllm.metrics import PromMetrics, Reporter, configured_children
 from kvview_vllm.releases import installed, reading, require_concrete
 from kvview_vllm.releases.calls import (
     event_group_kinds,
@@ -156,7 +158,9 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         try:
             self._build(extra, role)
         except KVViewError as error:
-            tell_at_start(str(extra.get("connector", "without a target")), error)
+            target = str(extra.get("connector", "without a target"))
+            if target != CANARY_TARGET:
+                tell_at_start(target, error)
             raise
         self._built.add(self)
 
@@ -170,6 +174,8 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         self.leak_report_seconds = options.leak_report_seconds
         self.view_owner = target = options.connector
         check_connector()
+        if role is KVConnectorRole.SCHEDULER and target != CANARY_TARGET:
+            check_scheduler_steps(KVViewConnector)
         with reading("geometry", "the configuration of the KV cache"):
             self._geometry = read_geometry(vllm_config, kv_cache_config)
         kind = load_connector(target)
@@ -412,6 +418,8 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         if last is None or last.per_engine_labelvalues is not per_engine_labelvalues:
             last = PromMetrics(metric_types, labelnames, per_engine_labelvalues)
             _last_prom_metrics[:] = [last]
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+        last.start(str(extra.get("connector", "")), configured_children(extra))
         return last
 
     def shutdown(self) -> None:

@@ -6,12 +6,12 @@ import sys
 from dataclasses import asdict
 
 import click
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Column, Table
+from rich.text import Text
 
+from kvview.cli.console import Console
 from kvview.cli.exit_codes import ExitCode
-from kvview.cli.output import JSONOption, require_writable, write_json
+from kvview.cli.output import JSONOption, write_json
 from kvview_vllm.doctor import Diagnosis, diagnose, diagnose_tier
 
 
@@ -33,7 +33,6 @@ def doctor(json_file: str | None, tier: str | None) -> None:
     With --tier, say instead whether that tier opens under its engine, and keeps
     a page. Run it where the engine will run, with the engine's environment.
     """
-    require_writable("--json", json_file)
     found = diagnose() if tier is None else diagnose_tier(tier)
     if json_file != "-":
         _show_diagnosis(found, "a tier" if tier else "")
@@ -46,11 +45,11 @@ def _show_diagnosis(found: Diagnosis, title: str) -> None:
     title = title or f"{version} (tested: {found.tested})"
     table = Table(Column("seam", overflow="fold"), "fits", "what was found", title=title)
     for seam in found.seams:
-        table.add_row(seam.seam, "yes" if seam.fits else "[red]no[/red]", escape(seam.detail))
+        table.add_row(seam.seam, "yes" if seam.fits else Text("no", style="red"), seam.detail)
     if found.capabilities:
         flags = ", ".join(name for name, has in found.capabilities.items() if has)
-        table.add_row("capabilities", "", escape(flags or "none of the table"))
+        table.add_row("capabilities", "", flags or "none of the table")
     for each in found.beyond:
         met = "met" if each.met else "not met"
-        table.add_row(each.name, met, escape(f"{each.what} ({each.since}): {each.how}"))
+        table.add_row(each.name, met, f"{each.what} ({each.since}): {each.how}")
     Console().print(table)

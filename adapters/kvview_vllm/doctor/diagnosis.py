@@ -10,11 +10,11 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Literal
 
 from kvview import ConfigError, UnsupportedEngineError
 from kvview.errors import one_line
+from kvview.input_files import read_file
 from kvview_vllm.releases import (
     TESTED,
     Release,
@@ -121,7 +121,7 @@ def diagnose_tier(text: str) -> Diagnosis:
 def _read(text: str) -> Mapping[str, Any]:
     try:
         is_text = text.lstrip().startswith("{")
-        given = json.loads(text if is_text else Path(text).read_text(encoding="utf-8"))
+        given = json.loads(text if is_text else read_file(text))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--tier: no JSON text, and no file of it: {one_line(error)}") from None
     if not isinstance(given, dict):
@@ -185,10 +185,14 @@ def _check_schedulers(release: Release) -> tuple[Seam, str]:
 
 def _check_connector(release: Release) -> tuple[Seam, str]:
     found = release.connector
+    from kvview_vllm.connector.connector import KVViewConnector
     from kvview_vllm.connector.connector_canary import check_connector
+    from kvview_vllm.connector.scheduler_canary import check_scheduler_steps
 
     check_connector()
-    return found, "KVViewConnector has every method, and played three steps dry"
+    if problem := check_scheduler_steps(KVViewConnector):
+        raise UnsupportedEngineError(f"no request could be served dry, nothing is known: {problem}")
+    return found, "KVViewConnector has every method, and served three requests dry"
 
 
 def _check_offloading(_: Release) -> tuple[Seam, str]:

@@ -15,7 +15,7 @@ from kvview.targets import target_of
 from kvview.testing import watchdog
 from kvview.testing.connector.coverage import Gap
 from kvview.testing.connector.result import ConnectorFailure
-from kvview.testing.token_checks import TokenRuns
+from kvview.testing.token_runs import TokenRuns
 from kvview_vllm.inference.arrangements import ARRANGEMENTS, Arrangement, Configured
 from kvview_vllm.inference.engines import run_engines
 from kvview_vllm.inference.models import make_model
@@ -24,7 +24,7 @@ from kvview_vllm.inference.server import prepare, require_vllm
 from kvview_vllm.inference.traffic import Served
 
 if TYPE_CHECKING:
-    from kvview.testing.token_checks import TokenCheck
+    from kvview.testing.token_runs import TokenCheck
 
 _WEIGHTS = "weights "
 _FEWEST_SILENT_SECONDS = 240.0

@@ -14,7 +14,7 @@ Source: ``vllm/distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py``
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvview import (
@@ -137,18 +137,20 @@ class ManagerForVLLM(_Manager):
         self.manager.complete_store(keys, _context(req_context), success=success)
         self._stores.difference_update(keys)
 
-    def take_events(self) -> Iterator[Any]:
-        """The manager's events, as vLLM's."""
-        for event in self.manager.take_events():
-            for keys, medium, removed in self._media.publish(event):
-                yield make_known(
-                    _Event,
-                    keys=keys,
-                    block_hashes=keys,
-                    block_size=self._block_size,
-                    medium=medium,
-                    removed=removed,
-                )
+    def take_events(self) -> list[Any]:
+        """The manager's events since the last call, as vLLM's."""
+        return [
+            make_known(
+                _Event,
+                keys=keys,
+                block_hashes=keys,
+                block_size=self._block_size,
+                medium=medium,
+                removed=removed,
+            )
+            for event in self.manager.take_events()
+            for keys, medium, removed in self._media.publish(event)
+        ]
 
     def reset_cache(self) -> None:
         """Forget every key; vLLM reports no more of what is in flight (VOFF-5)."""

@@ -31,12 +31,26 @@ _NAME = "kvview canary"
 
 
 @cache
+def check_keys() -> None:
+    """Compare the bytes of an offloaded block's key, once in a process.
+
+    Raises:
+        UnsupportedEngineError: They differ from those of the tested releases.
+    """
+    if not installed().offloading.prefix_lookup:  # before, block hashes alone are keys
+        with reading(_SEAM, "the key of an offloaded block"):
+            key = require_class("make_offload_key")(b"%032d" % 1, 1)
+            expect(_SEAM, "bytes of a key", bytes(key), make_offload_key(b"%032d" % 1, 1))
+
+
+@cache
 def check_vllm_managers() -> None:
     """Store, load and evict in a manager of vLLM's, once in a process.
 
     Raises:
         UnsupportedEngineError: Something went otherwise than in the tested releases.
     """
+    check_keys()
     with reading(_SEAM, "a manager of vLLM's, used dry"):
         manager = TranslatedManager(make_cpu_manager(1, enable_events=True))
         context = ReqContext(req_id=_NAME)
@@ -76,6 +90,7 @@ def check_our_managers() -> None:
     # Here: whoever wraps a manager of vLLM's needs none of it.
     from kvview_vllm.offloading.for_vllm import ManagerForVLLM
 
+    check_keys()
     with reading(_SEAM, "a manager of kvview's, called dry"):
         release, tier = installed().offloading, _Tier()
         manager = ManagerForVLLM(tier, 16)

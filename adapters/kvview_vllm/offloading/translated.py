@@ -12,7 +12,7 @@ Source: ``vllm/v1/kv_offload/``, 0.11.0 to 0.33.0; which shape a manager has,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -109,13 +109,15 @@ class TranslatedManager:
         """End a store."""
         self.manager.complete_store(keys, *self._completion(ctx), success=success)
 
-    def take_events(self) -> Iterator[OffloadingEvent]:
+    def take_events(self) -> list[OffloadingEvent]:
         """Events since the last call, without those that vLLM does not publish."""
+        events = []
         for event in list(self.manager.take_events()):
             if self.release.metadata_events and event.metadata_only:  # a failed store
                 continue
             keys = event.block_hashes if self.release.prefix_lookup else event.keys
-            yield OffloadingEvent(tuple(keys), medium_name(event.medium), event.removed)
+            events.append(OffloadingEvent(tuple(keys), medium_name(event.medium), event.removed))
+        return events
 
     def reset(self) -> None:
         """Forget every key, where the release can (0.22)."""

@@ -3,7 +3,8 @@
 1. A difference **must** be probed on the shape of the object at hand: signatures and
    attributes. A fork or a build whose version string lies is then still served.
 2. A difference that the version has by the table **must** be found: what a later
-   release renames is refused, never taken for an older release.
+   release renames is refused, never taken for an older release. A defect need not be
+   found, because a build of that release may have its fix.
 3. No module outside this package **may** decide by a release, nor look for what an
    object of vLLM has; :mod:`.calls` calls what is not everywhere the same.
 
@@ -48,6 +49,7 @@ class Difference:
         last_release: Last release that has it, None when the newest tested has.
         source: The upstream pull request, or the path where it shows.
         probe: Whether an object of that seam has it.
+        is_defect: Whether it is a mistake of vLLM's own.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Difference:
     last_release: str | None
     source: str
     probe: Callable[[Any], bool]
+    is_defect: bool = False
 
     def is_in(self, version: str) -> bool:
         """Whether a version has it by the table; no version that names no release has."""
@@ -76,6 +79,7 @@ def _difference(
     *,
     since: str = OLDEST_TESTED,
     until: str | None = None,
+    is_defect: bool = False,
 ) -> Any:
     return field(
         metadata={
@@ -84,6 +88,7 @@ def _difference(
             "last_release": until,
             "source": source,
             "probe": probe,
+            "is_defect": is_defect,
         }
     )
 
@@ -116,7 +121,7 @@ class Seam:
         version = require_usable(cls.seam)
         found = {each.name: each.probe(owner) for each in cls.differences()}
         for each in cls.differences():
-            if each.is_in(version) and not found[each.name]:
+            if each.is_in(version) and not (found[each.name] or each.is_defect):
                 raise refusal(
                     cls.seam,
                     f"nothing of '{each.what}' ({each.name})",
@@ -478,6 +483,19 @@ class ConnectorSeam(Seam):
         lambda _: hasattr(_single_type_manager(), "add_local_computed_blocks"),
         "https://github.com/vllm-project/vllm/pull/44409",
         since="0.24.0",
+    )
+    uncounted_window_blocks: bool = _difference(
+        "blocks of windows and chunks past a cap are not counted before they are taken, so a full "
+        "pool ends the engine",
+        lambda _: (
+            "max_admission_blocks" in signature_of(_single_type_manager(), "__init__")
+            and "apply_admission_cap"
+            not in signature_of(_single_type_manager(), "get_num_blocks_to_allocate")
+        ),
+        "https://github.com/vllm-project/vllm/pull/41282",
+        since="0.20.0",
+        until="0.20.1",
+        is_defect=True,
     )
     worker_metadata: bool = _difference(
         "workers answer their scheduler's side; before, in the stats",

@@ -8,7 +8,7 @@ Source: ``vllm/v1/kv_offload/tiering/base.py`` and ``spec.py``, 0.22.0 to the ne
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -235,11 +235,12 @@ def with_events_of_tiers(manager: Any, kind: Any) -> Any:
     managers: Any = type(manager)
 
     class TellingManager(managers):  # type: ignore[misc]
-        def take_events(self) -> Iterator[Any]:
-            yield from super().take_events()
+        def take_events(self) -> list[Any]:
+            events = [*super().take_events()]
             for tier in self.secondary_tiers:
                 if isinstance(tier, kind):
-                    yield from tier.take_events()
+                    events += tier.take_events()
+            return events
 
     return make_known(
         TellingManager,

@@ -27,22 +27,22 @@ from kvview import (
     Mamba,
 )
 from kvview.testing.connector.invariants import InvariantBroken
-from kvview_vllm.releases import engine_version, installed, probe_pool, refusal
+from kvview_vllm.releases import engine_version, installed, probe_pool, reading, refusal
 from kvview_vllm.releases.calls import (
     make_block_pool,
     states_are_hit_with_the_rest,
     states_take_loads,
 )
-from kvview_vllm.releases.versions import VLLMNotImportableError, importing
+from kvview_vllm.releases.versions import importing
 from kvview_vllm.simulation import scheduler as cpu_scheduler
-from kvview_vllm.simulation.engine import Configs, VLLMConnectorHarness
+from kvview_vllm.simulation.engine import Configs, VLLMConnectorHarness, named
 
 if TYPE_CHECKING:
     from kvview.testing.connector.harness import ConnectorHarness, EngineFactory
     from kvview.testing.connector.result import SimulationResult
     from kvview.testing.connector.scenario import Scenario
     from kvview.testing.connector.stream import StepStream
-    from kvview.testing.token_checks import TokenCheck
+    from kvview.testing.token_runs import TokenCheck
     from kvview.testing.upgrade import Releases
 
 _MOST_BLOCKS = 500
@@ -62,7 +62,7 @@ class VLLMEngines:
         try:
             with importing():
                 Configs([FullAttention(16)])
-        except VLLMNotImportableError:
+        except KVViewError:
             raise
         except Exception as error:
             found = " ".join(f"{type(error).__name__}: {error}".split())
@@ -101,6 +101,10 @@ class VLLMEngines:
             leave_out(what, num_gpu_blocks=_MOST_BLOCKS)
         if scenario.decode_tokens > 1:
             leave_out("decode steps of several tokens")
+        fewest = cpu_scheduler.fewest_tokens_per_step(groups)
+        if scenario.max_tokens_per_step < fewest:
+            what = f"steps of fewer than {fewest} tokens, with windows or chunks"
+            leave_out(f"{what}: not all of their blocks are counted", max_tokens_per_step=fewest)
         if scenario.num_connectors > 1 and (why := self._why_not(scenario, groups, 2)):
             leave_out(f"two connectors with {several}: {why}", num_connectors=1)
         if not cpu_scheduler.can_load_beside_hits(len(groups)):
@@ -213,13 +217,20 @@ class VLLMEngines:
         if any(isinstance(group, Mamba) for group in groups) and not states_are_hit_with_the_rest():
             return "beside a connector vLLM takes the longest hit of a group for that of all"
         try:
-            geometry = Configs(groups).geometry
+            with named("its configuration"):
+                geometry = Configs(groups).geometry
             size = geometry.hash_block_size
             if any(isinstance(group, Mamba) and group.block_size > size for group in groups):
                 return "its blocks have several hashes, and vLLM copies states between blocks"
             connectors = [Connector(ConnectorConfig(geometry))] * num_connectors
             tried = replace(
-                scenario, geometry=geometry, num_gpu_blocks=200, steps_in_flight=steps_in_flight
+                scenario,
+                geometry=geometry,
+                num_gpu_blocks=200,
+                steps_in_flight=steps_in_flight,
+                max_tokens_per_step=max(
+                    scenario.max_tokens_per_step, cpu_scheduler.fewest_tokens_per_step(groups)
+                ),
             )
             engine = VLLMConnectorHarness(tried, connectors, clock=lambda: 0.0)
             for request_id in ("one", "two"):
@@ -247,7 +258,8 @@ class VLLMEngines:
 
 
 def _can_alias() -> bool:
-    return probe_pool(make_block_pool(2)).several_hashes
+    with reading("simulation", "a block pool"):
+        return probe_pool(make_block_pool(2)).several_hashes
 
 
 if TYPE_CHECKING:

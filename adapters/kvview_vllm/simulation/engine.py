@@ -6,6 +6,8 @@ real. :class:`~kvview_vllm.simulation.VLLMEngines` builds one for each run.
 - VSIM-1 What vLLM itself raised, or delivered otherwise than a sequential engine does,
   **must not** be laid at the connector's door under one of its laws: it is reported as
   ``ENGINE``, with the place.
+- VSIM-7 A vLLM that the simulation cannot read **must** be refused in one line: the simulation
+  reads more of it than the adapter does, which may work.
 
 Source: vllm/v1/core/sched/scheduler.py, and ``step_with_batch_queue`` of
 vllm/v1/engine/core.py, 0.11.0 to 0.33.0; what an engine must answer is said in
@@ -21,8 +23,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import override
 
@@ -42,6 +46,7 @@ from kvview.testing.connector.scenario import NUM_LAYERS, PAGE_BYTES
 from kvview_vllm.binding import walk_connectors
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.pool import NULL_BLOCK_ID, view
+from kvview_vllm.releases import reading
 from kvview_vllm.releases.calls import blocks_freed_later, child_connectors
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.requests import PlannedRequest, make_prompt
@@ -53,6 +58,8 @@ if TYPE_CHECKING:
     from kvview.testing.connector.stream import StepStream
 
 _STEPS_OF_A_DEADLOCK = 8
+_Kind = TypeVar("_Kind")
+_OURS = "kvview_vllm."
 _BARE = {"contain_faults": False, "leak_report_seconds": None}
 
 
@@ -73,6 +80,39 @@ class HandedConnector(Connector):
     @override
     def make_worker(self) -> WorkerConnector:
         return self._connector.make_worker()
+
+
+def reads_vllm(kind: type[_Kind]) -> type[_Kind]:
+    """Run each public method of a class under :func:`named`."""
+    for name, member in list(vars(kind).items()):
+        if name.startswith("_") and name != "__init__":
+            continue  # called by those
+        if isinstance(member, property) and member.fget is not None:
+            setattr(kind, name, property(_named(member.fget), doc=member.__doc__))
+        elif isinstance(member, FunctionType):
+            setattr(kind, name, _named(member))
+    return kind
+
+
+def _named(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:  # some are called for every block: a context manager costs more
+            return method(*args, **kwargs)
+        except Exception as error:
+            with named(f"{method.__name__} of the simulated server"):
+                raise error
+
+    return call
+
+
+def _place(error: Exception) -> tuple[str, int]:
+    """Module and line that raised an error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    assert trace is not None, "a caught error has one"
+    return str(trace.tb_frame.f_globals.get("__name__")), trace.tb_lineno
 
 
 class Configs:
@@ -124,6 +164,7 @@ class LaunchedStep:
     requests: dict[str, PlannedRequest]
 
 
+@reads_vllm
 class VLLMConnectorHarness:
     """One scheduler, its workers' side, and the KV bytes.
 
@@ -533,19 +574,18 @@ class VLLMConnectorHarness:
 
 @contextmanager
 def named(where: str) -> Iterator[None]:
-    """What neither the connector nor kvview raised is vLLM's (VSIM-1)."""
+    """What neither the connector nor kvview raised is vLLM's (VSIM-1), or not readable (VSIM-7)."""
     try:
         yield
     except (InvariantBroken, KVViewError):
         raise
     except Exception as error:
-        trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        assert trace is not None, "a caught error has one"
-        place = f"{trace.tb_frame.f_globals.get('__name__')}, line {trace.tb_lineno}"
+        module, line = _place(error)
+        if module.startswith(_OURS):
+            with reading("simulation", where):
+                raise
         raise InvariantBroken(
-            "ENGINE", f"{where} raised {type(error).__name__} {error} ({place})"
+            "ENGINE", f"{where} raised {type(error).__name__} {error} ({module}, line {line})"
         ) from error
 
 

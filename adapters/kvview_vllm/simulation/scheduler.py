@@ -16,7 +16,7 @@ import importlib
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,10 @@ from kvview_vllm.releases.calls import (
     handle_preemptions,
     known_arguments,
     make_known,
-    sampled_tokens,
     set_concurrent_batches,
 )
 from kvview_vllm.releases.samples import make_filled
+from kvview_vllm.releases.samples import make_model_output as make_model_output
 
 MAX_TOKENS = 512
 """Longest request, prompt and output together."""
@@ -141,6 +141,16 @@ def can_load_beside_hits(num_groups: int) -> bool:
     """Whether a request may load what follows on what it hits (several groups: 0.24.0)."""
     release = installed().connector
     return num_groups == 1 or release.hits_come_first or not release.null_window_blocks
+
+
+def fewest_tokens_per_step(groups: Sequence[CacheGroup]) -> int:
+    """Smallest token budget with which every block is counted before it is taken.
+
+    0.20.0 and 0.20.1 count the blocks of a window or a chunk up to a cap that grows with the
+    budget, and that no request exceeds if a step may compute the longest one.
+    """
+    has_cap = any(isinstance(group, SlidingWindow | ChunkedLocalAttention) for group in groups)
+    return MAX_TOKENS if has_cap and installed().connector.uncounted_window_blocks else 1
 
 
 def can_block_itself() -> bool:
@@ -452,29 +462,6 @@ def take_transfers(worker: Any, output: Any) -> Any:
         values["kv_connector_worker_meta"] = worker.build_connector_worker_meta()
     kind = _outputs().KVConnectorOutput
     return make_filled(kind, **known_arguments(kind, values))
-
-
-def make_model_output(output: Any, sampled: Mapping[str, list[int]], transfers: Any = None) -> Any:
-    """What a model runner answers.
-
-    Args:
-        output: The scheduler's ``SchedulerOutput``.
-        sampled: By scheduled request its token; none before the end of its prompt.
-        transfers: The worker's ``KVConnectorOutput``.
-    """
-    outputs = _outputs()
-    request_ids = list(output.num_scheduled_tokens)
-    return make_known(
-        outputs.ModelRunnerOutput,
-        req_ids=request_ids,
-        req_id_to_index={name: index for index, name in enumerate(request_ids)},
-        sampled_token_ids=sampled_tokens([sampled[name] for name in request_ids]),
-        logprobs=None,
-        prompt_logprobs_dict={},
-        pooler_output=[],
-        kv_connector_output=transfers,
-        spec_token_ids=None,
-    )
 
 
 # --- what differs between releases ---

@@ -36,7 +36,12 @@ from kvview_vllm.releases.worker_caches import (
     supports_several_groups,
 )
 from kvview_vllm.simulation import scheduler as cpu_scheduler
-from kvview_vllm.simulation.engine import LaunchedStep, VLLMConnectorHarness, named
+from kvview_vllm.simulation.engine import (
+    LaunchedStep,
+    VLLMConnectorHarness,
+    named,
+    reads_vllm,
+)
 from kvview_vllm.simulation.raw.target import registered
 from kvview_vllm.simulation.raw.token_bytes import RequestInStep, TokenWords, Wrong
 from kvview_vllm.simulation.raw.watched import Watch, free_queue, make_watched
@@ -49,6 +54,7 @@ if TYPE_CHECKING:
     from kvview_vllm.simulation.raw.stand_ins import StandIns
 
 
+@reads_vllm
 class RawHarness(VLLMConnectorHarness):
     """A scheduler and a worker with a connector, or without one.
 

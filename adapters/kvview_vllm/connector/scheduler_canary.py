@@ -1,0 +1,200 @@
+"""A canary for the scheduler's side: requests that the installed vLLM's own scheduler serves dry.
+
+A real ``Scheduler`` with two KV-cache groups and a pool of its own serves three requests, and
+:class:`~kvview_vllm.connector.KVViewConnector` runs a connector that compares each hook call
+with what every tested release does: block ids, bytes of keys, units of matches and loads, new
+blocks of a step, and the order of finish and free.
+
+1. A fact that differs is refused when a connector is bound, and by ``kvview doctor``.
+2. Nothing outlasts the play: no device, process, thread, file, event or line in the log, and
+   the root of vLLM's block hashes is put back.
+3. A scheduler that cannot serve these requests without a connector either is not refused,
+   because a server may configure it in another way: the adapter runs unchecked, with a warning.
+
+Source: the order of calls in vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from kvview import KVViewError, TransferJob, TransferResult, UnsupportedEngineError
+from kvview.errors import one_line
+from kvview_vllm.connector.canary_half import (
+    CANARY_TARGET,
+    LENGTHS,
+    LORA,
+    NUM_BLOCKS,
+    PROMPTS,
+    SALT,
+    CanaryHalf,
+)
+from kvview_vllm.connector.messages import JobReport, KVViewWorkerMetadata, stats_of
+from kvview_vllm.releases import ConnectorSeam, engine_version, installed, reading, refusal
+from kvview_vllm.releases.samples import (
+    make_filled,
+    make_model_output,
+    make_request,
+    make_scheduler,
+    own_hash_root,
+)
+
+_SEAM = ConnectorSeam.seam
+_MOST_STEPS = 12
+
+_logger = logging.getLogger(__name__)
+
+
+@cache
+def check_scheduler_steps(kind: type) -> str:
+    """Play once in a process.
+
+    Args:
+        kind: ``KVViewConnector``.
+
+    Returns:
+        Why nothing could be played; empty if it was.
+
+    Raises:
+        UnsupportedEngineError: Something went otherwise than in the tested releases.
+    """
+    try:
+        with reading(_SEAM, "the steps of a scheduler"), _alone():
+            _Play(kind).run()
+    except KVViewError as error:
+        if error.__cause__ is not None and (problem := _problem_without_connector()):
+            _logger.warning(
+                "kvview: vLLM %s serves no request in a dry run, with no connector either (%s): "
+                "KVViewConnector is used unchecked",
+                *(engine_version(), problem),
+            )
+            return problem
+        if isinstance(error, UnsupportedEngineError):
+            raise
+        raise refusal(_SEAM, one_line(error), "the steps of every tested release") from error
+    return ""
+
+
+def _problem_without_connector() -> str:
+    try:
+        with _alone():
+            _Play(None).run()
+    except Exception as error:
+        return f"{type(error).__name__}: {one_line(error)}"
+    return ""
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Keep a play from the server's log and from its block hashes."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        with own_hash_root():
+            yield
+    finally:
+        logging.disable(before)
+
+
+class _Play:
+    """The scheduler, and what stands for its workers.
+
+    Args:
+        kind: Class of the connector; None for none.
+    """
+
+    def __init__(self, kind: type | None) -> None:
+        binding, self._release = installed().binding, installed().connector
+        scheduler: Any = import_module("vllm.v1.core.sched.scheduler").Scheduler
+        if kind is not None and not binding.optional_pool_hook:
+            scheduler = import_module("kvview_vllm.scheduler").ViewScheduler
+        self._half: CanaryHalf | None = None
+        transfer_config: dict[str, Any] | None = None
+        num_groups = 2 if self._release.several_groups else 1
+        if kind is not None:
+            self._half = CanaryHalf(num_groups)
+            transfer_config = {
+                "kv_connector": kind.__name__,
+                "kv_connector_module_path": kind.__module__,
+                "kv_role": "kv_both",
+                "engine_id": "kvview canary",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {
+                    "connector": CANARY_TARGET,
+                    "options": {"half": self._half},
+                    "contain_faults": False,
+                },
+            }
+        self._scheduler = make_scheduler(scheduler, NUM_BLOCKS, num_groups, transfer_config)
+
+    def run(self) -> None:
+        """Serve the requests, and compare."""
+        half = self._half
+        self._add("a")
+        self._step()
+        self._add("b")
+        self._add("c")
+        self._step()
+        if half is not None:
+            half.expect_ended("a")
+        self._step_until("c")
+        status: Any = import_module("vllm.v1.request").RequestStatus
+        self._scheduler.finish_requests("c", status.FINISHED_ABORTED)
+        if half is not None:
+            half.expect_ended("b", "c")
+            half.give_back()
+        self._add("d")
+        self._step_until("d")
+        if half is not None:
+            half.expect_ended("d")
+            half.expect_all_free()
+            self._scheduler.connector.shutdown()
+
+    def _add(self, name: str) -> None:
+        lora = LORA if name == "c" else None
+        request = make_request(name, PROMPTS[name], LENGTHS[name], cache_salt=SALT, lora=lora)
+        self._scheduler.add_request(request)
+
+    def _step_until(self, name: str) -> None:
+        """Step until a request only has its end before it."""
+        for _ in range(_MOST_STEPS):
+            self._step()
+            if self._half is not None and self._half.is_ready_to_end(name):
+                return
+
+    def _step(self) -> None:
+        """Schedule a step, report the end of its loads, and take its tokens in."""
+        output = self._scheduler.schedule()
+        transfers = None
+        if self._half is not None and (jobs := self._half.take_jobs()):
+            owner = output.kv_connector_metadata.owner
+            transfers = self._transfers(jobs, owner, self._half.failing)
+        requests = self._scheduler.requests
+        sampled = {
+            name: [7] if requests[name].num_computed_tokens >= requests[name].num_tokens else []
+            for name in output.num_scheduled_tokens
+        }
+        self._scheduler.update_from_output(output, make_model_output(output, sampled, transfers))
+
+    def _transfers(self, jobs: Sequence[TransferJob], owner: str, failing: set[str]) -> Any:
+        """The report of a worker: all is loaded, but for what is to fail."""
+        failed = failing.intersection(job.request_id or "" for job in jobs)
+        reports = [
+            JobReport(owner, 0, TransferResult(job.job_id, success=job.request_id not in failed))
+            for job in jobs
+        ]
+        values: dict[str, Any] = {"kv_connector_stats": stats_of(reports)}
+        if self._release.worker_metadata:
+            values = {
+                "finished_recving": {job.request_id for job in jobs},
+                "kv_connector_worker_meta": KVViewWorkerMetadata(reports),
+            }
+        if failed:
+            values["failed_recving"] = failed
+        outputs: Any = import_module("vllm.v1.outputs")
+        return make_filled(outputs.KVConnectorOutput, **values)

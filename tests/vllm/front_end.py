@@ -1,0 +1,60 @@
+"""vLLM's front end, as far as the metrics of a connector go through it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from kvview_vllm.metrics import COUNTERS, PREFIX
+
+METRICS: Any = importlib.import_module(
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
+)  # of the release at hand
+PROM = getattr(METRICS, "KVConnectorProm", None) or getattr(METRICS, "KVConnectorPrometheus", None)
+
+
+class FrontEnd:
+    """Passes the stats of each step to vLLM's log and Prometheus registry, over its wire format.
+
+    Args:
+        engine: Of this folder.
+        connector: Label of the series that are looked up.
+    """
+
+    def __init__(self, engine: Any, connector: str) -> None:
+        self.connector = connector
+        config = engine.vllm_config
+        self.log = METRICS.KVConnectorLogging(config.kv_transfer_config)
+        self.prom = PROM and PROM(config, ["model_name", "engine"], {0: ["m", "0"]})
+        serial: Any = importlib.import_module("vllm.v1.serial_utils")
+        outputs: Any = importlib.import_module("vllm.v1.engine").EngineCoreOutputs
+        encoder, decoder = serial.MsgpackEncoder(), serial.MsgpackDecoder(outputs)
+        update = engine.scheduler.update_from_output
+
+        def take_in(*args: Any) -> Any:
+            answers = update(*args)
+            for answer in answers.values():
+                sent = decoder.decode(encoder.encode(answer))
+                stats = sent.scheduler_stats and sent.scheduler_stats.kv_connector_stats
+                if stats is not None:
+                    self.log.observe(stats)
+                    if self.prom is not None:
+                        self.prom.observe(stats, 0)
+            return answers
+
+        engine.scheduler.update_from_output = take_in
+
+    def value(self, name: str, connector: str = "", child: str = "") -> float | None:
+        """The sample of a series, None without one."""
+        registry = importlib.import_module("prometheus_client").REGISTRY
+        suffix = "_total" if name in COUNTERS else ""
+        labels = {"model_name": "m", "engine": "0", "connector": connector or self.connector}
+        labels |= {"child": child}
+        value: float | None = registry.get_sample_value(PREFIX + name + suffix, labels)
+        return value
+
+    def logged(self) -> str:
+        """The line of the stats log."""
+        lines: list[str] = []
+        self.log.log(log_fn=lambda text, *args: lines.append(text % args))
+        return "".join(lines)

@@ -1,0 +1,177 @@
+"""The dry run of a scheduler: what it compares, in the release that is importable, and leaves."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvview import UnsupportedEngineError
+
+pytest.importorskip(
+    "vllm.version",
+    reason="needs vLLM's Python sources: tests/vllm/sources.py",
+    exc_type=ImportError,
+)
+
+import engine  # type: ignore[import-not-found]  # noqa: F401 - before what needs vLLM
+from kvview_vllm.connector import scheduler_canary
+from kvview_vllm.connector.connector import KVViewConnector
+from kvview_vllm.doctor import diagnose
+from kvview_vllm.releases.samples import BLOCK_SIZE
+from kvview_vllm.simulation import scheduler as cpu_scheduler
+
+play: Any = scheduler_canary.check_scheduler_steps.__wrapped__  # else once in a process
+UTILS = "vllm.v1.core.kv_cache_utils"
+
+
+def wrapped(owner: Any, name: str, change: Callable[..., Any]) -> tuple[Any, str, Any]:
+    """A method that is given to ``change``, with what it is called with."""
+    method = getattr(owner, name)
+
+    def drifted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return change(self, lambda *given: method(self, *given, **kwargs), *args)
+
+    return owner, name, drifted
+
+
+def scheduler() -> Any:
+    return import_module("vllm.v1.core.sched.scheduler").Scheduler
+
+
+def key_in_another_order() -> tuple[Any, str, Any]:
+    def key(block_hash: bytes, group: int) -> bytes:
+        return block_hash + group.to_bytes(4, "little")
+
+    return import_module("vllm.v1.core.block_pool"), "make_block_hash_with_group_id", key
+
+
+def whole_tables() -> tuple[Any, str, Any]:
+    def change(self: Any, call: Callable[..., Any], *args: Any) -> Any:
+        data = call(*args)
+        data.new_block_ids = [self.kv_cache_manager.get_block_ids(r) for r in data.req_ids]
+        return data
+
+    return wrapped(scheduler(), "_make_cached_request_data", change)
+
+
+def tokens_of_the_step_counted() -> tuple[Any, str, Any]:
+    def change(self: Any, call: Callable[..., Any], *args: Any) -> Any:
+        data = call(*args)
+        data.num_computed_tokens = [number + 1 for number in data.num_computed_tokens]
+        return data
+
+    return wrapped(scheduler(), "_make_cached_request_data", change)
+
+
+def match_inside_a_block() -> tuple[Any, str, Any]:
+    return wrapped(
+        KVViewConnector,
+        "get_num_new_matched_tokens",
+        lambda self, call, request, number: call(request, max(0, number - 1)),
+    )
+
+
+def load_in_blocks() -> tuple[Any, str, Any]:
+    return wrapped(
+        KVViewConnector,
+        "update_state_after_alloc",
+        lambda self, call, request, blocks, number: call(request, blocks, number // BLOCK_SIZE),
+    )
+
+
+def freed_before_it_is_finished() -> tuple[Any, str, Any]:
+    def change(self: Any, call: Callable[..., Any], request: Any) -> Any:
+        self.kv_cache_manager.free(request)
+        return call(request)
+
+    return wrapped(scheduler(), "_connector_finished", change)
+
+
+def never_finished() -> tuple[Any, str, Any]:
+    return KVViewConnector, "request_finished_all_groups", lambda *_: (False, None)
+
+
+def never_freed() -> tuple[Any, str, Any]:
+    manager = import_module("vllm.v1.core.kv_cache_manager").KVCacheManager
+    return manager, "free", lambda *_: None
+
+
+def adapter_fails() -> tuple[Any, str, Any]:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("two\nlines")
+
+    return KVViewConnector, "build_connector_meta", fail
+
+
+def test_the_installed_release_is_as_the_table_says() -> None:
+    assert play(KVViewConnector) == ""
+
+
+@pytest.mark.parametrize(
+    ("drift", "fact"),
+    [
+        (key_in_another_order, r"keys of cached blocks"),
+        (whole_tables, r"found request a: 'scheduled 1 after 48 in a0.0 a0.1 a0.2 a0.0"),
+        (tokens_of_the_step_counted, r"scheduled 1 after 49 .* expected 'scheduled 1 after 48 "),
+        (match_inside_a_block, r"asked with 31 of 63 .* expected 'asked with 32 of 63 "),
+        (load_in_blocks, r"[13] to load'; expected .* (16|32|48) to load'"),
+        (freed_before_it_is_finished, r"found request a: 'FINISHED after .* expected"),
+        (never_finished, r"calls that did not come: .*FINISHED after"),
+        (never_freed, r"found request c: "),
+        (adapter_fails, r"steps of a scheduler fails: RuntimeError: two lines at test_sched"),
+    ],
+)
+def test_another_fact_is_refused_in_one_line(
+    drift: Callable[[], tuple[Any, str, Any]], fact: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if drift is key_in_another_order and cpu_scheduler.refuses_several_groups():
+        pytest.skip("one group, whose number is 0 in any order")
+    monkeypatch.setattr(*drift())
+    with pytest.raises(UnsupportedEngineError, match=fact) as caught:
+        play(KVViewConnector)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_scheduler_that_serves_nobody_is_no_reason_to_refuse(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def needs_more(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("missing 1 required argument: 'drifted'")
+
+    monkeypatch.setattr(scheduler(), "__init__", needs_more)
+    scheduler_canary.check_scheduler_steps.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            seam = next(seam for seam in diagnose().seams if seam.seam == "connector")
+        assert "missing 1 required argument: 'drifted'" in play(KVViewConnector)
+    finally:
+        scheduler_canary.check_scheduler_steps.cache_clear()
+    assert not seam.fits
+    assert "no request could be served dry" in seam.detail
+    assert "KVViewConnector is used unchecked" in caplog.text
+
+
+def surroundings() -> dict[str, Any]:
+    gc.collect()
+    return {
+        "threads": set(threading.enumerate()),
+        "environment": dict(os.environ),
+        "files": sorted(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else [],
+        "hashes": dict(vars(import_module(UTILS))),
+        "connectors": len(KVViewConnector._built),
+    }
+
+
+def test_nothing_outlasts_the_play() -> None:
+    play(KVViewConnector)  # imports what it needs
+    before = surroundings()
+    play(KVViewConnector)
+    assert surroundings() == before
