@@ -30,14 +30,8 @@ from kvview.testing.offloading import conserved as conserved_checks
 from kvview.testing.offloading import order as order_checks
 from kvview.testing.offloading import turnover as turnover_checks
 from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
-from kvview.testing.pool import checks as pool_checks
-from kvview.testing.pool import engine_moves as engine_move_checks
-from kvview.testing.pool import give_back as give_back_checks
-from kvview.testing.pool import holders as holder_checks
-from kvview.testing.pool import large as large_pool_checks
-from kvview.testing.pool import notices as notice_checks
-from kvview.testing.pool import views as view_checks
-from kvview.testing.pool import walks as walk_checks
+from kvview.testing.pool import examples as pool_examples
+from kvview.testing.pool.player import PoolPlayer
 from kvview.testing.profiles import PROFILES, Profile
 from kvview.testing.recorder import LawBroken
 from kvview.testing.report import CheckResult, Outcome, Report
@@ -70,6 +64,7 @@ __all__ = [
     "Outcome",
     "PlantedFault",
     "PoolHarness",
+    "PoolPlayer",
     "Profile",
     "Report",
     "StoreHarness",
@@ -79,25 +74,20 @@ __all__ = [
     "checks_for",
     "completion_checks",
     "conserved_checks",
-    "engine_move_checks",
     "event_checks",
     "geometry_checks",
-    "give_back_checks",
     "guard_checks",
     "guard_surroundings_checks",
     "guard_trouble_checks",
-    "holder_checks",
     "inspect_factory",
     "job_checks",
-    "large_pool_checks",
     "leak_checks",
     "load_mutants",
     "load_target",
-    "notice_checks",
     "offloading_checks",
     "order_checks",
     "parametrize_with_checks",
-    "pool_checks",
+    "pool_examples",
     "read_expected_failures",
     "refusal_checks",
     "run_checks",
@@ -108,6 +98,4 @@ __all__ = [
     "tier_meanwhile_checks",
     "transfer_checks",
     "turnover_checks",
-    "view_checks",
-    "walk_checks",
 ]

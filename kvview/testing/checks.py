@@ -15,7 +15,6 @@ from typing import NoReturn, Protocol, TypeVar
 
 from kvview.testing import watchdog
 from kvview.testing.harness import Capability, Contract, Factory
-from kvview.testing.levels import Level, level_of
 
 _FAMILIES = ("CONN", "POOL", "GUARD", "GEO", "OFF", "EVENT", "XFER", "TIER")
 
@@ -48,7 +47,6 @@ class Check:
         contract: What its factory must make a harness for.
         requires: Capabilities without which it is skipped.
         function: The check itself.
-        is_core: Whether level core asks for it, whatever its law.
     """
 
     name: str
@@ -56,17 +54,11 @@ class Check:
     contract: Contract
     requires: tuple[Capability, ...]
     function: CheckFunction
-    is_core: bool = False
 
     @property
     def summary(self) -> str:
         """What must hold, in one line."""
         return (self.function.__doc__ or "").strip().partition("\n")[0]
-
-    @property
-    def level(self) -> Level | None:
-        """The level that asks for it; None for neither."""
-        return Level.CORE if self.is_core else level_of(self.law, self.requires)
 
 
 CHECKS: list[Check] = []

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
+from kvview.cli.console import Console, progress
 from kvview.cli.exit_codes import ExitCode
-from kvview.cli.output import JSONOption, naming, require_writable, write_json, write_text
+from kvview.cli.output import VERBOSE, JSONOption, OutputFile, Whole, naming, write_json
+from kvview.connector.hooks import TARGET_PREFIX
 from kvview.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ DEFAULT_MUTANTS = 20
     "--profile",
     default="ci",
     show_default=True,
-    help="ci: the same every time, about a minute of CPU for a connector. soak: "
+    help="ci: the same every time, half a minute of CPU for a connector. soak: "
     "random, much longer.",
 )
 @click.option(
@@ -42,14 +44,9 @@ DEFAULT_MUTANTS = 20
     metavar="FILE",
     help="Lines of 'check_name: reason' or 'coverage: name: reason'; a pass is reported.",
 )
-@click.option(
-    "--level",
-    type=click.Choice(["core", "full"]),
-    help="What must be reached: core (what all must keep; no more is checked), or full.",
-)
-@click.option("--seed", type=int, help="Of everything random; of a connector, the first.")
-@click.option("--steps", type=int, help="Longest sequence of calls; fewest steps of a run.")
-@click.option("--seeds", type=int, help="Simulated runs of a connector.  [default: 200]")
+@click.option("--seed", type=Whole(), help="Of everything random; of a connector, the first.")
+@click.option("--steps", type=Whole(), help="Longest sequence of calls; fewest steps of a run.")
+@click.option("--seeds", type=Whole(), help="Simulated runs of a connector.  [default: 200]")
 @click.option(
     "--engine",
     metavar="NAME",
@@ -89,6 +86,11 @@ DEFAULT_MUTANTS = 20
 )
 @click.option("--hook-seconds", type=float, help="CPU time of one call of a hook.  [default: 30]")
 @click.option(
+    "--keep-going",
+    is_flag=True,
+    help="Play all seeds of a connector: without it the first that fails ends the run.",
+)
+@click.option(
     "--json",
     "json_file",
     cls=JSONOption,
@@ -99,10 +101,12 @@ DEFAULT_MUTANTS = 20
     },
 )
 @click.option(
-    "--html", "--report", "page_file", metavar="FILE", help="Write a page for people there."
-)
-@click.option(
-    "--badge", "badge_file", metavar="FILE", help="Write a badge there: FILE.svg, or FILE.json."
+    "--html",
+    "--report",
+    "page_file",
+    type=OutputFile(may_be_stdout=False),
+    metavar="FILE",
+    help="Write a page for people there.",
 )
 @click.option(
     "--self-test",
@@ -112,7 +116,7 @@ DEFAULT_MUTANTS = 20
 @click.option(
     "--mutants",
     "num_mutants",
-    type=click.IntRange(0),
+    type=Whole(0),
     help="Automatic mutants that --self-test plays, drawn with --seed.  "
     f"[default: {DEFAULT_MUTANTS}]",
 )
@@ -121,7 +125,6 @@ def check(
     profile: str,
     select: tuple[str, ...],
     expected_failures_file: str | None,
-    level: str | None,
     seed: int | None,
     steps: int | None,
     seeds: int | None,
@@ -132,9 +135,9 @@ def check(
     transfer_config: str | None,
     inference: bool,
     hook_seconds: float | None,
+    keep_going: bool,
     json_file: str | None,
     page_file: str | None,
-    badge_file: str | None,
     self_test: bool,
     num_mutants: int | None,
 ) -> None:
@@ -148,12 +151,8 @@ def check(
     fresh folder, of each connector in each run; an option that is '{blocks}' or
     '{bytes}' is how much the tier of a connector holds in that run.
     """
-    console = Console(stderr=json_file == "-", emoji=False)  # stdout is the report's alone then
-    require_writable("--json", json_file)
-    require_writable("--html", page_file)
-    require_writable("--badge", badge_file)
-    if badge_file is not None and not badge_file.endswith((".svg", ".json")):
-        raise ConfigError(f"--badge {badge_file!r}: name it FILE.svg, or FILE.json for shields.io")
+    click.get_current_context().with_resource(_without_own_warnings())
+    console = Console(stderr=json_file == "-", markup=True)  # stdout is the report's alone then
     if self_test:
         _refuse_for_the_self_test(click.get_current_context())
         number = DEFAULT_MUTANTS if num_mutants is None else num_mutants
@@ -170,7 +169,6 @@ def check(
         raise ConfigError("--against compares releases: name some with --vllm")
     from kvview.options import read_options
     from kvview.testing import load_target, read_expected_failures, run_checks
-    from kvview.testing.badge import badge_for
     from kvview.testing.page import write_report
     from kvview.testing.terminal import show_report
 
@@ -178,7 +176,7 @@ def check(
     given = read_options(options)
     if transfer_config is not None:
         given |= read_options([f"kv_transfer_config={transfer_config}"])
-    with _ended_in_order(), naming(target), _status(f"checking {target}") as on_progress:
+    with _ended_in_order(), naming(target), progress(f"checking {target}") as on_progress:
         report = run_checks(
             load_target(target),
             expected_failures={} if path is None else read_expected_failures(path),
@@ -191,16 +189,17 @@ def check(
             options=given,
             hook_seconds=hook_seconds,
             inference=inference,
-            level=level,
+            keep_going=keep_going,
             target=target,
             on_result=lambda result: on_progress(result.check.name),
-            on_seed=lambda done, failed: on_progress(f"{done} seeds, {failed} failed"),
+            on_seed=lambda done, number, failed: on_progress(
+                f"{done} of {number} seeds, {failed} failed"
+            ),
             on_step=on_progress,
         )
     show_report(console, report)
     if page_file is not None:
         write_report(page_file, report)
-    write_text("--badge", badge_file, badge_for(badge_file or "", report))
     _finish(_verdict(report), report.to_dict(), json_file)
 
 
@@ -213,7 +212,7 @@ def _check_in_releases(
         show_results,
     )
 
-    with _ended_in_order(), _status(f"checking {target}") as on_progress:
+    with _ended_in_order(), progress(f"checking {target}") as on_progress:
         report = check_in_releases(target, engine, names, against, console, on_progress)
     show_results(console, report)
     return exit_code(report), report.to_dict()
@@ -221,7 +220,9 @@ def _check_in_releases(
 
 def _verdict(report: Report) -> ExitCode:
     if report.failures:
-        return ExitCode.WRONG
+        broken = [] if report.runs is None else report.runs.failures
+        is_raised = bool(broken) and all(failure.is_hook_error for failure in broken)
+        return ExitCode.CONNECTOR_RAISED if is_raised else ExitCode.WRONG
     if report.is_interrupted:
         return ExitCode.INTERRUPTED
     return ExitCode.CLEAN if report.is_clean else ExitCode.NOT_CHECKED
@@ -230,6 +231,28 @@ def _verdict(report: Report) -> ExitCode:
 def _finish(code: ExitCode, report: dict[str, Any], json_file: str | None) -> None:
     write_json(json_file, report)
     sys.exit(code)
+
+
+@contextmanager
+def _without_own_warnings() -> Iterator[None]:
+    """Drop warnings of kvview's packages: the checks cause them, by faults that they inject.
+
+    Those of the target, and all that a logging configuration wants, are printed.
+    """
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        package = record.name.partition(".")[0]
+        return not package.startswith("kvview") or package.startswith(TARGET_PREFIX)
+
+    handler = logging.lastResort
+    if handler is None or click.get_current_context().meta.get(VERBOSE):
+        yield
+        return
+    handler.addFilter(is_wanted)
+    try:
+        yield
+    finally:
+        handler.removeFilter(is_wanted)
 
 
 @contextmanager
@@ -248,16 +271,6 @@ def _ended_in_order() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _status(title: str) -> Iterator[Callable[[str], None]]:
-    console = Console(stderr=True)
-    if not console.is_terminal:  # it would write empty lines
-        yield lambda text: None
-        return
-    with console.status(title) as status:
-        yield lambda text: status.update(f"{title}: {text}")
 
 
 def _refuse_for_the_self_test(context: click.Context) -> None:
@@ -280,9 +293,9 @@ def _self_test(console: Console, num_mutants: int, seed: int) -> tuple[ExitCode,
     mutants = load_mutants()
     automatic: dict[str, Any] = {"mutants": [], "num_killed": 0, "unexplained": []}
     if num_mutants:  # before anything starts a thread: they are forked
-        with _status(f"running {num_mutants} automatic mutants") as on_progress:
+        with progress(f"running {num_mutants} automatic mutants") as on_progress:
             automatic = run_automatic_mutants(num_mutants, seed, on_progress)
-    with _status(f"running {len(mutants)} planted faults") as on_progress:
+    with progress(f"running {len(mutants)} planted faults") as on_progress:
         results = run_mutants(mutants, lambda result: on_progress(result.mutant.name))
     show_mutants(console, results)
     rows = [
@@ -291,7 +304,7 @@ def _self_test(console: Console, num_mutants: int, seed: int) -> tuple[ExitCode,
             what=result.mutant.what,
             law=result.mutant.law,
             incident=result.mutant.incident,
-            check=result.mutant.killed_by,
+            killed_by=None if result.broken is None else result.broken.law,
             is_killed=result.is_killed,
             is_killed_by_its_law=result.is_named,
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvview.errors import ConfigError
@@ -19,6 +18,7 @@ from kvview.testing.recorder import LawBroken
 
 if TYPE_CHECKING:
     from kvview.testing.connector import ConnectorFailure, ConnectorRuns
+    from kvview.testing.connector.all_seeds import GoesOn
     from kvview.testing.connector.coverage import Gap
 
 COVERAGE = "coverage"
@@ -59,6 +59,10 @@ LAWS: Mapping[str, str] = {
 """What must hold, by law. What breaks a law that is not here fails the check for all others."""
 
 
+class NotJudged(Exception):
+    """Its runs ended at a failure, before they could show whether a law holds."""
+
+
 class NotExercised(LawBroken):
     """Nothing is wrong, and something was not checked that must be."""
 
@@ -81,7 +85,13 @@ def shared_runs(factory: Factory) -> ConnectorRuns:
     if factory not in profile.shared and profile.inference:
         profile.shared[factory] = _token_runs(factory, profile)
     if factory not in profile.shared:
-        on_progress: Callable[[int, int], None] | None = profile.shared.get("on_progress")
+        goes_on: GoesOn | None = profile.shared.get("goes_on")
+        on_seed: Callable[[int, int, int], None] | None = profile.shared.get("on_progress")
+
+        def on_progress(num_seeds: int, num_failed: int) -> None:
+            if on_seed is not None:
+                on_seed(num_seeds, profile.num_seeds, num_failed)
+
         profile.shared[factory] = check_connector(
             factory,  # type: ignore[arg-type]
             seeds=profile.num_seeds,
@@ -91,6 +101,7 @@ def shared_runs(factory: Factory) -> ConnectorRuns:
             steps=profile.run_steps,
             hook_seconds=profile.hook_seconds or watchdog.HOOK_SECONDS,
             on_progress=on_progress,
+            keep_going=goes_on or profile.keep_going,
         )
     runs: ConnectorRuns = profile.shared[factory]
     return runs
@@ -98,7 +109,7 @@ def shared_runs(factory: Factory) -> ConnectorRuns:
 
 def _token_runs(factory: Factory, profile: Profile) -> ConnectorRuns:
     from kvview.testing import watchdog
-    from kvview.testing.token_checks import ENGINE, load_token_check
+    from kvview.testing.token_runs import ENGINE, load_token_check
 
     on_step: Callable[[str], None] | None = profile.shared.get("on_step")
     return load_token_check(ENGINE if profile.engine is None else profile.engine)(
@@ -109,20 +120,6 @@ def _token_runs(factory: Factory, profile: Profile) -> ConnectorRuns:
         hook_seconds=profile.hook_seconds or watchdog.HOOK_SECONDS,
         on_progress=on_step or (lambda text: None),
     )
-
-
-def core_coverage(check: Check) -> Check:
-    """What level core asks for in place of the coverage of runs; any other check as it is."""
-    if check.law != COVERAGE:
-        return check
-
-    def run(factory: Factory) -> None:
-        runs = shared_runs(factory)
-        if not runs.coverage.get("stores"):
-            require_exercised(factory, lambda gap: gap.name == "loads")
-
-    run.__doc__ = "Something was stored, or loaded."
-    return replace(check, function=run, is_core=True)
 
 
 def coverage_check(pattern: str) -> Check:
@@ -153,8 +150,7 @@ def require_exercised(factory: Factory, concerns: Callable[[Gap], bool]) -> None
     """Refuse what its runs did not exercise, of what concerns the caller."""
     runs = shared_runs(factory)
     gaps = [gap for gap in runs.not_exercised if concerns(gap)]
-    if runs.is_interrupted:
-        raise KeyboardInterrupt
+    _require_all_seeds(runs)
     if gaps:
         num_more = len(gaps) - _GAPS_IN_WORDS
         more = [f"and {num_more} more, as in 'coverage' of --json"] if num_more > 0 else []
@@ -173,8 +169,17 @@ def check_law(factory: Factory, laws: Callable[[str], bool], expected: str) -> N
     failures = [failure for failure in runs.failures if laws(failure.law)]
     if failures:
         raise _broken(failures, runs, expected)
+    _require_all_seeds(runs)
+
+
+def _require_all_seeds(runs: ConnectorRuns) -> None:
+    """As far as runs came that ended early the law holds, and that is no verdict."""
     if runs.is_interrupted:
-        raise KeyboardInterrupt  # as far as the runs came it holds, and that is no verdict
+        raise KeyboardInterrupt
+    if runs.is_cut_short:
+        first = runs.failures[-1]
+        told = f"the runs ended at seed {first.seed}, which breaks {first.law}"
+        raise NotJudged(f"{told}: {runs.progress()}")
 
 
 def _broken(failures: Sequence[ConnectorFailure], runs: ConnectorRuns, expected: str) -> LawBroken:
@@ -184,7 +189,9 @@ def _broken(failures: Sequence[ConnectorFailure], runs: ConnectorRuns, expected:
         first.law,
         first.message,
         got=f"{len(alike)} of {runs.num_seeds} seeds break it",
-        expected=expected,
+        expected="no hook raises, or returns what no engine can use"
+        if first.is_hook_error
+        else expected,
         script=first.script,
         seeds=[failure.seed for failure in alike],
         timeline=first.timeline,

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from kvview.errors import ConfigError
-from kvview.testing.checks import CHECKS
 from kvview.testing.harness import Factory
 from kvview.testing.profiles import Effort, make_profile
 from kvview.testing.recorder import LawBroken
@@ -27,11 +26,11 @@ class Broken(Protocol):
 
 
 class PlantedFault(Protocol):
-    """A wrong implementation of any contract, and what must see it."""
+    """A wrong implementation of any contract."""
 
     @property
     def name(self) -> str:
-        """Of the implementation."""
+        """Name of the implementation."""
         ...
 
     @property
@@ -40,13 +39,8 @@ class PlantedFault(Protocol):
         ...
 
     @property
-    def killed_by(self) -> str:
-        """The check that must fail."""
-        ...
-
-    @property
     def what(self) -> str:
-        """What is wrong, in one line."""
+        """The fault, in one line."""
         ...
 
     @property
@@ -54,61 +48,41 @@ class PlantedFault(Protocol):
         """The public thread where this happened, or None."""
         ...
 
-    def run(self) -> Broken | None:
-        """Run the check that must fail; returns what it said, None if it passed."""
-        ...
-
-    def run_kit(self) -> Broken | None:
-        """Run the whole kit; returns what failed first, None if all passed."""
+    def first_failure(self) -> Broken | None:
+        """Run the kit until a check fails; returns the failure, or None if all checks pass."""
         ...
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One wrong implementation, and the check that must see it.
+    """One wrong implementation.
 
     Args:
         factory: Makes the wrong harness.
         law: The law that it breaks.
-        killed_by: Name of the check that must fail.
-        what: What is wrong, in one line.
+        what: The fault, in one line.
         incident: The public thread where this happened, or None.
     """
 
     factory: Factory
     law: str
-    killed_by: str
     what: str
     incident: str | None = None
 
     @property
     def name(self) -> str:
-        """Of the factory."""
+        """Name of the factory."""
         return getattr(self.factory, "__name__", repr(self.factory))
 
-    def run(self) -> LawBroken | None:
-        """Run the check that must fail; returns what it said, None if it passed.
+    def first_failure(self) -> LawBroken | None:
+        """Run the kit until a check fails, unshrunk; the checks of the fault's law come first.
 
-        Raises:
-            ConfigError: There is no such check.
+        A check whose capabilities the harness does not declare is skipped, as for any target.
         """
-        for check in CHECKS:
-            if check.name == self.killed_by:
-                try:
-                    check.function(self.factory)
-                except LawBroken as broken:
-                    return broken
-                return None
-        raise ConfigError(f"mutant {self.name}: there is no check {self.killed_by!r}")
-
-    def run_kit(self) -> LawBroken | None:
-        """Run the whole kit until something fails, the check that must fail first.
-
-        A check whose capabilities the harness does not declare is not run, as for anybody.
-        """
+        profile = replace(make_profile(Effort()), is_brief=True)
         planned = plan_checks(self.factory, Effort())[1]
-        for one in sorted(planned, key=lambda one: one.check.name != self.killed_by):
-            failure = run_planned(self.factory, one, make_profile(Effort())).failure
+        for one in sorted(planned, key=lambda one: one.check.law != self.law):
+            failure = run_planned(self.factory, one, profile).failure
             if failure is not None:
                 return failure
         return None
@@ -133,7 +107,7 @@ class MutantResult:
 
     @property
     def is_named(self) -> bool:
-        """Whether the check named failed first, and for the law that is broken."""
+        """Whether the first failure breaks the law that the fault is about."""
         return self.broken is not None and self.broken.law == self.mutant.law
 
 
@@ -143,7 +117,7 @@ def run_mutants(
     """Run the whole kit on each mutant, until something fails."""
     results = []
     for mutant in mutants:
-        results.append(MutantResult(mutant, mutant.run_kit()))
+        results.append(MutantResult(mutant, mutant.first_failure()))
         if on_result is not None:
             on_result(results[-1])
     return results

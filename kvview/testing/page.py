@@ -64,17 +64,17 @@ def _head(report: Report) -> list[str]:
     if not num_failed and not report.is_clean:
         verdict = "nothing is wrong, and not all was checked that must be"
     if report.is_interrupted:
-        verdict = f"interrupted after {len(report.results)} of {report.num_selected} checks"
+        verdict = report.interruption()
         verdict += f", {failed}" if num_failed else ""
     kind, mark = ("good", "✓") if report.is_clean else ("bad", "✗")
-    counts = ", ".join(f"{times} {outcome}" for outcome, times in report.counts().items())
     parts = [
         f'<p><b class="{kind}">{mark} {escape(verdict)}</b>. '
-        f"Contract {escape(report.contract)}: {escape(counts or 'nothing ran')}; "
+        f"Contract {escape(report.contract)}: {escape(report.outcome())}; "
         f"profile {escape(report.profile)}, {escape(report.effort())}, {report.seconds:.1f} s.</p>",
-        f"<p>{escape(report.told_level()).capitalize()}.</p>",
     ]
     if report.runs is not None:
+        if report.runs.is_cut_short:
+            parts.append(f"<p>{report.runs.progress()}.</p>")
         parts += [f"<p>{escape(note)}</p>" for note in report.runs.notes]
     return parts
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvview.testing.checks import Check
+from kvview.testing.connector_checks import NotJudged
 from kvview.testing.harness import Factory
 from kvview.testing.offloading.policy import as_factory
 from kvview.testing.profiles import Effort, Profile, make_profile, use_profile
 from kvview.testing.recorder import LawBroken
-from kvview.testing.runner import plan_checks
+from kvview.testing.runner import goes_on_after, plan_checks
 
 if TYPE_CHECKING:
     import pytest
@@ -32,9 +33,14 @@ class BoundCheck:
     profile: Profile
 
     def __call__(self) -> None:
-        """Run the check; raises what it finds."""
-        with use_profile(self.profile):
-            self.check.function(self.factory)
+        """Run the check; raises what it finds, and skips what runs that ended cannot show."""
+        try:
+            with use_profile(self.profile):
+                self.check.function(self.factory)
+        except NotJudged as ended:
+            import pytest
+
+            pytest.skip(str(ended))
 
 
 def make_params(
@@ -55,6 +61,7 @@ def make_params(
     factory = as_factory(factory)
     chosen = make_profile(effort)
     _, planned = plan_checks(factory, effort, expected_failures=expected_failures, select=select)
+    chosen.shared["goes_on"] = goes_on_after(planned, chosen.keep_going)
     params = []
     for item in planned:
         marks: list[pytest.MarkDecorator] = []
@@ -79,6 +86,7 @@ def parametrize_with_checks(
     engine: str | None = None,
     options: Mapping[str, Any] | None = None,
     hook_seconds: float | None = None,
+    keep_going: bool = False,
 ) -> pytest.MarkDecorator:
     """Make one test of every check; the decorated function is given ``check``.
 
@@ -102,12 +110,16 @@ def parametrize_with_checks(
         engine: What runs it, ``"reference"`` (the default) or ``"vllm"``.
         options: Of the connector.
         hook_seconds: CPU seconds that one call of a hook may take.
+        keep_going: Play all seeds; else the first that fails ends them, and the checks of
+            all other laws are skipped.
 
     Raises:
         ConfigError: As :func:`~kvview.testing.run_checks`.
     """
     import pytest
 
-    effort = Effort(profile, seed, steps, seeds, engine, options, hook_seconds)
+    effort = Effort(
+        profile, seed, steps, seeds, engine, options, hook_seconds, keep_going=keep_going
+    )
     params = make_params(factory, expected_failures, effort, select=select)
     return pytest.mark.parametrize("check", params)

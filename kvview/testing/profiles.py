@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvview.errors import ConfigError
-from kvview.testing.levels import Level
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,9 @@ class Profile:
         hook_seconds: CPU seconds that one call of a connector's hook may take; None for
             the default.
         inference: Whether a connector serves a model, in place of simulated runs.
+        keep_going: Whether all its seeds are played, whatever fails.
         token_seeds: Seeds of what it serves then.
+        is_brief: Whether a search ends at its first failure, which is not shrunk.
         shared: What the checks of one run share.
     """
 
@@ -44,7 +45,9 @@ class Profile:
     options: Mapping[str, Any] = field(default_factory=dict)
     hook_seconds: float | None = None
     inference: bool = False
+    keep_going: bool = False
     token_seeds: int = 1
+    is_brief: bool = False
     shared: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
@@ -72,7 +75,7 @@ class Effort:
         options: Of the connector.
         hook_seconds: CPU seconds that one call of a hook may take.
         inference: Whether they serve a model, in place of simulated runs.
-        level: ``core`` or ``full``: what must be reached; of ``core`` no more is checked.
+        keep_going: Whether all seeds are played, whatever fails.
     """
 
     profile: str = "ci"
@@ -83,11 +86,11 @@ class Effort:
     options: Mapping[str, Any] | None = None
     hook_seconds: float | None = None
     inference: bool = False
-    level: str | None = None
+    keep_going: bool = False
 
     def for_connectors(self) -> list[str]:
         """Names of what was asked for that only a connector has."""
-        names = ("seeds", "engine", "options", "hook_seconds", "inference")
+        names = ("seeds", "engine", "options", "hook_seconds", "inference", "keep_going")
         return [name for name in names if getattr(self, name) not in (None, {}, False)]
 
 
@@ -100,8 +103,6 @@ def make_profile(effort: Effort) -> Profile:
     name, seed = effort.profile, effort.seed
     if name not in PROFILES:
         raise ConfigError(f"unknown profile {name!r}; known: {', '.join(PROFILES)}")
-    if effort.level is not None and effort.level not in list(Level):
-        raise ConfigError(f"unknown level {effort.level!r}; known: {', '.join(Level)}")
     for what in ("steps", "seeds", "hook_seconds"):
         value = getattr(effort, what)
         if value is not None and not value > 0:
@@ -121,6 +122,7 @@ def make_profile(effort: Effort) -> Profile:
         options=dict(effort.options or {}),
         hook_seconds=effort.hook_seconds,
         inference=effort.inference,
+        keep_going=effort.keep_going,
         shared={},
     )
 

@@ -35,3 +35,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--kvview-hook-seconds", type=float, metavar="S", help="CPU time of one call of a hook"
     )
+    group.addoption(
+        "--kvview-keep-going", action="store_true", help="play all seeds of a connector"
+    )

@@ -6,6 +6,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from kvview.connector.raising import where
@@ -78,10 +79,14 @@ class Recorder:
         subject: Attribute of the harness that is under test.
     """
 
+    max_listed: int | None = None
+    """Items after which a list that does not end is cut off; None for no limit."""
+
     is_timed: ClassVar[bool] = False
     """Whether what a call returns is a matter of time: the calls alone prove nothing then."""
 
     def __init__(self, factory: Callable[[], Any], law: str, subject: str) -> None:
+        self.is_recording = True
         self.law = law
         self._factory = factory
         self.harness: Any = factory()
@@ -114,13 +119,19 @@ class Recorder:
     def use(self, harness: Any, subject: str) -> None:
         """Go on with another harness, which the last call returned."""
         self.harness, self.subject = harness, getattr(harness, subject)
+        self._names |= {id(harness): "h", id(self.subject): subject}
+        if not self.is_recording:
+            return
         assert self._last is not None, "a harness comes from a call"
         self._lines[-1] = f"h = {self._last[0]}"
         self._lines.append(f"{subject} = h.{subject}")
-        self._names |= {id(harness): "h", id(self.subject): subject}
 
     def name(self, value: object, name: str) -> None:
         """Give what the last call returned a name in the script."""
+        if not self.is_recording:
+            self._names[id(value)] = name
+            self._kept.append(value)
+            return
         assert self._last is not None, "only results have names"
         self._lines[-1] = f"{name} = {self._last[0]}"
         self._names[id(value)] = name
@@ -136,13 +147,14 @@ class Recorder:
 
     def call(self, receiver: object, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method; an exception breaks the law that is checked."""
-        code = self._code(receiver, method, args, kwargs)
+        code = self._code(receiver, method, args, kwargs) if self.is_recording else method
         return self._run(code, lambda: getattr(receiver, method)(*args, **kwargs))
 
     def listed(self, receiver: object, method: str) -> list[Any]:
         """Call a method and take everything from the iterator that it returns."""
-        code = f"list({self._code(receiver, method, (), {})})"
-        return list(self._run(code, lambda: list(getattr(receiver, method)())))
+        code = f"list({self._code(receiver, method, (), {})})" if self.is_recording else method
+        limit = self.max_listed
+        return list(self._run(code, lambda: list(islice(getattr(receiver, method)(), limit))))
 
     def step(self, iterator: Iterator[Any]) -> Any:
         """Take one item from a named iterator; None at its end."""
@@ -163,7 +175,7 @@ class Recorder:
         **kwargs: Any,
     ) -> Exception:
         """Call a method that must raise ``error``."""
-        code = self._code(receiver, method, args, kwargs)
+        code = self._code(receiver, method, args, kwargs) if self.is_recording else method
         return self.refuses(error, code, lambda: getattr(receiver, method)(*args, **kwargs), law)
 
     def refuses(
@@ -276,6 +288,8 @@ class Recorder:
             self._lines.append(code)
             self._asserts = True
             self.fail(f"{code} must not raise", _exception(error), "no error")
+        if not self.is_recording:
+            return result
         self._last = (code, result)
         self._lines.append(code if result is None else f"{code}  # -> {_RESULT.repr(result)}")
         return result

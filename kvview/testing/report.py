@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvview.testing.checks import Check
 from kvview.testing.harness import Contract
-from kvview.testing.levels import Level, Scope, judge_level
 from kvview.testing.recorder import LawBroken
 
 if TYPE_CHECKING:
@@ -64,8 +63,6 @@ class Report:
         num_selected: Checks that were to run.
         is_interrupted: Whether Ctrl-C or SIGTERM ended the run.
         runs: Of a connector, the simulated runs that its checks share; None before them.
-        scope: What of the contract was to be checked.
-        asked_level: The level that must be reached, if one was named.
         versions: Of what the run rests on, by name.
     """
 
@@ -77,29 +74,13 @@ class Report:
     num_selected: int
     is_interrupted: bool = False
     runs: ConnectorRuns | None = None
-    scope: Scope = Scope.ALL
-    asked_level: Level | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_clean(self) -> bool:
-        """Whether every check ended, as it should, and the level asked for is reached."""
-        return not (
-            self.is_interrupted or self.failures or self.not_checked or self.misses_its_level
-        )
-
-    @property
-    def level(self) -> tuple[Level | None, str]:
-        """The level that is reached, and why not the next one."""
-        checks = [(one.check.level, one.outcome.value, one.check.name) for one in self.results]
-        runs = None if self.runs is None else (self.runs.num_seeds, self.runs.coverage)
-        return judge_level(self.scope, checks, runs, self.is_interrupted)
-
-    @property
-    def misses_its_level(self) -> bool:
-        """Whether a level was asked for and is not reached."""
-        reached, _ = self.level
-        return self.asked_level is not None and reached not in (self.asked_level, Level.FULL)
+        """Whether every check ended, as it should."""
+        has_ended = len(self.results) == self.num_selected
+        return has_ended and not (self.is_interrupted or self.failures or self.not_checked)
 
     @property
     def not_checked(self) -> list[CheckResult]:
@@ -122,31 +103,63 @@ class Report:
         return {outcome.value: found[outcome] for outcome in Outcome if found[outcome]}
 
     def summary(self) -> str:
-        """One line: counts, profile, seed, and how far an interrupted run came."""
-        counts = ", ".join(f"{number} {outcome}" for outcome, number in self.counts().items())
-        text = f"{self.target}: {counts or 'nothing ran'} (profile {self.profile}, {self.effort()})"
-        if self.is_interrupted:
-            text += f"; interrupted after {len(self.results)} of {self.num_selected} checks"
-        return text
+        """One line: counts, profile, seed, and how far it came if it did not end."""
+        return f"{self.target}: {self.outcome()} (profile {self.profile}, {self.effort()})"
 
-    def told_level(self) -> str:
-        """The level in one line, and why not the next one."""
-        reached, why = self.level
-        told = "no level" if reached is None else f"level {reached}"
-        return f"{told}: {why}" if why else told
+    def outcome(self) -> str:
+        """Results by outcome, and how far a run came that did not end."""
+        parts = [f"{number} {outcome}" for outcome, number in self.counts().items()]
+        if self.is_interrupted:
+            parts.append(self.interruption())
+        elif self.runs is not None and self.runs.is_cut_short:
+            parts.append(f"in {self.runs.num_seeds} of {self.runs.num_asked} seeds")
+        return ", ".join(parts or ["nothing ran"])
+
+    def interruption(self) -> str:
+        """How far an interrupted run came."""
+        if self.runs is not None:
+            return f"{self.runs.progress()}, interrupted"
+        return f"interrupted after {len(self.results)} of {self.num_selected} checks"
 
     def effort(self) -> str:
         """What was random, in a few words."""
         if self.runs is not None:
-            first, number = self.runs.first_seed, self.runs.num_seeds
+            first, number = self.runs.first_seed, self.runs.num_asked or self.runs.num_seeds
             return f"engine {self.runs.engine}, {number} seeds from {first}"
         return "derandomised" if self.seed is None else f"seed {self.seed}"
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, by :class:`~kvview.testing.schema.ReportModel`."""
-        from kvview.testing.schema import ReportModel
+        from kvview.testing.schema import CheckModel, FailureModel, ReportModel, RunsModel
 
-        return ReportModel.of(self).model_dump(mode="json")
+        checks = [
+            CheckModel(
+                name=result.check.name,
+                law=result.check.law,
+                summary=result.check.summary,
+                outcome=result.outcome.value,
+                seconds=round(result.seconds, 4),
+                reason=result.reason,
+                failure=None
+                if result.failure is None
+                else FailureModel.model_validate(result.failure),
+            )
+            for result in self
+        ]
+        return ReportModel(
+            target=self.target,
+            contract=self.contract,
+            profile=self.profile,
+            seed=self.seed,
+            is_clean=self.is_clean,
+            is_interrupted=self.is_interrupted,
+            num_selected=self.num_selected,
+            seconds=round(self.seconds, 3),
+            counts=self.counts(),
+            checks=checks,
+            runs=None if self.runs is None else RunsModel.model_validate(self.runs),
+            versions=dict(self.versions),
+        ).model_dump(mode="json")
 
     def __iter__(self) -> Iterator[CheckResult]:
         return iter(self.results)

@@ -22,8 +22,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvview.errors import ConfigError, line_of
-from kvview.testing.levels import judge_level
+from kvview.errors import ConfigError, line_of, printable
+from kvview.input_files import read_file
 from kvview.testing.runner import NOT_DECLARED
 from kvview.testing.schema import ReportModel
 from kvview.version import __version__
@@ -66,8 +66,8 @@ def read_submission(path: Path) -> SubmissionModel:
         ConfigError: It cannot be read, or does not hold together; all that is wrong.
     """
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        given = json.loads(read_file(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {line_of(error)}") from None
     version = given.get("format_version", FORMAT_VERSION) if isinstance(given, dict) else 0
     if version != FORMAT_VERSION:
@@ -89,12 +89,7 @@ def _problems(submission: SubmissionModel) -> Iterator[str]:
         yield f"counts are {counts}, not {report.counts}"
     if report.is_interrupted or len(report.checks) != report.num_selected:
         yield "the run did not end"
-    checks = [(check.level, check.outcome, check.name) for check in report.checks]
-    runs = None if report.runs is None else (report.runs.num_seeds, report.runs.coverage)
-    level, _ = judge_level(report.scope, checks, runs, report.is_interrupted)
-    if level != report.level:
-        yield f"its checks come to level {level}, not {report.level}"
-    if (report.contract == "connector") != (runs is not None):
+    if (report.contract == "connector") != (report.runs is not None):
         yield "runs are of connectors, and connectors have them"
     for check in report.checks:
         needs_reason = check.outcome in ("skipped", "expected failure", "unexpected pass")
@@ -110,22 +105,17 @@ def _problems(submission: SubmissionModel) -> Iterator[str]:
 def _unlike_the_kit(report: ReportModel) -> Iterator[str]:
     """A fresh report has the checks of the kit that adds it."""
     from kvview.testing.checks import checks_for
-    from kvview.testing.connector_checks import COVERAGE, core_coverage
+    from kvview.testing.connector_checks import COVERAGE
 
-    if report.scope == "part":
-        return
     if report.versions.get("kvview") != __version__:
         yield f"it was made with another kvview than this one, {__version__}"
         return
-    kit = checks_for(report.contract)
-    if report.scope == "core":
-        kit = [check for check in map(core_coverage, kit) if check.level == "core"]
-    expected = {(check.name, check.level) for check in kit}
-    own = {(check.name, check.level) for check in report.checks}
-    own = {(name, level) for name, level in own if not name.startswith(f"{COVERAGE}: ")}
-    if missing := sorted(name for name, _ in expected - own):
+    expected = {check.name for check in checks_for(report.contract)}
+    own = {check.name for check in report.checks}
+    own = {name for name in own if not name.startswith(f"{COVERAGE}: ")}
+    if missing := sorted(expected - own):
         yield f"checks of kvview {__version__} are missing: {', '.join(missing[:3])}"
-    if unknown := sorted(name for name, _ in own - expected):
+    if unknown := sorted(own - expected):
         yield f"kvview {__version__} has no such checks: {', '.join(unknown[:3])}"
 
 
@@ -162,11 +152,11 @@ def write_table(submissions: Sequence[SubmissionModel], page: str) -> str:
         key=lambda one: (order.index(one.report.contract), one.implementation.name.lower()),
     )
     lines = [
-        "| implementation | contract | level | checks | kvview | on | date |",
-        "|---|---|---|---|---|---|---|",
+        "| implementation | contract | checks | kvview | on | date |",
+        "|---|---|---|---|---|---|",
         *map(_row, rows),
         "",
-        "What was skipped, failed as expected, or kept it from the next level:",
+        "What was skipped, or did not pass:",
         "",
         *(line for one in rows for line in _reasons(one)),
     ]
@@ -182,7 +172,6 @@ def _row(submission: SubmissionModel) -> str:
     cells = [
         f"[{_text(about.name)}]({about.url}) {_text(about.version)}",
         report.contract,
-        f"**{report.level}**" if report.level else "none",
         _text(counts),
         _text(report.versions.get("kvview", "")),
         _text("; ".join(where)),
@@ -210,11 +199,9 @@ def _reasons(submission: SubmissionModel) -> Iterator[str]:
     left_out = [name for name in sorted(left_out) if name.startswith("left out: ")]
     if undeclared:
         told[f"not declared, and skipped: {', '.join(undeclared)}"] = list(skipped)
-    if not (told or left_out or report.level_reason):
+    if not (told or left_out):
         return
     yield f"- {_text(submission.implementation.name)} (`{_code(submission.command)}`)"
-    if report.level_reason:
-        yield f"    - {_text(report.level_reason)}"
     for reason, laws in told.items():
         of = ", ".join(dict.fromkeys(laws))
         yield f"    - {_text(line_of(reason))} ({_text(of)})"
@@ -258,13 +245,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return {"add": _add, "check": _check, "table": _table}[given.command](given)
     except ConfigError as error:
-        print(f"kvview: {error}", file=sys.stderr)
-        return 2
+        return _refuse(error)
 
 
 def _add(given: argparse.Namespace) -> int:
     try:
-        report = ReportModel.model_validate_json(given.report.read_text(encoding="utf-8"))
+        report = ReportModel.model_validate_json(read_file(given.report))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{given.report}: not a report of kvview check: {line_of(error)}"
@@ -285,7 +271,7 @@ def _add(given: argparse.Namespace) -> int:
         file.write_text(submission.model_dump_json(indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from None
-    print(f"{file}: {submission.report.level or 'no level'}")
+    print(printable(str(file)))
     return 0
 
 
@@ -293,16 +279,19 @@ def _check(given: argparse.Namespace) -> int:
     files = given.files or sorted(FOLDER.glob("*.json"))
     if not files:
         raise ConfigError(f"there is nothing in {FOLDER}/")
-    problems = []
+    code = 0
     for file in files:
         try:
-            submission = read_submission(file)
-            print(f"{file}: {submission.report.level or 'no level'}")
+            read_submission(file)
+            print(printable(str(file)))
         except ConfigError as error:
-            problems.append(str(error))
-    if problems:
-        raise ConfigError("\nkvview: ".join(problems))
-    return 0
+            code = _refuse(error)
+    return code
+
+
+def _refuse(error: ConfigError) -> int:
+    print(printable(f"kvview: {error}"), file=sys.stderr)
+    return 2
 
 
 def _table(given: argparse.Namespace) -> int:
@@ -311,7 +300,7 @@ def _table(given: argparse.Namespace) -> int:
         PAGE.write_text(write_table(submissions, PAGE.read_text(encoding="utf-8")), "utf-8")
     except OSError as error:
         raise ConfigError(f"{PAGE}: {error.strerror}") from None
-    print(f"{PAGE}: {len(submissions)} rows")
+    print(printable(f"{PAGE}: {len(submissions)} rows"))
     return 0
 
 

@@ -10,20 +10,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvview.errors import ConfigError
+from kvview.errors import ConfigError, line_of
+from kvview.input_files import read_file
 from kvview.testing.checks import Check, checks_for
 from kvview.testing.connector_checks import (
     COVERAGE,
+    LAWS,
     NotExercised,
-    core_coverage,
+    NotJudged,
     coverage_check,
     coverage_check_without,
 )
 from kvview.testing.harness import Contract, Factory
 from kvview.testing.inspect_factory import inspect_factory
-from kvview.testing.levels import Level, Scope
 from kvview.testing.offloading.policy import as_factory
-from kvview.testing.profiles import PROFILES, Effort, Profile, make_profile, use_profile
+from kvview.testing.profiles import Effort, Profile, make_profile, use_profile
 from kvview.testing.recorder import LawBroken
 from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.tier import is_tier_store
@@ -68,11 +69,6 @@ def plan_checks(
         raise ConfigError(f"{names[0]} is for a connector, and this target is a {contract} harness")
     expected = dict(expected_failures or {})
     checks = checks_for(contract)
-    if effort.level is not None and (select or effort.inference):
-        raise ConfigError("a level is told of all checks: leave out select and inference, or level")
-    if effort.level == Level.CORE:
-        checks = [core_coverage(one) for one in checks]
-        checks = [check for check in checks if check.level == Level.CORE]
     if effort.inference:
         from kvview.testing.token_checks import token_checks
 
@@ -107,10 +103,10 @@ def run_checks(
     options: Mapping[str, Any] | None = None,
     hook_seconds: float | None = None,
     inference: bool = False,
-    level: str | None = None,
+    keep_going: bool = False,
     target: str | None = None,
     on_result: Callable[[CheckResult], None] | None = None,
-    on_seed: Callable[[int, int], None] | None = None,
+    on_seed: Callable[[int, int, int], None] | None = None,
     on_step: Callable[[str], None] | None = None,
 ) -> Report:
     """Run every check of the contract that a factory's harness is for.
@@ -118,7 +114,8 @@ def run_checks(
     1. Nothing runs unless the harness and all names are usable.
     2. A check whose capabilities are not declared is skipped, with the reason.
     3. Ctrl-C ends the run; what was found so far is returned.
-    4. The checks of a connector share one set of simulated runs.
+    4. The checks of a connector share one set of simulated runs. The first failure ends them,
+       unless it is expected; the laws that all seeds would have to show have no result then.
 
     Args:
         factory: Makes a harness in its first state; or a connector class, or that of a
@@ -134,22 +131,26 @@ def run_checks(
         options: Of the connector.
         hook_seconds: CPU seconds that one call of a hook may take.
         inference: Serve a model with it, in place of simulated runs.
-        level: ``core`` or ``full``, which must be reached; of ``core`` no more is checked.
+        keep_going: Play all seeds; else the first that fails ends them.
         target: How to name the factory in the report.
         on_result: Told each result as it comes.
-        on_seed: Told the numbers of seeds and of failures so far.
+        on_seed: Called with the number of seeds so far, of all seeds, and of failures.
         on_step: Told what real inference is doing.
 
     Raises:
         ConfigError: A target, a name or a profile that cannot be used.
     """
-    effort = Effort(profile, seed, steps, seeds, engine, options, hook_seconds, inference, level)
+    effort = Effort(
+        profile, seed, steps, seeds, engine, options, hook_seconds, inference, keep_going
+    )
     chosen = make_profile(effort)
     factory = as_factory(factory)
     contract, planned = plan_checks(
         factory, effort, expected_failures=expected_failures, select=select
     )
-    chosen.shared.update(on_progress=on_seed, on_step=on_step)
+    chosen.shared.update(
+        on_progress=on_seed, on_step=on_step, goes_on=goes_on_after(planned, keep_going)
+    )
     results: list[CheckResult] = []
     is_interrupted = False
     for item in planned:
@@ -158,6 +159,8 @@ def run_checks(
             results.append(result)
             if on_result is not None:
                 on_result(result)
+        except NotJudged:
+            continue
         except KeyboardInterrupt:
             is_interrupted = True
             if factory in chosen.shared:  # runs that were cut short may have failed other laws
@@ -173,17 +176,14 @@ def run_checks(
         len(planned),
         is_interrupted,
         runs=chosen.shared.get(factory),
-        scope=_scope(effort, bool(select)),
-        asked_level=None if level is None else Level(level),
         versions=versions_of(factory),
     )
 
 
-def _scope(effort: Effort, is_selected: bool) -> Scope:
-    is_short = (effort.steps or PROFILES["ci"].num_steps) < PROFILES["ci"].num_steps
-    if is_selected or is_short or effort.inference:
-        return Scope.PART
-    return Scope.CORE if effort.level == Level.CORE else Scope.ALL
+def goes_on_after(planned: Iterable[PlannedCheck], keep_going: bool) -> Callable[[str], bool]:
+    """Whether runs go on after a failure of a law: where none of the checks must find it."""
+    judged = {one.check.law for one in planned if not (one.skip_reason or one.xfail_reason)}
+    return lambda law: keep_going or (law if law in LAWS else "*") not in judged
 
 
 def run_planned(factory: Factory, planned: PlannedCheck, profile: Profile) -> CheckResult:
@@ -231,9 +231,10 @@ def read_expected_failures(path: str | Path) -> dict[str, str]:
         ConfigError: The file cannot be read, or a line is not of that form.
     """
     try:
-        text = Path(path).read_text()
+        text = read_file(path).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"expected failures {str(path)!r} cannot be read: {error}") from error
+        why = getattr(error, "strerror", None) or line_of(error)
+        raise ConfigError(f"expected failures {str(path)!r} cannot be read: {why}") from error
     expected: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         line = line.strip()

@@ -6,15 +6,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-
-if TYPE_CHECKING:
-    from kvview.testing.levels import Level
-    from kvview.testing.recorder import LawBroken
-    from kvview.testing.report import Report
-    from kvview.testing.upgrade import UpgradeReport
 
 SCHEMA_VERSION: Literal[1] = 1
 """Grows when a field goes or means something else; new fields may come without."""
@@ -59,9 +53,6 @@ class CheckModel(_Model):
     seconds: float
     reason: str = Field(description="Why it was skipped or expected to fail, or empty.")
     failure: FailureModel | None
-    level: Literal["core", "full"] | None = Field(
-        default=None, description="The level that asks for it; null for neither."
-    )
 
 
 class GapModel(_Model):
@@ -76,7 +67,10 @@ class RunsModel(_Model):
 
     engine: str
     first_seed: int
-    num_seeds: int
+    num_seeds: int = Field(description="How many were played.")
+    num_asked: int = Field(
+        default=0, description="How many were to be played; the first failure ends the runs."
+    )
     steps: int | None = Field(description="Fewest steps of a run, if that was asked for.")
     seconds: float
     coverage: dict[str, int] = Field(description="What happened how often.")
@@ -102,51 +96,9 @@ class ReportModel(_Model):
     counts: dict[str, int] = Field(description="Checks by outcome.")
     checks: list[CheckModel]
     runs: RunsModel | None = Field(description="Of a connector; null for all others.")
-    scope: Literal["all", "core", "part"] = Field(
-        default="part", description="What was to be checked; of a part no level is told."
-    )
-    level: Literal["core", "full"] | None = Field(
-        default=None, description="What is reached (docs/report.md); null: no level."
-    )
-    level_reason: str = Field(default="", description="Why it is not full, or empty.")
     versions: dict[str, str] = Field(
         default_factory=dict, description="Of kvview, Python, the target and what they use."
     )
-
-    @classmethod
-    def of(cls, report: Report) -> ReportModel:
-        """A report as it is written."""
-        runs = report.runs
-        level, level_reason = report.level
-        return cls(
-            target=report.target,
-            contract=report.contract,
-            profile=report.profile,
-            seed=report.seed,
-            is_clean=report.is_clean,
-            is_interrupted=report.is_interrupted,
-            num_selected=report.num_selected,
-            seconds=round(report.seconds, 3),
-            counts=report.counts(),
-            checks=[
-                CheckModel(
-                    name=result.check.name,
-                    law=result.check.law,
-                    summary=result.check.summary,
-                    outcome=result.outcome.value,
-                    seconds=round(result.seconds, 4),
-                    reason=result.reason,
-                    failure=_failure(result.failure),
-                    level=_value(result.check.level),
-                )
-                for result in report
-            ],
-            runs=None if runs is None else RunsModel.model_validate(runs),
-            scope=report.scope.value,
-            level=_value(level),
-            level_reason=level_reason,
-            versions=dict(report.versions),
-        )
 
 
 class MutantModel(_Model):
@@ -156,9 +108,9 @@ class MutantModel(_Model):
     what: str
     law: str
     incident: str | None
-    check: str
+    killed_by: str | None = Field(description="The law of the first failure; null for a survivor.")
     is_killed: bool
-    is_killed_by_its_law: bool = Field(description="By the check and for the law that it names.")
+    is_killed_by_its_law: bool
 
 
 class SelfTestModel(_Model):
@@ -204,19 +156,6 @@ class UpgradeModel(_Model):
     releases: list[ReleaseModel] = Field(validation_alias="results")
     against: str | None
     changes: dict[str, list[ChangeModel]] = Field(description="By release, since `against`.")
-
-    @classmethod
-    def of(cls, report: UpgradeReport) -> UpgradeModel:
-        """A report as it is written."""
-        return cls.model_validate(report)
-
-
-def _value(level: Level | None) -> Literal["core", "full"] | None:
-    return None if level is None else level.value
-
-
-def _failure(broken: LawBroken | None) -> FailureModel | None:
-    return None if broken is None else FailureModel.model_validate(broken)
 
 
 def json_schema() -> dict[str, Any]:

@@ -35,6 +35,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             option("--kvview-engine"),
             read_options(option("--kvview-option"), "--kvview-option"),
             option("--kvview-hook-seconds"),
+            keep_going=option("--kvview-keep-going"),
         )
         select = option("--kvview-select")
         params = make_params(load_target(target), expected, effort, select=select)

@@ -27,7 +27,7 @@ _MAX_SEEDS = 20
 
 def show_report(console: Console, report: Report) -> None:
     """Print a report: what the runs did, the checks by law, the failures, one line at the end."""
-    if report.runs is not None:
+    if report.runs is not None and not report.failures:
         _show_coverage(console, report)
     _show_checks(console, report)
     for result in report.failures:
@@ -40,7 +40,8 @@ def show_report(console: Console, report: Report) -> None:
     for note in report.runs.notes if report.runs else ():
         _tell(console, note, "yellow")
     _tell(console, report.summary(), "red" if report.failures else "bold")
-    _tell(console, report.told_level(), "yellow" if report.misses_its_level else "")
+    if report.runs is not None and report.runs.is_cut_short and not report.is_interrupted:
+        _tell(console, "the first failure ends the runs; --keep-going plays all seeds", "")
 
 
 def _show_coverage(console: Console, report: Report) -> None:
@@ -116,7 +117,7 @@ def show_mutants(console: Console, results: Sequence[MutantResult]) -> None:
         table.add_column(name, overflow="fold")
     for result in results:
         mutant = result.mutant
-        end = mutant.killed_by if result.is_killed else "[bold red]SURVIVED[/] " + mutant.killed_by
+        end = "[bold red]SURVIVED[/]" if result.broken is None else result.broken.law
         name = escape(f"{mutant.name}\n  {mutant.what}")
         table.add_row(mutant.law, name, end, mutant.incident or "")
     console.print(table)

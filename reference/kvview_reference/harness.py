@@ -21,9 +21,10 @@ from kvview import (
     OffloadingManager,
 )
 from kvview.testing import Capability, GatedComputeStream, GuardedStoreHarness, StoreHarness
+from kvview_reference.free_queue import NULL_BLOCK_ID
 from kvview_reference.geometry.coordinator import KVCacheCoordinator, make_coordinator
 from kvview_reference.offloading import CPUOffloadingManager
-from kvview_reference.pool import NULL_BLOCK_ID, BlockPool
+from kvview_reference.pool import BlockPool
 from kvview_reference.tier import FileStore
 
 if TYPE_CHECKING:

@@ -1,34 +1,18 @@
-"""A standalone block pool that keeps the pool contract.
+"""A standalone block pool that keeps the pool contract, and the view of one owner over it.
 
-Its view is :mod:`kvview_reference.pool_view`.
+How its free queue is kept, :mod:`kvview_reference.free_queue` says.
 
-How the free queue is kept, in arrays of ints and a list of states:
-
-- The queue is one axis of positions, next victim first. Unhashed blocks join at
-  its low end, the stack ``_front``: item i has position ``-1 - i``. Hashed blocks
-  join at its high end, ``_back``: item i has position ``_back_start + i``, from
-  ``_FIRST_BACK`` up, and what lies before ``_head`` is used up.
-- ``_state[b]`` is all that a touch or a free asks of a block, since a further list is a
-  further miss of the processor's cache: of a free block its position, of a held one
-  twice its references, plus 1 if it has a hash, which lies between the two ends.
-- Who takes a block writes 0 at its position, the null block's id, which is never free:
-  so every entry is a free block or 0, and ``filter`` reads them.
-- Entries of 0 are dropped when an allocation reaches them. Once they outnumber the blocks,
-  every touch moves some together (:meth:`BlockPool._compact`), so that no call takes long.
-- A walk (:mod:`kvview_reference.walks`) is a position on that axis. Whoever takes or
-  moves entries stops the walks first, so that they look again.
-
-Source: vLLM 0.33.0, ``vllm/v1/core/block_pool.py`` and ``FreeKVCacheBlockQueue``
-in ``vllm/v1/core/kv_cache_utils.py`` (the eviction order); PR #39654.
+Source: vLLM 0.33.0, ``vllm/v1/core/block_pool.py``; PR #39654.
 """
 
 from __future__ import annotations
 
 import logging
 from array import array
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
+
+from typing_extensions import override
 
 from kvview import (
     AllBlocksCleared,
@@ -36,6 +20,8 @@ from kvview import (
     BlockRemoved,
     BlockStored,
     ConfigError,
+    FreeBlockWalk,
+    GPUBlockPoolView,
     GPUEvent,
     NoFreeBlocksError,
     OffloadKey,
@@ -43,25 +29,29 @@ from kvview import (
     get_offload_group_idx,
     require_offload_key,
 )
-from kvview.guard.ledger import check_block_ids
+from kvview.guard.ledger import Ledger, LedgerView, check_block_ids, ledger_of
 from kvview.keys import make_offload_keys
 from kvview_reference.events import EventLog
-from kvview_reference.pool_view import BlockPoolView
-from kvview_reference.walks import Walk, walk_free_block_ids, walk_free_block_ids_with_hash
+from kvview_reference.free_queue import (
+    FIRST_BACK,
+    NULL_BLOCK_ID,
+    FreeQueue,
+    is_position,
+)
+from kvview_reference.walks import (
+    ResumedWalk,
+    walk_free_block_ids,
+    walk_free_block_ids_with_hash,
+)
 
-NULL_BLOCK_ID = 0
-_FIRST_BACK = 1 << 29  # above twice the references that a block can have; one digit of an int
 _REFERENCE, _HASHED = 2, 1  # in the state of a held block
 _LAST_HASHED = _REFERENCE + _HASHED  # the state of one whose next free is the last
 _MAX_ZEROS = 2  # per block, before entries are moved together
-_MOVED_PER_TOUCH = 4  # entries: the list has at most 4 a block then, with those that join
-_FEWEST_MOVED = 256  # by a touch, however few blocks it takes
-_MOST_ENTRIES = 4096  # looked at together by an allocation that wants fewer
 
 _logger = logging.getLogger(__name__)
 
 
-class BlockPool:
+class BlockPool(FreeQueue):
     """Fixed-size GPU blocks: allocation, references, eviction order, prefix cache.
 
     1. Block 0 is the null block: never allocated, ignored by touch and free.
@@ -89,40 +79,21 @@ class BlockPool:
     ) -> None:
         if type(num_blocks) is not int or num_blocks < 2:
             raise ConfigError(f"num_blocks must be an int of at least 2, got {num_blocks!r}")
-        self.num_blocks = num_blocks
-        self.enable_caching = enable_caching
-        # A list, which is read sooner than an array, though a position is an object (32 bytes).
-        self._state = list(range(-num_blocks, 0))
+        super().__init__(num_blocks)
         self._state[NULL_BLOCK_ID] = _REFERENCE  # neither free nor hashed, and so it stays
-        self._front = array("q", range(num_blocks - 1, 0, -1))
-        self._back = array("q")
-        self._back_start = _FIRST_BACK
-        self._head = 0
-        self._num_free = num_blocks - 1
-        # While entries are moved together, per list: what is moved next, and where to.
-        self._front_moves = self._back_moves = (0, 0)
-        self._is_compacting = False
-        self._is_hashed_in_front = False  # since a move to the head; until it runs empty
-        self._is_unhashed_in_back = False  # since the hash of a free block was dropped
-        self._hash: list[OffloadKey | None] = [None] * num_blocks
-        self._more_hashes: dict[int, list[OffloadKey]] = {}
+        self.enable_caching = enable_caching
         self._block_by_hash: dict[OffloadKey, int] = {}  # the first that was registered
         self._more_blocks: dict[OffloadKey, dict[int, None]] = {}
-        self._walks: list[Walk] = []
         self._watchers: dict[int, dict[object, Callable[[int], None]]] = {}  # by block, by owner
         self._events: EventLog[GPUEvent] | None = EventLog() if enable_events else None
 
     # --- references and the free queue ---
 
-    def num_free_blocks(self) -> int:
-        """Blocks that can be allocated now, hashed or not."""
-        return self._num_free
-
     def ref_cnt(self, block_id: int) -> int:
         """References on a block, the engine's and every view's."""
         self.check_block_ids((block_id,))
         state = self._state[block_id] if block_id != NULL_BLOCK_ID else 0
-        return 0 if _is_position(state) else state // _REFERENCE
+        return 0 if is_position(state) else state // _REFERENCE
 
     def allocate_blocks(self, num_blocks: int) -> list[int]:
         """Take the next victims, in order, a reference each; their hashes are evicted.
@@ -152,48 +123,6 @@ class BlockPool:
             self._notify_reuse(block_ids)
         return block_ids
 
-    def _take_front(self, num_blocks: int) -> list[int]:
-        """Take the next entries of the front, as many as there are and are wanted."""
-        front = self._front
-        block_ids = front[: -num_blocks - 1 : -1].tolist()
-        if not self._is_compacting and all(block_ids):  # as a rule: nothing was touched there
-            del front[len(front) - len(block_ids) :]
-            return block_ids
-        block_ids, size = [], 1
-        while front and (missing := num_blocks - len(block_ids)):
-            source, target = self._front_moves
-            if target < len(front) <= source:  # between the two all are 0
-                del front[target:]
-                continue
-            size = max(min(2 * size, _MOST_ENTRIES), missing)
-            live = _live(front[: -size - 1 : -1])
-            if len(live) <= missing:
-                del front[-size:]
-            else:
-                del front[-self._state[live[missing]] :]
-            block_ids += live[:missing]
-        source, target = (min(index, len(front)) for index in self._front_moves)
-        self._front_moves = source, target
-        return block_ids
-
-    def _take_back(self, num_blocks: int) -> list[int]:
-        """Take the next entries of the back; the caller knows that there are so many."""
-        block_ids: list[int] = []
-        size = 1
-        while missing := num_blocks - len(block_ids):
-            source, target = self._back_moves
-            if target <= self._head < source:  # between the two all are 0
-                self._set_head(source)
-                continue
-            size = max(min(2 * size, _MOST_ENTRIES), missing)
-            stop = min(self._head + size, len(self._back))
-            live = _live(self._back[self._head : stop])
-            if len(live) > missing:
-                stop = self._state[live[missing]] - self._back_start
-            block_ids += live[:missing]
-            self._set_head(stop)
-        return block_ids
-
     def touch_blocks(self, block_ids: Iterable[int]) -> None:
         """Take one reference a block named; free ones leave the queue (POOL-1 to 3, 5).
 
@@ -204,7 +133,7 @@ class BlockPool:
         if self._walks:
             self._stop_walks()
         state, front, back, back_start = self._state, self._front, self._back, self._back_start
-        first_back, hashed, unhashed = _FIRST_BACK, _LAST_HASHED, _REFERENCE
+        first_back, hashed, unhashed = FIRST_BACK, _LAST_HASHED, _REFERENCE
         taken: list[int] = []  # positions
         remaining = iter(block_ids)
         try:
@@ -237,7 +166,7 @@ class BlockPool:
         self._num_free -= len(taken)
         num_zeros = len(front) + len(back) - self._head - self._num_free
         if self._is_compacting or num_zeros > _MAX_ZEROS * self.num_blocks:
-            self._compact(_MOVED_PER_TOUCH * len(taken) + _FEWEST_MOVED)
+            self._compact(len(taken))
 
     def free_blocks(self, block_ids: Iterable[int]) -> None:
         """Give one reference back a block named; the first is evicted first.
@@ -247,7 +176,7 @@ class BlockPool:
             BlockNotHeldError: More frees than references; nothing was freed.
         """
         block_ids = list(block_ids)
-        state, first_back, last_hashed, last = self._state, _FIRST_BACK, _LAST_HASHED, _REFERENCE
+        state, first_back, last_hashed, last = self._state, FIRST_BACK, _LAST_HASHED, _REFERENCE
         unhashed: list[int] = []
         hashed: list[int] = []
         position = self._back_start + len(self._back)
@@ -275,7 +204,7 @@ class BlockPool:
         except Exception:
             for block_id in _done(block_ids, remaining):
                 old = state[block_id]
-                if _is_position(old):
+                if is_position(old):
                     state[block_id] = last_hashed if old >= first_back else last
                 else:
                     state[block_id] = old + _REFERENCE
@@ -297,25 +226,15 @@ class BlockPool:
         self._stop_walks()
         for block_id in dict.fromkeys(reversed(list(block_ids))):
             position = state[block_id]
-            if _is_position(position):
+            if is_position(position):
                 self._set_entry(position, NULL_BLOCK_ID)
                 state[block_id] = ~len(self._front)
                 self._front.append(block_id)
                 self._is_hashed_in_front |= self._hash[block_id] is not None
 
-    def _set_entry(self, position: int, block_id: int) -> None:
-        if position < 0:
-            self._front[~position] = block_id
-        else:
-            self._back[position - self._back_start] = block_id
-
     def check_block_ids(self, block_ids: Iterable[object]) -> None:
         """Raise ``UnknownBlockError`` unless each is an int that names a block (POOL-4)."""
         check_block_ids(block_ids, self.num_blocks)
-
-    def free_block_ids(self) -> list[int]:
-        """The whole free queue at once, next victim first."""
-        return [*filter(None, self._front[::-1]), *filter(None, self._back[self._head :])]
 
     def iter_free_block_ids(self) -> Iterator[int]:
         """The whole free queue, next victim first; lazy, and safe as POOL-7."""
@@ -324,97 +243,6 @@ class BlockPool:
     def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         """Free blocks that hold reusable KV, next victim first (POOL-5 to POOL-8)."""
         return walk_free_block_ids_with_hash(lambda: self)
-
-    # --- for walks ---
-
-    def add_walk(self, walk: Walk) -> None:
-        """Move this walk along from now on, whenever entries move."""
-        self._walks.append(walk)
-
-    def remove_walk(self, walk: Walk) -> None:
-        """Forget a walk."""
-        # A new list, because the old one may be in use when a walk is dropped.
-        self._walks = [other for other in self._walks if other is not walk]
-
-    def positions(self) -> tuple[int, int]:
-        """Where the queue starts, and where it ends."""
-        return -len(self._front), self._back_start + len(self._back)
-
-    def first_hashed_position(self) -> int:
-        """Where a walk over hashed blocks starts: none of them lies before."""
-        return -len(self._front) if self._is_hashed_in_front else self._back_start + self._head
-
-    def entries_after(self, walk: Walk, num_entries: int) -> tuple[int, Sequence[int]]:
-        """A copy of the next entries of a walk, and where they start."""
-        start, stop = walk.position + 1, 0
-        if start >= stop:
-            start = max(start, self._back_start + self._head)
-            stop = self._back_start + len(self._back)
-        stop = max(start, min(start + num_entries, stop, walk.end))
-        if stop <= 0:
-            return start, self._front[-stop:-start][::-1]
-        return start, self._back[start - self._back_start : stop - self._back_start]
-
-    def _stop_walks(self) -> None:
-        """Have walks look again before they go on: entries are taken or moved."""
-        for walk in self._walks:
-            walk.stop(self._state)
-
-    def _set_head(self, head: int) -> None:
-        # Cut the used part off once it is half of the list: O(1) amortised.
-        if 2 * head > len(self._back):
-            del self._back[:head]
-            self._back_start += head
-            source, target = (max(0, index - head) for index in self._back_moves)
-            self._back_moves = source, target
-            head = 0
-        self._head = head
-
-    def _compact(self, num_entries: int) -> None:
-        """Move so many entries together, at both ends, away from those of 0.
-
-        Each end is gone through from its start: a stretch of entries is moved down to
-        where the one before it ended, and what is left at the end is cut off. That is
-        done in pieces, since all at once takes 150 ms in a pool of 1M blocks.
-        """
-        self._is_compacting = True
-        self._stop_walks()
-        front = self._front
-        source, target = self._front_moves
-        stop = min(source + num_entries, len(front))
-        live = _move_down(front, source, stop, target)
-        self._renumber(live[::-1], -stop, -target, -target - len(live))
-        self._front_moves = front_moves = stop, target + len(live)
-
-        back = self._back
-        source, target = (max(index, self._head) for index in self._back_moves)
-        stop = min(source + num_entries, len(back))
-        live = _move_down(back, source, stop, target)
-        start = self._back_start + target
-        self._renumber(live, start, self._back_start + stop, start)
-        self._back_moves = back_moves = stop, target + len(live)
-
-        if (front_moves[0], back_moves[0]) == (len(front), len(back)):
-            start = self._back_start + back_moves[1]
-            self._renumber([], start, self._back_start + len(back), start)
-            del back[back_moves[1] :]
-            del front[front_moves[1] :]
-            for walk in self._walks:
-                walk.position = max(walk.position, -len(self._front) - 1)
-            self._front_moves = self._back_moves = (0, 0)
-            self._is_compacting = False
-
-    def _renumber(self, block_ids: Sequence[int], start: int, stop: int, new_start: int) -> None:
-        """Give all blocks of a range new positions; walks in the range move along."""
-        positions = self._state
-        old_positions = [positions[block_id] for block_id in block_ids] if self._walks else []
-        for position, block_id in enumerate(block_ids, new_start):
-            positions[block_id] = position
-        for walk in self._walks:
-            if start <= walk.position < stop:
-                walk.position = new_start - 1 + bisect_right(old_positions, walk.position)
-            if start <= walk.end <= stop:
-                walk.end = new_start + bisect_left(old_positions, walk.end)
 
     # --- the prefix cache ---
 
@@ -443,7 +271,7 @@ class BlockPool:
         if len(block_ids) != len(keys):
             raise ValueError(f"{len(block_ids)} block_ids, {len(keys)} block_hashes")
         for block_id in block_ids:
-            if not 0 < state[block_id] < _FIRST_BACK:
+            if not 0 < state[block_id] < FIRST_BACK:
                 raise BlockNotHeldError(f"POOL-4: cannot cache block {block_id}: it is free")
         if not self.enable_caching:
             return
@@ -517,7 +345,7 @@ class BlockPool:
         self.check_block_ids(block_ids)
         self._evict_hashes(block_ids)
         for block_id in block_ids:
-            if _is_position(self._state[block_id]):
+            if is_position(self._state[block_id]):
                 self._is_unhashed_in_back = True
             else:
                 self._state[block_id] &= ~_HASHED
@@ -563,7 +391,7 @@ class BlockPool:
         start = -len(self._front) - 1  # with the walks that wait there
         self._renumber(block_ids, start, end, -len(block_ids))
         self._front, self._back = array("q", reversed(block_ids)), array("q")
-        self._back_start, self._head = _FIRST_BACK, 0
+        self._back_start, self._head = FIRST_BACK, 0
         self._front_moves = self._back_moves = (0, 0)
         self._is_compacting = False
         self._is_hashed_in_front = self._is_unhashed_in_back = False
@@ -609,27 +437,85 @@ class BlockPool:
         return BlockPoolView(self, owner)
 
 
-def _is_position(state: int) -> bool:
-    """Whether a block in this state is free."""
-    return not 0 < state < _FIRST_BACK
-
-
 def _done(block_ids: list[int], remaining: Iterator[int]) -> list[int]:
     """What a loop over ``block_ids`` did that failed at the item before ``remaining``."""
     num_done = len(block_ids) - len(list(remaining)) - 1
     return list(filter(None, block_ids[:num_done]))
 
 
-def _live(entries: array[int]) -> list[int]:
-    """The blocks among some entries; a long stretch of 0, as touches leave it, costs little."""
-    if len(entries) > _FEWEST_MOVED and entries.tobytes() == bytes(8 * len(entries)):
-        return []
-    return list(filter(None, entries))
+class BlockPoolView(LedgerView):
+    """The view of one owner over a :class:`BlockPool`.
+
+    Keeps every law of :mod:`kvview.pool`, where its methods are described, and
+    answers every optional query; the ledger checks ids and counts.
+    """
+
+    def __init__(self, pool: BlockPool, owner: str) -> None:
+        ledger = ledger_of(pool, lambda: Ledger(list(range(pool.num_blocks)), pool.null_block_id))
+        super().__init__(ledger, owner, pool.touch_blocks, pool.free_blocks)
+        self.num_blocks = pool.num_blocks  # facts, which a closed view still tells
+        self.null_block_id = pool.null_block_id
+        self._pool = pool
+
+    def _open_pool(self) -> BlockPool:
+        self.check_open()
+        return self._pool
+
+    def give_back_blocks(self, block_ids: Sequence[int]) -> None:
+        """Give back as ``free_blocks`` does, to the head of the queue (POOL-12)."""
+        pool = self._open_pool()
+
+        def move(block_ids: Sequence[int]) -> None:
+            pool.free_blocks(block_ids)
+            pool.move_to_head(block_ids)
+
+        self.free_with(move, block_ids)
+
+    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
+        """Walk the free blocks that still hold reusable KV, next victim first."""
+        return walk_free_block_ids_with_hash(self._open_pool)
+
+    def iter_free_block_ids(self) -> Iterator[int]:
+        """All free blocks, hashed or not, next victim first; lazy as POOL-6."""
+        return walk_free_block_ids(self._open_pool)
+
+    def walk_free_blocks(self) -> FreeBlockWalk:
+        """A walk that goes on in later steps (POOL-13)."""
+        return ResumedWalk(self._open_pool)
+
+    def free_blocks_with_notice(
+        self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
+    ) -> None:
+        """Give back as ``free_blocks`` does, and hear of each block once (POOL-14)."""
+        block_ids = list(block_ids)
+        self.free_blocks(block_ids)
+        self._open_pool().watch_reuse(block_ids, self, on_reuse)
+
+    def num_free_blocks(self) -> int:
+        """Blocks that could be allocated now, hashed or not."""
+        return self._open_pool().num_free_blocks()
+
+    def is_free(self, block_id: int) -> bool:
+        """Whether the block is free now. False for the null block."""
+        return self._open_pool().ref_cnt(block_id) == 0 and block_id != self.null_block_id
+
+    def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
+        """The keys registered for each block, in one call."""
+        return self._open_pool().block_keys(block_ids)
+
+    def primary_keys(self, block_ids: Sequence[int]) -> list[OffloadKey | None]:
+        """The first key of each block, or None."""
+        return self._open_pool().primary_keys(block_ids)
+
+    def find_cached_block(self, key: OffloadKey) -> int | None:
+        """Id of a block that holds this key (POOL-8), free or in use, or None."""
+        return self._open_pool().find_cached_block(key)
+
+    @override
+    def _shut(self) -> None:
+        self._pool.forget_owner(self)
+        super()._shut()
 
 
-def _move_down(entries: array[int], source: int, stop: int, target: int) -> array[int]:
-    """Move the blocks among some entries to ``target``, and return them; 0 stays behind."""
-    live = array("q", _live(entries[source:stop]))
-    entries[source:stop] = array("q", bytes(8 * (stop - source)))
-    entries[target : target + len(live)] = live
-    return live
+if TYPE_CHECKING:
+    _: type[GPUBlockPoolView] = BlockPoolView

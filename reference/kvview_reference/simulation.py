@@ -28,7 +28,7 @@ from kvview.testing.connector.scenario import (
 from kvview_reference.connector.multi import MultiScheduler, MultiWorker
 from kvview_reference.engine import Engine
 from kvview_reference.engine.request import Request, Status, chain_hashes
-from kvview_reference.pool import NULL_BLOCK_ID
+from kvview_reference.free_queue import NULL_BLOCK_ID
 
 if TYPE_CHECKING:
     from kvview.testing import ManagerHarness

@@ -8,34 +8,15 @@ nothing but its position between two calls.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from kvview import FreeBlockWalk, OffloadKey, ViewClosedError
-
-if TYPE_CHECKING:
-    from kvview_reference.pool import BlockPool
+from kvview_reference.free_queue import FreeQueue, Walk
 
 _ENTRIES_PER_LOOK = (32, 1024)  # copied at a time: at first and after a stop, at most
 
-OpenPool = Callable[[], "BlockPool"]  # or raises, when the view was closed
-
-
-class Walk:
-    """Where a walk over the free queue stands, and the entries that it looks at."""
-
-    def __init__(self, start: int, end: int = sys.maxsize) -> None:
-        self.position = start - 1  # of what was passed last
-        self.end = end
-        self.entries: list[int] = []  # free blocks, while nobody takes or moves any
-        self.last = 0  # of the entries, the one yielded last
-
-    def stop(self, positions: Sequence[int]) -> None:
-        """Have it look again, from where it is."""
-        if self.entries:
-            self.entries.clear()
-            self.position = positions[self.last]
+OpenPool = Callable[[], FreeQueue]  # or raises, when the view was closed
 
 
 class ResumedWalk:
@@ -47,12 +28,12 @@ class ResumedWalk:
 
     def __init__(self, open_pool: OpenPool) -> None:
         self._open_pool = open_pool
-        self._pool: BlockPool | None = open_pool()
+        self._pool: FreeQueue | None = open_pool()
         self._walk = Walk(self._pool.first_hashed_position())
         self._has_begun = False  # until then, what comes to the head is ahead of it
         self._pool.add_walk(self._walk)
 
-    def _open(self) -> BlockPool:
+    def _open(self) -> FreeQueue:
         if self._pool is None:
             raise ViewClosedError("POOL-13: the walk was closed; open one with walk_free_blocks()")
         return self._open_pool()
@@ -122,14 +103,16 @@ def walk_free_block_ids_with_hash(open_pool: OpenPool) -> Iterator[tuple[int, Of
                 yield block_id, key
                 if any_has_more and block_id in more_hashes:
                     for key in tuple(more_hashes[block_id]):
-                        if not entries and pool._state[block_id] != walk.position:
-                            break  # taken since, and perhaps freed anew
+                        if not entries:  # stopped
+                            open_pool()
+                            if pool._state[block_id] != walk.position:
+                                break  # taken since, and perhaps freed again
                         if hashes[block_id] is None:
                             break
                         yield block_id, key
 
 
-def _look(pool: BlockPool, walk: Walk, open_pool: OpenPool) -> Iterator[list[int]]:
+def _look(pool: FreeQueue, walk: Walk, open_pool: OpenPool) -> Iterator[list[int]]:
     """The free blocks of a walk, some at a time; emptied when the walk is stopped."""
     pool.add_walk(walk)
     fewest, most = _ENTRIES_PER_LOOK

@@ -104,10 +104,22 @@ def test_a_request_waits_for_its_last_load() -> None:
     book.promise("r", 16)
     book.promise("other", 16)
     begin(book, StepPlan(loads=[load(1), load(2, "other"), load(3)]))
-    ends = [book.end(done(3, success=False)), book.end(done(2)), book.end(done(1))]
-    assert [(end.is_last_load, end.load_failed) for end in ends if end] == [
-        *((False, True), (True, False), (True, True))
-    ]
+    assert list(book) == [job.job_id for job in book.jobs()] == [1, 2, 3]
+    failed = done(3, success=False)
+    assert book.end(failed) == EndedJob(load(3), True, failed, False, True)
+    assert book.end(done(2)) == EndedJob(load(2, "other"), True, done(2), True, False)
+    assert book.end(done(1)) == EndedJob(load(1), True, done(1), True, True)
+    assert (list(book), list(book.jobs())) == ([], [])
+
+
+def test_a_failed_load_says_nothing_of_the_next_request_with_its_id() -> None:
+    book = JobBook()
+    for job_id, success in enumerate([False, True]):
+        book.promise("r", 16)
+        begin(book, StepPlan(loads=[load(job_id)]))
+        ended = book.end(done(job_id, success))
+        assert ended is not None
+        assert ended.load_failed is not success
 
 
 @pytest.mark.parametrize(
@@ -120,6 +132,8 @@ def test_a_promise_ends_at_a_block_and_leaves_a_token(num_tokens: int, is_kept: 
         return
     with pytest.raises(ConnectorError, match=f"CONN-2: match_prefix promised {num_tokens}"):
         check_promise(CacheGeometry.single(16), request, 16, num_tokens)
+    with pytest.raises(ConnectorError, match="CONN-2: match_prefix promised -1"):
+        check_promise(CacheGeometry.single(1), request, 16, -1)
 
 
 # --- a plan that says more than jobs (kvview.StepPlan) ---

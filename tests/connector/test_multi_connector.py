@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -281,6 +281,39 @@ def test_event1_event2_a_key_is_advertised_until_the_last_child_drops_it(
     assert {(medium, key[0]) for medium, keys in folded.items() for key in keys} == {
         (medium, number) for _, medium, number in held
     }
+
+
+class Serves(Says):
+    """Promises 4 tokens to the requests that it is for."""
+
+    def __init__(self, *request_ids: str) -> None:
+        super().__init__()
+        self.request_ids = request_ids
+
+    def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int:
+        return 4 * (request.request_id in self.request_ids)
+
+
+def test_event2_only_promises_of_children_that_give_events_are_advertised() -> None:
+    silent, says, both = (
+        Serves("silent"),
+        Serves("says"),
+        [Serves("inner"), Serves("quiet")],
+    )
+    scheduler = MultiScheduler([silent, says, MultiScheduler(both)])
+
+    def is_silent(request_id: str) -> bool:
+        promised = scheduler.match_prefix(replace(REQUEST, request_id=request_id), 0)
+        assert promised == (0 if request_id == "nobody" else 4)
+        return scheduler.comes_from_silent_tier(request_id)
+
+    names = ["silent", "says", "inner", "quiet", "nobody"]
+    assert [is_silent(name) for name in names] == [True] * 5, "no event came yet"
+    for child in (says, both[0]):
+        child.events.append(OffloadingEvent([make_offload_key(b"k", 0)], "CPU", removed=False))
+        assert len(list(scheduler.take_events())) == (child is says), "one key in one medium"
+    assert list(scheduler.take_events()) == []
+    assert [is_silent(name) for name in names] == [True, False, False, True, True]
 
 
 class Answers(SchedulerConnector):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -14,7 +15,7 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm.version", reason="needs a vLLM release", exc_type=ImportError)
 
 from examples.host_cache import HostCacheConnector
-from kvview import Connector
+from kvview import Connector, ConnectorConfig, UnsupportedEngineError
 from kvview.testing import Mutant
 from kvview.testing.command import check as check_command
 from kvview.testing.connector import check_connector, generate_scenario, replay_seed, simulate
@@ -112,3 +113,18 @@ def test_requests_that_wait_for_each_other_are_not_the_connectors(engines: VLLME
     if engines.name < "vllm 0.29":
         pytest.skip("two full-attention groups of different sizes: wrong up to 0.28")
     assert simulate(HostCacheConnector, generate_scenario(300_167), engines=engines).failure is None
+
+
+def test_what_the_simulation_cannot_read_is_refused_in_one_line(
+    engines: VLLMEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VSIM-7: it reads more of vLLM than the adapter does."""
+    scenario, _ = engines.fit(generate_scenario(0))
+    connector = Connector(ConnectorConfig(scenario.geometry))
+    engine: Any = engines.build(scenario, [connector], owner="test", clock=lambda: 0.0)
+    monkeypatch.delattr(engine._scheduler, "requests")
+    with pytest.raises(UnsupportedEngineError) as caught:
+        engine.unfinished()
+    message = str(caught.value)
+    assert "unfinished of the simulated server fails: AttributeError: " in message
+    assert "\n" not in message

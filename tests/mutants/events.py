@@ -15,7 +15,7 @@ MUTANTS: list[Mutant] = []
 planted = planter(MUTANTS)
 
 
-@planted("EVENT-1", "check_event_1_removal_follows_a_store")
+@planted("EVENT-1")
 class RemovesWhatNeverCame(WrongTier):
     """A failed store is reported as a removal."""
 
@@ -27,7 +27,7 @@ class RemovesWhatNeverCame(WrongTier):
             self._emit([] if success else keys, removed=True)
 
 
-@planted("EVENT-2", "check_event_2_advertised_is_what_lookup_hits", "vllm#57159")
+@planted("EVENT-2", "vllm#57159")
 class AdvertisesWhatIsNotThereYet(WrongTier):
     """Keys are advertised when their store begins: a router sends requests too early."""
 
@@ -40,7 +40,7 @@ class AdvertisesWhatIsNotThereYet(WrongTier):
             return output
 
 
-@planted("EVENT-2", "check_event_2_eviction_is_reported_with_the_store_that_caused_it")
+@planted("EVENT-2")
 class ReportsEvictionsWhenTheStoreEnds(WrongTier):
     """Removals wait for the end of the store: until then they are advertised and gone."""
 
@@ -56,7 +56,7 @@ class ReportsEvictionsWhenTheStoreEnds(WrongTier):
             super()._emit(keys, removed=False)
 
 
-@planted("EVENT-3", "check_event_3_events_are_in_the_order_in_which_it_happened", "vllm#57453")
+@planted("EVENT-3", "vllm#57453")
 class ReportsStoresBeforeRemovals(WrongTier):
     """One batch is sorted by kind: a key that went and came again is gone."""
 
@@ -65,7 +65,7 @@ class ReportsStoresBeforeRemovals(WrongTier):
             return sorted(super().take_events(), key=lambda event: event.removed)
 
 
-@planted("EVENT-3", "check_event_3_events_are_taken_once")
+@planted("EVENT-3")
 class ReportsEverythingAgain(WrongTier):
     """Events are copied, not taken."""
 
@@ -74,7 +74,7 @@ class ReportsEverythingAgain(WrongTier):
             return list(self._events or [])
 
 
-@planted("EVENT-4", "check_event_4_failed_store_advertises_nothing")
+@planted("EVENT-4")
 class AdvertisesFailures(WrongTier):
     """The event is made before the outcome is looked at."""
 
@@ -87,7 +87,7 @@ class AdvertisesFailures(WrongTier):
                 self._emit(keys, removed=False)
 
 
-@planted("EVENT-5", "check_event_5_reset_removes_everything_advertised", "vllm#49413")
+@planted("EVENT-5", "vllm#49413")
 class ResetsWithoutAWord(WrongTier):
     """Routers keep what the tier has forgotten."""
 
@@ -99,7 +99,7 @@ class ResetsWithoutAWord(WrongTier):
             self._events = events
 
 
-@planted("EVENT-1", "check_event_1_each_key_is_told_once")
+@planted("EVENT-1")
 class TellsAgainWhatIsOfferedAgain(WrongTier):
     """A consumer that counts holders believes in two."""
 
@@ -113,7 +113,7 @@ class TellsAgainWhatIsOfferedAgain(WrongTier):
             return output
 
 
-@planted("EVENT-1", "check_event_1_each_key_is_told_once")
+@planted("EVENT-1")
 class NamesAMediumThatItDoesNotHave(WrongTier):
     """Events come from a medium that nobody was told of: an engine drops them."""
 
@@ -121,7 +121,7 @@ class NamesAMediumThatItDoesNotHave(WrongTier):
         media = ("DISK",)
 
 
-@planted("EVENT-3", "check_event_3_events_of_many_keys_are_in_order")
+@planted("EVENT-3")
 class SortsTheKeysOfACall(WrongTier):
     """Keys are told in the order of their bytes."""
 
@@ -130,7 +130,7 @@ class SortsTheKeysOfACall(WrongTier):
             super()._emit(sorted(keys), removed=removed)
 
 
-@planted("EVENT-5", "check_event_5_reset_follows_what_was_not_taken_yet")
+@planted("EVENT-5")
 class DropsWhatWasNotTakenYet(WrongTier):
     """A reset forgets the stores that nobody has heard of, and tells their removal."""
 

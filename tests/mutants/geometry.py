@@ -122,7 +122,7 @@ class EachAlone(HybridKVCacheCoordinator):
 # --- GEO-1 ---
 
 
-@planted("GEO-1", "check_geo_1_size_given_is_not_computed_again")
+@planted("GEO-1")
 class ComputesTheSizeAgain(WrongGeometry):
     """Takes the least common multiple of the groups' block sizes, once more."""
 
@@ -130,7 +130,7 @@ class ComputesTheSizeAgain(WrongGeometry):
         return CacheGeometry(math.lcm(*(group.block_size for group in groups)), hashed, groups)
 
 
-@planted("GEO-1", "check_geo_1_hit_of_one_group_is_a_multiple_of_the_size_given")
+@planted("GEO-1")
 class AlignsOneGroupToItsOwnBlocks(WrongGeometry):
     """With one group there seems to be nothing to align to."""
 
@@ -140,7 +140,7 @@ class AlignsOneGroupToItsOwnBlocks(WrongGeometry):
         )
 
 
-@planted("GEO-1", "check_geo_1_every_group_is_looked_up_at_the_size_given")
+@planted("GEO-1")
 class AlignsBlocksOfOneSizeToThem(WrongGeometry):
     """Groups whose blocks are of one size end a hit with any block."""
 
@@ -154,7 +154,7 @@ class AlignsBlocksOfOneSizeToThem(WrongGeometry):
 # --- GEO-2 ---
 
 
-@planted("GEO-2", "check_geo_2_sizes_that_do_not_divide_are_refused")
+@planted("GEO-2")
 class TakesAnySizes(WrongGeometry):
     """Nothing is checked: hits are wrong much later."""
 
@@ -162,7 +162,7 @@ class TakesAnySizes(WrongGeometry):
         return Unchecked(scheduler, hashed, groups)
 
 
-@planted("GEO-2", "check_geo_2_sizes_that_do_not_divide_are_refused")
+@planted("GEO-2")
 class AssertsThatSizesDivide(WrongGeometry):
     """An assertion, which ``python -O`` leaves out, instead of an error."""
 
@@ -172,7 +172,7 @@ class AssertsThatSizesDivide(WrongGeometry):
         return Unchecked(scheduler, hashed, groups)
 
 
-@planted("GEO-2", "check_geo_2_sizes_that_do_not_divide_are_refused")
+@planted("GEO-2")
 class SaysOnlyThatSizesAreWrong(WrongGeometry):
     """The message names no number."""
 
@@ -183,7 +183,7 @@ class SaysOnlyThatSizesAreWrong(WrongGeometry):
             raise GeometryError("block sizes do not fit") from None
 
 
-@planted("GEO-2", "check_geo_2_sizes_that_do_not_divide_are_refused")
+@planted("GEO-2")
 class ForgetsTheHashSize(WrongGeometry):
     """Blocks must fit the scheduler's; that hashes must fit blocks is not checked."""
 
@@ -192,7 +192,7 @@ class ForgetsTheHashSize(WrongGeometry):
         return Unchecked(scheduler, hashed, groups)
 
 
-@planted("GEO-2", "check_geo_2_every_group_must_fit")
+@planted("GEO-2")
 class ChecksTheFirstGroupOnly(WrongGeometry):
     """Sizes of the other groups are taken as they are."""
 
@@ -201,7 +201,7 @@ class ChecksTheFirstGroupOnly(WrongGeometry):
         return Unchecked(scheduler, hashed, groups)
 
 
-@planted("GEO-2", "check_geo_2_sizes_are_positive")
+@planted("GEO-2")
 class DividesByAnySize(WrongGeometry):
     """Zero is divided by, and a negative size divides: only the rest is looked at."""
 
@@ -212,7 +212,7 @@ class DividesByAnySize(WrongGeometry):
         return Unchecked(scheduler, hashed, groups)
 
 
-@planted("GEO-2", "check_geo_2_sizes_that_divide_are_taken")
+@planted("GEO-2")
 class WantsOneHashABlock(WrongGeometry):
     """Hashes of less than a block are refused."""
 
@@ -222,7 +222,7 @@ class WantsOneHashABlock(WrongGeometry):
         return CacheGeometry(scheduler, hashed, groups)
 
 
-@planted("GEO-2", "check_geo_2_sizes_that_divide_are_taken")
+@planted("GEO-2")
 class NamesABlockByItsFirstHash(WrongHit):
     """A block of several hashes is looked up by the hash of its beginning."""
 
@@ -234,7 +234,7 @@ class NamesABlockByItsFirstHash(WrongHit):
             return super().find_longest_cache_hit(begins, max_tokens)
 
 
-@planted("GEO-2", "check_geo_2_blocks_need_not_divide_each_other")
+@planted("GEO-2")
 class WantsBlocksThatDivideEachOther(WrongGeometry):
     """Block sizes of 8 and 12 are refused, although 24 is a multiple of both."""
 
@@ -248,7 +248,7 @@ class WantsBlocksThatDivideEachOther(WrongGeometry):
 # --- GEO-3: full attention ---
 
 
-@planted("GEO-3", "check_geo_3_full_attention_needs_every_block")
+@planted("GEO-3")
 class SkipsHoles(WrongGeometry):
     """Full attention looks from the right, and stops at the first block it finds."""
 
@@ -256,7 +256,7 @@ class SkipsHoles(WrongGeometry):
         return Mamba(group.block_size) if isinstance(group, FullAttention) else group
 
 
-@planted("GEO-3", "check_geo_3_full_attention_needs_every_block")
+@planted("GEO-3")
 class TrustsTheLastBlock(WrongHit):
     """Hashes are chained, so what lies between the first and the last block must be there."""
 
@@ -269,7 +269,7 @@ class TrustsTheLastBlock(WrongHit):
             return self.tables(block_hashes, num_tokens // step * step)
 
 
-@planted("GEO-3", "check_geo_3_full_attention_needs_every_block")
+@planted("GEO-3")
 class RoundsTheLimitUp(WrongHit):
     """The block that the limit lies in is hit too: nothing is left to compute."""
 
@@ -279,7 +279,7 @@ class RoundsTheLimitUp(WrongHit):
             return super().find_longest_cache_hit(block_hashes, -(-max_tokens // step) * step)
 
 
-@planted("GEO-3", "check_geo_3_hit_is_of_the_same_prefix")
+@planted("GEO-3")
 class HashesABlockAlone(WrongHit):
     """What lies before a block is not part of its name: other prompts are hit."""
 
@@ -296,7 +296,7 @@ def number(block_hashes: Sequence[bytes]) -> list[bytes]:
     return [b"%d" % index for index in range(len(block_hashes))]
 
 
-@planted("GEO-3", "check_geo_3_groups_do_not_share_blocks")
+@planted("GEO-3")
 class CachesForAllGroups(ReferenceGeometry):
     """Every block is cached as one of the first group."""
 
@@ -313,7 +313,7 @@ class CachesForAllGroups(ReferenceGeometry):
         return block_id
 
 
-@planted("GEO-3", "check_geo_3_table_names_what_is_read_and_null_before")
+@planted("GEO-3")
 class LeavesOutWhatIsNotRead(WrongHit):
     """Tables begin with the first block that is read: block numbers are off."""
 
@@ -323,7 +323,7 @@ class LeavesOutWhatIsNotRead(WrongHit):
             return tuple([b for b in table if b] for table in tables), num_tokens
 
 
-@planted("GEO-3", "check_geo_3_table_names_what_is_read_and_null_before")
+@planted("GEO-3")
 class NamesWhatIsNotRead(WrongHit):
     """Blocks before a window are in the table if they are cached, and held for nothing."""
 
@@ -340,7 +340,7 @@ class NamesWhatIsNotRead(WrongHit):
 # --- GEO-3: sliding window ---
 
 
-@planted("GEO-3", "check_geo_3_sliding_window_needs_the_blocks_of_its_window")
+@planted("GEO-3")
 class WindowReadsOneTokenMore(WrongGeometry):
     """The window does not count the token itself: a block too many is needed."""
 
@@ -350,7 +350,7 @@ class WindowReadsOneTokenMore(WrongGeometry):
         return group
 
 
-@planted("GEO-3", "check_geo_3_sliding_window_needs_the_blocks_of_its_window")
+@planted("GEO-3")
 class WindowReadsOneTokenLess(WrongGeometry):
     """The window counts the token itself twice: stale KV is read at its edge."""
 
@@ -360,7 +360,7 @@ class WindowReadsOneTokenLess(WrongGeometry):
         return group
 
 
-@planted("GEO-3", "check_geo_3_sliding_window_needs_the_blocks_of_its_window")
+@planted("GEO-3")
 class WindowNeedsEverything(WrongGeometry):
     """A window is looked up like full attention: what was given back is never hit again."""
 
@@ -368,7 +368,7 @@ class WindowNeedsEverything(WrongGeometry):
         return FullAttention(group.block_size) if isinstance(group, SlidingWindow) else group
 
 
-@planted("GEO-3", "check_geo_3_sliding_window_of_one_token_needs_no_block")
+@planted("GEO-3")
 class WindowOfOneTokenNeedsABlock(WrongGeometry):
     """At least one block is wanted, also by a window that reads none."""
 
@@ -381,7 +381,7 @@ class WindowOfOneTokenNeedsABlock(WrongGeometry):
 # --- GEO-3: chunked local attention ---
 
 
-@planted("GEO-3", "check_geo_3_chunked_attention_needs_the_blocks_of_its_chunk")
+@planted("GEO-3")
 class ChunkIsAWindow(WrongGeometry):
     """Chunks are looked up as windows: the chunk before is needed too."""
 
@@ -391,7 +391,7 @@ class ChunkIsAWindow(WrongGeometry):
         return group
 
 
-@planted("GEO-3", "check_geo_3_chunked_attention_needs_the_blocks_of_its_chunk")
+@planted("GEO-3")
 class ChunkOfTheLastToken(WrongGeometry):
     """Reads the chunk of the last token of the prefix, not of the one after it."""
 
@@ -405,7 +405,7 @@ class ChunkOfTheLastToken(WrongGeometry):
         return group
 
 
-@planted("GEO-3", "check_geo_3_chunk_may_begin_inside_a_block")
+@planted("GEO-3")
 class RoundsTheChunkUpToBlocks(WrongGeometry):
     """The block that a chunk begins in counts as skipped: its tokens are never there."""
 
@@ -423,7 +423,7 @@ class RoundsTheChunkUpToBlocks(WrongGeometry):
 # --- GEO-3: Mamba ---
 
 
-@planted("GEO-3", "check_geo_3_mamba_needs_the_last_block_only")
+@planted("GEO-3")
 class MambaNeedsEverything(WrongGeometry):
     """States are looked up from the left: the first that was not kept ends the hit."""
 
@@ -431,7 +431,7 @@ class MambaNeedsEverything(WrongGeometry):
         return FullAttention(group.block_size) if isinstance(group, Mamba) else group
 
 
-@planted("GEO-3", "check_geo_3_mamba_needs_the_last_block_only")
+@planted("GEO-3")
 class MambaNeedsTheStateBefore(WrongGeometry):
     """The last two states are wanted."""
 
@@ -446,7 +446,7 @@ class MambaNeedsTheStateBefore(WrongGeometry):
 # --- GEO-4 ---
 
 
-@planted("GEO-4", "check_geo_4_hit_is_shared_by_groups_of_one_kind")
+@planted("GEO-4")
 class TakesTheLongestHit(WrongHit):
     """The best group decides: the others read what is not there."""
 
@@ -455,7 +455,7 @@ class TakesTheLongestHit(WrongHit):
             return self.tables(block_hashes, max(self.each_alone(block_hashes, max_tokens)))
 
 
-@planted("GEO-4", "check_geo_4_full_attention_beside_each_other_kind")
+@planted("GEO-4")
 class TakesTheShortestHit(WrongHit):
     """Each group is asked alone: at the shortest of their hits another has a hole."""
 
@@ -464,7 +464,7 @@ class TakesTheShortestHit(WrongHit):
             return self.tables(block_hashes, min(self.each_alone(block_hashes, max_tokens)))
 
 
-@planted("GEO-4", "check_geo_4_groups_correct_each_other_until_all_agree")
+@planted("GEO-4")
 class AsksEachGroupOnce(WrongHit):
     """One round, each group below the hit of the one before: enough for two groups only."""
 
@@ -478,7 +478,7 @@ class AsksEachGroupOnce(WrongHit):
             return self.tables(block_hashes, num_tokens)
 
 
-@planted("GEO-4", "check_geo_4_kinds_with_holes_beside_each_other")
+@planted("GEO-4")
 class GivesUpWhenGroupsDiffer(WrongHit):
     """Groups that do not agree at once have no hit."""
 
@@ -488,7 +488,7 @@ class GivesUpWhenGroupsDiffer(WrongHit):
             return self.tables(block_hashes, alone.pop() if len(alone) == 1 else 0)
 
 
-@planted("GEO-4", "check_geo_4_every_table_ends_with_the_hit")
+@planted("GEO-4")
 class KeepsTheTableOfTheFirstRound(WrongHit):
     """A full-attention table is not cut when another group shortens the hit."""
 
@@ -504,7 +504,7 @@ class KeepsTheTableOfTheFirstRound(WrongHit):
             return tuple(kept), num_tokens
 
 
-@planted("GEO-4", "check_geo_any_mix_of_groups")
+@planted("GEO-4")
 class ForgetsTheFourthGroup(WrongHit):
     """Three groups are looked up; a fourth is taken to agree."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +11,7 @@ from typing import Any, SupportsIndex
 
 from kvview import GPUBlockPoolView, GuardedView, Leak, PinBudgetExceeded, UnknownBlockError
 from kvview.guard import GuardedLease
+from kvview.guard.home import here
 from kvview.guard.lease import Hold
 from kvview.guard.ledger import Ledger, LedgerView
 from kvview.testing import Mutant
@@ -31,7 +31,7 @@ def _is_plainly_held(guard: GuardedView, block_id: int) -> bool:
     return guard._view._held[block_id] > 0
 
 
-@planted("GUARD-1", "check_guard_1_failed_lease_holds_nothing")
+@planted("GUARD-1")
 class LeasesUntilAnIdIsWrong(WrongGuardPool):
     """Blocks are taken one by one; those before a wrong id stay taken."""
 
@@ -44,7 +44,7 @@ class LeasesUntilAnIdIsWrong(WrongGuardPool):
             return last
 
 
-@planted("GUARD-1", "check_guard_1_lease_of_a_reused_block_is_refused", "vllm#46951")
+@planted("GUARD-1", "vllm#46951")
 class LeasesWhateverIsThere(WrongGuardPool):
     """A block that was reused since it was seen is held, and its bytes stored."""
 
@@ -53,7 +53,7 @@ class LeasesWhateverIsThere(WrongGuardPool):
             pass
 
 
-@planted("GUARD-1", "check_guard_1_hold_beyond_the_budget_is_refused", "vllm#42085")
+@planted("GUARD-1", "vllm#42085")
 class HasNoBudget(WrongGuardPool):
     """One connector may hold the whole pool; the next long request finds none."""
 
@@ -63,7 +63,7 @@ class HasNoBudget(WrongGuardPool):
             self._view.max_blocks = None
 
 
-@planted("GUARD-2", "check_guard_2_lease_gives_back_once")
+@planted("GUARD-2")
 class ReleasesTwice(WrongGuardPool):
     """A lease that has ended takes references of others with it."""
 
@@ -76,7 +76,7 @@ class ReleasesTwice(WrongGuardPool):
             return False
 
 
-@planted("GUARD-2", "check_guard_2_lease_ends_when_an_exception_flies", "vllm#43742")
+@planted("GUARD-2", "vllm#43742")
 class LeaksWhenAnExceptionFlies(WrongGuardPool):
     """The end of a ``with`` block releases on the good path only."""
 
@@ -93,7 +93,7 @@ class _LeakyLease(GuardedLease):
             self.release()
 
 
-@planted("GUARD-2", "check_guard_2_leases_of_one_block_are_counted_apart", "vllm#52372")
+@planted("GUARD-2", "vllm#52372")
 class CountsLeasesByBlock(WrongGuardPool):
     """The end of one job's lease ends what any other job holds of its blocks."""
 
@@ -105,7 +105,7 @@ class CountsLeasesByBlock(WrongGuardPool):
                     super()._end(other)
 
 
-@planted("GUARD-2", "check_guard_2_leased_reference_can_not_be_freed_as_a_plain_one")
+@planted("GUARD-2")
 class FreesLeasesAsPlainHolds(WrongGuardPool):
     """``free_blocks`` gives back what a lease holds; its release does so again."""
 
@@ -117,7 +117,7 @@ class FreesLeasesAsPlainHolds(WrongGuardPool):
                 self._lease_view.free_blocks(leased)
 
 
-@planted("GUARD-2", "check_guard_2_expired_lease_is_not_released_again", "vllm#51637")
+@planted("GUARD-2", "vllm#51637")
 class ReleasesAnExpiredLease(WrongGuardPool):
     """A release that comes after the expiry takes the reference of a newer hold."""
 
@@ -129,7 +129,7 @@ class ReleasesAnExpiredLease(WrongGuardPool):
             return super()._release(lease)
 
 
-@planted("GUARD-3", "check_guard_3_lease_expires", "ROCm/ATOM#2261")
+@planted("GUARD-3", "ROCm/ATOM#2261")
 class HoldsForEver(WrongGuardPool):
     """A peer that never reports keeps its blocks until the engine ends."""
 
@@ -138,7 +138,7 @@ class HoldsForEver(WrongGuardPool):
             pass
 
 
-@planted("GUARD-3", "check_guard_3_leases_expire_by_deadline_not_by_age", "vllm#58222")
+@planted("GUARD-3", "vllm#58222")
 class ExpiresInTheOrderTaken(WrongGuardPool):
     """The reaper looks at the oldest lease only; a short one behind it stays."""
 
@@ -151,7 +151,7 @@ class ExpiresInTheOrderTaken(WrongGuardPool):
             return super()._expire()
 
 
-@planted("GUARD-3", "check_guard_3_renewed_lease_expires_at_its_new_deadline", "vllm#50789")
+@planted("GUARD-3", "vllm#50789")
 class RenewsInPlace(WrongGuardPool):
     """A renewed lease keeps its old place in the queue of deadlines."""
 
@@ -160,17 +160,17 @@ class RenewsInPlace(WrongGuardPool):
             pass
 
 
-@planted("GUARD-4", "check_guard_4_another_thread_is_refused")
+@planted("GUARD-4")
 class ServesAnyThread(WrongGuardPool):
     """Calls from other threads race with the scheduler's."""
 
     class Guard(GuardedView):
         def _check_open(self) -> None:
-            self._thread = threading.get_ident()
+            self._home = here.home
             super()._check_open()
 
 
-@planted("GUARD-5", "check_guard_5_num_pinnable_blocks_tells_what_may_be_held")
+@planted("GUARD-5")
 class TellsItsBudget(WrongGuardPool):
     """A connector that asks is told the whole budget, whatever is held."""
 
@@ -179,7 +179,7 @@ class TellsItsBudget(WrongGuardPool):
             return self._view.max_blocks or 0
 
 
-@planted("GUARD-5", "check_guard_5_budgets_of_one_pool_are_not_added_up")
+@planted("GUARD-5")
 class CountsItsOwnHoldsOnly(WrongGuardPool):
     """Two connectors with half of the pool each leave the engine nothing."""
 
@@ -190,7 +190,7 @@ class CountsItsOwnHoldsOnly(WrongGuardPool):
             self._view.ledger.count_holders()
 
 
-@planted("GUARD-6", "check_guard_6_copies_are_refused")
+@planted("GUARD-6")
 class CopiesLikeAnyObject(WrongGuardPool):
     """A copy of a lease gives back what the original gives back too."""
 
@@ -199,7 +199,7 @@ class CopiesLikeAnyObject(WrongGuardPool):
             return object.__reduce_ex__(self, protocol)
 
 
-@planted("GUARD-7", "check_guard_7_ended_lease_is_not_entered")
+@planted("GUARD-7")
 class EntersAnEndedLease(WrongGuardPool):
     """A ``with`` block copies from blocks that are the engine's again."""
 
@@ -208,7 +208,17 @@ class EntersAnEndedLease(WrongGuardPool):
             pass
 
 
-@planted("GUARD-8", "check_guard_8_failed_expiry_hits_nobody_and_is_tried_again")
+@planted("GUARD-7")
+class OutlivesItsView(WrongGuardPool):
+    """A connector copies from blocks that a lease of a closed view still names."""
+
+    class Guard(GuardedView):
+        @property
+        def is_open(self) -> bool:
+            return True
+
+
+@planted("GUARD-8")
 class ForgetsWhatWasNotTakenBack(WrongGuardPool):
     """A lease that the engine did not take back at its expiry is held for ever."""
 
@@ -218,7 +228,7 @@ class ForgetsWhatWasNotTakenBack(WrongGuardPool):
                 super()._end(hold)
 
 
-@planted("GUARD-9", "check_guard_9_what_is_dropped_while_it_holds_is_told")
+@planted("GUARD-9")
 class GoesInSilence(WrongGuardPool):
     """A guard that is dropped takes the knowledge of what it held with it."""
 
@@ -227,7 +237,7 @@ class GoesInSilence(WrongGuardPool):
             pass
 
 
-@planted("GUARD-9", "check_guard_9_guard_that_goes_with_its_pool_goes_in_silence")
+@planted("GUARD-9")
 class ComplainsOfAPoolThatIsGone(WrongGuardPool):
     """An engine that ends, and takes its connector with it, leaves warnings behind."""
 
@@ -236,7 +246,7 @@ class ComplainsOfAPoolThatIsGone(WrongGuardPool):
             logging.getLogger("kvview").warning("GUARD-9: %r was dropped", self.owner)
 
 
-@planted("GUARD-3", "check_guard_3_what_has_expired_is_told_to_who_asks")
+@planted("GUARD-3")
 class TellsOfTheLastExpiryOnly(WrongGuardPool):
     """Of leases that ended together the last one is told."""
 
@@ -245,7 +255,7 @@ class TellsOfTheLastExpiryOnly(WrongGuardPool):
             return super().release_expired()[-1:]
 
 
-@planted("GUARD-10", "check_guard_10_guards_over_one_view_are_told_apart", "vllm#52372")
+@planted("GUARD-10", "vllm#52372")
 class SharesOneAccount(WrongGuardPool):
     """Two connectors' guards count together: one gives back what the other holds."""
 
@@ -256,7 +266,7 @@ class SharesOneAccount(WrongGuardPool):
                 self._view = view._view
 
 
-@planted("POOL-10", "check_pool_10_close_reports_what_was_held")
+@planted("POOL-10")
 class ForgetsCountsAtTheEnd(WrongGuardPool):
     """The leak report at the end names each block once, however often it is held."""
 
@@ -265,7 +275,7 @@ class ForgetsCountsAtTheEnd(WrongGuardPool):
             return dict.fromkeys(super().close(), 1)
 
 
-@planted("POOL-2", "check_pool_2_two_touches_need_two_frees")
+@planted("POOL-2")
 class LedgerIsASet(WrongGuardPool):
     """The guard knows which blocks it holds, not how often."""
 
@@ -275,7 +285,7 @@ class LedgerIsASet(WrongGuardPool):
             super().touch_blocks([block for block in new if not _is_plainly_held(self, block)])
 
 
-@planted("GUARD-2", "check_guard_2_lease_lets_exceptions_through")
+@planted("GUARD-2")
 class SwallowsWhatWasRaised(WrongGuardPool):
     """A ``with`` block over a lease hides every error of the copy inside."""
 
@@ -291,7 +301,7 @@ class _SwallowingLease(GuardedLease):
         return self.release()
 
 
-@planted("GUARD-3", "check_guard_3_leases_expire_in_calls_that_raise")
+@planted("GUARD-3")
 class ExpiresAfterGoodCallsOnly(WrongGuardPool):
     """A connector that is refused again and again keeps what has expired."""
 
@@ -302,7 +312,7 @@ class ExpiresAfterGoodCallsOnly(WrongGuardPool):
             self._expire()
 
 
-@planted("GUARD-3", "check_guard_3_every_call_lets_leases_expire")
+@planted("GUARD-3")
 class ExpiresWhenItIsTouchedOnly(WrongGuardPool):
     """Whoever only looks is shown what has expired as held."""
 
@@ -312,7 +322,7 @@ class ExpiresWhenItIsTouchedOnly(WrongGuardPool):
             return getattr(self._below, name)(*args)
 
 
-@planted("GUARD-5", "check_guard_5_refused_hold_changes_nothing")
+@planted("GUARD-5")
 class UsesUpItsBudgetByRefusals(WrongGuardPool):
     """Each refused hold takes a block off the budget for good."""
 
@@ -325,7 +335,7 @@ class UsesUpItsBudgetByRefusals(WrongGuardPool):
                 raise
 
 
-@planted("GUARD-5", "check_guard_5_leases_count_until_they_end")
+@planted("GUARD-5")
 class CountsPlainHoldsOnly(WrongGuardPool):
     """Room that leases take is told as room."""
 
@@ -335,7 +345,7 @@ class CountsPlainHoldsOnly(WrongGuardPool):
             return (self._view.max_blocks or 0) - len(plain)
 
 
-@planted("GUARD-5", "check_guard_5_smaller_budget_of_several_counts")
+@planted("GUARD-5")
 class ForgetsTheBudgetBelow(WrongGuardPool):
     """A guard over a guard tells its own budget, which is never to be had."""
 
@@ -350,7 +360,7 @@ class ForgetsTheBudgetBelow(WrongGuardPool):
             return max(0, allowed - self._view.ledger.num_pinned)
 
 
-@planted("GUARD-11", "check_guard_11_leaks_follow_every_path")
+@planted("GUARD-11")
 class ReportsLeasesOnly(WrongGuardPool):
     """What a plain touch holds for ever is in no report."""
 
@@ -359,7 +369,7 @@ class ReportsLeasesOnly(WrongGuardPool):
             return [leak for leak in super().leaks(older_than) if leak.job is not None]
 
 
-@planted("GUARD-11", "check_guard_11_leaks_follow_every_path")
+@planted("GUARD-11")
 class IsAsYoungAsItsRenewal(WrongGuardPool):
     """A lease that is renewed for ever is never old."""
 
@@ -369,7 +379,7 @@ class IsAsYoungAsItsRenewal(WrongGuardPool):
             lease._hold.stamp = self._stamp()
 
 
-@planted("GUARD-11", "check_guard_11_engine_may_take_back_what_was_closed")
+@planted("GUARD-11")
 class TakesBackWhatWasClosed(WrongGuardPool):
     """An engine that ends a connector raises if that had closed its view."""
 
@@ -380,7 +390,7 @@ class TakesBackWhatWasClosed(WrongGuardPool):
             super().free_all()
 
 
-@planted("GUARD-11", "check_guard_11_leaks_end_with_the_block")
+@planted("GUARD-11")
 class ReportsWhatWasGivenBack(WrongGuardPool):
     """Leases that have ended stay in the report."""
 
@@ -390,7 +400,7 @@ class ReportsWhatWasGivenBack(WrongGuardPool):
             self._holds.add(hold)
 
 
-@planted("GUARD-11", "check_guard_11_refused_hold_is_no_leak")
+@planted("GUARD-11")
 class ReportsWhatWasRefused(WrongGuardPool):
     """A lease that the budget refused is told as held."""
 
@@ -403,7 +413,7 @@ class ReportsWhatWasRefused(WrongGuardPool):
                 raise
 
 
-@planted("GUARD-11", "check_guard_11_leaks_name_the_owner")
+@planted("GUARD-11")
 class ReportsAllUnderOneName(WrongGuardPool):
     """Whose a leak is can not be told."""
 
@@ -412,7 +422,7 @@ class ReportsAllUnderOneName(WrongGuardPool):
             return [replace(leak, owner=self.owner) for leak in super().leaks(older_than)]
 
 
-@planted("GUARD-5", "check_guard_any_sequence_of_calls")
+@planted("GUARD-5")
 class CountsABlockForEachGuard(WrongGuardPool):
     """A block that two guards hold takes room for two."""
 
@@ -427,7 +437,7 @@ class CountsABlockForEachGuard(WrongGuardPool):
 # --- what stands around it ---
 
 
-@planted("GUARD-1", "check_guard_1_call_that_the_engine_fails_changes_nothing")
+@planted("GUARD-1")
 class CountsWhatTheEngineRefused(WrongGuardPool):
     """A touch that failed in the engine is held in the guard's books for ever."""
 
@@ -441,7 +451,7 @@ class CountsWhatTheEngineRefused(WrongGuardPool):
                 raise
 
 
-@planted("GUARD-5", "check_guard_5_what_was_held_before_counts")
+@planted("GUARD-5")
 class ForgetsWhatWasHeldBefore(WrongGuardPool):
     """A budget that is set while the server runs starts from nothing."""
 
@@ -451,7 +461,7 @@ class ForgetsWhatWasHeldBefore(WrongGuardPool):
             self._view.ledger.num_pinned = 0
 
 
-@planted("GUARD-6", "check_guard_6_forked_process_is_refused")
+@planted("GUARD-6")
 class GoesOnInAFork(WrongGuardPool):
     """A forked worker gives back what the first process holds."""
 
@@ -460,7 +470,7 @@ class GoesOnInAFork(WrongGuardPool):
             self._view.touch_blocks(block_ids)
 
 
-@planted("GUARD-10", "check_guard_10_view_of_any_kind_is_guarded")
+@planted("GUARD-10")
 class TrustsTheViewBelow(WrongGuardPool):
     """Over an engine that checks nothing, nothing is checked."""
 
@@ -470,7 +480,7 @@ class TrustsTheViewBelow(WrongGuardPool):
                 super().free_blocks(block_ids)
 
 
-@planted("GUARD-11", "check_guard_11_stats_count_what_was_done")
+@planted("GUARD-11")
 class CountsNoRefusals(WrongGuardPool):
     """An exporter shows a connector that never does anything wrong."""
 
@@ -480,7 +490,7 @@ class CountsNoRefusals(WrongGuardPool):
             self._view.count_refused = lambda: None  # type: ignore[method-assign]
 
 
-@planted("GUARD-11", "check_guard_11_traced_leak_names_the_line")
+@planted("GUARD-11")
 class NamesItself(WrongGuardPool):
     """Every leak was taken in the guard's own file."""
 

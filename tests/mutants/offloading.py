@@ -32,7 +32,7 @@ class WrongTier(ReferenceManager):
 # --- OFF-1 ---
 
 
-@planted("OFF-1", "check_off_1_key_under_load_is_not_evicted")
+@planted("OFF-1")
 class DoesNotProtectLoads(WrongTier):
     """A key that is being read is evicted, and its page written."""
 
@@ -46,7 +46,7 @@ class DoesNotProtectLoads(WrongTier):
             pass
 
 
-@planted("OFF-1", "check_off_1_key_under_store_is_not_evicted", "vllm#54914")
+@planted("OFF-1", "vllm#54914")
 class EvictsWhatIsBeingStored(WrongTier):
     """Once the tier is full, keys that are still being written make room."""
 
@@ -61,7 +61,7 @@ class EvictsWhatIsBeingStored(WrongTier):
             return output
 
 
-@planted("OFF-1", "check_off_1_two_loads_of_a_key_need_two_completions")
+@planted("OFF-1")
 class RemembersOneLoadOfAKey(WrongTier):
     """The first of two requests to be done ends the protection of both."""
 
@@ -73,7 +73,7 @@ class RemembersOneLoadOfAKey(WrongTier):
                     super().complete_load([key], ctx)
 
 
-@planted("OFF-1", "check_off_1_completed_load_may_be_evicted", "ascend#10843")
+@planted("OFF-1", "ascend#10843")
 class ProtectsForEver(WrongTier):
     """A load that ended still counts: usage climbs until nothing can be stored."""
 
@@ -85,7 +85,7 @@ class ProtectsForEver(WrongTier):
 # --- OFF-2 ---
 
 
-@planted("OFF-2", "check_off_2_load_of_what_is_not_ready_is_refused")
+@planted("OFF-2")
 class LoadsWhatIsBeingStored(WrongTier):
     """A pending key has a page, and the load reads whatever is in it."""
 
@@ -98,7 +98,7 @@ class LoadsWhatIsBeingStored(WrongTier):
                 self._storing = storing
 
 
-@planted("OFF-2", "check_off_2_failed_load_protects_nothing")
+@planted("OFF-2")
 class ProtectsBeforeItRefuses(WrongTier):
     """Keys before the wrong one stay protected for ever."""
 
@@ -108,7 +108,7 @@ class ProtectsBeforeItRefuses(WrongTier):
             return CPULoadStoreSpec([page for spec in specs for page in spec.block_ids])
 
 
-@planted("OFF-2", "check_off_2_load_names_the_pages_of_the_store")
+@planted("OFF-2")
 class NamesPagesInAnotherOrder(WrongTier):
     """A load gets the right pages, sorted: every block has another's bytes."""
 
@@ -120,7 +120,7 @@ class NamesPagesInAnotherOrder(WrongTier):
 # --- OFF-3 ---
 
 
-@planted("OFF-3", "check_off_3_store_never_evicts_its_own_input")
+@planted("OFF-3")
 class EvictsItsOwnInput(WrongTier):
     """Keys of the same call that are held already are evicted for the new ones."""
 
@@ -131,7 +131,7 @@ class EvictsItsOwnInput(WrongTier):
             return super().prepare_store([key for key in keys if key not in self._pages], ctx)
 
 
-@planted("OFF-3", "check_off_3_refused_store_changes_nothing")
+@planted("OFF-3")
 class EvictsBeforeItRefuses(WrongTier):
     """Room is made key by key; when it does not suffice, what went is gone."""
 
@@ -148,7 +148,7 @@ class EvictsBeforeItRefuses(WrongTier):
             return output
 
 
-@planted("OFF-3", "check_off_3_makes_room_for_all_at_once")
+@planted("OFF-3")
 class EvictsOneKeyACall(WrongTier):
     """A batch that needs more room than one key gives is refused."""
 
@@ -162,7 +162,7 @@ class EvictsOneKeyACall(WrongTier):
             return super().prepare_store(keys, ctx)
 
 
-@planted("OFF-3", "check_off_3_store_leaves_out_what_is_held")
+@planted("OFF-3")
 class ReordersTheBatch(WrongTier):
     """Keys are stored in another order than offered: pages are paired wrongly."""
 
@@ -173,7 +173,7 @@ class ReordersTheBatch(WrongTier):
             return super().prepare_store(list(keys)[::-1], ctx)
 
 
-@planted("OFF-3", "check_off_3_no_page_belongs_to_two_keys", "vllm#52360")
+@planted("OFF-3", "vllm#52360")
 class GivesAPageTwice(WrongTier):
     """After a failed store its page is in the free list twice."""
 
@@ -189,7 +189,7 @@ class GivesAPageTwice(WrongTier):
 # --- OFF-4 ---
 
 
-@planted("OFF-4", "check_off_4_failed_store_is_gone")
+@planted("OFF-4")
 class TakesAFailureForASuccess(WrongTier):
     """A store that failed can be loaded."""
 
@@ -200,7 +200,7 @@ class TakesAFailureForASuccess(WrongTier):
             super().complete_store(keys, ctx, True)
 
 
-@planted("OFF-4", "check_off_4_failed_store_gives_its_room_back", "ascend#16662")
+@planted("OFF-4", "ascend#16662")
 class LeaksThePagesOfFailures(WrongTier):
     """The page of a store that failed or was aborted never comes back."""
 
@@ -213,7 +213,7 @@ class LeaksThePagesOfFailures(WrongTier):
             self._free_pages[:] = before
 
 
-@planted("OFF-4", "check_off_4_failure_of_some_keys_leaves_the_others")
+@planted("OFF-4")
 class FailsTheWholeBatch(WrongTier):
     """One failed key takes every pending key with it."""
 
@@ -224,7 +224,7 @@ class FailsTheWholeBatch(WrongTier):
             super().complete_store(keys if success else list(self._storing), ctx, success)
 
 
-@planted("OFF-4", "check_off_4_store_may_succeed_in_part")
+@planted("OFF-4")
 class GivesRoomBackWithTheWholeBatch(WrongTier):
     """Pages of failed keys are free when the last key of their batch is completed."""
 
@@ -243,7 +243,7 @@ class GivesRoomBackWithTheWholeBatch(WrongTier):
                 self.waiting = ()
 
 
-@planted("OFF-4", "check_off_4_store_may_succeed_in_part")
+@planted("OFF-4")
 class BelievesTheLastCompletion(WrongTier):
     """What the last call says of a batch goes for all its keys: successes are forgotten."""
 
@@ -266,7 +266,7 @@ class BelievesTheLastCompletion(WrongTier):
 # --- OFF-5 to OFF-8 ---
 
 
-@planted("OFF-5", "check_off_5_capacity_is_never_exceeded")
+@planted("OFF-5")
 class HoldsMoreThanFits(WrongTier):
     """An off-by-one in the count of pages."""
 
@@ -274,7 +274,7 @@ class HoldsMoreThanFits(WrongTier):
         return CPUOffloadingManager(self.capacity + 1, name, enable_events=True)
 
 
-@planted("OFF-5", "check_off_5_whole_capacity_can_be_used")
+@planted("OFF-5")
 class WastesAPage(WrongTier):
     """One page is never given to anybody."""
 
@@ -282,7 +282,7 @@ class WastesAPage(WrongTier):
         return CPUOffloadingManager(self.capacity - 1, name, enable_events=True)
 
 
-@planted("OFF-6", "check_off_6_lookup_follows_a_store", "vllm#53498")
+@planted("OFF-6", "vllm#53498")
 class NeverHits(WrongTier):
     """What is stored is stamped, not registered: the tier fills and never serves."""
 
@@ -292,7 +292,7 @@ class NeverHits(WrongTier):
             return LookupResult.MISS if answer is LookupResult.HIT else answer
 
 
-@planted("OFF-6", "check_off_6_lookup_follows_a_store")
+@planted("OFF-6")
 class HitsWhatIsBeingStored(WrongTier):
     """A pending key looks loadable."""
 
@@ -302,7 +302,7 @@ class HitsWhatIsBeingStored(WrongTier):
             return LookupResult.HIT if answer is LookupResult.HIT_PENDING else answer
 
 
-@planted("OFF-6", "check_off_6_prefix_is_looked_up_as_its_keys_are")
+@planted("OFF-6")
 class CountsWhatIsBeingStored(WrongTier):
     """A prefix that is looked up in one call goes on past a pending key."""
 
@@ -312,7 +312,7 @@ class CountsWhatIsBeingStored(WrongTier):
             return next(missing, len(keys))
 
 
-@planted("OFF-6", "check_off_6_evicted_keys_are_what_became_a_miss")
+@planted("OFF-6")
 class ReportsAnEvictionTooFew(WrongTier):
     """The last evicted key is not in the answer: its owner still believes in it."""
 
@@ -327,7 +327,7 @@ class ReportsAnEvictionTooFew(WrongTier):
             return PrepareStoreOutput(output.keys_to_store, output.store_spec, evicted)
 
 
-@planted("OFF-6", "check_off_6_lookup_changes_no_order")
+@planted("OFF-6")
 class LookingIsUsing(WrongTier):
     """A lookup counts as a use: polling keeps keys alive."""
 
@@ -337,7 +337,7 @@ class LookingIsUsing(WrongTier):
             return super().lookup(key, ctx)
 
 
-@planted("OFF-6", "check_off_6_groups_are_different_keys", "vllm#51614")
+@planted("OFF-6", "vllm#51614")
 class IgnoresTheGroup(WrongTier):
     """A key of one KV-cache group answers for all groups."""
 
@@ -347,7 +347,7 @@ class IgnoresTheGroup(WrongTier):
             return super().lookup(same[0] if same else key, ctx)
 
 
-@planted("OFF-6", "check_off_6_touch_ignores_what_is_not_held")
+@planted("OFF-6")
 class TouchesOnlyWhatItHolds(WrongTier):
     """Touching a key that was evicted in the meantime raises."""
 
@@ -356,7 +356,7 @@ class TouchesOnlyWhatItHolds(WrongTier):
             super().touch([key for key in keys if self._pages[key] >= 0], ctx)
 
 
-@planted("OFF-7", "check_off_7_unknown_policy_lists_the_known_ones")
+@planted("OFF-7")
 class TakesAnyPolicyForLRU(WrongTier):
     """A typo in the policy is LRU without a word."""
 
@@ -364,7 +364,7 @@ class TakesAnyPolicyForLRU(WrongTier):
         return super().with_policy(name if name in self.policies else "lru")
 
 
-@planted("OFF-8", "check_off_8_reset_forgets_every_key")
+@planted("OFF-8")
 class ResetsItsPolicyOnly(WrongTier):
     """Keys survive a reset."""
 
@@ -373,7 +373,7 @@ class ResetsItsPolicyOnly(WrongTier):
             self._offers.clear()
 
 
-@planted("OFF-8", "check_off_8_pages_in_flight_are_not_reused")
+@planted("OFF-8")
 class ReusesPagesInFlight(WrongTier):
     """A reset frees pages that a transfer is still writing to."""
 
@@ -392,7 +392,7 @@ class ReusesPagesInFlight(WrongTier):
                 self._free_pages[:] = free
 
 
-@planted("OFF-8", "check_off_8_late_store_is_not_taken_for_a_newer_one", "vllm#51637")
+@planted("OFF-8", "vllm#51637")
 class TakesALateStoreForANewOne(WrongTier):
     """The completion of a store from before a reset ends the store that came after it."""
 
@@ -407,7 +407,7 @@ class TakesALateStoreForANewOne(WrongTier):
             super().complete_store([key for key in keys if key in self._storing], ctx, success)
 
 
-@planted("OFF-8", "check_off_8_late_load_may_still_be_completed", "vllm#52170")
+@planted("OFF-8", "vllm#52170")
 class AssertsThatEveryLoadIsKnown(WrongTier):
     """A completion that comes after a reset finds no job, and the engine dies."""
 
@@ -417,7 +417,7 @@ class AssertsThatEveryLoadIsKnown(WrongTier):
             super().complete_load(keys, ctx)
 
 
-@planted("OFF-3", "check_off_any_sequence_of_calls")
+@planted("OFF-3")
 class RefusesWhenSomethingIsLoaded(WrongTier):
     """Two keys or more under load, and no store is accepted, though there is room."""
 
@@ -433,7 +433,7 @@ class RefusesWhenSomethingIsLoaded(WrongTier):
 # --- OFF-9 ---
 
 
-@planted("OFF-9", "check_off_9_completion_that_nothing_waits_for_is_refused")
+@planted("OFF-9")
 class IgnoresCompletionsOfStrangers(WrongTier):
     """Stores that are not under way are left out without a word."""
 
@@ -444,7 +444,7 @@ class IgnoresCompletionsOfStrangers(WrongTier):
             super().complete_store([key for key in keys if key in self._storing], ctx, success)
 
 
-@planted("OFF-9", "check_off_9_completion_that_nothing_waits_for_is_refused")
+@planted("OFF-9")
 class TakesAnyDirection(WrongTier):
     """Whatever is in flight is ended by whatever completes: no direction is kept."""
 
@@ -453,7 +453,7 @@ class TakesAnyDirection(WrongTier):
             super().complete_load([key for key in keys if key not in self._storing], ctx)
 
 
-@planted("OFF-9", "check_off_9_store_is_completed_once")
+@planted("OFF-9")
 class TakesASecondFailure(WrongTier):
     """A failure that is told again finds its key gone, and says nothing."""
 
@@ -465,7 +465,7 @@ class TakesASecondFailure(WrongTier):
                 super().complete_store(keys, ctx, success)
 
 
-@planted("OFF-9", "check_off_9_store_may_be_completed_in_several_calls")
+@planted("OFF-9")
 class CompletesABatchOnce(WrongTier):
     """The second completion of one prepare_store is taken for an error."""
 
@@ -488,7 +488,7 @@ class CompletesABatchOnce(WrongTier):
             self.batch = frozenset()
 
 
-@planted("OFF-9", "check_off_9_page_of_a_failed_store_is_given_back_once")
+@planted("OFF-9")
 class GivesAPageBackTwice(WrongTier):
     """The second failure is refused when the page is free already: two keys share it."""
 
@@ -505,7 +505,7 @@ class GivesAPageBackTwice(WrongTier):
             super().complete_store(keys, ctx, success)
 
 
-@planted("OFF-9", "check_off_9_as_many_loads_are_completed_as_were_prepared")
+@planted("OFF-9")
 class EndsLoadsAsOftenAsItIsTold(WrongTier):
     """Counts stop at zero: a load too many is taken."""
 
@@ -516,7 +516,7 @@ class EndsLoadsAsOftenAsItIsTold(WrongTier):
                     super().complete_load([key], ctx)
 
 
-@planted("OFF-9", "check_off_9_as_many_loads_are_completed_as_were_prepared")
+@planted("OFF-9")
 class ComparesKeysNotCounts(WrongTier):
     """A key named twice in one completion ends once."""
 
@@ -525,7 +525,7 @@ class ComparesKeysNotCounts(WrongTier):
             super().complete_load(list(dict.fromkeys(keys)), ctx)
 
 
-@planted("OFF-9", "check_off_9_refused_completion_of_stores_changes_nothing")
+@planted("OFF-9")
 class StoresUntilAKeyIsWrong(WrongTier):
     """Stores are completed one by one: those before the wrong key are done."""
 
@@ -537,7 +537,7 @@ class StoresUntilAKeyIsWrong(WrongTier):
                 super().complete_store([key], ctx, success)
 
 
-@planted("OFF-9", "check_off_9_refused_completion_of_loads_changes_nothing")
+@planted("OFF-9")
 class LoadsUntilAKeyIsWrong(WrongTier):
     """Loads are ended one by one: those before the wrong key are evictable."""
 
@@ -547,7 +547,7 @@ class LoadsUntilAKeyIsWrong(WrongTier):
                 super().complete_load([key], ctx)
 
 
-@planted("OFF-9", "check_off_9_late_transfer_is_completed_once_too")
+@planted("OFF-9")
 class TakesAnythingAfterAReset(WrongTier):
     """After a reset, completions of unknown keys are taken for late ones."""
 
@@ -563,7 +563,7 @@ class TakesAnythingAfterAReset(WrongTier):
             super().complete_load(known if self.was_reset else keys, ctx)
 
 
-@planted("OFF-9", "check_off_any_sequence_of_calls")
+@planted("OFF-9")
 class TakesAStoreTooManyWhileItLoads(WrongTier):
     """While keys are loaded, a completed store may be completed again."""
 
@@ -579,7 +579,7 @@ class TakesAStoreTooManyWhileItLoads(WrongTier):
 # --- keys that come and go ---
 
 
-@planted("OFF-3", "check_off_3_what_may_go_is_found")
+@planted("OFF-3")
 class LooksAtTheOldestHalfOnly(WrongTier):
     """Where the older half of the keys is in flight, no room is made."""
 
@@ -593,7 +593,7 @@ class LooksAtTheOldestHalfOnly(WrongTier):
             return super().prepare_store(keys, ctx)
 
 
-@planted("OFF-6", "check_off_6_prefix_ends_at_its_first_hole")
+@planted("OFF-6")
 class LooksFromTheEnd(WrongTier):
     """A prefix is taken for held up to its last key that is."""
 
@@ -603,7 +603,7 @@ class LooksFromTheEnd(WrongTier):
             return len(hits) - hits[::-1].index(True) if any(hits) else 0
 
 
-@planted("OFF-2", "check_off_2_answer_stays_as_it_was")
+@planted("OFF-2")
 class AnswersWithOneObject(WrongTier):
     """All loads are answered with one spec, whose pages are those of the last."""
 
@@ -615,7 +615,7 @@ class AnswersWithOneObject(WrongTier):
             return CPULoadStoreSpec(self._answer)
 
 
-@planted("OFF-12", "check_off_12_key_that_was_evicted_is_stored_again_at_once")
+@planted("OFF-12")
 class ForgetsOffersOfWhatIsStored(WrongTier):
     """A key that was stored needs all its offers again, once it is evicted."""
 

@@ -1,4 +1,4 @@
-"""How a wrong harness class says which law it breaks, and who must see it."""
+"""How a wrong harness class states which law it breaks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ HarnessT = TypeVar("HarnessT", bound=Callable[..., Any])
 
 
 def planter(mutants: list[Mutant]) -> Callable[..., Callable[[HarnessT], HarnessT]]:
-    """Make a class decorator that adds to ``mutants``; the docstring says what is wrong."""
+    """Make a class decorator that adds to ``mutants``; the docstring describes the fault."""
 
-    def planted(
-        law: str, killed_by: str, incident: str | None = None
-    ) -> Callable[[HarnessT], HarnessT]:
+    def planted(law: str, incident: str | None = None) -> Callable[[HarnessT], HarnessT]:
         def add(harness: HarnessT) -> HarnessT:
             what = (harness.__doc__ or "").strip().partition("\n")[0]
-            mutants.append(Mutant(harness, law, killed_by, what, incident))
+            mutants.append(Mutant(harness, law, what, incident))
             return harness
 
         return add

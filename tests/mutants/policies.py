@@ -42,7 +42,7 @@ class WrongARC(WrongOrder):
 # --- OFF-10 ---
 
 
-@planted("OFF-10", "check_off_10_lru_touch_is_a_use")
+@planted("OFF-10")
 class FirstInFirstOut(WrongOrder):
     """A touch changes nothing: a system prompt goes as soon as any other key."""
 
@@ -51,7 +51,7 @@ class FirstInFirstOut(WrongOrder):
             pass
 
 
-@planted("OFF-10", "check_off_10_lru_touch_is_a_use")
+@planted("OFF-10")
 class TouchesHeadsFirst(WrongOrder):
     """The last key of a touch becomes the most recent: chains lose their heads."""
 
@@ -60,7 +60,7 @@ class TouchesHeadsFirst(WrongOrder):
             super().touch(keys[::-1], in_flight)
 
 
-@planted("OFF-10", "check_off_10_lru_first_mention_of_a_key_counts")
+@planted("OFF-10")
 class CountsTheLastMention(WrongOrder):
     """Repeats of one touch are dropped from the wrong end."""
 
@@ -69,7 +69,7 @@ class CountsTheLastMention(WrongOrder):
             super().touch(list(dict.fromkeys(reversed(keys)))[::-1], in_flight)
 
 
-@planted("OFF-10", "check_off_10_lru_evicts_in_the_order_of_stores")
+@planted("OFF-10")
 class EvictsTheMostRecent(WrongOrder):
     """The queue is taken from its other end."""
 
@@ -80,7 +80,7 @@ class EvictsTheMostRecent(WrongOrder):
             return super().pop_oldest(limit, in_flight)
 
 
-@planted("OFF-10", "check_off_10_lru_key_in_flight_keeps_its_place", "vllm 0.24 to 0.30")
+@planted("OFF-10", "vllm 0.24 to 0.30")
 class TakesTheEndOfATransferForAUse(WrongOrder):
     """What was in flight is the most recent when it is done."""
 
@@ -89,7 +89,7 @@ class TakesTheEndOfATransferForAUse(WrongOrder):
             self.touch(list(keys), InFlight(set(), set()))
 
 
-@planted("OFF-10", "check_off_10_lru_store_in_flight_keeps_its_place")
+@planted("OFF-10")
 class IsAsOldAsItsCompletion(WrongTier):
     """A key counts from the end of its store."""
 
@@ -101,7 +101,7 @@ class IsAsOldAsItsCompletion(WrongTier):
             self.touch(keys)
 
 
-@planted("OFF-10", "check_off_10_lru_nothing_else_is_a_use")
+@planted("OFF-10")
 class TakesAnOfferForAUse(WrongTier):
     """Keys that are offered again, and held, become recent."""
 
@@ -114,7 +114,7 @@ class TakesAnOfferForAUse(WrongTier):
             return output
 
 
-@planted("OFF-10", "check_off_10_lru_refused_calls_are_no_uses")
+@planted("OFF-10")
 class TakesARefusalForAUse(WrongTier):
     """An offer that finds no room leaves the order of what it named changed."""
 
@@ -127,7 +127,7 @@ class TakesARefusalForAUse(WrongTier):
             return output
 
 
-@planted("OFF-10", "check_off_10_lru_key_in_flight_keeps_its_place")
+@planted("OFF-10")
 class TouchesWhatIsSetAsideInVain(WrongOrder):
     """A key that was passed over in flight keeps its old place, though it is touched."""
 
@@ -139,14 +139,14 @@ class TouchesWhatIsSetAsideInVain(WrongOrder):
 # --- OFF-11 ---
 
 
-@planted("OFF-11", "check_off_11_arc_keeps_what_was_used_again")
+@planted("OFF-11")
 class IsLRUByAnotherName(WrongARC):
     """One scan takes all that was used again and again."""
 
     Policy = LRUPolicy
 
 
-@planted("OFF-11", "check_off_11_arc_orders_what_was_used_again")
+@planted("OFF-11")
 class OrdersByTheSecondUse(WrongARC):
     """A third use is no use: what is wanted most goes in the order of its second one."""
 
@@ -155,7 +155,7 @@ class OrdersByTheSecondUse(WrongARC):
             super().touch([key for key in keys if key not in self._t2.order], in_flight)
 
 
-@planted("OFF-11", "check_off_11_arc_touch_under_store_is_the_first_use")
+@planted("OFF-11")
 class CountsTheStoringUseTwice(WrongARC):
     """Each request that stores and touches makes its keys frequent."""
 
@@ -164,7 +164,7 @@ class CountsTheStoringUseTwice(WrongARC):
             super().touch(keys, InFlight(in_flight.loading, set()))
 
 
-@planted("OFF-11", "check_off_11_arc_looking_and_loading_are_no_uses")
+@planted("OFF-11")
 class TakesALoadForASecondUse(WrongARC):
     """A request that loads and touches counts twice."""
 
@@ -174,7 +174,7 @@ class TakesALoadForASecondUse(WrongARC):
             self.touch(keys)
 
 
-@planted("OFF-11", "check_off_11_arc_is_the_published_algorithm")
+@planted("OFF-11")
 class HasNoGhosts(WrongARC):
     """What was evicted is forgotten: nothing is ever learnt."""
 
@@ -184,7 +184,7 @@ class HasNoGhosts(WrongARC):
             self._b2.clear()
 
 
-@planted("OFF-11", "check_off_11_arc_new_key_beside_one_that_comes_again")
+@planted("OFF-11")
 class TakesTheCompanyForAGhost(WrongARC):
     """What is stored in one call with a key that comes again counts as used again too."""
 
@@ -199,7 +199,7 @@ class TakesTheCompanyForAGhost(WrongARC):
             return victims
 
 
-@planted("OFF-11", "check_off_11_arc_is_the_published_algorithm")
+@planted("OFF-11")
 class LearnsTheOtherWay(WrongARC):
     """A ghost of what was used once makes less room for such keys."""
 
@@ -213,7 +213,7 @@ class LearnsTheOtherWay(WrongARC):
 # --- OFF-12 ---
 
 
-@planted("OFF-12", "check_off_12_key_is_stored_at_its_nth_offer")
+@planted("OFF-12")
 class StoresOneOfferEarly(WrongTier):
     """An off-by-one in the threshold."""
 
@@ -221,7 +221,7 @@ class StoresOneOfferEarly(WrongTier):
         return type(self)(self.cache_policy, self.capacity, max(1, num_offers - 1))
 
 
-@planted("OFF-12", "check_off_12_key_left_out_takes_no_room")
+@planted("OFF-12")
 class EvictsForWhatIsLeftOut(WrongTier):
     """Room is made before the threshold is looked at."""
 
@@ -236,7 +236,7 @@ class EvictsForWhatIsLeftOut(WrongTier):
             return super().prepare_store(keys, ctx)
 
 
-@planted("OFF-12", "check_off_12_refused_offer_is_no_offer")
+@planted("OFF-12")
 class CountsRefusedOffers(WrongTier):
     """An offer that finds no room counts."""
 
@@ -250,7 +250,7 @@ class CountsRefusedOffers(WrongTier):
             return output
 
 
-@planted("OFF-12", "check_off_12_reset_forgets_offers")
+@planted("OFF-12")
 class RemembersOffersOverAReset(WrongTier):
     """What was offered before a reset is stored at its first offer after it."""
 
@@ -264,7 +264,7 @@ class RemembersOffersOverAReset(WrongTier):
 # --- repeats, and what is left after failures ---
 
 
-@planted("OFF-2", "check_off_2_key_loaded_twice_has_its_page_twice")
+@planted("OFF-2")
 class NamesAPageOnce(WrongTier):
     """A load that names a key twice gets its page once: what follows is paired wrongly."""
 
@@ -274,7 +274,7 @@ class NamesAPageOnce(WrongTier):
             return CPULoadStoreSpec(list(dict.fromkeys(spec.block_ids)))
 
 
-@planted("OFF-3", "check_off_3_repeats_need_no_room")
+@planted("OFF-3")
 class CountsMentionsNotKeys(WrongTier):
     """A batch is refused for its length, though it names few keys."""
 
@@ -285,7 +285,7 @@ class CountsMentionsNotKeys(WrongTier):
             return None if len(keys) > self.num_blocks else super().prepare_store(keys, ctx)
 
 
-@planted("OFF-5", "check_off_5_capacity_outlives_every_failure")
+@planted("OFF-5")
 class LosesThePageThatWasEvictedFor(WrongTier):
     """A failed store gives its page back only while others are free."""
 
@@ -299,7 +299,7 @@ class LosesThePageThatWasEvictedFor(WrongTier):
                 self._free_pages[:] = self._free_pages[1:]
 
 
-@planted("OFF-5", "check_off_5_capacity_outlives_every_failure")
+@planted("OFF-5")
 class EndsLoadsOfWhatIsOffered(WrongTier):
     """What a store protects for its own call it releases altogether, loads of it included."""
 
@@ -314,7 +314,7 @@ class EndsLoadsOfWhatIsOffered(WrongTier):
             return output
 
 
-@planted("OFF-8", "check_off_8_completions_of_before_and_after_in_one_call")
+@planted("OFF-8")
 class EndsEitherOldOrNewLoads(WrongTier):
     """A call that names a late load ends no newer one."""
 
@@ -324,7 +324,7 @@ class EndsEitherOldOrNewLoads(WrongTier):
             super().complete_load(late or keys, ctx)
 
 
-@planted("OFF-8", "check_off_8_resets_one_after_another")
+@planted("OFF-8")
 class ForgetsLateTransfersAtTheNextReset(WrongTier):
     """A second reset takes pages of the first one's transfers for free."""
 
@@ -335,7 +335,7 @@ class ForgetsLateTransfersAtTheNextReset(WrongTier):
             super().reset()
 
 
-@planted("OFF-9", "check_off_9_completion_that_names_a_key_twice")
+@planted("OFF-9")
 class FreesAPageForEachMention(WrongTier):
     """A failure that names a key twice frees its page twice."""
 

@@ -15,7 +15,7 @@ from .planting import planter
 MUTANTS: list[Mutant] = []
 
 
-def wrong_guard(law: str, killed_by: str, incident: str | None = None) -> Any:
+def wrong_guard(law: str, incident: str | None = None) -> Any:
     """A class of guards is wrong."""
 
     def add(guard: type[GuardedTier]) -> type[GuardedTier]:
@@ -30,13 +30,13 @@ def wrong_guard(law: str, killed_by: str, incident: str | None = None) -> Any:
 
         factory.__name__ = factory.__qualname__ = guard.__name__
         factory.__doc__ = guard.__doc__
-        planter(MUTANTS)(law, killed_by, incident)(factory)
+        planter(MUTANTS)(law, incident)(factory)
         return guard
 
     return add
 
 
-@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_raises")
+@wrong_guard("TIER-12")
 class LetsExceptionsOut(GuardedTier):
     """What a store raises in ``put`` ends the engine."""
 
@@ -46,7 +46,7 @@ class LetsExceptionsOut(GuardedTier):
         super().put(job, keys, pages)
 
 
-@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_raises")
+@wrong_guard("TIER-12")
 class EndsItsThread(GuardedTier):
     """``SystemExit`` in a store ends the guard's thread, and all jobs after it are late."""
 
@@ -61,7 +61,7 @@ class EndsItsThread(GuardedTier):
         return found
 
 
-@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_blocks", "vllm#45704")
+@wrong_guard("TIER-12", "vllm#45704")
 class AsksOnTheCallersThread(GuardedTier):
     """A lookup goes to the store at once."""
 
@@ -73,14 +73,14 @@ class AsksOnTheCallersThread(GuardedTier):
         return [flag and was is not False for flag, was in zip(found, known, strict=True)]
 
 
-@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_is_late")
+@wrong_guard("TIER-12")
 class WaitsForEver(GuardedTier):
     """A job that is never reported is never late."""
 
     def _expire(self) -> None: ...
 
 
-@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_is_late")
+@wrong_guard("TIER-12")
 class GivesTheEnginesPagesAway(GuardedTier):
     """A store loads into the engine's own pages: late bytes land in what is another's by then."""
 
@@ -98,7 +98,7 @@ class GivesTheEnginesPagesAway(GuardedTier):
             late += pages
 
 
-@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_is_no_report")
+@wrong_guard("TIER-12")
 class TakesAnyNumberOfFlags(GuardedTier):
     """Flags are passed on as they come."""
 
@@ -109,7 +109,7 @@ class TakesAnyNumberOfFlags(GuardedTier):
             self._done.append((job, given[1:]))
 
 
-@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_is_no_report")
+@wrong_guard("TIER-12")
 class PassesReportsOn(GuardedTier):
     """A report of a job that nobody gave reaches the engine."""
 
@@ -120,7 +120,7 @@ class PassesReportsOn(GuardedTier):
                 self._done.append((987_654_321, [True]))
 
 
-@wrong_guard("TIER-12", "check_tier_12_guard_bears_lies")
+@wrong_guard("TIER-12")
 class LooksAtNoBytes(GuardedTier):
     """Without checksums: what a store says was loaded is taken for it."""
 
@@ -128,7 +128,7 @@ class LooksAtNoBytes(GuardedTier):
         super().__init__(store, namespace, **{**options, "checksum": "none"})
 
 
-@wrong_guard("TIER-12", "check_tier_12_guard_bears_lies")
+@wrong_guard("TIER-12")
 class BelievesLookups(GuardedTier):
     """What failed is found again as soon as the store says so."""
 
@@ -138,7 +138,7 @@ class BelievesLookups(GuardedTier):
         answers.failed = lambda key: answers._known.pop(key, None)
 
 
-@wrong_guard("TIER-12", "check_tier_12_guard_bears_what_is_late")
+@wrong_guard("TIER-12")
 class NeverTriesAgain(GuardedTier):
     """A store that was left alone once is left alone for ever."""
 
@@ -146,7 +146,7 @@ class NeverTriesAgain(GuardedTier):
         super().__init__(store, namespace, **{**options, "retry_after": 1e9})
 
 
-@wrong_guard("TIER-12", "check_tier_12_guard_closes_over_any_store")
+@wrong_guard("TIER-12")
 class ClosesWhenTheStoreDoes(GuardedTier):
     """Close waits for jobs that a store never reports."""
 
@@ -155,7 +155,7 @@ class ClosesWhenTheStoreDoes(GuardedTier):
         super().close()
 
 
-@wrong_guard("TIER-12", "check_tier_12_guard_without_copies")
+@wrong_guard("TIER-12")
 class ReportsWhatTheStoreStillHas(GuardedTier):
     """At its deadline a job is reported although its pages are the store's."""
 

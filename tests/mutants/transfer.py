@@ -48,7 +48,7 @@ def _with_gpu(spec: Any, change: Any) -> Any:
     return tuple(change(side) if isinstance(side, GPULoadStoreSpec) else side for side in spec)
 
 
-@planted("XFER-1", "check_xfer_1_unaligned_chunks_come_back_exactly", "vllm#28950")
+@planted("XFER-1", "vllm#28950")
 class IgnoresTheFirstIndex(WrongWorker):
     """Every transfer begins at the start of a host block."""
 
@@ -62,7 +62,7 @@ class IgnoresTheFirstIndex(WrongWorker):
         worker.transfer_async = transfer_async
 
 
-@planted("XFER-1", "check_xfer_1_wrong_specs_are_refused", "vllm#50687")
+@planted("XFER-1", "vllm#50687")
 class TakesAnyBlockId(WrongWorker):
     """Ids that name no block are replaced by block 0 instead of refused."""
 
@@ -79,7 +79,7 @@ class TakesAnyBlockId(WrongWorker):
         worker.transfer_async = transfer_async
 
 
-@planted("XFER-1", "check_xfer_1_all_groups_in_one_job")
+@planted("XFER-1")
 class MovesTheFirstGroupOnly(WrongWorker):
     """A job of several groups moves the blocks of the first one."""
 
@@ -88,7 +88,7 @@ class MovesTheFirstGroupOnly(WrongWorker):
         worker._pair = lambda *sides: pair(*sides)[:1]
 
 
-@planted("XFER-1", "check_xfer_1_each_group_comes_back_exactly")
+@planted("XFER-1")
 class MovesTheFirstTensorOnly(WrongWorker):
     """Of a group with several tensors the pages of the first are moved."""
 
@@ -101,7 +101,7 @@ class MovesTheFirstTensorOnly(WrongWorker):
         return worker
 
 
-@planted("XFER-2", "check_xfer_2_load_writes_the_named_pages_only")
+@planted("XFER-2")
 class WritesThePadding(WrongWorker):
     """Whole rows are moved: what another group keeps behind a page is overwritten."""
 
@@ -120,7 +120,7 @@ class WritesThePadding(WrongWorker):
         return worker
 
 
-@planted("XFER-2", "check_xfer_2_store_of_part_of_a_chunk_leaves_the_rest")
+@planted("XFER-2")
 class ClearsTheHostBlockFirst(WrongWorker):
     """A store of one GPU block clears the rest of its host block."""
 
@@ -142,7 +142,7 @@ class ClearsTheHostBlockFirst(WrongWorker):
         worker.transfer_async = transfer_async
 
 
-@planted("XFER-2", "check_xfer_2_store_leaves_other_host_blocks")
+@planted("XFER-2")
 class WritesTheNextHostBlockToo(WrongWorker):
     """A store runs over the end of its host block."""
 
@@ -160,7 +160,7 @@ class WritesTheNextHostBlockToo(WrongWorker):
         worker.transfer_async = transfer_async
 
 
-@planted("XFER-3", "check_xfer_3_load_sees_the_store_before_it", "vllm#45704")
+@planted("XFER-3", "vllm#45704")
 class RunsLoadsOnAStreamOfTheirOwn(WrongWorker):
     """Loads do not wait for stores: garbled output."""
 
@@ -170,7 +170,7 @@ class RunsLoadsOnAStreamOfTheirOwn(WrongWorker):
         engine.submit = lambda job: submit(job) if job.to_host else engine._run(job)
 
 
-@planted("XFER-3", "check_xfer_3_store_sees_the_load_before_it")
+@planted("XFER-3")
 class RunsStoresOnAStreamOfTheirOwn(WrongWorker):
     """Stores do not wait for loads: blocks are stored before they are there."""
 
@@ -180,7 +180,7 @@ class RunsStoresOnAStreamOfTheirOwn(WrongWorker):
         engine.submit = lambda job: engine._run(job) if job.to_host else submit(job)
 
 
-@planted("XFER-4", "check_xfer_4_failed_job_says_so")
+@planted("XFER-4")
 class ReportsFailuresAsSuccess(WrongWorker):
     """An error in the copy is logged, and the job reported as done."""
 
@@ -191,7 +191,7 @@ class ReportsFailuresAsSuccess(WrongWorker):
         ]
 
 
-@planted("XFER-4", "check_xfer_4_failed_job_says_so")
+@planted("XFER-4")
 class LosesFailures(WrongWorker):
     """A job that failed is never reported: whoever waits for it waits for ever."""
 
@@ -210,7 +210,7 @@ def _without_block(job: Any, number: int) -> Any:
     return replace(job, moves=moves)
 
 
-@planted("XFER-4", "check_xfer_4_store_that_succeeds_in_part_says_which")
+@planted("XFER-4")
 class ReportsSuccessWithoutABlock(WrongWorker):
     """A block that cannot be stored is left out, and the store reported as done."""
 
@@ -237,7 +237,7 @@ class ChangesResults(WrongWorker):
         return result
 
 
-@planted("XFER-4", "check_xfer_4_store_that_succeeds_in_part_says_which")
+@planted("XFER-4")
 class SaysThatAllWasMoved(ChangesResults):
     """Of a failed store every block is said to be there."""
 
@@ -245,7 +245,7 @@ class SaysThatAllWasMoved(ChangesResults):
         return replace(result, moved=result.moved and [True] * len(result.moved))
 
 
-@planted("XFER-4", "check_xfer_4_store_that_succeeds_in_part_says_which")
+@planted("XFER-4")
 class SaysWhatWasMovedInReverse(ChangesResults):
     """The entries of ``moved`` are those of the blocks from the last to the first."""
 
@@ -253,7 +253,7 @@ class SaysWhatWasMovedInReverse(ChangesResults):
         return replace(result, moved=result.moved and list(result.moved)[::-1])
 
 
-@planted("XFER-4", "check_xfer_4_failed_job_says_so")
+@planted("XFER-4")
 class SaysWhatWasMovedByGroup(ChangesResults):
     """``moved`` has an entry a group, not one a block."""
 
@@ -261,7 +261,7 @@ class SaysWhatWasMovedByGroup(ChangesResults):
         return replace(result, moved=result.moved and result.moved[:1])
 
 
-@planted("XFER-4", "check_xfer_4_failed_job_says_so")
+@planted("XFER-4")
 class SaysWhatALoadMoved(ChangesResults):
     """A load that failed is said to have succeeded in part: its blocks would be computed with."""
 
@@ -275,7 +275,7 @@ def without_the_last(job: Any) -> Any:
     return replace(job, moves=[*others, (group, blocks[:-1], rows[:-1])])
 
 
-@planted("XFER-1", "check_xfer_1_each_group_comes_back_exactly")
+@planted("XFER-1")
 class SkipsTheCopyOnTheSpot(WrongWorker):
     """Jobs small enough for the caller's thread are reported, and not copied."""
 
@@ -285,7 +285,7 @@ class SkipsTheCopyOnTheSpot(WrongWorker):
         copier._copy = lambda job: threading.get_ident() == caller or copy(job)
 
 
-@planted("XFER-1", "check_xfer_1_each_group_comes_back_exactly")
+@planted("XFER-1")
 class LosesTheShareOfTheOtherThreads(WrongWorker):
     """Of jobs that go to a thread the last copy is left out."""
 
@@ -299,7 +299,7 @@ class LosesTheShareOfTheOtherThreads(WrongWorker):
         copier._copy = copy_less
 
 
-@planted("XFER-1", "check_xfer_1_destination_is_named_once")
+@planted("XFER-1")
 class TakesADestinationTwice(WrongWorker):
     """Of two pages for one destination the last one wins."""
 
@@ -317,7 +317,7 @@ class TakesADestinationTwice(WrongWorker):
         worker.transfer_async = transfer_async
 
 
-@planted("XFER-1", "check_xfer_1_source_may_be_named_twice")
+@planted("XFER-1")
 class RefusesASourceTwice(WrongWorker):
     """A page that two requests of a step want is an error."""
 
@@ -332,7 +332,7 @@ class RefusesASourceTwice(WrongWorker):
         worker.transfer_async = transfer_async
 
 
-@planted("XFER-6", "check_xfer_6_store_reads_what_compute_writes")
+@planted("XFER-6")
 class IgnoresTheComputeStream(WrongWorker):
     """Blocks are stored when they are submitted: what is computed just now is not in them."""
 
@@ -344,7 +344,7 @@ class IgnoresTheComputeStream(WrongWorker):
         return worker
 
 
-@planted("XFER-6", "check_xfer_6_load_writes_after_compute")
+@planted("XFER-6")
 class LoadsBesideCompute(WrongWorker):
     """Only stores wait for compute: kernels of the step before write into what was loaded."""
 
@@ -354,7 +354,7 @@ class LoadsBesideCompute(WrongWorker):
         copier.submit = lambda job: submit(job) if job.to_host else copier._run(job)
 
 
-@planted("XFER-6", "check_xfer_6_load_writes_after_compute")
+@planted("XFER-6")
 class MarksComputeLate(WrongWorker):
     """The mark is made, and not waited for, on the worker's thread."""
 
@@ -364,7 +364,7 @@ class MarksComputeLate(WrongWorker):
         copier._run = lambda job, mark=None: run(job)
 
 
-@planted("XFER-6", "check_xfer_6_caller_is_not_blocked_by_compute")
+@planted("XFER-6")
 class WaitsForComputeOnTheCallersThread(WrongWorker):
     """The model stands still until its own kernels have ended."""
 
@@ -378,7 +378,7 @@ class WaitsForComputeOnTheCallersThread(WrongWorker):
         worker.transfer_async = transfer_async
 
 
-@planted("XFER-6", "check_xfer_6_caller_is_not_blocked_by_compute")
+@planted("XFER-6")
 class AsksForComputeUntilItHasEnded(WrongWorker):
     """The same, by polling."""
 
@@ -394,7 +394,7 @@ class AsksForComputeUntilItHasEnded(WrongWorker):
         worker.transfer_async = transfer_async
 
 
-@planted("XFER-6", "check_xfer_6_caller_is_not_blocked_by_compute")
+@planted("XFER-6")
 class RunsTheLastJobFirst(WrongWorker):
     """Jobs that wait for compute run in another order than submitted."""
 
@@ -418,7 +418,7 @@ class RunsTheLastJobFirst(WrongWorker):
         copier.submit = submit_together
 
 
-@planted("XFER-5", "check_xfer_5_caller_is_not_blocked", "vllm#46014")
+@planted("XFER-5", "vllm#46014")
 class CopiesAtOnce(WrongWorker):
     """Every job is done when it is submitted: what a late completion breaks stays hidden."""
 
@@ -426,7 +426,7 @@ class CopiesAtOnce(WrongWorker):
         worker._copier.submit = worker._copier._run
 
 
-@planted("XFER-5", "check_xfer_5_each_job_is_reported_once")
+@planted("XFER-5")
 class ReportsTheLastJobAgain(WrongWorker):
     """The result that was reported last comes once more with the next call."""
 
@@ -442,7 +442,7 @@ class ReportsTheLastJobAgain(WrongWorker):
         worker.get_finished = get_finished
 
 
-@planted("XFER-5", "check_xfer_5_job_without_pages_is_reported")
+@planted("XFER-5")
 class RefusesEmptyJobs(WrongWorker):
     """A job that moves nothing raises."""
 
@@ -457,7 +457,7 @@ class RefusesEmptyJobs(WrongWorker):
         worker.transfer_async = transfer_async
 
 
-@planted("XFER-5", "check_xfer_5_shutdown_may_be_called_twice")
+@planted("XFER-5")
 class ShutsDownOnce(WrongWorker):
     """A second shutdown raises."""
 
@@ -467,7 +467,7 @@ class ShutsDownOnce(WrongWorker):
         worker.shutdown = lambda: next(times)()
 
 
-@planted("XFER-5", "check_xfer_5_shutdown_ends_what_is_in_flight")
+@planted("XFER-5")
 class GoesOnAfterShutdown(WrongWorker):
     """Jobs in flight write into memory that is somebody else's by then."""
 
@@ -480,7 +480,7 @@ class GoesOnAfterShutdown(WrongWorker):
         copier.close = close
 
 
-@planted("XFER-5", "check_xfer_5_shutdown_ends_what_is_in_flight")
+@planted("XFER-5")
 class TakesJobsAfterShutdown(WrongWorker):
     """A job that comes too late is accepted, and never heard of again."""
 
@@ -489,7 +489,7 @@ class TakesJobsAfterShutdown(WrongWorker):
         worker.transfer_async = lambda job_id, spec: bool(start(job_id, spec)) or worker._closed
 
 
-@planted("XFER-1", "check_xfer_1_large_jobs_come_back_exactly")
+@planted("XFER-1")
 class LosesTheEndOfLargeJobs(WrongWorker):
     """Of jobs of more than 2 MiB the last copy is left out."""
 
@@ -502,7 +502,7 @@ class LosesTheEndOfLargeJobs(WrongWorker):
         worker._copier._copy = copy_less
 
 
-@planted("XFER-1", "check_xfer_1_numpy_ids_are_ids")
+@planted("XFER-1")
 class TakesAnArrayForItsFirstId(WrongWorker):
     """Ids in an array are replaced by the first one and those behind it."""
 
@@ -519,7 +519,7 @@ class TakesAnArrayForItsFirstId(WrongWorker):
         worker.transfer_async = transfer_async
 
 
-@planted("XFER-1", "check_xfer_1_gpu_page_is_loaded_once_wherever_it_is_named")
+@planted("XFER-1")
 class ComparesNeighboursOnly(WrongWorker):
     """A GPU page that is named twice is seen when its mentions stand side by side."""
 
@@ -538,7 +538,7 @@ class ComparesNeighboursOnly(WrongWorker):
         worker.transfer_async = transfer_async
 
 
-@planted("XFER-3", "check_xfer_3_small_jobs_wait_for_large_ones")
+@planted("XFER-3")
 class LetsSmallJobsOvertakeLargeOnes(WrongWorker):
     """A job for the caller's thread is run there, whatever large ones wait."""
 
@@ -560,7 +560,7 @@ class LetsSmallJobsOvertakeLargeOnes(WrongWorker):
         copier.submit = submit_one
 
 
-@planted("XFER-5", "check_xfer_5_each_of_thousands_of_jobs_is_reported")
+@planted("XFER-5")
 class KeepsAThousandReports(WrongWorker):
     """The oldest of more than 1,024 reports that nobody asked for is forgotten."""
 
@@ -569,7 +569,7 @@ class KeepsAThousandReports(WrongWorker):
         worker.get_finished = lambda: list(get_finished())[-1024:]
 
 
-@planted("XFER-5", "check_xfer_5_report_is_there_when_wait_returns")
+@planted("XFER-5")
 class StopsWaitingAtAnUnknownJob(WrongWorker):
     """``wait`` returns at the first id that it does not know."""
 
@@ -588,7 +588,7 @@ class StopsWaitingAtAnUnknownJob(WrongWorker):
         worker.get_finished = lambda: [] if late and late.pop() else get_finished()
 
 
-@planted("XFER-1", "check_xfer_1_ids_that_are_no_ints_are_refused")
+@planted("XFER-1")
 class RoundsIds(WrongWorker):
     """Block 3.5 is block 3."""
 
@@ -603,7 +603,7 @@ class RoundsIds(WrongWorker):
         worker.transfer_async = transfer_async
 
 
-@planted("XFER-4", "check_xfer_4_stream_that_fails_fails_the_job")
+@planted("XFER-4")
 class TakesAFailedStreamForAnEndedOne(WrongWorker):
     """What kernels left behind when they failed is stored."""
 
@@ -634,7 +634,7 @@ class _Forgiving:
             self._inner.synchronize()
 
 
-@planted("XFER-7", "check_xfer_7_caches_that_do_not_fit_are_refused")
+@planted("XFER-7")
 class ServesWhatItWasMadeFor(ReferenceTransfer):
     """Caches that do not fit are found out about when a job names them."""
 
@@ -645,7 +645,7 @@ class ServesWhatItWasMadeFor(ReferenceTransfer):
             return super().with_caches(self.kv_caches, 1)
 
 
-@planted("XFER-7", "check_xfer_7_tier_larger_than_memory_is_refused")
+@planted("XFER-7")
 class TakesTheMemoryThatThereIs(ReferenceTransfer):
     """A tier that does not fit is a smaller one, and nobody is told."""
 
@@ -653,7 +653,7 @@ class TakesTheMemoryThatThereIs(ReferenceTransfer):
         return super().with_caches(kv_caches, min(num_cpu_blocks, 1000))
 
 
-@planted("XFER-5", "check_xfer_5_shutdown_lets_go_of_the_caches")
+@planted("XFER-5")
 class KeepsItsCaches(ReferenceTransfer):
     """A worker that was shut down holds the KV caches for as long as somebody holds it."""
 

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 OWN = ("kvview", "kvview_reference", "examples")
 MODULES = (
     "kvview_reference.pool",
+    "kvview_reference.free_queue",
     "kvview_reference.walks",
     "kvview_reference.events",
     "kvview_reference.guard",
@@ -41,11 +42,16 @@ MODULES = (
     "kvview.guard.view",
     "kvview.guard.ledger",
     "kvview.guard.lease",
+    "kvview.guard.queries",
+    "kvview.guard.home",
     "examples.host_cache",
 )
 TIER_MODULES = (
     "kvview_reference.tier.file_store",
     "kvview_reference.tier.file_budget",
+    "kvview_reference.tier.file_lock",
+    "kvview_reference.tier.eviction",
+    "kvview_reference.tier.store_folder",
     "kvview_reference.tier.deleting",
     "kvview_reference.tier.entry",
     "kvview.tier.threaded",

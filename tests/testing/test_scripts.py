@@ -12,18 +12,16 @@ from typing import Any
 
 import pytest
 
-from kvview.testing import CHECKS, Mutant, load_mutants
+from kvview.targets import is_connector
+from kvview.testing import Mutant, load_mutants, run_checks
 from kvview_reference import harness
 
 pytest.importorskip("torch")
 
-NAMES = {check.name for check in CHECKS}
-MUTANTS = [m for m in load_mutants() if isinstance(m, Mutant) and m.killed_by in NAMES]
-CONNECTORS = [m for m in load_mutants() if isinstance(m, Mutant) and m.killed_by not in NAMES]
-ONE_OBJECT = "HasOneAccountForAll"  # its two views are one, which has one name in a script
-DRAWN = random.Random(9).sample([m for m in MUTANTS if m.name != ONE_OBJECT], 30)
-ALONE = ["check_guard_8_failed_expiry_hits_nobody_and_is_tried_again"]
-ALONE += ["check_guard_9_what_is_dropped_while_it_holds_is_told"]
+FAULTS = [m for m in load_mutants() if isinstance(m, Mutant)]
+CONNECTORS = [m for m in FAULTS if is_connector(m.factory)]
+MUTANTS = [m for m in FAULTS if m not in CONNECTORS]
+DRAWN = random.Random(9).sample(MUTANTS, 24)
 PREAMBLE = "from kvview.testing import load_mutants; load_mutants()\n"
 RUNNER = """
 import json, os, sys
@@ -52,15 +50,20 @@ def run_scripts(scripts: dict[str, str]) -> dict[str, str | None]:
 
 
 def script_of(mutant: Mutant) -> str:
-    broken = mutant.run()
-    assert broken is not None, mutant.name
-    return broken.script
+    if is_connector(mutant.factory):
+        broken = mutant.first_failure()
+        assert broken is not None, mutant.name
+        return broken.script
+    report = run_checks(mutant.factory, select=[mutant.law])
+    failures = report.failures or run_checks(mutant.factory).failures
+    assert failures[0].failure is not None, mutant.name
+    return failures[0].failure.script
 
 
 def on_the_right_one(mutant: Mutant, script: str) -> str | None:
     """The script with what the mutant was made from, where that is a reference harness."""
     factory: Any = mutant.factory
-    is_arc = mutant.law == "OFF-11" and "arc" in mutant.killed_by
+    is_arc = mutant.law == "OFF-11"
     for base in getattr(factory, "__mro__", ())[1:]:
         if base.__module__ == harness.__name__:
             name = "offloading_arc" if is_arc else base.__name__
@@ -70,10 +73,9 @@ def on_the_right_one(mutant: Mutant, script: str) -> str | None:
 
 
 def test_scripts_fail_on_the_faulty_code_and_pass_on_the_right_one() -> None:
-    drawn = [*DRAWN, *(m for m in MUTANTS if m.killed_by in ALONE)]
-    scripts = {mutant.name: script_of(mutant) for mutant in drawn}
+    scripts = {mutant.name: script_of(mutant) for mutant in DRAWN}
     assert [name for name, error in run_scripts(scripts).items() if error is None] == []
-    right = {m.name: on_the_right_one(m, scripts[m.name]) for m in drawn}
+    right = {m.name: on_the_right_one(m, scripts[m.name]) for m in DRAWN}
     passed = run_scripts({name: script for name, script in right.items() if script})
     assert [name for name, error in passed.items() if error is not None] == []
     assert len(passed) >= 12

@@ -7,11 +7,15 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from kvview import Connector, KVViewError, TransferSpecError, WorkerConnector
-from kvview.connector.raising import build_connector, where, wrong_type
+from kvview.connector.raising import build_connector, missing_library, where, wrong_type
 from kvview.errors import line_of, split_law
 from kvview.testing import watchdog
 from kvview.testing.connector.invariants import InvariantBroken
 
+_AT_START = {
+    *("__init__", "make_scheduler", "make_worker", "register_kv_caches", "on_engine_ready"),
+    *("bind_gpu_block_pool_view", "bind_gpu_block_pool", "bind_kv_cache_manager"),
+}
 _LAW_OF_WORKER_HOOK = {"register_kv_caches": "XFER-1", "shutdown": "CONN-4"}  # others: CONN-3
 
 
@@ -28,16 +32,23 @@ def hook(name: str, law: str) -> Iterator[None]:
         message = f"{name} {error}" + (f": it is at {line}" if line else "")
         raise InvariantBroken(law, message, is_timeout=True) from error
     except BaseException as error:  # sys.exit() in a hook must not end the check
+        is_start = name.partition(" ")[0] in _AT_START
+        if is_start and (missing := missing_library(error, "the connector")):
+            raise missing from error
         text = line_of(error)
         named, said = split_law(text)
+        is_hook_error = False
         if named and not (law == "CONN-2" and text.startswith("OFF-2")):
             law, text = named, said
         elif isinstance(error, TransferSpecError):
             law = "XFER-1"
+        else:
+            is_hook_error = True
         kind = type(error).__name__
         text = f"{kind}: {text}" if isinstance(error, KVViewError) else f"{kind} {text}"
         at = f" at {line}" if (line := where(error)) else ""
-        raise InvariantBroken(law, f"{name} raised {text}{at}") from error
+        message = f"{name} raised {text}{at}"
+        raise InvariantBroken(law, message, is_hook_error=is_hook_error) from error
 
 
 def calling(name: str) -> AbstractContextManager[None]:
@@ -49,7 +60,8 @@ def require_type(hook: str, answer: object, law: str) -> None:
     """Refuse an answer that no engine can use."""
     if expected := wrong_type(hook, answer):
         told = line_of(answer, repr)
-        raise InvariantBroken(law, f"{hook} returned {told}: expected {expected}")
+        message = f"{hook} returned {told}: expected {expected}"
+        raise InvariantBroken(law, message, is_hook_error=True)
 
 
 def make_worker(connector_class: type[Connector], config: bytes) -> WorkerConnector:

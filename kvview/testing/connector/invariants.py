@@ -21,13 +21,17 @@ class InvariantBroken(AssertionError):
         law: Its number, ``"CONN-4"`` for example.
         message: The values, and what was expected of them.
         is_timeout: Whether it is a hook that did not return.
+        is_hook_error: Whether a hook raised, or returned a value that no engine can use.
     """
 
-    def __init__(self, law: str, message: str, *, is_timeout: bool = False) -> None:
+    def __init__(
+        self, law: str, message: str, *, is_timeout: bool = False, is_hook_error: bool = False
+    ) -> None:
         super().__init__(f"{law}: {message}")
         self.law = law
         self.message = message
         self.is_timeout = is_timeout
+        self.is_hook_error = is_hook_error
 
 
 class EndedLoudly(InvariantBroken):

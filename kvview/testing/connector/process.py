@@ -22,7 +22,14 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from kvview import CanonicalKVCaches, Connector, StepPlan, TransferResult, WorkerConnector
+from kvview import (
+    CanonicalKVCaches,
+    Connector,
+    MissingLibraryError,
+    StepPlan,
+    TransferResult,
+    WorkerConnector,
+)
 from kvview.connector.raising import where
 from kvview.testing import watchdog
 from kvview.testing.connector.hook_calls import calling, hook, make_worker, require_type
@@ -81,8 +88,10 @@ class Child:
                 f"the process of {self._what} died in {name}, exit code {self._process.exitcode}",
             ) from None
         if broken is not None:
-            law, message, is_timeout = broken
-            raise InvariantBroken(law, message, is_timeout=is_timeout)
+            if isinstance(broken, MissingLibraryError):
+                raise broken
+            law, message, is_timeout, is_hook_error = broken
+            raise InvariantBroken(law, message, is_timeout=is_timeout, is_hook_error=is_hook_error)
         return answer
 
     def close(self) -> None:
@@ -109,10 +118,13 @@ def _serve(pipe: Connection, parents: Connection, make: Callable[[], Serve]) -> 
                     with hook("pickling the results", "CONN-3"):
                         told = pickle.dumps((None, answer))
                 except InvariantBroken as error:
-                    told = pickle.dumps(((error.law, error.message, error.is_timeout), None))
+                    how = error.is_timeout, error.is_hook_error
+                    told = pickle.dumps(((error.law, error.message, *how), None))
+                except MissingLibraryError as error:
+                    told = pickle.dumps((error, None))
                 except Exception as error:  # of what runs the hooks
                     message = f"{name} raised {type(error).__name__} {error} at {where(error)}"
-                    told = pickle.dumps((("ENGINE", message, False), None))
+                    told = pickle.dumps((("ENGINE", message, False, False), None))
                 pipe.send_bytes(told)
     except (EOFError, OSError):
         pass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvview.testing.connector.result import Failure, SimulationResult
 
-EVERY = 20
-"""One of so many clean seeds that loaded anything is run twice."""
+EVERY = 10
+"""One of so many seeds is run twice, if it is clean, short, and loaded anything."""
 
 
 def difference(first: SimulationResult, second: SimulationResult) -> str | None:

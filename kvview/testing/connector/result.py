@@ -38,6 +38,7 @@ class Failure:
         step: Steps until then.
         num_events: Events of the scenario that had begun until then.
         is_timeout: Whether a hook did not return.
+        is_hook_error: Whether a hook raised, or returned a value that no engine can use.
     """
 
     law: str
@@ -45,6 +46,7 @@ class Failure:
     step: int
     num_events: int
     is_timeout: bool = False
+    is_hook_error: bool = False
 
     def __str__(self) -> str:
         return f"{self.law}: {self.message} (step {self.step})"
@@ -92,6 +94,12 @@ class ConnectorFailure:
         """Of the run that the script is of, one snapshot a step."""
         return () if self.result is None else self.result.timeline
 
+    @property
+    def is_hook_error(self) -> bool:
+        """Whether a hook raised, or returned a value that no engine can use."""
+        failure = None if self.result is None else self.result.failure
+        return failure is not None and failure.is_hook_error
+
 
 @dataclass(frozen=True)
 class ConnectorRuns:
@@ -101,7 +109,7 @@ class ConnectorRuns:
         connector: Name of the class.
         engine: What ran it, with its version if it has one.
         first_seed: The seeds are those from here on.
-        num_seeds: How many were run.
+        num_seeds: How many of them were played.
         failures: One a seed that broke a law; the first of each law is shrunk.
         seconds: How long it took.
         coverage: What happened how often, over all seeds.
@@ -109,6 +117,7 @@ class ConnectorRuns:
         steps: Fewest scheduler steps of a run; None for what the scenarios say.
         notes: What a reader must know and no law forbids, a line each.
         typical: Where the blocks were in a run that loaded as often as most do.
+        num_asked: How many seeds were to be played.
     """
 
     connector: str
@@ -122,11 +131,22 @@ class ConnectorRuns:
     steps: int | None = None
     notes: Sequence[str] = ()
     typical: Sequence[Snapshot] = ()
+    num_asked: int = 0
 
     @property
     def is_clean(self) -> bool:
         """Whether every seed ended, none broke a law, and all that must happen did."""
-        return not (self.is_interrupted or self.failures or self.not_exercised)
+        is_whole = not (self.is_interrupted or self.is_cut_short)
+        return is_whole and not (self.failures or self.not_exercised)
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether a failure, or Ctrl-C, ended it before the last seed."""
+        return self.num_seeds < self.num_asked
+
+    def progress(self) -> str:
+        """How far it came: ``29 of 200 seeds, 0 failed``."""
+        return f"{self.num_seeds} of {self.num_asked} seeds, {len(self.failures)} failed"
 
     @property
     def not_exercised(self) -> Sequence[Gap]:
@@ -149,8 +169,8 @@ class ConnectorRuns:
     def summary(self) -> str:
         """What a person reads: how it went, and a paragraph and a script for each law."""
         seeds = f"{self.num_seeds} seeds from {self.first_seed}"
-        if self.is_interrupted:
-            seeds += f", then interrupted in seed {self.first_seed + self.num_seeds}"
+        if self.is_cut_short:
+            seeds = self.progress() + ", interrupted" * self.is_interrupted
         head = f"{self.connector}: {seeds} in {self.seconds:.1f} s"
         notes = "".join(f"\n{note}" for note in self.notes)
         if not self.failures:

@@ -16,6 +16,7 @@ from kvview import (
     Connector,
     ConnectorConfig,
     ConnectorError,
+    HookError,
     OffloadKey,
     PinBudgetExceeded,
     SchedulerConnector,
@@ -371,12 +372,17 @@ class Run:
             self._coverage["ended by a copy that failed"] += 1
         except InvariantBroken as broken:
             self._raise_ignored_budget(broken)
-            failure = self._failure(broken.law, broken.message, broken.is_timeout)
+            failure = replace(
+                self._failure(broken.law, broken.message),
+                is_timeout=broken.is_timeout,
+                is_hook_error=broken.is_hook_error,
+            )
         except ConnectorError as error:
             self._raise_ignored_budget(error)
             law, colon, message = str(error).partition(": ")
             is_law = bool(colon) and law.startswith("CONN-")
             failure = self._failure(*((law, message) if is_law else ("CONN-3", str(error))))
+            failure = replace(failure, is_hook_error=isinstance(error, HookError))
         finally:
             if self._stream is not None:
                 self._stream.finish()  # a worker's threads wait for it
@@ -435,7 +441,7 @@ class Run:
     def _lap_loads(self) -> tuple[int, ...]:
         return tuple(b - a for a, b in pairwise([0, *self._loaded_by_lap]))
 
-    def _failure(self, law: str, message: str, is_timeout: bool = False) -> Failure:
+    def _failure(self, law: str, message: str) -> Failure:
         parts = [part for part in self._parts if hasattr(part, "worker")]
         if jobs := [job for part in parts for job in part.worker.not_waited_for]:
             message += (
@@ -443,7 +449,7 @@ class Run:
                 f"returned: it has to block until they have ended, and what is told here may "
                 f"follow from that"
             )
-        return Failure(law, message, self._num_steps, self._num_begun, is_timeout)
+        return Failure(law, message, self._num_steps, self._num_begun)
 
     def _play(self, event: Event) -> None:
         match event:

@@ -6,94 +6,128 @@ after round, until nothing more can go or the budget is spent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import replace
 
 from kvview import CacheGeometry
 from kvview.testing.connector.result import SimulationResult
 from kvview.testing.connector.scenario import Add, Fate, Scenario, Squeeze, Step
 
-Simulate = Callable[[Scenario], SimulationResult]
+PlayAll = Callable[[Iterable[Scenario]], Generator[SimulationResult, None, None]]
+"""Plays scenarios, perhaps ahead of what is asked for, and answers in order."""
 
 MAX_RUNS = 400
 """Scenarios that are tried, by default."""
-_LAPS_THAT_COUNT = 6  # as one run more: a long one would take minutes to make smaller
+_STEPS_THAT_COUNT = 50  # as one run more: a long one would take minutes to make smaller
 
 
 def shrink(
-    result: SimulationResult, simulate: Simulate, max_runs: int = MAX_RUNS
+    result: SimulationResult, play_all: PlayAll, max_runs: int = MAX_RUNS
 ) -> SimulationResult:
     """The smallest run found that breaks the same law.
 
     Args:
         result: A run that failed.
-        simulate: Runs a scenario.
+        play_all: Plays scenarios.
         max_runs: Scenarios that may be tried; a long one counts as several.
     """
-    return _Shrinker(result, simulate, max_runs).shrink()
+    shrinker = Shrinker(result, play_all, max_runs)
+    shrinker.shrink()
+    return shrinker.best
 
 
-class _Shrinker:
-    def __init__(self, result: SimulationResult, simulate: Simulate, max_runs: int) -> None:
+class Shrinker:
+    """Makes one failing run smaller.
+
+    Args:
+        result: The run.
+        play_all: As for :func:`shrink`, and so is the next.
+        max_runs: That may be tried.
+    """
+
+    def __init__(self, result: SimulationResult, play_all: PlayAll, max_runs: int) -> None:
         assert result.failure is not None, "only what fails is shrunk"
         self.best = result
+        self.runs_left = max_runs
         self._law = result.failure.law
-        self._simulate = simulate
-        self._runs_left = max_runs
+        self._play_all = play_all
 
-    def shrink(self) -> SimulationResult:
+    def shrink(self) -> None:
+        """Make :attr:`best` smaller, until nothing more can go or all runs are used up."""
         failure = self.best.failure
         assert failure is not None, "the best run fails"
         laps = self._scenario.laps
-        while laps > 1 and self._try(replace(self._scenario, laps=laps // 2)):
+        while laps > 1 and self._takes(replace(self._scenario, laps=laps // 2)):
             laps //= 2
-        self._try(replace(self._scenario, events=self._scenario.events[: failure.num_events]))
-        self._try(replace(self._scenario, fates=()))
-        self._try(replace(self._scenario, num_connectors=1))
+        self._takes(replace(self._scenario, events=self._scenario.events[: failure.num_events]))
+        self._takes(replace(self._scenario, fates=()))
+        self._takes(replace(self._scenario, num_connectors=1))
         before = None
-        while self._runs_left > 0 and self._scenario != before:
+        while self.runs_left > 0 and self._scenario != before:
             before = self._scenario
             self._drop_events()
             self._take_all(_simpler_geometries)
             self._take_all(_simpler_fates)
             self._take_all(_simpler_events)
             self._take_all(_simpler_sizes)
-        return self.best
 
     @property
     def _scenario(self) -> Scenario:
         return self.best.scenario
 
-    def _try(self, scenario: Scenario) -> bool:
-        if self._runs_left <= 0 or scenario == self._scenario:
-            return False
-        self._runs_left -= 1 + scenario.laps // _LAPS_THAT_COUNT
-        result = self._simulate(scenario)
+    def _takes(self, scenario: Scenario) -> bool:
+        return self._take_first([scenario]) is not None
+
+    def _take_first(self, scenarios: Iterable[Scenario]) -> int | None:
+        """Take the first that still fails; its place among them, None when none does."""
+        if self.runs_left <= 0:
+            return None
+        asked: list[Scenario] = []
+
+        def others() -> Iterator[Scenario]:
+            for scenario in scenarios:
+                if scenario != self._scenario:
+                    asked.append(scenario)
+                    yield scenario
+
+        with closing(self._play_all(others())) as results:
+            for place, result in enumerate(results):
+                self.runs_left -= 1 + result.coverage.get("steps", 0) // _STEPS_THAT_COUNT
+                if self._is_smaller(asked[place], result):
+                    self.best = result
+                    return place
+                if self.runs_left <= 0:
+                    break
+        return None
+
+    def _is_smaller(self, asked: Scenario, result: SimulationResult) -> bool:
         if result.failure is None or result.failure.law != self._law:
             return False
-        is_other = scenario.geometry != self._scenario.geometry
-        if result.scenario == self._scenario or (
-            is_other and result.scenario.geometry == self._scenario.geometry
-        ):
-            return False  # the engine cannot play what is simpler in it
-        self.best = result
-        return True
+        before, after = self._scenario, result.scenario
+        is_other = asked.geometry != before.geometry
+        # Otherwise the engine cannot play what is simpler in it.
+        return after != before and not (is_other and after.geometry == before.geometry)
 
     def _drop_events(self) -> None:
         size = max(1, len(self._scenario.events) // 2)
         while size:
             start = 0
-            while start < len(self._scenario.events):
-                events = self._scenario.events
-                fewer = events[:start] + events[start + size :]
-                if not self._try(replace(self._scenario, events=fewer)):
-                    start += size
+            while (place := self._take_first(_without(self._scenario, start, size))) is not None:
+                start += place * size
             size //= 2
 
     def _take_all(self, candidates: Callable[[Scenario], Iterator[Scenario]]) -> None:
         """Take the first candidate that still fails, and ask again, until none does."""
-        while any(self._try(candidate) for candidate in candidates(self._scenario)):
+        while self._take_first(candidates(self._scenario)) is not None:
             pass
+
+
+def _without(scenario: Scenario, start: int, size: int) -> Iterator[Scenario]:
+    """A scenario without some events, from each place on."""
+    events = scenario.events
+    for at in range(start, len(events), size):
+        yield replace(scenario, events=events[:at] + events[at + size :])
 
 
 def _simpler_geometries(scenario: Scenario) -> Iterator[Scenario]:

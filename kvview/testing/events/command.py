@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvview.cli.echo import echo
 from kvview.cli.exit_codes import EXIT_CODES, ExitCode
-from kvview.cli.output import JSONOption, Seconds, require_writable, write_json
+from kvview.cli.output import JSONOption, OutputFile, Seconds, Whole, write_json
 from kvview.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kvview.events.channel import Listener
     from kvview.events.recording import Message
     from kvview.events.wire import AnyEvent, Batch
     from kvview.testing.events.consumers import Consumer, Judgement
@@ -43,7 +45,7 @@ def events() -> None:
 def _heard(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of every command that takes a SOURCE."""
     for option in (
-        click.option("--messages", type=click.IntRange(1), help="End after so many."),
+        click.option("--messages", type=Whole(1), help="End after so many."),
         click.option("--seconds", type=Seconds(), help="End after so long."),
         click.option("--topic", default="", help="What the topics begin with.  [default: any]"),
         click.option(
@@ -84,7 +86,6 @@ def validate(
     from kvview.testing.events.consumers import CONSUMERS, find_consumer
     from kvview.testing.events.stream_fold import StreamFold
 
-    require_writable("--json", json_file)
     chosen = CONSUMERS if "all" in consumers else tuple(map(find_consumer, consumers))
     strict = None if format_name is None else find_format(format_name)
     decoder = EventDecoder(strict, strict=strict is not None)
@@ -112,16 +113,15 @@ def tail(source: str, json_file: str | None, **heard: Any) -> None:
     """
     from kvview.testing.events.stream_fold import StreamFold
 
-    require_writable("--json", json_file)
     is_taken = json_file == "-"
     report = _Report(StreamFold())
     with suppress(KeyboardInterrupt):
         for message in _messages(source, report, **heard):
             batch, found = report.fold.apply(message.sequence, message.payload)
             for event in () if batch is None else batch.events:
-                click.echo(f"{message.sequence:>8} {_line(event, report.fold.sizes)}", err=is_taken)
+                echo(f"{message.sequence:>8} {_line(event, report.fold.sizes)}", err=is_taken)
             for finding in found:
-                click.echo(f"{finding.sequence:>8} ! {finding.law}: {finding.what}", err=is_taken)
+                echo(f"{finding.sequence:>8} ! {finding.law}: {finding.what}", err=is_taken)
             report.note(found)
         report.has_ended = True
     report.show_held(is_taken)
@@ -131,21 +131,25 @@ def tail(source: str, json_file: str | None, **heard: Any) -> None:
 
 @events.command(epilog=EXIT_CODES)
 @click.argument("endpoint")
-@click.argument("file")
+@click.argument("file", type=OutputFile(may_be_stdout=False))
 @_heard
 def record(endpoint: str, file: str, **heard: Any) -> None:
     """Write the messages of ENDPOINT into FILE (.jsonl, or .jsonl.gz)."""
     from kvview.events.recording import Recording
     from kvview.testing.events.stream_fold import StreamFold
 
-    require_writable("FILE", file)
+    if "://" not in endpoint:
+        raise ConfigError(
+            f"{endpoint!r} is not an endpoint: expected tcp://HOST:PORT or ipc://PATH"
+        )
     report = _Report(StreamFold())
+    messages = _messages(endpoint, report, **heard)  # before a file is overwritten
     with Recording(file) as recording, suppress(KeyboardInterrupt):
-        for message in _messages(endpoint, report, **heard):
+        for message in messages:
             recording.write(message)
             report.note(report.fold.apply(message.sequence, message.payload)[1])
         report.has_ended = True
-    click.echo(f"{report.fold.num_messages} messages in {file}")
+    echo(f"{report.fold.num_messages} messages in {file}")
     sys.exit(report.code())
 
 
@@ -178,11 +182,11 @@ def replay(file: str, endpoint: str, replay_to: str | None, wait: float, linger:
     first = list(islice(messages, 1))  # what cannot be read is said before anybody connects
     payloads = (message.payload for message in chain(first, messages))
     with Publisher(endpoint, replay_to) as publisher:
-        click.echo(f"publishing at {publisher.endpoint}", err=True)
+        echo(f"publishing at {publisher.endpoint}", err=True)
         time.sleep(wait)
         number = sum(1 for _ in map(publisher.publish, payloads))
         time.sleep(linger)
-    click.echo(f"{number} messages published")
+    echo(f"{number} messages published")
     sys.exit(ExitCode.CLEAN if number else ExitCode.NOT_CHECKED)
 
 
@@ -195,15 +199,14 @@ def _messages(
     topic: str,
     replay_from: str | None,
 ) -> Iterator[Message]:
+    from kvview.events.channel import Listener
+
     found = _recorded(source, topic)
     if "://" in source:
-        found = _live(source, report, topic, replay_from, seconds)
+        found = _live(Listener(source, replay_from, topic=topic), report, seconds)
     elif replay_from is not None or seconds is not None:
         raise ConfigError(f"--replay-from and --seconds are for an endpoint. {_SOURCE}")
-    for number, message in enumerate(found, start=1):
-        yield message
-        if number == messages:
-            return
+    return islice(found, messages)
 
 
 def _recorded(source: str, topic: str) -> Iterator[Message]:
@@ -212,14 +215,10 @@ def _recorded(source: str, topic: str) -> Iterator[Message]:
     return (message for message in read_recording(source) if message.topic.startswith(topic))
 
 
-def _live(
-    source: str, report: _Report, topic: str, replay_from: str | None, seconds: float | None
-) -> Iterator[Message]:
+def _live(listener: Listener, report: _Report, seconds: float | None) -> Iterator[Message]:
     """What is heard; what was missed comes before what follows it."""
-    from kvview.events.channel import Listener
-
     end = None if seconds is None else time.monotonic() + seconds
-    with Listener(source, replay_from, topic=topic) as listener:
+    with listener:
         while end is None or time.monotonic() < end:
             left = 0.2 if end is None else max(0.0, min(0.2, end - time.monotonic()))
             for line in listener.link_news():
@@ -250,12 +249,12 @@ class _Report:
         self.num_troubles += 1
         kinds = {line.partition(":")[0] for line in self.trouble}
         if trouble.partition(":")[0] not in kinds:
-            click.echo(f"kvview: {trouble}", err=True)
+            echo(f"kvview: {trouble}", err=True)
             self.trouble.append(trouble)
 
     def note_link(self, line: str) -> None:
         """What became of the connection: no fault, but whoever listens should know."""
-        click.echo(f"kvview: {line}", err=True)
+        echo(f"kvview: {line}", err=True)
         self.connection = [*self.connection, line][-_SHOWN:]
 
     def judge(self, consumer: Consumer, batch: Batch | None) -> None:
@@ -279,44 +278,44 @@ class _Report:
     def show(self, is_quiet: bool) -> None:
         """Everything for people; on stderr when stdout has the JSON."""
         for finding in self.findings[:_SHOWN]:
-            click.echo(f"message {finding.sequence}: {finding.law}: {finding.what}", err=is_quiet)
+            echo(f"message {finding.sequence}: {finding.law}: {finding.what}", err=is_quiet)
         if self.num_findings > _SHOWN:
-            click.echo(f"... and {self.num_findings - _SHOWN} more", err=is_quiet)
+            echo(f"... and {self.num_findings - _SHOWN} more", err=is_quiet)
         for name, judged in self.judged.items():
             for judgement, count in judged.most_common():
                 thread = f" ({judgement.thread})" if judgement.thread else ""
                 why = f": {judgement.why}" if judgement.why else ""
-                click.echo(f"{name}: {count} {judgement.verdict.value}{why}{thread}", err=is_quiet)
+                echo(f"{name}: {count} {judgement.verdict.value}{why}{thread}", err=is_quiet)
         self.show_held(is_quiet)
 
     def show_held(self, is_quiet: bool = False) -> None:
         fold = self.fold
         formats = ", ".join(fold.formats) or "no format"
         replayed = f", {self.num_replayed} of them replayed" if self.num_replayed else ""
-        click.echo(
+        echo(
             f"{fold.num_messages} messages{replayed}, {fold.num_events.total()} events, {formats}",
             err=is_quiet,
         )
         for medium, held in sorted(fold.held.items()):
             tokens, unsized = fold.sizes.num_tokens(held)
             unknown = f"; of {unsized} the size is not known" if unsized else ""
-            click.echo(f"{medium}: {len(held)} blocks, {tokens} tokens{unknown}", err=is_quiet)
+            echo(f"{medium}: {len(held)} blocks, {tokens} tokens{unknown}", err=is_quiet)
         if fold.num_copies_left:
-            click.echo(
+            echo(
                 f"{fold.num_copies_left} removals leave another copy: a reader that does not "
                 f"count copies loses the block (vllm-project/vllm#55092)",
                 err=is_quiet,
             )
         if fold.num_sparse:
-            click.echo(
+            echo(
                 f"{fold.num_sparse} stores of windows name fewer blocks than their tokens fill: "
                 f"which tokens are whose is not said",
                 err=is_quiet,
             )
         if self.num_troubles > 1:
-            click.echo(f"{self.num_troubles} times something else came, or nothing", err=is_quiet)
+            echo(f"{self.num_troubles} times something else came, or nothing", err=is_quiet)
         if fold.num_messages and not fold.knows_all:
-            click.echo("not all was heard: what lies where is a part", err=is_quiet)
+            echo("not all was heard: what lies where is a part", err=is_quiet)
 
     def write(self, json_file: str | None, source: str) -> None:
         from kvview.testing.events.stream_report import JudgedEvents, StreamReport

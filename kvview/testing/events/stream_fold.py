@@ -19,9 +19,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 from kvview.errors import WireFormatError
 from kvview.events import MEDIUM_GPU
@@ -38,6 +40,12 @@ from kvview.testing.events.wire_sizes import WireSizes
 
 FULL_KINDS = ("full_attention", "mla_attention", "sink_full_attention")
 """Of ``kv_cache_spec_kind``: every block of a prefix is read."""
+
+MAX_FINDINGS = 1000
+"""Of one message; the others are counted."""
+
+MAX_GAPS = 1000
+"""Gaps that are remembered, the last ones: a message that was missed may come late."""
 
 _Key = tuple[Hash, int | None]  # of a block: its hash, and its group
 
@@ -99,15 +107,21 @@ class StreamFold:
             self.knows_all = False
             return None, [*found, Finding(sequence, "FORMAT", unreadable)]
         self.formats[batch.wire_format.name] += 1
-        found += [Finding(sequence, "FORMAT", problem) for problem in batch.problems]
+        all_ = chain(found, self._judge(sequence, batch, is_new))
+        found = [*islice(all_, MAX_FINDINGS)]
+        if more := sum(1 for _ in all_):
+            found.append(Finding(sequence, "FORMAT", f"{more} further findings in this message"))
+        return batch, found
+
+    def _judge(self, sequence: int, batch: Batch, is_new: bool) -> Iterator[Finding]:
+        for problem in batch.problems:
+            yield Finding(sequence, "FORMAT", problem)
         for number, event in enumerate(batch.events if is_new else ()):
             self.num_events[type(event).__name__] += 1
-            found += [
-                Finding(sequence, law, f"event {number} {what}") for law, what in self._fold(event)
-            ]
+            for law, what in self._fold(event):
+                yield Finding(sequence, law, f"event {number} {what}")
         for number, what in self.sizes.apply(batch.events) if is_new else ():
-            found.append(Finding(sequence, "FORMAT", f"event {number} {what}"))
-        return batch, found
+            yield Finding(sequence, "FORMAT", f"event {number} {what}")
 
     def _number(self, sequence: int, time: float | None) -> tuple[bool, list[Finding]]:
         """Whether a message is new, and what is wrong with its number."""
@@ -118,7 +132,7 @@ class StreamFold:
         if expected is None:
             self.knows_all = sequence == 0
         elif sequence > expected:
-            self.gaps.append(range(expected, sequence))
+            self.gaps = [*self.gaps, range(expected, sequence)][-MAX_GAPS:]
             self.knows_all = False
             told = f"{sequence - expected} messages from {expected} are missing"
         elif sequence == 0 or (sequence < expected and is_later):
@@ -130,13 +144,14 @@ class StreamFold:
             self.gaps = [range(sequence)] if sequence else []
             self.knows_all = sequence == 0
         elif sequence < expected:
-            late = next((gap for gap in self.gaps if sequence in gap), None)
+            at = bisect_right(self.gaps, sequence, key=lambda gap: gap.start) - 1
+            late = self.gaps[at] if at >= 0 and sequence in self.gaps[at] else None
             told = f"the message comes {'again' if late is None else 'late'}, after {expected - 1}"
             self.knows_all = False
             if late is not None:
-                at = self.gaps.index(late)
                 parts = range(late.start, sequence), range(sequence + 1, late.stop)
                 self.gaps[at : at + 1] = [part for part in parts if part]
+                self.gaps = self.gaps[-MAX_GAPS:]
             return late is not None, [Finding(sequence, "EVENT-3", told)]
         self._next = sequence + 1
         return True, [Finding(sequence, "EVENT-3", told)] if told else []

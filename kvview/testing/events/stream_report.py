@@ -42,7 +42,7 @@ class StreamReport:
         copies_left: Removals that left another copy.
         sparse: Stores of windows that name fewer blocks than their tokens fill.
         knows_all: Whether ``held`` is the whole, because nothing was missed.
-        missing: First sequence number of a gap, and the one after its last.
+        missing: First sequence number of a gap, and the one after its last; the last 1,000 gaps.
         num_findings: What is wrong, all of it.
         findings: What is wrong: the first 10,000.
         trouble: What prevented hearing.

@@ -357,6 +357,15 @@ def check_guard_7_ended_lease_is_not_entered(pool: PoolDriver) -> None:
     pool.check_free(first, second)
 
 
+@pool_check("GUARD-7", LEASES, Capability.CLOSE)
+def check_guard_7_lease_of_a_closed_view_has_ended(pool: PoolDriver) -> None:
+    """A lease is not active once its view was closed, and its release gives nothing back."""
+    lease = _lease(pool, "lease", [pool.blocks[1]])
+    pool.call(pool.harness, "close")
+    pool.equal(pool.read(lease, "is_active"), False, "a lease of a closed view is not active")
+    pool.equal(pool.call(lease, "release"), False, "a lease of a closed view is not released")
+
+
 @pool_check("GUARD-8", LEASES, Capability.GUARDS)
 def check_guard_8_failed_expiry_hits_nobody_and_is_tried_again(pool: PoolDriver) -> None:
     """An engine that does not take blocks back at an expiry gets them later, once."""

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 
 import click
-from rich.console import Console
 from rich.control import Control
 from rich.markup import escape
 from rich.segment import ControlType
 from rich.table import Table
 
+from kvview.cli.console import Console
 from kvview.cli.exit_codes import ExitCode
 from kvview.errors import ConfigError, KVViewError
 from kvview.testing.upgrade import (
@@ -105,9 +105,8 @@ def _options_of_each(context: click.Context, engine: str) -> list[str]:
     """What the user gave, but for what is about the whole, as arguments of each process."""
     if context.params["engine"] not in (None, engine):
         raise ConfigError(f"--{engine} runs that engine, and not {context.params['engine']!r}")
-    for own, what in (("page_file", "--html"), ("badge_file", "--badge"), ("level", "--level")):
-        if context.params[own] is not None:
-            raise ConfigError(f"{what} is for one release: leave out --{engine}, or {what}")
+    if context.params["page_file"] is not None:
+        raise ConfigError(f"--html is for one release: leave out --{engine}, or --html")
     options = []
     for option in context.command.params:
         name = option.name or ""
@@ -168,7 +167,7 @@ def _show_changes(console: Console, report: UpgradeReport) -> None:
 def _print(console: Console, table: Table) -> None:
     """Where there is no terminal, a file or CI, wide enough for a sentence a row."""
     if not console.is_terminal and console.width < _WIDTH:
-        console = Console(file=console.file, width=_WIDTH, emoji=False)
+        console = Console(file=console.file, width=_WIDTH, markup=True)
     console.print(table)
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol
 
 from kvview.errors import ConfigError
-from kvview.testing.connector.harness import load_factory_class
+
+ENTRY_POINTS = "kvview.releases"
+"""Group of the entry points that name a class of :class:`Releases`, by the name of the engine."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,11 @@ class Change:
 
 
 class Releases(Protocol):
-    """What an engine says of its releases; a static member of its engine factory."""
+    """The releases of an engine.
+
+    An entry point :data:`ENTRY_POINTS` names its class, so that nothing else of the engine is
+    imported to compare releases; or it is a static member of the engine's factory.
+    """
 
     def resolve(self, names: Sequence[str], /) -> list[str]:
         """The releases that names stand for, each once, in order.
@@ -69,7 +76,13 @@ def load_releases(engine: str) -> Releases:
     Raises:
         ConfigError: It has none.
     """
-    bring: Callable[[], Releases] | None = getattr(load_factory_class(engine), "releases", None)
+    bring: Callable[[], Releases] | None = None
+    for point in entry_points(group=ENTRY_POINTS, name=engine):
+        bring = point.load()
+    if bring is None:
+        from kvview.testing.connector.harness import load_factory_class
+
+        bring = getattr(load_factory_class(engine), "releases", None)
     if bring is None:
         raise ConfigError(f"engine {engine!r} brings no releases to check in")
     return bring()

@@ -108,7 +108,7 @@ class UpgradeReport:
         """For JSON, by :class:`~kvview.testing.schema.UpgradeModel`."""
         from kvview.testing.schema import UpgradeModel
 
-        return UpgradeModel.of(self).model_dump(mode="json")
+        return UpgradeModel.model_validate(self).model_dump(mode="json")
 
 
 def check_releases(

@@ -48,9 +48,9 @@ from kvview.testing.connector.stream import StepStream
 from kvview.version import require_contract
 from kvview_reference.engine.request import Request, Status
 from kvview_reference.engine.stats import EngineStats, num_gpu_blocks
+from kvview_reference.free_queue import NULL_BLOCK_ID
 from kvview_reference.geometry.kv_cache_manager import KVCacheManager
 from kvview_reference.guard import guard_pool
-from kvview_reference.pool import NULL_BLOCK_ID
 from kvview_reference.transfer.pages import check_host_bytes
 
 _MAX_IDLE_STEPS = 1000

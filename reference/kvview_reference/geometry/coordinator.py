@@ -26,7 +26,8 @@ from typing_extensions import override
 from kvview import CacheGeometry, CacheGroup, FullAttention, GeometryError, OffloadKey
 from kvview.keys import make_offload_key, make_offload_keys
 from kvview.prefix_search import CachedBlocks
-from kvview_reference.pool import NULL_BLOCK_ID, BlockPool
+from kvview_reference.free_queue import NULL_BLOCK_ID
+from kvview_reference.pool import BlockPool
 
 _SMALLEST_PIECE, _LARGEST_PIECE = 16, 128  # blocks looked up at once
 

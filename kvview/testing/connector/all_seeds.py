@@ -1,0 +1,289 @@
+"""Many seeds of a connector, on all cores, up to the first failure."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from typing import Any
+
+import torch
+
+from kvview.testing import watchdog
+from kvview.testing.connector import repeat
+from kvview.testing.connector.coverage import notes_on
+from kvview.testing.connector.first_seeds import in_order
+from kvview.testing.connector.harness import EngineFactory, load_engines
+from kvview.testing.connector.play import Played, SeedPlayer
+from kvview.testing.connector.result import (
+    ConnectorFailure,
+    ConnectorRuns,
+    Failure,
+    SimulationResult,
+    Snapshot,
+)
+from kvview.testing.connector.scenario import Scenario, to_script
+from kvview.testing.connector.shrink import MAX_RUNS, Shrinker
+from kvview.testing.connector.workers import Died, Workers, default_processes, workers
+
+_MAX_TIMEOUTS = 2  # seeds whose hooks do not return: each costs all that a hook may take
+_SAMPLE = repeat.EVERY // 2
+_MOST_SAMPLES = 25  # of green runs, to show a typical one
+_TRIES = 50  # of a script, for what does not happen every time
+
+GoesOn = Callable[[str], bool]
+
+
+def check_connector(
+    connector_class: type[Any],
+    *,
+    seeds: int = 200,
+    first_seed: int = 0,
+    options: Mapping[str, Any] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+    keep_going: bool | GoesOn = False,
+    max_shrink_runs: int = MAX_RUNS,
+    engines: EngineFactory | None = None,
+    steps: int | None = None,
+    hook_seconds: float = watchdog.HOOK_SECONDS,
+    processes: int | None = None,
+) -> ConnectorRuns:
+    """Run a connector through the scenarios of many seeds, up to the first failure.
+
+    1. The seeds come in the order in which they found most failures of wrong connectors for
+       their time. What is reported does not depend on the number of processes.
+    2. A seed that fails is run again: a difference between both runs is part of the message.
+    3. The first failure of each law is shrunk.
+    4. A hook that does not return ends its run; the second of them ends the check.
+    5. A process that dies fails the seed that it played.
+
+    Args:
+        connector_class: What to check: a kvview connector, or one of the engine's own kind.
+        seeds: How many.
+        first_seed: The first of them.
+        options: Of the connector. ``cpu_blocks`` and ``enable_events`` are added where
+            it takes them and they are not given; ``{tmp}``, ``{blocks}`` and ``{bytes}`` in
+            them are filled in (:mod:`~kvview.testing.placeholders`).
+        on_progress: Called after each seed with the number of seeds and of failures
+            so far.
+        keep_going: Whether all seeds are played, whatever fails; or whether they are after a
+            failure of the law that is given.
+        max_shrink_runs: Runs to make one failure smaller, and for all laws together twice
+            as many; a long run counts as several, and 0 leaves them as they are.
+        engines: Builds the engines; reference engines by default.
+        steps: Fewest scheduler steps of a run; None for what the scenarios say.
+        hook_seconds: CPU seconds that one call of a hook may take
+            (:mod:`~kvview.testing.watchdog`).
+        processes: That play, as forks of this one; 0 plays in this one. By default one for
+            each core; none for one seed, and none where a fork is not safe.
+
+    Returns:
+        What was found; after Ctrl-C, what was found until then.
+
+    Raises:
+        ConfigError: The connector refuses the options.
+    """
+    check = _Check(connector_class, dict(options or {}), engines or load_engines(), steps)
+    check.goes_on = keep_going if callable(keep_going) else lambda law: bool(keep_going)
+    check.max_shrink_runs, check.shrink_runs_left = max_shrink_runs, 2 * max_shrink_runs
+    number = processes
+    if number is None:
+        number = default_processes() if seeds > 1 else 0  # a fork takes as long as a seed
+    is_interrupted = False
+    start = time.perf_counter()
+    try:
+        with (
+            watchdog.limit(hook_seconds),
+            _one_thread(),
+            workers(check.player, number) as check.workers,
+        ):
+            check.play(in_order(first_seed, seeds), on_progress)
+            check.shrink()
+    except KeyboardInterrupt:
+        is_interrupted = True
+    check.notes += sorted(name for name in check.coverage if name.startswith("stands in"))
+    check.notes += notes_on(check.coverage)
+    return ConnectorRuns(
+        connector_class.__name__,
+        check.engines.name,
+        first_seed,
+        check.num_seeds,
+        check.failures,
+        time.perf_counter() - start,
+        dict(check.coverage),
+        is_interrupted,
+        steps,
+        check.notes,
+        check.typical(),
+        seeds,
+    )
+
+
+def replay_seed(
+    connector_class: type[Any],
+    seed: int,
+    *,
+    options: Mapping[str, Any] | None = None,
+    max_shrink_runs: int = MAX_RUNS,
+    engines: EngineFactory | None = None,
+    steps: int | None = None,
+) -> ConnectorFailure | None:
+    """Run one seed again, and make its failure smaller.
+
+    Args:
+        connector_class: What to check: a kvview connector, or one of the engine's own kind.
+        seed: Of a failure.
+        options: As when it failed.
+        max_shrink_runs: Runs to make it smaller; 0 leaves it as it is.
+        engines: As when it failed.
+        steps: As when it failed.
+
+    Returns:
+        The failure, or None when there is none.
+    """
+    runs = check_connector(
+        connector_class,
+        seeds=1,
+        first_seed=seed,
+        options=options,
+        max_shrink_runs=max_shrink_runs,
+        engines=engines,
+        steps=steps,
+    )
+    return runs.failures[0] if runs.failures else None
+
+
+class _Check:
+    """Seed after seed, and what came of them."""
+
+    workers: Workers
+    goes_on: GoesOn
+
+    def __init__(
+        self,
+        connector_class: type[Any],
+        options: dict[str, Any],
+        engines: EngineFactory,
+        steps: int | None,
+    ) -> None:
+        self.engines = engines
+        self.player = SeedPlayer(connector_class, options, engines, steps or 0)
+        self.failures: list[ConnectorFailure] = []
+        self.coverage: Counter[str] = Counter()
+        self.notes: list[str] = []
+        self.num_seeds = 0
+        self.max_shrink_runs = self.shrink_runs_left = 0
+        self._num_timeouts = 0
+        self._green: list[SimulationResult] = []
+        self._to_shrink: list[int] = []  # places among the failures
+        self._connector_class = connector_class
+        self._options = options
+
+    def play(self, seeds: Sequence[int], on_progress: Callable[[int, int], None] | None) -> None:
+        """Play the seeds, in order, until a failure ends it."""
+        questions = (
+            ("seed", seed, place % repeat.EVERY == _SAMPLE) for place, seed in enumerate(seeds)
+        )
+        with closing(self.workers.map(questions)) as answers:
+            for seed, answer in zip(seeds, answers, strict=True):
+                played = answer
+                if isinstance(answer, Died):
+                    played = Played(_death(self.player.scenario(seed), answer))
+                self._take(seed, played)
+                self.num_seeds += 1
+                if on_progress is not None:
+                    on_progress(self.num_seeds, len(self.failures))
+                if self._num_timeouts == _MAX_TIMEOUTS and self.num_seeds < len(seeds):
+                    told = f"ended after {self.num_seeds} of {len(seeds)} seeds"
+                    self.notes.append(f"{told}: hooks do not return")
+                    return
+                has_failed = bool(self.failures) and self.failures[-1].seed == seed
+                if has_failed and not self.goes_on(self.failures[-1].law):
+                    return
+
+    def _take(self, seed: int, played: Played) -> None:
+        result = played.result
+        if result is None:
+            self.coverage["refused geometries"] += 1
+            return
+        self.coverage.update(result.coverage)
+        if played.note:
+            self.notes.append(played.note)
+        elif result.failure is None and len(self._green) < _MOST_SAMPLES:
+            self._green.append(result)
+        if result.failure is None:
+            return
+        self._num_timeouts += result.failure.is_timeout
+        if played.may_shrink and result.failure.law not in {one.law for one in self.failures}:
+            self._to_shrink.append(len(self.failures))
+        self.failures.append(self._told(seed, result, played.is_repeatable))
+
+    def shrink(self) -> None:
+        """Make the first failure of each law smaller."""
+        for place in self._to_shrink:
+            before = self.failures[place]
+            assert before.result is not None, "simulated runs have results"
+            most = min(self.max_shrink_runs, self.shrink_runs_left)
+            shrinker = Shrinker(before.result, self._play_all, most)
+            try:
+                shrinker.shrink()
+            finally:  # what was found is told, when Ctrl-C ends the search for a smaller run
+                self.shrink_runs_left -= most - shrinker.runs_left
+                if shrinker.best is not before.result:
+                    self.failures[place] = self._told(before.seed, shrinker.best, True)
+            if shrinker.best is before.result:
+                continue
+            judged = next(self.workers.map([("judge", shrinker.best)]))
+            if isinstance(judged, Died) or judged.failure.law != before.law:
+                self.failures[place] = before
+            else:
+                self.failures[place] = self._told(before.seed, judged, True)
+
+    def _play_all(self, scenarios: Iterable[Scenario]) -> Generator[SimulationResult, None, None]:
+        asked: list[Scenario] = []
+
+        def questions() -> Iterator[tuple[str, Scenario]]:
+            for scenario in scenarios:
+                asked.append(scenario)
+                yield "simulate", scenario
+
+        with closing(self.workers.map(questions())) as answers:
+            for number, answer in enumerate(answers):
+                yield _death(asked[number], answer) if isinstance(answer, Died) else answer
+
+    def _told(self, seed: int, result: SimulationResult, is_repeatable: bool) -> ConnectorFailure:
+        failure = result.failure
+        assert failure is not None, "only failures are told"
+        script = to_script(
+            self._connector_class,
+            result.scenario,
+            self._options,
+            f"seed {seed}: {failure}",
+            self.engines,
+            times=1 if is_repeatable else _TRIES,
+        )
+        return ConnectorFailure(seed, failure.law, failure.message, script, result)
+
+    def typical(self) -> Sequence[Snapshot]:
+        """Of a green run that loaded as often as most of those that loaded at all."""
+        loads = [result for result in self._green if result.coverage.get("loads")]
+        shown = sorted(loads or self._green, key=lambda result: result.coverage.get("loads", 0))
+        return shown[len(shown) // 2].timeline if shown else ()
+
+
+def _death(scenario: Scenario, died: Died) -> SimulationResult:
+    message = f"the process that played the connector died {died.how}: a crash in one of its hooks"
+    failure = Failure("CONN-3", message, 0, len(scenario.events))
+    return SimulationResult(scenario, failure, ())
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Torch without its pool: for pages this small it costs more than it saves."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

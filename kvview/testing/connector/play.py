@@ -1,0 +1,178 @@
+"""One seed of a connector: its run, and what it takes to believe what came of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+from kvview import CacheGeometry, ConfigError, ConnectorConfig
+from kvview.connector.raising import build_connector
+from kvview.targets import is_engine_connector
+from kvview.testing.connector import repeat
+from kvview.testing.connector.configure import configure
+from kvview.testing.connector.coverage import EVENTS_WANTED
+from kvview.testing.connector.generate import generate_scenario
+from kvview.testing.connector.harness import EngineFactory, own_runs
+from kvview.testing.connector.result import SimulationResult
+from kvview.testing.connector.run import simulate
+from kvview.testing.connector.scenario import Scenario
+from kvview.testing.placeholders import in_fresh_folders, in_size
+
+_BLOCKS_TO_TRY = 1024
+
+
+@dataclass(frozen=True)
+class Played:
+    """What came of a seed.
+
+    Args:
+        result: None when the connector refuses the geometry.
+        is_repeatable: Whether the same came of it twice, if it was run twice.
+        note: What a reader must know, or empty.
+    """
+
+    result: SimulationResult | None
+    is_repeatable: bool = True
+    note: str = ""
+
+    @property
+    def may_shrink(self) -> bool:
+        """Whether a smaller run may fail as well: a failure that comes again, in time."""
+        failure = None if self.result is None else self.result.failure
+        if failure is None or failure.is_timeout or not self.is_repeatable:
+            return False
+        return failure.law != "ENGINE"
+
+
+class SeedPlayer:
+    """Plays the seeds of a connector, and scenarios.
+
+    Args:
+        connector_class: What is played.
+        options: Of it.
+        engines: Builds the engines.
+        steps: Fewest scheduler steps of a run.
+    """
+
+    def __init__(
+        self,
+        connector_class: type[Any],
+        options: Mapping[str, Any],
+        engines: EngineFactory,
+        steps: int,
+    ) -> None:
+        self._connector_class = connector_class
+        self._options = dict(options)
+        self._engines = engines
+        self._steps = steps
+
+    def __call__(self, question: tuple[Any, ...]) -> Any:
+        """The answer of a method: its name, then its arguments."""
+        name, *arguments = question
+        return getattr(self, name)(*arguments)
+
+    def scenario(self, seed: int) -> Scenario:
+        """What happens in a seed."""
+        return generate_scenario(seed, self._steps)
+
+    def seed(self, seed: int, is_sample: bool) -> Played:
+        """Play a seed.
+
+        Args:
+            seed: Any.
+            is_sample: Whether to run it twice even if it is green, is short and loads anything.
+        """
+        scenario = self.scenario(seed)
+        try:
+            result = self.simulate(scenario)
+        except ConfigError:
+            if not self._takes_one_group():
+                raise
+            return Played(None)
+        failure = result.failure
+        differs = None
+        is_sample = is_sample and scenario.laps == 1 and bool(result.coverage.get("loads"))
+        if is_sample if failure is None else not failure.is_timeout:
+            differs = repeat.difference(result, self.simulate(scenario))
+        if differs is None:
+            if failure and not failure.is_timeout and not self._is_own:
+                result = self.judge(result)
+            return Played(self._with_events_wanted(result))
+        told = f"not deterministic: seed {seed} was run twice: {differs}"
+        if failure is None:
+            note = f"{told}. A seed of this connector replays nothing exactly"
+            return Played(self._with_events_wanted(result), is_repeatable=False, note=note)
+        failure = replace(failure, message=f"{failure.message}. This is {told}")
+        result = self._with_events_wanted(replace(result, failure=failure))
+        return Played(result, is_repeatable=False)
+
+    def judge(self, result: SimulationResult) -> SimulationResult:
+        """A failing run; the law is ``ENGINE`` if it fails without the connector too."""
+        if self._is_own:
+            return result
+        runs = own_runs(self._engines, self._connector_class)
+        return runs.judge_own(self._connector_class, result, self._options)
+
+    def simulate(self, scenario: Scenario) -> SimulationResult:
+        """Run, and find out whether it is the reuse of request ids that breaks the law (CONN-5)."""
+        run = partial(simulate, self._connector_class, options=self._options, engines=self._engines)
+        result = run(scenario)
+        failure = result.failure
+        if failure is None or failure.is_timeout or not result.coverage.get("ids again"):
+            return result
+        if run(result.scenario, unique_ids=True).failure is not None:
+            return result
+        message = f"only when a request id is used again: {failure.law}: {failure.message}"
+        return replace(result, failure=replace(failure, law="CONN-5", message=message))
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether it is a connector of kvview, and not one of the engine's own kind."""
+        return not is_engine_connector(self._connector_class)
+
+    def _with_events_wanted(self, result: SimulationResult) -> SimulationResult:
+        coverage = Counter(result.coverage)
+        coverage[EVENTS_WANTED] += self._wants_events
+        return replace(result, coverage=dict(coverage))
+
+    @cached_property
+    def _wants_events(self) -> bool:
+        """Whether events are asked for: by an option, or one that no other name will do for."""
+        if not self._is_own:
+            return False
+        return _asks_for_events(self._options) or (
+            self._takes(enable_events=True) and not self._takes(no_such_option=True)
+        )
+
+    def _takes(self, **more: object) -> bool:
+        """Whether the connector can be built with these options too."""
+        try:
+            with in_fresh_folders({**self._options, **more}) as (options,):
+                sized = in_size(options, _BLOCKS_TO_TRY, 1024)
+                config = ConnectorConfig(CacheGeometry.single(4), sized)
+                build_connector(self._connector_class, config)
+        except ConfigError:
+            return False
+        return True
+
+    def _takes_one_group(self) -> bool:
+        """Whether it is the geometry that the connector refuses, not the options."""
+        if not self._is_own:
+            return False
+        scenario = Scenario(CacheGeometry.single(4), num_gpu_blocks=8, events=())
+        try:
+            with in_fresh_folders(self._options) as (options,):
+                configure(self._connector_class, scenario, options)
+        except ConfigError:
+            return False
+        return True
+
+
+def _asks_for_events(options: object) -> bool:
+    """Whether ``enable_events`` is given, here or to a connector within."""
+    if isinstance(options, Mapping):
+        return options.get("enable_events") is True or _asks_for_events(list(options.values()))
+    return isinstance(options, list | tuple) and any(map(_asks_for_events, options))

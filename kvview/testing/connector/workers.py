@@ -1,0 +1,242 @@
+"""Forked processes that answer questions: every core works, and a crash ends one of them only.
+
+The processes are forks, made before anything starts a thread: a class that lives in a function
+or in ``__main__`` is there, and nothing is imported again.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+
+from kvview.testing.connector.process import can_fork
+
+Answer = Callable[[Any], Any]
+
+_LOOKS_EVERY = 1.0  # seconds; a child of a process that died may keep its pipe open
+_SECONDS_TO_END = 1.0  # until a process that was asked to end is killed
+
+
+@dataclass(frozen=True)
+class Died:
+    """In place of an answer: the process that was asked died.
+
+    Args:
+        how: By which signal, or with which exit code.
+    """
+
+    how: str
+
+
+def default_processes() -> int:
+    """One for each core that this process may use; 0 where a fork is not safe.
+
+    A fork copies one thread: what others hold stays locked, a CUDA context does not work, and
+    a daemon of :mod:`multiprocessing` may have no children.
+    """
+    is_alone = threading.active_count() == 1
+    is_daemon = multiprocessing.current_process().daemon
+    has_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if not can_fork() or not is_alone or is_daemon or has_cuda:
+        return 0
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+class Workers:
+    """Processes that answer questions.
+
+    1. Answers come in the order of the questions, whatever the number of processes.
+    2. A process that dies is replaced, and its question is answered by :class:`Died`.
+    3. What remains in folders for temporary files is removed with the processes.
+
+    Args:
+        answer: Runs in the processes; its answers are pickled.
+        number: Of processes; 0 to answer in this one.
+    """
+
+    def __init__(self, answer: Answer, number: int) -> None:
+        self._answer = answer
+        self._workers: list[_Worker] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="kvview-", ignore_cleanup_errors=True)
+        try:
+            for _ in range(number):
+                self._workers.append(self._start())
+        except BaseException:
+            self.close()
+            raise
+
+    def map(self, questions: Iterable[Any]) -> Generator[Any, None, None]:
+        """The answers, in order; a process that is free is given the next question at once.
+
+        Raises:
+            Exception: The first that an answer raised.
+        """
+        if not self._workers:
+            yield from map(self._answer, questions)
+            return
+        answers: dict[int, tuple[bool, Any]] = {}
+        coming = enumerate(questions)
+        upcoming = next(coming, None)
+        number = 0
+        try:
+            while True:
+                for worker in self._workers:
+                    if worker.is_free and upcoming is not None:
+                        worker.ask(*upcoming)
+                        upcoming = next(coming, None)
+                if number in answers:
+                    has_raised, answer = answers.pop(number)
+                    if has_raised:
+                        raise answer
+                    yield answer
+                    number += 1
+                elif upcoming is None and all(one.number is None for one in self._workers):
+                    return
+                else:
+                    answers.update(self._answered())
+        finally:
+            for worker in self._workers:
+                worker.number = None  # what it still answers, nobody waits for
+
+    def _answered(self) -> Iterator[tuple[int, tuple[bool, Any]]]:
+        """Wait for answers; those that are wanted, by the number of their question."""
+        busy = {worker.pipe: worker for worker in self._workers if not worker.is_free}
+        ready = set(wait(list(busy), _LOOKS_EVERY))
+        for pipe, worker in busy.items():
+            if pipe not in ready and worker.process.exitcode is None:
+                continue
+            number, answer = worker.number, worker.take()
+            if isinstance(answer[1], Died):
+                worker.end()
+                self._workers[self._workers.index(worker)] = self._start()
+            if number is not None:
+                yield number, answer
+
+    def close(self) -> None:
+        """End the processes, and what they started; callable twice."""
+        for worker in self._workers:
+            worker.process.terminate()
+        deadline = time.monotonic() + _SECONDS_TO_END
+        for worker in self._workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+        for worker in self._workers:
+            worker.end()
+        self._workers.clear()
+        self._folder.cleanup()
+
+    def _start(self) -> _Worker:
+        return _Worker(self._answer, self._folder.name, [one.pipe for one in self._workers])
+
+
+@contextmanager
+def workers(answer: Answer, number: int) -> Iterator[Workers]:
+    """Processes that are ended with the block, as :class:`Workers`."""
+    made = Workers(answer, number)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+class _Worker:
+    """One process, with the question that it is asked."""
+
+    def __init__(self, answer: Answer, folder: str, of_others: list[Connection]) -> None:
+        context = multiprocessing.get_context("fork")
+        self.pipe, child_end = context.Pipe()
+        self.is_free = True
+        self.number: int | None = None
+        not_its_own = [self.pipe, *of_others]
+        self.process = context.Process(target=_serve, args=(child_end, not_its_own, answer, folder))
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # else both processes write what is in it
+        self.process.start()
+        assert self.process.pid is not None, "a process that is started has an id"
+        self._pid = self.process.pid
+        with suppress(OSError):  # it has done so itself, or has ended
+            os.setpgid(self._pid, self._pid)
+        child_end.close()
+
+    def ask(self, number: int, question: Any) -> None:
+        """Give it a question; it must be free."""
+        self.is_free, self.number = False, number
+        with suppress(OSError):  # it has died: the answer says so
+            self.pipe.send_bytes(pickle.dumps(question))
+
+    def take(self) -> tuple[bool, Any]:
+        """Its answer, and whether it is an error to raise."""
+        self.is_free, self.number = True, None
+        try:
+            if self.pipe.poll():
+                answer: tuple[bool, Any] = pickle.loads(self.pipe.recv_bytes())
+                return answer
+        except (EOFError, OSError):
+            pass
+        self.process.join()
+        code = self.process.exitcode or 0
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        return False, Died(how)
+
+    def end(self) -> None:
+        """Kill it, and its children."""
+        self.pipe.close()
+        with suppress(OSError):
+            os.killpg(self._pid, signal.SIGKILL)
+        self.process.join()
+
+
+def _serve(pipe: Connection, not_its_own: list[Connection], answer: Answer, folder: str) -> None:
+    """The process: answers until nobody asks."""
+    is_ending = False
+
+    def end(signum: int, frame: FrameType | None) -> NoReturn:
+        nonlocal is_ending
+        is_ending = True
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    os.setpgid(0, 0)  # Ctrl-C is the parent's; and its children are ended with it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, end)
+    for other in not_its_own:
+        other.close()  # else the end of the parent is not seen
+    tempfile.tempdir = folder
+    try:
+        while not is_ending:
+            question = pickle.loads(pipe.recv_bytes())
+            pipe.send_bytes(_answered(answer, question))
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+    except (EOFError, OSError, KeyboardInterrupt):
+        pass
+    finally:
+        os._exit(0)  # nothing that the parent has registered for its own end
+
+
+def _answered(answer: Answer, question: Any) -> bytes:
+    try:
+        return pickle.dumps((False, answer(question)))
+    except BaseException as error:  # an interruption too, which a hook may raise
+        text = "".join(traceback.format_exception(error))
+        try:
+            told = pickle.dumps((True, error))
+            pickle.loads(told)
+        except Exception:  # an error of theirs that does not pickle
+            told = pickle.dumps((True, RuntimeError(text)))
+        return told

@@ -1,0 +1,199 @@
+"""Checks of the pool contract that the model cannot state: cost, growth and numeric types."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kvview.errors import UnknownBlockError
+from kvview.testing.cost import Cost, cost_of, cost_of_first
+from kvview.testing.harness import Capability as C
+from kvview.testing.pool.player import PoolPlayer
+from kvview.testing.search import example
+
+_TOLERATED_GROWTH = 32_768  # bytes
+_WALK = "iter_free_block_ids_with_hash"
+
+
+def _fill(pool: PoolPlayer, num_blocks: int) -> list[int]:
+    """A fresh pool whose blocks all have a key and are free; returns them in queue order."""
+    pool.resize(num_blocks)
+    pool.allocate(len(pool.model.joined))
+    blocks = list(pool.model.engine)
+    pool.cache_and_release(blocks)
+    return blocks
+
+
+def _walk(pool: PoolPlayer) -> Any:
+    return getattr(pool.views[0], _WALK)()
+
+
+def _growth(work: Callable[[], None], warm_up: Callable[[], None]) -> int:
+    """Bytes that work leaves behind after a warm-up."""
+    tracemalloc.start()
+    try:
+        warm_up()
+        gc.collect()
+        start = tracemalloc.get_traced_memory()[0]
+        work()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] - start
+    finally:
+        tracemalloc.stop()
+
+
+def _bound(pool: PoolPlayer, what: str, cost: Cost, limit: Cost) -> None:
+    is_small = cost.lines <= limit.lines and cost.num_bytes <= limit.num_bytes
+    pool.true(is_small, what, cost, f"at most {limit}")
+
+
+@example(PoolPlayer, "POOL-6", C.CACHE, C.SIZED)
+def check_pool_6_cost_of_a_walk(pool: PoolPlayer) -> None:
+    """Cost: eight items over 4,096 blocks cost about as much as over 256."""
+    costs = []
+    for num_blocks in (256, 4096):
+        _fill(pool, num_blocks)
+        costs.append(cost_of_first(partial(_walk, pool), 8))
+    _bound(pool, "a walk is lazy: 8 items cost O(8), not O(pool)", costs[1], costs[0].times(3))
+
+
+@example(PoolPlayer, "POOL-6", C.CACHE, C.SIZED)
+def check_pool_6_cost_after_touches(pool: PoolPlayer) -> None:
+    """Cost: held blocks are passed once, by the first walk, and not by every walk."""
+    blocks = _fill(pool, 2000)
+    alone = cost_of_first(partial(_walk, pool), 20)
+    pool.views[0].touch_blocks([block for number, block in enumerate(blocks) if number % 100])
+    walks = [_WALK] + ["iter_free_block_ids"] * pool.can(C.FREE_ORDER)
+    for method in walks:
+        for _ in range(3):
+            pool.listed(pool.views[0], method)
+        again = cost_of_first(getattr(pool.views[0], method), 20)
+        _bound(pool, "20 free blocks cost O(20), whatever is held", again, alone.times(8))
+
+
+@example(PoolPlayer, "POOL-13", C.CACHE, C.RESUMABLE_WALK, C.SIZED)
+def check_pool_13_cost_of_a_resumed_walk(pool: PoolPlayer) -> None:
+    """Cost: in the steady state of an engine, near the head of the queue and at its end."""
+    for is_at_the_end in (False, True):
+        costs = []
+        for num_blocks in (256, 4096):
+            _fill(pool, num_blocks)
+            walk = pool.views[0].walk_free_blocks()
+            if is_at_the_end:
+                walk.take(num_blocks)
+                walk.take(num_blocks)
+            for _ in range(8):
+                _serve(pool, walk)
+            costs.append(cost_of(partial(walk.take, 8)))
+        _bound(pool, "a resumed walk costs O(8), not O(pool)", costs[1], costs[0].times(3))
+
+
+def _serve(pool: PoolPlayer, walk: Any) -> None:
+    """One step of an engine and of a connector that stores the next victims."""
+    taken = list(dict.fromkeys(block for block, _ in walk.take(8)))
+    held = taken[1::2]
+    pool.views[0].touch_blocks(held)
+    used = pool.harness.allocate(8)
+    pool.num_hashes += len(used)
+    hashes = [b"h%05d" % (pool.num_hashes + number) for number in range(len(used))]
+    pool.harness.cache(used, hashes, 0)
+    pool.harness.release(used)
+    pool.views[0].free_blocks(held)
+
+
+@example(PoolPlayer, "POOL-13", C.CACHE, C.RESUMABLE_WALK, C.SIZED)
+def check_pool_13_growth_of_an_open_walk(pool: PoolPlayer) -> None:
+    """Growth: an open walk keeps no more than the pool, however many blocks it has passed."""
+    _fill(pool, 128)
+    walk = pool.views[0].walk_free_blocks()
+
+    def serve(times: int) -> None:
+        for _ in range(times):
+            _serve(pool, walk)
+
+    grown = _growth(partial(serve, 430), partial(serve, 48))
+    limit = f"at most {_TOLERATED_GROWTH} bytes"
+    pool.true(grown <= _TOLERATED_GROWTH, "an open walk does not grow", grown, limit)
+
+
+@example(PoolPlayer, "POOL-13", C.CACHE, C.RESUMABLE_WALK)
+def check_pool_13_cost_of_dropped_walks(pool: PoolPlayer) -> None:
+    """Growth and cost: a walk that was dropped costs neither memory nor time of the engine."""
+    _fill(pool, 16)
+
+    def drop(times: int) -> None:
+        for _ in range(times):
+            pool.views[0].walk_free_blocks().take(1)
+
+    def serve() -> None:
+        for _ in range(8):
+            pool.harness.release(pool.harness.allocate(2))
+
+    drop(100)
+    before = cost_of(serve)
+    grown = _growth(partial(drop, 2000), partial(drop, 1))
+    limit = f"at most {_TOLERATED_GROWTH} bytes"
+    pool.true(grown <= _TOLERATED_GROWTH, "a dropped walk leaves nothing behind", grown, limit)
+    lines, most = cost_of(serve).lines, before.times(2).lines
+    pool.true(lines <= most, "a dropped walk does not slow the engine", lines, f"at most {most}")
+
+
+@example(PoolPlayer, "POOL-1")
+def check_pool_1_growth_of_holds(pool: PoolPlayer) -> None:
+    """Growth: a hold that ended leaves nothing behind, however often blocks are held."""
+    blocks = pool.model.blocks[:8]
+    if pool.can(C.CACHE):
+        pool.allocate(4)
+        pool.cache_and_release(list(pool.model.engine))
+
+    def hold(times: int) -> None:
+        for _ in range(times):
+            pool.views[0].touch_blocks(blocks)
+            pool.views[0].free_blocks(blocks)
+
+    grown = _growth(partial(hold, 3000), partial(hold, 500))
+    limit = f"at most {_TOLERATED_GROWTH} bytes"
+    pool.true(grown <= _TOLERATED_GROWTH, "a hold that ended leaves nothing", grown, limit)
+
+
+@example(PoolPlayer, "POOL-4")
+def check_pool_4_numpy_ids(pool: PoolPlayer) -> None:
+    """Numeric types: numpy scalars are refused; an array is refused, or taken as its ints."""
+    try:
+        import numpy as np
+    except ModuleNotFoundError:  # then no caller can pass them either
+        return
+    view = pool.views[0]
+    free, other, held = pool.model.blocks[1:4]
+    pool.call(view, "touch_blocks", [held])
+    pool.model.take([held], pool.model.held[0])
+    freeing = ["free_blocks"] + ["give_back_blocks"] * pool.can(C.GIVE_BACK)
+    for dtype in (np.int64, np.int32, np.uint8):
+        for wrong in ([dtype(free)], [free, dtype(other)]):
+            pool.refused(UnknownBlockError, view, "touch_blocks", wrong)
+            for method in freeing:
+                pool.refused(UnknownBlockError, view, method, [held, *wrong])
+            if pool.can(C.LEASES):
+                pool.refused(UnknownBlockError, view, "lease", wrong)
+            if pool.can(C.BLOCK_KEYS):
+                pool.refused(UnknownBlockError, view, "block_keys", wrong)
+                pool.refused(UnknownBlockError, view, "primary_keys", wrong)
+        if pool.can(C.IS_FREE):
+            pool.refused(UnknownBlockError, view, "is_free", dtype(free))
+        for method, ids in (("touch_blocks", [free, other]), *((m, [held]) for m in freeing)):
+            try:
+                getattr(view, method)(np.array(ids, dtype))
+            except UnknownBlockError:
+                continue
+            if method == "touch_blocks":
+                pool.model.take(ids, pool.model.held[0])
+                pool.give(0, "free_blocks", ids)
+            else:
+                pool.model.give(ids, pool.model.held[0])
+                pool.call(view, "touch_blocks", ids)
+                pool.model.take(ids, pool.model.held[0])
+            pool.compare()
+    pool.compare()

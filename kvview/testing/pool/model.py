@@ -1,0 +1,181 @@
+"""The pool contract as an executable model: dictionaries, lists and the laws.
+
+The model touches no pool. It states which block is free, in which order blocks are evicted, and
+which items, refusals and notices every call must produce. Where the contract leaves a choice to
+the engine (the place of a block without a key, the order of a victim without a key), the model
+takes the choice that the pool made, and checks only the part that is promised.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
+
+from kvview.keys import OffloadKey
+
+Walk = list[tuple[int, int]]
+"""The blocks that a walk has ahead: each with the time at which it became free."""
+
+KeySet = tuple[int, OffloadKey, frozenset[OffloadKey]]
+"""A block, its primary key, and its other keys."""
+
+
+def key_sets(items: Iterable[tuple[int, OffloadKey]]) -> list[KeySet]:
+    """Group the items of a walk by block, so that the order of other keys does not count."""
+    found = []
+    for block, run in groupby(items, key=itemgetter(0)):
+        primary, *others = [key for _, key in run]
+        found.append((block, primary, frozenset(others)))
+    return found
+
+
+class PoolModel:
+    """The state of a pool, as the contract defines it.
+
+    Args:
+        num_blocks: Blocks in the pool, the null block included.
+        null: The null block, or None.
+    """
+
+    def __init__(self, num_blocks: int, null: int | None) -> None:
+        self.blocks = [block for block in range(num_blocks) if block != null]
+        self.null = null
+        self.engine: Counter[int] = Counter()
+        """References of the engine."""
+        self.held: list[Counter[int]] = []
+        """References taken through each view."""
+        self.watched: list[dict[int, int]] = []
+        """For each view, the blocks that wait for a notice, with the tag of the callback."""
+        self.keys: dict[int, list[OffloadKey]] = {}
+        """Keys of each block, primary first."""
+        self.joined: dict[int, int] = dict.fromkeys(self.blocks, 0)
+        """Free blocks, with the time at which each became free."""
+        self.place: dict[int, int] = dict.fromkeys(self.blocks, 0)
+        """Position in the queue: negative for a block given back to the head (POOL-12)."""
+        self.at_head: set[int] = set()
+        self.released_by: dict[int, int | None] = {}
+        """The view whose release made a block free; None for the engine."""
+        self.now = 0
+        """The time: how often a block became free."""
+
+    def add_view(self) -> None:
+        """Add a view that holds nothing."""
+        self.held.append(Counter())
+        self.watched.append({})
+
+    # --- the present state ---
+
+    def is_free(self, block: int) -> bool:
+        """Whether no one holds the block: neither the engine nor a view (POOL-1)."""
+        return block in self.joined
+
+    def order(self) -> list[int]:
+        """Free blocks with keys, next victim first (POOL-6, POOL-11, POOL-12)."""
+        return sorted((b for b in self.keys if b in self.joined), key=self.place.__getitem__)
+
+    def key_sets(self, blocks: Sequence[int]) -> list[KeySet]:
+        """The keys of each block: the primary, and the others, whose order is free (POOL-6)."""
+        return key_sets((block, key) for block in blocks for key in self.keys[block])
+
+    def holders(self, key: OffloadKey) -> list[int]:
+        """The blocks that hold a key, free or in use (POOL-8)."""
+        return [block for block, keys in self.keys.items() if key in keys]
+
+    def cached(self) -> Counter[OffloadKey]:
+        """How many blocks hold each key, as the engine's events state (EVENT-2)."""
+        return Counter(key for keys in self.keys.values() for key in keys)
+
+    # --- references ---
+
+    def take(self, blocks: Sequence[int], refs: Counter[int]) -> None:
+        """Take references: each mention counts (POOL-2), the null block does not (POOL-5)."""
+        for block in blocks:
+            if block != self.null:
+                refs[block] += 1
+                self.joined.pop(block, None)
+                self.at_head.discard(block)
+
+    def give(self, blocks: Sequence[int], refs: Counter[int], *, to_head: bool = False) -> None:
+        """Release references; a block that no one holds joins the queue by its last mention."""
+        real = [block for block in blocks if block != self.null]
+        refs.subtract(real)
+        for block in set(real):
+            if not refs[block]:
+                del refs[block]
+        last_first = list(dict.fromkeys(reversed(real)))
+        freed = [b for b in last_first if not self.engine[b] and not any(h[b] for h in self.held)]
+        for block in freed if to_head else freed[::-1]:
+            self.now += 1
+            self.joined[block], self.place[block] = self.now, -self.now if to_head else self.now
+            if to_head:
+                self.at_head.add(block)
+            self.released_by[block] = next(
+                (view for view, held in enumerate(self.held) if held is refs), None
+            )
+
+    # --- the engine ---
+
+    def allocated(self, blocks: Sequence[int]) -> Iterator[tuple[str, str, bool]]:
+        """Take the blocks of an allocation; yields (law, promise, whether it was kept)."""
+        order = self.order()
+        victims = [block for block in blocks if block in self.keys]
+        yield "POOL-5", "the null block is not allocated", self.null not in blocks
+        yield "POOL-2", "an allocation names a block once", len(set(blocks)) == len(blocks)
+        yield "POOL-1", "an allocation takes free blocks only", all(map(self.is_free, blocks))
+        expected = order[: len(victims)]
+        yield "POOL-11", f"victims with keys come in the order {expected}", victims == expected
+        for block in blocks:
+            for other in self.at_head:
+                is_late = other != block and self.joined[block] < self.joined[other]
+                yield "POOL-12", f"{other}, given back to the head, is before {block}", not is_late
+            self.take([block], self.engine)
+            self.keys.pop(block, None)
+
+    def cache(self, block: int, key: OffloadKey) -> None:
+        """Register a key; a block has each of its keys once."""
+        if key not in self.keys.setdefault(block, []):
+            self.keys[block].append(key)
+
+    def evict(self, blocks: Sequence[int]) -> None:
+        """Drop all keys of these blocks, and of no other block."""
+        for block in blocks:
+            self.keys.pop(block, None)
+
+    def reset(self) -> bool:
+        """Drop all keys unless a block is held; returns whether it was done (POOL-9)."""
+        if self.engine or any(self.held):
+            return False
+        self.keys.clear()
+        return True
+
+    def notices(self, blocks: Sequence[int]) -> list[tuple[int, int]]:
+        """End the wait for these blocks; returns (tag, block) of each notice due (POOL-14)."""
+        return sorted((w.pop(block), block) for w in self.watched for block in blocks if block in w)
+
+    # --- walks ---
+
+    def was_moved_since(self, block: int, time: int, view: int) -> bool:
+        """Whether the block became free after ``time`` by a release that this view did not make.
+
+        A view is not notified of the moves of the engine and of other views, so POOL-7 and
+        POOL-13 promise nothing of such a block: a walk may yield it or not.
+        """
+        now = self.joined.get(block, -1)
+        return now > time and self.released_by.get(block) != view
+
+    def next_block(self, walk: Walk) -> int | None:
+        """The next block of a walk that stayed free since it began; None at its end (POOL-7)."""
+        while walk and self.joined.get(walk[0][0]) != walk[0][1]:
+            walk.pop(0)
+        return walk[0][0] if walk else None
+
+    def next_keys(self, block: int, yielded: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """The keys of which a walk yields one next: the primary, then the others in any order."""
+        keys = self.keys.get(block, [])
+        return [key for key in keys if key not in yielded] if yielded else keys[:1]
+
+    def behind(self, passed: float) -> list[int]:
+        """The blocks with keys that a resumed walk has ahead, next victim first (POOL-13)."""
+        return [block for block in self.order() if self.place[block] > passed]

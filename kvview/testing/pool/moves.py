@@ -1,0 +1,375 @@
+"""The moves of an engine and of several views, played on a pool and on its model."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from typing_extensions import override
+
+from kvview.errors import (
+    BlockNotHeldError,
+    NoFreeBlocksError,
+    NotAnOffloadKeyError,
+    UnknownBlockError,
+)
+from kvview.keys import OffloadKey, make_offload_key
+from kvview.testing.harness import Capability as C
+from kvview.testing.pool.model import PoolModel
+from kvview.testing.search import Player, operation
+
+
+class _Index:
+    def __index__(self) -> int:
+        return 1
+
+    def __repr__(self) -> str:
+        return "AnIndex()"
+
+
+_NOT_BLOCKS = (-1, -2, 10**12, True, 1.0, "1", None, b"1", _Index())
+_NOT_KEYS = (bytes(range(32)), b"", bytes(4), b"h\0\1\0\0")
+_GROUPS = (0, 0, 1, 2, 258)
+_SIZES = (16, 20, 24, 40, 64, 300, 700, 2500)
+_FREEING = {"free_blocks": (), "give_back_blocks": (C.GIVE_BACK,)}
+NOTICE = "free_blocks_with_notice"
+
+
+class PoolMoves(Player):
+    """Plays the engine and several views of one pool."""
+
+    contract = "pool"
+    subject_name = "view"
+    first_moves = ("warm", "allocate", "cache", "release")
+
+    @override
+    def start(self) -> None:
+        self.has_events = False
+        self.resize(_SIZES[0] if self.plan.is_small else self.rng.choice(_SIZES))
+        if self.can(C.GPU_EVENTS) and self.rng.random() < 0.5:
+            self.has_events = True
+            self.use(self.call(self.harness, "telling"), "view")
+            self.views[:] = [self.subject]
+
+    def resize(self, num_blocks: int) -> None:
+        """Continue with a fresh pool, of another size where the harness makes one."""
+        if self.can(C.SIZED):
+            self.use(self.call(self.harness, "sized", num_blocks), "view")
+        self.num_blocks: int = self.harness.num_blocks
+        self.is_large = self.num_blocks > 100
+        self.max_listed = 9 * self.num_blocks
+        self.model = PoolModel(self.num_blocks, self.harness.null_block_id)
+        self.model.add_view()
+        self.views: list[Any] = [self.subject]
+        self.closed: set[int] = set()
+        self.notified: list[tuple[int, int]] = []
+        self.expected: list[tuple[int, int]] = []
+        self.num_tags = self.num_hashes = 0
+        self.recent_keys: deque[OffloadKey] = deque(maxlen=24)
+        self.folded: Counter[OffloadKey] = Counter()
+
+    @override
+    def draw_most(self) -> int:
+        few: tuple[int, ...] = (6, 40) if self.is_large else (3, 6, 6)
+        return self.rng.choice((*few, self.num_blocks // 2))
+
+    @override
+    def num_moves(self, longest: int) -> int:
+        return longest if not self.is_large else longest // 3
+
+    # --- draws ---
+
+    def some(self, blocks: Iterable[int], *, repeat: bool = False) -> list[int]:
+        """Draw at least one of some blocks, or none where there are none."""
+        among = list(blocks)
+        if not among:
+            return []
+        number = self.rng.randint(1, max(1, min(self.most, len(among))))
+        return self.rng.choices(among, k=number) if repeat else self.rng.sample(among, number)
+
+    def with_null(self, blocks: list[int]) -> list[int] | tuple[int, ...]:
+        """The same blocks, at times with the null block among them, at times as a tuple."""
+        if self.model.null is not None and self.rng.random() < 0.3:
+            blocks.insert(self.rng.randint(0, len(blocks)), self.model.null)
+        return tuple(blocks) if self.rng.random() < 0.2 else blocks
+
+    def draw_view(self) -> int:
+        """Draw a view that is open."""
+        return self.rng.choice([at for at in range(len(self.views)) if at not in self.closed])
+
+    def a_view(self) -> Any:
+        """The newest open view, for queries that every view answers alike."""
+        return next(
+            self.views[at] for at in reversed(range(len(self.views))) if at not in self.closed
+        )
+
+    # --- the engine ---
+
+    @operation("POOL-1", weight=4)
+    def allocate(self, number: int | None = None) -> None:
+        """Allocate, and compare with the head of the queue."""
+        free = len(self.model.joined)
+        number = min(self.rng.randint(1, self.most) if number is None else number, free)
+        queue = None
+        if self.can(C.FREE_ORDER):
+            with self.unrecorded():
+                queue = self.listed(self.a_view(), "iter_free_block_ids")
+        blocks = list(self.call(self.harness, "allocate", number))
+        self.equal(len(blocks), number, "an allocation returns as many blocks as requested")
+        if queue is not None:
+            self.equal(blocks, queue[:number], "the queue is in the order of allocation", "POOL-6")
+        for law, promise, is_kept in self.model.allocated(blocks):
+            self.true(is_kept, promise, blocks, "the promise", law)
+        self.expected += self.model.notices(blocks)
+
+    @operation("POOL-1", weight=4)
+    def release(self) -> None:
+        """Release some references of the engine."""
+        blocks = self.some(self.model.engine.elements())
+        self.blame_blocks(blocks)
+        self.call(self.harness, "release", blocks)
+        self.model.give(blocks, self.model.engine)
+
+    @operation("POOL-2", C.ENGINE_REFUSES)
+    def share(self) -> None:
+        """Let another request use some blocks, free or in use."""
+        blocks = self.some(self.model.blocks, repeat=True)
+        self.call(self.harness, "share", blocks)
+        self.model.take(blocks, self.model.engine)
+
+    @operation("POOL-8", C.CACHE, weight=5)
+    def cache(self) -> None:
+        """Register keys, new ones and ones that other blocks hold."""
+        used = sorted(self.model.engine)
+        if not self.can(C.MANY_HASHES):
+            used = [block for block in used if block not in self.model.keys]
+        blocks = self.some(used)
+        times = self.rng.choice((1, 1, 2)) if self.can(C.MANY_HASHES) else 1
+        for _ in range(times):  # the groups of a hybrid model may share a block
+            self._cache(blocks, self.rng.choice(_GROUPS))
+
+    def _cache(self, blocks: list[int], group: int) -> None:
+        hashes = []
+        share = 0.3 if len(blocks) <= self.most else 0.0
+        for block in blocks:
+            self.num_hashes += 1
+            block_hash = b"h%05d" % self.num_hashes
+            if self.recent_keys and self.rng.random() < share:
+                known = self.rng.choice(self.recent_keys)[:-4]
+                is_held = make_offload_key(known, group) in self.model.keys.get(block, ())
+                if self.can(C.GPU_EVENTS) or not is_held:
+                    block_hash = known
+            hashes.append(block_hash)
+        self.call(self.harness, "cache", blocks, hashes, group)
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            key = make_offload_key(block_hash, group)
+            self.model.cache(block, key)
+            self.recent_keys.append(key)
+
+    @operation("POOL-8", C.EVICT)
+    def evict(self) -> None:
+        """Drop the keys of some blocks."""
+        blocks = self.some(self.model.blocks, repeat=True)
+        self.call(self.harness, "evict", blocks)
+        self.model.evict(blocks)
+
+    @operation("POOL-9", C.RESET)
+    def reset(self) -> None:
+        """Reset the prefix cache."""
+        self.blame("POOL-9")
+        is_done = self.model.reset()
+        self.equal(
+            self.call(self.harness, "reset"), is_done, "a reset is done unless a block is held"
+        )
+        if is_done:
+            self.expected += self.model.notices(self.model.blocks)
+
+    @operation("POOL-1", weight=0.7)
+    def run_full(self) -> None:
+        """Allocate nearly every block, and at times release some."""
+        self.allocate(max(0, len(self.model.joined) - self.rng.choice((0, 0, 1, 3))))
+        if self.rng.random() < 0.5:
+            self.release()
+
+    @operation("POOL-1", C.CACHE, weight=0.7)
+    def warm(self) -> None:
+        """Cache many blocks under new keys and release them, in any order."""
+        before = set(self.model.engine)
+        most = len(self.model.joined)
+        self.allocate(self.rng.choice((most, self.rng.randint(0, most))))
+        blocks = [block for block in self.model.engine if block not in before]
+        self.rng.shuffle(blocks)
+        self.cache_and_release(blocks)
+
+    def cache_and_release(self, blocks: list[int]) -> None:
+        """Let a request end whose blocks are cached under new keys."""
+        self._cache(blocks, 0)
+        self.call(self.harness, "release", blocks)
+        self.model.give(blocks, self.model.engine)
+
+    @operation("POOL-1", weight=0.7)
+    def idle(self) -> None:
+        """Release everything, and at times reset."""
+        for at, held in enumerate(self.model.held):
+            if at not in self.closed:
+                self.give(at, "free_blocks", list(held.elements()))
+        blocks = list(self.model.engine.elements())
+        self.blame_blocks(blocks)
+        self.call(self.harness, "release", blocks)
+        self.model.give(blocks, self.model.engine)
+        if self.can(C.RESET) and self.rng.random() < 0.3:
+            self.reset()
+
+    @operation("POOL-11", weight=0.7)
+    def churn(self) -> None:
+        """Touch and free many times without an allocation."""
+        for _ in range(self.rng.randint(1, 24)):
+            at = self.draw_view()
+            blocks = self.some(self.model.joined)
+            self.call(self.views[at], "touch_blocks", blocks)
+            self.model.take(blocks, self.model.held[at])
+            self.give(at, "free_blocks", blocks)
+
+    # --- the views ---
+
+    @operation("POOL-1", weight=5)
+    def touch(self) -> None:
+        """Hold blocks: any, victims, or blocks that are held already."""
+        at = self.draw_view()
+        among = (self.model.blocks, self.model.order() or self.model.blocks, self.model.held[at])
+        blocks = self.with_null(self.some(self.rng.choice(among), repeat=self.rng.random() < 0.3))
+        self.blame_blocks(blocks)
+        self.call(self.views[at], "touch_blocks", blocks)
+        self.model.take(blocks, self.model.held[at])
+
+    def blame_blocks(self, blocks: Sequence[int]) -> None:
+        """Name the law that a call with these blocks is about, if there is one."""
+        if self.model.null in blocks:
+            self.blame("POOL-5")
+        elif len(set(blocks)) < len(blocks):
+            self.blame("POOL-2")
+
+    def give(self, at: int, method: str, blocks: Sequence[int]) -> None:
+        """Release through a view, by any of its methods."""
+        self.blame_blocks(blocks)
+        if method == "give_back_blocks":
+            self.blame("POOL-12")
+        more: list[Callable[[int], None]] = []
+        if method == NOTICE:
+            self.num_tags += 1
+            more = [self._callback(self.num_tags)]
+        self.call(self.views[at], method, blocks, *more)
+        self.model.give(blocks, self.model.held[at], to_head=method == "give_back_blocks")
+        if more:
+            real = [block for block in blocks if block != self.model.null]
+            self.model.watched[at].update(dict.fromkeys(real, self.num_tags))
+
+    def _callback(self, tag: int) -> Callable[[int], None]:
+        def on_reuse(block: int) -> None:
+            self.notified.append((tag, block))
+            if tag % 4 == 0:
+                raise RuntimeError("an error of the connector")
+
+        raises = ", raises=True" if tag % 4 == 0 else ""
+        self.give_name(on_reuse, f"notice({tag}{raises})", NOTICE_LINES)
+        return on_reuse
+
+    def _free_by(self, method: str) -> None:
+        at = self.draw_view()
+        self.give(at, method, self.with_null(self.some(self.model.held[at].elements())))
+
+    @operation("POOL-1", weight=4)
+    def free(self) -> None:
+        """Release some holds of a view."""
+        self._free_by("free_blocks")
+
+    @operation("POOL-12", C.GIVE_BACK, weight=2)
+    def give_back(self) -> None:
+        """Release some holds of a view to the head of the queue."""
+        self._free_by("give_back_blocks")
+
+    @operation("POOL-14", C.REUSE_NOTICE, weight=2)
+    def free_with_notice(self) -> None:
+        """Release some holds of a view, with a callback."""
+        self._free_by(NOTICE)
+
+    @operation("POOL-4", C.VIEWS, weight=0.3)
+    def open_view(self) -> None:
+        """Open another view of the pool."""
+        view = self.call(self.harness, "another_view")
+        self.name(view, f"view_{len(self.views)}")
+        self.views.append(view)
+        self.model.add_view()
+
+    def _freeing(self) -> dict[str, tuple[C, ...]]:
+        return {**_FREEING, NOTICE: (C.REUSE_NOTICE,)}
+
+    @operation("POOL-4", weight=2)
+    def be_refused(self) -> None:
+        """Name blocks that the pool does not have, and free more than is held."""
+        self.blame("POOL-3")
+        at = self.draw_view()
+        view, held = self.views[at], self.model.held[at]
+        wrong = self.rng.choice((*_NOT_BLOCKS, self.num_blocks))
+        if isinstance(wrong, _Index):
+            self.give_name(wrong, "index", "from kvview.testing.pool.moves import _Index")
+        for method, needs in (("touch_blocks", ()), *self._freeing().items()):
+            if not self.can(*needs):
+                continue
+            more = [self._callback(0)] if method == NOTICE else []
+            good = list(self.with_null(self.some(held.elements())))
+            bad = [*good, wrong]
+            self.refused(UnknownBlockError, view, method, bad, *more, law="POOL-4")
+            self.rng.shuffle(bad)
+            self.refused(UnknownBlockError, view, method, bad, *more, law="POOL-4")
+            if method != "touch_blocks":
+                block = self.rng.choice(self.model.blocks)
+                too_many = [block] * (max(held.values(), default=0) + 1)
+                self.refused(
+                    BlockNotHeldError, view, method, [*good, *too_many], *more, law="POOL-4"
+                )
+        if self.can(C.IS_FREE):
+            self.refused(UnknownBlockError, view, "is_free", wrong, law="POOL-4")
+        if self.can(C.BLOCK_KEYS):
+            for method in ("block_keys", "primary_keys"):
+                self.refused(
+                    UnknownBlockError, view, method, [self.model.blocks[0], wrong], law="POOL-4"
+                )
+        if self.can(C.FIND_CACHED):
+            for key in _NOT_KEYS:
+                self.refused(NotAnOffloadKeyError, view, "find_cached_block", key, law="POOL-8")
+
+    @operation("POOL-3", C.ENGINE_REFUSES)
+    def refuse_the_engine(self) -> None:
+        """Let the engine name wrong blocks between right ones."""
+        self.blame("POOL-3")
+        harness, free = self.harness, self.some(self.model.joined)
+        used = self.some(self.model.engine.elements())
+        far = self.rng.choice((self.num_blocks, -1))
+        mixed = [*used, *free, far, *self.some(self.model.blocks)]
+        hashes = [b"no"] * (len(used) + 1)
+        self.refused(UnknownBlockError, harness, "share", mixed)
+        self.refused(UnknownBlockError, harness, "release", [*used, far])
+        self.refused(NoFreeBlocksError, harness, "allocate", len(self.model.joined) + 1)
+        if self.can(C.EVICT):
+            self.refused(UnknownBlockError, harness, "evict", mixed)
+        if self.can(C.CACHE):
+            self.refused(UnknownBlockError, harness, "cache", [*used, far], hashes, 0)
+            self.refused(ValueError, harness, "cache", used, hashes, 0)
+        if free:
+            self.refused(BlockNotHeldError, harness, "release", [*used, free[0]])
+            if self.can(C.CACHE):
+                self.refused(BlockNotHeldError, harness, "cache", [*used, free[0]], hashes, 0)
+
+
+NOTICE_LINES = "\n".join(
+    (
+        "notified = []",
+        "def notice(tag, raises=False):",
+        "    def on_reuse(block):",
+        "        notified.append((tag, block))",
+        "        if raises: raise RuntimeError('an error of the connector')",
+        "    return on_reuse",
+    )
+)

@@ -1,0 +1,365 @@
+"""One search for every contract: random operations, compared with a model after each of them.
+
+A :class:`Player` has the object under test and the model of its contract. Methods marked with
+:func:`operation` change both; methods marked with :func:`observable` compare them. A run draws a
+subset of the operations and a size from its seed (swarm testing: a run without resets reaches
+states that resets would end), so the seed alone repeats it. A failing run is shrunk by smaller
+sizes and fewer operations, and then recorded as a script.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from random import Random
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+from typing_extensions import override
+
+from kvview.testing import watchdog
+from kvview.testing.checks import CheckFunction, check, checks_driving
+from kvview.testing.harness import Capability, Contract, Factory
+from kvview.testing.profiles import Profile, current_profile
+from kvview.testing.recorder import LawBroken, Recorder
+
+_CALL_SECONDS = 10.0
+"""CPU seconds that one call may take; a call that only waits may take four times as long."""
+_MAX_SHRINK_RUNS = 150
+_MAX_FAILING_RUNS = 8
+"""Failing runs after which a search ends: more of them rarely break another law."""
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+PlayerT = TypeVar("PlayerT", bound="Player")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The mark of an operation or an observable.
+
+    Args:
+        law: The law that an unexpected exception breaks, or a difference without its own law.
+        needs: Capabilities without which it is left out.
+        weight: How often an operation is drawn; 0 for an observable.
+    """
+
+    law: str
+    needs: tuple[Capability, ...]
+    weight: float = 0.0
+
+
+def operation(
+    law: str, *needs: Capability, weight: float = 1.0
+) -> Callable[[FunctionT], FunctionT]:
+    """Mark a method of a player as an operation that runs draw."""
+
+    def mark(function: FunctionT) -> FunctionT:
+        function.mark = Mark(law, needs, weight)  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def observable(law: str, *needs: Capability) -> Callable[[FunctionT], FunctionT]:
+    """Mark a method of a player as a comparison that follows every operation."""
+
+    def mark(function: FunctionT) -> FunctionT:
+        function.mark = Mark(law, needs)  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+@dataclass(frozen=True)
+class Label:
+    """A law that a search checks.
+
+    Args:
+        summary: The promise, in one line.
+        needs: Capabilities without which nothing can break the law.
+    """
+
+    summary: str
+    needs: tuple[Capability, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run, to be played any number of times.
+
+    Args:
+        seed: Seed of the run.
+        moves: Names of operations, each with the seed of its arguments.
+        most: Most items that one operation takes; None lets the player draw it.
+        is_small: Whether the smallest size is used instead of a drawn one.
+    """
+
+    seed: int
+    moves: Sequence[tuple[str, int]] = ()
+    most: int | None = None
+    is_small: bool = False
+
+
+class Player(Recorder):
+    """Plays operations on a harness and on the model of its contract.
+
+    Args:
+        factory: Makes the harness.
+        plan: The run; its moves are drawn by :meth:`draw` when there are none.
+        is_recording: Whether the calls are kept as a script.
+    """
+
+    contract: ClassVar[Contract]
+    subject_name: ClassVar[str]
+    labels: ClassVar[Mapping[str, Label]]
+    first_moves: ClassVar[tuple[str, ...]] = ()
+    """Operations that come first, so that the drawn ones find something to work on."""
+
+    def __init__(self, factory: Factory, plan: Plan, *, is_recording: bool = False) -> None:
+        super().__init__(factory, "*", self.subject_name)
+        self.is_recording = is_recording
+        self.plan = plan
+        self.rng = Random(plan.seed)
+        self.compared: Counter[str] = Counter()
+        self.is_over = False
+        """An operation sets it when the object under test takes no further calls."""
+        self._culprit: str | None = None
+        self._blamed = next(iter(self.labels))
+        self._is_comparing = False
+        self.start()
+        self.most: int = self.draw_most() if plan.most is None else plan.most
+
+    def start(self) -> None:
+        """Draw a size and options, and make the model; ``self.rng`` is that of the run."""
+        raise NotImplementedError
+
+    def draw_most(self) -> int:
+        """Draw the most items that one operation takes."""
+        return self.rng.choice((3, 6, 6, 40))
+
+    def num_moves(self, longest: int) -> int:
+        """How many operations a run of this size has, at most ``longest``."""
+        return longest
+
+    def blame(self, law: str) -> None:
+        """Name the law of the current operation: a difference after it breaks this law."""
+        self._culprit = self._blamed = law
+
+    def can(self, *capabilities: Capability) -> bool:
+        """Whether the harness declares all of these capabilities."""
+        return all(capability in self.harness.capabilities for capability in capabilities)
+
+    @classmethod
+    def _marked(cls, is_operation: bool, declared: Collection[str]) -> dict[str, Mark]:
+        found = {}
+        for name in dir(cls):
+            mark: Mark | None = getattr(getattr(cls, name), "mark", None)
+            if mark is None or bool(mark.weight) != is_operation:
+                continue
+            if all(need in declared for need in mark.needs):
+                found[name] = mark
+        return found
+
+    @cached_property
+    def _observables(self) -> Mapping[str, Mark]:
+        return self._marked(False, self.harness.capabilities)
+
+    def draw(self, longest: int) -> Plan:
+        """Draw the moves of this run."""
+        able = self._marked(True, self.harness.capabilities)
+        some = [name for name in able if self.rng.random() < 0.7] or list(able)
+        weights = [able[name].weight for name in some]
+        names = self.rng.choices(some, weights, k=self.num_moves(longest))
+        first = [name for name in self.first_moves if name in able]
+        moves = [(name, self.rng.getrandbits(32)) for name in (*first, *names)]
+        return replace(self.plan, moves=moves)
+
+    def play(self, moves: Sequence[tuple[str, int]]) -> None:
+        """Play moves, and compare all observables after each of them.
+
+        Raises:
+            LawBroken: The first difference.
+        """
+        operations = self._marked(True, self.harness.capabilities)
+        for name, seed in moves:
+            self.rng = Random(seed)
+            self._blamed, self._culprit = operations[name].law, None
+            getattr(self, name)()
+            if self.is_over:
+                return
+            self.compare()
+
+    def compare(self) -> None:
+        """Compare all observables."""
+        self._is_comparing = True
+        with self.unrecorded():
+            for name, mark in self._observables.items():
+                self._blamed = mark.law
+                self.compared[self._culprit or mark.law] += 1
+                getattr(self, name)()
+        self._is_comparing = False
+
+    @override
+    def equal(self, got: object, expected: object, what: str, law: str | None = None) -> None:
+        self.compared[law or self._blamed] += 1
+        super().equal(got, expected, what, law)
+
+    @override
+    def true(
+        self, holds: bool, what: str, got: object, expected: str, law: str | None = None
+    ) -> None:
+        self.compared[law or self._blamed] += 1
+        super().true(holds, what, got, expected, law)
+
+    @override
+    def fail(self, what: str, got: str, expected: str, law: str | None = None) -> NoReturn:
+        if self.law != "*":  # an example, which is about one law
+            law = self.law
+        law = (self._is_comparing and self._culprit) or law or self._blamed
+        assert law in self.labels, f"{law} is not a law of {type(self).__name__}"
+        super().fail(what, got, expected, law)
+
+
+@dataclass
+class SearchResult:
+    """The outcome of one search.
+
+    Args:
+        failures: The first failure of each law, shrunk.
+        seeds: The failing seeds of each law.
+        compared: How often each law was compared.
+        num_runs: Runs that were played.
+    """
+
+    failures: dict[str, LawBroken] = field(default_factory=dict)
+    seeds: dict[str, list[int]] = field(default_factory=dict)
+    compared: Counter[str] = field(default_factory=Counter)
+    num_runs: int = 0
+
+
+def search(player_class: type[Player], factory: Factory, profile: Profile) -> SearchResult:
+    """Play runs of consecutive seeds, and shrink the first failure of each law."""
+    result = SearchResult()
+    first = profile.seed or 0
+    for seed in range(first, first + profile.num_examples):
+        result.num_runs += 1
+        broken, plan, compared = _drawn(player_class, factory, seed, profile.num_steps)
+        result.compared.update(compared)
+        if broken is None:
+            continue
+        result.seeds.setdefault(broken.law, []).append(seed)
+        if profile.is_brief:
+            result.failures[broken.law] = broken
+            break
+        if broken.law not in result.failures:
+            result.failures[broken.law] = _shrunk(player_class, factory, plan, broken)
+        if sum(map(len, result.seeds.values())) >= _MAX_FAILING_RUNS:
+            break
+    for law, broken in result.failures.items():
+        broken.seeds = result.seeds[law]
+    return result
+
+
+def _drawn(
+    player_class: type[Player], factory: Factory, seed: int, longest: int
+) -> tuple[LawBroken | None, Plan, Counter[str]]:
+    player = player_class(factory, Plan(seed))
+    plan = player.draw(longest)
+    return _outcome(player, plan), plan, player.compared
+
+
+def _outcome(player: Player, plan: Plan) -> LawBroken | None:
+    with watchdog.limit(_CALL_SECONDS), watchdog.watching(), watchdog.calling():
+        try:
+            try:
+                player.play(plan.moves)
+            except watchdog.HookTimeout as error:
+                player.does_not_return(error)
+            finally:
+                player.end()
+        except LawBroken as broken:
+            return broken
+    return None
+
+
+def _shrunk(
+    player_class: type[Player], factory: Factory, plan: Plan, broken: LawBroken
+) -> LawBroken:
+    """The failure of the shortest plan found that breaks the same law, with its script."""
+    num_runs = 0
+
+    def fails(plan: Plan, *, is_recording: bool = False) -> LawBroken | None:
+        nonlocal num_runs
+        num_runs += 1
+        try:
+            found = _outcome(player_class(factory, plan, is_recording=is_recording), plan)
+        except (LookupError, ValueError):  # a draw from nothing: the plan makes no sense any more
+            return None
+        return found if found is not None and found.law == broken.law else None
+
+    simpler: dict[str, Any]
+    for simpler in ({"is_small": True}, {"most": 1}, {"most": 2}, {"most": 3}):
+        if "most" in simpler and plan.most is not None:
+            continue
+        smaller = replace(plan, **simpler)
+        if fails(smaller):
+            plan = smaller
+    size = len(plan.moves)
+    while size and num_runs < _MAX_SHRINK_RUNS:
+        at = 0
+        while at < len(plan.moves) and num_runs < _MAX_SHRINK_RUNS:
+            fewer = replace(plan, moves=[*plan.moves[:at], *plan.moves[at + size :]])
+            if fails(fewer):
+                plan = fewer
+            else:
+                at += size
+        size //= 2
+    return fails(plan, is_recording=True) or broken
+
+
+def shared_search(player_class: type[Player], factory: Factory) -> SearchResult:
+    """The search of a factory by the current profile; played once for all laws."""
+    profile = current_profile()
+    where = (player_class, factory)
+    if where not in profile.shared:
+        profile.shared[where] = search(player_class, factory, profile)
+    result: SearchResult = profile.shared[where]
+    return result
+
+
+def example(
+    player_class: type[PlayerT], law: str, *needs: Capability
+) -> Callable[[Callable[[PlayerT], None]], CheckFunction]:
+    """Register a check of a property that the model cannot state, such as growth or cost.
+
+    The check gets a player of the smallest size, whose operations it calls itself.
+    """
+
+    def make(factory: Factory, law: str) -> PlayerT:
+        player = player_class(factory, Plan(0, is_small=True), is_recording=True)
+        player.law = law
+        return player
+
+    return checks_driving(make, contract=player_class.contract)(law, *needs)
+
+
+def check_by_search(player_class: type[Player]) -> type[Player]:
+    """Register one check for each law of a player; the checks share one search."""
+    for law, label in player_class.labels.items():
+        _register(player_class, law, label)
+    return player_class
+
+
+def _register(player_class: type[Player], law: str, label: Label) -> None:
+    def run(factory: Factory) -> None:
+        failure = shared_search(player_class, factory).failures.get(law)
+        if failure is not None:
+            raise failure
+
+    family, _, number = law.lower().partition("-")
+    own = player_class.__module__.split(".")[2]
+    room = "" if own.startswith(family[:3]) else f"{own}_"
+    run.__name__ = f"check_{room}{family}_{number}"
+    run.__doc__ = label.summary
+    check(law, *label.needs, contract=player_class.contract)(run)

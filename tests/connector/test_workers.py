@@ -1,0 +1,230 @@
+"""The processes that play a connector: the same report whatever their number, and none is left."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from kvview import Connector, SchedulerConnector
+from kvview.testing import run_checks
+from kvview.testing.connector import check_connector
+from kvview.testing.connector.first_seeds import FIRST_SEEDS, in_order
+from kvview.testing.connector.process import can_fork
+from kvview.testing.connector.workers import Died, default_processes, workers
+from kvview_reference.connector import OffloadConnector
+from tests.mutants.connector import LeaksFailedStores
+
+pytestmark = pytest.mark.skipif(not can_fork(), reason="no fork")
+
+PARENT = os.getpid()
+
+
+def on_finish(act: Callable[[], object]) -> type[Connector]:
+    """A connector that does something when a request ends."""
+
+    class Acts(OffloadConnector):
+        def make_scheduler(self) -> SchedulerConnector:
+            half = super().make_scheduler()
+            finish = half.on_request_finished
+
+            def on_request_finished(*args: Any) -> Any:
+                act()
+                return finish(*args)
+
+            half.on_request_finished = on_request_finished  # type: ignore[assignment,method-assign]
+            return half
+
+    return Acts
+
+
+# --- the processes alone ---
+
+
+def test_answers_come_in_order_and_as_they_are_wanted() -> None:
+    def slow_if_even(number: int) -> int:
+        time.sleep(0.02 * (number % 2 == 0))
+        return number * number
+
+    with workers(slow_if_even, 3) as processes:
+        assert list(processes.map(range(20))) == [number * number for number in range(20)]
+        with closing(processes.map(count())) as answers:
+            assert [next(answers), next(answers)] == [0, 1], "and there is no last question"
+        assert list(processes.map([5, 6, 7, 8])) == [25, 36, 49, 64], "none of those left undone"
+        assert list(processes.map([])) == []
+
+
+def test_what_is_raised_is_raised_here() -> None:
+    class Own(Exception):
+        """Does not pickle: its class is nowhere to be found."""
+
+    def refuse(number: int) -> int:
+        if number == 1:
+            raise ValueError("one")
+        if number == 2:
+            raise Own("two")
+        return number
+
+    with workers(refuse, 2) as processes:
+        answers = processes.map([0, 1])
+        assert next(answers) == 0
+        with pytest.raises(ValueError, match="one"):
+            next(answers)
+        with pytest.raises(RuntimeError, match="Own: two"):
+            list(processes.map([2]))
+        assert list(processes.map([3])) == [3]
+
+
+def test_a_process_that_dies_is_an_answer_and_is_replaced() -> None:
+    def die(how: int) -> int:
+        if how < 0:
+            os.kill(os.getpid(), -how)
+        if how > 0:
+            os._exit(how)
+        return how
+
+    with workers(die, 2) as processes:
+        answers = list(processes.map([0, -signal.SIGKILL, 0, 3, 0, -signal.SIGSEGV, 0]))
+    assert [answer for answer in answers if answer != 0] == [
+        Died("by SIGKILL"),
+        Died("with exit code 3"),
+        Died("by SIGSEGV"),
+    ]
+    assert answers.count(0) == 4
+
+
+def test_no_fork_beside_other_threads() -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    assert default_processes() == 0
+    stop.set()
+    thread.join()
+
+
+# --- a connector in them ---
+
+
+@pytest.mark.parametrize("connector", [OffloadConnector, LeaksFailedStores])
+@pytest.mark.parametrize("keep_going", [False, True])
+def test_the_number_of_processes_changes_nothing(
+    connector: type[Connector], keep_going: bool
+) -> None:
+    one, other = (
+        check_connector(
+            connector, seeds=7, processes=processes, keep_going=keep_going, max_shrink_runs=40
+        )
+        for processes in (0, 3)
+    )
+    assert one.coverage == other.coverage
+    assert one.typical == other.typical
+    assert (one.num_seeds, one.notes) == (other.num_seeds, other.notes)
+    assert [(f.seed, f.script) for f in one.failures] == [
+        (f.seed, f.script) for f in other.failures
+    ]
+    assert bool(one.failures) == (connector is LeaksFailedStores)
+    if one.failures:
+        assert one.num_seeds == 7 if keep_going else one.num_seeds < 7
+        assert keep_going or len(one.failures) == 1
+
+
+def test_what_is_expected_does_not_end_the_runs() -> None:
+    expected = {"check_conn_4_in_simulated_runs": "a leak that is known"}
+    report = run_checks(LeaksFailedStores, seeds=7, expected_failures=expected)
+    assert report.runs is not None
+    assert not report.runs.is_cut_short
+    assert not report.failures
+    report = run_checks(LeaksFailedStores, seeds=7)
+    assert report.runs is not None
+    assert report.runs.is_cut_short
+    assert [result.check.law for result in report] == ["CONN-4"]
+    assert report.num_selected == 30
+
+
+@pytest.mark.parametrize(
+    ("act", "how"),
+    [
+        (lambda: os._exit(0), "with exit code 0"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "by SIGKILL"),
+        (lambda: ctypes.string_at(0), "by SIGSEGV"),
+    ],
+)
+def test_a_connector_that_ends_its_process_fails_its_seed(
+    act: Callable[[], object], how: str
+) -> None:
+    connector = on_finish(lambda: os.getpid() != PARENT and act())
+    runs = check_connector(connector, seeds=4, processes=2, max_shrink_runs=6)
+    (failure,) = runs.failures
+    assert (failure.law, failure.seed) == ("CONN-3", in_order(0, 4)[0])
+    assert f"died {how}" in failure.message
+
+
+def test_an_interruption_in_a_hook_interrupts() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    runs = check_connector(on_finish(interrupt), seeds=4, processes=2)
+    assert runs.is_interrupted
+    assert runs.summary().startswith("Acts: 0 of 4 seeds, 0 failed, interrupted")
+
+
+LEAVES_TRACES = """
+import os
+import sys
+import tempfile
+from pathlib import Path
+from kvview_reference.connector import OffloadConnector
+
+
+class Leaves(OffloadConnector):
+    def make_scheduler(self):
+        Path(r"{folder}", str(os.getpid())).write_text(tempfile.mkdtemp())
+        return super().make_scheduler()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_leaves_its_result_and_no_process(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    (tmp_path / "target.py").write_text(LEAVES_TRACES.format(folder=pids))
+    command = [sys.executable, "-m", "kvview", "check", f"{tmp_path / 'target.py'}:Leaves"]
+    process = subprocess.Popen([*command, "--seeds=5000"], stdout=subprocess.PIPE, text=True)
+    while not list(pids.iterdir()) and process.poll() is None:
+        time.sleep(0.05)
+    time.sleep(0.5)  # the processes play
+    process.send_signal(number)
+    stdout, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, stdout
+    assert "of 5000 seeds, 0 failed, interrupted" in stdout
+    end = time.monotonic() + 30
+    while any(Path("/proc", file.name).exists() for file in pids.iterdir()):
+        assert time.monotonic() < end, "a process outlives the command"
+        time.sleep(0.05)
+    for folder in filter(None, (file.read_text() for file in pids.iterdir())):  # "": not written
+        assert not Path(folder).exists(), "a folder that a process left"
+
+
+# --- the order ---
+
+
+def test_the_first_seeds_are_those_that_find_most() -> None:
+    assert sorted(in_order(0, 200)) == list(range(200))
+    assert list(in_order(0, 200)[: len(FIRST_SEEDS)]) == list(FIRST_SEEDS)
+    assert in_order(10**6, 3) == [10**6, 10**6 + 1, 10**6 + 2]
+    assert sorted(in_order(3, 9)) == list(range(3, 12))
