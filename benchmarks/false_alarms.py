@@ -36,7 +36,13 @@ def play(
     """One turn: a line of the log."""
     start = time.process_time()
     report = check_connector(
-        connector, seeds=seeds, first_seed=first_seed, engines=engines, max_shrink_runs=0
+        connector,
+        seeds=seeds,
+        first_seed=first_seed,
+        engines=engines,
+        keep_going=True,
+        max_shrink_runs=0,
+        processes=0,  # its turns are in processes, and its clock is that of this one
     )
     return {
         "connector": connector.__name__,

@@ -2,7 +2,8 @@
 
 Try it, without a GPU and without vLLM:
 
-    kvview replay --connector examples/host_cache.py:HostCacheConnector --cpu-blocks 5000
+    kvview replay --connector examples/host_cache.py:HostCacheConnector \
+        --gpu-blocks 500 --cpu-blocks 5000
 
 Copy it and change what you need. It imports the contract and torch, no engine.
 """

@@ -24,7 +24,8 @@ The laws, numbered as in the errors and in the conformance kit:
   amortised, not O(pool). A block with several hashes yields each.
 - POOL-7 Touching and freeing while walking **must** be allowed, the walk goes
   on, and at the moment of yielding what is yielded is true. A block that joins
-  the queue after the walk began is not part of that walk.
+  the queue after the walk began is not part of that walk; of a block that the engine
+  or another view took and gave back meanwhile this is not promised.
 - POOL-8 A free block is yielded with an :data:`~kvview.OffloadKey`, and whatever is asked
   for by key **must** raise :class:`~kvview.NotAnOffloadKeyError` for bytes that cannot be
   one (KEY-3): a block hash handed over by mistake is never a miss in silence.
@@ -41,8 +42,8 @@ The laws, numbered as in the errors and in the conformance kit:
   is no more recent for it. Such a block never outlives one that was free all the time.
 - POOL-13 A resumed walk **must** yield what is behind the items taken before, then what
   joined behind since: nothing that stayed is missed or comes twice. A block that left and
-  came back is behind all that stayed, and comes again; of what the engine itself took and
-  gave back between two calls this is not promised. What joins at the head, in front of the
+  came back is behind all that stayed, and comes again; of what the engine or another view
+  took and gave back between two calls this is not promised. What joins at the head, in front of the
   items taken before, comes after ``restart``. One that is dropped costs nothing any more.
 - POOL-14 ``free_blocks_with_notice`` **must** tell of each block once: when it is handed
   out again, or at a reset of the prefix cache, whichever comes first. A touch in between

@@ -644,6 +644,21 @@ def test_arc_is_the_published_algorithm(capacity: int, seed: int) -> None:
         assert len(held) <= capacity
 
 
+def test_arc_makes_room_for_a_batch_as_for_its_keys_one_by_one() -> None:
+    def victims(target: float, new: list[OffloadKey], *ghosts: OffloadKey) -> list[OffloadKey]:
+        policy = ARCPolicy(4)
+        policy.admit(KEYS[:4], 0, InFlight(set(), set()))  # the first is the most recent
+        policy.touch(KEYS[:2], InFlight(set(), set()))
+        policy._target = target
+        policy._b2.update(dict.fromkeys(ghosts))
+        return policy.admit(new, 2, InFlight(set(), set()))
+
+    assert victims(0, [E, F]) == [D, C]  # T1, twice
+    assert victims(2, [E, F]) == [D, B]  # as many as its target; with E it is more
+    assert victims(4, [E, F]) == [B, A]  # T2, twice
+    assert victims(3, [E, F], E) == [D, B]  # E was in B2: the target falls to 2, what T1 has
+
+
 def test_arc_batches_keep_the_ghosts_bounded() -> None:
     rng = random.Random(0)
     capacity = 20

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
-from kvview import ConfigError, LookupResult, make_offload_key
+from kvview import ConfigError, LookupResult, OffloadKey, make_offload_key
 from kvview.targets import load_target
 from kvview.testing import Outcome, Report, run_checks
 from kvview_reference.offloading import CPUOffloadingManager
-from kvview_reference.offloading.policies import policy_factory
+from kvview_reference.offloading.lru_or_arc import LRUOrARCPolicy
+from kvview_reference.offloading.policies import (
+    ARCPolicy,
+    CachePolicy,
+    InFlight,
+    LRUPolicy,
+    policy_factory,
+)
 from kvview_reference.offloading.vllm_arc import VLLMARCPolicy
 
 PAGE = Path(__file__).parents[2] / "docs" / "sizing.md"
@@ -46,6 +55,46 @@ def test_the_policy_of_the_page_keeps_every_law(source: str, tmp_path: Path) -> 
         manager.touch(KEYS[:2])
     held = [key for key in KEYS if manager.lookup(key) is LookupResult.HIT]
     assert held == [KEYS[0], KEYS[1], KEYS[4], KEYS[5]]
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(
+    "policy_type",
+    [LRUPolicy, ARCPolicy, VLLMARCPolicy, LRUOrARCPolicy],
+    ids=lambda one: one.__name__,
+)
+def test_off_1_off_3_as_many_victims_as_asked_for_and_none_in_flight(
+    policy_type: Callable[[int], CachePolicy], seed: int
+) -> None:
+    draw, room = Random(seed), 12
+    keys = [make_offload_key(bytes([number]), 0) for number in range(32)]
+    policy = policy_type(room)
+    held: set[OffloadKey] = set()
+    storing: set[OffloadKey] = set()
+    loading: set[OffloadKey] = set()
+
+    def some(among: set[OffloadKey]) -> list[OffloadKey]:
+        return draw.sample(sorted(among), draw.randint(0, len(among)))
+
+    for _ in range(200):
+        new = [key for key in draw.sample(keys, draw.randint(0, 6)) if key not in held]
+        num_victims = max(0, len(held) + len(new) - room)
+        if num_victims <= len(held - storing - loading):
+            victims = policy.admit(new, num_victims, InFlight(loading, storing))
+            assert len(victims) == len({*victims}) == num_victims
+            assert {*victims} <= held - storing - loading
+            held = (held - {*victims}) | {*new}
+            storing |= {*new}
+        policy.touch(some(held), InFlight(loading, storing))
+        loading |= {*some(held - storing)[:9]}
+        for ended in (some(loading), some(storing)):
+            loading -= {*ended}
+            storing -= {*ended}
+            policy.release(ended)
+        failed = some(storing)[:2]
+        storing -= {*failed}
+        held -= {*failed}
+        policy.remove(failed)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,160 @@
+"""Which seeds to play first: those that find most wrong connectors for their time.
+
+    python benchmarks/first_seeds.py [--seeds 40] [--select TEXT] [--json FILE] [--write]
+
+Plays the wrong connectors of ``tests/vllm``, ``tests/mutants`` and ``tests/mutants/novice`` in
+the first seeds, and one that none of them finds in the following ones, up to 200. Then the seed
+that finds most of those not found yet for its CPU time comes first, and so on, until all are
+found. ``--write`` puts the seeds into ``kvview/testing/connector/first_seeds.py``. Takes about
+five minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+FILE = ROOT / "kvview" / "testing" / "connector" / "first_seeds.py"
+MOST = 200
+
+sys.path.insert(0, str(ROOT))
+from kvview import Connector  # noqa: E402
+from kvview.targets import load_connector  # noqa: E402
+from kvview.testing import watchdog  # noqa: E402
+from kvview.testing.connector import generate_scenario, load_engines, simulate  # noqa: E402
+from kvview.testing.connector.workers import Died, default_processes, workers  # noqa: E402
+from tests.mutants import connector as planted  # noqa: E402
+from tests.mutants.novice import load_mistakes  # noqa: E402
+from tests.vllm import wrong_connectors, wrong_jobs  # noqa: E402
+
+assert wrong_jobs, "it adds to the list of wrong connectors"
+
+
+@dataclass
+class Found:
+    """What the seeds did to one connector: which of them failed, and their CPU seconds."""
+
+    name: str
+    failed: dict[int, bool] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
+
+    def add(self, seed: int, answer: tuple[bool, float] | Died) -> None:
+        failed, seconds = (True, 0.0) if isinstance(answer, Died) else answer
+        self.failed[seed] = failed
+        if not failed:  # a run that fails ends early
+            self.seconds[seed] = seconds
+
+
+def load_all(folder: Path) -> list[type[Connector]]:
+    """The wrong connectors of all lists."""
+    found = [*wrong_connectors.WRONG]
+    found += [mutant.factory for mutant in planted.MUTANTS]  # type: ignore[misc]
+    for number, mistake in enumerate(load_mistakes()):
+        file = folder / f"novice_{number}.py"
+        file.write_text(mistake.source())
+        found.append(load_connector(f"{file}:Novice"))
+    return found
+
+
+class Play:
+    """Plays one of the connectors in a seed; whether it failed, and CPU seconds."""
+
+    def __init__(self, connectors: Sequence[type[Connector]]) -> None:
+        self.connectors = connectors
+        self.engines = load_engines()
+
+    def __call__(self, question: tuple[int, int]) -> tuple[bool, float]:
+        number, seed = question
+        start = time.process_time()
+        try:
+            result = simulate(
+                self.connectors[number], generate_scenario(seed), engines=self.engines
+            )
+            failed = result.failure is not None
+        except Exception:  # its constructor
+            failed = True
+        return failed, time.process_time() - start
+
+
+def measure(select: str, seeds: int) -> list[Found]:
+    """Play them all."""
+    with tempfile.TemporaryDirectory() as folder, watchdog.limit(2.0):
+        connectors = [c for c in load_all(Path(folder)) if select in f"{c.__module__}.{c.__name__}"]
+        found = [Found(f"{c.__module__}.{c.__name__}") for c in connectors]
+        torch.set_num_threads(1)
+        with workers(Play(connectors), default_processes()) as processes:
+            questions = [(number, seed) for number in range(len(found)) for seed in range(seeds)]
+            for (number, seed), answer in zip(questions, processes.map(questions), strict=True):
+                found[number].add(seed, answer)
+                if seed == seeds - 1:
+                    print(f"{number + 1} of {len(found)}: {found[number].name}", flush=True)
+            for number, one in enumerate(found):
+                if any(one.failed.values()):
+                    continue
+                more = [(number, seed) for seed in range(seeds, MOST)]
+                for (_, seed), answer in zip(more, processes.map(more), strict=False):
+                    one.add(seed, answer)
+                    if one.failed[seed]:
+                        break
+    return found
+
+
+def first_seeds(found: Sequence[Found]) -> list[int]:
+    """The greedy cover: the most connectors that are not found yet, for the time it takes."""
+    seeds = {seed for one in found for seed in one.failed}
+    seconds: Mapping[int, float] = {
+        seed: mean([one.seconds[seed] for one in found if seed in one.seconds] or [0.1])
+        for seed in seeds
+    }
+    left = [one for one in found if any(one.failed.values())]
+    order: list[int] = []
+    while left:
+
+        def worth(seed: int, left: Sequence[Found] = left) -> tuple[float, int]:
+            return sum(one.failed.get(seed, False) for one in left) / seconds[seed], -seed
+
+        best = max(seeds, key=worth)
+        rest = [one for one in left if not one.failed.get(best)]
+        order.append(best)
+        told = f"seed {best:>3}: {len(left) - len(rest):>3} found, {len(rest):>3} left"
+        print(f"{told}, {seconds[best]:.2f} s")
+        left = rest
+    return order
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
+    parser.add_argument("--seeds", type=int, default=40)
+    parser.add_argument("--select", default="", metavar="TEXT", help="part of module or name")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args(argv)
+    found = measure(given.select, given.seeds)
+    order = first_seeds(found)
+    for one in found:
+        if not any(one.failed.values()):
+            print(f"not found: {one.name}")
+    print(f"{len(order)} seeds for {len(found)} wrong connectors: {order}")
+    if given.json:
+        rows = [{"name": one.name, "failed": one.failed, "seconds": one.seconds} for one in found]
+        given.json.write_text(json.dumps(rows) + "\n")
+    if given.write:
+        line = f"FIRST_SEEDS: tuple[int, ...] = {tuple(order)}"
+        text = re.sub(r"^FIRST_SEEDS.*?(?=\n\n)", line, FILE.read_text(), flags=re.M | re.S)
+        FILE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
