@@ -554,6 +554,6 @@ def test_a_green_check_prints_no_warning_of_what_it_injects(tmp_path: Path) -> N
         command = [sys.executable, "-m", "kvview", "check", *args]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout
-        assert ("Traceback" in done.stderr) == verbose
+        assert verbose or "Traceback" not in done.stderr
         assert ("of kvview" in done.stderr) == verbose
         assert ("of the author" in done.stderr) == target.endswith("noisy")

@@ -27,7 +27,7 @@ def _cpu_build() -> str | None:
 
 @pytest.mark.skipif(_cpu_build() != RELEASE, reason=f"needs the CPU build of vLLM {RELEASE}")
 def test_what_vllm_computes_is_what_is_pinned() -> None:
-    # tests/replay/test_models.py compares the reader with the same file, without vLLM.
+    # tests/replay/test_model_sizes.py compares the reader with the same file, without vLLM.
     run = subprocess.run(
         [sys.executable, "tests/vllm/model_specs.py"],
         capture_output=True,
