@@ -35,8 +35,8 @@ connector overrides what it needs, and a later release may add methods.
   what is assigned to an object is out of reach.
 - CONN-10 A connector's own tier **must** be conserved: what a store that failed, a second
   store of a key, a load that ended anyhow, an abort, a reset, an eviction or a promise not
-  taken up has occupied is used again. Under a load that repeats itself what can be loaded
-  does not dwindle.
+  taken up has occupied is used again. Under a load that repeats itself it loads as much
+  later as it did when it was new, and the memory that its halves keep does not grow for ever.
 - CONN-11 While jobs are in flight ``reset_cache`` **may** refuse. When none is, and nothing is
   pending, it **must** forget what was offloaded: KV of other weights is not loaded for ever.
 - CONN-12 When both halves are shut down, the threads that they started **must** have ended.

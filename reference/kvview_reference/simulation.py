@@ -20,7 +20,6 @@ from kvview import (
 )
 from kvview.testing.connector.scenario import (
     NUM_LAYERS,
-    NUM_SHARED_BLOCKS,
     PAGE_BYTES,
     Add,
     Scenario,
@@ -121,7 +120,6 @@ class ReferenceConnectorHarness:
         self.stats = self._engine.stats
         self.num_blocks = self._pool.num_blocks
         self.step = self._engine.step
-        self.reset = self._engine.reset_cache
         self.shutdown = self._engine.shutdown
         self.has_work = self._engine.has_work
         self.ref_count = self._pool.ref_cnt
@@ -141,6 +139,12 @@ class ReferenceConnectorHarness:
     def abort(self, request_id: str) -> None:
         """End an unfinished request early."""
         self._engine.abort(request_id)
+
+    def reset(self, *, after_reports: bool = False) -> bool:
+        """Reset the caches; False when refused."""
+        if after_reports:
+            self._engine.take_reports()
+        return self._engine.reset_cache()
 
     def squeeze(self, num_blocks: int) -> None:
         """Give back what was squeezed out before, and allocate this many, if as many are free."""
@@ -214,7 +218,7 @@ def _make_request(
         request.stops_after = add.stops_after
         return request
     full = add.num_prompt_tokens // size
-    ids = [i if i < NUM_SHARED_BLOCKS else f"{add.family}/{i}" for i in range(full)]
+    ids = [i if i < add.num_shared_blocks else f"{add.family}/{i}" for i in range(full)]
     return Request(
         add.request_id,
         add.num_prompt_tokens,

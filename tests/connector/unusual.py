@@ -50,6 +50,47 @@ class Unusual(HostCacheConnector):
         return self.worker(self.cpu_blocks)  # type: ignore[call-arg]
 
 
+class HoldsForSixtySteps(Unusual):
+    """Blocks of two stores stay held for sixty steps after their end."""
+
+    class scheduler(HostCacheScheduler):
+        def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
+            super().__init__(config, cpu_blocks)
+            self.num_steps = 0
+            self.kept: list[tuple[int, list[int]]] = []
+
+        @override
+        def release(self, gpu_blocks: list[int]) -> None:
+            if len(self.kept) < 2:
+                self.kept.append((self.num_steps, gpu_blocks))
+            else:
+                super().release(gpu_blocks)
+
+        def release_since(self, step: int) -> None:
+            while self.kept and self.kept[0][0] <= step:
+                super().release(self.kept.pop(0)[1])
+
+        @override
+        def plan_step(self, step: StepInfo) -> StepPlan:
+            self.num_steps += 1
+            self.release_since(self.num_steps - 60)
+            return super().plan_step(step)
+
+        @override
+        def has_pending_work(self) -> bool:
+            return super().has_pending_work() or bool(self.kept)
+
+        @override
+        def reset_cache(self) -> bool:
+            self.release_since(self.num_steps)
+            return super().reset_cache()
+
+        @override
+        def shutdown(self) -> None:
+            super().shutdown()
+            self.release_since(self.num_steps)
+
+
 class LoadsOnlyMuch(Unusual):
     """A load is worth it from five scheduler blocks on."""
 
@@ -329,5 +370,6 @@ class KeepsWhatMoved(Unusual):
 UNUSUAL: list[type[Connector]] = [
     *(LoadsOnlyMuch, LoadsTheSecondTime, AnswersLater, PromisesLess, StoresTheThirdTime),
     *(DropsAll, OneJobPerBlock, OwnMedium, OwnPlan, Produces, HoldsForLong),
+    HoldsForSixtySteps,
     KeepsWhatMoved,
 ]

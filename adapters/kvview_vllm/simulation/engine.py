@@ -339,7 +339,7 @@ class VLLMConnectorHarness:
                         return True
         return False
 
-    def reset(self) -> bool:
+    def reset(self, *, after_reports: bool = False) -> bool:
         """Reset the prefix cache and the connectors: vLLM asks these even when it refuses.
 
         With steps in flight every other reset preempts what runs, where the release can.

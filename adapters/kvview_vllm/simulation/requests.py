@@ -96,9 +96,7 @@ class PlannedRequest:
 
 def make_prompt(add: Add, before: Sequence[int], hash_block_size: int) -> list[int]:
     """Tokens of which those of all families begin alike, or those of the turn before."""
-    from kvview.testing.connector.scenario import NUM_SHARED_BLOCKS
-
-    num_shared = NUM_SHARED_BLOCKS * hash_block_size
+    num_shared = add.num_shared_blocks * hash_block_size
     return [*before] + [
         position if position < num_shared else add.family * _TOKENS_OF_A_FAMILY + position
         for position in range(len(before), len(before) + add.num_prompt_tokens)

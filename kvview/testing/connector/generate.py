@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from random import Random
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from kvview import (
     CacheGeometry,
@@ -22,7 +22,7 @@ from kvview import (
     Mamba,
     SlidingWindow,
 )
-from kvview.testing.connector.invariants import FEWEST_LAPS
+from kvview.testing.connector.aging import FEWEST_LAPS
 from kvview.testing.connector.scenario import (
     Abort,
     AbortLoading,
@@ -43,11 +43,18 @@ _SHARE_OF_EARLY_ENDS = 0.3
 _SHARE_AS_IT_IS = 0.6  # of the worker halves, where compute lags
 _SHARE_BREATHING = 0.2  # of those as they are
 _SMALLEST_POOL, _SMALLEST_SIZE = 8, 4
-_HUGE_POOLS = {17: 2_000, 57: 10_000}  # by the place of a seed in a hundred
-_SMALL_POOLS = (3, 36, 72)
-_NO_TIERS = (5, 61)  # the connector's option asks for none
-_ROOMY = (12, 74)  # nothing is ever short
-_STEADY_EVERY, _FIRST_STEADY = 50, 9  # seeds
+_Kind = Literal["usual", "small pool", "large pool", "huge pool", "no tier", "roomy", "steady"]
+_KINDS_OF_A_HUNDRED: dict[_Kind, int] = {
+    "small pool": 3,
+    "large pool": 1,
+    "huge pool": 1,
+    "no tier": 2,  # the connector's option asks for none
+    "roomy": 2,  # nothing is ever short
+    "steady": 2,
+}
+_HUGE_POOLS: dict[_Kind, int] = {"large pool": 2_000, "huge pool": 10_000}
+_SHARED_BLOCKS = (0, 1, 2, 2, 8)
+_CLOCK_JUMPS = (0.0, 0.0, 0.0, 1.0, 3600.0)
 _MOST_LARGE_PAGES = 120  # blocks
 
 _KINDS = ("full", "window", "chunked", "mamba")
@@ -62,9 +69,11 @@ _T = TypeVar("_T")
 
 
 class _Draw:
-    def __init__(self, seed: int) -> None:
+    """Draws for one purpose: draws for another do not depend on how many these are."""
+
+    def __init__(self, seed: int, purpose: str = "") -> None:
         # Only random() is promised to give the same numbers in every Python.
-        self._random = Random(seed).random
+        self._random = Random(f"{purpose} {seed}").random
 
     def number(self, low: int, high: int) -> int:
         return low + int(self._random() * (high - low + 1))
@@ -80,6 +89,16 @@ class _Draw:
         return [left.pop(self.number(0, len(left) - 1)) for _ in items]
 
 
+def _deal_kinds() -> list[_Kind]:
+    special = [kind for kind, times in _KINDS_OF_A_HUNDRED.items() for _ in range(times)]
+    usual: list[_Kind] = ["usual"] * (100 - len(special))
+    return _Draw(0, "kinds").shuffled(special + usual)
+
+
+_KIND_OF = _deal_kinds()
+"""The kind of each of a hundred scenarios in a row."""
+
+
 def generate_scenario(seed: int, steps: int = 0) -> Scenario:
     """The scenario of a seed; the same in every version of Python.
 
@@ -87,12 +106,15 @@ def generate_scenario(seed: int, steps: int = 0) -> Scenario:
         seed: Any.
         steps: Steps that it has at least, in as many laps as that takes; 0 for one lap.
     """
-    if seed % _STEADY_EVERY == _FIRST_STEADY:
-        steady = steady_scenario(seed // _STEADY_EVERY)
+    hundred, place = divmod(seed, len(_KIND_OF))
+    kind = _KIND_OF[place]
+    if kind == "steady":
+        num_before = _KIND_OF[:place].count("steady")
+        steady = steady_scenario(hundred * _KINDS_OF_A_HUNDRED["steady"] + num_before)
         return replace(steady, laps=max(steady.laps, -(-steps // steady.steps_per_lap)))
     draw = _Draw(seed)
     geometry = _generate_geometry(draw, *_DEAL[seed % len(_DEAL)])
-    if seed % 100 in _SMALL_POOLS:
+    if kind == "small pool":
         geometry = CacheGeometry.single(_SMALLEST_SIZE)
     size = geometry.scheduler_block_size
     max_tokens_per_step = size * draw.one_of([2, 4, 8])
@@ -100,10 +122,10 @@ def generate_scenario(seed: int, steps: int = 0) -> Scenario:
     most_tokens = longest + 3 * size
     blocks_of_longest = sum(-(-most_tokens // g.block_size) for g in geometry.groups)
     num_gpu_blocks = 2 + blocks_of_longest * draw.number(6, 14) // 5
-    if seed % 100 in _SMALL_POOLS:
+    if kind == "small pool":
         num_gpu_blocks, most_tokens = _SMALLEST_POOL, (_SMALLEST_POOL - 1) * size
         longest = min(longest, most_tokens - 2 * size)
-    num_gpu_blocks = _HUGE_POOLS.get(seed % 100, num_gpu_blocks)
+    num_gpu_blocks = _HUGE_POOLS.get(kind, num_gpu_blocks)
     events = _Events(draw, longest, most_tokens, size, num_gpu_blocks)
     scenario = Scenario(
         geometry,
@@ -118,18 +140,19 @@ def generate_scenario(seed: int, steps: int = 0) -> Scenario:
         max_tokens_per_step=max_tokens_per_step,
         decode_tokens=draw.number(size // 2, size),
         ends_abruptly=draw.chance(0.15),
-        worker_half=_generate_worker_half(_Draw(seed + 2**43)),
-        group_pages=_generate_pages(_Draw(seed + 2**42), len(geometry.groups), num_gpu_blocks),
-        pin_budget=_generate_pin_budget(_Draw(seed + 2**45)),
+        worker_half=_generate_worker_half(_Draw(seed, "worker half")),
+        group_pages=_generate_pages(_Draw(seed, "pages"), len(geometry.groups), num_gpu_blocks),
+        pin_budget=_generate_pin_budget(_Draw(seed, "pin budget")),
+        clock_jump=_Draw(seed, "clock").one_of(_CLOCK_JUMPS),
     )
     if scenario.ends_abruptly:
         scenario = replace(scenario, events=events.end_in_flight())
-    if seed % 100 in _NO_TIERS:
+    if kind == "no tier":
         scenario = replace(scenario, cpu_blocks=0)
     scenario = replace(scenario, laps=max(1, -(-steps // scenario.steps_per_lap)))
-    if seed % 100 in _ROOMY:
+    if kind == "roomy":
         scenario = _without_shortage(scenario)
-    return _overlap_steps(_Draw(seed + 2**41), scenario)
+    return _overlap_steps(_Draw(seed, "overlap"), scenario)
 
 
 def _without_shortage(scenario: Scenario) -> Scenario:
@@ -213,22 +236,32 @@ def steady_scenario(seed: int) -> Scenario:
     Args:
         seed: Any; of four in a row, no two have the same groups and resets.
     """
-    draw = _Draw(seed + 2**44)
+    draw = _Draw(seed, "steady")
     size = 4
     groups: tuple[CacheGroup, ...] = (FullAttention(size),)
     if seed % 2:
-        groups += (SlidingWindow(size, 6),)
+        groups += (SlidingWindow(size, 14),)
     num_gpu_blocks = 50 * len(groups)
     has_resets, is_troubled = seed % 4 < 2, seed % 4 == 2
     events: list[Event] = []
     for number in range(30):
-        family = draw.number(1, 3) if draw.chance(0.6) else 10 + number
+        family = draw.number(1, 3) if draw.chance(0.7) else 10 + number
+        num_shared = 2 * (family % 2)
         name = f"s{number}"
+        length = size * (8 if draw.chance(0.6) else draw.number(7, 9)) + 1
         if is_full := draw.chance(0.3):
             events += [Step(6), Squeeze(num_gpu_blocks - 5)]
-        events.append(Add(name, family, size * draw.number(7, 9) + 1, draw.number(0, 3)))
+        events.append(
+            Add(
+                name,
+                family,
+                length,
+                draw.number(0, 3),
+                num_shared_blocks=num_shared,
+            )
+        )
         if draw.chance(0.3):
-            events.append(Add(f"{name}b", family, size * draw.number(7, 9) + 1))
+            events.append(Add(f"{name}b", family, length, num_shared_blocks=num_shared))
         events.append(Step(draw.number(1, 3)))
         if has_resets and number % 15 == 9:
             events.append(Reset())  # with loads in flight
@@ -252,7 +285,7 @@ def steady_scenario(seed: int) -> Scenario:
         num_gpu_blocks,
         tuple(events),
         _generate_fates(draw, (0.25 if is_troubled else 0.15, 0.0)),
-        cpu_blocks=40 * len(groups),
+        cpu_blocks=50 * len(groups),
         max_tokens_per_step=16,
         laps=FEWEST_LAPS,
         pin_budget=0.1 if seed % 4 == 3 else None,
@@ -309,6 +342,7 @@ class _Events:
         self._size = size
         self._num_gpu_blocks = num_gpu_blocks
         self._num_families = draw.number(2, 4)
+        self._num_shared = [draw.one_of(_SHARED_BLOCKS) for _ in range(self._num_families + 1)]
         self._num_ids = 0
         self._num_tokens: dict[str, int] = {}  # of the requests so far
         self._events: list[Event] = []
@@ -316,9 +350,9 @@ class _Events:
     def generate(self) -> tuple[Event, ...]:
         """Scenes, and what comes between them."""
         draw = self._draw
-        ends: list[Event | None] = [None, AbortLoading(), Reset()]
+        ends: list[Event | None] = [None, AbortLoading(), Reset(draw.chance(0.5))]
         hand: list[Callable[[], None]] = [partial(self._load, end) for end in 2 * ends]
-        hand += draw.shuffled([self._storm, self._talk, self._twins])[:2]
+        hand += draw.shuffled([self._storm, self._talk, self._twins, self._return])[:2]
         for scene in draw.shuffled(hand):
             for _ in range(draw.number(0, 6)):
                 self._anything()
@@ -388,6 +422,16 @@ class _Events:
             self._add(family, length, draw.number(0, self._size))
         self._step(draw.number(2, 5))
 
+    def _return(self) -> None:
+        """A, B, A: a prompt comes again after another one, which may begin like it."""
+        draw, size = self._draw, self._size
+        first, second = draw.shuffled(range(1, self._num_families + 1))[:2]
+        for family in (first, second, first):
+            self._add(family, min(self._any_length() + size, self._longest))
+            self._step(draw.number(3, 8))
+            if draw.chance(0.7):
+                self._evict()
+
     def end_in_flight(self) -> tuple[Event, ...]:
         """All of it, and then prompts that come again while the last step is played."""
         families, length = (1, 2), (self._longest - 1) // self._size * self._size + 1
@@ -432,7 +476,7 @@ class _Events:
         elif kind < 98:
             self._events.append(Alias())
         else:
-            self._events.append(Reset())
+            self._events.append(Reset(after_reports=draw.chance(0.5)))
 
     # --- one event ---
 
@@ -444,7 +488,8 @@ class _Events:
         return self._longest - self._draw.number(0, self._longest - 1) * self._draw.number(0, 1)
 
     def _add(self, family: int, length: int, num_output: int = 0, name: str = "") -> str:
-        add = Add(name or self._new_id(), family, length, num_output)
+        name = name or self._new_id()
+        add = Add(name, family, length, num_output, num_shared_blocks=self._num_shared[family])
         self._note(add, length + num_output)
         return add.request_id
 

@@ -89,8 +89,13 @@ class ConnectorHarness(Protocol):
     def alias(self) -> bool:
         """Give the first cached block of a running request a second hash, if there is one."""
 
-    def reset(self) -> bool:
-        """Reset the caches; False when refused."""
+    def reset(self, *, after_reports: bool = False) -> bool:
+        """Reset the caches; False when refused.
+
+        Args:
+            after_reports: As in :class:`~kvview.testing.connector.scenario.Reset`; an engine
+                that ends each step with the reports has no other moment.
+        """
 
     def shutdown(self) -> Mapping[int, int]:
         """Stop the connectors.

@@ -10,6 +10,7 @@ from kvview import Connector, KVViewError, TransferSpecError, WorkerConnector
 from kvview.connector.raising import build_connector, missing_library, where, wrong_type
 from kvview.errors import line_of, split_law
 from kvview.testing import watchdog
+from kvview.testing.connector.clock import jump
 from kvview.testing.connector.invariants import InvariantBroken
 
 _AT_START = {
@@ -22,6 +23,7 @@ _LAW_OF_WORKER_HOOK = {"register_kv_caches": "XFER-1", "shutdown": "CONN-4"}  # 
 @contextmanager
 def hook(name: str, law: str) -> Iterator[None]:
     """What a connector's method raises breaks a law, unless the error names another."""
+    jump()
     try:
         with watchdog.calling():
             yield

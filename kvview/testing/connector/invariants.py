@@ -89,43 +89,6 @@ def check_conservation(
             )
 
 
-class HoldWatch:
-    """Tells holds that will never end: nothing is in flight, and they stay.
-
-    Args:
-        patience: Steps for which a connector may hold a block for no job, and under no
-            lease that ends by itself.
-    """
-
-    def __init__(self, patience: int) -> None:
-        self.patience = patience
-        self._since: dict[int, int] = {}
-
-    def check(self, step: int, held: Collection[int], jobs_in_flight: int) -> None:
-        """Look once a step.
-
-        Args:
-            step: Number of the step.
-            held: Blocks that the connector holds, those of leases with a deadline left out.
-            jobs_in_flight: Jobs that are not reported yet.
-
-        Raises:
-            InvariantBroken: CONN-4, with the blocks and since when.
-        """
-        if jobs_in_flight:
-            self._since = {}
-            return
-        self._since = {block: self._since.get(block, step) for block in held}
-        old = sorted(b for b, since in self._since.items() if step - since >= self.patience)
-        if old:
-            raise InvariantBroken(
-                "CONN-4",
-                f"blocks {old} are held since step {min(self._since[b] for b in old)}, and no job "
-                f"is in flight: nothing will ever give them back. What has to wait longer than "
-                f"{self.patience} steps is held by a lease with a ttl",
-            )
-
-
 def check_drained(held: Mapping[int, int], when: str) -> None:
     """At the end the connector holds nothing.
 
@@ -234,68 +197,6 @@ def check_promise(
                 f"match_prefix promised key {short(key)} to request {request_id!r}, which the "
                 f"events do not advertise",
             )
-
-
-FEWEST_LAPS = 24
-"""Laps of a run below which nothing is said about its tier."""
-
-_WINDOW = 4  # laps that are added up
-_FEWEST_TOKENS = 100  # loaded in a window, to be worth a comparison
-
-
-def is_comparable(loads_of_laps: Sequence[int]) -> bool:
-    """Whether a run is long enough, and loads enough, to say anything about its tier."""
-    if len(loads_of_laps) < FEWEST_LAPS:
-        return False
-    return _best_window(loads_of_laps)[0] >= _FEWEST_TOKENS
-
-
-def is_suspect(loads_of_laps: Sequence[int]) -> bool:
-    """Whether the last laps of a steady run load less than half of the best before them.
-
-    Each lap asks for as much as any other, in the same pattern, and for prompts of its own:
-    a tier that starts empty, that wants to be asked twice, or that is emptied by a reset is
-    as good in the last lap as in the first. Bad luck may look the same, so it is not enough.
-
-    Args:
-        loads_of_laps: Tokens that requests were given to load, lap by lap.
-    """
-    if not is_comparable(loads_of_laps):
-        return False
-    best, _ = _best_window(loads_of_laps[:-_WINDOW])
-    return best >= _FEWEST_TOKENS and 2 * sum(loads_of_laps[-_WINDOW:]) < best
-
-
-def check_conserved(loads_of_laps: Sequence[int], num_more: int) -> None:
-    """What looked like a leak is none: in more laps the tier is once as good again.
-
-    Who was out of luck comes back, who has lost room does not.
-
-    Args:
-        loads_of_laps: Tokens that requests were given to load, lap by lap.
-        num_more: Laps of them that were played to find out.
-
-    Raises:
-        InvariantBroken: CONN-10, with the two figures.
-    """
-    best, first = _best_window(loads_of_laps[:-num_more])
-    best_of_more, _ = _best_window(loads_of_laps[-num_more:])
-    if 2 * best_of_more < best:
-        raise InvariantBroken(
-            "CONN-10",
-            f"laps {first + 1} to {first + _WINDOW} of {len(loads_of_laps)} equal ones loaded "
-            f"{best} tokens, and no {_WINDOW} of the last {num_more} loaded more than "
-            f"{best_of_more}: the connector's own tier has room for less and less. Look at what "
-            f"gives its pages back: after a failed store or load, an abort, a reset, a second "
-            f"store of a key, a promise not taken up, an eviction",
-        )
-
-
-def _best_window(loads_of_laps: Sequence[int]) -> tuple[int, int]:
-    """The most that laps in a row loaded, and the first of them."""
-    starts = range(len(loads_of_laps) - _WINDOW + 1)
-    sums = [sum(loads_of_laps[i : i + _WINDOW]) for i in starts]
-    return max(sums), sums.index(max(sums))
 
 
 def check_reset(advertised: Collection[OffloadKey]) -> None:

@@ -62,6 +62,8 @@ class SimulationResult:
         timeline: One snapshot a step, of the last ones.
         coverage: What happened how often: loads, stores, preemptions and so on.
         loads_of_laps: Tokens that requests were given to load, lap by lap.
+        kept_bytes: Bytes that the halves refer to, at the end of each third of a long run.
+        allocated_at: The line that allocated most of them, where ``tracemalloc`` runs.
     """
 
     scenario: Scenario
@@ -69,6 +71,8 @@ class SimulationResult:
     timeline: tuple[Snapshot, ...]
     coverage: Mapping[str, int] = field(default_factory=dict)
     loads_of_laps: tuple[int, ...] = ()
+    kept_bytes: tuple[int, ...] = ()
+    allocated_at: str = ""
 
 
 @dataclass(frozen=True)

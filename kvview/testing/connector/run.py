@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pickle
+import tracemalloc
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 from random import Random
 from typing import Any, NoReturn
+
+from typing_extensions import override
 
 from kvview import (
     ConfigError,
@@ -26,7 +29,20 @@ from kvview.connector.raising import build_connector
 from kvview.targets import is_engine_connector
 from kvview.testing import watchdog
 from kvview.testing.breathing import new_threads_breathe
+from kvview.testing.connector.aging import (
+    FEWEST_LAPS,
+    check_conserved,
+    check_memory,
+    grows,
+    is_comparable,
+    is_end_of_third,
+    kept_bytes,
+    line_of_allocations,
+    longer,
+    when_new,
+)
 from kvview.testing.connector.as_it_is import AsItIsWorker
+from kvview.testing.connector.clock import jumping_clock
 from kvview.testing.connector.configure import configure, is_of_size
 from kvview.testing.connector.coverage import (
     FAILED_BY_THEMSELVES,
@@ -44,17 +60,12 @@ from kvview.testing.connector.harness import (
 )
 from kvview.testing.connector.hook_calls import hook, make_worker, require_type
 from kvview.testing.connector.invariants import (
-    FEWEST_LAPS,
     EndedLoudly,
-    HoldWatch,
     InvariantBroken,
     check_bytes,
     check_conservation,
-    check_conserved,
     check_drained,
     check_free_list,
-    is_comparable,
-    is_suspect,
 )
 from kvview.testing.connector.process import RemoteWorker, can_fork
 from kvview.testing.connector.result import Failure, SimulationResult, Snapshot
@@ -75,7 +86,6 @@ from kvview.testing.connector.threads import ThreadWatch, leaves_threads
 from kvview.testing.connector.watch import History, WatchedScheduler
 from kvview.testing.placeholders import in_fresh_folders, is_in_bytes
 
-_PATIENCE = 30  # steps that a block may be held for no job
 _STEPS_BEFORE_LOST = 12  # of the drain, until what is lost is reported
 _MAX_STILL_STEPS = 80  # of the drain, in which nothing ends
 _MAX_DRAIN_STEPS = 3000
@@ -116,16 +126,22 @@ def simulate(
     """
     engines = engines or load_engines()
     if is_engine_connector(connector_class):
-        return own_runs(engines, connector_class).simulate_own(
-            connector_class, scenario, dict(options or {})
-        )
+        own = own_runs(engines, connector_class)
+
+        def play_own(scenario: Scenario) -> SimulationResult:
+            return own.simulate_own(connector_class, scenario, dict(options or {}))
+
+        return _with_laps_compared(play_own(scenario), play_own)
 
     def play(scenario: Scenario) -> tuple[SimulationResult, list[str]]:
         given = dict(options or {})
         with in_fresh_folders(given, scenario.num_connectors) as options_of_each:
             with watchdog.calling():  # the constructor
                 run = Run(connector_class, scenario, options_of_each, unique_ids, engines)
-            with new_threads_breathe() if scenario.threads_breathe else nullcontext():
+            with (
+                new_threads_breathe() if scenario.threads_breathe else nullcontext(),
+                jumping_clock(connector_class, scenario.clock_jump),
+            ):
                 return run.run(), run.threads_left
 
     with watchdog.watching():
@@ -134,20 +150,67 @@ def simulate(
         except _BudgetIgnored:
             scenario = replace(scenario, pin_budget=None)
             result, left = play(scenario)
+        result = _with_laps_compared(result, lambda one: play(one)[0])
         if (
             left
             and result.failure is None
             and leaves_threads(connector_class, lambda: play(scenario)[1])
         ):
-            failure = Failure(
+            failure = _at_the_end(
+                result,
                 "CONN-12",
                 f"shutdown of the halves returned, and their threads {left} go on: end what was "
                 f"started, and wait for it",
-                result.coverage.get("steps", 0),
-                len(scenario.events),
             )
             result = replace(result, failure=failure)
         return result
+
+
+def _at_the_end(result: SimulationResult, law: str, message: str) -> Failure:
+    return Failure(law, message, result.coverage.get("steps", 0), len(result.scenario.events))
+
+
+def _with_laps_compared(
+    result: SimulationResult, play: Callable[[Scenario], SimulationResult]
+) -> SimulationResult:
+    """The result of a run, judged as well by its laps if it is a long one."""
+    laps = result.scenario.laps
+    is_whole = len(result.loads_of_laps) == laps and not result.scenario.ends_abruptly
+    if result.failure or laps < FEWEST_LAPS or not is_whole:
+        return result
+    try:
+        coverage = _compare_laps(result, play)
+    except InvariantBroken as broken:
+        return replace(result, failure=_at_the_end(result, broken.law, broken.message))
+    return replace(result, coverage={**result.coverage, **coverage})
+
+
+def _compare_laps(
+    result: SimulationResult, play: Callable[[Scenario], SimulationResult]
+) -> Mapping[str, int]:
+    """Compare the laps of a long run with each other, and with those of a new connector.
+
+    Args:
+        result: The long run.
+        play: Plays a scenario with a new connector.
+
+    Returns:
+        What was compared, as coverage.
+
+    Raises:
+        InvariantBroken: CONN-10.
+    """
+    scenario = result.scenario
+    loads = [tokens for new in when_new(scenario) for tokens in play(new).loads_of_laps]
+    check_conserved(result.loads_of_laps, loads)
+    if grows(result.kept_bytes, scenario.laps):
+        tracemalloc.start()
+        try:
+            confirmed = play(longer(scenario))
+        finally:
+            tracemalloc.stop()
+        check_memory(confirmed.kept_bytes, confirmed.scenario.laps, confirmed.allocated_at)
+    return {"steady runs to compare": int(is_comparable(loads))}
 
 
 class _BudgetIgnored(Exception):
@@ -160,12 +223,33 @@ def _is_refused_hold(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _again_and_again(fates: Sequence[Fate]) -> Iterator[Fate]:
-    """In another order each time: what happened in one lap must not lock that of the next."""
-    draw = Random(0).random
-    while True:
-        yield from fates
-        fates = sorted(fates, key=lambda _: draw())
+class _Fates(Iterator[Fate]):
+    """The fates of a run; those of a long run are in an order of its own in each lap.
+
+    The faults of one lap must not lock those of the next.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._fates = scenario.fates
+        self._ahead = iter(scenario.fates)
+        self._is_endless = scenario.laps > 1 or scenario.first_lap > 0
+        if self._is_endless:
+            self._fates = tuple(map(_reported_later, scenario.fates))
+
+    def begin_lap(self, lap: int) -> None:
+        """Begin with the order of a lap."""
+        if self._is_endless and self._fates:
+            self._ahead = cycle(Random(lap).sample(self._fates, len(self._fates)))
+
+    @override
+    def __next__(self) -> Fate:
+        return next(self._ahead)
+
+
+def _reported_later(fate: Fate) -> Fate:
+    if not fate.is_lost:
+        return fate
+    return replace(fate, is_lost=False, report_after=fate.report_after + _MUCH_LATER)
 
 
 class _Part(Connector):
@@ -188,6 +272,7 @@ class _Part(Connector):
     ) -> None:
         super().__init__(ConnectorConfig(scenario.geometry))
         self.history = History(scenario.geometry)
+        self.halves: list[SchedulerConnector | WorkerConnector] = []
         self._connector_class = connector_class
         self._config = config
         self._scenario = scenario
@@ -201,6 +286,7 @@ class _Part(Connector):
                 self._connector_class, pickle.loads(self._config)
             ).make_scheduler()
         require_type("make_scheduler", half, "CONN-1")
+        self.halves.append(half)
         self.scheduler = WatchedScheduler(half, self.history)
         return self.scheduler
 
@@ -210,6 +296,7 @@ class _Part(Connector):
             half = RemoteWorker(self._connector_class, self._config)
         else:
             half = make_worker(self._connector_class, self._config)
+            self.halves.append(half)
         kind = AsItIsWorker if self._scenario.worker_half == "as_it_is" else FaultyWorker
         fate_of_load = self._scenario.fate_of_load
         self.worker = kind(half, self._fates, fate_of_load, self._pool, self.history, self._stream)
@@ -242,15 +329,17 @@ class Run:
         self._coverage["with lagging compute"] += self.scenario.compute_lags
         self._coverage["with a pin budget"] += self.scenario.pin_budget is not None
         self._engines = engines
+        self._connector_class = connector_class
         self._name = connector_class.__name__
         self._stream = StepStream() if self.scenario.compute_lags else None
         self._parts: list[_Part] = []
         self._is_roomy = False
         self._configure(connector_class, options_of_each)
-        self._watch = HoldWatch(_PATIENCE)
         self._timeline: deque[Snapshot] = deque(maxlen=_LONGEST_TIMELINE)
         self._num_steps = 0
         self._loaded_by_lap: list[int] = []
+        self._kept_bytes: list[int] = []
+        self._allocated_at = ""
         self._seconds = 0.0
         self._num_begun = 0
         self._num_renamed = 0
@@ -277,10 +366,10 @@ class Run:
         self._coverage[OF_THEIR_OWN_SIZE] += not knows_size and self.scenario.cpu_blocks > 0
         knows_blocks = knows_size and not is_in_bytes(options_of_each[0])
         self._is_roomy = self.scenario.is_roomy and knows_blocks
-        fates = self._fates()
+        self._fates = _Fates(self.scenario)
         part_class = type(self._name, (_Part,), {})  # reports name the connector
         self._parts += [
-            part_class(connector_class, config, self.scenario, fates, self, self._stream)
+            part_class(connector_class, config, self.scenario, self._fates, self, self._stream)
             for config in configs
         ]
 
@@ -337,18 +426,6 @@ class Run:
 
     # --- the run ---
 
-    def _fates(self) -> Iterator[Fate]:
-        if self.scenario.laps == 1 or not self.scenario.fates:
-            return iter(self.scenario.fates)
-        return _again_and_again(
-            [
-                replace(fate, is_lost=False, report_after=fate.report_after + _MUCH_LATER)
-                if fate.is_lost
-                else fate
-                for fate in self.scenario.fates
-            ]
-        )
-
     def run(self) -> SimulationResult:
         """Play the scenario to its end, or to the first law that is broken."""
         failure = None
@@ -356,12 +433,8 @@ class Run:
             self._engine = self._build_engine()
             for lap in range(self.scenario.laps):
                 self._play_lap(lap)
+            self._allocated_at = line_of_allocations(self._connector_class)
             self._coverage["steady runs"] += self.scenario.laps >= FEWEST_LAPS
-            self._coverage["steady runs to compare"] += is_comparable(self._lap_loads)
-            if is_suspect(self._lap_loads) and not self.scenario.ends_abruptly:
-                for lap in range(self.scenario.laps, self.scenario.laps + FEWEST_LAPS):
-                    self._play_lap(lap)
-                check_conserved(self._lap_loads, FEWEST_LAPS)
             if not self.scenario.ends_abruptly:
                 self._drain()
                 self._check_skipped()
@@ -408,6 +481,8 @@ class Run:
             tuple(self._timeline),
             dict(self._coverage),
             self._lap_loads,
+            tuple(self._kept_bytes),
+            self._allocated_at,
         )
 
     def _raise_ignored_budget(self, error: Exception) -> None:
@@ -417,7 +492,9 @@ class Run:
             raise _BudgetIgnored from error
 
     def _play_lap(self, lap: int) -> None:
-        self._first_family = lap % _LAPS_UNTIL_PROMPTS_COME_AGAIN * _FAMILIES_A_LAP
+        numbered = self.scenario.first_lap + lap
+        self._fates.begin_lap(numbered)
+        self._first_family = numbered % _LAPS_UNTIL_PROMPTS_COME_AGAIN * _FAMILIES_A_LAP
         # An id that comes again finds what was remembered by it, over a reset for example, and
         # hides what was left under it.
         if not any(isinstance(event, Reset) for event in self.scenario.events):
@@ -430,6 +507,9 @@ class Run:
                     worker.hold()
             self._play(event)
         self._loaded_by_lap.append(self._num_tokens_loaded())
+        if is_end_of_third(self.scenario.laps, lap):
+            halves = (half for part in self._parts for half in part.halves)
+            self._kept_bytes.append(kept_bytes(halves))
 
     def _is_last(self, lap: int, number: int) -> bool:
         return lap == self.scenario.laps - 1 and number == len(self.scenario.events)
@@ -468,8 +548,8 @@ class Run:
                 self.engine.squeeze(num_blocks)
             case Alias():
                 self._coverage["second hashes"] += self.engine.alias()
-            case Reset():
-                self._reset()
+            case Reset(after_reports):
+                self._reset(after_reports)
 
     def _add(self, add: Add) -> None:
         name = self._names.get(add.request_id)
@@ -507,9 +587,9 @@ class Run:
         self.engine.step()
         self._check(is_step=True)
 
-    def _reset(self) -> bool:
+    def _reset(self, after_reports: bool = False) -> bool:
         self._coverage["resets with jobs in flight"] += bool(self._num_in_flight)
-        was_reset = self.engine.reset()
+        was_reset = self.engine.reset(after_reports=after_reports)
         self._coverage["resets"] += was_reset
         self._check()
         return was_reset
@@ -648,14 +728,10 @@ class Run:
         check_free_list(free, refs)
         check_conservation(refs, owned, held)
         self._check_halves()
-        if is_step:
-            held_for_good = Counter(held) - self._expiring_blocks()
-            self._watch.check(self._num_steps, held_for_good, in_flight)
-            if self._num_steps % _STEPS_PER_LOOK_AT_KEYS == 0:
-                keys = Counter(key for found in engine.block_keys(list(refs)) for key in found)
-                self._coverage["steps with one hash in two blocks"] += (
-                    max(keys.values(), default=0) > 1
-                )
+        if is_step and self._num_steps % _STEPS_PER_LOOK_AT_KEYS == 0:
+            keys = Counter(key for found in engine.block_keys(list(refs)) for key in found)
+            has_doubles = max(keys.values(), default=0) > 1
+            self._coverage["steps with one hash in two blocks"] += has_doubles
 
     def _check_halves(self) -> None:
         """What costs the same in a pool of any size."""

@@ -14,8 +14,6 @@ from typing import Any, Literal
 from kvview import CacheGeometry
 from kvview.targets import is_connector, target_of
 
-NUM_SHARED_BLOCKS = 2
-"""Hash blocks at the start of every prompt, the same for all families."""
 PAGE_BYTES, NUM_LAYERS = 64, 2
 """Of a block in each tensor, and how many tensors, unless a scenario has pages of its own."""
 
@@ -35,6 +33,7 @@ class Add:
         stops_after: Generated tokens after which it ends before its time, as with a token
             that ends a text: steps that are in flight then were launched for nothing. None:
             it ends after ``num_output_tokens``, which every engine foresees.
+        num_shared_blocks: Hash blocks at its start that are those of every other prompt.
     """
 
     request_id: str
@@ -43,6 +42,7 @@ class Add:
     num_output_tokens: int = 0
     continues: str | None = None
     stops_after: int | None = None
+    num_shared_blocks: int = 2
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,14 @@ class Alias:
 
 @dataclass(frozen=True)
 class Reset:
-    """The caches are reset; refused while blocks are in use (POOL-9)."""
+    """The caches are reset; refused while blocks are in use (POOL-9).
+
+    Args:
+        after_reports: Whether the engine takes in what was transferred first, so that the
+            reset comes between ``on_transfers_finished`` and ``plan_step``.
+    """
+
+    after_reports: bool = False
 
 
 Event = Add | Abort | AbortLoading | Step | Squeeze | Alias | Reset
@@ -147,13 +154,15 @@ class Scenario:
             of equal pages. An engine with a layout of its own keeps it.
         laps: How often the events happen, all of them one lap after the other: a long run,
             and a steady one. Each lap asks for prompts of its own, in the same order (after
-            64 laps they come again). The fates begin again in another order when they are used
-            up, and what is lost is reported much later, not only at the end.
+            64 laps they come again). Each lap has the fates in an order of its own, and what
+            is lost is reported much later, not only at the end.
         pin_budget: Share of the pool's blocks that connectors may hold; None for no limit. A
             connector that never asks for it and lets ``PinBudgetExceeded`` out is played
             without one.
         threads_breathe: Whether threads let others go on before each of their lines, so that
             races show.
+        first_lap: Number of the first lap; those before it are left out.
+        clock_jump: Seconds by which the clocks of :mod:`time` jump ahead at each call of a hook.
     """
 
     geometry: CacheGeometry
@@ -176,6 +185,8 @@ class Scenario:
     laps: int = 1
     pin_budget: float | None = None
     threads_breathe: bool = False
+    clock_jump: float = 0.0
+    first_lap: int = 0
 
     @property
     def steps_per_lap(self) -> int:

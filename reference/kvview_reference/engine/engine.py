@@ -300,9 +300,13 @@ class Engine:
             law, why = self._why_stuck()
             raise ConnectorError(f"{law}: {why}")
 
+    def take_reports(self) -> None:
+        """Take in the transfers that have ended; each step begins with it."""
+        self._hear_of_transfers(self.worker_connector.get_finished())
+
     def _launch(self) -> _Launched:
         self.view.release_expired()
-        self._hear_of_transfers(self.worker_connector.get_finished())
+        self.take_reports()
         scheduled = self._schedule_running()
         if not self._preempted:
             self._schedule_waiting(scheduled)

@@ -15,7 +15,7 @@ import torch
 from typing_extensions import override
 
 from kvview.testing import watchdog
-from kvview.testing.connector.invariants import HoldWatch, InvariantBroken
+from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.run import Run
 from kvview.testing.placeholders import in_folder
 from kvview_vllm.releases import engine_version
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from kvview.testing.connector.harness import ConnectorHarness
     from kvview.testing.connector.result import SimulationResult
     from kvview.testing.connector.scenario import Scenario
-
-_FOR_EVER = 1 << 30
 
 
 class RawRun(Run):
@@ -57,7 +55,6 @@ class RawRun(Run):
         self._transfer_config = split_options(options)
         self._raw_watch = Watch(loads=without != "loads")
         self._stand_ins = StandIns(self.scenario.fates)
-        self._watch = HoldWatch(_FOR_EVER)  # a raw connector tells of no jobs: judged at the end
         for name in [name for name in self._coverage if name.startswith("seeds/")]:
             del self._coverage[name]  # the ends of loads are not known
 

@@ -1,0 +1,149 @@
+"""A long run of equal laps: what the tier loads late, and the memory that the halves keep.
+
+The late laps of a run are compared with the same laps of a connector that is new, so that
+neither luck nor the pattern of the requests matters. Memory is measured at the end of laps.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tracemalloc
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from kvview.connector.halves import SchedulerConnector, WorkerConnector
+from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.scenario import Scenario
+
+FEWEST_LAPS = 24
+"""Laps of a run below which nothing is said about its tier."""
+_LAPS_WHEN_NEW = 2
+_NUM_NEW = 4
+_FEWEST_TOKENS = 100  # loaded in the laps that are compared, to be worth a comparison
+_MIN_GROWTH = 150  # bytes per lap
+_LAPS_TO_CONFIRM = 2 * FEWEST_LAPS
+_A_DAY = 24 * 3600.0
+_FOREIGN = ("kvview.guard", "kvview.testing", "kvview_reference.engine", "kvview_vllm", "vllm")
+_NOT_KEPT = (type, ModuleType, torch.Tensor)
+
+
+def when_new(scenario: Scenario) -> list[Scenario]:
+    """The last laps of a long run, two at a time, each for a new connector."""
+    end = scenario.first_lap + scenario.laps
+    starts = range(end - _NUM_NEW * _LAPS_WHEN_NEW, end, _LAPS_WHEN_NEW)
+    return [replace(scenario, first_lap=first, laps=_LAPS_WHEN_NEW) for first in starts]
+
+
+def is_comparable(loads_when_new: Sequence[int]) -> bool:
+    """Whether a new connector loads enough for a comparison."""
+    return sum(loads_when_new) >= _FEWEST_TOKENS
+
+
+def check_conserved(loads_of_laps: Sequence[int], loads_when_new: Sequence[int]) -> None:
+    """A tier that has been used for long loads at least half as much as a new one.
+
+    Args:
+        loads_of_laps: Tokens that requests were given to load, lap by lap.
+        loads_when_new: The same of new connectors, for the last of these laps.
+
+    Raises:
+        InvariantBroken: CONN-10, with the two figures.
+    """
+    late, new = sum(loads_of_laps[-len(loads_when_new) :]), sum(loads_when_new)
+    if is_comparable(loads_when_new) and 2 * late < new:
+        raise InvariantBroken(
+            "CONN-10",
+            f"the last {len(loads_when_new)} of {len(loads_of_laps)} laps loaded {late} tokens, "
+            f"and new connectors load {new} in the same laps: the connector's own tier has "
+            f"room for less and less. Look at the code that gives its pages back: after a failed "
+            f"store or load, an abort, a reset, a second store of a key, a promise that is not "
+            f"taken up, an eviction",
+        )
+
+
+def is_end_of_third(laps: int, lap: int) -> bool:
+    """Whether memory is measured at the end of a lap of a run of so many."""
+    return laps >= FEWEST_LAPS and (lap + 1) % (laps // 3) == 0
+
+
+def grows(sizes: Sequence[int], laps: int) -> bool:
+    """Whether memory grew in the second and in the last third of a run, by as much in both.
+
+    Args:
+        sizes: Bytes at the end of each third.
+        laps: Laps of the run.
+    """
+    if len(sizes) < 3:  # a raw connector has no halves to look into
+        return False
+    before, after = sizes[1] - sizes[0], sizes[2] - sizes[1]
+    return min(before, after) >= _MIN_GROWTH * laps // 3 and 2 * after >= before
+
+
+def longer(scenario: Scenario) -> Scenario:
+    """A run in which a bounded memory is full, and entries with a time to live have expired."""
+    return replace(scenario, laps=_LAPS_TO_CONFIRM, clock_jump=_A_DAY)
+
+
+def check_memory(sizes: Sequence[int], laps: int, allocated_at: str) -> None:
+    """The memory that the halves keep is bounded.
+
+    Args:
+        sizes: Bytes at the end of each third of the run.
+        laps: Laps of the run.
+        allocated_at: The line that allocated most of the growth, or nothing.
+
+    Raises:
+        InvariantBroken: CONN-10, with the growth.
+    """
+    if grows(sizes, laps):
+        growth = (sizes[-1] - sizes[-2]) // (laps // 3)
+        at = f", most of it allocated at {allocated_at}" if allocated_at else ""
+        raise InvariantBroken(
+            "CONN-10",
+            f"the halves keep {sizes[-1]} bytes after {laps} equal laps, {growth} more with "
+            f"each lap{at}: forget requests, jobs and keys when they end",
+        )
+
+
+def kept_bytes(halves: Iterable[SchedulerConnector | WorkerConnector]) -> int:
+    """Bytes of the objects that the halves refer to, the engine's and tensors left out."""
+    found: dict[int, Any] = {}
+    ahead: list[Any] = list(halves)
+    while ahead:
+        one = ahead.pop()
+        if id(one) in found or isinstance(one, _NOT_KEPT) or _is_foreign(type(one)):
+            continue
+        found[id(one)] = one
+        ahead += _parts(one)
+    return sum(sys.getsizeof(one, 0) for one in found.values())
+
+
+def _is_foreign(kind: type) -> bool:
+    return kind.__module__.startswith(_FOREIGN)
+
+
+def _parts(one: Any) -> list[Any]:
+    if isinstance(one, FunctionType):  # not its globals
+        return gc.get_referents(*(one.__closure__ or ()))
+    return gc.get_referents(one)
+
+
+def line_of_allocations(connector_class: type) -> str:
+    """The line of a connector's own files that allocated most of the memory in use.
+
+    Returns:
+        ``file:line``, or nothing where ``tracemalloc`` does not run or no line is known.
+    """
+    if not tracemalloc.is_tracing():
+        return ""
+    modules = (sys.modules.get(one.__module__) for one in connector_class.__mro__)
+    files = {file for module in modules if (file := getattr(module, "__file__", None))}
+    snapshot = tracemalloc.take_snapshot()
+    own = snapshot.filter_traces([tracemalloc.Filter(True, file) for file in sorted(files)])
+    most = own.statistics("lineno")[:1]
+    return f"{most[0].traceback[0].filename}:{most[0].traceback[0].lineno}" if most else ""
