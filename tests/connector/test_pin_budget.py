@@ -10,8 +10,12 @@ from kvview.testing.connector import generate_scenario, simulate
 from kvview.testing.connector.generate import steady_scenario
 from kvview_reference.connector import LazyOffloadConnector, OffloadConnector
 
-SCENARIO = generate_scenario(10)
-"""Two of 22 blocks may be held."""
+SCENARIO = next(
+    scenario
+    for scenario in map(generate_scenario, range(200))
+    if scenario.pin_budget == 0.1 and scenario.num_gpu_blocks > 20
+)
+"""A tenth of the blocks may be held: more than none."""
 
 
 class WithLimits(HostCacheConnector):

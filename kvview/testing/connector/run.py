@@ -203,13 +203,13 @@ def _compare_laps(
     scenario = result.scenario
     loads = [tokens for new in when_new(scenario) for tokens in play(new).loads_of_laps]
     check_conserved(result.loads_of_laps, loads)
-    if grows(result.kept_bytes, scenario.laps):
+    if grows(result.kept_bytes, scenario.cpu_blocks):
         tracemalloc.start()
         try:
             confirmed = play(longer(scenario))
         finally:
             tracemalloc.stop()
-        check_memory(confirmed.kept_bytes, confirmed.scenario.laps, confirmed.allocated_at)
+        check_memory(confirmed.kept_bytes, confirmed.scenario, confirmed.allocated_at)
     return {"steady runs to compare": int(is_comparable(loads))}
 
 
