@@ -83,41 +83,52 @@ class PoolPlayer(PoolMoves):
     }
 
     @override
-    def resize(self, num_blocks: int) -> None:
+    def begin(self) -> None:
         self.one_shots: list[_OneShot] = []
         self.resumed: list[_Resumed] = []
-        super().resize(num_blocks)
+        super().begin()
 
     @operation("POOL-10", C.CLOSE, weight=0.3)
     def close(self) -> None:
         """Close the first view: every call is refused then, and its walks end."""
-        if 0 in self.closed:
+        if 0 in self.model.closed:
             return
-        if len(self.views) == 1 and self.can(C.VIEWS):
+        if len(self.model.closed | self.closing(0)) == len(self.views) and self.can(C.VIEWS):
             self.open_view()
         self.blame("POOL-10")
         if self.can(C.CACHE) and self.rng.random() < 0.7:  # a walk that is open, in any state
             self.step_walk()
         what = "close reports the holds, once"
-        self.equal(dict(self.call(self.harness, "close")), dict(self.model.held[0]), what)
+        held = dict(self.model.held_through(0))
+        self.equal(dict(self.call(self.harness, "close")), held, what)
         self.equal(dict(self.call(self.harness, "close")), {}, what)
-        self.closed.add(0)
-        self.is_over = len(self.views) == 1
-        self.model.watched[0].clear()
+        self.end_views(self.closing(0))
+
+    def closing(self, at: int) -> set[int]:
+        """The views that are closed with a view."""
+        return {at}
+
+    def end_views(self, ended: set[int]) -> None:
+        """Compare views that were closed: calls are refused, walks end, no notice comes."""
+        self.model.closed |= ended
+        self.is_over = len(self.views) == len(self.model.closed)
+        for at in ended:
+            self.model.watched[at].clear()
         for one in self.one_shots:
-            if one.view == 0:
+            if one.view in ended:
                 code = f"next({self._names[id(one.walk)]})"
                 self.refuses(ViewClosedError, code, partial(next, one.walk))
         for other in self.resumed:
-            if other.view == 0:
+            if other.view in ended:
                 self.refused(ViewClosedError, other.walk, "take", 1)
                 self.refused(ViewClosedError, other.walk, "restart")
-        self._refuse_all(self.views[0])
+        for at in sorted(ended):
+            self._refuse_all(self.views[at])
         if self.is_over:  # no view is left to compare, but a closed view gets no notice
             self.call(self.harness, "allocate", len(self.model.joined))
             self.equal(self.notified, [], "a closed view gets no notice", "POOL-14")
-        self.one_shots = [one for one in self.one_shots if one.view]
-        self.resumed = [other for other in self.resumed if other.view]
+        self.one_shots = [one for one in self.one_shots if one.view not in ended]
+        self.resumed = [other for other in self.resumed if other.view not in ended]
 
     def _refuse_all(self, view: Any) -> None:
         block = self.model.blocks[0]
@@ -210,9 +221,7 @@ class PoolPlayer(PoolMoves):
 
     def _touch_around(self, blocks: list[int]) -> None:
         at = self.draw_view()
-        self.call(self.views[at], "touch_blocks", blocks)
-        self.model.take(blocks, self.model.held[at])
-        if self.rng.random() < 0.5:
+        if self.hold(at, blocks) and self.rng.random() < 0.5:
             self.give(at, "free_blocks", blocks)
 
     @operation("POOL-13", C.CACHE, C.RESUMABLE_WALK, weight=4)
@@ -275,9 +284,9 @@ class PoolPlayer(PoolMoves):
     def holds(self) -> None:
         """The holds of every open view."""
         for at, view in enumerate(self.views):
-            if at not in self.closed:
+            if at not in self.model.closed:
                 got = dict(self.call(view, "held_blocks"))
-                self.equal(got, dict(self.model.held[at]), "held_blocks lists every hold")
+                self.equal(got, dict(self.model.held_through(at)), "held_blocks lists every hold")
 
     @observable("POOL-6", C.CACHE)
     def walk(self) -> None:
