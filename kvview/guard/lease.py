@@ -284,8 +284,7 @@ class GuardedLeases(AtHome):
 
     def _leak(self, hold: Hold, owner: str) -> Leak:
         seconds, request_id, taken_at = hold.stamp
-        age = self.now() - seconds
-        return Leak(owner, hold.job, hold.block_ids, age, taken_at, request_id)
+        return Leak(owner, hold.job, hold.block_ids, self.now() - seconds, taken_at, request_id)
 
     def _stamp(self) -> Stamp:
         caller = self._view.caller

@@ -20,8 +20,8 @@ from kvview.errors import (
     UnknownBlockError,
     WrongThreadError,
 )
-from kvview.testing.guard.engine import UncheckedPool
 from kvview.testing.guard.model import GuardModel, LeaseModel
+from kvview.testing.guard.unchecked import UncheckedPool
 from kvview.testing.harness import Capability as C
 from kvview.testing.pool.model import PoolModel
 from kvview.testing.pool.player import PoolPlayer
@@ -72,7 +72,7 @@ class GuardMoves(PoolPlayer):
             self.use(self.call(self.harness, "budgeted", self.budget), "view")
             self.begin()
         elif kind < 0.65 and self.can(C.GUARDS):
-            line = "from kvview.testing.guard.engine import UncheckedPool"
+            line = "from kvview.testing.guard.unchecked import UncheckedPool"
             self.give_name(self, "kit", f"{line}\nclass kit: unchecked = UncheckedPool")
             has_size = self.rng.random() < 0.7
             pool = self.call(

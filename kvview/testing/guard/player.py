@@ -14,10 +14,10 @@ from kvview.errors import (
     UnknownBlockError,
 )
 from kvview.pool import SupportsPinBudget
-from kvview.testing.guard.engine import UncheckedPool
 from kvview.testing.guard.logs import logged
 from kvview.testing.guard.model import LeaseModel
 from kvview.testing.guard.moves import TICK, GuardMoves
+from kvview.testing.guard.unchecked import UncheckedPool
 from kvview.testing.harness import Capability as C
 from kvview.testing.pool.player import PoolPlayer
 from kvview.testing.search import Label, check_by_search, observable, operation

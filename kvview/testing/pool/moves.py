@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from kvview.errors import (
     UnknownBlockError,
 )
 from kvview.keys import OffloadKey, make_offload_key
+from kvview.testing.events.model import EventModel
 from kvview.testing.harness import Capability as C
 from kvview.testing.pool.model import PoolModel
 from kvview.testing.search import Player, operation
@@ -72,7 +73,7 @@ class PoolMoves(Player):
         self.expected: list[tuple[int, int]] = []
         self.num_tags = self.num_hashes = 0
         self.recent_keys: deque[OffloadKey] = deque(maxlen=24)
-        self.folded: Counter[OffloadKey] = Counter()
+        self.folded: EventModel[OffloadKey] = EventModel()
 
     @override
     def draw_most(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from kvview.errors import ViewClosedError
-from kvview.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvview.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored
 from kvview.keys import OffloadKey, make_offload_key
 from kvview.testing.harness import Capability as C
 from kvview.testing.pool.model import Walk, key_sets
@@ -359,14 +360,13 @@ class PoolPlayer(PoolMoves):
             return
         for event in self.call(self.harness, "take_events"):
             if isinstance(event, AllBlocksCleared):
-                self.folded.clear()
+                self.folded.clear_gpu()
                 continue
             assert isinstance(event, BlockStored | BlockRemoved), "the engine has no other events"
-            keys = [make_offload_key(one, event.group_idx) for one in event.block_hashes]
-            if isinstance(event, BlockStored):
-                self.folded.update(keys)
-                continue
-            self.folded.subtract(keys)
-            lowest = min(self.folded[key] for key in keys)
-            self.true(lowest >= 0, "a removed key was stored", keys, "stored keys", "EVENT-1")
-        self.equal(+self.folded, self.model.cached(), "the events add up to the prefix cache")
+            for one in event.block_hashes:
+                key = make_offload_key(one, event.group_idx)
+                is_removal = isinstance(event, BlockRemoved)
+                is_allowed = self.folded.change(event.medium, key, removed=is_removal)
+                self.true(is_allowed, "a removed key was stored", key, "a stored key", "EVENT-1")
+        got = self.folded.held.get(MEDIUM_GPU, Counter())
+        self.equal(got, self.model.cached(), "the events add up to the prefix cache")
