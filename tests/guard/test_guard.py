@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -352,45 +349,6 @@ def test_guard_6_nothing_that_counts_is_copied(pool: BlockPool) -> None:
             with pytest.raises(NotCopyableError, match="GUARD-6"):
                 way(thing)
     assert lease.release()
-
-
-_FORKED = """
-import os, sys
-from kvview import GuardedView, WrongThreadError
-from kvview_reference.pool import BlockPool, BlockPoolView
-from tests.guard.trusting_pool import Clock, TrustingPool, key
-
-pool = BlockPool(8)
-guard = GuardedView(pool.view(), owner="me")
-lease = guard.lease([1])
-guard.touch_blocks([2])
-child = os.fork()
-if child == 0:
-    for call in (lambda: guard.touch_blocks([3]), lease.release, lambda: guard.free_blocks([2])):
-        try:
-            call()
-        except WrongThreadError as error:
-            print(error)
-    del lease, guard, call
-    import gc
-    gc.collect()
-    sys.stdout.flush()
-    os._exit(0)
-os.waitpid(child, 0)
-assert lease.release()
-guard.free_blocks([2])
-print("parent", guard.close())
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_guard_6_a_forked_child_is_told() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _FORKED], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.count("GUARD-6: the guard of 'me' came here by a fork") == 3
-    assert done.stdout.endswith("parent {}\n")
-    assert done.stderr == ""  # the child's copy, dropped, holds nothing
 
 
 def test_pool_14_a_guard_is_told_nothing_once_the_view_under_it_is_closed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -290,26 +291,15 @@ class GuardPlayer(GuardMoves):
             self.equal(ages, sorted(ages, reverse=True), "the oldest leak comes first")
             if leaks and self.model.tree(at) == [at]:
                 self.owners.setdefault(at, leaks[0].owner)
-            knows = all(guard in self.owners for guard, *_ in rows)
-            names = self.can(C.ENGINE_SIDE)
+            has_names = all(guard in self.owners for guard, *_ in rows)
+            mask = (has_names, True, True, True, self.can(C.ENGINE_SIDE))
+            now, owners = self.model.seconds, self.owners
             expected = Counter(
-                (
-                    self.owners[guard] if knows else None,
-                    job,
-                    block,
-                    self.model.seconds - then,
-                    request if names else None,
-                )
+                tuple(compress((owners.get(guard), job, block, now - then, request), mask))
                 for guard, job, block, (then, request) in rows
             )
             got = Counter(
-                (
-                    leak.owner if knows else None,
-                    leak.job,
-                    block,
-                    leak.age,
-                    leak.request_id if names else None,
-                )
+                tuple(compress((leak.owner, leak.job, block, leak.age, leak.request_id), mask))
                 for leak in leaks
                 for block in leak.block_ids
             )
