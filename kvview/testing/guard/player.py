@@ -13,6 +13,7 @@ from kvview.errors import (
     BlockNotHeldError,
     KVViewError,
     UnknownBlockError,
+    ViewClosedError,
 )
 from kvview.pool import SupportsPinBudget
 from kvview.testing.guard.logs import logged
@@ -229,6 +230,9 @@ class GuardPlayer(GuardMoves):
         for lease in leases:
             lease.is_active = False
             self.model.leases.remove(lease)
+            self.model.stats[lease.guard]["active_leases"] -= 1
+        if self.can(C.STATS):
+            self.stats(tree)
         self.end_views(ended)
 
     @override
@@ -241,6 +245,10 @@ class GuardPlayer(GuardMoves):
                 self.equal(self.call(one, "release"), False, "the lease has ended", "GUARD-7")
                 self.refused(KVViewError, one, "__enter__", law="GUARD-7")
         self.leases = [pair for pair in self.leases if pair[1].guard not in ended]
+        if self.can(C.GUARDS):
+            for at in sorted(ended):
+                view = self.views[at]
+                self.refused(ViewClosedError, self.harness, "guard_over", view, None, law="POOL-10")
         if self.can(C.ENGINE_SIDE):
             for at in ended & self.model.stats.keys():
                 self.call(self.views[at], "free_all")  # there is nothing left to do
@@ -270,9 +278,9 @@ class GuardPlayer(GuardMoves):
                 self.equal(got, left, "the budget less the blocks that are held")
 
     @observable("GUARD-11", C.STATS)
-    def stats(self) -> None:
+    def stats(self, guards: Sequence[int] | None = None) -> None:
         """The counters of each guard."""
-        for at in self.guards():
+        for at in self.guards() if guards is None else guards:
             got, expected = self.read(self.views[at], "stats"), self.model.stats[at]
             self.derive()
             names = ("touched", "freed", "leases", "active_leases", "expired", "refused")
