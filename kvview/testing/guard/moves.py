@@ -211,18 +211,18 @@ class GuardMoves(PoolPlayer):
         self.blame("GUARD-4")
         at = self.rng.choice(self.guards())
         view, block = self.views[at], self.rng.choice(self.model.blocks)
-        calls: list[tuple[object, str, Callable[[], object]]] = [
-            (view, "touch_blocks", partial(view.touch_blocks, [block])),
-            (view, "free_blocks", partial(view.free_blocks, [])),
-            (view, "lease", partial(view.lease, [block])),
-            (view, "walk", lambda: next(view.iter_free_block_ids_with_hash(), None)),
+        calls: list[tuple[object, str, list[Any]]] = [
+            (view, "touch_blocks", [[block]]),
+            (view, "free_blocks", [[]]),
+            (view, "lease", [[block]]),
+            *[(view, "held_blocks", [])] * self.can(C.HOLDS),
+            *[(one, "release", []) for one, lease in self.leases if self.model.is_active(lease)],
         ]
-        calls += [(view, "held_blocks", view.held_blocks)] * self.can(C.HOLDS)
-        calls += [(one, "release", one.release) for one, lease in self.leases if lease.is_active]
-        receiver, name, call = self.rng.choice(calls)
-        if self.guard_of[id(receiver)] in self.model.closed:
-            return
-        code = f"in_a_thread({self._names[id(receiver)]}.{name})"
+        receiver, method, args = self.rng.choice(calls)
+        line = "from kvview.testing.guard.moves import in_a_thread"
+        self.give_name(in_a_thread, "in_a_thread", line)
+        code = f"in_a_thread(lambda: {self._code(receiver, method, tuple(args), {})})"
+        call = partial(getattr(receiver, method), *args)
         error = self.refuses(WrongThreadError, code, partial(in_a_thread, call), "GUARD-4")
         is_named = str(error).startswith("GUARD-4: ")
         self.true(is_named, "the error names its law", error, "GUARD-4", "GUARD-4")
