@@ -188,6 +188,7 @@ class GuardedLeases(AtHome):
         stamp = self._stamp()
         if self._lease_view is None:
             self._lease_view = self._view.open_view(self.owner)
+            self._lease_view.leases = self._holds
         self._lease_view.touch_blocks(block_ids)
         null = self._view.ledger.null_block_id
         real = tuple(block_id for block_id in block_ids if block_id != null)
@@ -217,7 +218,7 @@ class GuardedLeases(AtHome):
                 self._num_stale -= 1  # renewed or released
                 continue
             hold.ticket = None
-            leak = self._leak(hold)
+            leak = self._leak(hold, self.owner)
             is_first = hold.is_active
             if is_first:
                 expired.append(leak)
@@ -281,10 +282,9 @@ class GuardedLeases(AtHome):
         self._holds.discard(hold)
         self.stats.active_leases -= 1
 
-    def _leak(self, hold: Hold) -> Leak:
+    def _leak(self, hold: Hold, owner: str) -> Leak:
         seconds, request_id, taken_at = hold.stamp
-        age = self.now() - seconds
-        return Leak(self.owner, hold.job, hold.block_ids, age, taken_at, request_id)
+        return Leak(owner, hold.job, hold.block_ids, self.now() - seconds, taken_at, request_id)
 
     def _stamp(self) -> Stamp:
         caller = self._view.caller

@@ -14,7 +14,7 @@ Source: vLLM issue #42571 (a block that one call names twice was queued twice), 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, Self
@@ -180,6 +180,7 @@ class LedgerView(NotCopyable):
         self.clock: Callable[[], float] | None = None  # of stamps; None: none are noted
         self.caller: Callable[[], str] | None = None  # where stamps are traced: who calls
         self.stats: GuardStats | None = None
+        self.leases: Collection[Any] | None = None  # of a guard's lease view: each with its job
         self.before_touch = ledger.before_touch
         self._touch, self._free = touch, free
         self._open_account(owner, None)

@@ -195,12 +195,13 @@ class GuardedView(GuardedQueries):
         """What is held for at least ``older_than`` seconds, oldest first."""
         now = self.now()
         plain: dict[tuple[str, Stamp | None], list[int]] = {}
-        leased = self._lease_view
+        leaks: list[Leak] = []
         for view in self._view.tree():
-            if view is not leased:
+            if view.leases is not None:
+                leaks += [self._leak(hold, view.owner) for hold in view.leases]
+            else:
                 for block_id, times, stamp in view.references():
                     plain.setdefault((view.owner, stamp), []).extend([block_id] * times)
-        leaks = [self._leak(hold) for hold in self._holds]
         for (owner, stamp), block_ids in plain.items():
             seconds, request_id, taken_at = stamp or (now, None, None)
             leaks.append(Leak(owner, None, tuple(block_ids), now - seconds, taken_at, request_id))

@@ -10,10 +10,8 @@ from kvview.testing.checks import CHECKS, Check, check, checks_for
 from kvview.testing.connector_checks import NotExercised
 from kvview.testing.events import checks as event_checks
 from kvview.testing.geometry import checks as geometry_checks
-from kvview.testing.guard import checks as guard_checks
-from kvview.testing.guard import leaks as leak_checks
-from kvview.testing.guard import surroundings as guard_surroundings_checks
-from kvview.testing.guard import trouble as guard_trouble_checks
+from kvview.testing.guard import examples as guard_examples
+from kvview.testing.guard.player import GuardPlayer
 from kvview.testing.harness import (
     Capability,
     GeometryHarness,
@@ -55,6 +53,7 @@ __all__ = [
     "CheckResult",
     "GatedComputeStream",
     "GeometryHarness",
+    "GuardPlayer",
     "GuardedStoreHarness",
     "LawBroken",
     "ManagerHarness",
@@ -76,12 +75,9 @@ __all__ = [
     "conserved_checks",
     "event_checks",
     "geometry_checks",
-    "guard_checks",
-    "guard_surroundings_checks",
-    "guard_trouble_checks",
+    "guard_examples",
     "inspect_factory",
     "job_checks",
-    "leak_checks",
     "load_mutants",
     "load_target",
     "offloading_checks",

@@ -216,8 +216,9 @@ class Player(Recorder):
     def fail(self, what: str, got: str, expected: str, law: str | None = None) -> NoReturn:
         if self.law != "*":  # an example, which is about one law
             law = self.law
-        law = (self._is_comparing and self._culprit) or law or self._blamed
-        assert law in self.labels, f"{law} is not a law of {type(self).__name__}"
+        else:
+            law = (self._is_comparing and self._culprit) or law or self._blamed
+            assert law in self.labels, f"{law} is not a law of {type(self).__name__}"
         super().fail(what, got, expected, law)
 
 

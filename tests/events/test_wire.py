@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,7 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvview import ConfigError, WireFormatError
+from kvview.events.channel import read_frames
 from kvview.events.formats import WIRE_FORMATS, Field, Kind, WireFormat, find_format
+from kvview.events.recording import Message, Recording, read_recording
 from kvview.events.wire import (
     Batch,
     ClearedEvent,
@@ -28,7 +34,6 @@ from kvview.testing.events.command import _line
 from kvview.testing.events.consumers import CONSUMERS
 from kvview.testing.events.stream_fold import StreamFold
 from kvview.testing.events.wire_sizes import WireSizes
-from tests.events.fuzz_wire import blind
 
 pack = msgspec.msgpack.encode
 HASHES = st.integers(0, 2**64 - 1) | st.binary(max_size=33)
@@ -239,6 +244,36 @@ def test_the_table_needs_no_package() -> None:
     assert done.stdout == f"{len(WIRE_FORMATS)}\n"
 
 
-def test_a_slice_of_the_fuzzing() -> None:
-    """The whole is ``tests/events/fuzz_wire.py``: batches, frames and recordings made wrong."""
-    assert blind(3000, seed=1) < 2000
+# --- frames and recordings ---
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=60), st.lists(st.integers(0, 60), max_size=4))
+def test_any_frames_are_a_message_or_our_error(data: bytes, places: list[int]) -> None:
+    cuts = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
+    frames = [data[start:end] for start, end in pairwise(cuts)]
+    with suppress(WireFormatError):
+        message = read_frames(frames)
+        assert message is None or message.payload == frames[-1]
+
+
+@pytest.mark.parametrize("name", ["stream.jsonl", "stream.jsonl.gz"])
+def test_a_damaged_recording_is_messages_or_our_error(name: str, tmp_path: Path) -> None:
+    path, rng = tmp_path / name, random.Random(0)
+    writer = codec(WIRE_FORMATS[0])
+    payload = encode(Batch(1.0, [writer.make("AllBlocksCleared")], 0, WIRE_FORMATS[0]))
+    with Recording(str(path)) as recording:
+        for number in range(3):
+            recording.write(Message(number, payload, "kv", 1.5))
+    whole = path.read_bytes()
+    for _ in range(300):
+        wrong = bytearray(whole)
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(wrong) + 1)
+            to = min(len(wrong), at + rng.choice((0, 1, 1, 2, 8, 40)))
+            wrong[at:to] = rng.choice((b"", rng.randbytes(to - at), wrong[at:to] * 2, b"\xff\xdd"))
+        path.write_bytes(wrong)
+        fold = StreamFold()
+        with suppress(WireFormatError):
+            for message in read_recording(str(path)):
+                fold.apply(message.sequence, message.payload)

@@ -33,6 +33,7 @@ def test_key_2_a_key_gives_back_what_it_was_made_of(block_hash: bytes, group_idx
     key = require_offload_key(make_offload_key(block_hash, group_idx))
     assert get_offload_block_hash(key) == block_hash
     assert get_offload_group_idx(key) == group_idx
+    assert key == block_hash + group_idx.to_bytes(4, "big")
 
 
 @pytest.mark.parametrize("wrong", [b"", b"\0\0\0\0", HASH, b"h\0\1\0\0", b"h\1\0\0\0"])

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kvview.events import OffloadingEvent
 from kvview.keys import OffloadKey
+from kvview.testing.events.model import EventModel
 
 
 class InvariantBroken(AssertionError):
@@ -110,7 +111,7 @@ class EventFold:
 
     def __init__(self) -> None:
         self.num_events = 0
-        self._media: dict[str, set[OffloadKey]] = {}
+        self._model: EventModel[OffloadKey] = EventModel()
 
     def apply(self, events: Iterable[OffloadingEvent]) -> None:
         """Take more events in.
@@ -120,21 +121,17 @@ class EventFold:
         """
         for event in events:
             self.num_events += 1
-            keys = self._media.setdefault(event.medium, set())
             for key in event.keys:
-                what = f"event {self.num_events} "
-                if event.removed and key not in keys:
-                    what += f"removes key {short(key)} from medium {event.medium!r}, which does "
-                    raise InvariantBroken("EVENT-1", f"{what}not hold it")
-                if not event.removed and key in keys:
-                    what += f"stores key {short(key)} in medium {event.medium!r}, which holds it"
-                    raise InvariantBroken("EVENT-1", f"{what} already: an event is told once")
-                (keys.remove if event.removed else keys.add)(key)
+                if not self._model.change(event.medium, key, removed=event.removed):
+                    done, why = ("removed", "not") if event.removed else ("stored", "already")
+                    what = f"event {self.num_events}: key {short(key)} is {done}"
+                    where = f"medium {event.medium!r} {why} holding it"
+                    raise InvariantBroken("EVENT-1", f"{what}, with {where}")
 
     @property
     def advertised(self) -> set[OffloadKey]:
         """Keys that some medium is said to hold."""
-        return set().union(*self._media.values())
+        return self._model.advertised()
 
 
 def check_advertised(

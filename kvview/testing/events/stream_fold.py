@@ -36,6 +36,7 @@ from kvview.events.wire import (
     RemovedEvent,
     StoredEvent,
 )
+from kvview.testing.events.model import EventModel
 from kvview.testing.events.wire_sizes import WireSizes
 
 FULL_KINDS = ("full_attention", "mla_attention", "sink_full_attention")
@@ -74,7 +75,7 @@ class StreamFold:
     """
 
     decoder: EventDecoder = field(default_factory=lambda: EventDecoder(strict=False))
-    held: dict[str, Counter[_Key]] = field(default_factory=dict)
+    model: EventModel[_Key] = field(default_factory=EventModel)
     num_messages: int = 0
     num_events: Counter[str] = field(default_factory=Counter)
     formats: Counter[str] = field(default_factory=Counter)
@@ -139,7 +140,7 @@ class StreamFold:
             told = f"the publisher began anew, after {expected - 1}"
             if sequence:
                 told += f", and its first {sequence} messages are missing"
-            self.held.clear()
+            self.model = EventModel()
             self.sizes = WireSizes()
             self.gaps = [range(sequence)] if sequence else []
             self.knows_all = sequence == 0
@@ -156,25 +157,27 @@ class StreamFold:
         self._next = sequence + 1
         return True, [Finding(sequence, "EVENT-3", told)] if told else []
 
+    @property
+    def held(self) -> dict[str, Counter[_Key]]:
+        """Blocks by medium: how many hold each hash and group."""
+        return self.model.held
+
     def _fold(self, event: AnyEvent) -> Iterator[tuple[str, str]]:
         if isinstance(event, ClearedEvent):
-            self.held.pop(MEDIUM_GPU, None)
+            self.model.clear_gpu()
         elif isinstance(event, StoredEvent | RemovedEvent):
-            medium = event.medium or MEDIUM_GPU
-            held = self.held.setdefault(medium, Counter())
+            medium, is_removal = event.medium or MEDIUM_GPU, isinstance(event, RemovedEvent)
             for block_hash in event.block_hashes or ():
                 key = block_hash, event.group_idx
-                if isinstance(event, RemovedEvent):
-                    if held[key] > 1:
-                        held[key] -= 1
-                        self.num_copies_left += 1
-                    elif not held.pop(key, 0) and self.knows_all:
+                is_allowed = self.model.change(medium, key, removed=is_removal)
+                if is_removal:
+                    self.num_copies_left += key in self.held[medium]
+                    if not is_allowed and self.knows_all:
                         name = _named(block_hash)
                         yield "EVENT-1", f"removes {name} from {medium}, which does not hold it"
-                elif held[key] and medium != MEDIUM_GPU:
+                elif not is_allowed:
                     yield "EVENT-1", f"stores {_named(block_hash)} in {medium} a second time"
-                else:
-                    held[key] += 1
+            self.model.held.setdefault(medium, Counter())
             if isinstance(event, StoredEvent):
                 yield from self._shape(event)
 

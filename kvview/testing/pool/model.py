@@ -59,11 +59,21 @@ class PoolModel:
         """The view whose release made a block free; None for the engine."""
         self.now = 0
         """The time: how often a block became free."""
+        self.closed: set[int] = set()
+        """The views that were closed; what they held stays held (POOL-10)."""
 
     def add_view(self) -> None:
         """Add a view that holds nothing."""
         self.held.append(Counter())
         self.watched.append({})
+
+    def accounts(self) -> Iterable[Counter[int]]:
+        """The references of each owner beside the engine."""
+        return self.held
+
+    def held_through(self, view: int) -> Counter[int]:
+        """The references that ``held_blocks`` and ``close`` of a view report (POOL-9, POOL-10)."""
+        return self.held[view]
 
     # --- the present state ---
 
@@ -105,7 +115,8 @@ class PoolModel:
             if not refs[block]:
                 del refs[block]
         last_first = list(dict.fromkeys(reversed(real)))
-        freed = [b for b in last_first if not self.engine[b] and not any(h[b] for h in self.held)]
+        accounts = [self.engine, *self.accounts()]
+        freed = [block for block in last_first if not any(held[block] for held in accounts)]
         for block in freed if to_head else freed[::-1]:
             self.now += 1
             self.joined[block], self.place[block] = self.now, -self.now if to_head else self.now
@@ -145,7 +156,7 @@ class PoolModel:
 
     def reset(self) -> bool:
         """Drop all keys unless a block is held; returns whether it was done (POOL-9)."""
-        if self.engine or any(self.held):
+        if self.engine or any(self.accounts()):
             return False
         self.keys.clear()
         return True

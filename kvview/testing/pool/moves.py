@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
@@ -15,6 +15,7 @@ from kvview.errors import (
     UnknownBlockError,
 )
 from kvview.keys import OffloadKey, make_offload_key
+from kvview.testing.events.model import EventModel
 from kvview.testing.harness import Capability as C
 from kvview.testing.pool.model import PoolModel
 from kvview.testing.search import Player, operation
@@ -31,7 +32,6 @@ class _Index:
 _NOT_BLOCKS = (-1, -2, 10**12, True, 1.0, "1", None, b"1", _Index())
 _NOT_KEYS = (bytes(range(32)), b"", bytes(4), b"h\0\1\0\0")
 _GROUPS = (0, 0, 1, 2, 258)
-_SIZES = (16, 20, 24, 40, 64, 300, 700, 2500)
 _FREEING = {"free_blocks": (), "give_back_blocks": (C.GIVE_BACK,)}
 NOTICE = "free_blocks_with_notice"
 
@@ -42,11 +42,13 @@ class PoolMoves(Player):
     contract = "pool"
     subject_name = "view"
     first_moves = ("warm", "allocate", "cache", "release")
+    Model: ClassVar[type[PoolModel]] = PoolModel
+    sizes: ClassVar[tuple[int, ...]] = (16, 20, 24, 40, 64, 300, 700, 2500)
 
     @override
     def start(self) -> None:
         self.has_events = False
-        self.resize(_SIZES[0] if self.plan.is_small else self.rng.choice(_SIZES))
+        self.resize(self.sizes[0] if self.plan.is_small else self.rng.choice(self.sizes))
         if self.can(C.GPU_EVENTS) and self.rng.random() < 0.5:
             self.has_events = True
             self.use(self.call(self.harness, "telling"), "view")
@@ -56,18 +58,22 @@ class PoolMoves(Player):
         """Continue with a fresh pool, of another size where the harness makes one."""
         if self.can(C.SIZED):
             self.use(self.call(self.harness, "sized", num_blocks), "view")
+        self.begin()
+
+    def begin(self) -> None:
+        """Make the model of the harness, which is fresh."""
         self.num_blocks: int = self.harness.num_blocks
         self.is_large = self.num_blocks > 100
+        self.not_blocks: tuple[Any, ...] = (*_NOT_BLOCKS, self.num_blocks)
         self.max_listed = 9 * self.num_blocks
-        self.model = PoolModel(self.num_blocks, self.harness.null_block_id)
+        self.model = self.Model(self.num_blocks, self.harness.null_block_id)
         self.model.add_view()
         self.views: list[Any] = [self.subject]
-        self.closed: set[int] = set()
         self.notified: list[tuple[int, int]] = []
         self.expected: list[tuple[int, int]] = []
         self.num_tags = self.num_hashes = 0
         self.recent_keys: deque[OffloadKey] = deque(maxlen=24)
-        self.folded: Counter[OffloadKey] = Counter()
+        self.folded: EventModel[OffloadKey] = EventModel()
 
     @override
     def draw_most(self) -> int:
@@ -96,12 +102,12 @@ class PoolMoves(Player):
 
     def draw_view(self) -> int:
         """Draw a view that is open."""
-        return self.rng.choice([at for at in range(len(self.views)) if at not in self.closed])
+        return self.rng.choice([at for at in range(len(self.views)) if at not in self.model.closed])
 
     def a_view(self) -> Any:
         """The newest open view, for queries that every view answers alike."""
         return next(
-            self.views[at] for at in reversed(range(len(self.views))) if at not in self.closed
+            self.views[at] for at in reversed(range(len(self.views))) if at not in self.model.closed
         )
 
     # --- the engine ---
@@ -212,7 +218,7 @@ class PoolMoves(Player):
     def idle(self) -> None:
         """Release everything, and at times reset."""
         for at, held in enumerate(self.model.held):
-            if at not in self.closed:
+            if at not in self.model.closed:
                 self.give(at, "free_blocks", list(held.elements()))
         blocks = list(self.model.engine.elements())
         self.blame_blocks(blocks)
@@ -227,9 +233,8 @@ class PoolMoves(Player):
         for _ in range(self.rng.randint(1, 24)):
             at = self.draw_view()
             blocks = self.some(self.model.joined)
-            self.call(self.views[at], "touch_blocks", blocks)
-            self.model.take(blocks, self.model.held[at])
-            self.give(at, "free_blocks", blocks)
+            if self.hold(at, blocks):
+                self.give(at, "free_blocks", blocks)
 
     # --- the views ---
 
@@ -240,8 +245,13 @@ class PoolMoves(Player):
         among = (self.model.blocks, self.model.order() or self.model.blocks, self.model.held[at])
         blocks = self.with_null(self.some(self.rng.choice(among), repeat=self.rng.random() < 0.3))
         self.blame_blocks(blocks)
+        self.hold(at, blocks)
+
+    def hold(self, at: int, blocks: Sequence[int]) -> bool:
+        """Touch through a view; returns whether the blocks are held, because it was allowed."""
         self.call(self.views[at], "touch_blocks", blocks)
         self.model.take(blocks, self.model.held[at])
+        return True
 
     def blame_blocks(self, blocks: Sequence[int]) -> None:
         """Name the law that a call with these blocks is about, if there is one."""
@@ -311,7 +321,7 @@ class PoolMoves(Player):
         self.blame("POOL-3")
         at = self.draw_view()
         view, held = self.views[at], self.model.held[at]
-        wrong = self.rng.choice((*_NOT_BLOCKS, self.num_blocks))
+        wrong = self.rng.choice(self.not_blocks)
         if isinstance(wrong, _Index):
             self.give_name(wrong, "index", "from kvview.testing.pool.moves import _Index")
         for method, needs in (("touch_blocks", ()), *self._freeing().items()):

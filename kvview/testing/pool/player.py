@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from kvview.errors import ViewClosedError
-from kvview.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvview.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored
 from kvview.keys import OffloadKey, make_offload_key
 from kvview.testing.harness import Capability as C
 from kvview.testing.pool.model import Walk, key_sets
@@ -83,41 +84,52 @@ class PoolPlayer(PoolMoves):
     }
 
     @override
-    def resize(self, num_blocks: int) -> None:
+    def begin(self) -> None:
         self.one_shots: list[_OneShot] = []
         self.resumed: list[_Resumed] = []
-        super().resize(num_blocks)
+        super().begin()
 
     @operation("POOL-10", C.CLOSE, weight=0.3)
     def close(self) -> None:
         """Close the first view: every call is refused then, and its walks end."""
-        if 0 in self.closed:
+        if 0 in self.model.closed:
             return
-        if len(self.views) == 1 and self.can(C.VIEWS):
+        if len(self.model.closed | self.closing(0)) == len(self.views) and self.can(C.VIEWS):
             self.open_view()
         self.blame("POOL-10")
         if self.can(C.CACHE) and self.rng.random() < 0.7:  # a walk that is open, in any state
             self.step_walk()
         what = "close reports the holds, once"
-        self.equal(dict(self.call(self.harness, "close")), dict(self.model.held[0]), what)
+        held = dict(self.model.held_through(0))
+        self.equal(dict(self.call(self.harness, "close")), held, what)
         self.equal(dict(self.call(self.harness, "close")), {}, what)
-        self.closed.add(0)
-        self.is_over = len(self.views) == 1
-        self.model.watched[0].clear()
+        self.end_views(self.closing(0))
+
+    def closing(self, at: int) -> set[int]:
+        """The views that are closed with a view."""
+        return {at}
+
+    def end_views(self, ended: set[int]) -> None:
+        """Compare views that were closed: calls are refused, walks end, no notice comes."""
+        self.model.closed |= ended
+        self.is_over = len(self.views) == len(self.model.closed)
+        for at in ended:
+            self.model.watched[at].clear()
         for one in self.one_shots:
-            if one.view == 0:
+            if one.view in ended:
                 code = f"next({self._names[id(one.walk)]})"
                 self.refuses(ViewClosedError, code, partial(next, one.walk))
         for other in self.resumed:
-            if other.view == 0:
+            if other.view in ended:
                 self.refused(ViewClosedError, other.walk, "take", 1)
                 self.refused(ViewClosedError, other.walk, "restart")
-        self._refuse_all(self.views[0])
+        for at in sorted(ended):
+            self._refuse_all(self.views[at])
         if self.is_over:  # no view is left to compare, but a closed view gets no notice
             self.call(self.harness, "allocate", len(self.model.joined))
             self.equal(self.notified, [], "a closed view gets no notice", "POOL-14")
-        self.one_shots = [one for one in self.one_shots if one.view]
-        self.resumed = [other for other in self.resumed if other.view]
+        self.one_shots = [one for one in self.one_shots if one.view not in ended]
+        self.resumed = [other for other in self.resumed if other.view not in ended]
 
     def _refuse_all(self, view: Any) -> None:
         block = self.model.blocks[0]
@@ -210,9 +222,7 @@ class PoolPlayer(PoolMoves):
 
     def _touch_around(self, blocks: list[int]) -> None:
         at = self.draw_view()
-        self.call(self.views[at], "touch_blocks", blocks)
-        self.model.take(blocks, self.model.held[at])
-        if self.rng.random() < 0.5:
+        if self.hold(at, blocks) and self.rng.random() < 0.5:
             self.give(at, "free_blocks", blocks)
 
     @operation("POOL-13", C.CACHE, C.RESUMABLE_WALK, weight=4)
@@ -275,9 +285,9 @@ class PoolPlayer(PoolMoves):
     def holds(self) -> None:
         """The holds of every open view."""
         for at, view in enumerate(self.views):
-            if at not in self.closed:
+            if at not in self.model.closed:
                 got = dict(self.call(view, "held_blocks"))
-                self.equal(got, dict(self.model.held[at]), "held_blocks lists every hold")
+                self.equal(got, dict(self.model.held_through(at)), "held_blocks lists every hold")
 
     @observable("POOL-6", C.CACHE)
     def walk(self) -> None:
@@ -350,14 +360,13 @@ class PoolPlayer(PoolMoves):
             return
         for event in self.call(self.harness, "take_events"):
             if isinstance(event, AllBlocksCleared):
-                self.folded.clear()
+                self.folded.clear_gpu()
                 continue
             assert isinstance(event, BlockStored | BlockRemoved), "the engine has no other events"
-            keys = [make_offload_key(one, event.group_idx) for one in event.block_hashes]
-            if isinstance(event, BlockStored):
-                self.folded.update(keys)
-                continue
-            self.folded.subtract(keys)
-            lowest = min(self.folded[key] for key in keys)
-            self.true(lowest >= 0, "a removed key was stored", keys, "stored keys", "EVENT-1")
-        self.equal(+self.folded, self.model.cached(), "the events add up to the prefix cache")
+            for one in event.block_hashes:
+                key = make_offload_key(one, event.group_idx)
+                is_removal = isinstance(event, BlockRemoved)
+                is_allowed = self.folded.change(event.medium, key, removed=is_removal)
+                self.true(is_allowed, "a removed key was stored", key, "a stored key", "EVENT-1")
+        got = self.folded.held.get(MEDIUM_GPU, Counter())
+        self.equal(got, self.model.cached(), "the events add up to the prefix cache")

@@ -1,0 +1,217 @@
+"""The guard contract as an executable model: leases, budgets and a clock over the pool's model.
+
+The model touches no guard. It states which references each guard, view and lease has, how many
+blocks the budget leaves, which leases a call ends, and every row of ``leaks`` and ``stats``.
+Where the contract leaves a choice, the model leaves it too: a touch without a new block while
+other views hold more than the budget, and the order of blocks that ``free_all`` releases.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from typing_extensions import override
+
+from kvview.testing.pool.model import PoolModel
+
+Since = tuple[float, str | None]
+"""The time at which a reference was taken, and the request that the engine named then."""
+
+Row = tuple[int, object, int, Since]
+"""A reference in a leak report: the guard, the job, the block, and the time (GUARD-11)."""
+
+
+@dataclass(eq=False)
+class LeaseModel:
+    """A lease, as long as its blocks are held.
+
+    Args:
+        guard: The guard that made it.
+        blocks: One entry a reference, without the null block.
+        job: Named in reports.
+        since: When it was taken.
+        deadline: When it expires, or None.
+    """
+
+    guard: int
+    blocks: tuple[int, ...]
+    job: object
+    since: Since
+    deadline: float | None
+    is_active: bool = True
+    refs: Counter[int] = field(default_factory=Counter)
+
+
+class GuardModel(PoolModel):
+    """The state of a pool and of the guards over it.
+
+    Args:
+        num_blocks: Blocks in the pool, the null block included.
+        null: The null block, or None.
+    """
+
+    def __init__(self, num_blocks: int, null: int | None) -> None:
+        super().__init__(num_blocks, null)
+        self.seconds = 0.0
+        """The guards' clock."""
+        self.request: str | None = None
+        """The request that the engine names (``speak_of``)."""
+        self.below: dict[int, int | None] = {}
+        """The view under each guard; None where the harness does not show it."""
+        self.budgets: dict[int, int | None] = {}
+        self.leases: list[LeaseModel] = []
+        """Leases whose blocks are held, also those that the engine did not take back."""
+        self.since: dict[int, dict[int, Since]] = {}
+        """When each guard took the first of its plain references on each block."""
+        self.stats: dict[int, Counter[str]] = {}
+
+    def make_guard(self, at: int, below: int | None, budget: int | None) -> None:
+        """Make a view a guard; of several budgets the smallest counts (GUARD-5)."""
+        limits = [one for one in (budget, self.budgets.get(-1 if below is None else below)) if one]
+        self.below[at], self.budgets[at] = below, min(limits, default=None)
+        self.since[at], self.stats[at] = {}, Counter()
+
+    # --- guards over guards ---
+
+    def tree(self, at: int) -> list[int]:
+        """A view, and the guards over it (GUARD-10)."""
+        return [at, *(one for above in self._above(at) for one in self.tree(above))]
+
+    def _above(self, at: int) -> list[int]:
+        return [guard for guard, below in self.below.items() if below == at]
+
+    def closing(self, at: int) -> set[int]:
+        """The views that are closed with a guard: those under it, and all over these."""
+        while (below := self.below.get(at)) is not None:
+            at = below
+        return set(self.tree(at))
+
+    # --- references ---
+
+    @override
+    def accounts(self) -> list[Counter[int]]:
+        return [*self.held, *(lease.refs for lease in self.leases)]
+
+    @override
+    def held_through(self, view: int) -> Counter[int]:
+        """The references of a view: plain, leased, and of the guards over it."""
+        tree = self.tree(view)
+        leased = [lease.refs for lease in self.leases if lease.guard in tree]
+        return sum((*(self.held[at] for at in tree), *leased), Counter[int]())
+
+    def _owner(self, refs: Counter[int]) -> int | None:
+        """The guard that an account belongs to."""
+        for at, held in enumerate(self.held):
+            if held is refs:
+                return at if at in self.stats else None
+        return next((lease.guard for lease in self.leases if lease.refs is refs), None)
+
+    @override
+    def take(self, blocks: Sequence[int], refs: Counter[int]) -> None:
+        at = self._owner(refs)
+        real = [block for block in blocks if block != self.null]
+        if at is not None and refs is self.held[at]:
+            for block in real:
+                self.since[at].setdefault(block, (self.seconds, self.request))
+        super().take(blocks, refs)
+        if at is not None:
+            stats = self.stats[at]
+            stats["touched"] += len(real)
+            stats["peak_held"] = max(stats["peak_held"], stats["touched"] - stats["freed"])
+
+    @override
+    def give(self, blocks: Sequence[int], refs: Counter[int], *, to_head: bool = False) -> None:
+        super().give(blocks, refs, to_head=to_head)
+        at = self._owner(refs)
+        if at is not None:
+            self.stats[at]["freed"] += sum(block != self.null for block in blocks)
+            if refs is self.held[at]:
+                self.since[at] = {b: then for b, then in self.since[at].items() if refs[b]}
+
+    # --- the budget (GUARD-5) ---
+
+    def pinned(self) -> set[int]:
+        """The blocks that any open view, guard or lease of the pool holds."""
+        held = [refs for at, refs in enumerate(self.held) if at not in self.closed]
+        held += [lease.refs for lease in self.leases if lease.guard not in self.closed]
+        return set().union(*held)
+
+    def num_pinnable(self, at: int) -> int | None:
+        """How many more blocks a guard may hold; None without a budget."""
+        budget = self.budgets.get(at)
+        return None if budget is None else max(0, budget - len(self.pinned()))
+
+    def may_hold(self, at: int, blocks: Sequence[int]) -> bool | None:
+        """Whether a touch is allowed; None where the law does not say it."""
+        budget, pinned = self.budgets.get(at), self.pinned()
+        if budget is None:
+            return True
+        new = set(blocks) - pinned - {self.null}
+        if not new and len(pinned) > budget:
+            return None
+        return len(pinned | new) <= budget
+
+    # --- leases (GUARD-2, GUARD-3, GUARD-7) ---
+
+    def lease(self, at: int, blocks: Sequence[int], job: object, ttl: float | None) -> LeaseModel:
+        """Take a lease."""
+        real = tuple(block for block in blocks if block != self.null)
+        deadline = None if ttl is None else self.seconds + ttl
+        lease = LeaseModel(at, real, job, (self.seconds, self.request), deadline)
+        self.leases.append(lease)
+        self.take(real, lease.refs)
+        self.stats[at].update(leases=1, active_leases=1)
+        return lease
+
+    def is_active(self, lease: LeaseModel) -> bool:
+        """Whether a lease has not ended: by itself, or with its view (GUARD-7)."""
+        return lease.is_active and lease.guard not in self.closed
+
+    def end(self, lease: LeaseModel) -> bool:
+        """Give the references back, once; returns whether the lease was active (GUARD-2)."""
+        if not self.is_active(lease):
+            return False
+        lease.is_active = False
+        self._give_back(lease)
+        return True
+
+    def _give_back(self, lease: LeaseModel) -> None:
+        self.give(lease.blocks, lease.refs)
+        self.leases.remove(lease)
+        self.stats[lease.guard]["active_leases"] -= 1
+
+    def expire(self, at: int, *, is_failing: bool = False) -> list[LeaseModel]:
+        """A call of a guard: its due leases end, earliest deadline first (GUARD-3).
+
+        Where the engine does not take their blocks, the leases have ended all the same; the
+        blocks stay held until the next try (GUARD-8).
+        """
+        due: list[tuple[float, LeaseModel]] = []
+        for lease in self.leases:
+            if lease.guard == at and lease.deadline is not None and lease.deadline <= self.seconds:
+                due.append((lease.deadline, lease))
+        ended = []
+        for _, lease in sorted(due, key=lambda pair: pair[0]):
+            if lease.is_active:
+                lease.is_active = False
+                self.stats[at]["expired"] += 1
+                ended.append(lease)
+            if not is_failing:
+                self._give_back(lease)
+        return ended
+
+    # --- reports (GUARD-11) ---
+
+    def rows(self, at: int) -> Iterator[Row]:
+        """Each reference that ``leaks`` of a guard reports, those of guards over it too."""
+        tree = self.tree(at)
+        for lease in self.leases:
+            if lease.guard in tree:
+                for block in lease.blocks:
+                    yield lease.guard, lease.job, block, lease.since
+        for guard in tree:
+            for block, times in self.held[guard].items():
+                for _ in range(times):
+                    yield guard, None, block, self.since[guard][block]
