@@ -93,6 +93,7 @@ CHILDREN = [
 # --- right connectors ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "connector",
     [
@@ -145,6 +146,7 @@ def test_everything_that_should_happen_happens() -> None:
 # --- wrong connectors ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: str(mutant.name))
 def test_every_mutant_is_killed_with_its_law(mutant: Mutant) -> None:
     broken = mutant.first_failure()
