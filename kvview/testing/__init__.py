@@ -41,10 +41,9 @@ from kvview.testing.tier import checks as tier_checks
 from kvview.testing.tier import guard_checks as tier_guard_checks
 from kvview.testing.tier import meanwhile_checks as tier_meanwhile_checks
 from kvview.testing.tier.store_harness import GuardedStoreHarness, StoreHarness
-from kvview.testing.transfer import checks as transfer_checks
-from kvview.testing.transfer import jobs as job_checks
-from kvview.testing.transfer import refusals as refusal_checks
+from kvview.testing.transfer import examples as transfer_examples
 from kvview.testing.transfer.compute import GatedComputeStream
+from kvview.testing.transfer.player import TransferPlayer
 
 __all__ = [
     "CHECKS",
@@ -70,6 +69,7 @@ __all__ = [
     "StoreHarness",
     "TierHarness",
     "TransferHarness",
+    "TransferPlayer",
     "check",
     "checks_for",
     "completion_checks",
@@ -80,7 +80,6 @@ __all__ = [
     "guard_surroundings_checks",
     "guard_trouble_checks",
     "inspect_factory",
-    "job_checks",
     "leak_checks",
     "load_mutants",
     "load_target",
@@ -89,13 +88,12 @@ __all__ = [
     "parametrize_with_checks",
     "pool_examples",
     "read_expected_failures",
-    "refusal_checks",
     "run_checks",
     "run_mutants",
     "tier_budget_checks",
     "tier_checks",
     "tier_guard_checks",
     "tier_meanwhile_checks",
-    "transfer_checks",
+    "transfer_examples",
     "turnover_checks",
 ]
