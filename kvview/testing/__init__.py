@@ -9,7 +9,7 @@ from kvview.targets import load_target
 from kvview.testing.checks import CHECKS, Check, check, checks_for
 from kvview.testing.connector_checks import NotExercised
 from kvview.testing.events import checks as event_checks
-from kvview.testing.geometry import checks as geometry_checks
+from kvview.testing.geometry.player import GeometryPlayer
 from kvview.testing.guard import checks as guard_checks
 from kvview.testing.guard import leaks as leak_checks
 from kvview.testing.guard import surroundings as guard_surroundings_checks
@@ -54,6 +54,7 @@ __all__ = [
     "CheckResult",
     "GatedComputeStream",
     "GeometryHarness",
+    "GeometryPlayer",
     "GuardedStoreHarness",
     "LawBroken",
     "ManagerHarness",
@@ -75,7 +76,6 @@ __all__ = [
     "completion_checks",
     "conserved_checks",
     "event_checks",
-    "geometry_checks",
     "guard_checks",
     "guard_surroundings_checks",
     "guard_trouble_checks",

@@ -228,5 +228,3 @@ class ModuleGlobal(Threaded):
         @override
         def run(self, job: TransferJob, mark: Any) -> None:
             super().run(_JOBS.pop(job.job_id), mark)
-
-

@@ -39,8 +39,6 @@ class TransferMoves(Player):
         """Whether the worker is the harness's own: its copies can be held back and fail."""
         self.num_chunks, self.k = self.harness.num_cpu_blocks, self.harness.blocks_per_chunk
         self.caches = self.harness.kv_caches
-        if self.can(C.WORKERS) and not self.plan.is_small and self.rng.random() < 0.4:
-            self._make_worker()
         self._fill()
 
     def start_again(self) -> None:
@@ -55,7 +53,7 @@ class TransferMoves(Player):
         """The bytes of one GPU block of a group."""
         return sum(self.model.groups[group].values())
 
-    def _make_worker(self) -> None:
+    def make_worker(self) -> None:
         """Continue with a worker over KV caches of other shapes."""
         seed = self.rng.getrandbits(32)
         self.caches = draw_caches(seed)
@@ -68,6 +66,7 @@ class TransferMoves(Player):
         self.give_name(self.caches.compute_stream, "stream", "stream = kv_caches.compute_stream")
         self._workers.append(self.subject)
         self.is_own = False
+        self._fill()
 
     def _fill(self) -> None:
         """Fill every storage with bytes, and make the model."""

@@ -43,6 +43,8 @@ class TransferPlayer(TransferMoves):
 
     @override
     def play(self, moves: Sequence[tuple[str, int]]) -> None:
+        if self.can(C.WORKERS) and not self.plan.is_small and self.rng.random() < 0.4:
+            self.make_worker()
         super().play(moves)
         if not self.is_over:  # the tier is visible in what is loaded from it only
             self.read_back()
