@@ -68,7 +68,9 @@ class GeometryPlayer(Player):
     def draw_sizes(self) -> Sizes:
         """Draw sizes that divide, for one group or for several."""
         hash_block_size = self.rng.randint(1, 4)
-        number = self.rng.choice((1, 2, 3, 5)) if self.can(C.HYBRID) else 1
+        number = self.rng.choice((1, 2) if self.plan.is_small else (1, 2, 3, 5))
+        if not self.can(C.HYBRID):
+            number = 1
         ratios = self.rng.choice(((1,), (2,), (1, 2, 3), (1, 2, 3)))
         sizes = [hash_block_size * self.rng.choice(ratios) for _ in range(number)]
         groups = tuple(map(self.draw_group, sizes))

@@ -23,8 +23,7 @@ def check_xfer_5_race_of_wait_and_report(worker: TransferPlayer) -> None:
     """Threads: a report is there when ``wait`` returns, however slowly the worker continues."""
     with new_threads_breathe():
         worker.start_again()
-        group = max(range(len(worker.model.groups)), key=lambda one: worker.page_bytes(one))
-        parts = {group: Part([0], [0])}
+        parts = {group: Part([group], [group]) for group in range(len(worker.model.groups))}
         worker.submit(True, parts)
         worker.finish_all()
         for _ in range(10):

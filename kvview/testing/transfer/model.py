@@ -73,7 +73,7 @@ Parts = Mapping[int, Part]
 
 
 @dataclass
-class Job:
+class JobInFlight:
     """A job in flight.
 
     Args:
@@ -137,7 +137,7 @@ class TransferModel:
         self.gpu = gpu
         self.tier: dict[Slot, tuple[int, list[bytes], str]] = {}
         """For each slot that holds something: its group, its bytes, and the law of its store."""
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, JobInFlight] = {}
         """The jobs in flight: accepted, and not reported."""
         self.touched: Counter[Row | int] = Counter()
         """How many jobs in flight touch each page."""
@@ -213,7 +213,7 @@ class TransferModel:
         num_bytes = sum(sum(self.groups[group].values()) for group, *_ in moves)
         self.touched.update(touched)
         is_held = bool(self.held_by) and num_bytes > 0
-        self.jobs[job_id] = Job(is_store, num_bytes, slots, touched, stored, is_held)
+        self.jobs[job_id] = JobInFlight(is_store, num_bytes, slots, touched, stored, is_held)
 
     def _law(self, pages: Collection[Row | int]) -> str:
         """The law that wrong bytes of a job break: about compute, about order, or about bytes."""
@@ -276,7 +276,7 @@ class TransferModel:
         yield "XFER-4", "moved is of a failed store only", result.moved is None
         self._end(result.job_id)
 
-    def _end(self, job_id: int) -> Job:
+    def _end(self, job_id: int) -> JobInFlight:
         job = self.jobs.pop(job_id)
         self.touched.subtract(job.touched)
         self._settle(job_id)

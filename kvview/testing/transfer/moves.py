@@ -49,10 +49,6 @@ class TransferMoves(Player):
         self._names |= {id(self.harness): "h", id(self.subject): "worker"}
         self.start()
 
-    def page_bytes(self, group: int) -> int:
-        """The bytes of one GPU block of a group."""
-        return sum(self.model.groups[group].values())
-
     def make_worker(self) -> None:
         """Continue with a worker over KV caches of other shapes."""
         seed = self.rng.getrandbits(32)

@@ -80,8 +80,7 @@ class TransferPlayer(TransferMoves):
     def burst(self) -> None:
         """Many jobs over a few pages, between large ones, as fast as they are accepted."""
         group = self.rng.randrange(len(self.model.groups))
-        blocks = self.rng.sample(range(self.model.num_blocks(group)), 1)
-        blocks += self.rng.sample(range(self.model.num_blocks(group)), 1)
+        blocks = self.rng.choices(range(self.model.num_blocks(group)), k=2)
         chunks = self.rng.sample(range(self.num_chunks), 2)
         if self.rng.random() < 0.5:
             self.submit(True, self.draw_store(40))
@@ -107,14 +106,16 @@ class TransferPlayer(TransferMoves):
             gpu = replace(gpu, **sides)
         if not self.can(C.TIER_SPEC) and self.rng.random() < 0.5:
             tier = replace(tier, block_ids=np.array(tier.block_ids, dtype))
+        job_id = self.new_id()
         try:
-            self.subject.transfer_async(job_id := self.new_id(), (tier, gpu))
+            is_accepted = self.subject.transfer_async(job_id, (tier, gpu))
         except TransferSpecError:
             return
         except Exception as error:
             self.fail("arrays are ids, or refused", repr(error), "TransferSpecError at most")
         self.line(f"worker.transfer_async({job_id}, {(tier, gpu)})")
-        self.model.submit(job_id, False, parts)
+        if is_accepted:
+            self.model.submit(job_id, False, parts)
 
     @operation("XFER-1", weight=2)
     def compute(self) -> None:
