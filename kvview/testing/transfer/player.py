@@ -301,6 +301,9 @@ class TransferPlayer(TransferMoves):
     @operation("XFER-5", weight=0.3)
     def shutdown(self) -> None:
         """End the worker with jobs in flight: ended or dropped, and nothing is written after."""
+        if self.can(C.PAUSE) and self.rng.random() < 0.7:
+            self.pause()
+            self.load()
         self.blame("XFER-5")
         is_held = self.model.held_by == "XFER-5"
         if not is_held:
