@@ -1,16 +1,16 @@
-"""The conformance kit: the laws of every contract as checks, and what runs them.
+"""The conformance kit: the laws of every contract as checks, and the commands that run them.
 
 A check is a plain function of a factory; one list of them has three runners:
 :func:`run_checks` (and ``kvview check``), :func:`parametrize_with_checks`, and
 ``pytest --pyargs kvview.testing.suite --kvview-target pkg.mod:factory``.
 """
 
+from importlib import import_module
+
 from kvview.targets import load_target
 from kvview.testing.checks import CHECKS, Check, check, checks_for
 from kvview.testing.connector_checks import NotExercised
-from kvview.testing.events import checks as event_checks
-from kvview.testing.geometry import checks as geometry_checks
-from kvview.testing.guard import examples as guard_examples
+from kvview.testing.geometry.player import GeometryPlayer
 from kvview.testing.guard.player import GuardPlayer
 from kvview.testing.harness import (
     Capability,
@@ -22,27 +22,29 @@ from kvview.testing.harness import (
 )
 from kvview.testing.inspect_factory import inspect_factory
 from kvview.testing.mutants import Mutant, MutantResult, PlantedFault, load_mutants, run_mutants
-from kvview.testing.offloading import checks as offloading_checks
-from kvview.testing.offloading import completions as completion_checks
-from kvview.testing.offloading import conserved as conserved_checks
-from kvview.testing.offloading import order as order_checks
-from kvview.testing.offloading import turnover as turnover_checks
+from kvview.testing.offloading.player import ManagerPlayer
 from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
-from kvview.testing.pool import examples as pool_examples
 from kvview.testing.pool.player import PoolPlayer
 from kvview.testing.profiles import PROFILES, Profile
 from kvview.testing.recorder import LawBroken
 from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.testing.runner import read_expected_failures, run_checks
-from kvview.testing.tier import budget_checks as tier_budget_checks
-from kvview.testing.tier import checks as tier_checks
-from kvview.testing.tier import guard_checks as tier_guard_checks
-from kvview.testing.tier import meanwhile_checks as tier_meanwhile_checks
+from kvview.testing.tier.guard_player import TierGuardPlayer
+from kvview.testing.tier.player import TierPlayer
 from kvview.testing.tier.store_harness import GuardedStoreHarness, StoreHarness
-from kvview.testing.transfer import checks as transfer_checks
-from kvview.testing.transfer import jobs as job_checks
-from kvview.testing.transfer import refusals as refusal_checks
 from kvview.testing.transfer.compute import GatedComputeStream
+from kvview.testing.transfer.player import TransferPlayer
+
+# The checks that a model cannot state register themselves.
+for _module in (
+    "guard.examples",
+    "offloading.examples",
+    "pool.examples",
+    "tier.examples",
+    "tier.guard_examples",
+    "transfer.examples",
+):
+    import_module(f"{__name__}.{_module}")
 
 __all__ = [
     "CHECKS",
@@ -53,10 +55,12 @@ __all__ = [
     "CheckResult",
     "GatedComputeStream",
     "GeometryHarness",
+    "GeometryPlayer",
     "GuardPlayer",
     "GuardedStoreHarness",
     "LawBroken",
     "ManagerHarness",
+    "ManagerPlayer",
     "Mutant",
     "MutantResult",
     "NotExercised",
@@ -67,31 +71,18 @@ __all__ = [
     "Profile",
     "Report",
     "StoreHarness",
+    "TierGuardPlayer",
     "TierHarness",
+    "TierPlayer",
     "TransferHarness",
+    "TransferPlayer",
     "check",
     "checks_for",
-    "completion_checks",
-    "conserved_checks",
-    "event_checks",
-    "geometry_checks",
-    "guard_examples",
     "inspect_factory",
-    "job_checks",
     "load_mutants",
     "load_target",
-    "offloading_checks",
-    "order_checks",
     "parametrize_with_checks",
-    "pool_examples",
     "read_expected_failures",
-    "refusal_checks",
     "run_checks",
     "run_mutants",
-    "tier_budget_checks",
-    "tier_checks",
-    "tier_guard_checks",
-    "tier_meanwhile_checks",
-    "transfer_checks",
-    "turnover_checks",
 ]

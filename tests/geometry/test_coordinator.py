@@ -37,6 +37,7 @@ from kvview import (
     Mamba,
     SlidingWindow,
 )
+from kvview.testing.geometry.model import is_read
 from kvview_reference.geometry.coordinator import (
     HybridKVCacheCoordinator,
     KVCacheCoordinator,
@@ -55,15 +56,7 @@ NULL = 0
 
 def first_read(group: CacheGroup, token: int) -> int:
     """The first position that the token's attention row reads; its own when no other."""
-    row = range(token + 1)
-    if isinstance(group, SlidingWindow):
-        return min(p for p in row if token - p < group.sliding_window)
-    if isinstance(group, ChunkedLocalAttention):
-        size = group.attention_chunk_size
-        return min(p for p in row if p // size == token // size)
-    if isinstance(group, Mamba):
-        return max(0, token - 1)
-    return 0
+    return min((p for p in range(token) if is_read(group, token, p)), default=token)
 
 
 def digest(prefix: Tokens) -> bytes:
@@ -475,28 +468,12 @@ def test_hybrid_serves_one_group_too() -> None:
     assert coordinator.find_longest_cache_hit(make_hashes(tokens, 4), 8) == ((blocks,), 8)
 
 
-@pytest.mark.parametrize("groups", [(FullAttention(4),), (FullAttention(4), SlidingWindow(4, 6))])
-def test_without_prefix_cache_nothing_is_a_hit(groups: tuple[CacheGroup, ...]) -> None:
-    manager = make_manager(CacheGeometry(4, 4, groups), 40, enable_caching=False)
-    assert run_prompt(manager, "a", (1,) * 17) == 0
-    assert run_prompt(manager, "b", (1,) * 17) == 0
-    assert list(manager.pool.iter_free_block_ids_with_hash()) == []
-    assert manager.pool.num_free_blocks() == 39
-
-
 def test_without_prefix_cache_no_hashes_are_needed() -> None:
     manager = make_manager(CacheGeometry.single(4), 8, enable_caching=False)
     assert manager.allocate_slots("a", 17)
     manager.cache_blocks("a", [], 17)
     manager.free("a")
     assert manager.pool.num_free_blocks() == 7
-
-
-def test_a_prompt_shorter_than_a_block_is_no_hit() -> None:
-    coordinator = make_coordinator(
-        (FullAttention(32),), BlockPool(4), True, scheduler_block_size=32, hash_block_size=16
-    )
-    assert coordinator.find_longest_cache_hit([b"half"], 16) == (([],), 0)
 
 
 def test_a_hit_leaves_a_token_to_compute() -> None:
@@ -530,17 +507,6 @@ def test_geo2_sizes_that_do_not_divide_are_refused_wherever_they_are_given(
         make_coordinator(groups, BlockPool(8), enable_caching, **given)
     with pytest.raises(GeometryError, match=f"^GEO-2: .*{numbers}"):
         SingleTypeKVCacheManager(groups[-1], BlockPool(8), kv_cache_group_id=0, **given)
-
-
-@pytest.mark.parametrize("multiple", [1, 2, 3])
-@pytest.mark.parametrize("groups", [(FullAttention(4),), (FullAttention(4), Mamba(8))])
-def test_geo1_hits_are_aligned_to_the_given_scheduler_block_size(
-    groups: tuple[CacheGroup, ...], multiple: int
-) -> None:
-    scheduler = multiple * math.lcm(*(group.block_size for group in groups))
-    manager = make_manager(CacheGeometry(scheduler, 4, groups), 60)
-    assert run_prompt(manager, "a", (1,) * 50) == 0
-    assert run_prompt(manager, "b", (1,) * 50) == 49 // scheduler * scheduler
 
 
 def test_geo1_geometry_is_threaded_to_every_manager() -> None:

@@ -1,4 +1,4 @@
-"""The geometry laws GEO-1 to GEO-4, against attention masks written down independently."""
+"""Geometries without a coordinator: errors, required blocks, prefixes, names of blocks."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from kvview import (
     SlidingWindow,
     make_offload_key,
 )
+from kvview.testing.geometry.model import blocks_read, is_read
 
 KINDS: dict[str, Callable[[int, int], CacheGroup]] = {
     "full": lambda block_size, span: FullAttention(block_size),
@@ -29,27 +30,6 @@ KINDS: dict[str, Callable[[int, int], CacheGroup]] = {
     "chunked": ChunkedLocalAttention,
     "mamba": lambda block_size, span: Mamba(block_size),
 }
-
-
-def reads(group: CacheGroup, token: int) -> list[int]:
-    """Positions before ``token`` whose KV (or state) the token reads: the mask, row by row."""
-    before = range(token)
-    if isinstance(group, SlidingWindow):
-        return [p for p in before if token - p < group.sliding_window]
-    if isinstance(group, ChunkedLocalAttention):
-        chunk = group.attention_chunk_size
-        return [p for p in before if p // chunk == token // chunk]
-    if isinstance(group, Mamba):
-        return [p for p in before if p == token - 1]
-    return list(before)
-
-
-def needed_blocks(group: CacheGroup, num_tokens: int) -> list[int]:
-    return sorted({p // group.block_size for p in reads(group, num_tokens)})
-
-
-def is_hit(group: CacheGroup, num_tokens: int, cached: set[int]) -> bool:
-    return set(needed_blocks(group, num_tokens)) <= cached
 
 
 @st.composite
@@ -67,13 +47,6 @@ def geometries(draw: st.DrawFn) -> CacheGeometry:
 
 
 # --- GEO-1 ---
-
-
-def test_geo1_scheduler_block_size_is_taken_as_given() -> None:
-    geometry = CacheGeometry(48, 4, (FullAttention(8), Mamba(12)))
-    assert geometry.scheduler_block_size == 48  # not lcm(8, 12) == 24
-    every_block = geometry.longest_prefix(100, lambda group, block: True)
-    assert every_block == 96
 
 
 def test_geo1_geometry_cannot_change() -> None:
@@ -141,144 +114,42 @@ def test_geo2_spans_are_positive_ints(kind: str, field: str, span: int) -> None:
         KINDS[kind](4, span)
 
 
-@given(st.integers(1, 60), st.integers(1, 12), st.lists(st.integers(1, 30), max_size=4))
-def test_geo2_accepts_exactly_the_sizes_that_divide(
-    scheduler: int, hash_size: int, sizes: list[int]
-) -> None:
-    fits = bool(sizes) and all(scheduler % size == 0 == size % hash_size for size in sizes)
-    mix = tuple(FullAttention(size) for size in sizes)
-    if fits:
-        geometry = CacheGeometry(scheduler, hash_size, mix)
-        assert geometry.scheduler_block_size % geometry.hash_block_size == 0
-    else:
-        with pytest.raises(GeometryError):
-            CacheGeometry(scheduler, hash_size, mix)
-
-
-# --- GEO-3 ---
-
-
-@given(groups(), st.integers(0, 80))
-def test_geo3_skipped_tokens_are_those_never_read(group: CacheGroup, num_tokens: int) -> None:
-    read = reads(group, num_tokens)
-    assert group.num_skipped_tokens(num_tokens) == (read[0] if read else num_tokens)
+# --- the functions that an adapter calls without a coordinator ---
 
 
 @given(groups(), st.integers(0, 60))
-def test_geo3_what_is_skipped_once_is_never_read_again(group: CacheGroup, num_tokens: int) -> None:
-    for later in range(num_tokens, num_tokens + 25):
-        assert min(reads(group, later), default=later) >= group.num_skipped_tokens(num_tokens)
-
-
-@given(groups(), st.integers(0, 30))
-def test_geo3_required_blocks_are_those_that_are_read(group: CacheGroup, num_blocks: int) -> None:
-    num_tokens = num_blocks * group.block_size
-    assert list(group.required_blocks(num_tokens)) == needed_blocks(group, num_tokens)
-
-
-def test_geo3_the_four_kinds_by_hand() -> None:
-    assert FullAttention(4).required_blocks(16) == range(4)
-    assert SlidingWindow(4, 4).required_blocks(16) == range(3, 4)  # reads 13, 14, 15
-    assert SlidingWindow(4, 6).required_blocks(16) == range(2, 4)  # reads 11 to 15
-    assert ChunkedLocalAttention(4, 12).required_blocks(16) == range(3, 4)
-    assert list(ChunkedLocalAttention(4, 8).required_blocks(16)) == []  # a new chunk begins
-    assert Mamba(4).required_blocks(16) == range(3, 4)
-    assert list(SlidingWindow(4, 1).required_blocks(16)) == []  # reads itself only
-
-
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_geo3_an_empty_prefix_needs_nothing(kind: str) -> None:
-    group = KINDS[kind](4, 6)
-    assert group.num_skipped_tokens(0) == 0
-    assert list(group.required_blocks(0)) == []
-
-
-# --- GEO-3 and GEO-4: the longest prefix ---
-
-
-@settings(max_examples=300)
-@given(groups(), st.integers(-2, 60), st.integers(1, 3), st.sets(st.integers(0, 60)), st.booleans())
-def test_geo3_longest_prefix_of_one_group(
-    group: CacheGroup, max_tokens: int, multiple: int, some: set[int], invert: bool
-) -> None:
-    cached = set(range(60)) - some if invert else some
-    alignment = group.block_size * multiple
-    asked: Counter[int] = Counter()
-
-    def is_cached(block: int) -> bool:
-        asked[block] += 1
-        return block in cached
-
-    candidates = [n for n in range(0, max_tokens + 1, alignment) if is_hit(group, n, cached)]
-    assert group.longest_prefix(max_tokens, is_cached, alignment) == max(candidates, default=0)
-    assert set(asked) <= set(range(max(0, max_tokens) // group.block_size))
-    assert max(asked.values(), default=0) <= 1
-
-
-@settings(max_examples=300)
-@given(st.data(), geometries(), st.integers(0, 70))
-def test_geo4_longest_prefix_of_all_groups(
-    data: st.DataObject, geometry: CacheGeometry, max_tokens: int
-) -> None:
-    cached = [
-        set(range(70))
-        - data.draw(st.sets(st.integers(0, 69), max_size=6), label=f"missing {index}")
-        for index in range(len(geometry.groups))
-    ]
-    expected = max(
-        n
-        for n in range(0, max_tokens + 1, geometry.scheduler_block_size)
-        if all(is_hit(g, n, c) for g, c in zip(geometry.groups, cached, strict=True))
-    )
-    asked: Counter[tuple[int, int]] = Counter()
-
-    def is_cached(group: int, block: int) -> bool:
-        asked[group, block] += 1
-        return block in cached[group]
-
-    assert geometry.longest_prefix(max_tokens, is_cached) == expected
-    assert max(asked.values(), default=0) <= 1
+def test_geo3_required_blocks_are_those_that_are_read(group: CacheGroup, num_tokens: int) -> None:
+    num_tokens -= num_tokens % group.block_size
+    assert {*group.required_blocks(num_tokens)} == blocks_read(group, num_tokens)
+    for later in range(num_tokens, num_tokens + 25):  # a token that is skipped stays so
+        read = (p for p in range(later) if is_read(group, later, p))
+        assert min(read, default=later) >= group.num_skipped_tokens(num_tokens)
 
 
 @settings(max_examples=300)
 @given(st.data(), geometries(), st.integers(-2, 70))
-def test_longest_prefixes_are_those_of_each_group_alone(
-    data: st.DataObject, geometry: CacheGeometry, max_tokens: int
-) -> None:
-    cached = [
-        data.draw(st.sets(st.integers(0, 69)), label=f"cached {index}")
-        if data.draw(st.booleans())
-        else set(range(70)) - data.draw(st.sets(st.integers(0, 69), max_size=6))
-        for index in range(len(geometry.groups))
-    ]
-    expected = tuple(
-        max(
-            (n for n in range(0, max_tokens + 1, g.block_size) if is_hit(g, n, c)),
-            default=0,
-        )
-        for g, c in zip(geometry.groups, cached, strict=True)
-    )
+def test_longest_prefixes(data: st.DataObject, geometry: CacheGeometry, max_tokens: int) -> None:
+    some = [data.draw(st.sets(st.integers(0, 69), max_size=9)) for _ in geometry.groups]
+    is_missing = data.draw(st.booleans())
+    asked: Counter[tuple[int, int]] = Counter()
 
     def is_cached(group: int, block: int) -> bool:
-        return block in cached[group]
+        asked[group, block] += 1
+        return (block in some[group]) != is_missing
 
-    found = geometry.longest_prefixes(max_tokens, is_cached)
-    assert found == expected
-    assert geometry.longest_prefix(max_tokens, is_cached) <= min(found)
+    def is_hit(index: int, num_tokens: int) -> bool:
+        blocks = blocks_read(geometry.groups[index], num_tokens)
+        return all((block in some[index]) != is_missing for block in blocks)
 
-
-def test_longest_prefixes_may_all_be_longer_than_what_they_share() -> None:
-    geometry = CacheGeometry(8, 4, (Mamba(8), FullAttention(4)))
-    cached = ({0, 3}, {0, 1, 2, 3, 4})
-    assert geometry.longest_prefixes(35, lambda group, block: block in cached[group]) == (32, 20)
-    assert geometry.longest_prefix(35, lambda group, block: block in cached[group]) == 8
-
-
-def test_geo4_groups_correct_each_other_to_a_fixed_point() -> None:
-    """Full allows 24; the window then allows 16 only; Mamba, at 16, allows 8; all agree on 8."""
-    geometry = CacheGeometry(8, 8, (Mamba(8), SlidingWindow(8, 8), FullAttention(8)))
-    cached = ({0, 2, 3}, {0, 1}, {0, 1, 2})
-    assert geometry.longest_prefix(32, lambda group, block: block in cached[group]) == 8
+    indices = range(len(geometry.groups))
+    shared = geometry.longest_prefix(max_tokens, is_cached)
+    assert max(asked.values(), default=0) <= 1
+    ends = range(0, max_tokens + 1, geometry.scheduler_block_size)
+    hits = [end for end in ends if all(is_hit(index, end) for index in indices)]
+    assert shared == max(hits, default=0)
+    for index, found in enumerate(geometry.longest_prefixes(max_tokens, is_cached)):
+        ends = range(0, max_tokens + 1, geometry.groups[index].block_size)
+        assert found == max((end for end in ends if is_hit(index, end)), default=0)
 
 
 def test_longest_prefix_asks_once_a_block_of_a_window() -> None:

@@ -18,7 +18,6 @@ from examples.host_cache import HostCacheConnector, HostCacheScheduler
 from kvview import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
-    ConnectorConfig,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
     SchedulerConnector,
@@ -167,52 +166,6 @@ class DoneWhenQueued(Threaded):
             self.copy(job)
 
 
-@breaks("XFER-4", "says that a store is done when it is queued")
-class StoredWhenQueued(Threaded):
-    class worker(ThreadedWorker):
-        @override
-        def start_plan(self, plan: StepPlan) -> None:
-            super().start_plan(plan)
-            self.results += [TransferResult(job.job_id, True) for job in plan.stores]
-
-        @override
-        def run(self, job: TransferJob, mark: Any) -> None:
-            if job.request_id is not None:
-                super().run(job, mark)
-            else:
-                self.copy(job)
-
-
-@breaks("XFER-4", "logs what a copy raises, and reports a success")
-class SwallowsErrors(Threaded):
-    class worker(ThreadedWorker):
-        @override
-        def copy(self, job: TransferJob) -> None:
-            try:
-                super().copy(job)
-            except Exception:
-                self.last_error = job.job_id
-
-
-@breaks("CONN-3", "a copy that raises ends the thread's task without a report")
-class DiesSilently(Threaded):
-    class worker(ThreadedWorker):
-        @override
-        def run(self, job: TransferJob, mark: Any) -> None:
-            self.copy(job)
-            self.results.append(TransferResult(job.job_id, True))
-
-
-@breaks("CONN-3", "its one thread dies when a copy raises, and wait waits for ever")
-class ThreadDies(Threaded):
-    class worker(WaitsForEnds):
-        @override
-        def run(self, job: TransferJob, mark: Any) -> None:
-            self.copy(job)
-            self.results.append(TransferResult(job.job_id, True))
-            self.has_ended[job.job_id].set()
-
-
 @breaks("XFER-5", "start_plan waits for the jobs before")
 class WaitsInStartPlan(Threaded):
     class worker(ThreadedWorker):
@@ -220,25 +173,6 @@ class WaitsInStartPlan(Threaded):
         def start_plan(self, plan: StepPlan) -> None:
             wait(self.futures.values())
             super().start_plan(plan)
-
-
-@breaks("CONN-3", "get_finished waits for what is in flight")
-class WaitsInGetFinished(Threaded):
-    class worker(ThreadedWorker):
-        @override
-        def get_finished(self) -> list[TransferResult]:
-            wait(self.futures.values())
-            return super().get_finished()
-
-
-@breaks("CONN-3", "get_finished copies the reports and clears them, and loses one between")
-class ClearsWhatCameMeanwhile(Threaded):
-    class worker(ThreadedWorker):
-        @override
-        def get_finished(self) -> list[TransferResult]:
-            finished = list(self.results)
-            self.results.clear()
-            return finished
 
 
 @breaks("CONN-3", "the end of a job is told before its report is there")
@@ -255,14 +189,6 @@ class EndsBeforeItsReport(Threaded):
                 error = str(failure)
             self.has_ended[job.job_id].set()
             self.results.append(TransferResult(job.job_id, error is None, error=error))
-
-
-@breaks("CONN-3", "wait returns at once")
-class DoesNotWait(Threaded):
-    class worker(ThreadedWorker):
-        @override
-        def wait(self, job_ids: Sequence[int]) -> None:
-            pass
 
 
 @breaks("CONN-4", "shutdown leaves copies running")
@@ -284,32 +210,6 @@ class OneListOfReferences(Threaded):
             return self.refs[0]
 
 
-@breaks("XFER-1", "the first reference of a group for all")
-class FirstReferenceOnly(Threaded):
-    class worker(ThreadedWorker):
-        @override
-        def group_refs(self, group: int) -> Sequence[CanonicalKVCacheRef]:
-            return self.refs[group][:1]
-
-
-@breaks("XFER-4", "the page size of the first reference for all")
-class OnePageSize(Threaded):
-    class worker(ThreadedWorker):
-        @override
-        def group_refs(self, group: int) -> Sequence[CanonicalKVCacheRef]:
-            size = self.refs[group][0].page_size_bytes
-            return [CanonicalKVCacheRef(ref.tensor_idx, size) for ref in self.refs[group]]
-
-
-@breaks("XFER-1", "nothing is copied when a job is big")
-class SkipsBigJobs(Threaded):
-    class worker(ThreadedWorker):
-        @override
-        def copy(self, job: TransferJob) -> None:
-            if sum(tensor[0].numel() for tensor in self.gpu) < 2**17:
-                super().copy(job)
-
-
 # --- what the halves share ---
 
 _JOBS: dict[int, TransferJob] = {}
@@ -328,63 +228,3 @@ class ModuleGlobal(Threaded):
         @override
         def run(self, job: TransferJob, mark: Any) -> None:
             super().run(_JOBS.pop(job.job_id), mark)
-
-
-@breaks("CONN-3", "both halves have one queue of jobs, in the class")
-class ClassAttribute(Threaded):
-    queue: ClassVar[list[TransferJob]] = []
-
-    class scheduler(HostCacheScheduler):
-        @override
-        def plan_step(self, step: StepInfo) -> StepPlan:
-            plan = super().plan_step(step)
-            ClassAttribute.queue += [*plan.loads, *plan.stores]
-            return plan
-
-    class worker(ThreadedWorker):
-        @override
-        def start_plan(self, plan: StepPlan) -> None:
-            jobs, ClassAttribute.queue[:] = list(ClassAttribute.queue), []
-            super().start_plan(StepPlan(jobs))
-
-
-@breaks("CONN-3", "make_scheduler hands the worker half what it needs, through self")
-class SharesThroughSelf(Threaded):
-    def __init__(self, config: ConnectorConfig) -> None:
-        super().__init__(config)
-        self.shared: list[TransferJob] = []
-
-    def make_scheduler(self) -> SchedulerConnector:
-        shared = self.shared
-
-        class Scheduler(HostCacheScheduler):
-            def plan_step(self, step: StepInfo) -> StepPlan:
-                plan = super().plan_step(step)
-                shared.extend((*plan.loads, *plan.stores))
-                return plan
-
-        return Scheduler(self.config, self.cpu_blocks)
-
-    def make_worker(self) -> WorkerConnector:
-        shared = self.shared
-
-        class Worker(ThreadedWorker):
-            def start_plan(self, plan: StepPlan) -> None:
-                jobs, shared[:] = list(shared), []
-                super().start_plan(StepPlan(jobs))
-
-        return Worker(self.cpu_blocks)
-
-
-class LockedResult(TransferResult):
-    def __init__(self, job_id: int) -> None:
-        super().__init__(job_id, True)
-        object.__setattr__(self, "lock", threading.Lock())
-
-
-@breaks("CONN-3", "a result carries a lock")
-class ResultWithLock(Threaded):
-    class worker(ThreadedWorker):
-        @override
-        def get_finished(self) -> list[TransferResult]:
-            return [LockedResult(r.job_id) if r.success else r for r in super().get_finished()]

@@ -36,7 +36,7 @@ from kvview.testing.harness import OFFERS
 from kvview.testing.pool.player import PoolPlayer
 from kvview.testing.profiles import PROFILES, Profile, use_profile
 from kvview.testing.search import search
-from kvview.testing.transfer.checks import check_xfer_1_all_groups_in_one_job
+from kvview.testing.transfer.examples import check_xfer_5_race_of_wait_and_report
 from kvview_reference import harness
 from kvview_reference.harness import ReferenceManager, ReferencePool, ReferenceTransfer
 from kvview_reference.pool import BlockPoolView
@@ -524,8 +524,8 @@ class NeverComesBack(ReferenceTransfer):
 
 def test_a_call_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_CALL_SECONDS", 0.2)
-    with pytest.raises(LawBroken, match=r"worker.wait\(\[1\]\) must return") as broken:
-        check_xfer_1_all_groups_in_one_job(NeverComesBack)
+    with pytest.raises(LawBroken, match=r"worker.wait\(\[\d+\]\) must return") as broken:
+        check_xfer_5_race_of_wait_and_report(NeverComesBack)
     assert "did not return: it waited for" in broken.value.got
     assert "test_testing.py:" in broken.value.got
 

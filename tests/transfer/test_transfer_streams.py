@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import random
 from collections import deque
 from typing import Any
 
@@ -19,8 +18,6 @@ from kvview import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     ConfigError,
-    CPULoadStoreSpec,
-    GPULoadStoreSpec,
     TransferResult,
 )
 from kvview_reference.transfer import CPUGPUTransferWorker
@@ -41,8 +38,6 @@ from tests.transfer.test_transfer import (
     running,
     store,
 )
-
-NO_GPU = not torch.cuda.is_available()
 
 
 def streams(world: World, seed: int = 0) -> tuple[CPUGPUTransferWorker, SimulatedDriver]:
@@ -192,56 +187,3 @@ def test_host_tier_leaves_out_padding_and_tensors_of_other_groups() -> None:
     with running(World(shape), max_host_bytes=5 * 3 * 48) as worker:
         assert worker.host_bytes == 5 * 3 * 48
         assert (worker.num_cpu_blocks, worker.blocks_per_chunk) == (5, 3)
-
-
-# On a real GPU.
-
-
-@pytest.mark.skipif(NO_GPU, reason="needs a CUDA device")
-@pytest.mark.parametrize("batched", [True, False])
-def test_random_jobs_on_cuda(batched: bool) -> None:
-    for seed in range(20):
-        rng = random.Random(seed)
-        shape = Shape((4096, 600), (0, 8), (((0, 4096), (1, 500)), ((0, 100),)), 32, 3, 16)
-        world = World(shape, seed, "cuda")
-        worker = CPUGPUTransferWorker(world.caches(), 16, blocks_per_chunk=3)
-        if not batched:
-            worker._copier._driver._batch = None  # type: ignore[attr-defined]
-        for job_id in range(6):
-            ids, host = rng.sample(range(32), 9), CPULoadStoreSpec(rng.sample(range(16), 4))
-            gpu = GPULoadStoreSpec(ids, [5, 4], [job_id, 3])
-            host = CPULoadStoreSpec(host.block_ids[: -(-(job_id % 3 + 5) // 3) + 2])
-            worker.transfer_async(2 * job_id, (gpu, host))
-            world.apply(True, gpu, host)
-            back = GPULoadStoreSpec(rng.sample(range(32), 9), [5, 4], [job_id, 3])
-            worker.transfer_async(2 * job_id + 1, (host, back))
-            world.apply(False, back, host)
-        results = finish(worker, range(12))
-        assert all(r.success and r.transfer_time is not None for r in results)
-        assert len(results) == 12
-        world.check()
-        worker.shutdown()
-
-
-class BrokenStream:
-    """A device that was lost while the model computed."""
-
-    def record_event(self) -> Any:
-        return self
-
-    def query(self) -> bool:
-        return False
-
-    def synchronize(self) -> None:
-        raise RuntimeError("device lost")
-
-
-def test_xfer_6_compute_that_fails_fails_the_jobs_behind_it() -> None:
-    world = World(ONE)
-    caches = world.caches()
-    caches = CanonicalKVCaches(caches.tensors, caches.group_data_refs, BrokenStream())
-    worker = CPUGPUTransferWorker(caches, 4)
-    assert worker.transfer_async(1, store([1], [0]))
-    (result,) = finish(worker, [1])
-    worker.shutdown()
-    assert result == TransferResult(1, False, error="RuntimeError: device lost")

@@ -1,0 +1,299 @@
+"""A worker, its KV caches and its jobs, beside the model of all their bytes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from typing_extensions import override
+
+from kvview.errors import TransferSpecError
+from kvview.testing.harness import Capability as C
+from kvview.testing.search import Player, observable, operation
+from kvview.testing.transfer.caches import draw_caches, layout_of
+from kvview.testing.transfer.model import Part, Parts, TransferModel
+from kvview.testing.watchdog import HookTimeout
+from kvview.transfer import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, TransferResult
+
+_LATE_S = 3.0  # more than a call takes that waits for nothing
+
+
+class TransferMoves(Player):
+    """Makes the jobs of one worker, and compares its reports and every byte."""
+
+    contract = "transfer"
+    subject_name = "worker"
+    is_timed = True
+
+    @override
+    def start(self) -> None:
+        import torch  # only a check of a worker needs it
+
+        self._torch = torch
+        self._next_job = 3
+        self._workers = [self.subject]
+        self.is_own = True
+        """Whether the worker is the harness's own: its copies can be held back and fail."""
+        self.num_chunks, self.k = self.harness.num_cpu_blocks, self.harness.blocks_per_chunk
+        self.caches = self.harness.kv_caches
+        self._fill()
+
+    def start_again(self) -> None:
+        """Continue with a fresh harness, whose threads are started now."""
+        self.end()
+        self.harness = self._factory()
+        self.subject = self.harness.worker
+        self._names |= {id(self.harness): "h", id(self.subject): "worker"}
+        self.start()
+
+    def make_worker(self) -> None:
+        """Continue with a worker over KV caches of other shapes."""
+        seed = self.rng.getrandbits(32)
+        self.caches = draw_caches(seed)
+        self.num_chunks, self.k = self.rng.choice((4, 12, 40)), 1
+        line = f"kv_caches = draw_caches({seed})"
+        place = "from kvview.testing.transfer.caches import draw_caches"
+        self.give_name(self.caches, "kv_caches", f"{place}\n{line}")
+        self.subject = self.call(self.harness, "with_caches", self.caches, self.num_chunks)
+        self.name(self.subject, "worker")
+        self.give_name(self.caches.compute_stream, "stream", "stream = kv_caches.compute_stream")
+        self._workers.append(self.subject)
+        self.is_own = False
+        self._fill()
+
+    def _fill(self) -> None:
+        """Fill every storage with bytes, and make the model."""
+        import numpy as np  # torch brings it
+
+        self._flat: list[Any] = []
+        gpu = []
+        layouts, storages, groups = layout_of(self.caches)
+        bits = np.random.default_rng(self.plan.seed)
+        for storage in storages:
+            device = storage.device
+            flat = self._torch.empty(0, dtype=self._torch.uint8, device=device).set_(storage)
+            data = bytearray(bits.bytes(len(flat)))
+            flat.copy_(self._torch.frombuffer(data, dtype=self._torch.uint8))
+            self._flat.append(flat)
+            gpu.append(data)
+        self.model = TransferModel(layouts, groups, self.k, self.num_chunks, gpu)
+        self.kernels: list[tuple[tuple[int, int], bytes]] = []
+
+    def bytes_now(self) -> list[memoryview]:
+        """The bytes of every storage."""
+        return [memoryview(flat.cpu().numpy()) for flat in self._flat]
+
+    @override
+    def end(self) -> None:
+        """Give back threads, also after a failure, which nothing here may hide."""
+        with suppress(Exception):
+            self.let_go()
+        for worker in self._workers:
+            with suppress(Exception, HookTimeout):
+                worker.shutdown()
+
+    # --- draws ---
+
+    def draw_store(self, most: int) -> dict[int, Part]:
+        """Blocks and pages for some groups; a GPU block may be named twice."""
+        free = list(range(self.num_chunks))
+        self.rng.shuffle(free)
+        parts = {}
+        for group in self.some_groups():
+            blocks = range(self.model.num_blocks(group))
+            number = self.rng.randint(1, min(most, len(blocks)))
+            index = self.rng.randrange(3 * self.k)
+            room = len(free) * self.k - index % self.k
+            number = min(number, room)
+            if number < 1:
+                continue
+            needed = -(-(index % self.k + number) // self.k)
+            chunks, free = free[:needed], free[needed:]
+            named = self.rng.sample(blocks, number)
+            if self.rng.random() < 0.2:
+                named = self.rng.choices(blocks, k=number)
+            parts[group] = Part(self._in_rows(named), chunks, index)
+        return parts
+
+    def _in_rows(self, named: list[int]) -> list[int]:
+        """The blocks, at times in the order in which they lie."""
+        return sorted(named) if self.rng.random() < 0.3 else named
+
+    def some_groups(self) -> list[int]:
+        """Draw at least one KV-cache group."""
+        groups = list(range(len(self.model.groups)))
+        return [group for group in groups if self.rng.random() < 0.6] or [self.rng.choice(groups)]
+
+    def draw_load(self, most: int) -> dict[int, Part]:
+        """Slots that were stored, into any blocks; a page of the tier may be named twice."""
+        parts = {}
+        taken: set[tuple[int, int]] = set()
+        for group in self.some_groups():
+            held = self.model.loadable(group)
+            if not held:
+                continue
+            tensors = self.model.groups[group]
+            free = [
+                block
+                for block in range(self.model.num_blocks(group))
+                if not any((number, block) in taken for number in tensors)
+            ]
+            known = set(held)
+            chunk, sub = self.rng.choice(held)
+            index = sub + self.k * self.rng.randrange(3)
+            chunks, number = [chunk], 0
+            begins = [one for one, at in held if at == 0]
+            while (chunk, sub) in known and number < min(most, len(free)):
+                number, sub = number + 1, sub + 1
+                if sub == self.k and begins and number < min(most, len(free)):
+                    chunk, sub = self.rng.choice(begins), 0
+                    chunks.append(chunk)
+            if number:
+                blocks = self._in_rows(self.rng.sample(free, number))
+                parts[group] = Part(blocks, chunks, index)
+                taken.update((one, block) for one in tensors for block in blocks)
+        return parts
+
+    def draw_kernels(self) -> list[tuple[tuple[int, int], bytes]]:
+        """Draw GPU pages that no job in flight touches, and new bytes for them."""
+        rows = []
+        for group in self.some_groups():
+            blocks = range(self.model.num_blocks(group))
+            for block in self.rng.sample(blocks, min(len(blocks), self.rng.randint(1, self.most))):
+                pages = {(number, block): w for number, w in self.model.groups[group].items()}
+                if not any(self.model.touched[row] or row in self.model.pending for row in pages):
+                    rows += [(row, self.rng.randbytes(width)) for row, width in pages.items()]
+        return rows
+
+    # --- jobs and kernels ---
+
+    def tier(self, pages: Sequence[object]) -> LoadStoreSpec:
+        """The spec that names pages of the tier."""
+        if not self.can(C.TIER_SPEC):
+            return CPULoadStoreSpec(pages)  # type: ignore[arg-type]
+        spec: LoadStoreSpec = self.harness.tier_spec(list(pages))
+        self._names[id(spec)] = f"h.tier_spec({list(pages)})"
+        self._kept.append(spec)
+        return spec
+
+    def gpu_side(self, parts: Parts) -> GPULoadStoreSpec:
+        """The GPU half of a job."""
+        groups = [parts.get(group, Part([], [])) for group in range(len(self.model.groups))]
+        return GPULoadStoreSpec(
+            [block for part in groups for block in part.blocks],
+            [len(part.blocks) for part in groups],
+            [part.index for part in groups],
+        )
+
+    def tier_side(self, parts: Parts) -> LoadStoreSpec:
+        """The other half."""
+        return self.tier([chunk for _, part in sorted(parts.items()) for chunk in part.chunks])
+
+    def spec(self, is_store: bool, parts: Parts) -> tuple[Any, Any]:
+        """The source and the destination of a job."""
+        gpu, tier = self.gpu_side(parts), self.tier_side(parts)
+        return (gpu, tier) if is_store else (tier, gpu)
+
+    def new_id(self) -> int:
+        """An id that is not in flight; one that was reported may be used again."""
+        again = self.rng.randrange(-3, 4)
+        if again not in self.model.jobs and self.rng.random() < 0.3:
+            return again
+        self._next_job += 1
+        return self._next_job
+
+    def submit(self, is_store: bool, parts: Parts, spec: Any = None) -> int | None:
+        """Submit a job; the model decides whether it must be refused."""
+        spec = self.spec(is_store, parts) if spec is None else spec
+        if self.model.must_be_refused(is_store, parts):
+            self.refuse_spec(spec)
+            return None
+        job_id = self.new_id()
+        late: list[bool] = []
+        timer = None
+        if self.model.held_by == "XFER-5":  # whoever waits for earlier jobs here waits for ever
+            timer = threading.Timer(_LATE_S, self._resume_late, [late])
+            timer.start()
+        try:
+            accepted = self.call(self.subject, "transfer_async", job_id, spec)
+        finally:
+            if timer is not None:
+                timer.cancel()
+        self.true(not late, "transfer_async waits for no job", "it waited", "it returns", "XFER-5")
+        if accepted is False and self.model.jobs and not self.model.held_by:
+            self.finish_all()  # a worker may be full
+            accepted = self.call(self.subject, "transfer_async", job_id, spec)
+        if accepted is False and self.model.held_by:
+            return None
+        self.equal(accepted, True, "an idle worker accepts a job", "XFER-5")
+        self.model.submit(job_id, is_store, parts)
+        return job_id
+
+    def _resume_late(self, late: list[bool]) -> None:
+        late.append(True)
+        self.harness.resume()
+
+    def refuse_spec(self, spec: Any, job_id: int | None = None) -> None:
+        """Submit a job that must be refused."""
+        job_id = 10**9 if job_id is None else job_id
+        self.refused(TransferSpecError, self.subject, "transfer_async", job_id, spec)
+
+    def write_row(self, row: tuple[int, int], data: bytes) -> None:
+        """Write the first bytes of a GPU page, as a kernel does."""
+        storage, span = self.model.span(row, len(data))
+        buffer = self._torch.frombuffer(bytearray(data), dtype=self._torch.uint8)
+        self._flat[storage][span] = buffer.to(self._flat[storage].device)
+
+    # --- reports, and what holds them back ---
+
+    def take_reports(self) -> list[int]:
+        """Take the reports that are there; returns the ids of the jobs."""
+        results: list[TransferResult] = list(self.call(self.subject, "get_finished"))
+        for result in results:
+            for law, promise, is_kept in self.model.reported(result):
+                self.true(is_kept, promise, result, "the promise", law)
+        return [result.job_id for result in results]
+
+    def finish_all(self) -> None:
+        """Wait for every job, each of which is reported then."""
+        self.go_on()
+        self.call(self.subject, "wait", list(self.model.jobs))
+        self.take_reports()
+        left = sorted(self.model.jobs)
+        self.equal(left, [], "each accepted job is reported", "XFER-5")
+
+    @operation("XFER-5", weight=2)
+    def go_on(self) -> None:
+        """Let everything that was held back go on, at times after a look at the bytes."""
+        if not self.model.held_by:
+            return
+        if self.rng.random() < 0.7:  # a worker that goes on by itself needs a moment
+            time.sleep(0.001)
+            self.take_reports()
+            self.gpu_bytes()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Let copies and compute that were held back go on."""
+        held_by = self.model.held_by
+        for row, data in self.kernels:
+            self.write_row(row, data)
+        self.kernels = []
+        self.model.release()
+        if held_by == "XFER-5":
+            self.call(self.harness, "resume")
+        elif held_by and self.is_own:
+            self.call(self.harness, "release_compute")
+        elif held_by:
+            self.call(self.caches.compute_stream, "release")
+
+    @observable("XFER-2")
+    def gpu_bytes(self) -> None:
+        """Every byte of every storage."""
+        wrong = self.model.difference(self.bytes_now())
+        if wrong is not None:
+            law, where = wrong
+            self.fail("the named pages are moved, and nothing else", where, "other bytes", law)
