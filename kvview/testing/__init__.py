@@ -8,7 +8,6 @@ A check is a plain function of a factory; one list of them has three runners:
 from kvview.targets import load_target
 from kvview.testing.checks import CHECKS, Check, check, checks_for
 from kvview.testing.connector_checks import NotExercised
-from kvview.testing.events import checks as event_checks
 from kvview.testing.geometry import checks as geometry_checks
 from kvview.testing.guard import checks as guard_checks
 from kvview.testing.guard import leaks as leak_checks
@@ -24,11 +23,7 @@ from kvview.testing.harness import (
 )
 from kvview.testing.inspect_factory import inspect_factory
 from kvview.testing.mutants import Mutant, MutantResult, PlantedFault, load_mutants, run_mutants
-from kvview.testing.offloading import checks as offloading_checks
-from kvview.testing.offloading import completions as completion_checks
-from kvview.testing.offloading import conserved as conserved_checks
-from kvview.testing.offloading import order as order_checks
-from kvview.testing.offloading import turnover as turnover_checks
+from kvview.testing.offloading.player import ManagerPlayer
 from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
 from kvview.testing.pool import examples as pool_examples
 from kvview.testing.pool.player import PoolPlayer
@@ -58,6 +53,7 @@ __all__ = [
     "GuardedStoreHarness",
     "LawBroken",
     "ManagerHarness",
+    "ManagerPlayer",
     "Mutant",
     "MutantResult",
     "NotExercised",
@@ -72,9 +68,6 @@ __all__ = [
     "TransferHarness",
     "check",
     "checks_for",
-    "completion_checks",
-    "conserved_checks",
-    "event_checks",
     "geometry_checks",
     "guard_checks",
     "guard_surroundings_checks",
@@ -84,8 +77,6 @@ __all__ = [
     "leak_checks",
     "load_mutants",
     "load_target",
-    "offloading_checks",
-    "order_checks",
     "parametrize_with_checks",
     "pool_examples",
     "read_expected_failures",
@@ -97,5 +88,4 @@ __all__ = [
     "tier_guard_checks",
     "tier_meanwhile_checks",
     "transfer_checks",
-    "turnover_checks",
 ]

@@ -475,6 +475,7 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         Capability.EVENTS: (),
         Capability.PAGES: (),
         Capability.RESET: (),
+        Capability.SIZED: (Need("harness", "sized", 1),),
         Capability.POLICIES: (
             Need("harness", "with_policy", 1),
             Need("harness", "policies", None),
