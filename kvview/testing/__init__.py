@@ -23,6 +23,7 @@ from kvview.testing.harness import (
 )
 from kvview.testing.inspect_factory import inspect_factory
 from kvview.testing.mutants import Mutant, MutantResult, PlantedFault, load_mutants, run_mutants
+from kvview.testing.offloading import examples as offloading_examples
 from kvview.testing.offloading.player import ManagerPlayer
 from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
 from kvview.testing.pool import examples as pool_examples
@@ -77,6 +78,7 @@ __all__ = [
     "leak_checks",
     "load_mutants",
     "load_target",
+    "offloading_examples",
     "parametrize_with_checks",
     "pool_examples",
     "read_expected_failures",

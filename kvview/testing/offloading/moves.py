@@ -34,7 +34,8 @@ class ManagerMoves(Player):
         self.context = ReqContext("r")
         self.give_name(self.context, "ctx", "ctx = ReqContext('r')")
         if self.can(C.SIZED):
-            size = _SMALLEST if self.plan.is_small else self.rng.choice(_SIZES)
+            size = self.rng.choice(_SIZES)
+            size = _SMALLEST if self.plan.is_small else size
             self.use(self.call(self.harness, "sized", size), "manager")
         threshold = self.rng.choice((1, 1, 1, 1, 2, 3))
         if threshold > 1 and self.can(C.STORE_THRESHOLD):

@@ -215,7 +215,7 @@ class ManagerPlayer(ManagerMoves):
     @operation("OFF-7", C.POLICIES, weight=0.3)
     def name_policies(self) -> None:
         """Make managers of known policies and of unknown ones, among them other targets."""
-        for name in ("builtins:object", "builtins:list"):
+        for name in ("builtins:object", "builtins:bytearray"):
             self.refused(ValueError, self.harness, "with_policy", name)
         error = self.refused(ValueError, self.harness, "with_policy", "no-such-policy")
         for name in self.harness.policies:
