@@ -19,7 +19,7 @@ from kvview.testing.profiles import Effort, current_profile
 if TYPE_CHECKING:
     from kvview.testing.connector.result import Snapshot
 
-_IMPORTS = 4  # lines of the header that import
+NUM_IMPORTS = 4  # lines of the header that import
 _RESULT = reprlib.Repr()  # takes no arguments before Python 3.12
 _RESULT.maxlist = _RESULT.maxtuple = _RESULT.maxdict = _RESULT.maxset = 24
 _RESULT.maxstring = _RESULT.maxother = 200
@@ -96,7 +96,7 @@ class Recorder:
         self._header = [
             "from kvview import *",
             "from contextlib import suppress",
-            _import_line(factory),
+            import_line(factory),
             "",
             "h = factory()",
             f"{subject} = h.{subject}",
@@ -258,14 +258,14 @@ class Recorder:
             return self.script()
         profile = current_profile()
         call = f"{check.__name__}(factory)"
-        calls = "\n".join(self._header[_IMPORTS:] + self._lines)  # a repr may have several lines
+        calls = "\n".join(self._header[NUM_IMPORTS:] + self._lines)  # a repr may have several lines
         if profile.seed is not None or profile.options:
             options = dict(profile.options) or None
             effort = Effort(profile.name, profile.seed, profile.num_steps, options=options)
             call = f"with use_profile(make_profile({effort!r})): {call}"
         return "\n".join(
             [
-                _import_line(self._factory),
+                import_line(self._factory),
                 "from kvview.testing.profiles import Effort, make_profile, use_profile",
                 f"from {check.__module__} import {check.__name__}",
                 "",
@@ -317,11 +317,12 @@ def _exception(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _import_line(factory: Callable[[], Any]) -> str:
+def import_line(factory: Callable[[], Any]) -> str:
+    """The line of a script that imports a factory."""
     policy = getattr(factory, "policy", None)
     if isinstance(policy, type):
         place = "from kvview.testing.offloading.policy import as_factory"
-        return f"{place}\n{_import_line(policy)}\nfactory = as_factory(factory)"
+        return f"{place}\n{import_line(policy)}\nfactory = as_factory(factory)"
     module = getattr(factory, "__module__", None)
     name = getattr(factory, "__qualname__", None)
     if target := target_of(factory):

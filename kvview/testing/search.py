@@ -22,7 +22,7 @@ from kvview.testing import watchdog
 from kvview.testing.checks import CheckFunction, check, checks_driving
 from kvview.testing.harness import Capability, Contract, Factory
 from kvview.testing.profiles import Profile, current_profile
-from kvview.testing.recorder import LawBroken, Recorder
+from kvview.testing.recorder import NUM_IMPORTS, LawBroken, Recorder, import_line
 
 _CALL_SECONDS = 10.0
 """CPU seconds that one call may take; a call that only waits may take four times as long."""
@@ -220,6 +220,26 @@ class Player(Recorder):
         assert law in self.labels, f"{law} is not a law of {type(self).__name__}"
         super().fail(what, got, expected, law)
 
+    @override
+    def _check_again(self) -> str:
+        """The calls for people to read, and the plan, which plays them again."""
+        if self.law != "*":  # an example
+            return super()._check_again()
+        name = type(self).__name__
+        calls = "\n".join(self._header[NUM_IMPORTS:] + self._lines)
+        return "\n".join(
+            [
+                import_line(self._factory),
+                "from kvview.testing.search import Plan, replay",
+                f"from {type(self).__module__} import {name}",
+                "",
+                "# Among its calls are these:",
+                *(f"#   {line}" for line in calls.splitlines()),
+                f"replay({name}, factory, {self.plan!r})  # raises LawBroken",
+                "",
+            ]
+        )
+
 
 @dataclass
 class SearchResult:
@@ -318,6 +338,17 @@ def _shrunk(
     return fails(plan, is_recording=True) or broken
 
 
+def replay(player_class: type[Player], factory: Factory, plan: Plan) -> None:
+    """Play one plan again, as the script of a failure does.
+
+    Raises:
+        LawBroken: If the plan breaks a law.
+    """
+    broken = _outcome(player_class(factory, plan, is_recording=True), plan)
+    if broken is not None:
+        raise broken
+
+
 def shared_search(player_class: type[Player], factory: Factory) -> SearchResult:
     """The search of a factory by the current profile; played once for all laws."""
     profile = current_profile()
@@ -359,7 +390,8 @@ def _register(player_class: type[Player], law: str, label: Label) -> None:
 
     family, _, number = law.lower().partition("-")
     own = player_class.__module__.split(".")[2]
-    room = "" if own.startswith(family[:3]) else f"{own}_"
+    is_own = next(iter(player_class.labels)).lower().startswith(f"{family}-")
+    room = "" if is_own else f"{own}_"
     run.__name__ = f"check_{room}{family}_{number}"
     run.__doc__ = label.summary
     check(law, *label.needs, contract=player_class.contract)(run)
