@@ -6,6 +6,7 @@ import gc
 import tracemalloc
 from typing import Any
 
+from kvview.offloading import ReqContext
 from kvview.testing.harness import Capability as C
 from kvview.testing.offloading.player import ManagerPlayer
 from kvview.testing.search import example
@@ -19,17 +20,18 @@ def check_off_5_growth_of_keys_that_are_gone(tier: ManagerPlayer) -> None:
     if tier.can(C.STORE_THRESHOLD):  # above 1 a manager remembers the offers of keys
         tier.use(tier.call(tier.harness, "with_threshold", 1), "manager")
     manager: Any = tier.manager
+    no_request = ReqContext()  # a manager may remember the keys of a request until it ends
 
     def serve(times: int) -> None:
         for _ in range(times):
             stored, failed = tier.fresh(1), tier.fresh(1)
-            manager.prepare_store(failed, tier.context)
-            manager.complete_store(failed, tier.context, success=False)
-            manager.prepare_store(stored, tier.context)
-            manager.complete_store(stored, tier.context)
-            manager.prepare_load(stored, tier.context)
-            manager.touch(stored + failed, tier.context)
-            manager.complete_load(stored, tier.context)
+            manager.prepare_store(failed, no_request)
+            manager.complete_store(failed, no_request, success=False)
+            manager.prepare_store(stored, no_request)
+            manager.complete_store(stored, no_request)
+            manager.prepare_load(stored, no_request)
+            manager.touch(stored + failed, no_request)
+            manager.complete_load(stored, no_request)
             list(manager.take_events())
 
     tracemalloc.start()

@@ -53,7 +53,7 @@ class ManagerMoves(Player):
         self.num_keys = 3 * self.capacity + 4
         self.num_fresh = 0
         self.recent: deque[OffloadKey] = deque(maxlen=max(16, self.capacity))
-        """Keys that were named last, each of which is looked up after every operation."""
+        """Keys that were named last."""
         self.evicted: deque[OffloadKey] = deque(maxlen=2 * self.capacity)
         self.results: deque[tuple[Any, Any]] = deque(maxlen=6)
         """Results of calls, with a copy of their content at that time."""
@@ -158,12 +158,16 @@ class ManagerMoves(Player):
 
     def end_stores(self, keys: Sequence[OffloadKey], *, success: bool) -> None:
         """Call ``complete_store``; a success is at times left to its default."""
+        if not keys:
+            return
         more = {} if success and self.rng.random() < 0.3 else {"success": success}
         self.call(self.manager, "complete_store", self.collection(keys), self.context, **more)
         self.model.end_stores(keys, success=success)
 
     def begin_load(self, keys: Sequence[OffloadKey]) -> None:
         """Call ``prepare_load``."""
+        if not keys:
+            return
         spec = self.call(self.manager, "prepare_load", self.collection(keys), self.context)
         self.model.load(keys)
         if self.can(C.PAGES):
@@ -175,6 +179,8 @@ class ManagerMoves(Player):
 
     def end_loads(self, keys: Sequence[OffloadKey]) -> None:
         """Call ``complete_load``."""
+        if not keys:
+            return
         self.call(self.manager, "complete_load", self.collection(keys), self.context)
         self.model.end_loads(keys)
 

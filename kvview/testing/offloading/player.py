@@ -76,15 +76,17 @@ class ManagerPlayer(ManagerMoves):
         """Touch keys, held or not, at times one of them twice."""
         among = self.rng.choice((None, self.model.stored, self.model.storing))
         keys = self.any_keys() if among is None else self.some(among)
-        keys += self.rng.choices(keys, k=self.rng.choice((0, 0, 2))) if keys else []
-        self.call(self.manager, "touch", self.collection(keys), self.context)
-        self.model.touch(keys)
+        if keys:
+            keys += self.rng.choices(keys, k=self.rng.choice((0, 0, 2)))
+            self.call(self.manager, "touch", self.collection(keys), self.context)
+            self.model.touch(keys)
 
     @operation("OFF-3", weight=2)
     def use_keys(self) -> None:
         """Use keys one after another: new ones, held ones, and ones that were evicted lately."""
         weights = [self.rng.choice((0.1, 1, 3)) for _ in range(4)]
-        for _ in range(self.rng.randint(1, min(5 * self.capacity, _MOST_USES))):
+        most = min(5 * self.capacity, self.plan.most or _MOST_USES)
+        for _ in range(self.rng.randint(1, most)):
             held = sorted(self.model.stored)
             evicted = [key for key in self.evicted if key not in self.model.stored]
             among = self.rng.choices(([], held, evicted, evicted[-3:]), weights)[0]
