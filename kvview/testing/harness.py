@@ -53,7 +53,7 @@ class Capability(StrEnum):
     CLOSE = "close"
     """``close() -> {block_id: count}``: the engine goes and closes the view."""
     SIZED = "sized"
-    """``sized(num_blocks)``: a new harness over a pool of another size."""
+    """``sized(num_blocks)``: a new harness over a pool, or a manager, of another size."""
     POOL_SIZE = "pool_size"
     """The view has ``num_blocks`` and ``null_block_id``."""
     FREE_COUNT = "free_count"
@@ -475,6 +475,7 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         Capability.EVENTS: (),
         Capability.PAGES: (),
         Capability.RESET: (),
+        Capability.SIZED: (Need("harness", "sized", 1),),
         Capability.POLICIES: (
             Need("harness", "with_policy", 1),
             Need("harness", "policies", None),

@@ -265,12 +265,17 @@ class ReferenceManager:
         """All of a manager's, and the policy that it has."""
         has = {Capability.EVENTS, Capability.PAGES, Capability.RESET, Capability.POLICIES}
         has |= {Capability.STORE_THRESHOLD, Capability.TIER_COUNTS, Capability.LEADING_HITS}
+        has.add(Capability.SIZED)
         return frozenset(has | {Capability(self.cache_policy)})
 
     def with_policy(self, name: str) -> OffloadingManager:
         """A new manager with another policy."""
         threshold = self.store_threshold
         return self.Manager(self.capacity, name, enable_events=True, store_threshold=threshold)
+
+    def sized(self, capacity: int) -> ReferenceManager:
+        """A new harness whose manager holds so many keys."""
+        return type(self)(self.cache_policy, capacity, self.store_threshold)
 
     def with_threshold(self, num_offers: int) -> ReferenceManager:
         """A new harness whose manager stores a key at so many offers."""
@@ -281,7 +286,13 @@ class PolicyManager(ReferenceManager):
     """The same with a policy of somebody's own, which need not be LRU or ARC."""
 
     capabilities = frozenset(
-        {Capability.EVENTS, Capability.PAGES, Capability.RESET, Capability.STORE_THRESHOLD}
+        {
+            Capability.EVENTS,
+            Capability.PAGES,
+            Capability.RESET,
+            Capability.SIZED,
+            Capability.STORE_THRESHOLD,
+        }
     )
 
 

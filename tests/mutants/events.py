@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvview import OffloadingEvent, OffloadKey, PrepareStoreOutput, ReqContext
+from kvview import OffloadingEvent, PrepareStoreOutput, ReqContext
 from kvview.testing import Mutant
 from kvview_reference.offloading import CPUOffloadingManager
 
@@ -40,22 +40,6 @@ class AdvertisesWhatIsNotThereYet(WrongTier):
             return output
 
 
-@planted("EVENT-2")
-class ReportsEvictionsWhenTheStoreEnds(WrongTier):
-    """Removals wait for the end of the store: until then they are advertised and gone."""
-
-    class Manager(CPUOffloadingManager):
-        waiting: tuple[OffloadKey, ...] = ()
-
-        def _emit(self, keys: Keys, *, removed: bool) -> None:
-            if removed:
-                self.waiting += tuple(keys)
-                return
-            super()._emit(self.waiting, removed=True)
-            self.waiting = ()
-            super()._emit(keys, removed=False)
-
-
 @planted("EVENT-3", "vllm#57453")
 class ReportsStoresBeforeRemovals(WrongTier):
     """One batch is sorted by kind: a key that went and came again is gone."""
@@ -63,15 +47,6 @@ class ReportsStoresBeforeRemovals(WrongTier):
     class Manager(CPUOffloadingManager):
         def take_events(self) -> list[OffloadingEvent]:
             return sorted(super().take_events(), key=lambda event: event.removed)
-
-
-@planted("EVENT-3")
-class ReportsEverythingAgain(WrongTier):
-    """Events are copied, not taken."""
-
-    class Manager(CPUOffloadingManager):
-        def take_events(self) -> list[OffloadingEvent]:
-            return list(self._events or [])
 
 
 @planted("EVENT-4")
@@ -97,44 +72,3 @@ class ResetsWithoutAWord(WrongTier):
             self._events = None
             super().reset()
             self._events = events
-
-
-@planted("EVENT-1")
-class TellsAgainWhatIsOfferedAgain(WrongTier):
-    """A consumer that counts holders believes in two."""
-
-    class Manager(CPUOffloadingManager):
-        def prepare_store(
-            self, keys: Keys, ctx: ReqContext | None = None, /
-        ) -> PrepareStoreOutput | None:
-            held = [key for key in keys if key in self._pages and key not in self._storing]
-            output = super().prepare_store(keys, ctx)
-            self._emit([key for key in dict.fromkeys(held) if output], removed=False)
-            return output
-
-
-@planted("EVENT-1")
-class NamesAMediumThatItDoesNotHave(WrongTier):
-    """Events come from a medium that nobody was told of: an engine drops them."""
-
-    class Manager(CPUOffloadingManager):
-        media = ("DISK",)
-
-
-@planted("EVENT-3")
-class SortsTheKeysOfACall(WrongTier):
-    """Keys are told in the order of their bytes."""
-
-    class Manager(CPUOffloadingManager):
-        def _emit(self, keys: Keys, *, removed: bool) -> None:
-            super()._emit(sorted(keys), removed=removed)
-
-
-@planted("EVENT-5")
-class DropsWhatWasNotTakenYet(WrongTier):
-    """A reset forgets the stores that nobody has heard of, and tells their removal."""
-
-    class Manager(CPUOffloadingManager):
-        def reset(self) -> None:
-            self.take_events()
-            super().reset()

@@ -6,8 +6,10 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-from kvview import ConfigError
-from kvview.testing import Capability
+from typing_extensions import override
+
+from kvview import ConfigError, OffloadKey
+from kvview.testing import Capability, ManagerPlayer
 from kvview_vllm.offloading import VLLMOffloadingManager
 from kvview_vllm.offloading.translated import TranslatedManager, make_cpu_manager
 from kvview_vllm.releases import probe_offloading
@@ -16,9 +18,9 @@ CAPACITY = 8
 POLICIES = ("lru", "arc")
 
 
-def make_manager(policy: str = "lru", **options: Any) -> Any:
+def make_manager(policy: str = "lru", capacity: int = CAPACITY, **options: Any) -> Any:
     """A manager of the release, with events."""
-    return make_cpu_manager(CAPACITY, policy, enable_events=True, **options)
+    return make_cpu_manager(capacity, policy, enable_events=True, **options)
 
 
 SEAM = probe_offloading(make_manager())
@@ -42,18 +44,21 @@ class BareTier:
     """The manager as it is, in kvview's words."""
 
     policy = "lru"
-    capacity = CAPACITY
     policies = known_policies()
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self.capacity = capacity
         self.manager: Any = self.make_tier()
 
     def make_tier(self) -> Any:
-        return TranslatedManager(make_manager(self.policy))
+        return TranslatedManager(make_manager(self.policy, self.capacity))
+
+    def sized(self, capacity: int) -> Any:
+        return type(self)(capacity)
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        has = {Capability.EVENTS, Capability.PAGES, Capability.POLICIES}
+        has = {Capability.EVENTS, Capability.PAGES, Capability.POLICIES, Capability.SIZED}
         has.add(Capability(self.policy))
         if SEAM.cache_reset:
             has.add(Capability.RESET)
@@ -67,7 +72,7 @@ class Tier(BareTier):
     """The adapter's manager over it."""
 
     def make_tier(self) -> Any:
-        return VLLMOffloadingManager(lambda: make_manager(self.policy))
+        return VLLMOffloadingManager(lambda: make_manager(self.policy, self.capacity))
 
     @property
     def capabilities(self) -> frozenset[Capability]:
@@ -82,9 +87,9 @@ class KeysSpec:
         self.keys = list(keys)
 
 
-def make_keyed_manager() -> Any:
+def make_keyed_manager(capacity: int = CAPACITY) -> Any:
     """The release's manager, if it were one that names its blocks by key."""
-    manager = make_manager()
+    manager = make_manager(capacity=capacity)
     kind = type(manager)
 
     class Keyed(kind):  # type: ignore[misc,valid-type]
@@ -112,7 +117,7 @@ class KeyedTier(Tier):
     """The adapter's manager over one whose specs name no pages."""
 
     def make_tier(self) -> Any:
-        return VLLMOffloadingManager(make_keyed_manager)
+        return VLLMOffloadingManager(lambda: make_keyed_manager(self.capacity))
 
     @property
     def capabilities(self) -> frozenset[Capability]:
@@ -121,6 +126,27 @@ class KeyedTier(Tier):
 
 class BareARCTier(BareTier):
     policy = "arc"
+
+
+class ConnectorPlayer(ManagerPlayer):
+    """Makes the calls of vLLM's OffloadingConnector alone.
+
+    It names a key once, completes what it began, and leaves resets to its scheduler.
+    """
+
+    be_refused = finish_twice_in_one_call = reset = use_keys_alone = None  # type: ignore[assignment]
+
+    @override
+    def any_keys(self) -> list[OffloadKey]:
+        return list(dict.fromkeys(super().any_keys()))
+
+    @override
+    def some(self, among: Iterable[OffloadKey], *, repeat: bool = False) -> list[OffloadKey]:
+        return list(dict.fromkeys(super().some(among)))
+
+    @override
+    def mixed(self, some: list[OffloadKey], others: list[OffloadKey]) -> list[OffloadKey]:
+        return list(dict.fromkeys(super().mixed(some, others)))
 
 
 class ARCTier(Tier):
