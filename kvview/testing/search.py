@@ -26,7 +26,6 @@ from kvview.testing.recorder import LawBroken, Recorder
 
 _CALL_SECONDS = 10.0
 """CPU seconds that one call may take; a call that only waits may take four times as long."""
-_MAX_SHRINK_RUNS = 150
 _MAX_FAILING_RUNS = 8
 """Failing runs after which a search ends: more of them rarely break another law."""
 
@@ -115,6 +114,7 @@ class Player(Recorder):
     labels: ClassVar[Mapping[str, Label]]
     first_moves: ClassVar[tuple[str, ...]] = ()
     """Operations that come first, so that the drawn ones find something to work on."""
+    max_shrink_runs: ClassVar[int] = 150
 
     def __init__(self, factory: Factory, plan: Plan, *, is_recording: bool = False) -> None:
         super().__init__(factory, "*", self.subject_name)
@@ -306,9 +306,9 @@ def _shrunk(
         if fails(smaller):
             plan = smaller
     size = len(plan.moves)
-    while size and num_runs < _MAX_SHRINK_RUNS:
+    while size and num_runs < player_class.max_shrink_runs:
         at = 0
-        while at < len(plan.moves) and num_runs < _MAX_SHRINK_RUNS:
+        while at < len(plan.moves) and num_runs < player_class.max_shrink_runs:
             fewer = replace(plan, moves=[*plan.moves[:at], *plan.moves[at + size :]])
             if fails(fewer):
                 plan = fewer
@@ -316,6 +316,17 @@ def _shrunk(
                 at += size
         size //= 2
     return fails(plan, is_recording=True) or broken
+
+
+def replay(player_class: type[Player], factory: Factory, plan: Plan) -> None:
+    """Play one run again.
+
+    Raises:
+        LawBroken: The run breaks a law.
+    """
+    broken = _outcome(player_class(factory, plan, is_recording=True), plan)
+    if broken is not None:
+        raise broken
 
 
 def shared_search(player_class: type[Player], factory: Factory) -> SearchResult:
