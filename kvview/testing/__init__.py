@@ -36,10 +36,10 @@ from kvview.testing.profiles import PROFILES, Profile
 from kvview.testing.recorder import LawBroken
 from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.testing.runner import read_expected_failures, run_checks
-from kvview.testing.tier import budget_checks as tier_budget_checks
-from kvview.testing.tier import checks as tier_checks
-from kvview.testing.tier import guard_checks as tier_guard_checks
-from kvview.testing.tier import meanwhile_checks as tier_meanwhile_checks
+from kvview.testing.tier import examples as tier_examples
+from kvview.testing.tier import guard_examples as tier_guard_examples
+from kvview.testing.tier.guard_player import TierGuardPlayer
+from kvview.testing.tier.player import TierPlayer
 from kvview.testing.tier.store_harness import GuardedStoreHarness, StoreHarness
 from kvview.testing.transfer import checks as transfer_checks
 from kvview.testing.transfer import jobs as job_checks
@@ -68,7 +68,9 @@ __all__ = [
     "Profile",
     "Report",
     "StoreHarness",
+    "TierGuardPlayer",
     "TierHarness",
+    "TierPlayer",
     "TransferHarness",
     "check",
     "checks_for",
@@ -92,10 +94,8 @@ __all__ = [
     "refusal_checks",
     "run_checks",
     "run_mutants",
-    "tier_budget_checks",
-    "tier_checks",
-    "tier_guard_checks",
-    "tier_meanwhile_checks",
+    "tier_examples",
+    "tier_guard_examples",
     "transfer_checks",
     "turnover_checks",
 ]

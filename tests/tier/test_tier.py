@@ -19,7 +19,7 @@ from kvview.bridge import TierOptions, open_tier
 from kvview.options import parse_options
 from kvview.testing import BoundCheck, parametrize_with_checks, run_checks
 from kvview.testing.tier.faulty_store import FaultyStore
-from kvview.testing.tier.guard_checks import ManualClock
+from kvview.testing.tier.guard_player import ManualClock
 from kvview.tier import GuardedTier, Namespace, Threaded, TierStore
 from kvview.tier.answers import LookupAnswers
 from kvview.tier.breaker import CircuitBreaker
@@ -28,7 +28,6 @@ from kvview_reference.harness import guarded_tier, tier
 from kvview_reference.tier import FileStore, read_entry
 from kvview_reference.tier.command import tier as tier_group
 from kvview_reference.tier.throughput import measure
-from tests.tier.drawn_store import DrawnStore, draw_fault
 from tests.tier.shown import expected, shown
 
 pytest.importorskip("xxhash")
@@ -50,14 +49,6 @@ def test_the_guard_over_it(check: BoundCheck) -> None:
 @parametrize_with_checks(FolderStore, options={"root": "{tmp}"}, steps=20)
 def test_the_example(check: BoundCheck) -> None:
     check()
-
-
-@pytest.mark.parametrize("seed", [0, 2, 4, 15])
-def test_faults_that_are_drawn_are_seen(seed: int) -> None:
-    """Many of them are played by ``benchmarks/tier.py faults``."""
-    options = {"root": "{tmp}", "fault": seed}
-    report = run_checks(DrawnStore, options=options, select=("check_tier_1_[pm]*", "TIER-7"))
-    assert not report.is_clean, str(draw_fault(seed))
 
 
 def test_what_the_page_shows() -> None:
