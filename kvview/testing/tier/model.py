@@ -114,7 +114,7 @@ class TierModel:
             yield law, f"key {key!r} is stored", not has_room or key in job.crossed
         if not flag:
             self._doubt([key])
-            if self.is_spoilt:
+            if self.is_spoilt or key in job.crossed:
                 self.either[key] = size
             return
         self.failed.discard(key)
