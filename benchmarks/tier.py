@@ -2,7 +2,6 @@
 
     python benchmarks/tier.py kill [--runs 1000] [--max-bytes 3000000]
     python benchmarks/tier.py damage [--changes 100000]
-    python benchmarks/tier.py faults [--stores 200] [--seed 0]
     python benchmarks/tier.py alarms [--seeds 50] [--seed 0]
     python benchmarks/tier.py open [--entries 1000000]
     python benchmarks/tier.py cost
@@ -11,8 +10,7 @@
 ``kill``: a process that writes is killed with SIGKILL, the store opened again and looked at;
 wrong bytes, lost entries, half-written files and bytes over the budget must be 0. ``damage``: bits
 flipped, files cut, files swapped; a change that gives bytes other than those put is counted.
-``faults``: stores with a fault drawn at random (tests/tier/drawn_store.py), and how many of them
-the kit sees. ``alarms``: right stores, none of which it may blame. ``cost``: microseconds a chunk
+``alarms``: right stores, none of which it may blame. ``cost``: microseconds a chunk
 on the caller's thread, and GB/s of one job, guarded and not, the variants taking turns.
 ``compare``: the same load through vLLM's own fs tier and LMCache's fs
 adapter, as far as they are installed, without a guard as in their engines. Where vLLM can it reads
@@ -31,17 +29,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from kvview import KVViewError
 from kvview.targets import load_target
-from kvview.testing import GuardedStoreHarness, StoreHarness, machines, run_checks
-from kvview.testing.profiles import Effort, make_profile
-from kvview.testing.runner import plan_checks, run_planned
-from kvview.testing.tier.driver import bytes_of
+from kvview.testing import GuardedStoreHarness, StoreHarness, run_checks
 from kvview.testing.tier.faulty_store import FaultyStore
+from kvview.testing.tier.model import bytes_of
 from kvview.tier import GuardedTier, Namespace, TierStore
 from kvview_reference.tier import FileStore, ObjectStore
 from kvview_reference.tier.store_folder import SHARDS, path_of
@@ -143,48 +138,6 @@ def open_many(entries: int) -> dict[str, Any]:
         told["bytes kept of the budget"] = f"{store.usage().used_bytes} of {num_bytes + 5000}"
         store.close()
     return told
-
-
-def faults(stores: int, seed: int) -> dict[str, Any]:
-    """So many stores with a fault drawn at random; the kit stops where it sees a law broken."""
-    path = Path(__file__).parents[1] / "tests" / "tier" / "drawn_store.py"
-    target = load_target(f"{path}:DrawnStore")
-    drawn = import_module(target.__module__)
-    machines.MAX_SHRINK_RUNS = 0  # the verdict is wanted, no script
-    killed: Counter[str] = Counter()
-    played: Counter[str] = Counter()
-    alive = []
-    for number in range(seed, seed + stores):
-        fault = drawn.draw_fault(number)
-        options = {"root": "{tmp}", "fault": number}
-        played[fault.kind] += 1
-        found = _first_failure(_Impatient, target, options)
-        killed[fault.kind] += bool(found)
-        if not found:
-            alive.append(number)
-        print(f"{number:5} {fault}: {found or 'SURVIVES'}", flush=True)
-    told = {kind: f"{killed[kind]} of {played[kind]}" for kind in played}
-    rate = f"{killed.total()} of {stores}, {killed.total() / stores:.1%}"
-    return {**told, "killed": rate, "alive": alive}
-
-
-class _Impatient(StoreHarness):
-    patience = 3.0
-
-
-def _first_failure(harness: Callable[..., Any], make: Any, options: dict[str, Any]) -> str:
-    """The check that fails first; empty when none does."""
-
-    def factory() -> Any:
-        return harness(make, options)
-
-    profile = make_profile(Effort())
-    for planned in plan_checks(factory, Effort())[1]:
-        if not planned.skip_reason:
-            failure = run_planned(factory, planned, profile).failure
-            if failure is not None:
-                return f"{failure.law} {planned.check.name}"
-    return ""
 
 
 def alarms(seeds: int, seed: int) -> dict[str, Any]:
@@ -357,7 +310,6 @@ def _guarded(root: str, of_store: str, of_guard: str) -> GuardedTier:
 _PLAYS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "kill": lambda args: kill(args.runs, args.max_bytes),
     "damage": lambda args: damage(args.changes),
-    "faults": lambda args: faults(args.stores, args.seed),
     "alarms": lambda args: alarms(args.seeds, args.seed),
     "open": lambda args: open_many(args.entries),
     "cost": lambda args: cost(),
@@ -367,13 +319,10 @@ _PLAYS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "what", choices=("kill", "damage", "faults", "alarms", "open", "cost", "compare")
-    )
+    parser.add_argument("what", choices=("kill", "damage", "alarms", "open", "cost", "compare"))
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--max-bytes", type=int)
     parser.add_argument("--changes", type=int, default=100_000)
-    parser.add_argument("--stores", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--entries", type=int, default=1_000_000)

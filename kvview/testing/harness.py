@@ -175,7 +175,7 @@ class Capability(StrEnum):
     what its store takes there."""
     KILL = "kill"
     """``killed_runs(num, seed)``: what a store says after its process was killed while it
-    wrote, so many times; each a dict like that of :func:`kvview.testing.tier.killed.run`."""
+    wrote, so many times; each a dict like that of :func:`kvview.testing.tier.processes.killed`."""
     DELETE = "delete"
     """The store has ``delete(keys)``."""
     USAGE = "usage"

@@ -26,7 +26,6 @@ from kvview.testing.recorder import NUM_IMPORTS, LawBroken, Recorder, import_lin
 
 _CALL_SECONDS = 10.0
 """CPU seconds that one call may take; a call that only waits may take four times as long."""
-_MAX_SHRINK_RUNS = 150
 _MAX_FAILING_RUNS = 8
 """Failing runs after which a search ends: more of them rarely break another law."""
 
@@ -115,6 +114,7 @@ class Player(Recorder):
     labels: ClassVar[Mapping[str, Label]]
     first_moves: ClassVar[tuple[str, ...]] = ()
     """Operations that come first, so that the drawn ones find something to work on."""
+    max_shrink_runs: ClassVar[int] = 150
 
     def __init__(self, factory: Factory, plan: Plan, *, is_recording: bool = False) -> None:
         super().__init__(factory, "*", self.subject_name)
@@ -327,9 +327,9 @@ def _shrunk(
         if fails(smaller):
             plan = smaller
     size = len(plan.moves)
-    while size and num_runs < _MAX_SHRINK_RUNS:
+    while size and num_runs < player_class.max_shrink_runs:
         at = 0
-        while at < len(plan.moves) and num_runs < _MAX_SHRINK_RUNS:
+        while at < len(plan.moves) and num_runs < player_class.max_shrink_runs:
             fewer = replace(plan, moves=[*plan.moves[:at], *plan.moves[at + size :]])
             if fails(fewer):
                 plan = fewer

@@ -256,7 +256,8 @@ class GuardedTier:
         self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], is_get: bool
     ) -> None:
         with self._changed:
-            require_tier_job(keys, pages, is_get=is_get, in_flight=job in self._jobs)
+            in_flight = job in self._jobs or any(job == done for done, _ in self._done)
+            require_tier_job(keys, pages, is_get=is_get, in_flight=in_flight)
             self._next_number += 1
             number, due = self._next_number, self._clock() + self._deadline
             entry = _Job(job, number, [*keys], [*pages], is_get, due)

@@ -144,7 +144,8 @@ class Threaded(ABC):
         self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], is_get: bool
     ) -> None:
         with self._changed:
-            require_tier_job(keys, pages, is_get=is_get, in_flight=job in self._jobs)
+            in_flight = job in self._jobs or any(job == done for done, _ in self._done)
+            require_tier_job(keys, pages, is_get=is_get, in_flight=in_flight)
             if self._is_closed or not keys:
                 self._done.append((job, [False] * len(keys)))
                 return

@@ -81,7 +81,7 @@ def test_the_kit_on_a_server(server: str) -> None:
         "TIER-7",
         "TIER-10",
         "TIER-11",
-        "check_tier_9_reopened*",
+        "check_tier_9",
     )
     report = run_checks(ObjectStore, options=options, select=chosen)
     assert report.is_clean, report.summary()

@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from examples.folder_store import FolderStore
 from kvview import ConfigError, KVViewError
 from kvview.tier import GuardedTier, Namespace, TierStore
 from kvview_reference.tier import FileStore, ObjectStore
@@ -449,31 +448,6 @@ def test_a_process_that_works_under_its_lock_is_waited_for(
     store = ends(lambda: FileStore(HERE, root=str(root)))
     assert all(moved(store, "put", *NEW))
     store.close()
-
-
-# --- the files of a put, and lookups after reopening ---
-
-
-@pytest.mark.parametrize("kind", [FileStore, ObjectStore, FolderStore])
-def test_every_length_of_a_key_is_found_again_and_nothing_is_left_over(
-    kind: Any, tmp_path: Path
-) -> None:
-    if kind is ObjectStore:
-        pytest.importorskip("obstore")
-    options = {"url": f"file://{tmp_path}"} if kind is ObjectStore else {"root": str(tmp_path)}
-    keys = [bytes([65 + length % 26]) * length for length in range(1, 101)]
-    store = kind(HERE, **options)
-    assert all(moved(store, "put", *keys))
-    store.close()
-    again = kind(HERE, **options)
-    assert looked_up(again, *keys) == [True] * len(keys)
-    assert all(moved(again, "get", *keys))
-    others = [key[:-1] + b"." for key in keys] + [key + b"." for key in keys[:-1]]
-    assert looked_up(again, *others) == [False] * len(others)
-    again.close()
-    files = [path.name for path in tmp_path.rglob("*") if path.is_file()]
-    notes = {"lock", "turn", "budget", "namespace.json"}
-    assert sorted({*files} - notes) == sorted(key.hex() for key in keys)
 
 
 # --- damage ---

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +17,14 @@ from kvview.bridge import TierOptions, open_tier
 from kvview.options import parse_options
 from kvview.testing import BoundCheck, parametrize_with_checks, run_checks
 from kvview.testing.tier.faulty_store import FaultyStore
-from kvview.testing.tier.guard_checks import ManualClock
+from kvview.testing.tier.guard_player import ManualClock
 from kvview.tier import GuardedTier, Namespace, Threaded, TierStore
 from kvview.tier.answers import LookupAnswers
-from kvview.tier.breaker import CircuitBreaker
 from kvview.tier.checksum import PageSeal
 from kvview_reference.harness import guarded_tier, tier
 from kvview_reference.tier import FileStore, read_entry
 from kvview_reference.tier.command import tier as tier_group
 from kvview_reference.tier.throughput import measure
-from tests.tier.drawn_store import DrawnStore, draw_fault
 from tests.tier.shown import expected, shown
 
 pytest.importorskip("xxhash")
@@ -50,14 +46,6 @@ def test_the_guard_over_it(check: BoundCheck) -> None:
 @parametrize_with_checks(FolderStore, options={"root": "{tmp}"}, steps=20)
 def test_the_example(check: BoundCheck) -> None:
     check()
-
-
-@pytest.mark.parametrize("seed", [0, 2, 4, 15])
-def test_faults_that_are_drawn_are_seen(seed: int) -> None:
-    """Many of them are played by ``benchmarks/tier.py faults``."""
-    options = {"root": "{tmp}", "fault": seed}
-    report = run_checks(DrawnStore, options=options, select=("check_tier_1_[pm]*", "TIER-7"))
-    assert not report.is_clean, str(draw_fault(seed))
 
 
 def test_what_the_page_shows() -> None:
@@ -168,32 +156,6 @@ def test_answers_hold_for_a_while_and_failures_until_a_put() -> None:
     assert answers.flags([b"b"]) == ([None], [b"b"])  # the oldest are forgotten
 
 
-def test_a_breaker_opens_and_comes_back() -> None:
-    clock = ManualClock()
-    breaker = CircuitBreaker(clock, trip_after=2, retry_after=10.0)
-    breaker.strike()
-    breaker.ended_well(1)
-    breaker.strike()
-    assert breaker.passes(2)
-    breaker.strike()
-    assert breaker.is_open
-    assert not breaker.passes(3)
-    clock.seconds = 10.0
-    assert not breaker.is_open
-    assert breaker.passes(4)
-    assert not breaker.passes(5), "one is on trial"
-    breaker.strike()
-    clock.seconds = 29.0
-    assert breaker.is_open, "twice as long"
-    clock.seconds = 30.0
-    assert breaker.passes(6)
-    breaker.ended_well(2)
-    assert not breaker.passes(7), "only the trial counts"
-    breaker.ended_well(6)
-    assert breaker.passes(8)
-    assert breaker.num_trips == 2
-
-
 def test_a_seal_is_of_key_namespace_and_bytes() -> None:
     page = memoryview(bytes(range(200)))
     for checksum in ("xxh3", "crc32"):
@@ -207,48 +169,8 @@ def test_a_seal_is_of_key_namespace_and_bytes() -> None:
         assert len({*others}) == 4
 
 
-@pytest.fixture
-def guarded() -> Iterator[tuple[GuardedTier, FaultyStore, ManualClock]]:
-    clock, store = ManualClock(), FaultyStore()
-    guard = GuardedTier(store, HERE, clock=clock, deadline=5.0)
-    yield guard, store, clock
-    store.heal()
-    guard.close()
-
-
 def page(fill: int = 0, size: int = 100) -> memoryview:
     return memoryview(bytearray([fill]) * size)
-
-
-def reports(guard: GuardedTier) -> list[tuple[int, list[bool]]]:
-    for _ in range(5000):
-        if found := guard.poll():
-            return found
-        time.sleep(0.001)
-    raise AssertionError("nothing is reported")
-
-
-def test_the_guard_counts_what_it_sees(
-    guarded: tuple[GuardedTier, FaultyStore, ManualClock],
-) -> None:
-    guard, store, clock = guarded
-    guard.put(1, [b"a", b"b"], [page(1), page(2)])
-    assert reports(guard) == [(1, [True, True])]
-    store.fault = "flips a bit"
-    guard.get(2, [b"a"], [page()])
-    assert reports(guard) == [(2, [False])]
-    store.fault = "never reports"
-    guard.get(3, [b"b"], [page()])
-    clock.seconds = 6.0
-    assert reports(guard) == [(3, [False])]
-    store.fault = "put raises"
-    for job in range(4, 8):
-        guard.put(job, [b"c"], [page()])
-        assert reports(guard) == [(job, [False])]
-    stats = guard.stats
-    assert (stats.puts, stats.gets, stats.failed) == (2, 0, 6)
-    assert (stats.damaged, stats.late, stats.raised, stats.trips) == (1, 1, 2, 1)
-    assert stats.refused == 2, "after three strikes it is left alone"
 
 
 @pytest.mark.parametrize("name", ["deadline", "lookup_deadline", "trip_after", "retry_after"])
@@ -256,43 +178,6 @@ def test_the_guard_refuses_numbers_that_are_not_positive(name: str) -> None:
     wrong: dict[str, Any] = {name: 0}
     with pytest.raises(ConfigError, match=f"{name} must be more than 0, got 0"):
         GuardedTier(FaultyStore(), HERE, **wrong)
-
-
-def test_a_guard_closes_over_a_store_that_blocks() -> None:
-    store = FaultyStore()
-    guard = GuardedTier(store, HERE, deadline=0.05)
-    store.fault = "put blocks"
-    guard.put(1, [b"a"], [page()])
-    guard.close()
-    assert guard.poll() == [(1, [False])]
-    store.heal()
-
-
-def test_zero_copy_gives_pages_away_until_the_store_reports() -> None:
-    with pytest.raises(ConfigError, match="set checksum to 'none'"):
-        GuardedTier(FaultyStore(), HERE, zero_copy=True)
-    clock, store = ManualClock(), FaultyStore()
-    guard = GuardedTier(
-        store, HERE, checksum="none", zero_copy=True, clock=clock, deadline=5.0, trip_after=1
-    )
-    guard.put(1, [b"a"], [page(7)])
-    assert reports(guard) == [(1, [True])]
-    store.fault = "reports late"
-    mine = page()
-    guard.get(2, [b"a"], [mine])
-    while not store._late_pages:
-        time.sleep(0.001)
-    assert store._late_pages[0].obj is mine.obj
-    clock.seconds = 60.0
-    assert guard.poll() == [], "late bytes may come still"
-    store._late_pages.clear()
-    store.heal()
-    assert reports(guard) == [(2, [True])]
-    assert mine == page(7)
-    store.fault = "never reports"
-    guard.get(3, [b"a"], [mine])
-    guard.close()
-    assert guard.poll() == [(3, [False])]
 
 
 # --- the store of files ---
@@ -303,36 +188,6 @@ def put(store: TierStore, *keys: bytes, size: int = 1000) -> list[bool]:
     assert store.drain(10.0)
     [(_, flags)] = store.poll()
     return [*flags]
-
-
-def test_processes_share_a_folder_and_its_budget(tmp_path: Path) -> None:
-    stores = [FileStore(HERE, root=str(tmp_path), max_bytes=20_000) for _ in range(3)]
-    for number in range(60):
-        assert put(stores[number % 3], bytes([number])) == [True]
-        held = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
-        assert held <= 20_000
-    kept = [bytes([n]) for n in range(60) if stores[0].has(bytes([n]))]
-    assert b"\x3b" in kept
-    assert len(kept) > 10
-    for store in stores:
-        store.close()
-    again = FileStore(HERE, root=str(tmp_path), max_bytes=20_000)
-    assert [key for key in kept if again.has(key)] == kept
-    again.close()
-
-
-def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
-    store = FileStore(HERE, root=str(tmp_path), max_bytes=5600)
-    for key in (b"a", b"b", b"c", b"d"):
-        put(store, key)
-    store.get(1, [b"a"], [page(size=1000)])
-    assert store.drain(10.0)
-    store.poll()
-    for key in (b"e", b"f"):
-        put(store, key)
-    assert store.has(b"a")
-    assert not store.has(b"b")
-    store.close()
 
 
 def test_half_files_of_who_was_killed_are_removed_by_who_is_alone(tmp_path: Path) -> None:

@@ -105,8 +105,8 @@ def check_memory(sizes: Sequence[int], scenario: Scenario, allocated_at: str) ->
         at = f", most of it allocated at {allocated_at}" if allocated_at else ""
         raise InvariantBroken(
             "CONN-10",
-            f"the halves keep {sizes[-1]} bytes after {scenario.laps} equal laps, {growth} more with "
-            f"each lap{at}: forget requests, jobs and keys when they end",
+            f"the halves keep {sizes[-1]} bytes after {scenario.laps} equal laps, {growth} more "
+            f"with each lap{at}: forget requests, jobs and keys when they end",
         )
 
 

@@ -75,6 +75,7 @@ class StoreHarness:
         self._make, self._options = make, options
         self.namespace = namespace or Namespace("kit", weights="1", kv_dtype="int8", block_size=16)
         self.folder = folder or Path(tempfile.mkdtemp(prefix="kvview-tier-"))
+        self._num_damaged = 0
         self._gate = threading.Event()
         self._gate.set()
         self.callers: set[int] = set()
@@ -142,12 +143,20 @@ class StoreHarness:
             with suppress(FileNotFoundError):  # removed on a thread just now
                 contents[path] = path.read_bytes()
         large = {path: found for path, found in contents.items() if len(found) >= SMALLEST_ENTRY}
-        spoilt = {path: _spoil(how, n, found) for n, (path, found) in enumerate(large.items())}
+        number, self._num_damaged = self._num_damaged, self._num_damaged + len(large)
+        spoilt = {
+            path: _spoil(how, number + at, found) for at, (path, found) in enumerate(large.items())
+        }
         if how == "swap":
-            pairs = list(zip([*large][::2], [*large][1::2], strict=False))
+            alike = sorted(large, key=lambda path: len(large[path]))
+            pairs = list(zip(alike[::2], alike[1::2], strict=False))
             spoilt = {a: large[b] for one, other in pairs for a, b in ((one, other), (other, one))}
-        for path, content in spoilt.items():
-            path.write_bytes(content)
+        for path, content in spoilt.items():  # a store may have mapped the old file
+            new = self.folder / "damaged"
+            new.write_bytes(content)
+            if path.exists():  # else it was removed meanwhile
+                new.replace(path)
+        self.folder.joinpath("damaged").unlink(missing_ok=True)
         return len(spoilt)
 
     def lose_medium(self) -> None:
@@ -157,12 +166,12 @@ class StoreHarness:
             self.folder.write_text("no folder", encoding="utf-8")
 
     def killed_runs(self, num: int, seed: int) -> list[dict[str, Any]]:
-        """Kill a process that writes, again and again; see :mod:`.killed`."""
+        """Kill a process that writes, again and again; see :mod:`.processes`."""
         runs: list[dict[str, Any]] = self._played("killed", num, seed)
         return runs
 
     def written_at_once(self, num: int, seed: int) -> dict[str, Any]:
-        """Let so many processes write into the place at once; see :mod:`.at_once`."""
+        """Let so many processes write into the place at once; see :mod:`.processes`."""
         found: dict[str, Any] = self._played("at_once", num, seed)
         return found
 
@@ -195,7 +204,7 @@ class StoreHarness:
             "num": num,
             "seed": seed,
         }
-        command = [sys.executable, "-m", f"kvview.testing.tier.{program}", json.dumps(job)]
+        command = [sys.executable, "-m", "kvview.testing.tier.processes", program, json.dumps(job)]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         pipe, env = subprocess.PIPE, {**os.environ, "PYTHONPATH": path}
         with subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe) as ran:
@@ -268,7 +277,7 @@ class GuardedStoreHarness(StoreHarness):
 
 
 def _spoil(how: str, number: int, content: bytes) -> bytes:
-    at = len(content) * (number % 40 + 1) // 42
+    at = len(content) * (number * 7 % 41 + 1) // 43
     if how == "flip":
         return content[:at] + bytes([content[at] ^ 1 << number % 8]) + content[at + 1 :]
     return content[:at] if how == "cut" else content + bytes(number + 1)

@@ -28,6 +28,8 @@ class DeletingStore(Threaded):
 
     def __init__(self, namespace: Namespace, *, threads: int) -> None:
         self._hidden: set[bytes] = set()
+        self._deleted: set[bytes] = set()
+        """Keys whose removal is under way; close removes them."""
         self._removing = threading.Lock()
         self._damaged: Callable[[Sequence[bytes]], object] = lambda keys: None
         super().__init__(namespace, threads=threads)
@@ -96,12 +98,18 @@ class DeletingStore(Threaded):
     def delete(self, keys: Sequence[bytes], /) -> None:
         """Hide keys now, and remove what is stored of them on a thread."""
         self._hidden.update(keys)
+        self._deleted.update(keys)
         with self._changed:
             for key in keys:
                 self._answers.failed(key)
             puts = [entry for entry in self._jobs.values() if not entry.is_get]
             under_way = [entry for entry in puts if not {*entry.keys}.isdisjoint(keys)]
         self._later(partial(self._delete, [*keys], under_way))
+
+    def close(self) -> None:
+        """End what is in flight, and remove what was deleted."""
+        super().close()
+        self._remove_hidden([*self._deleted])
 
     def _delete(self, keys: Sequence[bytes], under_way: Sequence[Any]) -> None:
         """Remove keys when puts from before have ended: other threads are at them, or done."""
@@ -110,6 +118,7 @@ class DeletingStore(Threaded):
                 lambda: self._is_closed or not any(entry.parts_left for entry in under_way)
             )
         self._remove_hidden(keys)
+        self._deleted.difference_update(keys)
 
     def _remove_hidden(self, keys: Sequence[bytes]) -> None:
         for key in keys:

@@ -1,0 +1,259 @@
+"""The tier contract as an executable model: a dictionary of keys, the jobs in flight, and the laws.
+
+The model touches no store. Each method that takes an answer of the store yields
+``(law, promise, whether it was kept)``. Where a law leaves a choice to the store (which of two
+jobs on one key comes first, which key is evicted), the key is in ``either`` and nothing is
+expected of it until an answer settles it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+_OVERHEAD = 512
+"""Bytes that a store may occupy for an entry beyond its page."""
+
+Promises = Iterator[tuple[str, str, bool]]
+
+
+def bytes_of(key: bytes, num_bytes: int) -> bytes:
+    """The bytes that a key names in the checks."""
+    return random.Random(key).randbytes(num_bytes)
+
+
+@dataclass
+class Job:
+    """A job in flight.
+
+    Args:
+        sizes: The bytes of the page of each key.
+        is_get: Whether it loads.
+        crossed: Keys that another job or a delete concerned meanwhile.
+    """
+
+    sizes: Mapping[bytes, int]
+    is_get: bool
+    crossed: set[bytes] = field(default_factory=set)
+
+
+class TierModel:
+    """The state of a store, as the contract defines it.
+
+    Args:
+        max_bytes: The budget, or None.
+        evicts_by_use: Whether what was used just now outlives what was not (TIER-8).
+        names_evicted: Whether the store names the keys that it evicts (TIER-8).
+    """
+
+    def __init__(
+        self,
+        max_bytes: int | None = None,
+        *,
+        evicts_by_use: bool = False,
+        names_evicted: bool = False,
+    ) -> None:
+        self.max_bytes = max_bytes
+        self.evicts_by_use = evicts_by_use
+        self.names_evicted = names_evicted
+        self.held: dict[bytes, int] = {}
+        """Keys that can be loaded, with the bytes of their pages."""
+        self.either: dict[bytes, int] = {}
+        """Keys that may be held or missing."""
+        self.failed: set[bytes] = set()
+        """Keys whose last get failed: a miss until they are stored again (TIER-4)."""
+        self.gone: set[bytes] = set()
+        """Keys that the store has named as evicted: a lookup may not have learned it yet."""
+        self.damaged: set[bytes] = set()
+        """Keys whose bytes were damaged: a put may keep those until a get has failed."""
+        self.used: dict[bytes, int] = {}
+        """The time at which each key was stored, loaded or touched last."""
+        self.now = 0
+        """The time: the engine sets it before it takes reports."""
+        self.sizes: dict[bytes, int] = {}
+        """The bytes of the page that each key was put with."""
+        self.jobs: dict[int, Job] = {}
+        self.is_closed = False
+        self.is_spoilt = False
+        """Whether the medium is gone or full, or the store has a fault: any key may fail then."""
+
+    # --- the calls of an engine ---
+
+    def start(self, job: int, sizes: Mapping[bytes, int], *, is_get: bool) -> None:
+        """Start a job; the order of it and of another job on the same key is free."""
+        new = Job(sizes, is_get)
+        for other in self.jobs.values():
+            both = {key for key in sizes if key in other.sizes}
+            if is_get == other.is_get:  # then only a page of a wrong size changes anything
+                both = {key for key in both if sizes[key] != other.sizes[key]}
+            other.crossed |= both
+            new.crossed |= both
+        self.jobs[job] = new
+        if not is_get:
+            self.sizes |= sizes
+
+    def report(self, number: int, flags: Sequence[bool]) -> Promises:
+        """End a job: it was in flight, and has one flag for each key (TIER-2)."""
+        job = self.jobs.pop(number, None)
+        yield "TIER-2", f"job {number} is in flight, and is reported once", job is not None
+        assert job is not None, "the promise was kept"
+        yield "TIER-2", "a report has one flag for each key", len(flags) == len(job.sizes)
+        for key, flag in zip(job.sizes, flags, strict=True):
+            if self.is_closed:
+                yield "TIER-11", "no job succeeds after close", not flag
+            yield from (self._loaded if job.is_get else self._stored)(job, key, flag)
+
+    def _stored(self, job: Job, key: bytes, flag: bool) -> Promises:
+        size, most = job.sizes[key], self.max_bytes
+        if most is not None and size > most:
+            yield "TIER-8", f"a page of {size} bytes fails in a budget of {most}", not flag
+        elif not flag and not (self.is_closed or self.is_spoilt):
+            law = "TIER-4" if key in self.failed else "TIER-8" if most else "TIER-7"
+            has_room = most is None or size <= most // 10
+            yield law, f"key {key!r} is stored", not has_room or key in job.crossed
+        if not flag:
+            self._doubt([key])
+            if self.is_spoilt or key in job.crossed:
+                self.either[key] = size
+            return
+        self.failed.discard(key)
+        self.gone.discard(key)
+        self._forget(key)
+        self.held[key], self.used[key] = size, self.now
+        if self.is_spoilt or key in job.crossed or key in self.damaged:
+            self._doubt([key])
+        self._make_room()
+
+    def _loaded(self, job: Job, key: bytes, flag: bool) -> Promises:
+        size, is_sure = self.held.get(key), key not in job.crossed and not self.is_closed
+        if not flag:
+            may_fail = size != job.sizes[key] or self.is_spoilt or not is_sure
+            yield "TIER-7", f"key {key!r}, which is held, is loaded", may_fail
+            if is_sure:
+                self._forget(key)
+                self.damaged.discard(key)
+                self.gone.discard(key)
+                self.failed.add(key)
+            else:
+                self._doubt([key])
+            return
+        is_right = job.sizes[key] == self.sizes.get(key, job.sizes[key])
+        yield "TIER-1", f"key {key!r} is not loaded in a size in which it was not put", is_right
+        is_there = key in self.held or key in self.either or key in job.crossed
+        is_there |= key in self.sizes and (self.is_spoilt or key in self.failed)
+        yield "TIER-7", f"key {key!r}, which was not stored, is not loaded", is_there
+        if is_sure:
+            self.damaged.discard(key)
+            self.used[key] = self.now
+
+    def must_be_found(self, key: bytes) -> bool:
+        """Whether a lookup must find a key: it is held, and no job may change that."""
+        is_sure = key in self.held and not self.is_spoilt and not self.is_closed
+        return is_sure and not self._moves(key)
+
+    def answer(self, key: bytes, flag: bool) -> Promises:
+        """Answer a lookup (TIER-4, TIER-7)."""
+        if self.is_closed:
+            yield "TIER-11", "after close every key is a miss", not flag
+        elif flag and not self._moves(key):
+            is_there = key in self.held or key in self.either or key in self.gone
+            may_be_found = (is_there or self.is_spoilt) and key not in self.failed
+            law = "TIER-4" if key in self.failed else "TIER-7"
+            yield law, f"key {key!r} is a miss", may_be_found
+        elif not flag:
+            what = f"key {key!r}, which is held, is found"
+            yield "TIER-7", what, not self.must_be_found(key)
+
+    def _moves(self, key: bytes) -> bool:
+        return any(key in job.sizes for job in self.jobs.values())
+
+    def delete(self, keys: Iterable[bytes]) -> None:
+        """Make keys a miss from now on; a job in flight may come before or after (TIER-7)."""
+        for key in keys:
+            self._forget(key)
+            self.gone.discard(key)
+            for job in self.jobs.values():
+                if key in job.sizes:
+                    job.crossed.add(key)
+
+    def use(self, keys: Iterable[bytes]) -> None:
+        """Use keys that are held: they are the last ones to be evicted (TIER-8)."""
+        for key in keys:
+            self.used[key] = self.now
+            if key in self.either:
+                self.held[key] = self.either.pop(key)
+
+    def close(self) -> None:
+        """End what is in flight: a key of it may be stored or not (TIER-11)."""
+        for job in self.jobs.values():
+            job.crossed.update(job.sizes)
+
+    def reopen(self) -> None:
+        """Continue in another process: whole entries are there, and nothing else is (TIER-9)."""
+        self.is_closed = False
+        self.either |= {key: self.sizes[key] for key in self.failed if key in self.sizes}
+        self.failed.clear()
+
+    # --- the medium ---
+
+    def damage(self) -> None:
+        """Damage every entry: it is whole, or a get of it fails (TIER-1)."""
+        self.damaged |= {*self.held, *self.either}
+        self._doubt([*self.held])
+
+    def share(self) -> None:
+        """Let another process write into the same place, and evict what it likes."""
+        if self.max_bytes is not None:
+            self._doubt([*self.held])
+
+    def spoil(self) -> None:
+        """Let the medium or the store fail, at any key."""
+        self.is_spoilt = True
+        self._doubt([*self.held])
+
+    def kept(self) -> set[bytes]:
+        """The held keys that may not be evicted: there is room, or they were used just now."""
+        assert self.max_bytes is not None, "only a store with a budget evicts"
+        coming = [job.sizes.values() for job in self.jobs.values() if not job.is_get]
+        total = sum(size + _OVERHEAD for sizes in coming for size in sizes)
+        present = [size + _OVERHEAD for size in (*self.held.values(), *self.either.values())]
+        if total + sum(present) <= self.max_bytes // 2:
+            return {*self.held}
+        kept: set[bytes] = set()
+        for time in sorted({*self.used.values()}, reverse=True):
+            together = [key for key in self.held if self.used.get(key) == time]
+            total += sum(self.held[key] + _OVERHEAD for key in together)
+            if total > self.max_bytes // 3 or not self.evicts_by_use:
+                break
+            kept.update(together)
+        return kept
+
+    def evicted(self, keys: Iterable[bytes]) -> Promises:
+        """Evict the keys that the store names (TIER-8)."""
+        for key in keys:
+            is_known = key in self.held or key in self.either or key in self.sizes
+            yield "TIER-8", f"key {key!r}, which was evicted, had been stored", is_known
+            moving = [job for job in self.jobs.values() if key in job.sizes]
+            may_go = bool(moving) or key not in self.kept()
+            yield "TIER-8", f"key {key!r}, which was used just now, is not evicted", may_go
+            for job in moving:
+                job.crossed.add(key)
+            if moving:
+                self._doubt([key])
+            else:
+                self._forget(key)
+                self.gone.add(key)
+
+    def _make_room(self) -> None:
+        if self.max_bytes is not None and not self.names_evicted:
+            self._doubt({*self.held} - self.kept())
+
+    def _doubt(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            if key in self.held:
+                self.either[key] = self.held.pop(key)
+
+    def _forget(self, key: bytes) -> None:
+        self.held.pop(key, None)
+        self.either.pop(key, None)

@@ -1,0 +1,436 @@
+"""The calls of an engine, played on a store and on its model."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from random import Random
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from kvview.errors import TierJobError
+from kvview.testing.checks import running_check
+from kvview.testing.harness import Capability as C
+from kvview.testing.harness import Factory
+from kvview.testing.profiles import current_profile
+from kvview.testing.search import Plan, Player, observable, operation
+from kvview.testing.tier.io_watch import watching_io
+from kvview.testing.tier.model import Promises, TierModel, bytes_of
+from kvview.testing.tier.store_harness import tier_factory
+
+_SIZES = (1, 2, 300, 511, 1500, 4096, 4097, 9001)
+_LARGE_SIZES = (65_536, 400_000, 1_000_003)
+_SPECIAL = (b"..", b"/", b"a/a", b"\0", b"a\0", b"\n", b" ", b"%61", b"\xff", b"*", b"-", b"a.tmp")
+_JOBS = (0, -7, 1 << 40)
+_SENTINEL, _REUSED = 0xA5, 0x11
+_MOST_KNOWN, _MOST_REPORTED = 60, 60
+
+
+def size_of(key: bytes) -> int:
+    """The bytes of a key's page: a key names its bytes, whenever it is put."""
+    sizes = Random(key)
+    return sizes.choice(_LARGE_SIZES if sizes.random() < 0.06 else _SIZES)
+
+
+class TierMoves(Player):
+    """Plays one engine on a store, and judges every answer by the model."""
+
+    contract = "tier"
+    subject_name = "store"
+    is_timed = True
+    max_shrink_runs = 40  # a run may wait for the store
+    first_moves: ClassVar[tuple[str, ...]] = ("put", "finish")
+
+    def __init__(self, factory: Factory, plan: Plan, *, is_recording: bool = False) -> None:
+        self.keys: dict[bytes, int] = {}
+        """Keys that were drawn, with the size of their pages."""
+        self.pages: dict[int, tuple[list[bytes], list[memoryview]]] = {}
+        """Pages of the jobs in flight."""
+        self.reported: list[memoryview] = []
+        self.harnesses: list[Any] = []
+        self.evicted: list[bytes] = []
+        self.next_job = 0
+        self.woken = threading.Event()
+        super().__init__(tier_factory(factory), plan, is_recording=is_recording)
+        self._factory = factory
+
+    @override
+    def start(self) -> None:
+        self.harnesses.append(self.harness)
+        self.patience: float = getattr(self.harness, "patience", 10.0)
+        """Seconds after which an answer is taken for one that never comes."""
+        self.model = TierModel()
+        self.waits_for_wake_up = self.rng.random() < 0.5
+        self.wire()
+
+    def go_on_with(self, harness: Any) -> None:
+        """Continue with the store of another harness."""
+        self.harnesses.append(harness)
+        self.harness, self.subject = harness, harness.store
+        self._names |= {id(harness): "h", id(self.subject): "store"}
+
+    def wire(self) -> None:
+        """Ask the store for its notices."""
+        if hasattr(self.subject, "on_evicted"):
+            self.subject.on_evicted(self.evicted.extend)
+        if hasattr(self.subject, "on_wake_up"):
+            self.subject.on_wake_up(self.woken.set)
+        else:
+            self.waits_for_wake_up = False
+
+    @override
+    def draw(self, longest: int) -> Plan:
+        self.plan = super().draw(longest)
+        return self.plan
+
+    @override
+    def num_moves(self, longest: int) -> int:
+        return max(longest // 2, 1)
+
+    @override
+    def end(self) -> None:
+        for harness in self.harnesses:
+            with suppress(Exception):
+                harness.end()
+
+    @override
+    def _check_again(self) -> str:
+        check, profile = running_check(), current_profile()
+        if check is None or not check.__name__.startswith("check_tier"):
+            return self.script()
+        name = type(self).__name__
+        calls = "\n".join(self._header[4:] + self._lines).splitlines()
+        again = [
+            *self._header[:1],
+            f"from {type(self).__module__} import {name}",
+            "from kvview.testing.profiles import Effort, make_profile, use_profile",
+            "from kvview.testing.search import Plan, replay",
+            *self._header[2:3],
+            "",
+            "# Among its calls are these:",
+            *(f"#   {line}" for line in calls),
+            f"effort = Effort({profile.name!r}, options={dict(profile.options) or None!r})",
+            "with use_profile(make_profile(effort)):",
+            f"    replay({name}, factory, {self.plan!r})  # raises LawBroken",
+        ]
+        return "\n".join(again) + "\n"
+
+    # --- draws ---
+
+    def new_key(self) -> bytes:
+        """Draw a key: of any length, a special one, or one that is much like another."""
+        key, known = self.rng.randbytes(self.rng.randint(1, 100)), [*self.keys]
+        kind = self.rng.random()
+        if kind < 0.1:
+            key = self.rng.choice(_SPECIAL)
+        elif kind < 0.4:
+            key = b"key %d" % self.rng.randrange(1000)
+        elif known and kind < 0.6:
+            other = self.rng.choice(known)
+            alike = (other[:-1], other + b"\0", other.swapcase(), other.hex().encode(), other[::-1])
+            key = self.rng.choice(alike)[:100] or b"k"
+        self.keys[key] = size_of(key)
+        return key
+
+    def some(self, among: Iterable[bytes], most: int | None = None) -> list[bytes]:
+        """Draw some keys, at times none."""
+        keys = [*among]
+        return self.rng.sample(keys, self.rng.randint(0, min(most or self.most, len(keys))))
+
+    def draw_job(self) -> int:
+        """Draw the number of a job: any int that is not in flight."""
+        self.next_job += 1
+        free = [job for job in (*_JOBS, self.next_job - 1) if job not in self.model.jobs]
+        return self.rng.choice(free) if free and self.rng.random() < 0.2 else self.next_job
+
+    # --- calls of the scheduler ---
+
+    def ask(self, method: str, *args: Any, shown: str = "") -> Any:
+        """Call the store as a scheduler does: no I/O is done on this thread (TIER-5)."""
+        me, callers = threading.get_ident(), getattr(self.harness, "callers", set[int]())
+        callers.discard(me)
+        is_seen = self.can(C.GONE)
+        watch: AbstractContextManager[list[str]] = (
+            watching_io(str(self.harness.folder)) if is_seen else nullcontext([])
+        )
+        began = time.monotonic()
+        with watch as seen:
+            code = f"store.{method}({shown or ', '.join(map(repr, args))})"
+            found = self._run(code, lambda: getattr(self.subject, method)(*args))
+        took = time.monotonic() - began
+        what = f"{method} does no I/O on the caller's thread"
+        self.true(not seen and me not in callers, what, seen[:3], "another thread", "TIER-5")
+        what = f"{method} does not wait"
+        self.true(took < self.patience / 2, what, f"{took:.1f} s", "it returns", "TIER-5")
+        return found
+
+    def submit(self, method: str, sizes: Mapping[bytes, int], job: int | None = None) -> int:
+        """Start a job of these keys, each with a page of its size."""
+        job = self.draw_job() if job is None else job
+        is_get, keys = method == "get", [*sizes]
+        pages = [
+            memoryview(bytearray([_SENTINEL]) * n if is_get else bytearray(bytes_of(key, n)))
+            for key, n in sizes.items()
+        ]
+        self.ask(method, job, keys, pages, shown=f"{job}, {_shown(keys)}, pages")
+        self.model.start(job, dict(sizes), is_get=is_get)
+        self.pages[job] = keys, pages
+        return job
+
+    def judge(self, promises: Promises, got: object) -> None:
+        """Break a law when the model states that its promise was not kept."""
+        for law, promise, is_kept in promises:
+            self.true(is_kept, promise, got, "as promised", law)
+
+    def poll(self) -> dict[int, list[bool]]:
+        """Take the reports, and let the engine use their pages for something else."""
+        reports = {}
+        self.model.now += 1
+        for job, flags in list(self.ask("poll")):
+            known = self.model.jobs.get(job)
+            self.learn_evictions()
+            self.judge(self.model.report(job, list(flags)), flags)
+            assert known is not None, "the model has judged it"
+            keys, pages = self.pages.pop(job)
+            for key, page, flag in zip(keys, pages, flags, strict=True):
+                if flag or not known.is_get:
+                    law = "TIER-1" if known.is_get else "TIER-3"
+                    what = f"the page of {key!r} has the bytes that were put"
+                    is_exact = page == bytes_of(key, len(page))
+                    self.true(is_exact, what, "other bytes", "the same", law)
+                page[:] = bytes([_REUSED]) * len(page)
+            self.reported = [*self.reported, *pages][-_MOST_REPORTED:]
+            reports[job] = [bool(flag) for flag in flags]
+        return reports
+
+    def learn_evictions(self) -> None:
+        """Learn from the store what it has evicted."""
+        told = [self.evicted.pop(0) for _ in range(len(self.evicted))]
+        if hasattr(self.subject, "take_evicted"):
+            told += self.subject.take_evicted()
+        if self.model.max_bytes is not None:
+            self.judge(self.model.evicted(told), told)
+
+    def passes(self) -> None:
+        """Let some time pass while the store works."""
+        time.sleep(0.0005)
+
+    @contextmanager
+    def patiently(self, what: str, law: str) -> Iterator[Any]:
+        """Yield a function that waits a moment, or fails when it was called for too long."""
+        end = time.monotonic() + self.patience
+        number = 0
+
+        def wait(got: object) -> None:
+            nonlocal number
+            number += 1
+            if self.waits_for_wake_up and not self.woken.wait(self.patience):
+                self.fail(f"the store wakes up who waits: {what}", "no call", "a call", "TIER-5")
+            self.woken.clear()
+            self.true(time.monotonic() < end, what, got, "it comes", law)
+            self.passes()
+
+        with self.unrecorded():
+            yield wait
+
+    def wait(self) -> dict[int, list[bool]]:
+        """Poll until every job was reported."""
+        reports: dict[int, list[bool]] = {}
+        with self.patiently("every job is reported", "TIER-2") as wait:
+            while True:
+                reports |= self.poll()
+                if not self.model.jobs:
+                    return reports
+                wait(f"{len(self.model.jobs)} jobs are not reported")
+
+    def drain(self) -> dict[int, list[bool]]:
+        """Drain, and poll once."""
+        drained = self._run(f"store.drain({self.patience})", self._drained)
+        self.equal(drained, True, "drain waits until all jobs have ended", "TIER-11")
+        reports = self.poll()
+        left = sorted(self.model.jobs)
+        self.equal(left, [], "the next poll reports all that was drained", "TIER-11")
+        return reports
+
+    def _drained(self) -> Any:
+        return self.subject.drain(self.patience)
+
+    def look(self, keys: Sequence[bytes]) -> list[bool]:
+        """Look keys up until every answer is there, and judge the answers."""
+        with self.patiently("every lookup is answered", "TIER-5") as wait:
+            while True:
+                flags = list(self.ask("lookup", list(keys), shown=_shown(keys)))
+                self.equal(len(flags), len(keys), "lookup gives one flag for each key", "TIER-7")
+                if None not in flags:
+                    break
+                wait(flags)
+        end = time.monotonic() + self.patience / 4
+        for key, flag in zip(keys, flags, strict=True):
+            self.learn_evictions()
+            while not flag and self.model.must_be_found(key) and time.monotonic() < end:
+                if not self.model.names_evicted:
+                    break
+                time.sleep(0.0005)  # the store may name it a moment later
+                self.learn_evictions()
+            self.judge(self.model.answer(key, bool(flag)), flag)
+        return [bool(flag) for flag in flags]
+
+    # --- operations ---
+
+    @operation("TIER-7", weight=5)
+    def put(self) -> None:
+        """Store keys, new ones and ones that are known."""
+        keys = self.some(self.keys)
+        keys += [self.new_key() for _ in range(self.rng.randint(0, self.most))]
+        sizes = {key: self.keys[key] for key in dict.fromkeys(keys)}
+        most = self.model.max_bytes
+        if most is not None and self.rng.random() < 0.3:  # one page that cannot fit, anywhere
+            key = b"too large %d" % most
+            items = [*sizes.items()]
+            items.insert(self.rng.randint(0, len(items)), (key, 2 * most))
+            sizes = dict(items)
+        self.submit("put", sizes)
+        for key in [*self.keys][:-_MOST_KNOWN]:
+            del self.keys[key]
+
+    @operation("TIER-7", weight=4)
+    def get(self) -> None:
+        """Load keys, also missing ones."""
+        keys = self.some([*self.keys, b"never put"])
+        self.submit("get", {key: self.keys.get(key, 4096) for key in keys})
+
+    @operation("TIER-1")
+    def get_in_another_size(self) -> None:
+        """Load keys into pages of another size."""
+        change = self.rng.choice((1, 7, -1))
+        keys = self.some(self.keys)
+        self.submit("get", {key: max(1, self.keys[key] + change) for key in keys})
+
+    @operation("TIER-2")
+    def burst(self) -> None:
+        """Start many jobs at once."""
+        for _ in range(self.rng.randint(20, 120)):
+            keys = self.some(self.keys, 2)
+            self.submit("get", {key: self.keys[key] for key in keys})
+
+    @operation("TIER-2", weight=2)
+    def take_reports(self) -> None:
+        """Poll once."""
+        self.poll()
+
+    @operation("TIER-11", weight=5)
+    def finish(self) -> None:
+        """Wait for every job, by ``drain`` or by ``poll``."""
+        if self.rng.random() < 0.5:
+            self.drain()
+        else:
+            self.wait()
+
+    @operation("TIER-7", weight=2)
+    def load_all(self) -> None:
+        """Load every key that is held, or may be."""
+        self.wait()
+        self.look([*self.model.held])
+        self.submit("get", self.model.held | self.model.either)
+        self.drain()
+
+    @operation("TIER-3", weight=0.5)
+    def rest(self) -> None:
+        """Wait for what a store does too late."""
+        time.sleep(0.03)
+
+    @operation("TIER-6")
+    def be_refused(self) -> None:
+        """Give jobs that are misuse; the next lookups show that they started nothing."""
+        self.blame("TIER-6")
+        key, other, size = self.new_key(), b"another key", 4096
+        job = self.draw_job()
+        page, more = memoryview(bytearray(size)), memoryview(bytearray(size))
+        wrong: list[tuple[list[bytes], list[memoryview]]] = [
+            ([key, other], [page]),
+            ([key], [page, more]),
+            ([key, b""], [page, more]),
+            ([key, b"k" * 101], [page, more]),
+            ([key, key], [page, more]),
+            ([key], [page.cast("B", (64, 64))]),
+            ([key], [page.cast("I")]),
+            ([key], [page[::2]]),
+            ([key], [page[:0]]),
+        ]
+        for method in ("put", "get"):
+            for keys, pages in wrong:
+                self.refused(TierJobError, self.subject, method, job, keys, pages)
+            for number in [*self.model.jobs][:1]:
+                self.refused(TierJobError, self.subject, method, number, [key], [page])
+        readonly = memoryview(bytes(size))
+        self.refused(TierJobError, self.subject, "get", job, [key], [readonly])
+
+    @operation("TIER-7", C.DELETE, weight=1.5)
+    def delete(self) -> None:
+        """Delete keys, at times while they are put, and put them again at once."""
+        keys = self.some([*self.keys, b"never put"])
+        if self.rng.random() < 0.5:
+            self.submit("put", {key: self.keys[key] for key in keys if key in self.keys})
+        self.ask("delete", keys, shown=_shown(keys))
+        self.model.delete(keys)
+        if self.rng.random() < 0.3:
+            self.submit("put", {key: self.keys[key] for key in keys if key in self.keys})
+
+    @operation("TIER-8", C.TOUCH)
+    def touch(self) -> None:
+        """Use keys, by ``touch``."""
+        self.wait()
+        keys = self.some([*self.model.held, b"never put"])
+        self.ask("touch", keys, shown=_shown(keys))
+        time.sleep(0.01)  # it may be done on a thread
+        self.model.use(keys)
+
+    @operation("TIER-11", weight=0.4)
+    def close(self) -> None:
+        """Close with jobs in flight; every later job fails."""
+        self.blame("TIER-11")
+        self.model.close()
+        self.call(self.subject, "close")
+        self.poll()
+        left = sorted(self.model.jobs)
+        self.equal(left, [], "close ends every job")
+        self.model.is_closed = True
+        for method in ("put", "get"):
+            self.submit(method, {key: self.keys[key] for key in [*self.keys][:3]})
+        self.wait_after_close()
+        self.look([*self.keys])
+        self.call(self.subject, "close")
+        self.pages_are_left_alone()
+        self.is_over = True
+
+    def wait_after_close(self) -> None:
+        """Take the reports of jobs that were started after close."""
+        is_woken, self.waits_for_wake_up = self.waits_for_wake_up, False
+        self.wait()
+        self.waits_for_wake_up = is_woken
+
+    # --- observables ---
+
+    @observable("TIER-3")
+    def pages_are_left_alone(self) -> None:
+        """The pages of jobs that were reported, which the engine uses for something else."""
+        is_left = all(page == bytes([_REUSED]) * len(page) for page in self.reported)
+        self.true(is_left, "a page is left alone after its report", "other bytes", "the engine's")
+
+    @observable("TIER-7")
+    def lookups(self) -> None:
+        """Every key that was drawn lately, and keys that are much like them."""
+        rng = Random(self.plan.seed)
+        known = [*self.keys]
+        alike = [key[:-1] + b"." for key in known[-4:]] + [key[:99] + b"!" for key in known[:4]]
+        keys = dict.fromkeys([*known, *(key for key in alike if key not in self.model.sizes)])
+        asked = rng.sample([*keys], min(len(keys), 40))
+        self.look(asked)
+
+
+def _shown(keys: Sequence[bytes]) -> str:
+    text = ", ".join(map(repr, keys[:6]))
+    return f"[{text}]" if len(keys) <= 6 else f"[{text}, and {len(keys) - 6} more]"

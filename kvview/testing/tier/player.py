@@ -1,0 +1,220 @@
+"""The whole tier contract, played on a store and on its model."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from kvview.errors import KVViewError
+from kvview.testing.harness import Capability as C
+from kvview.testing.search import Label, check_by_search, observable, operation
+from kvview.testing.tier.io_watch import slow_renames
+from kvview.testing.tier.model import TierModel, bytes_of
+from kvview.testing.tier.moves import TierMoves, size_of
+
+_BUDGETS = (100_000, 400_000, 3_000_000)
+_NAMESPACES: tuple[dict[str, Any], ...] = (
+    {"weights": "2"},
+    {"model": "other"},
+    {"kv_dtype": "fp8"},
+    {"layout": "NHD"},
+    {"block_size": 32},
+    {"tensor_parallel": 2},
+    {"pipeline_parallel": 2},
+    {"rank": 1},
+    {"hash_algorithm": "xxh3"},
+    {"hash_seed": "1"},
+)
+_SLACK = 30_000  # bytes that a store with a budget may take for its own notes
+
+
+@check_by_search
+class TierPlayer(TierMoves):
+    """Plays an engine, other processes, and the medium of one store."""
+
+    labels: ClassVar[Mapping[str, Label]] = {
+        "TIER-1": Label("A loaded page has the bytes that were put; any other page fails."),
+        "TIER-2": Label("Each job is reported once, with one flag for each key."),
+        "TIER-3": Label("No page is touched after its job was reported."),
+        "TIER-4": Label("A failed key is a miss until it is stored again."),
+        "TIER-5": Label("No call waits for I/O, and every lookup is answered."),
+        "TIER-6": Label("Misuse raises TierJobError and starts nothing; nothing else raises."),
+        "TIER-7": Label("A lookup finds the keys that are held, and no other."),
+        "TIER-8": Label("A store keeps its budget and evicts what was not used.", (C.BUDGET,)),
+        "TIER-9": Label("A reopened store has all that was stored.", (C.REOPEN,)),
+        "TIER-10": Label("Two namespaces share nothing.", (C.NAMESPACES,)),
+        "TIER-11": Label("drain and close end every job."),
+    }
+
+    @override
+    def start(self) -> None:
+        super().start()
+        if self.can(C.BUDGET) and not self.plan.is_small and self.rng.random() < 0.5:
+            self.set_budget(self.rng.choice(_BUDGETS))
+
+    def set_budget(self, max_bytes: int) -> None:
+        """Continue with a store that has a budget."""
+        self.go_on_with(self.call(self.harness, "with_budget", max_bytes))
+        names_evicted = any(hasattr(self.subject, n) for n in ("on_evicted", "take_evicted"))
+        self.model = TierModel(
+            max_bytes, evicts_by_use=self.can(C.TOUCH), names_evicted=names_evicted
+        )
+        self.wire()
+
+    @operation("TIER-8", C.BUDGET, C.TOUCH)
+    def use_and_fill(self) -> None:
+        """Use a few keys again and again while others fill the store."""
+        if self.model.max_bytes is None:
+            return
+        self.wait()
+        used = [key for key in self.model.held if self.model.held[key] < 10_000][:4]
+        size = self.model.max_bytes // 20
+        for number in range(24):
+            self.ask("touch", used[::2])
+            self.submit("get", {key: self.model.sizes[key] for key in used[1::2]})
+            self.wait()
+            time.sleep(0.005)  # a touch may be done on a thread
+            self.model.use(used[::2])
+            self.submit("put", {b"cold %d %d" % (self.next_job, number): size})
+            self.wait()
+
+    @operation("TIER-5", C.PAUSE)
+    def hold_up(self) -> None:
+        """Make every call while I/O waits."""
+        self.call(self.harness, "pause")
+        late = threading.Timer(self.patience, self.harness.resume)
+        late.start()
+        try:
+            self.submit("put", {key: self.keys[key] for key in (self.new_key(), self.new_key())})
+            self.get()
+            self.ask("lookup", [*self.keys][:40], shown="keys")
+            self.poll()
+            drained = self.call(self.subject, "drain", 0.01)
+            self.equal(drained, not self.model.jobs, "drain says whether all jobs have ended")
+            self.be_refused()
+        finally:
+            late.cancel()
+            self.harness.resume()
+
+    @operation("TIER-9", C.REOPEN)
+    def reopen(self) -> None:
+        """Continue with a store that another process would open."""
+        self.blame("TIER-9")
+        self.wait()
+        self.go_on_with(self.call(self.harness, "reopen"))
+        self.model.reopen()
+        self.wire()
+
+    @operation("TIER-11", C.REOPEN, weight=0.4)
+    def close_and_reopen(self) -> None:
+        """Close with jobs in flight, and continue in another process."""
+        self.close()
+        self.is_over = False
+        self.reopen()
+
+    @operation("TIER-1", C.DAMAGE, C.VERIFIES, weight=1.5)
+    def damage(self) -> None:
+        """Damage every entry on the medium."""
+        if self.rng.random() < 0.4:
+            self.submit("put", {b"a large page": 400_000})
+        self.wait()
+        hows = ("flip",) if self.model.max_bytes else ("flip", "flip", "cut", "grow", "swap")
+        self.call(self.harness, "damage", self.rng.choice(hows))  # no other bytes in a budget
+        self.model.damage()
+        if self.rng.random() < 0.5:
+            self.load_all()
+
+    @operation("TIER-9", C.REOPEN, C.NAMESPACES)
+    def open_beside(self) -> None:
+        """Let another process open the place while this one writes, and let it write too."""
+        self.blame("TIER-9")
+        keys = [self.new_key() for _ in range(6)]
+        with slow_renames(0.002):
+            self.submit("put", {key: self.keys[key] for key in keys})
+            try:
+                beside = self.harness.with_namespace(self.harness.namespace)
+            except KVViewError:  # a store that is alone in its place
+                return
+            self.harnesses.append(beside)
+            new = [b"%d of another %d" % (self.next_job, number) for number in range(4)]
+            theirs = {key: size_of(key) for key in new}
+            self.model.sizes |= theirs
+            self.model.either |= theirs
+            pages = [memoryview(bytearray(bytes_of(key, size))) for key, size in theirs.items()]
+            beside.store.put(1, [*theirs], pages)
+            beside.store.drain(self.patience)
+            flags = [bool(flag) for _, found in beside.store.poll() for flag in found]
+            beside.store.close()
+            self.equal(flags, [True] * 4, "what another process writes is stored")
+            self.wait()
+        self.keys |= theirs
+        if self.model.max_bytes is None:
+            self.model.use(theirs)
+        self.model.share()
+        self.submit("get", theirs)
+
+    @operation("TIER-10", C.NAMESPACES)
+    def open_another_namespace(self) -> None:
+        """Open the place for something else that KV depends on."""
+        if self.model.max_bytes is not None:  # the notes of another namespace are no part of it
+            return
+        self.blame("TIER-10")
+        self.wait()
+        ((name, value),) = self.rng.choice(_NAMESPACES).items()
+        first, keys = self.harness, self.some(self.model.held)
+        self.line(f"# a store of another namespace in the same place: {name}={value!r}")
+        try:
+            beside = first.with_namespace(replace(first.namespace, **{name: value}))
+        except KVViewError as error:
+            is_named = str(value) in str(error)
+            self.true(is_named, "a refusal names both namespaces", str(error), f"{value!r} in it")
+            return
+        self.harnesses.append(beside)
+        pages = [memoryview(bytearray(self.model.sizes[key])) for key in keys]
+        beside.store.get(1, keys, pages)
+        beside.store.drain(self.patience)
+        flags = [bool(flag) for _, found in beside.store.poll() for flag in found]
+        self.equal(flags, [False] * len(keys), f"another {name} shares no bytes")
+        with self.patiently("every lookup is answered", "TIER-5") as wait:
+            while None in (found := list(beside.store.lookup(keys))):
+                self.woken.set()
+                beside.store.poll()
+                wait(found)
+        self.equal(found, [False] * len(keys), f"another {name} shares no key")
+        beside.store.close()
+
+    # --- observables ---
+
+    @observable("TIER-8", C.BUDGET)
+    def budget(self) -> None:
+        """The bytes on the medium, and those of ``usage``."""
+        most, harness = self.model.max_bytes, self.harness
+        if most is None or self.model.is_closed:
+            return
+        occupied = harness.occupied_bytes()
+        what = "a store never occupies more than its budget"
+        self.true(occupied <= most, what, occupied, f"at most {most} bytes")
+        held = (*self.model.held.values(), *self.model.either.values())
+        expected = sum(held) + 512 * len(held) + _SLACK
+        end = time.monotonic() + self.patience
+        while not self.model.jobs and not self.model.damaged:
+            used = occupied = harness.occupied_bytes()
+            if self.can(C.USAGE):
+                usage = self.call(self.subject, "usage")
+                self.equal(usage.max_bytes, most, "usage has the budget")
+                used = usage.used_bytes
+            is_late = time.monotonic() > end
+            if abs(used - occupied) < _SLACK and occupied <= expected:
+                return
+            if is_late:
+                self.learn_evictions()
+                what = "usage is what is on the medium"
+                self.true(abs(used - occupied) < _SLACK, what, used, f"about {occupied}")
+                what = "nothing is left over of what was deleted, evicted or cut short"
+                self.true(occupied <= expected, what, occupied, f"at most {expected} bytes")
+            time.sleep(0.002)  # a thread may remove what was deleted
