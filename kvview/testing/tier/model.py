@@ -24,7 +24,7 @@ def bytes_of(key: bytes, num_bytes: int) -> bytes:
 
 
 @dataclass
-class Job:
+class KeyJob:
     """A job in flight.
 
     Args:
@@ -73,8 +73,10 @@ class TierModel:
         """The time: the engine sets it before it takes reports."""
         self.sizes: dict[bytes, int] = {}
         """The bytes of the page that each key was put with."""
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, KeyJob] = {}
         self.is_closed = False
+        self.has_deleted = False
+        """Whether bytes that were deleted may still take room."""
         self.is_spoilt = False
         """Whether the medium is gone or full, or the store has a fault: any key may fail then."""
 
@@ -82,7 +84,7 @@ class TierModel:
 
     def start(self, job: int, sizes: Mapping[bytes, int], *, is_get: bool) -> None:
         """Start a job; the order of it and of another job on the same key is free."""
-        new = Job(sizes, is_get)
+        new = KeyJob(sizes, is_get)
         for other in self.jobs.values():
             both = {key for key in sizes if key in other.sizes}
             if is_get == other.is_get:  # then only a page of a wrong size changes anything
@@ -104,7 +106,7 @@ class TierModel:
                 yield "TIER-11", "no job succeeds after close", not flag
             yield from (self._loaded if job.is_get else self._stored)(job, key, flag)
 
-    def _stored(self, job: Job, key: bytes, flag: bool) -> Promises:
+    def _stored(self, job: KeyJob, key: bytes, flag: bool) -> Promises:
         size, most = job.sizes[key], self.max_bytes
         if most is not None and size > most:
             yield "TIER-8", f"a page of {size} bytes fails in a budget of {most}", not flag
@@ -125,7 +127,7 @@ class TierModel:
             self._doubt([key])
         self._make_room()
 
-    def _loaded(self, job: Job, key: bytes, flag: bool) -> Promises:
+    def _loaded(self, job: KeyJob, key: bytes, flag: bool) -> Promises:
         size, is_sure = self.held.get(key), key not in job.crossed and not self.is_closed
         if not flag:
             may_fail = size != job.sizes[key] or self.is_spoilt or not is_sure
@@ -170,6 +172,7 @@ class TierModel:
 
     def delete(self, keys: Iterable[bytes]) -> None:
         """Make keys a miss from now on; a job in flight may come before or after (TIER-7)."""
+        self.has_deleted = True
         for key in keys:
             self._forget(key)
             self.gone.discard(key)
@@ -215,6 +218,8 @@ class TierModel:
     def kept(self) -> set[bytes]:
         """The held keys that may not be evicted: there is room, or they were used just now."""
         assert self.max_bytes is not None, "only a store with a budget evicts"
+        if self.has_deleted:
+            return set()
         coming = [job.sizes.values() for job in self.jobs.values() if not job.is_get]
         total = sum(size + _OVERHEAD for sizes in coming for size in sizes)
         present = [size + _OVERHEAD for size in (*self.held.values(), *self.either.values())]
