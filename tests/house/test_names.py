@@ -14,13 +14,10 @@ SAME_CLASS_NAME = {
 """Class names that mean two things, and why they may."""
 
 SAME_MODULE_NAME = {
-    "checks": "the checks of each contract, in its room of the kit",
     "command": "a command of the command line, beside what it runs",
-    "driver": "plays one contract for its checks, in its room of the kit",
     "engine": "the engine of a floor",
     "examples": "checks of a contract that its model cannot state, in its room of the kit",
     "harness": "what a factory makes for the checks, said by the kit and done by the reference",
-    "machine": "the stateful search of one contract, in its room of the kit",
     "manager": "the offloading manager of a floor",
     "model": "the executable model of a contract, and a model whose KV is sized",
     "moves": "operations of one contract, which its player plays",

@@ -10,8 +10,8 @@ from kvview import Connector, KVViewError, TransferSpecError, WorkerConnector
 from kvview.connector.raising import build_connector, missing_library, where, wrong_type
 from kvview.errors import line_of, split_law
 from kvview.testing import watchdog
-from kvview.testing.connector.clock import jump
 from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.jumping_clock import jump
 
 _AT_START = {
     *("__init__", "make_scheduler", "make_worker", "register_kv_caches", "on_engine_ready"),

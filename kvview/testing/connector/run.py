@@ -42,7 +42,6 @@ from kvview.testing.connector.aging import (
     when_new,
 )
 from kvview.testing.connector.as_it_is import AsItIsWorker
-from kvview.testing.connector.clock import jumping_clock
 from kvview.testing.connector.configure import configure, is_of_size
 from kvview.testing.connector.coverage import (
     FAILED_BY_THEMSELVES,
@@ -67,6 +66,7 @@ from kvview.testing.connector.invariants import (
     check_drained,
     check_free_list,
 )
+from kvview.testing.connector.jumping_clock import jumping_clock
 from kvview.testing.connector.process import RemoteWorker, can_fork
 from kvview.testing.connector.result import Failure, SimulationResult, Snapshot
 from kvview.testing.connector.scenario import (

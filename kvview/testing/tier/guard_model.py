@@ -34,7 +34,7 @@ LOOKUP_FAULTS = {
 _STRIKES = ("raised", "malformed", "late", "unanswered")
 
 
-class GuardModel:
+class TierGuardModel:
     """The strikes and the counts of a guard whose jobs come one after the other (TIER-12).
 
     Args:

@@ -14,7 +14,7 @@ from kvview.testing.harness import Capability as C
 from kvview.testing.search import Label, check_by_search, observable, operation
 from kvview.testing.tier import faulty_store
 from kvview.testing.tier.faulty_store import FaultyStore
-from kvview.testing.tier.guard_model import GET_FAULTS, LOOKUP_FAULTS, PUT_FAULTS, GuardModel
+from kvview.testing.tier.guard_model import GET_FAULTS, LOOKUP_FAULTS, PUT_FAULTS, TierGuardModel
 from kvview.testing.tier.model import TierModel
 from kvview.testing.tier.moves import TierMoves
 
@@ -139,7 +139,7 @@ class TierGuardPlayer(TierMoves):
         self.wait()
         before = self.subject, self.under, self.clock, self.model, self.keys, self.reported
         self.guard_new_store()
-        expected = GuardModel(TRIP_AFTER, RETRY_AFTER)
+        expected = TierGuardModel(TRIP_AFTER, RETRY_AFTER)
         self.fresh = [b"held %d" % number for number in range(2 * _MOST_STEPS)]
         expected.job("put", "", len(self.fresh), 0.0)
         self.submit("put", dict.fromkeys(self.fresh, 4096))
@@ -150,7 +150,7 @@ class TierGuardPlayer(TierMoves):
         self.subject.close()
         self.subject, self.under, self.clock, self.model, self.keys, self.reported = before
 
-    def _one_step(self, expected: GuardModel, name: bytes) -> None:
+    def _one_step(self, expected: TierGuardModel, name: bytes) -> None:
         self.clock.seconds += self.rng.choice((0, 0, 0.4, 0.9, 1.1, 2.1, 20)) * RETRY_AFTER
         method, faults = self.rng.choice(
             (("put", PUT_FAULTS), ("get", GET_FAULTS), ("lookup", LOOKUP_FAULTS))
@@ -215,7 +215,7 @@ class TierGuardPlayer(TierMoves):
                 wait(flags)
         self.equal(flags, [False], "a lookup of a key that was not put")
 
-    def _compare_counts(self, expected: GuardModel, fault: str) -> None:
+    def _compare_counts(self, expected: TierGuardModel, fault: str) -> None:
         if not hasattr(self.subject, "stats"):
             return
         end = time.monotonic() + self.patience / 4
