@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import tracemalloc
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType, ModuleType
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 
 from kvview.connector.halves import SchedulerConnector, WorkerConnector
 from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.result import Failure, SimulationResult
 from kvview.testing.connector.scenario import Scenario
 
 FEWEST_LAPS = 24
@@ -28,7 +29,7 @@ _FEWEST_TOKENS = 100  # loaded in the laps that are compared, to be worth a comp
 _BYTES_PER_PAGE = 400  # that a connector may keep of each page of a tier that is filling
 _LAPS_TO_CONFIRM = 2 * FEWEST_LAPS
 _A_DAY = 24 * 3600.0
-_FOREIGN = ("kvview.guard", "kvview.testing", "kvview_reference.engine", "kvview_vllm", "vllm")
+_NOT_THEIRS = ("kvview.guard", "kvview.testing")
 _NOT_KEPT = (type, ModuleType, torch.Tensor)
 
 
@@ -111,20 +112,18 @@ def check_memory(sizes: Sequence[int], scenario: Scenario, allocated_at: str) ->
 
 
 def kept_bytes(halves: Iterable[SchedulerConnector | WorkerConnector]) -> int:
-    """Bytes of the objects that the halves refer to, the engine's and tensors left out."""
+    """Bytes of the objects that the halves refer to, without views and tensors."""
     found: dict[int, Any] = {}
     ahead: list[Any] = list(halves)
     while ahead:
         one = ahead.pop()
-        if id(one) in found or isinstance(one, _NOT_KEPT) or _is_foreign(type(one)):
+        if id(one) in found or isinstance(one, _NOT_KEPT):
+            continue
+        if type(one).__module__.startswith(_NOT_THEIRS):
             continue
         found[id(one)] = one
         ahead += _parts(one)
     return sum(sys.getsizeof(one, 0) for one in found.values())
-
-
-def _is_foreign(kind: type) -> bool:
-    return kind.__module__.startswith(_FOREIGN)
 
 
 def _parts(one: Any) -> list[Any]:
@@ -147,3 +146,51 @@ def line_of_allocations(connector_class: type) -> str:
     own = snapshot.filter_traces([tracemalloc.Filter(True, file) for file in sorted(files)])
     most = own.statistics("lineno")[:1]
     return f"{most[0].traceback[0].filename}:{most[0].traceback[0].lineno}" if most else ""
+
+
+def failure_at_the_end(result: SimulationResult, law: str, message: str) -> Failure:
+    """The failure of a run that came to its end."""
+    return Failure(law, message, result.coverage.get("steps", 0), len(result.scenario.events))
+
+
+def with_laps_compared(
+    result: SimulationResult, play: Callable[[Scenario], SimulationResult]
+) -> SimulationResult:
+    """The result of a run, judged as well by its laps if it is a long one."""
+    laps = result.scenario.laps
+    is_whole = len(result.loads_of_laps) == laps and not result.scenario.ends_abruptly
+    if result.failure or laps < FEWEST_LAPS or not is_whole:
+        return result
+    try:
+        coverage = _compare_laps(result, play)
+    except InvariantBroken as broken:
+        return replace(result, failure=failure_at_the_end(result, broken.law, broken.message))
+    return replace(result, coverage={**result.coverage, **coverage})
+
+
+def _compare_laps(
+    result: SimulationResult, play: Callable[[Scenario], SimulationResult]
+) -> Mapping[str, int]:
+    """Compare the laps of a long run with each other, and with those of a new connector.
+
+    Args:
+        result: The long run.
+        play: Plays a scenario with a new connector.
+
+    Returns:
+        What was compared, as coverage.
+
+    Raises:
+        InvariantBroken: CONN-10.
+    """
+    scenario = result.scenario
+    loads = [tokens for new in when_new(scenario) for tokens in play(new).loads_of_laps]
+    check_conserved(result.loads_of_laps, loads)
+    if grows(result.kept_bytes, scenario.cpu_blocks):
+        tracemalloc.start()
+        try:
+            confirmed = play(longer(scenario))
+        finally:
+            tracemalloc.stop()
+        check_memory(confirmed.kept_bytes, confirmed.scenario, confirmed.allocated_at)
+    return {"steady runs to compare": int(is_comparable(loads))}

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import pickle
-import tracemalloc
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from itertools import cycle, pairwise
-from random import Random
+from itertools import pairwise
 from typing import Any, NoReturn
-
-from typing_extensions import override
 
 from kvview import (
     ConfigError,
@@ -31,15 +27,11 @@ from kvview.testing import watchdog
 from kvview.testing.breathing import new_threads_breathe
 from kvview.testing.connector.aging import (
     FEWEST_LAPS,
-    check_conserved,
-    check_memory,
-    grows,
-    is_comparable,
+    failure_at_the_end,
     is_end_of_third,
     kept_bytes,
     line_of_allocations,
-    longer,
-    when_new,
+    with_laps_compared,
 )
 from kvview.testing.connector.as_it_is import AsItIsWorker
 from kvview.testing.connector.configure import configure, is_of_size
@@ -50,6 +42,7 @@ from kvview.testing.connector.coverage import (
     WITH_A_FULL_TIER,
     seeds_of,
 )
+from kvview.testing.connector.fates import Fates
 from kvview.testing.connector.faults import FaultyWorker, Pool
 from kvview.testing.connector.harness import (
     ConnectorHarness,
@@ -96,7 +89,6 @@ _HUGE_POOL = 1000  # blocks beyond which they are not all looked at in every ste
 _STEPS_PER_CHECK_OF_A_HUGE_POOL = 8
 _LAPS_UNTIL_PROMPTS_COME_AGAIN = 64
 _FAMILIES_A_LAP = 1000
-_MUCH_LATER = 40  # steps until a long run reports what is lost
 _SECONDS_A_LEASE_MAY_LAST = 7 * 24 * 3600.0
 
 
@@ -131,7 +123,7 @@ def simulate(
         def play_own(scenario: Scenario) -> SimulationResult:
             return own.simulate_own(connector_class, scenario, dict(options or {}))
 
-        return _with_laps_compared(play_own(scenario), play_own)
+        return with_laps_compared(play_own(scenario), play_own)
 
     def play(scenario: Scenario) -> tuple[SimulationResult, list[str]]:
         given = dict(options or {})
@@ -150,13 +142,13 @@ def simulate(
         except _BudgetIgnored:
             scenario = replace(scenario, pin_budget=None)
             result, left = play(scenario)
-        result = _with_laps_compared(result, lambda one: play(one)[0])
+        result = with_laps_compared(result, lambda one: play(one)[0])
         if (
             left
             and result.failure is None
             and leaves_threads(connector_class, lambda: play(scenario)[1])
         ):
-            failure = _at_the_end(
+            failure = failure_at_the_end(
                 result,
                 "CONN-12",
                 f"shutdown of the halves returned, and their threads {left} go on: end what was "
@@ -164,53 +156,6 @@ def simulate(
             )
             result = replace(result, failure=failure)
         return result
-
-
-def _at_the_end(result: SimulationResult, law: str, message: str) -> Failure:
-    return Failure(law, message, result.coverage.get("steps", 0), len(result.scenario.events))
-
-
-def _with_laps_compared(
-    result: SimulationResult, play: Callable[[Scenario], SimulationResult]
-) -> SimulationResult:
-    """The result of a run, judged as well by its laps if it is a long one."""
-    laps = result.scenario.laps
-    is_whole = len(result.loads_of_laps) == laps and not result.scenario.ends_abruptly
-    if result.failure or laps < FEWEST_LAPS or not is_whole:
-        return result
-    try:
-        coverage = _compare_laps(result, play)
-    except InvariantBroken as broken:
-        return replace(result, failure=_at_the_end(result, broken.law, broken.message))
-    return replace(result, coverage={**result.coverage, **coverage})
-
-
-def _compare_laps(
-    result: SimulationResult, play: Callable[[Scenario], SimulationResult]
-) -> Mapping[str, int]:
-    """Compare the laps of a long run with each other, and with those of a new connector.
-
-    Args:
-        result: The long run.
-        play: Plays a scenario with a new connector.
-
-    Returns:
-        What was compared, as coverage.
-
-    Raises:
-        InvariantBroken: CONN-10.
-    """
-    scenario = result.scenario
-    loads = [tokens for new in when_new(scenario) for tokens in play(new).loads_of_laps]
-    check_conserved(result.loads_of_laps, loads)
-    if grows(result.kept_bytes, scenario.cpu_blocks):
-        tracemalloc.start()
-        try:
-            confirmed = play(longer(scenario))
-        finally:
-            tracemalloc.stop()
-        check_memory(confirmed.kept_bytes, confirmed.scenario, confirmed.allocated_at)
-    return {"steady runs to compare": int(is_comparable(loads))}
 
 
 class _BudgetIgnored(Exception):
@@ -221,35 +166,6 @@ def _is_refused_hold(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, PinBudgetExceeded):
         error = error.__cause__ or error.__context__
     return error is not None
-
-
-class _Fates(Iterator[Fate]):
-    """The fates of a run; those of a long run are in an order of its own in each lap.
-
-    The faults of one lap must not lock those of the next.
-    """
-
-    def __init__(self, scenario: Scenario) -> None:
-        self._fates = scenario.fates
-        self._ahead = iter(scenario.fates)
-        self._is_endless = scenario.laps > 1 or scenario.first_lap > 0
-        if self._is_endless:
-            self._fates = tuple(map(_reported_later, scenario.fates))
-
-    def begin_lap(self, lap: int) -> None:
-        """Begin with the order of a lap."""
-        if self._is_endless and self._fates:
-            self._ahead = cycle(Random(lap).sample(self._fates, len(self._fates)))
-
-    @override
-    def __next__(self) -> Fate:
-        return next(self._ahead)
-
-
-def _reported_later(fate: Fate) -> Fate:
-    if not fate.is_lost:
-        return fate
-    return replace(fate, is_lost=False, report_after=fate.report_after + _MUCH_LATER)
 
 
 class _Part(Connector):
@@ -366,7 +282,7 @@ class Run:
         self._coverage[OF_THEIR_OWN_SIZE] += not knows_size and self.scenario.cpu_blocks > 0
         knows_blocks = knows_size and not is_in_bytes(options_of_each[0])
         self._is_roomy = self.scenario.is_roomy and knows_blocks
-        self._fates = _Fates(self.scenario)
+        self._fates = Fates(self.scenario)
         part_class = type(self._name, (_Part,), {})  # reports name the connector
         self._parts += [
             part_class(connector_class, config, self.scenario, self._fates, self, self._stream)

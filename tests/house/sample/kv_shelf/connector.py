@@ -239,6 +239,8 @@ class ShelfScheduler(SchedulerConnector):
             lease.release()
             if result.success:
                 self._shelf[key] = None
+            else:
+                self._add(drops=[key])  # some of its bytes may have arrived
 
     @override
     def has_pending_work(self) -> bool:

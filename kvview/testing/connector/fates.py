@@ -1,0 +1,43 @@
+"""The fates of the jobs of a run, in the order in which the jobs start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle
+from random import Random
+
+from typing_extensions import override
+
+from kvview.testing.connector.scenario import Fate, Scenario
+
+_MUCH_LATER = 40  # steps until a long run reports a job that is lost
+
+
+class Fates(Iterator[Fate]):
+    """The fates of a run; those of a long run are in an order of its own in each lap.
+
+    The faults of one lap must not lock those of the next.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._fates = scenario.fates
+        self._ahead = iter(scenario.fates)
+        self._is_endless = scenario.laps > 1 or scenario.first_lap > 0
+        if self._is_endless:
+            self._fates = tuple(map(_reported_later, scenario.fates))
+
+    def begin_lap(self, lap: int) -> None:
+        """Begin with the order of a lap."""
+        if self._is_endless and self._fates:
+            self._ahead = cycle(Random(lap).sample(self._fates, len(self._fates)))
+
+    @override
+    def __next__(self) -> Fate:
+        return next(self._ahead)
+
+
+def _reported_later(fate: Fate) -> Fate:
+    if not fate.is_lost:
+        return fate
+    return replace(fate, is_lost=False, report_after=fate.report_after + _MUCH_LATER)
