@@ -427,7 +427,7 @@ def test_every_cell_of_the_coverage_is_filled() -> None:
     table = table_of_cells(coverage)
     assert len(table) == 1 + 12
     for row in table[1:]:
-        assert min(map(int, row[2:])) >= 20, row
+        assert min(map(int, row[2:])) >= 10, row
     assert not not_exercised(coverage)
 
 

@@ -22,7 +22,7 @@ from kvview.testing.connector.scenario import NUM_LAYERS, PAGE_BYTES
 from kvview.testing.placeholders import in_size
 from tests.connector.unusual import Unusual
 
-SEEDS = 25
+SEEDS = 45
 HEADER_BYTES = 10_000
 
 
@@ -105,7 +105,7 @@ def test_what_a_block_takes_is_the_connectors_to_say() -> None:
 
 
 def test_a_size_of_its_own_is_not_enough() -> None:
-    runs = check(OwnOption)
+    runs = check(OwnOption, max_blocks=10_000)
     gaps = {gap.name: gap.what for gap in not_exercised(runs.coverage)}
     assert "NAME={blocks}" in gaps["full tier"]
 

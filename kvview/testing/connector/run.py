@@ -87,7 +87,6 @@ _STEPS_PER_LOOK_AT_KEYS = 8
 _LONGEST_TIMELINE = 2000  # steps, the last ones
 _HUGE_POOL = 1000  # blocks beyond which they are not all looked at in every step
 _STEPS_PER_CHECK_OF_A_HUGE_POOL = 8
-_LAPS_UNTIL_PROMPTS_COME_AGAIN = 64
 _FAMILIES_A_LAP = 1000
 _SECONDS_A_LEASE_MAY_LAST = 7 * 24 * 3600.0
 
@@ -410,7 +409,7 @@ class Run:
     def _play_lap(self, lap: int) -> None:
         numbered = self.scenario.first_lap + lap
         self._fates.begin_lap(numbered)
-        self._first_family = numbered % _LAPS_UNTIL_PROMPTS_COME_AGAIN * _FAMILIES_A_LAP
+        self._first_family = numbered % self.scenario.laps_until_again * _FAMILIES_A_LAP
         # An id that comes again finds what was remembered by it, over a reset for example, and
         # hides what was left under it.
         if not any(isinstance(event, Reset) for event in self.scenario.events):

@@ -153,14 +153,14 @@ class Scenario:
             for none; what another group uses beyond that is padding. Empty for two tensors
             of equal pages. An engine with a layout of its own keeps it.
         laps: How often the events happen, all of them one lap after the other: a long run,
-            and a steady one. Each lap asks for prompts of its own, in the same order (after
-            64 laps they come again). Each lap has the fates in an order of its own, and what
+            and a steady one. Each lap asks for prompts of its own, in the same order. Each lap has the fates in an order of its own, and what
             is lost is reported much later, not only at the end.
         pin_budget: Share of the pool's blocks that connectors may hold; None for no limit. A
             connector that never asks for it and lets ``PinBudgetExceeded`` out is played
             without one.
         threads_breathe: Whether threads let others go on before each of their lines, so that
             races show.
+        laps_until_again: Laps after which the prompts of the first one come again.
         first_lap: Number of the first lap; those before it are left out.
         clock_jump: Seconds by which the clocks of :mod:`time` jump ahead at each call of a hook.
     """
@@ -187,6 +187,7 @@ class Scenario:
     threads_breathe: bool = False
     clock_jump: float = 0.0
     first_lap: int = 0
+    laps_until_again: int = 64
 
     @property
     def steps_per_lap(self) -> int:

@@ -30,6 +30,9 @@ class Leftovers:
             if not entries:
                 self._dicts.pop()
 
+    def __len__(self) -> int:
+        return sum(map(len, self._dicts))
+
     def clear(self) -> None:
         """Let all go, whatever it takes."""
         self._dicts.clear()

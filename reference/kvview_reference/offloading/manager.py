@@ -197,6 +197,8 @@ class CPUOffloadingManager:
                 offers[key] = min(offers.pop(key, 0) + 1, self._store_threshold)
             while len(offers) > self._max_tracked_keys:
                 offers.popitem(last=False)
+        # Offers are counted of keys that are not stored, too.
+        self._leftovers.drop(_DROPPED_PER_KEY * len(keys))
         if not new:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
 
@@ -212,7 +214,6 @@ class CPUOffloadingManager:
         new_pages = self._take_pages(len(new))
         pages.update(zip(new, new_pages, strict=True))
         self._storing.update(new)
-        self._leftovers.drop(_DROPPED_PER_KEY * len(new))
         return PrepareStoreOutput(new, CPULoadStoreSpec(new_pages), victims)
 
     def complete_store(
