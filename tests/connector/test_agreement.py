@@ -12,6 +12,8 @@ from kvview.testing.connector import check_connector
 from tests.vllm import wrong_jobs
 from tests.vllm.wrong_connectors import RIGHT, WRONG
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SEEDS = 200
 assert wrong_jobs, "it adds to WRONG"

@@ -10,6 +10,8 @@ from kvview.targets import load_connector
 from kvview.testing.connector import check_connector
 from tests.mutants.novice import BASES, FOLDER, load_mistakes
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("base", BASES)
 def test_the_right_ones_are_right(base: str) -> None:

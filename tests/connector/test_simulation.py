@@ -113,6 +113,7 @@ def test_a_connector_that_does_nothing_is_not_green() -> None:
     assert "nothing was ever stored" in report.summary()
 
 
+@pytest.mark.slow
 def test_no_false_alarm_for_a_multi_connector() -> None:
     report = check_connector(MultiConnector, seeds=24, options={"connectors": CHILDREN})
     assert report.is_clean, report.failures[0].script
@@ -124,6 +125,7 @@ def default_run() -> ConnectorRuns:
     return check_connector(HostCacheConnector, seeds=200)
 
 
+@pytest.mark.slow
 def test_everything_that_should_happen_happens() -> None:
     coverage = default_run().coverage
     for name in (
@@ -162,6 +164,7 @@ def test_there_are_mutants_of_real_incidents() -> None:
 # --- replay ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("connector", [OffloadConnector, Two, CountsFailedLoads])
 def test_a_seed_gives_the_same_run_twice(connector: type[Connector]) -> None:
     for seed in range(12):
@@ -193,6 +196,7 @@ def test_a_seed_gives_the_same_run_in_another_process() -> None:
     assert len(outputs) == 1
 
 
+@pytest.mark.slow
 def test_a_failure_is_replayed_by_its_seed() -> None:
     report = check_connector(LeaksFailedStores, seeds=25, keep_going=True, max_shrink_runs=0)
     for failure in report.failures[:3]:
@@ -380,6 +384,7 @@ def test_the_promises_of_several_requests_are_kept_apart() -> None:
         history.on_blocks_allocated("a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("connector", [LeasesForAWhile, LeasesForLong])
 def test_a_lease_with_a_deadline_gives_back_by_itself(connector: type[Connector]) -> None:
     report = check_connector(connector, seeds=24)
@@ -416,12 +421,14 @@ def test_a_turn_goes_on_where_the_last_one_ended() -> None:
     assert result.coverage["next turns"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("connector", UNUSUAL)
 def test_no_false_alarm_for_what_is_unusual(connector: type[Connector]) -> None:
     report = check_connector(connector, seeds=16, first_seed=500)
     assert not report.failures, report.failures[0].script
 
 
+@pytest.mark.slow
 def test_every_cell_of_the_coverage_is_filled() -> None:
     coverage = default_run().coverage
     table = table_of_cells(coverage)
@@ -447,6 +454,7 @@ def test_a_cell_that_stays_empty_is_named() -> None:
     assert not not_exercised(coverage | dict.fromkeys(names, 2))
 
 
+@pytest.mark.slow
 def test_event2_is_asked_of_the_children_that_give_events() -> None:
     """What a silent child promises is advertised by nobody; a key of both may be removed."""
     for silent in (0, 1):
@@ -495,6 +503,7 @@ def test_a_long_run_goes_on_with_faults() -> None:
     assert len(result.loads_of_laps) == long.laps
 
 
+@pytest.mark.slow
 def test_there_are_turns_in_generated_scenarios() -> None:
     assert default_run().coverage["next turns"] >= 200
 

@@ -143,6 +143,7 @@ class HastyOffload(OffloadWorker):
         super().register_kv_caches(replace(kv_caches, compute_stream=None))
 
 
+@pytest.mark.slow
 def test_seeds_show_who_does_not_wait_for_compute() -> None:
     failures = check_connector(
         StoresTooEarly, seeds=60, max_shrink_runs=0, keep_going=True
@@ -165,6 +166,7 @@ def test_seeds_show_who_looks_up_what_it_counts() -> None:
 # --- the right ones ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lags", [False, True])
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize(
@@ -190,6 +192,7 @@ def test_scenarios_have_all_of_it() -> None:
     assert sum(event.stops_after is not None for event in ends) >= 100
 
 
+@pytest.mark.slow
 def test_resets_come_to_busy_connectors_and_hashes_to_two_blocks() -> None:
     coverage = check_connector(OffloadConnector, seeds=40).coverage
     assert coverage["resets with jobs in flight"] >= 10

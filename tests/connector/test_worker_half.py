@@ -65,6 +65,7 @@ def test_an_option_that_does_not_pickle_is_said_so() -> None:
         check_connector(TakesAnything, seeds=1, options={"lock": threading.Lock()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("connector", [Threaded, InAnyOrder])
 def test_threads_that_are_right_are_left_alone(connector: type[Connector]) -> None:
     report = check_connector(connector, seeds=16)

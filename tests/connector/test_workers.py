@@ -118,6 +118,7 @@ def test_no_fork_beside_other_threads() -> None:
 # --- a connector in them ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("connector", [OffloadConnector, LeaksFailedStores])
 @pytest.mark.parametrize("keep_going", [False, True])
 def test_the_number_of_processes_changes_nothing(

@@ -95,6 +95,7 @@ def test_a_checker_sees_the_types(
     assert "no_such_attribute" in text
 
 
+@pytest.mark.slow
 def test_its_own_tests_pass(run: Run) -> None:
     done = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "checks")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -97,6 +97,7 @@ class ThreadedWorker(WorkerConnector):
         finished = []
         while self.results:
             finished.append(self.results.pop(0))
+            self.futures.pop(finished[-1].job_id, None)
         return finished
 
     @override

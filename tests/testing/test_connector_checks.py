@@ -121,6 +121,7 @@ def test_under_pytest(check: BoundCheck) -> None:
     check()
 
 
+@pytest.mark.slow
 def test_failures_are_grouped_by_law_with_a_script_each() -> None:
     report = run_checks(ForgetsEvents, seeds=25, keep_going=True)
     assert report.contract == "connector"
@@ -256,6 +257,7 @@ def test_a_hook_that_does_not_return_is_named(connector: type[Connector]) -> Non
     assert any("hooks do not return" in note for note in runs.notes)
 
 
+@pytest.mark.slow
 def test_what_is_not_deterministic_is_named() -> None:
     few: dict[str, Any] = {"seeds": 20, "first_seed": 10}  # no long one, and one is run twice
     runs = check_connector(Draws, **few)

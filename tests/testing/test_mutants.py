@@ -32,6 +32,7 @@ RIGHT: list[Callable[[], Any]] = [
 ]
 
 
+@pytest.mark.slow
 # The thread of a wrong implementation may end with an exception.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -39,6 +40,7 @@ def test_mutant_is_killed(mutant: Mutant) -> None:
     assert MutantResult(mutant, mutant.first_failure()).is_killed, mutant.what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", RIGHT, ids=lambda factory: factory.__name__)
 def test_the_right_implementation_passes(factory: Callable[[], Any]) -> None:
     report = run_checks(factory)

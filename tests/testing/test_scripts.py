@@ -18,6 +18,8 @@ from kvview_reference import harness
 
 pytest.importorskip("torch")
 
+pytestmark = pytest.mark.slow
+
 FAULTS = [m for m in load_mutants() if isinstance(m, Mutant)]
 CONNECTORS = [m for m in FAULTS if is_connector(m.factory)]
 MUTANTS = [m for m in FAULTS if m not in CONNECTORS]

@@ -56,6 +56,7 @@ def _manager(name: str) -> type:
 @pytest.mark.parametrize("num_blocks", [1, 2, 7, 40])
 def test_the_blocks_of_a_window_that_vllm_stores(window: int, num_blocks: int) -> None:
     manager = _manager("SlidingWindowManager")
+    pytest.importorskip("vllm.v1")
     import torch
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
@@ -69,6 +70,7 @@ def test_the_blocks_of_a_window_that_vllm_stores(window: int, num_blocks: int) -
 @pytest.mark.parametrize("num_blocks", [1, 2, 7, 40])
 def test_the_states_that_vllm_stores(num_blocks: int) -> None:
     manager = _manager("MambaManager")
+    pytest.importorskip("vllm.v1")
     import torch
     from vllm.v1.kv_cache_interface import MambaSpec
 

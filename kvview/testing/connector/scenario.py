@@ -153,8 +153,9 @@ class Scenario:
             for none; what another group uses beyond that is padding. Empty for two tensors
             of equal pages. An engine with a layout of its own keeps it.
         laps: How often the events happen, all of them one lap after the other: a long run,
-            and a steady one. Each lap asks for prompts of its own, in the same order. Each lap has the fates in an order of its own, and what
-            is lost is reported much later, not only at the end.
+            and a steady one. Each lap asks for prompts of its own, in the same order. Each lap
+            has the fates in an order of its own, and a lost job is reported much later, not
+            only at the end.
         pin_budget: Share of the pool's blocks that connectors may hold; None for no limit. A
             connector that never asks for it and lets ``PinBudgetExceeded`` out is played
             without one.

@@ -170,6 +170,7 @@ def _simpler_events(scenario: Scenario) -> Iterator[Scenario]:
                 replace(event, num_output_tokens=0),
                 replace(event, family=1),
                 replace(event, continues=None),
+                replace(event, num_shared_blocks=Add("", 1, 1).num_shared_blocks),
                 *(replace(event, num_prompt_tokens=n * size + 1) for n in (1, 2, 3)),
             ]
             others = [o for o in others if isinstance(o, Add) and _weight(o) < _weight(event)]
@@ -182,7 +183,8 @@ def _simpler_events(scenario: Scenario) -> Iterator[Scenario]:
 
 def _weight(add: Add) -> int:
     is_next_turn = add.continues is not None
-    return add.num_prompt_tokens + add.num_output_tokens + add.family + is_next_turn
+    is_unusual = add.num_shared_blocks != Add("", 1, 1).num_shared_blocks
+    return add.num_prompt_tokens + add.num_output_tokens + add.family + is_next_turn + is_unusual
 
 
 def _simpler_sizes(scenario: Scenario) -> Iterator[Scenario]:
@@ -194,6 +196,7 @@ def _simpler_sizes(scenario: Scenario) -> Iterator[Scenario]:
         "group_pages",
         "pin_budget",
         "threads_breathe",
+        "clock_jump",
         "cpu_blocks",
         "max_running",
         "max_tokens_per_step",
