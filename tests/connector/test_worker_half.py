@@ -68,7 +68,7 @@ def test_an_option_that_does_not_pickle_is_said_so() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("connector", [Threaded, InAnyOrder])
 def test_threads_that_are_right_are_left_alone(connector: type[Connector]) -> None:
-    report = check_connector(connector, seeds=16)
+    report = check_connector(connector, seeds=40)
     assert not report.failures, report.failures[0].script
     assert report.coverage["with the worker half as_it_is"] >= 5
     assert report.coverage["with the worker half in_a_process"] >= 1

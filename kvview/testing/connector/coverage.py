@@ -126,7 +126,7 @@ def not_exercised(coverage: Mapping[str, int]) -> Sequence[Gap]:
     if not coverage.get("loads"):
         return gaps
     num_unsized, num_full = coverage.get(OF_THEIR_OWN_SIZE, 0), coverage.get(WITH_A_FULL_TIER, 0)
-    if num_unsized >= FEWEST_SEEDS and num_full * 5 < num_unsized:
+    if num_unsized >= FEWEST_SEEDS and num_full * 20 < num_unsized:
         what = f"in {num_full} of {num_unsized} runs the tier was full"
         gaps.append(Gap("full tier", f"{what}: what is let go was hardly seen. {_SAY_WHICH}"))
     num_steady = coverage.get("steady runs", 0)

@@ -67,6 +67,7 @@ class History:
         self.events = EventFold()
         self.stored: set[OffloadKey] = set()  # by stores reported as a success, since a reset
         self.failed: set[OffloadKey] = set()
+        self._stored_whole: set[OffloadKey] = set()  # by jobs without a failure
         self._current: set[Flight] = set()  # begun since the last reset
         self.coverage: Counter[str] = Counter()
         self.num_tokens_to_load = 0
@@ -96,8 +97,12 @@ class History:
             self._loading.discard(flight)
         elif flight in self._current:
             stored = flight.stored_keys
-            if not self.coverage["failed loads"]:  # what can not be loaded is rightly let go
-                self.was_full = self.was_full or bool(stored & self.stored)
+            # A key whose load failed is rightly let go; a part of a job, or a block with two
+            # keys, may be stored again.
+            whole = {keys[0] for keys in flight.keys_of.values() if len(keys) == 1}
+            if success and not self.coverage["failed loads"]:
+                self.was_full = self.was_full or bool(whole & self._stored_whole)
+                self._stored_whole |= whole
             self.stored |= stored
             self.failed |= flight.keys - stored
         self._current.discard(flight)
@@ -123,6 +128,7 @@ class History:
         """The caches were reset, which ends every promise (CONN-2)."""
         check_reset(self.events.advertised)
         self.stored.clear()
+        self._stored_whole.clear()
         self.failed.clear()
         self._current.clear()
         self._promises.clear()
