@@ -249,6 +249,7 @@ class Run:
         self._stream = StepStream() if self.scenario.compute_lags else None
         self._parts: list[_Part] = []
         self._is_roomy = False
+        self._fates = Fates(self.scenario)
         self._configure(connector_class, options_of_each)
         self._timeline: deque[Snapshot] = deque(maxlen=_LONGEST_TIMELINE)
         self._num_steps = 0
@@ -281,7 +282,6 @@ class Run:
         self._coverage[OF_THEIR_OWN_SIZE] += not knows_size and self.scenario.cpu_blocks > 0
         knows_blocks = knows_size and not is_in_bytes(options_of_each[0])
         self._is_roomy = self.scenario.is_roomy and knows_blocks
-        self._fates = Fates(self.scenario)
         part_class = type(self._name, (_Part,), {})  # reports name the connector
         self._parts += [
             part_class(connector_class, config, self.scenario, self._fates, self, self._stream)
