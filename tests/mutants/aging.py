@@ -23,15 +23,17 @@ from kvview import (
     WorkerConnector,
 )
 from kvview.testing import Mutant
+from kvview.testing.connector import generate_scenario
 
 from .connector import breaker
 from .example import Host
 
 MUTANTS: list[Mutant] = []
 breaks = breaker(MUTANTS)
+in_long_runs = breaker(MUTANTS, seeds=[s for s in range(200) if generate_scenario(s).laps > 1])
 
 
-@breaks("CONN-10", "pins the pages of a promise at each match, and unpins them once")
+@in_long_runs("CONN-10", "pins the pages of a promise at each match, and unpins them once")
 class PinsAtEachMatch(Host):
     class scheduler(HostCacheScheduler):
         def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
@@ -62,7 +64,7 @@ class PinsAtEachMatch(Host):
             )
 
 
-@breaks("CONN-10", "remembers every request for ever")
+@in_long_runs("CONN-10", "remembers every request for ever")
 class RemembersRequests(Host):
     class scheduler(HostCacheScheduler):
         def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:

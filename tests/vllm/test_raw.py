@@ -157,7 +157,7 @@ def test_a_connector_of_one_group_gets_one(engines: VLLMEngines) -> None:
 @has_groups
 @pytest.mark.parametrize("fault", FAULTS_OF_GROUPS, ids=lambda fault: fault.__name__)
 def test_a_fault_of_several_groups_is_found(fault: type, engines: VLLMEngines) -> None:
-    assert any(_failure(fault, seed, engines) is not None for seed in (4, 6, 7))
+    assert any(_failure(fault, seed, engines) is not None for seed in range(20))
 
 
 @has_groups
@@ -247,7 +247,7 @@ def test_vsim_3_without_a_connector_every_seed_is_green() -> None:
 @pytest.mark.parametrize(
     ("seed", "where", "name"),
     [
-        (288, "harness", "aborted_loads_keep_blocks"),  # vLLM PR 32255
+        (69, "harness", "aborted_loads_keep_blocks"),  # vLLM PR 32255
         (0, "fit", "ended_requests_take_no_output"),  # vLLM PR 33377
     ],
 )

@@ -180,6 +180,9 @@ class TierGuardPlayer(TierMoves):
                 self._forget_job(job)
             is_good = expected.job(method, faults[fault], len(keys), now)
             self.equal(flags, [is_good] * len(keys), f"the flags of a {method}, fault: {fault!r}")
+            with self.patiently("the job reaches the store", "TIER-12") as wait:
+                while self.under.num_jobs - before < int(reaches):  # on a thread of the guard
+                    wait("nothing")
             reached = self.under.num_jobs - before
             self.equal(reached, int(reaches), "the jobs that reach the store")
         self._compare_counts(expected, fault)
