@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import NoReturn, Protocol, TypeVar
 
 from kvview.testing import watchdog
@@ -92,6 +92,18 @@ def check(
     return register
 
 
+def run_watched(made: Ends, moves: Callable[[], None]) -> None:
+    """Make moves, and end their maker; a call that does not return breaks the law."""
+    with watchdog.limit(_CALL_SECONDS), watchdog.watching(), watchdog.calling():
+        try:
+            try:
+                moves()
+            finally:
+                made.end()
+        except watchdog.HookTimeout as error:
+            made.does_not_return(error)
+
+
 def checks_driving(
     driver: Callable[[Factory, str], DriverT], *, contract: Contract
 ) -> Callable[..., Callable[[Callable[[DriverT], None]], CheckFunction]]:
@@ -110,14 +122,7 @@ def checks_driving(
             @wraps(body)
             def run(factory: Factory) -> None:
                 made = driver(factory, law)
-                with watchdog.limit(_CALL_SECONDS), watchdog.watching(), watchdog.calling():
-                    try:
-                        try:
-                            body(made)
-                        finally:
-                            made.end()
-                    except watchdog.HookTimeout as error:
-                        made.does_not_return(error)
+                run_watched(made, partial(body, made))
 
             return run
 

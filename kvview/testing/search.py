@@ -18,14 +18,11 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 from typing_extensions import override
 
-from kvview.testing import watchdog
-from kvview.testing.checks import CheckFunction, check, checks_driving
+from kvview.testing.checks import CheckFunction, check, checks_driving, run_watched
 from kvview.testing.harness import Capability, Contract, Factory
 from kvview.testing.profiles import Profile, current_profile
 from kvview.testing.recorder import NUM_IMPORTS, LawBroken, Recorder, import_line
 
-_CALL_SECONDS = 10.0
-"""CPU seconds that one call may take; a call that only waits may take four times as long."""
 _MAX_FAILING_RUNS = 8
 """Failing runs after which a search ends: more of them rarely break another law."""
 
@@ -291,16 +288,10 @@ def _drawn(
 
 
 def _outcome(player: Player, plan: Plan) -> LawBroken | None:
-    with watchdog.limit(_CALL_SECONDS), watchdog.watching(), watchdog.calling():
-        try:
-            try:
-                player.play(plan.moves)
-            except watchdog.HookTimeout as error:
-                player.does_not_return(error)
-            finally:
-                player.end()
-        except LawBroken as broken:
-            return broken
+    try:
+        run_watched(player, lambda: player.play(plan.moves))
+    except LawBroken as broken:
+        return broken
     return None
 
 

@@ -39,15 +39,6 @@ from kvview_reference.pool import BlockPool, BlockPoolView
 from tests.guard.trusting_pool import Clock, TrustingPool, key
 
 
-@pytest.fixture
-def pool() -> BlockPool:
-    pool = BlockPool(10)
-    block_ids = pool.allocate_blocks(9)
-    pool.cache_blocks(block_ids, [f"h{i}".encode() for i in block_ids], block_size=16)
-    pool.free_blocks(block_ids)
-    return pool
-
-
 def test_a_guard_is_a_view_and_has_the_queries_of_the_view_under_it(pool: BlockPool) -> None:
     guard = GuardedView(pool.view())
     assert isinstance(guard, GPUBlockPoolView)

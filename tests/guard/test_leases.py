@@ -14,15 +14,6 @@ from kvview_reference.pool import BlockPool
 from tests.guard.trusting_pool import Clock, TrustingPool
 
 
-@pytest.fixture
-def pool() -> BlockPool:
-    pool = BlockPool(10)
-    block_ids = pool.allocate_blocks(9)
-    pool.cache_blocks(block_ids, [f"h{i}".encode() for i in block_ids], block_size=16)
-    pool.free_blocks(block_ids)
-    return pool
-
-
 @pytest.mark.parametrize("end", ["close", "close below", "close the view", "free_all"])
 def test_a_lease_of_a_closed_view_is_not_active(end: str, pool: BlockPool) -> None:
     view = pool.view()

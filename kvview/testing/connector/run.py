@@ -124,7 +124,7 @@ def simulate(
 
         return with_laps_compared(play_own(scenario), play_own)
 
-    def play(scenario: Scenario) -> tuple[SimulationResult, list[str]]:
+    def play_once(scenario: Scenario) -> tuple[SimulationResult, list[str]]:
         given = dict(options or {})
         with in_fresh_folders(given, scenario.num_connectors) as options_of_each:
             with watchdog.calling():  # the constructor
@@ -135,12 +135,14 @@ def simulate(
             ):
                 return run.run(), run.threads_left
 
-    with watchdog.watching():
+    def play(scenario: Scenario) -> tuple[SimulationResult, list[str]]:
         try:
-            result, left = play(scenario)
+            return play_once(scenario)
         except _BudgetIgnored:
-            scenario = replace(scenario, pin_budget=None)
-            result, left = play(scenario)
+            return play_once(replace(scenario, pin_budget=None))
+
+    with watchdog.watching():
+        result, left = play(scenario)
         result = with_laps_compared(result, lambda one: play(one)[0])
         if (
             left
