@@ -138,7 +138,11 @@ class SupportsUsage(Protocol):
     """The store knows what it occupies."""
 
     def usage(self) -> TierUsage:
-        """Bytes now, and the budget; never waits for I/O."""
+        """Bytes now, and the budget; never waits for I/O.
+
+        Returns:
+            Bytes that other processes wrote may be missing until this store's next put.
+        """
         ...
 
 

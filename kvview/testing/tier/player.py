@@ -157,6 +157,8 @@ class TierPlayer(TierMoves):
             self.model.use(theirs)
         self.model.share()
         self.submit("get", theirs)
+        key = self.new_key()  # a store may learn of their bytes with its own next put
+        self.submit("put", {key: self.keys[key]})
 
     @operation("TIER-10", C.NAMESPACES)
     def open_another_namespace(self) -> None:
