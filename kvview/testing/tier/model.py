@@ -112,8 +112,8 @@ class TierModel:
             yield "TIER-8", f"a page of {size} bytes fails in a budget of {most}", not flag
         elif not flag and not (self.is_closed or self.is_spoilt):
             law = "TIER-4" if key in self.failed else "TIER-8" if most else "TIER-7"
-            has_room = most is None or size <= most // 10
-            yield law, f"key {key!r} is stored", not has_room or key in job.crossed
+            may_fail = not self.has_room(size) or key in job.crossed
+            yield law, f"key {key!r} is stored", may_fail
         if not flag:
             self._doubt([key])
             if self.is_spoilt or key in job.crossed:
@@ -148,6 +148,10 @@ class TierModel:
         if is_sure:
             self.damaged.discard(key)
             self.used[key] = self.now
+
+    def has_room(self, size: int) -> bool:
+        """Whether a page has room beside all others that are in flight."""
+        return self.max_bytes is None or size <= self.max_bytes // 10
 
     def must_be_found(self, key: bytes) -> bool:
         """Whether a lookup must find a key: it is held, and no job may change that."""

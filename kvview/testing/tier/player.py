@@ -150,7 +150,12 @@ class TierPlayer(TierMoves):
             beside.store.drain(self.patience)
             flags = [bool(flag) for _, found in beside.store.poll() for flag in found]
             beside.store.close()
-            self.equal(flags, [True] * 4, "what another process writes is stored")
+            # Two large pages in flight at once may not both have room in a budget.
+            stored = [
+                flag or not self.model.has_room(theirs[key])
+                for key, flag in zip(new, flags, strict=True)
+            ]
+            self.equal(stored, [True] * 4, "a page that another process writes is stored")
             self.wait()
         self.keys |= theirs
         if self.model.max_bytes is None:
