@@ -1,10 +1,10 @@
-"""Writes ``docs/laws.md``: every law, from the docstring where it stands.
+"""Write ``docs/laws.md``: the laws of the contract, and the rules of the reference and the adapter.
 
-    python docs/make_laws.py           # write it
-    python docs/make_laws.py --check   # exit 1 when it is not up to date
+    python docs/make_laws.py           # write the page
+    python docs/make_laws.py --check   # exit 1 if the page is not up to date
 
-Beside each law: the checks of the kit that look for it, the planted faults that break
-it, and the tests that name it. Nothing is imported; all of it is read from the sources.
+Laws come from ``kvview/laws.toml``, rules from the module docstrings of reference and adapter.
+Each has the kit's checks, the injected faults and the tests that name it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvview.laws import laws as laws_of_the_contract
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/laws.md"
 
@@ -28,28 +30,34 @@ _NOT_ABOUT_ONE_LAW = ("tests/house/test_laws.py",)
 _HEAD = """\
 # The laws
 
-<!-- Written by docs/make_laws.py from the docstrings; edit those and run it again. -->
+<!-- Written by docs/make_laws.py from kvview/laws.toml and docstrings; edit those instead. -->
 
-What every part of kvview may rely on and must keep. A number is never given to another
-law; errors, checks and planted faults repeat it. *Checks* are those of `kvview check` and
-`parametrize_with_checks`, *simulated runs* those of `kvview check` for a connector;
-*planted faults* are wrong implementations that a check must see.
+Every implementation must keep these laws, and every user may rely on them. A number is never
+given to another law, and errors, checks and tests repeat it. The list under a law can be unfolded.
+It names the law's *checks* (of `kvview check` and `parametrize_with_checks`), *simulated runs* (of
+`kvview check` for a connector), *injected faults* (wrong implementations that a check must detect)
+and tests.
+
+The families KEY to TIER are the contract. The others are rules of the reference and of the vLLM
+adapter.
 """
 
 
 @dataclass
 class Law:
-    """A law, and who is concerned with it.
+    """A law or rule, with the checks and tests that name it.
 
     Args:
         number: ``"POOL-4"`` for example.
-        text: As it stands in the docstring, in one line.
-        path: Of the module in whose docstring it stands.
+        text: In Markdown.
+        path: The module that the law is about.
+        title: Empty for a rule of the reference or the adapter.
     """
 
     number: str
     text: str
     path: str
+    title: str = ""
     checks: list[str] = field(default_factory=list)
     simulated: set[str] = field(default_factory=set)
     faults: list[str] = field(default_factory=list)
@@ -57,7 +65,7 @@ class Law:
 
     @property
     def family(self) -> str:
-        """What stands before the number."""
+        """The letters of its number."""
         return self.number.partition("-")[0]
 
 
@@ -67,12 +75,15 @@ def laws() -> dict[str, Law]:
     Raises:
         ValueError: Two laws have one number.
     """
-    found: dict[str, Law] = {}
-    for path, tree in _trees("kvview", "reference", "adapters"):
+    found = {
+        number: Law(number, law.text, law.path, law.title)
+        for number, law in laws_of_the_contract().items()
+    }
+    for path, tree in _trees("reference", "adapters"):
         for number, text in _LAW.findall(ast.get_docstring(tree) or ""):
             if number in found:
-                raise ValueError(f"{number} stands in {found[number].path} and in {path}")
-            found[number] = Law(number, " ".join(text.split()), path)
+                raise ValueError(f"{number} is defined in {found[number].path} and in {path}")
+            found[number] = Law(number, _markdown(" ".join(text.split())), path)
     for path, tree in _trees("kvview/testing", "tests"):
         _note_who_names(found, path, tree)
     return dict(sorted(found.items(), key=_place))
@@ -127,7 +138,7 @@ def page(all_laws: Iterable[Law]) -> str:
     families: defaultdict[str, list[Law]] = defaultdict(list)
     for law in all_laws:
         families[law.family].append(law)
-    lines = [_HEAD, "| laws | where they stand |", "|---|---|"]
+    lines = [_HEAD, "| laws | module |", "|---|---|"]
     for family in families.values():
         numbers = " ".join(f"[{law.number}](#{law.number.lower()})" for law in family)
         paths = ", ".join(_link(path) for path in dict.fromkeys(law.path for law in family))
@@ -135,16 +146,19 @@ def page(all_laws: Iterable[Law]) -> str:
     for name, family in families.items():
         lines += ["", f"## {name}"]
         for law in family:
-            lines += ["", f"### {law.number}", "", _markdown(law.text), ""]
-            lines += [f"- {what}: {', '.join(who)}" for what, who in _concerned(law) if who]
+            head = f"{law.number} {law.title}".strip()
+            lines += ["", f'<a id="{law.number.lower()}"></a>', "", f"### {head}", "", law.text, ""]
+            rows = [f"- {kind}: {', '.join(names)}" for kind, names in _named_by(law) if names]
+            lines += ['<details markdown="1"><summary>Module, checks and tests</summary>', ""]
+            lines += [*rows, "", "</details>"]
     return "\n".join(lines) + "\n"
 
 
-def _concerned(law: Law) -> Iterator[tuple[str, list[str]]]:
-    yield "stands in", [_link(law.path)]
-    yield "checks", [f"`{name}`" for name in sorted(law.checks)]
+def _named_by(law: Law) -> Iterator[tuple[str, list[str]]]:
+    yield "module", [_link(law.path)]
+    yield "checks", [f"`{name}`" for name in sorted(set(law.checks))]
     yield "simulated runs", [_link(path) for path in sorted(law.simulated)]
-    yield "planted faults", [f"`{name}`" for name in sorted(law.faults)]
+    yield "injected faults", [f"`{name}`" for name in sorted(law.faults)]
     yield "tests", [_link(path) for path in sorted(law.tests)]
 
 

@@ -16,7 +16,8 @@ from kvview.links import PROJECT_URL
 
 ROOT = Path(__file__).parents[1]
 _LAWS_PAGE = "laws.md"
-_LAWS = re.findall(r"^### (\S+)$", (ROOT / "docs" / _LAWS_PAGE).read_text("utf-8"), re.MULTILINE)
+_LAW_HEAD = re.compile(r'^<a id="(\S+)"></a>\n\n(### (\S+).*)$', re.MULTILINE)
+_LAWS = [head[2] for head in _LAW_HEAD.findall((ROOT / "docs" / _LAWS_PAGE).read_text("utf-8"))]
 _LAW = re.compile(rf"(?<![\w-])(?:{'|'.join(sorted(_LAWS, reverse=True))})(?![\w-])")
 _LEAVES = re.compile(r"(?<=\]\()((?:\.\./)+[^)#\s]*)")
 _ROLE = re.compile(r":[a-z]+:<code>(~?)([\w.]+)(?:\(\))?</code>")
@@ -34,6 +35,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         kind = "tree" if (ROOT / path).is_dir() else "blob"
         return f"{PROJECT_URL}/{kind}/main/{path}"
 
+    markdown = _LAW_HEAD.sub(r"\2 { #\1 }", markdown)  # code hosts know no such attribute
     return _LEAVES.sub(absolute, markdown)
 
 

@@ -11,6 +11,7 @@ import re
 import unicodedata
 from typing import TYPE_CHECKING
 
+from kvview.laws import titled
 from kvview.links import law_url
 
 if TYPE_CHECKING:
@@ -21,13 +22,13 @@ _LONGEST_LINE = 1000
 
 
 class KVViewError(Exception):
-    """Base of every error raised by kvview; a traceback says where the law of one stands."""
+    """Base of every error that kvview raises; its traceback names the broken law and its page."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         law, _ = split_law(str(args[0]) if args else "")
         if law:
-            self.add_note(law_url(law))
+            self.add_note(f"{titled(law)}: {law_url(law)}")
 
 
 class UnknownBlockError(KVViewError, LookupError):

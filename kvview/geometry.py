@@ -3,16 +3,7 @@
 A hybrid model has several KV-cache groups (full attention, sliding window,
 chunked local attention, Mamba), each with its own block size over one pool.
 
-- GEO-1 ``scheduler_block_size`` **must** be given once, at the top, and threaded
-  down; nobody recomputes a least common multiple.
-- GEO-2 It **must** be a multiple of ``hash_block_size`` and of every group's
-  block size, and every group's block size of ``hash_block_size``; otherwise
-  :class:`~kvview.GeometryError` (a ``ValueError``) names the numbers.
-- GEO-3 A prefix of L tokens is a hit for a group when every block of
-  ``required_blocks(L)`` is cached: those that the next token's attention reads.
-- GEO-4 A hit of several groups **must** be the longest prefix, a multiple of
-  ``scheduler_block_size``, that is a hit for each of them. With the prefix cache off
-  nothing is one.
+Laws: GEO-1 to GEO-4 in ``kvview/laws.toml``.
 
 Source: vLLM PR #44165; ``vllm/v1/core/single_type_kv_cache_manager.py`` (0.33.0),
 ``get_num_skipped_tokens`` of each manager.

@@ -1,12 +1,6 @@
 """The two names of a block's KV: its hash, and the key that also says its KV-cache group.
 
-- KEY-1 A :data:`BlockHash` names tokens: the whole prefix up to a block's end, in every
-  KV-cache group alike. Requests have them (:attr:`~kvview.RequestInfo.block_hashes`).
-- KEY-2 An :data:`OffloadKey` names KV: a block hash and a KV-cache group, packed. Pools,
-  tiers and events have them.
-- KEY-3 What is asked for by key **must** refuse bytes that cannot be one: a key is longer
-  than its 4 bytes of group index, and the index is below :data:`MAX_GROUPS`. A hash handed
-  where a key belongs is seen so, all but once in 65,536 times.
+Laws: KEY-1 to KEY-3 in ``kvview/laws.toml``.
 
 Bytes rather than tuples: one object a key, and nothing for the garbage collector to
 track. The packing is that of vLLM's ``BlockHashWithGroupId``.

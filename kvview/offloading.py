@@ -3,30 +3,7 @@
 The manager lives on the scheduler's side. It moves no bytes: it names pages of
 its medium, protects them while they are read or written, and evicts.
 
-- OFF-1 A key under load or store **must not** be evicted.
-- OFF-2 ``prepare_load`` of a key that is not stored and ready **must** raise
-  :class:`~kvview.KeyNotLoadableError` and protect nothing.
-- OFF-3 ``prepare_store`` **must** be atomic: it makes room for all its new keys
-  or returns None, and never evicts a key of its own input.
-- OFF-4 A failed store **must** leave no trace: not the key, not a page, no event.
-- OFF-5 Stored plus pending keys **must not** exceed the capacity. A manager that counts
-  its room **must** tell it as it is, transfers from before a reset included.
-- OFF-6 ``lookup`` **must** say HIT exactly while a load may be prepared:
-  HIT_PENDING from ``prepare_store`` to ``complete_store``, MISS otherwise.
-- OFF-7 An unknown policy **must** be a ``ValueError`` that lists the known ones.
-- OFF-8 ``reset`` **must** forget every key. Transfers in flight go on: until each
-  is completed, its page is not reused, and its key is a MISS that ``prepare_store``
-  leaves out, so a late completion can never be taken for one of a newer job.
-- OFF-9 Each transfer **must** be completed once; a completion that nothing waits
-  for raises :class:`~kvview.TransferNotInFlightError` and changes nothing.
-- OFF-10 A manager that says it is LRU **must** evict what was used longest ago, the
-  oldest first. Uses are the store of a new key and ``touch``, nothing else. A key in
-  flight is passed over and keeps its place. The keys of one ``prepare_store`` are used at
-  one time: which of them goes first is open until they are touched.
-- OFF-11 A manager that says it is ARC **must** keep what was used again apart from what was
-  used once and, with one key a call, evict as published (Megiddo and Modha, FAST '03).
-- OFF-12 With a store threshold of N, at least 1, a key **must** be left out before its N-th
-  offer and not after. One call offers each of its keys once, a refused one none; ``reset`` forgets.
+Laws: OFF-1 to OFF-12 in ``kvview/laws.toml``.
 
 Source: vLLM PR #36644; ``vllm/v1/kv_offload/base.py`` (0.33.0).
 """

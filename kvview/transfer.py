@@ -1,23 +1,6 @@
 """The transfer contract: pages of KV bytes moved between the GPU and a medium.
 
-- XFER-1 Bytes **must** be exact; a spec that names a page that does not exist,
-  names a destination page twice (in a store, a host block), or whose sides do not pair
-  up, raises :class:`~kvview.TransferSpecError`. A source page may be named twice.
-- XFER-2 Nothing outside the named pages **must** be written.
-- XFER-3 Stores and loads that touch the same page **must** run in the order in
-  which they were submitted.
-- XFER-4 A failed job **must** say so in its result, and never report success. A store may
-  succeed in part: the result then names the blocks that were moved. A load may not.
-- XFER-5 ``transfer_async`` **must not** wait for earlier jobs, and returns before
-  the bytes are moved unless they are few enough to be moved on the spot; each
-  accepted job is reported exactly once. ``shutdown`` gives the tier's memory back.
-- XFER-6 GPU pages **must** be read and written only after all work that the caller's
-  compute stream held when the job was submitted: a key in the pool and a count of
-  computed tokens mean *launched*, in stream order, and the kernels may still run
-  (``CanonicalKVCaches.compute_stream``).
-- XFER-7 Whoever makes a worker over KV caches that it cannot move exactly (references to
-  no tensor or beyond a page, rows that overlap or are no bytes), or a tier larger than
-  memory, **must** be told at once, by :class:`~kvview.ConfigError`.
+Laws: XFER-1 to XFER-7 in ``kvview/laws.toml``.
 
 Pages: a KV cache is a list of tensors, each ``(num_blocks, page_size_bytes)`` of
 int8; a group refers to one or more of them, and moving one block of a group

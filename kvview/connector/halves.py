@@ -5,44 +5,7 @@ answers what could be loaded, and plans transfers. The worker half lives where
 the KV bytes are: it runs the plan. Both have a default for every method, so a
 connector overrides what it needs, and a later release may add methods.
 
-- CONN-1 Binding is opt-in and a no-op by default. It **must** be the first event
-  after construction; a connector that holds children **must** forward it to each.
-- CONN-2 ``match_prefix`` **must not** promise what ``on_blocks_allocated`` cannot
-  load. The blocks of a promise come right after it, before any hook but ``take_events``,
-  or never: any other call ends the promise.
-- CONN-3 Every job of a plan **must** be reported exactly once, succeeded or failed.
-  While a store is in flight ``has_pending_work`` **must** say so: an engine without
-  requests does not step otherwise, and the store's blocks stay held.
-- CONN-4 Every block touched **must** be freed once: on success, failure, abort,
-  preemption, reset and shutdown alike.
-- CONN-5 Jobs are named by ``job_id``, never by request id: a request id may come
-  again while jobs of its first life are in flight.
-- CONN-6 A source block **must** be held (or belong to a scheduled request) until
-  its store is reported, so that it is not overwritten while it is read.
-- CONN-7 *Computed* means launched, in stream order, wherever the contract counts or
-  names KV: an engine may schedule steps while earlier ones run. Tables and scheduled
-  tokens **may** then go past ``num_tokens`` and past the hashes; a request that ends
-  **may** have a step in flight, whose tokens nobody takes in. A connector **must not**
-  look up the hash of a block that it has only counted: :func:`~kvview.full_blocks`
-  gives those that are there. Its worker half keeps XFER-6.
-- CONN-8 A store's key **must** name KV that is wholly in its source block:
-  ``num_computed_tokens`` covers the block's last token. The token that a finished
-  request sampled last is not computed.
-- CONN-9 A class **must not** define a public method whose name is close to a hook's,
-  or a hook's of the other half, or another engine's name for one, or a hook that
-  cannot be called as the engine calls it: a generator, a coroutine, a property, a mixin's
-  behind the default. :class:`~kvview.ConnectorDefinitionError` when the class is made;
-  what is assigned to an object is out of reach.
-- CONN-10 A connector's own tier **must** be conserved: what a store that failed, a second
-  store of a key, a load that ended anyhow, an abort, a reset, an eviction or a promise not
-  taken up has occupied is used again. Under a load that repeats itself it loads as much
-  later as it did when it was new, and the memory that its halves keep does not grow for ever.
-- CONN-11 While jobs are in flight ``reset_cache`` **may** refuse. When none is, and nothing is
-  pending, it **must** forget what was offloaded: KV of other weights is not loaded for ever.
-- CONN-12 When both halves are shut down, the threads that they started **must** have ended.
-  What all instances of a process share may stay.
-- CONN-13 ``num_skipped_blocks``, where a half has it, **must** count what could have been
-  stored and was not: none, where neither blocks, budget nor tier were short.
+Laws: CONN-1 to CONN-13 in ``kvview/laws.toml``.
 
 The engine, for its part: calls the scheduler half from one thread; runs loads
 of a request before computing what follows them; never hands a block of an

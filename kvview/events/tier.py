@@ -1,13 +1,6 @@
 """The event contract: what a tier says it holds, for routers and indexers.
 
-- EVENT-1 Of each key in each medium, stores and removals **must** take turns, a store first.
-  Where a source names its media (:class:`~kvview.SupportsMedia`), events name no others.
-- EVENT-2 Folding all events **must** give exactly the keys that ``lookup``
-  answers HIT for: advertised means loadable. A connector over several tiers, some of which
-  give no events, says which promises are theirs (:class:`~kvview.SupportsSilentTiers`).
-- EVENT-3 Per medium, events **must** come in the order in which it happened.
-- EVENT-4 A failed store **must** advertise nothing.
-- EVENT-5 A reset **must** remove everything that was advertised.
+Laws: EVENT-1 to EVENT-5 in ``kvview/laws.toml``.
 
 An offloading event carries no block size: one event may name keys of groups
 whose blocks differ in size. Who needs the size joins it from the GPU events of

@@ -4,32 +4,7 @@ An engine that does not check lets a connector free twice, free what another one
 holds, or pin the whole pool; what follows is seen hours later (vLLM #42571, #42085).
 ``GuardedView`` opens accounts in the pool's ledger and refuses first.
 
-- GUARD-1 Everything **must** be checked before anything changes: after an error
-  the pool, the ledger and the leases are as they were.
-- GUARD-2 A lease **must** give its references back exactly once: by ``release``,
-  by the end of its ``with`` block, or by expiry, whichever comes first.
-- GUARD-3 Leases **must** expire in the order of their deadlines, whatever the
-  order in which they were taken or renewed (vLLM #58222, #50789). A lease that ended
-  leaves no deadline behind: neither memory nor the time of later calls.
-- GUARD-4 A call from another thread than the guard's **must** raise.
-- GUARD-5 A pin budget is a share of the pool, and what counts is what the engine
-  can not allocate: each block once that *any* view or guard of the pool holds. A
-  touch after which more would be held **must** raise; ``num_pinnable_blocks``
-  **must** say how many more may be. So two guards of 0.5 pin half of the pool
-  together. A budget is rounded down to blocks (0.29 of 100 is 29), to one at least.
-- GUARD-6 Guards and leases **must** refuse to be copied or pickled, and to be used
-  in a forked process: the references are those of the process that took them.
-- GUARD-7 A lease that has ended **must** refuse ``with`` and ``renew``.
-- GUARD-8 Blocks that the engine does not take back at an expiry **must** not fail
-  the call that came by, nor keep the lease active: they are logged, stay in
-  ``leaks`` and are tried again.
-- GUARD-9 A guard that is dropped and still holds blocks, or a lease without a
-  deadline, **must** be told in the log: nobody can give these back any more.
-- GUARD-10 Guards over one view **must** be told apart: none gives back what
-  another one, or the view itself, holds.
-- GUARD-11 ``leaks`` **must** tell each reference that is held, leased or plain, with its
-  owner, its job and for how long, and none that was given back or refused; with a trace
-  also the line that took it. ``stats`` **must** count what was done and what was refused.
+Laws: GUARD-1 to GUARD-11 in ``kvview/laws.toml``.
 
 Source: vLLM issues #41383 and #46289 (leases), #27046 (pin caps); the incidents
 above.

@@ -5,49 +5,7 @@ protocols (:mod:`kvview.pool.queries`, :mod:`kvview.pool.leases`) that an implem
 adds one by one and a connector asks for with ``isinstance``. Allocation, eviction, cache
 reset, block objects and reference counts are never reachable through a view.
 
-The laws, numbered as in the errors and in the conformance kit:
-
-- POOL-1 A touched block **must** leave the free queue at once; no allocation
-  returns it until every touch was freed. A hold that ended leaves nothing behind.
-- POOL-2 N touches **must** need N frees. Occurrences inside one call count one
-  by one, and a block is never twice in the free queue, whatever is passed.
-- POOL-3 All or nothing: a call that raises **must** have changed nothing.
-- POOL-4 An id that is no block of this pool **must** raise
-  :class:`~kvview.UnknownBlockError`; freeing more than this view holds **must**
-  raise :class:`~kvview.BlockNotHeldError`, so a connector can never drop a
-  reference of the engine. Only an ``int`` names a block: ``bool``, ``float``,
-  ``str``, numpy scalars and negative numbers raise ``UnknownBlockError``.
-- POOL-5 The null block **must** be skipped by touch and free, and never
-  yielded: block tables of sliding-window groups are full of it.
-- POOL-6 ``iter_free_block_ids_with_hash`` **must** yield each (free block,
-  key) once, next victim first, and lazily: taking k items costs O(k)
-  amortised, not O(pool). A block with several hashes yields each.
-- POOL-7 Touching and freeing while walking **must** be allowed, the walk goes
-  on, and at the moment of yielding what is yielded is true. A block that joins
-  the queue after the walk began is not part of that walk; of a block that the engine
-  or another view took and gave back meanwhile this is not promised.
-- POOL-8 A free block is yielded with an :data:`~kvview.OffloadKey`, and whatever is asked
-  for by key **must** raise :class:`~kvview.NotAnOffloadKeyError` for bytes that cannot be
-  one (KEY-3): a block hash handed over by mistake is never a miss in silence.
-- POOL-9 The engine's cache reset **must** be refused, or wait, while a view
-  holds blocks; ``held_blocks`` says what is held.
-- POOL-10 After ``close()`` every call **must** raise
-  :class:`~kvview.ViewClosedError`; ``close`` reports what was still held.
-- POOL-11 Hashed blocks that one call sets free **must** be evicted in the order
-  given, after the hashed blocks freed before them; of several mentions of a block
-  the last one counts. Where an unhashed block goes is the engine's affair.
-
-- POOL-12 ``give_back_blocks``, where a view has it, **must** make what becomes free the
-  next victims, in the order given, hashed or not: a block that was held only to be read
-  is no more recent for it. Such a block never outlives one that was free all the time.
-- POOL-13 A resumed walk **must** yield what is behind the items taken before, then what
-  joined behind since: nothing that stayed is missed or comes twice. A block that left and
-  came back is behind all that stayed, and comes again; of what the engine or another view
-  took and gave back between two calls this is not promised. What joins at the head, in front of the
-  items taken before, comes after ``restart``. One that is dropped costs nothing any more.
-- POOL-14 ``free_blocks_with_notice`` **must** tell of each block once: when it is handed
-  out again, or at a reset of the prefix cache, whichever comes first. A touch in between
-  does not end the wait.
+Laws: POOL-1 to POOL-14 in ``kvview/laws.toml``.
 
 Source: vLLM PR #39654 (the raw pool handed to connectors), the review thread
 of PR #41120 (the narrow view asked for), and ``vllm/v1/core/block_pool.py``.

@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvview.laws import titled
 from kvview.links import law_url
 from kvview.testing.recorder import LawBroken
 from kvview.testing.report import BAD, CheckResult, Outcome, Report
@@ -99,7 +100,7 @@ def _laws(report: Report) -> str:
 
 def _link(law: str) -> str:
     url = law_url(law)
-    return f'<a href="{escape(url)}">{escape(law)}</a>' if url else escape(law)
+    return f'<a href="{escape(url)}">{escape(titled(law))}</a>' if url else escape(law)
 
 
 def _prose(text: str) -> str:

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from kvview.connector.raising import where
+from kvview.laws import titled
 from kvview.links import law_url
 from kvview.targets import target_of
 from kvview.testing import watchdog
@@ -66,7 +67,7 @@ class LawBroken(AssertionError):
     def __str__(self) -> str:
         return (
             f"{self.law}: {self.what}\n  got:      {self.got}\n  expected: {self.expected}\n"
-            f"  law:      {self.law_url}\n\n{self.script}"
+            f"  law:      {titled(self.law)}, {self.law_url}\n\n{self.script}"
         )
 
 

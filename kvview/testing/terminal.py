@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvview.laws import titled
 from kvview.links import law_url
 from kvview.testing.connector_checks import COVERAGE
 from kvview.testing.mutants import MutantResult
@@ -75,7 +76,7 @@ def _show_checks(console: Console, report: Report) -> None:
         table.add_column(name, justify="right" if name == "seconds" else "left", overflow="fold")
     law = ""
     for result in report:
-        shown = "" if result.check.law == law else result.check.law
+        shown = "" if result.check.law == law else titled(result.check.law)
         law = result.check.law
         outcome = f"[{_STYLES[result.outcome]}]{result.outcome.value}"
         name = result.check.name + (f": {result.reason}" if result.reason else "")
@@ -90,7 +91,7 @@ def _show_failure(console: Console, result: CheckResult) -> None:
         name = escape(result.check.name)
         console.print(f"[bold red]{name} passed[/], expected: {escape(result.reason)}")
         return
-    console.print(f"[bold red]{failure.law}[/] {escape(result.check.name)}: ", end="")
+    console.print(f"[bold red]{titled(failure.law)}[/] ({escape(result.check.name)}): ", end="")
     console.print(failure.what, markup=False, highlight=False, soft_wrap=True)
     console.print(f"  got:      {failure.got}", markup=False, highlight=False)
     console.print(f"  expected: {failure.expected}", markup=False, highlight=False)

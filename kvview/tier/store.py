@@ -4,38 +4,7 @@ A key names its bytes: who puts a key again puts the same bytes, so a store may 
 that it has. Keys are 1 to 100 bytes; what they mean (hash, group, salt) is the engine's
 affair. Pages are one-dimensional contiguous memoryviews of bytes, of any size from 1 on.
 
-- TIER-1 Bytes **must** be exact or the key failed: a get that reports a key has filled its
-  page with exactly what was put. What was damaged, cut, swapped with another entry, or put
-  in another size is a failed key, never other bytes.
-- TIER-2 Each job **must** be reported exactly once, by ``poll``: one flag a key, in the order
-  of the keys, a job without keys included. A put that fails says so.
-- TIER-3 No page **may** be touched after its job was reported, and the pages of a put are
-  never written.
-- TIER-4 A failed get **must** make its key a miss until it is stored again; a put then makes
-  it loadable again.
-- TIER-5 No call but ``drain`` and ``close`` **may** wait for I/O: they are made on the
-  scheduler's thread. What ``lookup`` does not know yet it says, and knows when it is asked
-  again.
-- TIER-6 No call **may** raise for I/O: a full disk or a server that is gone is a failed key or
-  a miss. Only misuse raises :class:`~kvview.TierJobError`, and then nothing was started.
-- TIER-7 ``lookup`` **must** say True only of keys whose put succeeded, here or in a process
-  before, in this namespace; and of those it says True unless they were evicted or failed.
-- TIER-8 A store with a budget (``max_bytes``) **must never** occupy more bytes than it, what is
-  being written included; it evicts to make room, and fails a page that can have none. A store
-  that could not keep one, since others write where it does, refuses it. One with ``touch``
-  evicts what was used longest ago before what was used just now; one with ``on_evicted``
-  names every key that it evicts, and no other.
-- TIER-9 Reopened after an end of the process at any moment, a store **must** have whole
-  entries only: what was reported stored and was not evicted, and nothing left over.
-- TIER-10 Two namespaces **must** share nothing. What was written for another one is refused
-  with both named (:class:`~kvview.NamespaceMismatchError`).
-- TIER-11 After ``drain`` said True, every job **must** have been reported or be reported by
-  the next ``poll``. ``close`` ends what is in flight, may be called twice, and makes every
-  later job fail.
-- TIER-12 Whatever a store does (raises, blocks, is late, never reports, reports twice, too few
-  flags or jobs that nobody gave it, lies, damages bytes), a guarded tier **must** keep TIER-1
-  to TIER-6, report each job within its deadline, leave a store alone for a while that fails
-  again and again, and use a store again that works again. What it counts (``stats``) is so.
+Laws: TIER-1 to TIER-12 in ``kvview/laws.toml``.
 
 Source: vLLM ``SecondaryTierManager`` (0.22 to 0.33), LMCache's L2 adapters, SGLang's
 ``HiCacheStorage``: three seams, one store.

@@ -63,7 +63,7 @@ def test_the_site_is_where_links_lead() -> None:
 def test_what_breaks_a_law_says_where_it_stands() -> None:
     error = pickle.loads(pickle.dumps(BlockNotHeldError("POOL-4: block 7 is not held")))
     assert str(error) == "POOL-4: block 7 is not held"
-    assert error.__notes__ == [law_url("POOL-4")]
+    assert error.__notes__ == [f"POOL-4 No foreign frees: {law_url('POOL-4')}"]
     assert not hasattr(ConfigError("no law"), "__notes__")
     assert law_url("*") == law_url("HOOK") == ""
 

@@ -12,6 +12,7 @@ from tests.house.source_tree import FLOORS, ROOMS, ROOT, files_of_tests, module_
 # A room, and the rooms at the root of kvview that it may import: those above it in the list.
 CONTRACT_ORDER = (
     "links",
+    "laws",
     "errors",
     "input_files",
     "version",

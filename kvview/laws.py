@@ -1,0 +1,74 @@
+"""The laws of the contract, as data: :data:`laws.toml` has their titles and texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from kvview.links import law_url
+
+_FILES = {
+    "KEY": "keys.py",
+    "POOL": "pool/view.py",
+    "GEO": "geometry.py",
+    "EVENT": "events/tier.py",
+    "OFF": "offloading.py",
+    "XFER": "transfer.py",
+    "CONN": "connector/halves.py",
+    "GUARD": "guard/view.py",
+    "TIER": "tier/store.py",
+}
+
+
+@dataclass(frozen=True)
+class Law:
+    """A law of the contract.
+
+    Args:
+        number: ``"POOL-4"`` for example.
+        title: A few words that summarise it.
+        text: The law itself, in Markdown.
+    """
+
+    number: str
+    title: str
+    text: str
+
+    @property
+    def family(self) -> str:
+        """The letters of its number, ``"POOL"`` for example."""
+        return self.number.partition("-")[0]
+
+    @property
+    def path(self) -> str:
+        """The file of the contract that the law is about."""
+        return f"kvview/{_FILES[self.family]}"
+
+    @property
+    def url(self) -> str:
+        """The address of its documentation."""
+        return law_url(self.number)
+
+
+@cache
+def laws() -> Mapping[str, Law]:
+    """Return all laws by number, family by family."""
+    from tomllib import loads  # on first use, because an import of kvview needs no law
+
+    found = loads(files("kvview").joinpath("laws.toml").read_text(encoding="utf-8"))
+    return {
+        number: Law(number, entry["title"], " ".join(entry["text"].split()))
+        for number, entry in found.items()
+    }
+
+
+def titled(number: str) -> str:
+    """Return a law's number with its title: ``"POOL-4 No foreign frees"``.
+
+    Args:
+        number: Of a law, or any other name in its place, which is returned unchanged.
+    """
+    law = laws().get(number)
+    return f"{number} {law.title}" if law else number
