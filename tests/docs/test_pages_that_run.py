@@ -95,8 +95,8 @@ def test_the_page_does_what_it_says(page: str, wanted: int, tmp_path: Path) -> N
     assert num_commands == wanted
 
 
-def test_the_parts_of_the_readme_run() -> None:
-    parts = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Use the parts\n")[2]
+def test_the_parts_alone_run() -> None:
+    parts = (ROOT / "docs/kit.md").read_text("utf-8").partition("\n## The parts alone\n")[2]
     pool, manager = (text for kind, _, text in _BLOCK.findall(parts) if kind == "python")
     with pytest.raises(BlockNotHeldError, match="POOL-4"):
         exec(pool, {})

@@ -96,7 +96,7 @@ def test_targets_named_exist(document: str) -> None:
             load_target(target)
 
 
-def test_the_layout_of_the_readme_is_that_of_the_tree() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_layout_in_the_architecture_is_that_of_the_tree() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     for folder in FLOORS.values():
         assert f"`{folder.relative_to(ROOT).as_posix()}/" in text
