@@ -1,7 +1,7 @@
-"""Threads that let the others go on before each of their lines: what a race needs to be seen.
+"""Threads that yield to other threads before each of their lines, so that races become visible.
 
-What lies between two lines of the code under test takes a microsecond, and another thread hits
-it once in a million times. Here it takes as long as another thread needs.
+The time between two lines of the code under test is a microsecond, so another thread interferes
+there once in a million runs. Here it is as long as another thread needs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOT_TESTED = sys.stdlib_module_names | {"kvview", "numpy", "torch"}
 
 
 def breathing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that lets other threads go on before each line; as it is under a debugger."""
+    """Return a function that yields to other threads before each line, except under a debugger."""
 
     def call(*args: Any) -> Any:
         if sys.gettrace() is not None:
@@ -38,7 +38,7 @@ def breathing(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def new_threads_breathe() -> Iterator[None]:
-    """Threads that are started in the block let others go on; as they are under a debugger."""
+    """Make threads that are started in the block yield at each line, unless under a debugger."""
     before = threading.gettrace()
     if before is None:
         threading.settrace(_breathe)

@@ -1,8 +1,8 @@
 """The registry: every check of every contract, in one list.
 
 A check is a plain function of a factory. It makes a harness, calls it, and
-raises :class:`~kvview.testing.LawBroken` when a law does not hold; anyone may
-call it alone. A runner looks it up here for its law and for what it requires.
+raises :class:`~kvview.testing.LawBroken` if a law does not hold; it can be called
+alone. A runner finds it here with its law and the capabilities that it requires.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ CheckFunction = Callable[[Factory], None]
 
 
 class Ends(Protocol):
-    """What makes the moves of one check."""
+    """The object that makes the calls of one check."""
 
     def end(self) -> None:
-        """Give back what was taken, also after a failure."""
+        """Release everything that was taken, also after a failure."""
 
     def does_not_return(self, error: BaseException) -> NoReturn:
         """A call was ended by the watchdog: the law is broken."""
@@ -42,9 +42,9 @@ class Check:
     """One check.
 
     Args:
-        name: Of the function; what ``expected_failures`` and ``select`` know it by.
+        name: Name of the function, which ``expected_failures`` and ``select`` take.
         law: The law that it checks; ``POOL-*`` when it is all of a contract.
-        contract: What its factory must make a harness for.
+        contract: The contract of the harnesses that its factory makes.
         requires: Capabilities without which it is skipped.
         function: The check itself.
     """
@@ -57,7 +57,7 @@ class Check:
 
     @property
     def summary(self) -> str:
-        """What must hold, in one line."""
+        """The promise, in one line."""
         return (self.function.__doc__ or "").strip().partition("\n")[0]
 
 
@@ -111,7 +111,7 @@ def checks_driving(
 
     Args:
         driver: Makes one from a factory and the law; it is ended whatever comes of the check.
-        contract: What its factories make harnesses for.
+        contract: The contract of the harnesses that its factories make.
     """
 
     def of_law(

@@ -50,8 +50,8 @@ DEFAULT_MUTANTS = 20
 @click.option(
     "--engine",
     metavar="NAME",
-    help="What runs a connector: reference (default), or vllm, the installed vLLM's own "
-    "scheduler, without a GPU.",
+    help="Engine that runs a connector: reference (default), or vllm, the scheduler of the "
+    "installed vLLM, without a GPU.",
 )
 @click.option(
     "--option",
@@ -70,7 +70,7 @@ DEFAULT_MUTANTS = 20
 @click.option(
     "--against",
     metavar="RELEASE",
-    help="With --vllm: say what changed since this release, of what the connector uses.",
+    help="With --vllm: list the changes since this release in the parts that the connector uses.",
 )
 @click.option(
     "--kv-transfer-config",
@@ -143,13 +143,13 @@ def check(
 ) -> None:
     """Check an implementation against the laws of its contract.
 
-    TARGET is package.module:factory or path/to/file.py:factory, where the factory
-    makes a harness over a pool view, a coordinator, an offloading manager or a
-    transfer worker; or a class of tier stores, made with the --options; or a
-    connector class, which is run in an engine under faults: of kvview, or with
-    --engine vllm any KVConnectorBase_V1 of vLLM, as it is. '{tmp}' in an option is a
-    fresh folder, of each connector in each run; an option that is '{blocks}' or
-    '{bytes}' is how much the tier of a connector holds in that run.
+    TARGET is package.module:name or path/to/file.py:name. It names a factory of
+    harnesses over a pool view, a coordinator, an offloading manager or a transfer
+    worker; a class of tier stores, which is made with the --options; or a connector
+    class, which runs in an engine with injected faults: one of kvview, or with
+    --engine vllm any KVConnectorBase_V1 of vLLM, unmodified. In an option, '{tmp}'
+    is a fresh folder for each connector and run; '{blocks}' and '{bytes}' are the
+    size of the connector's tier in that run.
     """
     click.get_current_context().with_resource(_without_own_warnings())
     console = Console(stderr=json_file == "-", markup=True)  # stdout is the report's alone then
@@ -237,7 +237,7 @@ def _finish(code: ExitCode, report: dict[str, Any], json_file: str | None) -> No
 def _without_own_warnings() -> Iterator[None]:
     """Drop warnings of kvview's packages: the checks cause them, by faults that they inject.
 
-    Those of the target, and all that a logging configuration wants, are printed.
+    Warnings of the target, and those that a logging configuration selects, are printed.
     """
 
     def is_wanted(record: logging.LogRecord) -> bool:

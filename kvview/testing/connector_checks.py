@@ -1,7 +1,7 @@
 """The laws of connectors as checks: one for each that a simulated run can break.
 
-They share one set of runs (:func:`shared_runs`): what one of them asks for first, the
-others find done. A run ends at the first law that it breaks.
+They share one set of runs (:func:`shared_runs`), which the first check starts. A run ends at
+the first law that it breaks.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def shared_runs(factory: Factory) -> ConnectorRuns:
     """The runs of a connector class, simulated or real, by the current profile; made once.
 
     Raises:
-        ConfigError: They need what is not installed, or the connector refuses its options.
+        ConfigError: A library is not installed, or the connector refuses its options.
     """
     try:
         from kvview.testing import watchdog
@@ -123,7 +123,7 @@ def _token_runs(factory: Factory, profile: Profile) -> ConnectorRuns:
 
 
 def coverage_check(pattern: str) -> Check:
-    """The check that one thing, or all that match a pattern, was exercised."""
+    """Make the check that one item, or all items that match a pattern, were exercised."""
     name = f"{COVERAGE}: {pattern}"
 
     def run(factory: Factory) -> None:
@@ -135,7 +135,7 @@ def coverage_check(pattern: str) -> Check:
 
 
 def coverage_check_without(patterns: Sequence[str]) -> CheckFunction:
-    """:func:`check_coverage_of_simulated_runs`, less what has a check of its own."""
+    """Make :func:`check_coverage_of_simulated_runs` without the items that have their own check."""
 
     def run(factory: Factory) -> None:
         require_exercised(
@@ -147,7 +147,7 @@ def coverage_check_without(patterns: Sequence[str]) -> CheckFunction:
 
 
 def require_exercised(factory: Factory, concerns: Callable[[Gap], bool]) -> None:
-    """Refuse what its runs did not exercise, of what concerns the caller."""
+    """Raise for the items that the runs did not exercise and that concern the caller."""
     runs = shared_runs(factory)
     gaps = [gap for gap in runs.not_exercised if concerns(gap)]
     _require_all_seeds(runs)
@@ -173,7 +173,7 @@ def check_law(factory: Factory, laws: Callable[[str], bool], expected: str) -> N
 
 
 def _require_all_seeds(runs: ConnectorRuns) -> None:
-    """As far as runs came that ended early the law holds, and that is no verdict."""
+    """Skip: the law held until the runs ended early, which is not a verdict."""
     if runs.is_interrupted:
         raise KeyboardInterrupt
     if runs.is_cut_short:
@@ -219,5 +219,5 @@ def check_any_other_law_in_simulated_runs(factory: Factory) -> None:
 
 @check(COVERAGE, contract="connector")
 def check_coverage_of_simulated_runs(factory: Factory) -> None:
-    """All that must happen in simulated runs did happen."""
+    """Every event that simulated runs require happened."""
     require_exercised(factory, lambda gap: True)

@@ -1,4 +1,4 @@
-"""What a call costs, without a clock: Python lines run, and bytes allocated."""
+"""The cost of a call without a clock: the number of Python lines run and of bytes allocated."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Cost:
 
 
 def cost_of_first(start: Callable[[], Iterator[Any]], num_items: int) -> Cost:
-    """What the first items of an iterator cost, its start included."""
+    """Measure the cost of the first items of an iterator, including its start."""
     return cost_of(lambda: list(islice(start(), num_items)))
 
 
 def cost_of(call: Callable[[], object]) -> Cost:
-    """What a call costs: a loop shows in the lines, a copy by one call into C in the bytes."""
+    """Measure the cost of a call: a loop shows in the lines, a copy by C code in the bytes."""
     lines = 0
 
     def count_lines(frame: FrameType, event: str, arg: object) -> Any:

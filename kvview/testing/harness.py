@@ -1,9 +1,9 @@
-"""What an implementer writes to have an implementation checked: one small harness.
+"""The harnesses that implementers write, one small class for each contract.
 
-A harness holds the object under test and the moves that the engine around it
-makes. It is made by a factory without arguments, anew for every check. Moves
-beyond the required ones come with a capability: what is not declared is not
-asked for, and the checks that need it are skipped and listed.
+A harness holds the object under test and the calls of the engine around it. A
+factory without arguments makes a new one for every check. Methods beyond the
+required ones belong to a capability: methods of an undeclared capability are
+not called, and the checks that need them are skipped and listed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MIN_BLOCKS_PER_GROUP = 4
 
 
 class Capability(StrEnum):
-    """What an implementation can do beyond the core; declared, never guessed."""
+    """A feature of an implementation beyond the core; declared, never guessed."""
 
     # pool
     CACHE = "cache"
@@ -190,8 +190,8 @@ class PoolHarness(Protocol):
     """A view under test and its engine; fresh: nothing held, nothing cached.
 
     1. Ids are 0 to ``num_blocks - 1``; all but the null block are free at first.
-    2. ``allocate`` and ``release`` are the engine's, beside the view: a block may
-       be in use by both. The view is never told.
+    2. ``allocate`` and ``release`` are calls of the engine, which bypass the view: a block
+       may be in use by both. The view is not notified.
     """
 
     @property
@@ -211,7 +211,7 @@ class PoolHarness(Protocol):
 
     @property
     def capabilities(self) -> Collection[str]:
-        """What may be asked for beyond this."""
+        """Optional features of this implementation."""
         ...
 
     def allocate(self, num_blocks: int, /) -> Sequence[int]:
@@ -219,12 +219,12 @@ class PoolHarness(Protocol):
         ...
 
     def release(self, block_ids: Sequence[int], /) -> None:
-        """Give back one of the engine's references on each; the first is evicted first."""
+        """Release one of the engine's references on each block; the first is evicted first."""
         ...
 
 
 class Coordinator(Protocol):
-    """What finds the prefix of a request that an engine need not compute."""
+    """A coordinator: finds the cached prefix of a request."""
 
     def find_longest_cache_hit(
         self, block_hashes: Sequence[bytes], max_tokens: int, /
@@ -240,7 +240,7 @@ class Coordinator(Protocol):
 class GeometryHarness(Protocol):
     """A coordinator under test and its pool; fresh: nothing cached.
 
-    1. A factory makes one of any geometry; the checks go on with their own.
+    1. A factory may make any geometry; the checks then make their own.
     2. A request is its block hashes: one each ``hash_block_size`` tokens, made from
        all tokens up to its end. Requests with a common prefix share its hashes.
     3. At least 64 blocks are cached at the same time before one is evicted.
@@ -253,12 +253,12 @@ class GeometryHarness(Protocol):
 
     @property
     def null_block_id(self) -> int:
-        """What stands in a block table for a block that is not needed."""
+        """The block-table entry of a block that is not needed."""
         ...
 
     @property
     def capabilities(self) -> Collection[str]:
-        """What may be asked for beyond this."""
+        """Optional features of this implementation."""
         ...
 
     def with_geometry(
@@ -290,15 +290,15 @@ class ManagerHarness(Protocol):
 
     @property
     def capabilities(self) -> Collection[str]:
-        """What may be asked for beyond this."""
+        """Optional features of this implementation."""
         ...
 
 
 class TransferHarness(Protocol):
     """A transfer worker under test, and the KV caches that it reads and writes.
 
-    1. ``kv_caches`` holds torch tensors, which the checks fill and compare, whole
-       storages: what lies between and behind the rows counts too.
+    1. ``kv_caches`` holds torch tensors. The checks fill and compare their whole storages,
+       including the bytes between and behind the rows.
     2. The more groups, tensors, paddings and gaps, the more is checked; and with pages so
        large that a job moves more than 1 MiB, the way that a worker moves those.
     """
@@ -310,7 +310,7 @@ class TransferHarness(Protocol):
 
     @property
     def kv_caches(self) -> CanonicalKVCaches[Any]:
-        """What it moves pages of; at least 8 blocks a tensor, 4 for each group."""
+        """The KV caches; at least 8 blocks per tensor, 4 for each group."""
         ...
 
     @property
@@ -325,7 +325,7 @@ class TransferHarness(Protocol):
 
     @property
     def capabilities(self) -> Collection[str]:
-        """What may be asked for beyond this."""
+        """Optional features of this implementation."""
         ...
 
 
@@ -339,22 +339,22 @@ class TierHarness(Protocol):
 
     @property
     def namespace(self) -> Namespace:
-        """That it was made for."""
+        """Its namespace."""
         ...
 
     @property
     def capabilities(self) -> Collection[str]:
-        """What may be asked for beyond this."""
+        """Optional features of this implementation."""
         ...
 
     def end(self) -> None:
-        """The check is over: close the store and remove what it wrote; callable twice."""
+        """Close the store and remove its files after a check; callable twice."""
         ...
 
 
 @dataclass(frozen=True)
 class Need:
-    """One method or attribute that a contract or a capability asks for.
+    """One method or attribute that a contract or a capability requires.
 
     Args:
         on: ``"harness"`` or the harness's attribute that must have it.

@@ -35,7 +35,7 @@ _SMALLEST = {
 def inspect_factory(
     factory: Factory, options: Mapping[str, Any] | None = None
 ) -> tuple[Contract, frozenset[Capability]]:
-    """Call a factory once, and check all that the checks rely on.
+    """Call a factory once, and verify everything that the checks rely on.
 
     Args:
         factory: Of harnesses; or a class of connectors, or of stores.
@@ -47,7 +47,7 @@ def inspect_factory(
     Raises:
         ConfigError: The factory raises or returns no harness, or its harness lacks
             a move, has a method that takes other arguments, is too small, or
-            declares a capability that there is not. All that is wrong, in one message.
+            declares a capability that there is not. All faults, in one message.
     """
     name = getattr(factory, "__qualname__", None) or repr(factory)
     if is_engine_connector(factory):
@@ -56,7 +56,7 @@ def inspect_factory(
         require_connector(factory, f"target {name}")
         return "connector", frozenset()
     if not callable(factory):
-        raise ConfigError(f"{name} is no factory: it cannot be called")
+        raise ConfigError(f"{name} is not a factory, because it cannot be called")
     try:
         harness = tier_factory(factory, options or {})()
     except Exception as error:
@@ -77,7 +77,7 @@ def inspect_factory(
         harness.end()
     if problems:
         raise ConfigError(
-            f"factory {name} makes a {type(harness).__name__} that is no {contract} harness: "
+            f"factory {name} makes a {type(harness).__name__}, which is not a {contract} harness: "
             + "; ".join(problems)
         )
     return contract, frozenset(capabilities)
@@ -89,7 +89,7 @@ def _contract_of(harness: object, name: str) -> Contract:
             return contract
     wanted = ", ".join(f"{subject!r} for {contract}" for contract, subject in SUBJECTS.items())
     raise ConfigError(
-        f"factory {name} returns {type(harness).__name__}, which is no harness: it needs {wanted}"
+        f"factory {name} returns {type(harness).__name__}, not a harness: it needs {wanted}"
     )
 
 

@@ -17,7 +17,7 @@ from kvview.testing.runner import plan_checks, run_planned
 
 
 class Broken(Protocol):
-    """What a check says of a law that does not hold."""
+    """The text that a check reports for a broken law."""
 
     @property
     def law(self) -> str:
@@ -94,7 +94,7 @@ class MutantResult:
 
     Args:
         mutant: The mutant.
-        broken: What the check said, None when it saw nothing.
+        broken: The failure that the check reported; None if it passed.
     """
 
     mutant: PlantedFault
@@ -127,7 +127,7 @@ def load_mutants(folder: Path | None = None) -> Sequence[PlantedFault]:
     """The planted faults of the source tree: every ``MUTANTS`` under ``tests/mutants``.
 
     Args:
-        folder: Where they lie; by default beside the package, in a checkout.
+        folder: Their folder; by default next to the package, in a checkout.
 
     Raises:
         ConfigError: They are not there: wheels do not carry them.

@@ -124,7 +124,7 @@ def _skips(report: Report) -> list[str]:
     return parts
 
 
-# --- what broke ---
+# --- broken laws ---
 
 
 def _law_of(result: CheckResult) -> str:
@@ -181,7 +181,7 @@ def _values(failure: LawBroken) -> str:
     return facts(rows)
 
 
-# --- what simulated runs did ---
+# --- simulated runs ---
 
 
 def _runs(runs: ConnectorRuns, is_clean: bool) -> list[str]:

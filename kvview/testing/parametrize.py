@@ -25,7 +25,7 @@ class BoundCheck:
     Args:
         check: The check.
         factory: Makes the harness.
-        profile: How long to search.
+        profile: Length of the search.
     """
 
     check: Check
@@ -33,7 +33,7 @@ class BoundCheck:
     profile: Profile
 
     def __call__(self) -> None:
-        """Run the check; raises what it finds, and skips what runs that ended cannot show."""
+        """Run the check: raise its failure, or skip if the runs ended before they could show it."""
         try:
             with use_profile(self.profile):
                 self.check.function(self.factory)
@@ -106,8 +106,8 @@ def parametrize_with_checks(
         select: Names of checks or laws, ``*`` allowed; empty for all.
         seed: As for :func:`~kvview.testing.run_checks`, and so are those below.
         steps: Longest sequence of a stateful check; fewest steps of a simulated run.
-        seeds: Simulated runs of a connector; this and what follows is for connectors alone.
-        engine: What runs it, ``"reference"`` (the default) or ``"vllm"``.
+        seeds: Simulated runs; this argument and all that follow are for connectors only.
+        engine: Engine that runs it: ``"reference"`` (the default) or ``"vllm"``.
         options: Of the connector.
         hook_seconds: CPU seconds that one call of a hook may take.
         keep_going: Play all seeds; else the first that fails ends them, and the checks of

@@ -1,7 +1,7 @@
-"""What the check fills in in options: fresh folders, and how much a tier holds.
+"""Placeholders in options that the check fills in: fresh folders, and the size of a tier.
 
-What a connector keeps must not outlive its run. And most of a tier's faults show only when it
-is full, which one of its own size never is in a run of seconds.
+Data of a connector must not outlive its run. Most faults of a tier show only when the tier is
+full, and a tier of its default size never fills up in a run of seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def in_size(value: Any, num_blocks: int, block_bytes: int) -> Any:
 
     Args:
         value: Options, or a part of them.
-        num_blocks: That the tier holds in this run.
+        num_blocks: Blocks that the tier holds in this run.
         block_bytes: Of one of them.
     """
     if isinstance(value, str):
@@ -65,7 +65,7 @@ def _each(value: Any, fill: Callable[[Any], Any]) -> Any:
 def in_fresh_folders(options: Mapping[str, Any], number: int = 1) -> Iterator[list[dict[str, Any]]]:
     """Options for as many connectors, each with a folder until the end of the block.
 
-    None is made if no option asks for it.
+    No folder is made unless an option names it.
     """
     if in_folder(options, "") == options:
         yield [dict(options)] * number

@@ -1,4 +1,4 @@
-"""How long and how randomly the checks search."""
+"""Profiles: the length and the randomness of searches."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ class Profile:
     """The effort of a run.
 
     Args:
-        name: What to ask for it by.
+        name: Its name.
         num_examples: Sequences that a stateful check tries.
         num_steps: Longest sequence, in calls.
         seed: Of everything random; None makes Hypothesis derive it from the check. Of a
             connector, the first of its seeds.
         num_seeds: Simulated runs of a connector.
-        run_steps: Fewest scheduler steps of each of them; None for what its scenario says.
-        engine: What runs a connector; None for the reference engine.
+        run_steps: Fewest scheduler steps of each run; None for those of its scenario.
+        engine: Engine of a connector; None for the reference engine.
         options: Of a connector.
         hook_seconds: CPU seconds that one call of a connector's hook may take; None for
             the default.
         inference: Whether a connector serves a model, in place of simulated runs.
         keep_going: Whether all its seeds are played, whatever fails.
-        token_seeds: Seeds of what it serves then.
+        token_seeds: Seeds of the requests that it serves then.
         is_brief: Whether a search ends at its first failure, which is not shrunk.
-        shared: What the checks of one run share.
+        shared: Results that the checks of one run share.
     """
 
     name: str
@@ -63,7 +63,7 @@ _current: ContextVar[Profile] = ContextVar("kvview_profile", default=PROFILES["c
 
 @dataclass(frozen=True)
 class Effort:
-    """What a user asks of a run; None leaves it to the profile.
+    """The settings of a run by its user; None leaves a setting to the profile.
 
     Args:
         profile: ``ci`` (the same every time) or ``soak`` (random, much longer).
@@ -71,7 +71,7 @@ class Effort:
         steps: Longest sequence of calls that a stateful check tries; of a connector, the
             fewest scheduler steps of a run.
         seeds: Simulated runs. This and what follows is for connectors alone.
-        engine: What runs them, ``"reference"`` or ``"vllm"``.
+        engine: Engine that runs them: ``"reference"`` or ``"vllm"``.
         options: Of the connector.
         hook_seconds: CPU seconds that one call of a hook may take.
         inference: Whether they serve a model, in place of simulated runs.
@@ -89,13 +89,13 @@ class Effort:
     keep_going: bool = False
 
     def for_connectors(self) -> list[str]:
-        """Names of what was asked for that only a connector has."""
+        """Return the names of the given settings that only a connector has."""
         names = ("seeds", "engine", "options", "hook_seconds", "inference", "keep_going")
         return [name for name in names if getattr(self, name) not in (None, {}, False)]
 
 
 def make_profile(effort: Effort) -> Profile:
-    """The profile that was asked for; ``soak`` without a seed draws one.
+    """Return the requested profile; ``soak`` without a seed draws one.
 
     Raises:
         ConfigError: The name is not known, or a number is too small.
@@ -110,7 +110,7 @@ def make_profile(effort: Effort) -> Profile:
     if seed is None and name == "soak":
         seed = random.SystemRandom().randrange(2**32)
     if effort.inference and effort.steps is not None:
-        raise ConfigError("steps is for simulated runs: what a model is served has its own length")
+        raise ConfigError("steps applies to simulated runs only; with inference, drop it")
     base = PROFILES[name]
     return replace(
         base,

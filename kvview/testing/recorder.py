@@ -33,7 +33,7 @@ class LawBroken(AssertionError):
         law: Number of the law, ``"POOL-2"`` for example.
         what: The expectation in words.
         got: What was observed.
-        expected: What the law wants instead.
+        expected: The value that the law requires.
         script: Python that shows it again, and fails as long as the law is broken.
         seeds: Of a connector, the seeds that break the law; the script is the first one's.
         timeline: Of a connector, where the blocks are after each step of that run.
@@ -61,7 +61,7 @@ class LawBroken(AssertionError):
 
     @property
     def law_url(self) -> str:
-        """Where the law stands; empty for what has no place in the documentation."""
+        """The page of the law; empty if the documentation has none."""
         return law_url(self.law)
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class LawBroken(AssertionError):
 
 
 class Recorder:
-    """Calls a harness on behalf of one check, and can tell afterwards what was called.
+    """A caller of a harness for one check, which records the calls as a script.
 
     Args:
         factory: Makes the harness; called once, here.
@@ -108,7 +108,7 @@ class Recorder:
         self._asserts = False  # whether the last of the lines fails by itself
 
     def end(self) -> None:
-        """Give back what the harness took, also after a failure; most took nothing."""
+        """Release the resources of the harness, also after a failure."""
 
     def does_not_return(self, error: BaseException) -> NoReturn:
         """A call was ended by the watchdog: the law is broken."""
@@ -118,7 +118,7 @@ class Recorder:
         self.fail(f"{self._begun} must return", got, "it returns")
 
     def use(self, harness: Any, subject: str) -> None:
-        """Go on with another harness, which the last call returned."""
+        """Continue with another harness, which the last call returned."""
         self.harness, self.subject = harness, getattr(harness, subject)
         self._names |= {id(harness): "h", id(self.subject): subject}
         if not self.is_recording:
@@ -128,7 +128,7 @@ class Recorder:
         self._lines.append(f"{subject} = h.{subject}")
 
     def name(self, value: object, name: str) -> None:
-        """Give what the last call returned a name in the script."""
+        """Name the result of the last call in the script."""
         if not self.is_recording:
             self._names[id(value)] = name
             self._kept.append(value)
@@ -140,7 +140,7 @@ class Recorder:
         self._last = None
 
     def give_name(self, value: object, name: str, line: str) -> None:
-        """Give what the check made itself a name; ``line`` makes it in the script."""
+        """Name an object that the check made itself; ``line`` makes it in the script."""
         if line not in self._header:
             self._header.append(line)
         self._names[id(value)] = name
@@ -186,7 +186,7 @@ class Recorder:
         function: Callable[[], object],
         law: str | None = None,
     ) -> Exception:
-        """Run what must raise ``error``; ``code`` is how the script says it."""
+        """Run a call that must raise ``error``; ``code`` is its line in the script."""
         self._last = None
         self._begin(code)
         raised: Exception | None = None
@@ -205,14 +205,14 @@ class Recorder:
         return raised
 
     def line(self, code: str) -> None:
-        """Add a line to the script for what was done in another way."""
+        """Add a line to the script for a step that was not recorded."""
         self._lines.append(code)
         self._last = None
 
     def derive(self) -> None:
-        """What is judged next is made from the last result, and may equal it by chance.
+        """Mark the next value as derived from the last result, which it may equal by chance.
 
-        Where a script can not say it in a line, the check itself judges again.
+        If a script cannot express it in one line, the script runs the check itself.
         """
         self._last = None
 
@@ -253,7 +253,7 @@ class Recorder:
         return "\n".join(self._header + self._lines) + "\n"
 
     def _check_again(self) -> str:
-        """The calls for people to read, and the check itself, which judges them."""
+        """Return a script with the calls as comments, which runs the check again."""
         check = running_check()
         if check is None:
             return self.script()

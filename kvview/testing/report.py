@@ -1,4 +1,4 @@
-"""What a run of checks found."""
+"""The report of a run of checks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Outcome(StrEnum):
-    """How one check ended."""
+    """The outcome of one check."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -38,9 +38,9 @@ class CheckResult:
     Args:
         check: The check.
         outcome: How it ended.
-        seconds: How long it took.
+        seconds: Its duration in seconds.
         reason: Why it was skipped or expected to fail; empty otherwise.
-        failure: What broke, when it failed, expected or not.
+        failure: The failure, expected or not; None if it passed.
     """
 
     check: Check
@@ -63,7 +63,7 @@ class Report:
         num_selected: Checks that were to run.
         is_interrupted: Whether Ctrl-C or SIGTERM ended the run.
         runs: Of a connector, the simulated runs that its checks share; None before them.
-        versions: Of what the run rests on, by name.
+        versions: Versions of the packages used, by name.
     """
 
     target: str
@@ -84,12 +84,12 @@ class Report:
 
     @property
     def not_checked(self) -> list[CheckResult]:
-        """The results that say that something was not exercised."""
+        """The results of checks whose subject was not exercised."""
         return [result for result in self.results if result.outcome is Outcome.NOT_CHECKED]
 
     @property
     def seconds(self) -> float:
-        """How long the checks took."""
+        """Duration of all checks, in seconds."""
         return sum(result.seconds for result in self.results)
 
     @property
@@ -116,13 +116,13 @@ class Report:
         return ", ".join(parts or ["nothing ran"])
 
     def interruption(self) -> str:
-        """How far an interrupted run came."""
+        """The progress of an interrupted run."""
         if self.runs is not None:
             return f"{self.runs.progress()}, interrupted"
         return f"interrupted after {len(self.results)} of {self.num_selected} checks"
 
     def effort(self) -> str:
-        """What was random, in a few words."""
+        """The random parts, in a few words."""
         if self.runs is not None:
             first, number = self.runs.first_seed, self.runs.num_asked or self.runs.num_seeds
             return f"engine {self.runs.engine}, {number} seeds from {first}"

@@ -1,4 +1,4 @@
-"""The table of results: what implementations reached, from submissions in ``results/``.
+"""The table of results of implementations, from the submissions in ``results/``.
 
     python -m kvview.testing.results add REPORT.json --name NAME --version V --url URL --command C
     python -m kvview.testing.results check [FILE ...]
@@ -42,7 +42,7 @@ class _Model(BaseModel):
 
 
 class ImplementationModel(_Model):
-    """What was checked, for people."""
+    """The checked implementation, for people."""
 
     name: str = Field(min_length=1, max_length=80)
     version: str = Field(min_length=1, max_length=80)
@@ -63,7 +63,7 @@ def read_submission(path: Path) -> SubmissionModel:
     """Read and check a submission.
 
     Raises:
-        ConfigError: It cannot be read, or does not hold together; all that is wrong.
+        ConfigError: It cannot be read or contradicts itself; the message lists all faults.
     """
     try:
         given = json.loads(read_file(path))
@@ -122,7 +122,7 @@ def _unlike_the_kit(report: ReportModel) -> Iterator[str]:
 def make_submission(
     report: ReportModel, name: str, version: str, url: str, command: str, when: date
 ) -> SubmissionModel:
-    """A submission of a report: without what only its author needs."""
+    """Return a submission of a report, without the parts that only its author needs."""
     kept = report.model_copy(deep=True)
     for check in kept.checks:
         if check.failure is not None:

@@ -1,4 +1,4 @@
-"""Runs the checks of a contract over a factory, and says what came of each."""
+"""The runner of the checks of a contract over a factory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NOT_DECLARED = "the harness does not declare "
 
 @dataclass(frozen=True)
 class PlannedCheck:
-    """A check, and what is known before it runs.
+    """A check with the facts that are known before it runs.
 
     Args:
         check: The check.
@@ -56,7 +56,7 @@ def plan_checks(
     expected_failures: Mapping[str, str] | None = None,
     select: Sequence[str] = (),
 ) -> tuple[Contract, list[PlannedCheck]]:
-    """What would run, in order.
+    """Return the checks that would run, in order.
 
     Raises:
         ConfigError: The target is not usable, or a name matches no check.
@@ -113,29 +113,29 @@ def run_checks(
 
     1. Nothing runs unless the harness and all names are usable.
     2. A check whose capabilities are not declared is skipped, with the reason.
-    3. Ctrl-C ends the run; what was found so far is returned.
+    3. Ctrl-C ends the run; the results so far are returned.
     4. The checks of a connector share one set of simulated runs. The first failure ends them,
        unless it is expected; the laws that all seeds would have to show have no result then.
 
     Args:
         factory: Makes a harness in its first state; or a connector class, or that of a
             cache policy, which is put into the reference's manager.
-        expected_failures: ``{name of a check: reason}``; one that passes is bad news. What a
-            connector does not exercise is named ``coverage: NAME``, ``*`` allowed.
+        expected_failures: ``{name of a check: reason}``; a check that passes is reported. An
+            item that a connector does not exercise is ``coverage: NAME``; ``*`` is allowed.
         profile: ``ci`` (the same every time) or ``soak`` (random, much longer).
         select: Names of checks or laws, ``*`` allowed; empty for all.
         seed: Of everything random; None lets the profile decide. Of a connector, the first.
         steps: Longest sequence of a stateful check; fewest steps of a simulated run.
-        seeds: Simulated runs of a connector; this and what follows is for connectors alone.
-        engine: What runs it, ``"reference"`` (the default) or ``"vllm"``.
+        seeds: Simulated runs; this argument and all that follow are for connectors only.
+        engine: Engine that runs it: ``"reference"`` (the default) or ``"vllm"``.
         options: Of the connector.
         hook_seconds: CPU seconds that one call of a hook may take.
         inference: Serve a model with it, in place of simulated runs.
         keep_going: Play all seeds; else the first that fails ends them.
-        target: How to name the factory in the report.
-        on_result: Told each result as it comes.
+        target: Name of the factory in the report.
+        on_result: Called with each result as it comes.
         on_seed: Called with the number of seeds so far, of all seeds, and of failures.
-        on_step: Told what real inference is doing.
+        on_step: Called with the progress of real inference.
 
     Raises:
         ConfigError: A target, a name or a profile that cannot be used.
@@ -181,7 +181,7 @@ def run_checks(
 
 
 def goes_on_after(planned: Iterable[PlannedCheck], keep_going: bool) -> Callable[[str], bool]:
-    """Whether runs go on after a failure of a law: where none of the checks must find it."""
+    """Whether runs continue after a failure of a law that no selected check looks for."""
     judged = {one.check.law for one in planned if not (one.skip_reason or one.xfail_reason)}
     return lambda law: keep_going or (law if law in LAWS else "*") not in judged
 
@@ -203,7 +203,7 @@ def run_planned(factory: Factory, planned: PlannedCheck, profile: Profile) -> Ch
             f"{check.name} needs {error.name}: pip install 'kvview[testing,reference]'"
         ) from error
     except Exception as error:
-        if check.contract == "connector":  # what its hooks raise is a broken law already
+        if check.contract == "connector":  # its hooks' exceptions are reported already
             raise
         # The target broke outside of a call that was made for it: in its factory.
         failure = LawBroken(

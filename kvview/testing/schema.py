@@ -19,7 +19,7 @@ class _Model(BaseModel):
 
 
 class SnapshotModel(_Model):
-    """Where the blocks are after a step of a simulated run."""
+    """The places of all blocks after a step of a simulated run."""
 
     step: int
     free: int
@@ -56,7 +56,7 @@ class CheckModel(_Model):
 
 
 class GapModel(_Model):
-    """What simulated runs did not exercise."""
+    """The items that simulated runs did not exercise."""
 
     name: str
     what: str
@@ -82,7 +82,7 @@ class RunsModel(_Model):
 
 
 class ReportModel(_Model):
-    """What ``kvview check TARGET --json FILE`` writes."""
+    """The report of ``kvview check TARGET --json FILE``."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     target: str
@@ -114,7 +114,7 @@ class MutantModel(_Model):
 
 
 class SelfTestModel(_Model):
-    """What ``kvview check --self-test --json FILE`` writes."""
+    """The report of ``kvview check --self-test --json FILE``."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     mutants: list[MutantModel]
@@ -136,7 +136,7 @@ class ReleaseModel(_Model):
 
 
 class ChangeModel(_Model):
-    """What a release changed of what the connector uses."""
+    """The changes of a release to the parts that the connector uses."""
 
     owner: str
     name: str
@@ -146,7 +146,7 @@ class ChangeModel(_Model):
 
 
 class UpgradeModel(_Model):
-    """What ``kvview check TARGET --vllm RELEASE --json FILE`` writes."""
+    """The report of ``kvview check TARGET --vllm RELEASE --json FILE``."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     target: str

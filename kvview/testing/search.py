@@ -36,8 +36,8 @@ class Mark:
 
     Args:
         law: The law that an unexpected exception breaks, or a difference without its own law.
-        needs: Capabilities without which it is left out.
-        weight: How often an operation is drawn; 0 for an observable.
+        needs: Capabilities without which it is skipped.
+        weight: Relative frequency of an operation; 0 for an observable.
     """
 
     law: str
@@ -136,7 +136,7 @@ class Player(Recorder):
         return self.rng.choice((3, 6, 6, 40))
 
     def num_moves(self, longest: int) -> int:
-        """How many operations a run of this size has, at most ``longest``."""
+        """Return the number of operations of a run of this size, at most ``longest``."""
         return longest
 
     def blame(self, law: str) -> None:
@@ -246,7 +246,7 @@ class SearchResult:
     Args:
         failures: The first failure of each law, shrunk.
         seeds: The failing seeds of each law.
-        compared: How often each law was compared.
+        compared: Number of comparisons for each law.
         num_runs: Runs that were played.
     """
 

@@ -1,4 +1,4 @@
-"""What ``kvview check`` prints for people."""
+"""The output of ``kvview check`` for people."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_SEEDS = 20
 
 
 def show_report(console: Console, report: Report) -> None:
-    """Print a report: what the runs did, the checks by law, the failures, one line at the end."""
+    """Print a report: coverage of the runs, checks by law, failures, verdict."""
     if report.runs is not None and not report.failures:
         _show_coverage(console, report)
     _show_checks(console, report)

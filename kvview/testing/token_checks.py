@@ -1,4 +1,4 @@
-"""Real tokens as checks: what a connector does in an engine that runs a model.
+"""Checks of real tokens: a connector in an engine that runs a model.
 
 The engine's own package serves (:mod:`kvview.testing.token_runs`); these report the result, law
 by law, with every other check.
@@ -36,7 +36,7 @@ def _check(law: str, what: str) -> Check:
 
 def _any_other() -> Check:
     def run(factory: Factory) -> None:
-        """The engine goes on, and no other law is broken."""
+        """The engine continues, and no other law is broken."""
         check_law(factory, lambda broken: broken not in LAWS, "no law broken")
 
     return Check("check_any_other_law_in_real_inference", "*", "connector", (), run)

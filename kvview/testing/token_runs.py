@@ -19,10 +19,10 @@ ENGINE = "vllm"
 
 @dataclass(frozen=True)
 class TokenRuns(ConnectorRuns):
-    """What serving with a connector and without it said.
+    """The outcome of serving with a connector and without it.
 
     Args:
-        gaps: What must happen and did not, or was not proven.
+        gaps: The required events that did not happen or were not proven.
     """
 
     gaps: Sequence[Gap] = ()
@@ -54,7 +54,7 @@ class TokenCheck(Protocol):
             first_seed: The first of them.
             options: Of the connector.
             hook_seconds: CPU seconds that one call of a hook may take.
-            on_progress: Told what is being done.
+            on_progress: Called with the progress.
 
         Raises:
             ConfigError: The engine that is installed cannot run, or the options are refused.
@@ -62,7 +62,7 @@ class TokenCheck(Protocol):
 
 
 def load_token_check(engine: str) -> TokenCheck:
-    """What an engine serves with.
+    """The settings with which an engine serves.
 
     Raises:
         ConfigError: It runs no model.

@@ -1,14 +1,14 @@
-"""Ends a call that does not return: a loop without an end, a lock for ever.
+"""A watchdog that ends calls that do not return: endless loops and locks held forever.
 
-It may be a hook of a connector, or any call that a check makes. A timer ticks once a second,
-and looks whether the same call is still running.
+It watches hooks of a connector and all other calls of a check. A timer ticks once a second and
+tests whether the same call is still running.
 
-1. What is counted is CPU time of the process, so that a slow machine is no fault; a hook
-   that waits and uses none is given four times as long, in ticks: a machine that sleeps
-   does not tick.
-2. The hook is ended by a :class:`HookTimeout` in it. A call in C that never comes back
-   can not be ended; where it stands is written to stderr then.
-3. Without timers of the system (Windows), or outside the main thread, nothing is watched.
+1. The limit is CPU time of the process, so that a slow machine is not a fault. A hook that
+   waits without using CPU time has four times as long, counted in ticks, because a machine
+   that sleeps does not tick.
+2. A :class:`HookTimeout` raised inside the hook ends it. A C call that never returns cannot
+   be ended; its stack is written to stderr.
+3. Without timers of the system (Windows), or outside the main thread, no call is watched.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class _Call:
     number = 0
     depth = 0
     is_watched = False
-    may_arm = True  # faulthandler's lock is taken for ever where it was when a child was forked
+    may_arm = True  # a child forked while faulthandler's lock was taken can never take it
 
 
 @contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Set what one call of a hook may take, for the runs in the block."""
+    """Set the time limit of a hook call, for the runs in the block."""
     token = _seconds.set(seconds)
     try:
         yield
@@ -69,7 +69,7 @@ def calling() -> Iterator[None]:
 
 
 def next_call() -> None:
-    """What was called in the block returned, and another call begins."""
+    """Note that a call in the block has returned and that another one starts."""
     _Call.number += 1
 
 
@@ -80,7 +80,7 @@ def watching() -> Iterator[None]:
     if not hasattr(signal, "setitimer") or not is_main or _Call.is_watched:
         yield
         return
-    if signal.getitimer(signal.ITIMER_REAL) != (0.0, 0.0):  # somebody else's
+    if signal.getitimer(signal.ITIMER_REAL) != (0.0, 0.0):  # another program's handler
         yield
         return
     watch = _Watch(_seconds.get())
@@ -139,6 +139,6 @@ class _Watch:
         """Have the stack written when not even this function is called any more."""
         if sys.__stderr__ is None or not _Call.may_arm:
             return
-        with suppress(OSError, ValueError):  # stderr is no file
+        with suppress(OSError, ValueError):  # stderr is not a file
             faulthandler.dump_traceback_later(_DEAF * self.seconds, file=sys.__stderr__)
             self.has_armed = True

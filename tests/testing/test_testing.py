@@ -332,8 +332,8 @@ def _raises() -> None:
     ("factory", "message"),
     [
         (_raises, "factory _raises raises RuntimeError: no GPU"),
-        (list, "returns list, which is no harness: it needs 'view' for pool"),
-        (3, "3 is no factory: it cannot be called"),
+        (list, "returns list, not a harness: it needs 'view' for pool"),
+        (3, "3 is not a factory, because it cannot be called"),
         (lambda needed: needed, "missing 1 required positional argument"),
         (_without("release"), "Minimal lacks release()"),
         (_without("capabilities"), "it lacks 'capabilities'"),

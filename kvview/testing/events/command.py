@@ -1,4 +1,4 @@
-"""``kvview events``: streams of KV events heard, recorded, validated and played again."""
+"""``kvview events``: receive, record, validate and replay streams of KV events."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvview.testing.events.stream_fold import Finding, StreamFold
     from kvview.testing.events.wire_sizes import WireSizes
 
-_SHOWN = 20  # findings on the screen; the JSON has all that are kept
+_SHOWN = 20  # findings on the screen; the JSON has all findings that are kept
 _KEPT = 10_000
 _JSON = click.option(
     "--json",
@@ -39,7 +39,7 @@ _SOURCE = "SOURCE is an endpoint, tcp://HOST:PORT or ipc://PATH, or a recording 
 
 @click.group()
 def events() -> None:
-    """KV events of vLLM, SGLang and kvview: hear, record, validate, play again."""
+    """Receive, record, validate and replay the KV events of vLLM, SGLang and kvview."""
 
 
 def _heard(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,11 +47,11 @@ def _heard(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--messages", type=Whole(1), help="End after so many."),
         click.option("--seconds", type=Seconds(), help="End after so long."),
-        click.option("--topic", default="", help="What the topics begin with.  [default: any]"),
+        click.option("--topic", default="", help="Prefix of the topics.  [default: any]"),
         click.option(
             "--replay-from",
             metavar="ENDPOINT",
-            help="Ask there for messages that were missed.",
+            help="Endpoint at which to request missed messages.",
         ),
     ):
         command = option(command)
@@ -66,7 +66,7 @@ def _heard(command: Callable[..., Any]) -> Callable[..., Any]:
     "consumers",
     multiple=True,
     metavar="NAME",
-    help="Say what this reader does with each event. Repeatable; 'all' for every one.",
+    help="Report how this reader treats each event. Repeatable; 'all' selects every reader.",
 )
 @click.option("--format", "format_name", metavar="NAME", help="Read this format alone, strictly.")
 @_JSON
@@ -77,7 +77,7 @@ def validate(
     json_file: str | None,
     **heard: Any,
 ) -> None:
-    """Judge a stream: format, sequence, EVENT-1, 3 and 5, and what readers lose.
+    """Validate a stream: its format, sequence, EVENT-1, 3 and 5, and the blocks that readers lose.
 
     SOURCE is an endpoint, tcp://HOST:PORT or ipc://PATH, or a recording.
     """
@@ -107,7 +107,7 @@ def validate(
 @_heard
 @_JSON
 def tail(source: str, json_file: str | None, **heard: Any) -> None:
-    """Print each event in a line, and what lies where at the end.
+    """Print each event in one line, and at the end the blocks of each medium.
 
     SOURCE is an endpoint, tcp://HOST:PORT or ipc://PATH, or a recording.
     """
@@ -156,7 +156,7 @@ def record(endpoint: str, file: str, **heard: Any) -> None:
 @events.command(epilog=EXIT_CODES)
 @click.argument("file")
 @click.argument("endpoint")
-@click.option("--replay-to", metavar="ENDPOINT", help="Answer there who missed messages.")
+@click.option("--replay-to", metavar="ENDPOINT", help="Endpoint for requests for missed messages.")
 @click.option(
     "--wait",
     type=Seconds(),
@@ -179,7 +179,7 @@ def replay(file: str, endpoint: str, replay_to: str | None, wait: float, linger:
     from kvview.events.channel import Publisher
 
     messages = _recorded(file, "")
-    first = list(islice(messages, 1))  # what cannot be read is said before anybody connects
+    first = list(islice(messages, 1))  # an unreadable file is reported before anyone connects
     payloads = (message.payload for message in chain(first, messages))
     with Publisher(endpoint, replay_to) as publisher:
         echo(f"publishing at {publisher.endpoint}", err=True)
@@ -216,7 +216,7 @@ def _recorded(source: str, topic: str) -> Iterator[Message]:
 
 
 def _live(listener: Listener, report: _Report, seconds: float | None) -> Iterator[Message]:
-    """What is heard; what was missed comes before what follows it."""
+    """Yield messages in order: missed messages come before those that follow them."""
     end = None if seconds is None else time.monotonic() + seconds
     with listener:
         while end is None or time.monotonic() < end:
@@ -253,7 +253,7 @@ class _Report:
             self.trouble.append(trouble)
 
     def note_link(self, line: str) -> None:
-        """What became of the connection: no fault, but whoever listens should know."""
+        """Report a change of the connection: not a fault, but the user should know."""
         echo(f"kvview: {line}", err=True)
         self.connection = [*self.connection, line][-_SHOWN:]
 
@@ -309,13 +309,16 @@ class _Report:
         if fold.num_sparse:
             echo(
                 f"{fold.num_sparse} stores of windows name fewer blocks than their tokens fill: "
-                f"which tokens are whose is not said",
+                f"the events do not assign tokens to blocks",
                 err=is_quiet,
             )
         if self.num_troubles > 1:
-            echo(f"{self.num_troubles} times something else came, or nothing", err=is_quiet)
+            echo(
+                f"{self.num_troubles} times an unexpected message or a timeout occurred",
+                err=is_quiet,
+            )
         if fold.num_messages and not fold.knows_all:
-            echo("not all was heard: what lies where is a part", err=is_quiet)
+            echo("some messages were missed, so the list of blocks is incomplete", err=is_quiet)
 
     def write(self, json_file: str | None, source: str) -> None:
         from kvview.testing.events.stream_report import JudgedEvents, StreamReport

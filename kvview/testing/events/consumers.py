@@ -1,8 +1,8 @@
-"""What the readers of KV events do with each: their rules, as far as their sources say.
+"""The readers of KV events, and the rules in their sources for each event.
 
-Each profile is read from one state of one public decoder, which it names; what a reader
-does with an event that it has decoded is in its rules as far as the block is lost or
-changed there. A profile judges one batch at a time, and remembers nothing.
+Each profile follows one version of one public decoder, which it names. Its rules also cover the
+treatment of decoded events, if a block is lost or changed there. A profile looks at one batch at
+a time and keeps no state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvview.testing.events.stream_fold import FULL_KINDS
 
 
 class Reception(Enum):
-    """What becomes of an event, the best first."""
+    """The outcome of an event for a reader, the best first."""
 
     ACCEPTED = "accepted"
     PARTLY = "accepted, but"
@@ -35,12 +35,12 @@ class Reception(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict, and what it is for.
+    """A verdict and its reason.
 
     Args:
         verdict: On the event.
-        why: What is lost, or why all of it; empty for ACCEPTED.
-        thread: Where it was reported, ``owner/name#number``; empty when nowhere known.
+        why: The part that is lost, or the reason why all of it is; empty for ACCEPTED.
+        thread: The public report, ``owner/name#number``; empty if none is known.
     """
 
     verdict: Reception
@@ -59,7 +59,7 @@ class Consumer:
     Args:
         name: As ``--consumer`` has it.
         what: Who it is.
-        source: Where the rules were read: repository, file, commit.
+        source: Source of the rules: repository, file, commit.
         read_on: Date of that state, or of the look where it has none.
         rules: Of each event the worst judgement counts.
     """
@@ -142,7 +142,7 @@ def _integer_hashes_only(event: AnyEvent, batch: Batch) -> Judgement | None:
 
 
 def _ignores(*names: str, thread: str = "") -> Rule:
-    """Fields that are read over, where they say something that tells blocks apart."""
+    """Return ignored fields whose values distinguish blocks."""
 
     def rule(event: AnyEvent, batch: Batch) -> Judgement | None:
         said = [name for name in names if getattr(event, name, None)]
@@ -360,7 +360,7 @@ def _smg_tokens(event: AnyEvent, batch: Batch) -> Judgement | None:
     return None
 
 
-# --- classes of a producer, read as they are ---
+# --- classes of a producer, read unmodified ---
 
 
 def _classes_of(name: str) -> Rule:

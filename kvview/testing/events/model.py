@@ -42,7 +42,7 @@ class EventModel(Generic[KeyT]):
         return is_allowed
 
     def clear_gpu(self) -> None:
-        """Apply ``AllBlocksCleared``: a tier keeps what it holds (EVENT-5)."""
+        """Apply ``AllBlocksCleared``: tiers keep their blocks (EVENT-5)."""
         self.held.pop(MEDIUM_GPU, None)
 
     def advertised(self) -> set[KeyT]:

@@ -1,20 +1,21 @@
-"""A stream of KV events judged: numbers without gaps, stores and removals that take turns.
+"""Validation of a stream of KV events: no gaps, and stores and removals that alternate.
 
-1. Numbers rise by one. A gap, a number that comes again and a publisher that began anew are
-   told; after a gap, and where the beginning was not heard, a removal of what is unknown is
-   no fault (EVENT-1, EVENT-3). A lower number with a later time is a publisher that began
-   anew, and what the old one held is gone; a message that was there already counts once.
+1. Sequence numbers rise by one. Gaps, repeated numbers and restarted publishers are reported.
+   After a gap, or if the start of the stream is missing, the removal of an unknown key is not a
+   fault (EVENT-1, EVENT-3). A lower number with a later time means that the publisher has
+   restarted, so the keys of the old one are gone. A repeated message counts once.
 2. In a tier a key is stored once and then removed; on the GPU several blocks may have it.
-3. ``AllBlocksCleared`` empties the GPU alone (EVENT-5): it names no medium, and what a
-   tier holds stays loadable.
-4. vLLM tells each block's removal, also where another one holds the same key
-   (vllm-project/vllm#55092): a reader that keeps a set and no count has lost the key then.
-   ``num_copies_left`` counts these removals; they are no fault of the stream.
-5. A store of a window names fewer blocks than its tokens fill: vLLM leaves out blocks that the
-   window never reads (``BlockPool.cache_full_blocks``), and does not say which.
-   ``num_sparse`` counts them.
-6. What a stream cannot show is not judged: whether what is advertised is loadable (EVENT-2),
-   and that failed stores are silent (EVENT-4). :attr:`StreamFold.held` is what to compare.
+3. ``AllBlocksCleared`` empties only the GPU (EVENT-5): it names no medium, and the keys of a
+   tier stay loadable.
+4. vLLM reports the removal of each block, even if another block has the same key
+   (vllm-project/vllm#55092), so a reader that keeps a set without counts loses the key.
+   ``num_copies_left`` counts these removals; they are not a fault of the stream.
+5. A store of a window names fewer blocks than its tokens fill: vLLM omits blocks that the
+   window never reads (``BlockPool.cache_full_blocks``) and does not name them.
+   ``num_sparse`` counts these stores.
+6. Two properties are not visible in a stream and so are not checked: whether an advertised key
+   is loadable (EVENT-2), and whether failed stores are silent (EVENT-4). Compare
+   :attr:`StreamFold.held` with the tier.
 """
 
 from __future__ import annotations
@@ -68,10 +69,10 @@ class Finding:
 
 @dataclass
 class StreamFold:
-    """Folds messages into what lies where, and finds what is wrong.
+    """The fold of messages into the blocks of each medium, with the faults found.
 
     Args:
-        decoder: Reads the batches; leniently, as a stream goes on after a bad one.
+        decoder: Decoder of batches; lenient, because a stream continues after a bad batch.
     """
 
     decoder: EventDecoder = field(default_factory=lambda: EventDecoder(strict=False))
@@ -91,11 +92,11 @@ class StreamFold:
         """Take one message in.
 
         Args:
-            sequence: As its frame says.
+            sequence: Sequence number of its frame.
             payload: The batch.
 
         Returns:
-            The batch, None when it cannot be read; and what is wrong with the message.
+            Return the batch, None if it cannot be read, and the faults of the message.
         """
         self.num_messages += 1
         batch = None
@@ -125,7 +126,7 @@ class StreamFold:
             yield Finding(sequence, "FORMAT", f"event {number} {what}")
 
     def _number(self, sequence: int, time: float | None) -> tuple[bool, list[Finding]]:
-        """Whether a message is new, and what is wrong with its number."""
+        """Return whether a message is new, and the fault of its number."""
         expected, is_later = self._next, time is not None and time > self._time
         if is_later:
             self._time = time or 0.0

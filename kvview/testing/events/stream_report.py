@@ -10,12 +10,12 @@ from kvview.testing.events.stream_fold import Finding
 
 @dataclass(frozen=True)
 class JudgedEvents:
-    """What a reader does with some of the events.
+    """The treatment of some events by a reader.
 
     Args:
         verdict: Whether it takes them.
-        why: What is lost, or why all of it; empty where nothing is.
-        thread: Where it was reported, ``owner/name#number``; empty when nowhere known.
+        why: The part that is lost, or the reason why all of it is; empty if nothing is lost.
+        thread: The public report, ``owner/name#number``; empty if none is known.
         events: How many.
     """
 
@@ -27,27 +27,27 @@ class JudgedEvents:
 
 @dataclass(frozen=True)
 class StreamReport:
-    """What ``kvview events validate --json FILE`` and ``kvview events tail`` write.
+    """The report of ``kvview events validate --json FILE`` and ``kvview events tail``.
 
     Args:
         source: As it was given.
-        exit_code: That of the command.
-        messages: That were heard or read, the replayed ones among them.
-        replayed: That the publisher sent again because they were asked for.
+        exit_code: Exit code of the command.
+        messages: Messages received or read, including replayed ones.
+        replayed: Messages that the publisher sent again on request.
         events: By kind.
         formats: Messages by wire format.
         held: Blocks by medium, at the end.
-        tokens: What they hold, by medium; sizes are joined from the GPU's events.
-        unsized: Blocks whose size no event said, by medium.
+        tokens: Keys and bytes by medium; sizes are joined from the GPU's events.
+        unsized: Blocks of unknown size, by medium.
         copies_left: Removals that left another copy.
         sparse: Stores of windows that name fewer blocks than their tokens fill.
         knows_all: Whether ``held`` is the whole, because nothing was missed.
         missing: First sequence number of a gap, and the one after its last; the last 1,000 gaps.
-        num_findings: What is wrong, all of it.
-        findings: What is wrong: the first 10,000.
+        num_findings: Number of all findings.
+        findings: The first 10,000 findings.
         trouble: What prevented hearing.
-        connection: What became of the connection: the last 20 lines.
-        consumers: By reader that was asked for.
+        connection: Changes of the connection: the last 20 lines.
+        consumers: Treatment of events, by reader requested.
         schema_version: Grows when a field goes or means something else.
     """
 

@@ -1,4 +1,4 @@
-"""Block sizes in a stream as it is on the wire: said by an event, or joined from the GPU's."""
+"""Block sizes in a stream: given by an event, or joined from the GPU's events."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvview.keys import MAX_GROUPS, OffloadKey, make_offload_key
 class WireSizes:
     """Finds the size of each block that is held.
 
-    1. An event of a tier that says no size (vLLM's own offloading, ``location_only``) takes
-       that of the GPU's event of the same block and group, as
-       :class:`~kvview.BlockSizeIndex` finds it: vLLM publishes a tier's events last.
-    2. One that says another size than the GPU's event of its block is told.
+    1. An event of a tier without a size (vLLM's own offloading, ``location_only``) takes
+       the size of the GPU's event of the same block and group, found by
+       :class:`~kvview.BlockSizeIndex`, because vLLM publishes the events of a tier last.
+    2. An event whose size differs from that of the GPU's event of its block is reported.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class WireSizes:
                         break
 
     def find(self, block_hash: Hash, group: int | None) -> int | None:
-        """Tokens in a block; None when no event said it."""
+        """Return the tokens of a block; None if no event gave them."""
         return self._index.block_size(_key(block_hash, group))
 
     def num_tokens(self, blocks: Iterable[tuple[Hash, int | None]]) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 The model touches no guard. It states which references each guard, view and lease has, how many
 blocks the budget leaves, which leases a call ends, and every row of ``leaks`` and ``stats``.
-Where the contract leaves a choice, the model leaves it too: a touch without a new block while
+The model allows every choice that the contract leaves open: a touch without a new block while
 other views hold more than the budget, and the order of blocks that ``free_all`` releases.
 """
 
@@ -31,8 +31,8 @@ class LeaseModel:
         guard: The guard that made it.
         blocks: One entry a reference, without the null block.
         job: Named in reports.
-        since: When it was taken.
-        deadline: When it expires, or None.
+        since: Time at which it was taken.
+        deadline: Time at which it expires, or None.
     """
 
     guard: int
@@ -139,12 +139,12 @@ class GuardModel(PoolModel):
         return set().union(*held)
 
     def num_pinnable(self, at: int) -> int | None:
-        """How many more blocks a guard may hold; None without a budget."""
+        """Return the number of further blocks that a guard may hold; None without a budget."""
         budget = self.budgets.get(at)
         return None if budget is None else max(0, budget - len(self.pinned()))
 
     def may_hold(self, at: int, blocks: Sequence[int]) -> bool | None:
-        """Whether a touch is allowed; None where the law does not say it."""
+        """Return whether a touch is allowed; None if the law leaves it open."""
         budget, pinned = self.budgets.get(at), self.pinned()
         if budget is None:
             return True
@@ -183,10 +183,10 @@ class GuardModel(PoolModel):
         self.stats[lease.guard]["active_leases"] -= 1
 
     def expire(self, at: int, *, is_failing: bool = False) -> list[LeaseModel]:
-        """A call of a guard: its due leases end, earliest deadline first (GUARD-3).
+        """End the due leases of a guard, earliest deadline first (GUARD-3).
 
-        Where the engine does not take their blocks, the leases have ended all the same; the
-        blocks stay held until the next try (GUARD-8).
+        If the engine refuses their blocks, the leases have still ended, and the blocks stay held
+        until the next try (GUARD-8).
         """
         due: list[tuple[float, LeaseModel]] = []
         for lease in self.leases:

@@ -174,7 +174,7 @@ class GuardPlayer(GuardMoves):
 
     @operation("GUARD-11", C.ENGINE_SIDE, weight=0.5)
     def account(self) -> None:
-        """Ask a guard for those over it, and for their counters."""
+        """Compare a guard's counters, and those of the guards over it."""
         self.blame("GUARD-11")
         at = self.rng.choice(self.guards())
         tree = [self.views[guard] for guard in self.model.tree(at)]
@@ -206,7 +206,7 @@ class GuardPlayer(GuardMoves):
 
     @operation("GUARD-11", C.ENGINE_SIDE, C.CLOSE)
     def free_all(self) -> None:
-        """Let the engine take back what is held through a guard, and end it."""
+        """Let the engine take back the blocks held through a guard, and close the guard."""
         self.blame("GUARD-11")
         at = self.rng.choice(self.guards())
         ended = self.closing(at)

@@ -1,4 +1,4 @@
-"""An engine that checks nothing, and fails on request: what a guard must cope with."""
+"""A pool without any checks that fails on request, to be contained by a guard."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The offloading contract as an executable model: dictionaries, counters and the laws.
 
 The model touches no manager. It states which key is a hit, which keys a store takes and how many
-it evicts, which transfers are in flight, and which events are due. Where the contract leaves a
-choice to the manager (a page, a victim among those that may go), the model takes the choice that
-the manager made, and yields for each promise whether it was kept: (law, promise, is kept).
+it evicts, which transfers are in flight, and which events are due. If the contract leaves a
+choice to the manager (a page, a victim among several), the model takes over the choice that the
+manager made. For each promise it yields whether it was kept: (law, promise, is kept).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ManagerModel:
 
     @property
     def late(self) -> set[OffloadKey]:
-        """Keys that transfers from before a reset still use."""
+        """Keys that transfers started before a reset still use."""
         return self.late_stores | self.late_loads.keys()
 
     def answer(self, key: OffloadKey) -> LookupResult:
@@ -75,11 +75,11 @@ class ManagerModel:
         return LookupResult.HIT if key in self.stored else LookupResult.MISS
 
     def num_leading_hits(self, keys: Keys) -> int:
-        """How many keys can be loaded, up to the first that cannot (OFF-6)."""
+        """Return the number of keys that can be loaded, up to the first that cannot (OFF-6)."""
         return [*(key in self.stored for key in keys), False].index(False)
 
     def num_free(self) -> int:
-        """Room that no key and no transfer takes, those from before a reset included (OFF-5)."""
+        """Pages free of keys and transfers, those started before a reset included (OFF-5)."""
         return self.capacity - len(self.stored) - len(self.storing) - len(self.late)
 
     def num_protected(self) -> int:
@@ -100,7 +100,7 @@ class ManagerModel:
         return self.stored - self.loads.keys() - set(offered)
 
     def num_lacking(self, offered: Keys) -> tuple[int, int]:
-        """How much room a store lacks, at least and at most.
+        """Return the pages that a store lacks, at least and at most.
 
         A late transfer keeps its page. A tier without pages may have room for its key or not.
         """
@@ -111,7 +111,7 @@ class ManagerModel:
     def store(
         self, offered: Keys, taken: Keys, evicted: Keys, pages: Sequence[int]
     ) -> Iterator[Promise]:
-        """Begin a store that the manager accepted."""
+        """Start a store that the manager accepted."""
         new, may_go = self.new_of(offered), self.may_go(offered)
         least, most = self.num_lacking(offered)
         others = set(new).symmetric_difference(taken)
@@ -153,7 +153,7 @@ class ManagerModel:
         return (self.storing | self.late_stores).issuperset(keys)
 
     def end_stores(self, keys: Keys, *, success: bool) -> None:
-        """End stores (OFF-4, OFF-6); what is late ends without a trace (OFF-8)."""
+        """End stores (OFF-4, OFF-6); one started before a reset ends without a trace (OFF-8)."""
         for key in dict.fromkeys(keys):
             if key in self.late_stores:
                 self.late_stores.discard(key)
@@ -171,7 +171,7 @@ class ManagerModel:
     # --- loads and uses ---
 
     def load(self, keys: Keys) -> None:
-        """Begin a load of stored keys, one for each mention (OFF-2)."""
+        """Start a load of stored keys, one for each mention (OFF-2)."""
         self.loads.update(keys)
 
     def is_loading(self, keys: Keys) -> bool:
@@ -195,7 +195,7 @@ class ManagerModel:
                 self.order.touch(key, is_storing=key in self.storing)
 
     def reset(self) -> None:
-        """Forget every key, the order and the offers; transfers go on (OFF-8)."""
+        """Forget every key, the order and the offers; transfers continue (OFF-8)."""
         self.due += [("-", key) for key in sorted(self.stored)]
         self.num_until_reset = len(self.due)
         self.why |= dict.fromkeys(self.stored | self.storing, "OFF-8")

@@ -198,7 +198,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-8", C.RESET, weight=2)
     def finish_late(self) -> None:
-        """Complete transfers from before a reset, some of them with newer ones in one call."""
+        """Complete transfers started before a reset, some together with newer ones."""
         model = self.model
         if stores := self.some(model.late_stores):
             newer = self.some(model.storing) if self.rng.random() < 0.5 else []
@@ -226,7 +226,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-12", C.STORE_THRESHOLD, weight=0.15)
     def name_thresholds(self) -> None:
-        """Ask for thresholds that no key can meet."""
+        """Request thresholds that no key can meet."""
         for threshold in (0, -1):
             self.refused(ConfigError, self.harness, "with_threshold", threshold)
 

@@ -1,4 +1,4 @@
-"""A cache policy as a target: judged inside the reference's manager, by the manager's checks."""
+"""A cache policy as a target, checked inside the reference's manager by the manager's checks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ManagerOfPolicy:
 
 
 def as_factory(found: Factory) -> Factory:
-    """What a target means: of a class that is a cache policy, a manager with it."""
+    """Return the factory of a target: for a cache policy, a manager with that policy."""
     if isinstance(found, type) and all(callable(getattr(found, name, None)) for name in _METHODS):
         return ManagerOfPolicy(found)
     return found

@@ -1,9 +1,9 @@
 """The pool contract as an executable model: dictionaries, lists and the laws.
 
 The model touches no pool. It states which block is free, in which order blocks are evicted, and
-which items, refusals and notices every call must produce. Where the contract leaves a choice to
+which items, refusals and notices every call must produce. If the contract leaves a choice to
 the engine (the place of a block without a key, the order of a victim without a key), the model
-takes the choice that the pool made, and checks only the part that is promised.
+takes over the choice that the pool made, and checks only the promised part.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PoolModel:
         self.watched.append({})
 
     def accounts(self) -> Iterable[Counter[int]]:
-        """The references of each owner beside the engine."""
+        """The references of each owner except the engine."""
         return self.held
 
     def held_through(self, view: int) -> Counter[int]:
@@ -78,7 +78,7 @@ class PoolModel:
     # --- the present state ---
 
     def is_free(self, block: int) -> bool:
-        """Whether no one holds the block: neither the engine nor a view (POOL-1)."""
+        """Return whether neither the engine nor a view holds the block (POOL-1)."""
         return block in self.joined
 
     def order(self) -> list[int]:
@@ -94,7 +94,7 @@ class PoolModel:
         return [block for block, keys in self.keys.items() if key in keys]
 
     def cached(self) -> Counter[OffloadKey]:
-        """How many blocks hold each key, as the engine's events state (EVENT-2)."""
+        """Return the number of blocks that hold each key, by the engine's events (EVENT-2)."""
         return Counter(key for keys in self.keys.values() for key in keys)
 
     # --- references ---
@@ -108,7 +108,7 @@ class PoolModel:
                 self.at_head.discard(block)
 
     def give(self, blocks: Sequence[int], refs: Counter[int], *, to_head: bool = False) -> None:
-        """Release references; a block that no one holds joins the queue by its last mention."""
+        """Release references; a block without references joins the queue at its last mention."""
         real = [block for block in blocks if block != self.null]
         refs.subtract(real)
         for block in set(real):

@@ -26,7 +26,7 @@ def _first_of(view: Any, name: str) -> object:
 
 @dataclass
 class _OneShot:
-    """A walk that is open, and what the model expects of it."""
+    """An open walk, and the items that the model expects of it."""
 
     view: int
     walk: Iterator[Any]

@@ -62,7 +62,7 @@ def check_tier_9_killed_process(store: TierPlayer) -> None:
 
 @example(TierPlayer, "TIER-9", C.KILL)
 def check_tier_9_processes_at_once(store: TierPlayer) -> None:
-    """Processes: several write into one place at once; all that they stored is there."""
+    """Processes: several processes write into one place at once; every stored page is there."""
     if not hasattr(store.harness, "written_at_once"):  # a harness of its own
         return
     found = store.call(store.harness, "written_at_once", 2, current_profile().seed or 0)
@@ -113,7 +113,7 @@ def check_tier_6_full_disk(store: TierPlayer) -> None:
     before = _files(store)
     _move(store, "put", {b"a file": 4096})
     has_files = len(_files(store) - before) == 1
-    if not has_files:  # then the limit of the system's is no full disk for the store
+    if not has_files:  # then the system's limit does not act like a full disk
         store.model.spoil()
     with files_of_at_most(2 << 20):
         job = store.submit("put", large)
@@ -174,7 +174,7 @@ def check_tier_8_damaged_notes(store: TierPlayer) -> None:
 
 @example(TierPlayer, "TIER-10", C.DAMAGE, C.NAMESPACES, C.VERIFIES)
 def check_tier_10_restored_entry(store: TierPlayer) -> None:
-    """Damaged media: the file of another namespace in the place of one's own is no entry."""
+    """Damaged media: a file of another namespace under an own name is not an entry."""
     place = store.harness
     if not hasattr(place, "entries"):  # a harness of its own
         return
@@ -202,7 +202,7 @@ def check_tier_10_restored_entry(store: TierPlayer) -> None:
 def check_tier_8_refused_budget(store: TierPlayer) -> None:
     """Options: a store that cannot keep ``max_bytes`` refuses it."""
     is_ours = isinstance(store.subject, Threaded) and hasattr(store.harness, "with_budget")
-    if store.can(C.BUDGET) or not is_ours:  # the options of other stores are no law of ours
+    if store.can(C.BUDGET) or not is_ours:  # no law is about the options of other stores
         return
     try:
         store.go_on_with(store.harness.with_budget(500_000))
@@ -255,7 +255,7 @@ def check_tier_11_threads_and_files(store: TierPlayer) -> None:
     store.call(store.subject, "close")
     end = time.monotonic() + store.patience / 4
     while open_files(folder) and time.monotonic() < end:
-        gc.collect()  # what a thread that has ended had open
+        gc.collect()  # files that an ended thread had open
         time.sleep(0.01)
     store.equal(open_files(folder), [], "close leaves no file open")
     left = sorted(thread.name for thread in {*threading.enumerate()} - threads)

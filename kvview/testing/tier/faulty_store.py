@@ -1,4 +1,4 @@
-"""A store in memory that does what it must not, one fault at a time."""
+"""A store in memory with injected faults, one at a time."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FaultyStore:
         self._goes_on = threading.Event()
 
     def heal(self) -> None:
-        """Be right from now; what was late comes now."""
+        """Stop the fault; late reports are delivered now."""
         self.fault = ""
         for page in self._late_pages:
             page[:] = b"\xee" * len(page)
@@ -67,7 +67,7 @@ class FaultyStore:
         self._late.clear()
 
     def lookup(self, keys: Sequence[bytes], /) -> Sequence[bool | None]:
-        """Which keys are held."""
+        """Return for each key whether it is held."""
         self._trouble("lookup")
         if self.fault == "lookup is None":
             return None  # type: ignore[return-value]
@@ -133,7 +133,7 @@ class FaultyStore:
         return True
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: the store has no resources."""
 
     def _trouble(self, call: str) -> None:
         if self.fault == f"{call} raises":

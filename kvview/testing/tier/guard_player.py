@@ -20,7 +20,7 @@ from kvview.testing.tier.moves import TierMoves
 
 DEADLINE, RETRY_AFTER, TRIP_AFTER = 5.0, 10.0, 3
 _MOST_STEPS = 16
-_STEP = 0.01  # real seconds that a store has before the clock goes on
+_STEP = 0.01  # real seconds that a store has before the clock advances
 _FAULTS = (
     *faulty_store.RAISING,
     *faulty_store.BLOCKING,
@@ -31,7 +31,7 @@ _FAULTS = (
 
 
 class ManualClock:
-    """A clock that goes on when it is told to."""
+    """A clock that advances on request."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

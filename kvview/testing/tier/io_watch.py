@@ -1,4 +1,4 @@
-"""Sees I/O of the calling thread: what a scheduler would wait for (TIER-5)."""
+"""A watch for I/O of the calling thread, for which a scheduler would wait (TIER-5)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Hook:
 
 @contextmanager
 def watching_io(folder: str) -> Iterator[list[str]]:
-    """Note what this thread does to files below a folder, in the block.
+    """Record the calls of this thread on files below a folder, in the block.
 
     Looked at are Python's audit events (open, rename, remove, listing ...) and those functions
     of ``os`` that have none. Other threads are not looked at.
@@ -38,7 +38,7 @@ def watching_io(folder: str) -> Iterator[list[str]]:
 
 
 def slow_renames(seconds: float) -> AbstractContextManager[None]:
-    """Each file waits that long for its name, so that others find what is written by halves."""
+    """Delay each rename, so that other processes see half-written files."""
 
     def slow(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def renamed(*args: Any, **kwargs: Any) -> Any:
@@ -52,7 +52,7 @@ def slow_renames(seconds: float) -> AbstractContextManager[None]:
 
 @contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """Let this process make no file larger: what comes that far is cut, as by a full disk."""
+    """Limit the size of files of this process: larger writes fail, as on a full disk."""
     import resource  # not on every system
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -64,7 +64,7 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
 
 
 def open_files(folder: str) -> list[str]:
-    """Files below a folder that this process has open, as far as the system tells."""
+    """Return the files below a folder that this process has open, if the system lists them."""
     found = []
     with suppress(FileNotFoundError):
         for name in os.listdir("/proc/self/fd"):
@@ -104,7 +104,7 @@ def _note(event: str, args: tuple[Any, ...]) -> None:
     seen = getattr(_local, "seen", None)
     if seen is None:
         return
-    _local.seen = None  # what is asked here does not count
+    _local.seen = None  # the watch's own calls do not count
     try:
         for arg in args[:2]:
             path = _path_of(arg)

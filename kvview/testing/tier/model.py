@@ -1,9 +1,9 @@
 """The tier contract as an executable model: a dictionary of keys, the jobs in flight, and the laws.
 
-The model touches no store. Each method that takes an answer of the store yields
-``(law, promise, whether it was kept)``. Where a law leaves a choice to the store (which of two
-jobs on one key comes first, which key is evicted), the key is in ``either`` and nothing is
-expected of it until an answer settles it.
+The model touches no store. Each method that takes a result of the store yields
+``(law, promise, whether it was kept)``. If a law leaves a choice to the store (which of two
+jobs on one key comes first, which key is evicted), the key is in ``either``, where it may be held
+or missing, until a result of the store settles it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TierModel:
 
     Args:
         max_bytes: The budget, or None.
-        evicts_by_use: Whether what was used just now outlives what was not (TIER-8).
+        evicts_by_use: Whether keys used recently outlive the others (TIER-8).
         names_evicted: Whether the store names the keys that it evicts (TIER-8).
     """
 
@@ -150,7 +150,7 @@ class TierModel:
             self.used[key] = self.now
 
     def has_room(self, size: int) -> bool:
-        """Whether a page has room beside all others that are in flight."""
+        """Return whether a page has room next to all other pages in flight."""
         return self.max_bytes is None or size <= self.max_bytes // 10
 
     def must_be_found(self, key: bytes) -> bool:
@@ -192,7 +192,7 @@ class TierModel:
                 self.held[key] = self.either.pop(key)
 
     def close(self) -> None:
-        """End what is in flight: a key of it may be stored or not (TIER-11)."""
+        """End the jobs in flight: each of their keys may be stored or not (TIER-11)."""
         for job in self.jobs.values():
             job.crossed.update(job.sizes)
 
@@ -210,7 +210,7 @@ class TierModel:
         self._doubt([*self.held])
 
     def share(self) -> None:
-        """Let another process write into the same place, and evict what it likes."""
+        """Let another process write into the same place and evict any key."""
         if self.max_bytes is not None:
             self._doubt([*self.held])
 

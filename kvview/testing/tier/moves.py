@@ -36,7 +36,7 @@ def size_of(key: bytes) -> int:
 
 
 class TierMoves(Player):
-    """Plays one engine on a store, and judges every answer by the model."""
+    """A player of one engine on a store; the model checks every answer."""
 
     contract = "tier"
     subject_name = "store"
@@ -73,7 +73,7 @@ class TierMoves(Player):
         self._names |= {id(harness): "h", id(self.subject): "store"}
 
     def wire(self) -> None:
-        """Ask the store for its notices."""
+        """Subscribe to the notices of the store."""
         if hasattr(self.subject, "on_evicted"):
             self.subject.on_evicted(self.evicted.extend)
         if hasattr(self.subject, "on_wake_up"):
@@ -207,7 +207,7 @@ class TierMoves(Player):
         return reports
 
     def learn_evictions(self) -> None:
-        """Learn from the store what it has evicted."""
+        """Fetch the evicted keys from the store."""
         told = [self.evicted.pop(0) for _ in range(len(self.evicted))]
         if hasattr(self.subject, "take_evicted"):
             told += self.subject.take_evicted()
@@ -228,7 +228,7 @@ class TierMoves(Player):
             nonlocal number
             number += 1
             if self.waits_for_wake_up and not self.woken.wait(self.patience):
-                self.fail(f"the store wakes up who waits: {what}", "no call", "a call", "TIER-5")
+                self.fail(f"the store wakes the caller: {what}", "no call", "a call", "TIER-5")
             self.woken.clear()
             self.true(time.monotonic() < end, what, got, "it comes", law)
             self.passes()
@@ -259,7 +259,7 @@ class TierMoves(Player):
         return self.subject.drain(self.patience)
 
     def look(self, keys: Sequence[bytes]) -> list[bool]:
-        """Look keys up until every answer is there, and judge the answers."""
+        """Look keys up until every answer is known, and check the answers."""
         with self.patiently("every lookup is answered", "TIER-5") as wait:
             while True:
                 flags = list(self.ask("lookup", list(keys), shown=_shown(keys)))
@@ -339,7 +339,7 @@ class TierMoves(Player):
 
     @operation("TIER-3", weight=0.5)
     def rest(self) -> None:
-        """Wait for what a store does too late."""
+        """Wait for late effects of a store."""
         time.sleep(0.03)
 
     @operation("TIER-6")

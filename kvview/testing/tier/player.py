@@ -168,7 +168,7 @@ class TierPlayer(TierMoves):
     @operation("TIER-10", C.NAMESPACES)
     def open_another_namespace(self) -> None:
         """Open the place for something else that KV depends on."""
-        if self.model.max_bytes is not None:  # the notes of another namespace are no part of it
+        if self.model.max_bytes is not None:  # the budget excludes the notes of other namespaces
             return
         self.blame("TIER-10")
         self.wait()
@@ -224,4 +224,4 @@ class TierPlayer(TierMoves):
                 self.true(abs(used - occupied) < _SLACK, what, used, f"about {occupied}")
                 what = "nothing is left over of what was deleted, evicted or cut short"
                 self.true(occupied <= expected, what, occupied, f"at most {expected} bytes")
-            time.sleep(0.002)  # a thread may remove what was deleted
+            time.sleep(0.002)  # a thread may still remove deleted files

@@ -73,7 +73,7 @@ def at_once(job: dict[str, Any]) -> dict[str, Any]:
     """Let ``num`` processes write into one place at once, some keys all of them.
 
     Returns:
-        The result of a look by a process that comes after, ``acknowledged`` (how many keys each
+        The findings of a later process, ``acknowledged`` (how many keys each
         process was told are stored), ``missing`` (of them) and ``refused`` (the reason why a
         process could not open the place beside another).
     """
@@ -117,7 +117,7 @@ def _forked(body: Callable[[], None]) -> int:
 
 
 def _played(bodies: Iterable[Callable[[dict[str, Any], Callable[[], None]], None]]) -> Any:
-    """The findings of each body, in a process of its own; all begin when all are ready."""
+    """Run each body in its own process, start all together, and return their findings."""
     ends = []
     for body in bodies:
         ready, go, out = os.pipe(), os.pipe(), os.pipe()
@@ -161,7 +161,7 @@ def _open(job: dict[str, Any]) -> Any:
 
 
 def _write(job: dict[str, Any], keys: Sizes, told: int) -> None:
-    """Put keys until the process is killed, and tell each that was reported stored."""
+    """Put keys until the process is killed, and report each key that was stored."""
     store, chosen = _open(job), [*keys]
     os.write(told, b"open\n")
     parts = [chosen[at : at + 4] for at in range(0, len(chosen), 4)]
@@ -183,7 +183,7 @@ def _write(job: dict[str, Any], keys: Sizes, told: int) -> None:
 def _put(
     job: dict[str, Any], keys: Sizes, found: dict[str, Any], begin: Callable[[], None]
 ) -> None:
-    """Put keys beside other processes; ``stored`` are those that were reported stored."""
+    """Put keys while other processes do the same; ``stored`` are the keys reported as stored."""
     try:
         store = _open(job)
     except KVViewError as error:  # a store that is alone in its place

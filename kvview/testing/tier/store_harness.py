@@ -1,4 +1,4 @@
-"""What the checks make of a class of stores: a harness over it, in a fresh folder."""
+"""A harness over a class of stores, in a fresh folder."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class StoreHarness:
 
     @property
     def capabilities(self) -> set[str]:
-        """What the class, its options and its methods tell."""
+        """The capabilities that follow from the class, its options and its methods."""
         found: set[str] = set()
         places = [str(value) for value in self._options.values() if FOLDER in str(value)]
         if places:  # which may be one on a server
@@ -101,7 +101,7 @@ class StoreHarness:
         if self._is_threaded():
             found.add(Capability.PAUSE)
         for name in (Capability.DELETE, Capability.USAGE, Capability.TOUCH):
-            both = (self.store, self._make)  # a guard has more than what it passes on
+            both = (self.store, self._make)  # a guard has more methods than it passes on
             has_it = all(callable(getattr(one, name.value, None)) for one in both)
             found |= {name} if has_it else set()
         return found
@@ -121,7 +121,7 @@ class StoreHarness:
         return type(self)(self._make, self._options, self.namespace, self.folder)
 
     def with_namespace(self, namespace: Namespace) -> StoreHarness:
-        """A store for another namespace beside this one."""
+        """Make a store for another namespace in the same folder."""
         return type(self)(self._make, self._options, namespace, self.folder)
 
     def with_budget(self, max_bytes: int) -> StoreHarness:
@@ -137,7 +137,7 @@ class StoreHarness:
         return total
 
     def damage(self, how: str) -> int:
-        """Spoil every large file in the folder, two by two for ``"swap"``."""
+        """Damage every large file in the folder; ``"swap"`` exchanges them in pairs."""
         contents = {}
         for path in self._files():
             with suppress(FileNotFoundError):  # removed on a thread just now
@@ -196,7 +196,7 @@ class StoreHarness:
         return {key: in_folder(value, str(self.folder)) for key, value in self._options.items()}
 
     def _played(self, program: str, num: int, seed: int) -> Any:
-        """What a program of the kit says of this store: it forks, and so runs by itself."""
+        """Return the findings of a program of the kit, which is a process because it forks."""
         job = {
             "target": self._target(),
             "options": self._filled_options(),
@@ -268,7 +268,7 @@ class GuardedStoreHarness(StoreHarness):
     @property
     def capabilities(self) -> set[str]:
         """Those of the store, and the guard's."""
-        # What a killed process wrote without a guard has no seal.
+        # Entries that a killed process wrote without a guard have no seal.
         return {*super().capabilities, Capability.TIER_GUARD} - {Capability.KILL}
 
     def guard(self, store: TierStore, namespace: Namespace, **options: Any) -> TierStore:

@@ -1,4 +1,4 @@
-"""A compute stream that stands still when it is told to (XFER-6)."""
+"""A compute stream that can be held (XFER-6)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing_extensions import override
 class GatedComputeStream:
     """A stand-in for the stream of the model's kernels, for the KV caches of a harness.
 
-    1. What is submitted to it between ``hold`` and ``release`` ends at ``release``.
-    2. The thread that holds it is the one that runs the model: a worker that waits there
-       would wait for ever, so it raises. Another thread waits.
-    3. After ``fail`` it raises once, as a stream does whose kernels failed.
+    1. Work submitted between ``hold`` and ``release`` ends at ``release``.
+    2. The thread that holds the stream runs the model. A worker that waits on that thread would
+       wait forever, so the wait raises; on any other thread it waits.
+    3. After ``fail`` it raises once, like a stream whose kernels failed.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class GatedComputeStream:
         self._fails = when
 
     def record_event(self) -> GatedComputeEvent:
-        """Mark what was submitted until now."""
+        """Record an event after all work submitted so far."""
         fails, self._fails = self._fails, ""
         if fails == "mark":
             raise _failed()
@@ -50,8 +50,8 @@ class GatedComputeEvent:
     """A mark in a gated stream.
 
     Args:
-        gate: What opens when it is reached; None when it was reached at once.
-        model_thread: Where nobody may wait.
+        gate: The gate that opens when it is reached; None if it was reached at once.
+        model_thread: The thread on which a wait raises.
     """
 
     _MANY_QUERIES = 10_000
@@ -83,7 +83,7 @@ class GatedComputeEvent:
 
 
 class _FailedEvent(GatedComputeEvent):
-    """A mark of a stream whose kernels failed: only who waits for it hears of that."""
+    """An event of a stream whose kernels failed: only a wait for it raises."""
 
     @override
     def query(self) -> bool:

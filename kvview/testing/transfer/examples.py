@@ -33,7 +33,7 @@ def check_xfer_5_race_of_wait_and_report(worker: TransferPlayer) -> None:
 
 @example(TransferPlayer, "XFER-5", C.WORKERS)
 def check_xfer_5_memory_after_shutdown(worker: TransferPlayer) -> None:
-    """Memory: an engine that sleeps needs its KV caches, though somebody has the worker."""
+    """Memory: after shutdown the KV caches are free, even if a reference to the worker stays."""
     import torch
 
     tensor = torch.zeros(8, 64, dtype=torch.int8)

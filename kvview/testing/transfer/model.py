@@ -36,10 +36,10 @@ def first_difference(one: memoryview, other: bytearray) -> int:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Where the pages of one KV-cache tensor lie, in bytes.
+    """The places of the pages of one KV-cache tensor, in bytes.
 
     Args:
-        storage: Which storage they are in.
+        storage: The storage that they are in.
         start: First byte of block 0 in the storage.
         stride: Bytes from one block to the next.
         page_bytes: Bytes of one row, padding included.
@@ -246,7 +246,7 @@ class TransferModel:
         self.gpu[storage][span] = data
 
     def release(self) -> None:
-        """Let everything that was held back go on."""
+        """Resume everything that was held back."""
         self.held_by = ""
         for pending in self.pending.values():
             pending.is_held = False

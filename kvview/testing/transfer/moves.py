@@ -1,4 +1,4 @@
-"""A worker, its KV caches and its jobs, beside the model of all their bytes."""
+"""A worker, its KV caches and its jobs, with the model of all their bytes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TransferMoves(Player):
 
     @override
     def end(self) -> None:
-        """Give back threads, also after a failure, which nothing here may hide."""
+        """End threads, also after a failure, which must stay visible."""
         with suppress(Exception):
             self.let_go()
         for worker in self._workers:
@@ -214,7 +214,7 @@ class TransferMoves(Player):
         job_id = self.new_id()
         late: list[bool] = []
         timer = None
-        if self.model.held_by == "XFER-5":  # whoever waits for earlier jobs here waits for ever
+        if self.model.held_by == "XFER-5":  # a wait for earlier jobs never ends
             timer = threading.Timer(_LATE_S, self._resume_late, [late])
             timer.start()
         try:
@@ -247,7 +247,7 @@ class TransferMoves(Player):
         buffer = self._torch.frombuffer(bytearray(data), dtype=self._torch.uint8)
         self._flat[storage][span] = buffer.to(self._flat[storage].device)
 
-    # --- reports, and what holds them back ---
+    # --- reports, and delays of reports ---
 
     def take_reports(self) -> list[int]:
         """Take the reports that are there; returns the ids of the jobs."""
@@ -267,17 +267,17 @@ class TransferMoves(Player):
 
     @operation("XFER-5", weight=2)
     def go_on(self) -> None:
-        """Let everything that was held back go on, at times after a look at the bytes."""
+        """Resume everything that was held back, sometimes after a comparison of the bytes."""
         if not self.model.held_by:
             return
-        if self.rng.random() < 0.7:  # a worker that goes on by itself needs a moment
+        if self.rng.random() < 0.7:  # a worker that continues by itself needs a moment
             time.sleep(0.001)
             self.take_reports()
             self.gpu_bytes()
         self.let_go()
 
     def let_go(self) -> None:
-        """Let copies and compute that were held back go on."""
+        """Resume copies and compute that were held back."""
         held_by = self.model.held_by
         for row, data in self.kernels:
             self.write_row(row, data)

@@ -46,7 +46,7 @@ class TransferPlayer(TransferMoves):
         if self.can(C.WORKERS) and not self.plan.is_small and self.rng.random() < 0.4:
             self.make_worker()
         super().play(moves)
-        if not self.is_over:  # the tier is visible in what is loaded from it only
+        if not self.is_over:  # the tier is visible only through loads
             self.read_back()
             self.compare()
 
@@ -131,7 +131,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-5", weight=3)
     def wait(self) -> None:
-        """Wait for some jobs and for ids that nobody has; their reports are there then."""
+        """Wait for some jobs and for unknown ids; afterwards their reports are available."""
         if self.model.held_by:
             self.go_on()
         jobs = [job_id for job_id in self.model.jobs if self.rng.random() < 0.6]
@@ -171,7 +171,7 @@ class TransferPlayer(TransferMoves):
                 self.model.submit(job_id, False, parts)
         self.finish_all()
 
-    # --- what holds jobs back ---
+    # --- delays of jobs ---
 
     @operation("XFER-5", C.PAUSE, weight=2)
     def pause(self) -> None:
@@ -248,7 +248,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-4", C.COMPUTE_FAILS)
     def fail_stream(self) -> None:
-        """Let compute fail: no one can tell what it has left, and so no block is moved."""
+        """Let compute fail: the bytes that it left are unknown, so no block is moved."""
         is_store, parts = self._draw_failing()
         when = self.rng.choice(("mark", "wait"))
         if self.is_own:
@@ -259,7 +259,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-1", weight=2)
     def refuse(self) -> None:
-        """Spoil a spec: a page that does not exist, sides that do not pair up, an id in flight."""
+        """Make a spec wrong: a missing page, sides that do not pair up, an id in flight."""
         self.blame("XFER-1")
         parts = self.draw_store(self.most)
         gpu, tier = self.gpu_side(parts), self.tier_side(parts)

@@ -1,12 +1,12 @@
 """One connector in many releases of an engine, a process each: ``kvview check --vllm``.
 
-An engine brings its releases (:class:`Releases`); nothing of it is imported here. Each is
-checked by ``kvview check`` itself, in a process whose imports find that release first.
+An engine provides its releases (:class:`Releases`) and is never imported here. ``kvview check``
+itself checks each release, in a process whose imports find that release first.
 
-1. A release is green when its process ended with 0, its report is clean, and the report
-   says that the runs were in that very release.
-2. What could not be had, imported or exercised is said of its release, and is not green.
-3. Ctrl-C ends the processes in order: what they have found by then is told.
+1. A release is green if its process ended with 0, its report is clean, and the report names
+   that release for the runs.
+2. A release that could not be downloaded, imported or exercised is reported and not green.
+3. Ctrl-C ends the processes in order, and their findings so far are reported.
 """
 
 from kvview.testing.upgrade.engine_releases import Change, Releases, load_releases

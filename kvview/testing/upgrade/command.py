@@ -48,15 +48,15 @@ def check_in_releases(
     console: Console,
     on_progress: Callable[[str], None],
 ) -> UpgradeReport:
-    """Check a target in releases; say what changed, and of each how it ended.
+    """Check a target in several releases; report the changes and the outcome of each.
 
     Args:
         target: As for ``kvview check``.
         engine: Whose releases.
         names: Of the releases, as the user named them.
-        against: A release to say what changed since then, if one is named.
+        against: A release to compare with, if given.
         console: Where to print.
-        on_progress: Told what is being done.
+        on_progress: Called with the progress.
 
     Raises:
         ConfigError: An option is not for many releases.
@@ -96,13 +96,13 @@ def check_in_releases(
 
 
 def exit_code(report: UpgradeReport) -> ExitCode:
-    """0 when all are green; else that of what is worst."""
+    """0 if all are green; otherwise the worst exit code."""
     found = {result.verdict for result in report.results}
     return next((code for verdict, code in _CODES.items() if verdict in found), ExitCode.CLEAN)
 
 
 def _options_of_each(context: click.Context, engine: str) -> list[str]:
-    """What the user gave, but for what is about the whole, as arguments of each process."""
+    """Return the user's arguments for each process, without those about all releases."""
     if context.params["engine"] not in (None, engine):
         raise ConfigError(f"--{engine} runs that engine, and not {context.params['engine']!r}")
     if context.params["page_file"] is not None:
@@ -139,7 +139,7 @@ def _compare(
             continue
         try:
             new = releases.fetch(release, on_progress)
-        except KVViewError:  # its row says so
+        except KVViewError:  # its row reports it
             continue
         report.changes[release] = releases.changes(report.target, old, new)
 
@@ -165,7 +165,7 @@ def _show_changes(console: Console, report: UpgradeReport) -> None:
 
 
 def _print(console: Console, table: Table) -> None:
-    """Where there is no terminal, a file or CI, wide enough for a sentence a row."""
+    """Return a console; without a terminal (a file or CI) wide enough for a sentence per row."""
     if not console.is_terminal and console.width < _WIDTH:
         console = Console(file=console.file, width=_WIDTH, markup=True)
     console.print(table)

@@ -16,14 +16,14 @@ ENTRY_POINTS = "kvview.releases"
 
 @dataclass(frozen=True)
 class Change:
-    """What differs between two releases, of what a connector uses.
+    """A difference between two releases in a part that a connector uses.
 
     Args:
         owner: The class or module of the engine.
-        name: Of the method, the field or what is imported.
-        told: What changed, in one line.
-        breaks: Whether the connector, as it is written, fails on it.
-        where: Where the connector uses it, ``file:line``; empty for what it lacks.
+        name: Name of the method, field or import.
+        told: The change, in one line.
+        breaks: Whether the connector fails because of it.
+        where: Place of its use, ``file:line``; empty for a missing method.
     """
 
     owner: str
@@ -41,24 +41,24 @@ class Releases(Protocol):
     """
 
     def resolve(self, names: Sequence[str], /) -> list[str]:
-        """The releases that names stand for, each once, in order.
+        """Return the releases that the names match, each once, in order.
 
         Raises:
             KVViewError: One of them names none.
         """
 
     def fetch(self, release: str, on_progress: Callable[[str], None], /) -> Path:
-        """A folder that comes first on the import path of what runs in this release.
+        """Return the folder that comes first on the import path in this release.
 
         Raises:
-            KVViewError: It cannot be had; one line.
+            KVViewError: It is not available; one line.
         """
 
     def environment(self) -> Mapping[str, str]:
-        """What is set for a process that imports it, unless the user has set it."""
+        """Return the environment of a process that imports it, unless the user has set it."""
 
     def changes(self, target: str, old: Path, new: Path, /) -> list[Change]:
-        """What changed, of what a connector uses, by the sources of two releases.
+        """Return the changes between two releases in the parts that a connector uses.
 
         Args:
             target: As for ``kvview check``; it is read, not imported.

@@ -1,4 +1,4 @@
-"""``kvview check`` in a process for each release, and what came of each."""
+"""``kvview check`` in one process for each release, and the outcomes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SAID = "kvview: "
 
 
 class Verdict(StrEnum):
-    """How a release ended; green is the only good one."""
+    """The outcome of a release; only green is good."""
 
     GREEN = "green"
     FAILED = "failed"
@@ -49,14 +49,14 @@ _BY_CODE = {  # of kvview check
 
 @dataclass
 class ReleaseResult:
-    """What was found in one release.
+    """The findings in one release.
 
     Args:
         release: Which.
         verdict: How it ended.
         reason: Why it is not green: the first reason; empty when it is.
-        seconds: How long it took, without the fetch.
-        report: What the process wrote, see ``docs/report.md``; None when it wrote none.
+        seconds: Its duration in seconds, without the download.
+        report: The report of the process, see ``docs/report.md``; None if it wrote none.
     """
 
     release: str
@@ -67,7 +67,7 @@ class ReleaseResult:
 
     @property
     def left_out(self) -> list[str]:
-        """What the release cannot play and was left out of its runs."""
+        """The scenarios that were skipped because the release cannot play them."""
         coverage = ((self.report or {}).get("runs") or {}).get("coverage", {})
         prefix = "left out: "
         return [name.removeprefix(prefix) for name in coverage if name.startswith(prefix)]
@@ -82,7 +82,7 @@ class UpgradeReport:
         engine: Of which the releases are.
         results: One a release.
         against: The release that changes are counted from, if one was named.
-        changes: By release, what changed since then; None where it could not be said.
+        changes: The changes since each release; None if they are unknown.
         seconds: All in all.
     """
 
@@ -129,8 +129,8 @@ def check_releases(
         releases: Of it.
         names: The releases, as :meth:`Releases.resolve` gives them.
         options: Further arguments of ``kvview check``.
-        on_progress: Told the release and what is done with it; from other threads.
-        on_result: Told each result as it comes; from other threads.
+        on_progress: Called with the release and its progress, from other threads.
+        on_result: Called with each result as it comes, from other threads.
 
     Returns:
         One a release, in order; those that Ctrl-C left undone are interrupted.
@@ -199,12 +199,12 @@ def _check_one(
 def judge(
     release: str, code: int, said: str, report: dict[str, Any] | None, engine: str = ""
 ) -> tuple[Verdict, str]:
-    """What a process that checked a release says of it.
+    """Return the findings of a process that checked a release.
 
     Args:
         release: Which.
         code: Its exit code; negative for a signal.
-        said: What it wrote to stderr.
+        said: Its stderr.
         report: Its report, if it wrote one.
         engine: Of which it is a release.
 
@@ -287,7 +287,7 @@ class _Processes:
         return process.returncode, said
 
     def end(self) -> None:
-        """SIGTERM to all of them: each still tells what it has found."""
+        """Send SIGTERM to all processes: each still writes its report."""
         with self._lock:
             self.are_ended = True
             for process in self._running:
