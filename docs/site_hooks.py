@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvview.links import PROJECT_URL
+from kvview.urls import PROJECT_URL
 
 ROOT = Path(__file__).parents[1]
 _LAWS_PAGE = "laws.md"

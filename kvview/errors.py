@@ -12,7 +12,7 @@ import unicodedata
 from typing import TYPE_CHECKING
 
 from kvview.laws import titled
-from kvview.links import law_url
+from kvview.urls import law_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable

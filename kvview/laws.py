@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from kvview.links import law_url
+from kvview.urls import law_url
 
 _FILES = {
     "KEY": "keys.py",

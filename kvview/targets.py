@@ -28,8 +28,8 @@ from typing import Any
 from typing_extensions import TypeIs
 
 from kvview.connector import Connector, SchedulerConnector, WorkerConnector
+from kvview.connector.hook_errors import where
 from kvview.connector.hooks import TARGET_PREFIX
-from kvview.connector.raising import where
 from kvview.errors import ConfigError, one_line
 
 _ENGINE_BASES = {"KVConnectorBase_V1"}  # by name: no engine is imported here

@@ -34,7 +34,7 @@ from kvview import (
     StepPlan,
     SupportsSkippedBlocks,
 )
-from kvview.connector.job_book import EndedJob
+from kvview.connector.job_tracker import EndedJob
 
 PREFIX = "vllm:kvview_"  # vLLM forgets what begins so when an engine is built anew
 LABELS = ("connector", "child")

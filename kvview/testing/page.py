@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvview.laws import titled
-from kvview.links import law_url
 from kvview.testing.recorder import LawBroken
 from kvview.testing.report import BAD, CheckResult, Outcome, Report
+from kvview.urls import law_url
 from kvview.web_page import facts, made_by, make_table, share_bar, wide, write_page
 
 if TYPE_CHECKING:

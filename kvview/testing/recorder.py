@@ -9,13 +9,13 @@ from enum import Enum
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from kvview.connector.raising import where
+from kvview.connector.hook_errors import where
 from kvview.laws import titled
-from kvview.links import law_url
 from kvview.targets import target_of
 from kvview.testing import watchdog
 from kvview.testing.checks import running_check
 from kvview.testing.profiles import Effort, current_profile
+from kvview.urls import law_url
 
 if TYPE_CHECKING:
     from kvview.testing.connector.result import Snapshot

@@ -10,10 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvview.laws import titled
-from kvview.links import law_url
 from kvview.testing.connector_checks import COVERAGE
 from kvview.testing.mutants import MutantResult
 from kvview.testing.report import CheckResult, Outcome, Report
+from kvview.urls import law_url
 
 _STYLES = {
     Outcome.PASSED: "green",

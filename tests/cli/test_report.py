@@ -17,11 +17,11 @@ from click.testing import CliRunner, Result
 
 from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
-from kvview.links import DOCS_URL
 from kvview.testing import load_mutants, run_checks
 from kvview.testing.connector.result import Snapshot
 from kvview.testing.connector.timeline import timeline_svg
 from kvview.testing.page import write_report
+from kvview.urls import DOCS_URL
 
 pytest.importorskip("torch")
 

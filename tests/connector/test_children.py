@@ -28,7 +28,7 @@ from kvview_reference.connector.multi import MultiScheduler, MultiWorker
 
 CHILDREN = {
     "connectors": [
-        {"connector": "kvview.testing.connector.witness:WitnessConnector"},
+        {"connector": "kvview.testing.connector.spy:SpyConnector"},
         {"connector": "examples.host_cache:HostCacheConnector", "options": {"cpu_blocks": 40}},
     ]
 }

@@ -22,7 +22,7 @@ from kvview import (
     TransferResult,
     WorkerConnector,
 )
-from kvview.connector.job_book import EndedJob, JobBook, check_promise
+from kvview.connector.job_tracker import EndedJob, JobTracker, check_promise
 from kvview_reference.engine import Engine
 
 HOST, GPU = CPULoadStoreSpec([0]), GPULoadStoreSpec([1], [1], [0])
@@ -36,7 +36,7 @@ def store(job_id: int) -> TransferJob:
     return TransferJob(job_id, GPU, HOST)
 
 
-def refused(book: JobBook, plan: StepPlan) -> str:
+def refused(book: JobTracker, plan: StepPlan) -> str:
     before = list(book)
     with pytest.raises(ConnectorError) as caught:
         book.check(plan)
@@ -44,7 +44,7 @@ def refused(book: JobBook, plan: StepPlan) -> str:
     return str(caught.value)
 
 
-def begin(book: JobBook, plan: StepPlan) -> None:
+def begin(book: JobTracker, plan: StepPlan) -> None:
     book.check(plan)
     book.begin(plan)
 
@@ -54,7 +54,7 @@ def done(job_id: int, success: bool = True) -> TransferResult:
 
 
 def test_a_job_id_in_flight_is_refused() -> None:
-    book = JobBook()
+    book = JobTracker()
     begin(book, StepPlan(stores=[store(1)]))
     assert refused(book, StepPlan(stores=[store(1)])).startswith("CONN-5: job id 1 is in flight")
     assert refused(book, StepPlan(stores=[store(2), store(2)])).startswith("CONN-5: job id 2")
@@ -63,7 +63,7 @@ def test_a_job_id_in_flight_is_refused() -> None:
 
 
 def test_a_promise_needs_its_load_in_the_same_plan() -> None:
-    book = JobBook()
+    book = JobTracker()
     book.promise("r", 32)
     assert "promised 32 tokens to request 'r' and planned no load" in refused(book, StepPlan())
     assert refused(book, StepPlan(loads=[load(1, "other")])).startswith("CONN-2: load job 1 names")
@@ -75,7 +75,7 @@ def test_a_promise_needs_its_load_in_the_same_plan() -> None:
 
 
 def test_a_report_of_no_job_is_refused() -> None:
-    book = JobBook()
+    book = JobTracker()
     begin(book, StepPlan(stores=[store(1)]))
     with pytest.raises(ConnectorError, match="CONN-3: job 2"):
         book.end(done(2))
@@ -85,7 +85,7 @@ def test_a_report_of_no_job_is_refused() -> None:
 
 
 def test_a_job_ends_with_its_last_worker() -> None:
-    book = JobBook(num_workers=3)
+    book = JobTracker(num_workers=3)
     begin(book, StepPlan(stores=[store(1)]))
     assert book.end(done(1), rank=2) is None
     assert book.end(done(1, success=False), rank=0) is None
@@ -100,7 +100,7 @@ def test_a_job_ends_with_its_last_worker() -> None:
 
 
 def test_a_request_waits_for_its_last_load() -> None:
-    book = JobBook()
+    book = JobTracker()
     book.promise("r", 16)
     book.promise("other", 16)
     begin(book, StepPlan(loads=[load(1), load(2, "other"), load(3)]))
@@ -113,7 +113,7 @@ def test_a_request_waits_for_its_last_load() -> None:
 
 
 def test_a_failed_load_says_nothing_of_the_next_request_with_its_id() -> None:
-    book = JobBook()
+    book = JobTracker()
     for job_id, success in enumerate([False, True]):
         book.promise("r", 16)
         begin(book, StepPlan(loads=[load(job_id)]))

@@ -25,7 +25,6 @@ from kvview import (
     SchedulerConnector,
     make_offload_key,
 )
-from kvview.links import DOCS_URL
 from kvview.testing import Mutant, run_checks
 from kvview.testing.connector import (
     Add,
@@ -52,6 +51,7 @@ from kvview.testing.connector.invariants import (
 )
 from kvview.testing.connector.watch import History
 from kvview.testing.page import write_report
+from kvview.urls import DOCS_URL
 from kvview_reference.connector import LazyOffloadConnector, MultiConnector, OffloadConnector
 from kvview_reference.engine import chain_hashes
 from tests.connector.unusual import UNUSUAL

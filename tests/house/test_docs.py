@@ -12,8 +12,8 @@ import pytest
 from docs.make_hooks import PAGE, page
 from docs.make_laws import laws
 from kvview import BlockNotHeldError, ConfigError
-from kvview.links import DOCS_URL, PROJECT_URL, law_url
 from kvview.targets import load_target
+from kvview.urls import DOCS_URL, PROJECT_URL, law_url
 from tests.house.source_tree import FLOORS, ROOT
 
 DOCUMENTS = sorted(

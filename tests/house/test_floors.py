@@ -11,7 +11,7 @@ from tests.house.source_tree import FLOORS, ROOMS, ROOT, files_of_tests, module_
 
 # A room, and the rooms at the root of kvview that it may import: those above it in the list.
 CONTRACT_ORDER = (
-    "links",
+    "urls",
     "laws",
     "errors",
     "input_files",
@@ -88,7 +88,7 @@ NAMES_ABOVE = {
     # Who tries a tier asks the bridge of the engine that is named, if it is installed.
     "adapters/kvview_vllm/doctor/diagnosis.py": {"kvview_lmcache", "kvview_sglang"},
     # Frames of these packages are not the connector's when it is asked where it raised.
-    "kvview/connector/raising.py": {"kvview_reference", "kvview_vllm"},
+    "kvview/connector/hook_errors.py": {"kvview_reference", "kvview_vllm"},
 }
 """Modules that may name a floor above theirs in a string, and why."""
 

@@ -52,7 +52,7 @@ _OTHERS = range(200, 200 + 6 * 16 + 4)
 def _connector(bound: Callable[[], None]) -> Any:
     import engine as lane  # type: ignore[import-not-found]
 
-    target = f"{_HERE / 'drift_witness.py'}:"
+    target = f"{_HERE / 'drift_spy.py'}:"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
@@ -60,11 +60,11 @@ def _connector(bound: Callable[[], None]) -> Any:
             return _listen(lane.Engine(folder, lane.connector_config(target + kind), **options))
 
         engines = [
-            build("WitnessConnector"),
-            build("WitnessConnector", windows=(None, lane.WINDOW)),
-            build("FailingWitness"),
-            build("FailingWitness", windows=(None, lane.WINDOW)),
-            build("WitnessConnector", num_blocks=16),
+            build("SpyConnector"),
+            build("SpyConnector", windows=(None, lane.WINDOW)),
+            build("FailingSpy"),
+            build("FailingSpy", windows=(None, lane.WINDOW)),
+            build("SpyConnector", num_blocks=16),
         ]
         bound()
         saw: list[Any] = []

@@ -36,7 +36,7 @@ from kvview import (
     Leak,
     SchedulerConnector,
 )
-from kvview.connector.raising import build_connector, watch_hooks
+from kvview.connector.hook_errors import build_connector, watch_hooks
 from kvview.options import parse_options
 from kvview.targets import load_connector
 from kvview.version import require_contract

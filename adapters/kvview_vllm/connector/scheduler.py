@@ -53,7 +53,7 @@ from kvview import (
     TransferJob,
     TransferResult,
 )
-from kvview.connector.job_book import JobBook, check_promise
+from kvview.connector.job_tracker import JobTracker, check_promise
 from kvview_vllm.connector.containment import Faults, contain
 from kvview_vllm.connector.messages import JobReport, KVViewMetadata
 from kvview_vllm.connector.steps import LazyStep, LazySteps, request_info, resumed_request_ids
@@ -146,7 +146,7 @@ class SchedulerSide:
         # Requests whose last full block nobody was shown; None: nobody looked, it may be all.
         self._unshown: set[str] | None = None
         self._filling: LazySteps | None = None  # of the last step
-        self._jobs = JobBook(num_workers)
+        self._jobs = JobTracker(num_workers)
         self._acknowledged: list[int] = []
         self._promised_blocks: dict[str, GPULoadStoreSpec] = {}
         self._told_of: str | None = None  # whose call the half had last

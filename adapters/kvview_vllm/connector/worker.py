@@ -24,7 +24,7 @@ from kvview import (
     TransferResult,
     WorkerConnector,
 )
-from kvview.connector.job_book import JobBook
+from kvview.connector.job_tracker import JobTracker
 from kvview_vllm.connector.containment import Faults
 from kvview_vllm.connector.messages import JobReport, KVViewMetadata
 from kvview_vllm.releases import ConnectorSeam, reading
@@ -62,7 +62,7 @@ class WorkerSide:
         self._owner = ""
         self._next_stats = 0.0
         self._unacknowledged: dict[int, JobReport] = {}
-        self._jobs = JobBook()
+        self._jobs = JobTracker()
         self._loaded: set[str] = set()
         self._failed_requests: set[str] = set()
         self._failed_blocks: set[int] = set()

@@ -22,7 +22,6 @@ import torch
 from typing_extensions import override
 
 from kvview import CanonicalKVCaches, GPULoadStoreSpec, StepPlan, TransferResult
-from kvview.testing.breathing import breathing, breaths, go_on
 from kvview.testing.connector.faults import FaultyWorker, Flight, Unit, failed
 from kvview.testing.connector.gate import CopyFailed, Gate, gate_tensor
 from kvview.testing.connector.hook_calls import calling
@@ -30,6 +29,7 @@ from kvview.testing.connector.invariants import EndedLoudly, InvariantBroken
 from kvview.testing.connector.scenario import Fate
 from kvview.testing.connector.stream import StepStream
 from kvview.testing.transfer.compute import GatedComputeEvent
+from kvview.testing.yield_points import num_yields, stop_yielding, yielding_often
 
 _HEAD_START = 0.001  # seconds that wait() has, in which it might return too early
 _LAST_HEAD_START = 0.05  # and shutdown(), where jobs are in flight
@@ -125,7 +125,7 @@ class AsItIsWorker(FaultyWorker):
     @override
     def _call(self, name: str, *args: Any, opens: bool = False, races: bool = False) -> Any:
         function = getattr(self._inner, name)
-        call = self._home.submit(breathing(function) if races else function, args)
+        call = self._home.submit(yielding_often(function) if races else function, args)
         self._num_at_gate = 0
         if races:
             self._gate.open(self._draw_order)
@@ -158,10 +158,10 @@ class AsItIsWorker(FaultyWorker):
 
     def _comes_back(self, call: _Call) -> bool:
         """Whether a call ends; False when every thread sleeps, and goes on sleeping."""
-        num_looks, before = 0, breaths[0]
+        num_looks, before = 0, num_yields[0]
         while not call.has_ended.wait(_LOOK):
-            num_looks = num_looks + 1 if _all_sleep() and breaths[0] == before else 0
-            before = breaths[0]
+            num_looks = num_looks + 1 if _all_sleep() and num_yields[0] == before else 0
+            before = num_yields[0]
             if num_looks >= _LOOKS[0]:
                 _LOOKS[0] = 3
                 return False
@@ -369,7 +369,7 @@ class _HookThread:
             self._thread = None
 
     def _run(self) -> None:
-        go_on()  # it is the engine's: who is slower than it is late
+        stop_yielding()  # it is the engine's: who is slower than it is late
         while (call := self._calls.get()) is not None:
             call.run()
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvview import ConfigError, Connector, ConnectorConfig
-from kvview.connector.raising import build_connector
+from kvview.connector.hook_errors import build_connector
 from kvview.errors import line_of
 from kvview.testing.connector.scenario import Scenario
 from kvview.testing.placeholders import in_size, is_sized

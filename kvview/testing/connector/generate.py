@@ -41,7 +41,7 @@ _SHARE_OF_NEXT_TURNS = 0.3
 _SHARE_OF_TWINS = 0.1
 _SHARE_OF_EARLY_ENDS = 0.3
 _SHARE_AS_IT_IS = 0.6  # of the worker halves, where compute lags
-_SHARE_BREATHING = 0.2  # of those as they are
+_SHARE_YIELDING_OFTEN = 0.2  # of those as they are
 _SMALLEST_POOL, _SMALLEST_SIZE = 8, 4
 _Kind = Literal["usual", "small pool", "large pool", "huge pool", "no tier", "roomy", "steady"]
 _KINDS_OF_A_HUNDRED: dict[_Kind, int] = {
@@ -191,7 +191,7 @@ def _overlap_steps(draw: _Draw, scenario: Scenario) -> Scenario:
         scenario,
         events=events,
         worker_half=worker_half,
-        threads_breathe=worker_half == "as_it_is" and draw.chance(_SHARE_BREATHING),
+        threads_yield_often=worker_half == "as_it_is" and draw.chance(_SHARE_YIELDING_OFTEN),
         steps_in_flight=steps_in_flight,
         compute_lags=compute_lags,
     )

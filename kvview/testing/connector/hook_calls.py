@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from kvview import Connector, KVViewError, TransferSpecError, WorkerConnector
-from kvview.connector.raising import build_connector, missing_library, where, wrong_type
+from kvview.connector.hook_errors import build_connector, missing_library, where, wrong_type
 from kvview.errors import line_of, split_law
 from kvview.testing import watchdog
 from kvview.testing.connector.invariants import InvariantBroken

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from kvview import CacheGeometry, ConfigError, ConnectorConfig
-from kvview.connector.raising import build_connector
+from kvview.connector.hook_errors import build_connector
 from kvview.targets import is_engine_connector
 from kvview.testing.connector import repeat
 from kvview.testing.connector.configure import configure

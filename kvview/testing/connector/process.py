@@ -30,7 +30,7 @@ from kvview import (
     TransferResult,
     WorkerConnector,
 )
-from kvview.connector.raising import where
+from kvview.connector.hook_errors import where
 from kvview.testing import watchdog
 from kvview.testing.connector.hook_calls import calling, hook, make_worker, require_type
 from kvview.testing.connector.invariants import InvariantBroken

@@ -21,10 +21,9 @@ from kvview import (
     SchedulerConnector,
     WorkerConnector,
 )
-from kvview.connector.raising import build_connector
+from kvview.connector.hook_errors import build_connector
 from kvview.targets import is_engine_connector
 from kvview.testing import watchdog
-from kvview.testing.breathing import new_threads_breathe
 from kvview.testing.connector.aging import (
     FEWEST_LAPS,
     failure_at_the_end,
@@ -78,6 +77,7 @@ from kvview.testing.connector.stream import StepStream
 from kvview.testing.connector.threads import ThreadWatch, leaves_threads
 from kvview.testing.connector.watch import History, WatchedScheduler
 from kvview.testing.placeholders import in_fresh_folders, is_in_bytes
+from kvview.testing.yield_points import new_threads_yield_often
 
 _STEPS_BEFORE_LOST = 12  # of the drain, until what is lost is reported
 _MAX_STILL_STEPS = 80  # of the drain, in which nothing ends
@@ -130,7 +130,7 @@ def simulate(
             with watchdog.calling():  # the constructor
                 run = Run(connector_class, scenario, options_of_each, unique_ids, engines)
             with (
-                new_threads_breathe() if scenario.threads_breathe else nullcontext(),
+                new_threads_yield_often() if scenario.threads_yield_often else nullcontext(),
                 jumping_clock(connector_class, scenario.clock_jump),
             ):
                 return run.run(), run.threads_left

@@ -159,7 +159,7 @@ class Scenario:
         pin_budget: Share of the pool's blocks that connectors may hold; None for no limit. A
             connector that never asks for it and lets ``PinBudgetExceeded`` out is played
             without one.
-        threads_breathe: Whether threads let others go on before each of their lines, so that
+        threads_yield_often: Whether threads let others go on before each of their lines, so that
             races show.
         laps_until_again: Laps after which the prompts of the first one come again.
         first_lap: Number of the first lap; those before it are left out.
@@ -185,7 +185,7 @@ class Scenario:
     group_pages: tuple[tuple[int, ...], ...] = ()
     laps: int = 1
     pin_budget: float | None = None
-    threads_breathe: bool = False
+    threads_yield_often: bool = False
     clock_jump: float = 0.0
     first_lap: int = 0
     laps_until_again: int = 64

@@ -195,7 +195,7 @@ def _simpler_sizes(scenario: Scenario) -> Iterator[Scenario]:
         "worker_half",
         "group_pages",
         "pin_budget",
-        "threads_breathe",
+        "threads_yield_often",
         "clock_jump",
         "cpu_blocks",
         "max_running",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 from weakref import ref
 
-from kvview.testing.breathing import new_threads_breathe
 from kvview.testing.harness import Capability as C
 from kvview.testing.search import example
 from kvview.testing.transfer.model import Part
 from kvview.testing.transfer.player import TransferPlayer
+from kvview.testing.yield_points import new_threads_yield_often
 from kvview.transfer import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -21,7 +21,7 @@ from kvview.transfer import (
 @example(TransferPlayer, "XFER-5")
 def check_xfer_5_race_of_wait_and_report(worker: TransferPlayer) -> None:
     """Threads: a report is there when ``wait`` returns, however slowly the worker continues."""
-    with new_threads_breathe():
+    with new_threads_yield_often():
         worker.start_again()
         parts = {group: Part([group], [group]) for group in range(len(worker.model.groups))}
         worker.submit(True, parts)

@@ -42,7 +42,7 @@ from kvview import (
     TransferResult,
     full_blocks,
 )
-from kvview.connector.job_book import EndedJob, JobBook, check_promise
+from kvview.connector.job_tracker import EndedJob, JobTracker, check_promise
 from kvview.testing.connector.kv_bytes import KVBytes
 from kvview.testing.connector.stream import StepStream
 from kvview.version import require_contract
@@ -167,7 +167,7 @@ class Engine:
         self._loads: dict[str, _Load] = {}
         self._launched: deque[_Launched] = deque()
         self._stream = stream
-        self._jobs = JobBook()
+        self._jobs = JobTracker()
         self._preempted: list[str] = []
         self._idle_steps = 0
         self._lone_preemptions = 0  # of a request that runs alone, since anything else happened

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvview import ConnectorError, GPULoadStoreSpec, LoadStoreSpec
-from kvview.connector.job_book import EndedJob
+from kvview.connector.job_tracker import EndedJob
 
 
 @dataclass

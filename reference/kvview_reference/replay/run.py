@@ -27,7 +27,7 @@ from kvview import (
     Mamba,
     SlidingWindow,
 )
-from kvview.connector.raising import build_connector, watch_hooks
+from kvview.connector.hook_errors import build_connector, watch_hooks
 from kvview_reference.engine import Engine
 from kvview_reference.engine.request import Request, Status
 from kvview_reference.replay.arrivals import Arrivals

@@ -15,7 +15,7 @@ from typing import BinaryIO, get_args
 
 from kvview.errors import ConfigError, KVViewError, TraceError
 from kvview.input_files import DAMAGED_GZIP, InputFile, open_rows, read_rows
-from kvview.links import DOCS_URL
+from kvview.urls import DOCS_URL
 from kvview_reference.replay.trace_schemas import (
     RowError,
     SchemaName,

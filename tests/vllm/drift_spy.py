@@ -23,7 +23,7 @@ _HostCache: Any = load_connector(f"{_EXAMPLE}:HostCacheConnector")
 _example: Any = sys.modules[_HostCache.__module__]
 
 
-class WitnessConnector(_HostCache):  # type: ignore[misc]
+class SpyConnector(_HostCache):  # type: ignore[misc]
     """Notes every call."""
 
     def make_scheduler(self) -> SchedulerConnector:
@@ -31,7 +31,7 @@ class WitnessConnector(_HostCache):  # type: ignore[misc]
         return half
 
 
-class FailingWitness(WitnessConnector):
+class FailingSpy(SpyConnector):
     """The same, and all loads fail."""
 
     def make_worker(self) -> WorkerConnector:

@@ -61,7 +61,7 @@ class _Loads:
     failed: bool = False
 
 
-class JobBook:
+class JobTracker:
     """What was promised, what is in flight, and who has reported it.
 
     1. A plan is checked before it begins; a check that raises has changed nothing.

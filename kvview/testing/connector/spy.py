@@ -1,10 +1,10 @@
 """A child for connectors that hold others: it says when it is not told what it must be told.
 
 What a multi-connector forgets to pass on shows in none of its own answers. So one of its
-children is :class:`WitnessConnector`, beside others that store and load:
+children is :class:`SpyConnector`, beside others that store and load:
 
     kvview check my_multi.py:MyMulti --option 'connectors=[{"connector": "kvview.testing.\
-connector.witness:WitnessConnector"}, {"connector": "my_connector.py:MyConnector"}]'
+connector.spy:SpyConnector"}, {"connector": "my_connector.py:MyConnector"}]'
 
 It stores nothing and promises nothing. It holds a block of each request that ends, under a
 lease that runs out by the engine's clock, and its worker half keeps a thread until shutdown.
@@ -40,19 +40,19 @@ _SECONDS = 3.0  # that a block of a request is held, by the engine's clock
 _MOST_LEASES = 2
 
 
-class WitnessConnector(Connector):
+class SpyConnector(Connector):
     """Breaks the law that whoever holds it breaks."""
 
     @override
     def make_scheduler(self) -> SchedulerConnector:
-        return WitnessScheduler()
+        return SpyScheduler()
 
     @override
     def make_worker(self) -> WorkerConnector:
-        return WitnessWorker()
+        return SpyWorker()
 
 
-class WitnessScheduler(SchedulerConnector):
+class SpyScheduler(SchedulerConnector):
     """Knows what came before, and so what should have come."""
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class WitnessScheduler(SchedulerConnector):
         self._leases = []
 
 
-class WitnessWorker(WorkerConnector):
+class SpyWorker(WorkerConnector):
     """Keeps a thread from its registration to its shutdown."""
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class WitnessWorker(WorkerConnector):
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
         if self._thread is not None:
             raise InvariantBroken("CONN-1", "register_kv_caches comes once to a child")
-        self._thread = threading.Thread(target=self._is_over.wait, name="witness", daemon=True)
+        self._thread = threading.Thread(target=self._is_over.wait, name="spy", daemon=True)
         self._thread.start()
 
     @override

@@ -14,20 +14,20 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-_BREATH = 0.0002  # seconds before each line
-breaths = [0]
-"""How often a thread let others go on: one that breathes is no thread that sleeps."""
+_SECONDS_PER_YIELD = 0.0002
+num_yields = [0]
+"""Number of yields so far, in a list of one: a thread that yields is not asleep."""
 
 _NOT_TESTED = sys.stdlib_module_names | {"kvview", "numpy", "torch"}
 
 
-def breathing(function: Callable[..., Any]) -> Callable[..., Any]:
+def yielding_often(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that yields to other threads before each line, except under a debugger."""
 
     def call(*args: Any) -> Any:
         if sys.gettrace() is not None:
             return function(*args)
-        sys.settrace(_breathe)
+        sys.settrace(_yield_often)
         try:
             return function(*args)
         finally:
@@ -37,27 +37,27 @@ def breathing(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def new_threads_breathe() -> Iterator[None]:
+def new_threads_yield_often() -> Iterator[None]:
     """Make threads that are started in the block yield at each line, unless under a debugger."""
     before = threading.gettrace()
     if before is None:
-        threading.settrace(_breathe)
+        threading.settrace(_yield_often)
     try:
         yield
     finally:
         threading.settrace(before)
 
 
-def go_on() -> None:
-    """The calling thread breathes no more."""
-    if sys.gettrace() is _breathe:
+def stop_yielding() -> None:
+    """Stop the yields of the calling thread."""
+    if sys.gettrace() is _yield_often:
         sys.settrace(None)
 
 
-def _breathe(frame: FrameType, event: str, arg: object) -> Any:
+def _yield_often(frame: FrameType, event: str, arg: object) -> Any:
     if event == "line":
-        breaths[0] += 1
-        time.sleep(_BREATH)
+        num_yields[0] += 1
+        time.sleep(_SECONDS_PER_YIELD)
     elif frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_TESTED:
         return None
-    return _breathe
+    return _yield_often
