@@ -68,6 +68,11 @@ class Law:
         """The letters of its number."""
         return self.number.partition("-")[0]
 
+    @property
+    def head(self) -> str:
+        """The number, with the title if there is one."""
+        return f"{self.number} {self.title}".strip()
+
 
 def laws() -> dict[str, Law]:
     """Every law of the contract and of the adapter, in the order of the page.
@@ -138,16 +143,18 @@ def page(all_laws: Iterable[Law]) -> str:
     families: defaultdict[str, list[Law]] = defaultdict(list)
     for law in all_laws:
         families[law.family].append(law)
-    lines = [_HEAD, "| laws | module |", "|---|---|"]
-    for family in families.values():
-        numbers = " ".join(f"[{law.number}](#{law.number.lower()})" for law in family)
+    lines = [_HEAD]
+    for name, family in families.items():
         paths = ", ".join(_link(path) for path in dict.fromkeys(law.path for law in family))
-        lines.append(f"| {numbers} | {paths} |")
+        lines += [f"- **{name}** ({paths})"]
+        lines += [f"    - [{law.head}](#{law.number.lower()})" for law in family if law.title]
+        if untitled := [f"[{law.head}](#{law.number.lower()})" for law in family if not law.title]:
+            lines.append(f"    - {', '.join(untitled)}")
     for name, family in families.items():
         lines += ["", f"## {name}"]
         for law in family:
-            head = f"{law.number} {law.title}".strip()
-            lines += ["", f'<a id="{law.number.lower()}"></a>', "", f"### {head}", "", law.text, ""]
+            anchor = f'<a id="{law.number.lower()}"></a>'
+            lines += ["", anchor, "", f"### {law.head}", "", law.text, ""]
             rows = [f"- {kind}: {', '.join(names)}" for kind, names in _named_by(law) if names]
             lines += ['<details markdown="1"><summary>Module, checks and tests</summary>', ""]
             lines += [*rows, "", "</details>"]

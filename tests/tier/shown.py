@@ -24,6 +24,6 @@ def shown(number: int, **names: Any) -> dict[str, str]:
 
 def expected(column: int) -> dict[str, str]:
     """What the table under the first program says of a store."""
-    table = _PAGE.read_text().partition("| it prints")[2].partition("\n\n")[0]
+    table = _PAGE.read_text().partition("| output (loaded")[2].partition("\n\n")[0]
     rows = [[*map(str.strip, line.split("|"))] for line in table.splitlines()[2:]]
     return {row[1]: row[2 + column].strip("`") for row in rows}
