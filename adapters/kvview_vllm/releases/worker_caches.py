@@ -156,9 +156,10 @@ def _tensor(backend: Any, config: Any, memory: torch.Tensor) -> tuple[torch.Tens
     """A layer's tensor up to 0.31, as a model runner shapes it, and its slots."""
     import torch
 
-    shape = _shape(backend, config.num_blocks, BLOCK_SIZE)
-    probe = _shape(backend, 1_234_577, 7919 * BLOCK_SIZE)
-    blocks, tokens = probe.index(1_234_577), probe.index(7919 * BLOCK_SIZE)
+    block_size = config.kv_cache_groups[0].kv_cache_spec.block_size
+    shape = _shape(backend, config.num_blocks, block_size)
+    probe = _shape(backend, 1_234_577, 7919 * block_size)
+    blocks, tokens = probe.index(1_234_577), probe.index(7919 * block_size)
     order = _stride_order(backend, len(shape))
     tensor = memory.view([shape[i] for i in order]).permute(
         *(order.index(i) for i in range(len(order)))
