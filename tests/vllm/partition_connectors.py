@@ -27,7 +27,7 @@ from kvview import (
     WorkerConnector,
 )
 
-SETTINGS = "{model} {revision} {dtype} {cache_dtype} {block_size} {ranks} {rank}"
+SETTINGS = "{model} {revision} {dtype} {cache_dtype} {block_size} {ranks} {rank} {layout}"
 _NUM_SLOTS = 64
 
 

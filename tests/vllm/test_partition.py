@@ -12,7 +12,7 @@ pytest.importorskip("vllm.v1.core.block_pool", reason="needs a vLLM release")
 from kvview_vllm.connector import KVViewConnector
 from kvview_vllm.partition.check import Outcome, check_partition
 from kvview_vllm.partition.command import partition
-from kvview_vllm.partition.variations import PAIRS
+from kvview_vllm.partition.variations import pairs
 from kvview_vllm.releases import installed
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from tests.vllm.partition_connectors import SETTINGS
@@ -37,8 +37,9 @@ CONFUSIONS = {
     "another tensor-parallel size": "{ranks}",
     "another tensor-parallel rank": "{rank}",
     "another pipeline-parallel size": "{ranks}",
+    "another memory layout": "{layout}",
 }
-BY_NAME = {pair.name: pair for pair in PAIRS}
+BY_NAME = {pair.name: pair for pair in pairs()}
 CONTROLS = [BY_NAME["the same request"], BY_NAME["a restart"]]
 
 needs_tags = pytest.mark.skipif(
@@ -73,7 +74,7 @@ def test_each_confusion_is_detected(name: str, ignored: str) -> None:
 
 
 def test_every_pair_with_other_kv_has_a_confusion() -> None:
-    assert {pair.name for pair in PAIRS if not pair.num_same_tokens} == set(CONFUSIONS)
+    assert {pair.name for pair in pairs() if not pair.num_same_tokens} == set(CONFUSIONS)
 
 
 def test_a_store_below_vllms_host_tier_is_checked_too() -> None:

@@ -6,16 +6,17 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 from unittest.mock import patch
 
+from kvview import UnsupportedEngineError
 from kvview.errors import line_of
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.placeholders import in_folder
 from kvview_vllm.partition.engine import PartitionEngine
-from kvview_vllm.partition.variations import PAIRS, PROMPT, Engine, Pair
+from kvview_vllm.partition.variations import PROMPT, Engine, Pair
 from kvview_vllm.simulation.raw.stand_ins import StandIns
 from kvview_vllm.simulation.raw.target import classes_of, split_options
 
@@ -33,6 +34,7 @@ class Outcome(StrEnum):
     SHARED_BY_VLLM = "shared by vLLM"
     NOT_SHARED = "not shared"
     FAILED = "failed"
+    REFUSED = "refused"
     NOT_CHECKED = "not checked"
 
 
@@ -44,11 +46,13 @@ class Cell:
         pair: The two requests.
         outcome: The result.
         detail: The evidence or the reason, in one line; may be empty.
+        replaced: Parts of the connector that a stand-in replaced, because they need CUDA.
     """
 
     pair: Pair
     outcome: Outcome
     detail: str = ""
+    replaced: frozenset[str] = frozenset()
 
     @property
     def is_wrong(self) -> bool:
@@ -57,7 +61,7 @@ class Cell:
 
 
 def check_partition(
-    connector_class: type, options: Mapping[str, Any], pairs: Sequence[Pair] = PAIRS
+    connector_class: type, options: Mapping[str, Any], pairs: Sequence[Pair]
 ) -> Iterable[Cell]:
     """Play every pair with its own connector and its own folder.
 
@@ -66,27 +70,34 @@ def check_partition(
         options: Its ``kv_connector_extra_config``; under ``kv_transfer_config`` the rest.
             ``{tmp}`` is a new folder for each pair; ``{model}``, ``{revision}`` and the other
             settings of :class:`Engine` are filled in for each engine.
-        pairs: The pairs.
+        pairs: The pairs, each control before the pairs that it is for.
 
     Yields:
         One cell for each pair, in their order.
     """
     is_shared = {False: False, True: False}  # equal requests: in one engine, after a restart
     for pair in pairs:
-        cell = _play(connector_class, options, pair)
+        stand_ins = StandIns(())
+        cell = _play(connector_class, options, pair, stand_ins)
+        cell = replace(cell, replaced=frozenset(stand_ins.used))
         has_restart = pair.second_engine is not None
         if pair.num_same_tokens and pair.second_engine in (None, Engine()):
             is_shared[has_restart] = cell.outcome is Outcome.SHARED
         elif cell.outcome is Outcome.SEPARATED and not is_shared[has_restart]:
             if has_restart:
-                cell = Cell(pair, Outcome.SEPARATED, "no KV survives a restart")
+                cell = replace(cell, detail="no KV survives a restart")
             else:
-                cell = Cell(pair, Outcome.NOT_CHECKED, "equal requests do not share KV either")
+                cell = replace(
+                    cell,
+                    outcome=Outcome.NOT_CHECKED,
+                    detail="equal requests do not share KV either",
+                )
         yield cell
 
 
-def _play(connector_class: type, options: Mapping[str, Any], pair: Pair) -> Cell:
-    stand_ins = StandIns(())
+def _play(
+    connector_class: type, options: Mapping[str, Any], pair: Pair, stand_ins: StandIns
+) -> Cell:
     with tempfile.TemporaryDirectory(prefix="kvview-") as folder, ExitStack() as stack:
         given = in_folder(split_options(options), folder)
         stack.enter_context(stand_ins.installed(classes_of(connector_class, given)))
@@ -117,6 +128,9 @@ def _play(connector_class: type, options: Mapping[str, Any], pair: Pair) -> Cell
                 is_vllm = has_equal_hashes and pair.second_engine is None
                 outcome = Outcome.SHARED_BY_VLLM if is_vllm else Outcome.SHARED_WRONGLY
                 return Cell(pair, outcome, str(pair))
+            cause = broken.__cause__
+            if isinstance(cause, UnsupportedEngineError) and pair.has_layout:
+                return Cell(pair, Outcome.REFUSED, line_of(cause))
             return Cell(pair, Outcome.FAILED, f"{broken.law}: {broken.message}")
         except Exception as error:  # whatever the connector or vLLM raises is the result
             return Cell(pair, Outcome.FAILED, line_of(error))

@@ -23,6 +23,7 @@ _STYLES = {
     "shared wrongly": "red",
     "failed": "red",
     "shared by vLLM": "yellow",
+    "refused": "yellow",
     "not checked": "yellow",
 }
 
@@ -33,8 +34,8 @@ class PartitionRow:
 
     Args:
         pair: The property in which the two requests differ.
-        outcome: shared, separated, not shared, shared wrongly, shared by vLLM, failed or
-            not checked.
+        outcome: shared, separated, not shared, shared wrongly, shared by vLLM, refused,
+            failed or not checked.
         detail: The evidence or the reason; may be empty.
     """
 
@@ -51,11 +52,13 @@ class PartitionReport:
         target: The connector or store.
         engine: The vLLM release whose scheduler and hashes were used.
         rows: One for each pair.
+        replaced: Parts of the connector that the check replaced, because they need CUDA.
     """
 
     target: str
     engine: str
     rows: list[PartitionRow]
+    replaced: list[str]
 
 
 @click.command()
@@ -102,9 +105,11 @@ def partition(
         cpu_scheduler.prepare()
         release = f"vllm {engine_version()}"
         from kvview_vllm.partition.check import Outcome, check_partition
+        from kvview_vllm.partition.variations import pairs
 
         cells = []
-        for cell in check_partition(*_connector(target, load_target(target), given)):
+        connector = _connector(target, load_target(target), given)
+        for cell in check_partition(*connector, pairs()):
             cells.append(cell)
             on_progress(cell.pair.name)
     rows = [PartitionRow(cell.pair.name, str(cell.outcome), cell.detail) for cell in cells]
@@ -119,7 +124,10 @@ def partition(
     for row in rows:
         table.add_row(row.pair, Text(row.outcome, _STYLES.get(row.outcome, "")), Text(row.detail))
     console.print(table)
-    write_json(json_file, asdict(PartitionReport(target, release, rows)))
+    replaced = sorted({part for cell in cells for part in cell.replaced})
+    for part in replaced:
+        console.print(Text(f"replaced, so not checked: {part}", style="yellow"))
+    write_json(json_file, asdict(PartitionReport(target, release, rows, replaced)))
     code = ExitCode.NOT_CHECKED if unchecked else ExitCode.CLEAN
     sys.exit(ExitCode.WRONG if wrong else code)
 

@@ -17,6 +17,7 @@ from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.scenario import Scenario
 from kvview_vllm.connector import KVViewConnector
 from kvview_vllm.partition.variations import PROMPT, Engine
+from kvview_vllm.releases.worker_caches import layouts, use_layout
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.raw.harness import RawHarness
 from kvview_vllm.simulation.raw.stand_ins import StandIns
@@ -76,6 +77,7 @@ class PartitionEngine(RawHarness):
         parallel.tensor_parallel_size, parallel.pipeline_parallel_size = engine.ranks
         parallel.world_size = engine.ranks[0] * engine.ranks[1]
         parallel.rank = engine.rank
+        use_layout(config, engine.layout or layouts()[0])
         return config
 
     def _hasher(self, block_size: int) -> Any:

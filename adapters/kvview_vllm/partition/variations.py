@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvview_vllm.releases.calls import known_arguments
+from kvview_vllm.releases.worker_caches import layouts
 
 PROMPT = tuple(range(10, 74))
 """Tokens of the first request: four blocks of 16."""
@@ -35,6 +36,7 @@ class Engine:
         hash_seed: ``PYTHONHASHSEED``.
         ranks: Tensor-parallel and pipeline-parallel size.
         rank: Of the worker.
+        layout: Name of the memory layout; empty for the default of the release.
     """
 
     model: str = "model-a"
@@ -46,6 +48,7 @@ class Engine:
     hash_seed: str = "0"
     ranks: tuple[int, int] = (1, 1)
     rank: int = 0
+    layout: str = ""
 
     def fill(self, value: Any) -> Any:
         """Replace ``{model}``, ``{revision}`` and the other names of settings in options.
@@ -86,6 +89,11 @@ class Pair:
     second: Arguments = dict
     first_engine: Engine = Engine()
     second_engine: Engine | None = None
+
+    @property
+    def has_layout(self) -> bool:
+        """Whether a memory layout is chosen, which a connector may refuse."""
+        return bool(self.first_engine.layout)
 
     def __str__(self) -> str:
         """Return the two requests, each by its differences from the plain one."""
@@ -164,7 +172,7 @@ _ALL = len(PROMPT)
 _TWO_RANKS = Engine(ranks=(2, 1))
 _A = _adapter("a", 1, "/a")
 
-PAIRS = (
+_PAIRS = (
     Pair("the same request", _ALL),
     Pair("a token of the first block", 0, second=lambda: _tokens(3)),
     Pair("a token of the third block", 32, second=lambda: _tokens(40)),
@@ -196,5 +204,14 @@ PAIRS = (
     ),
     Pair("another pipeline-parallel size", 0, second_engine=Engine(ranks=(1, 2))),
 )
-"""Every pair, in the order of the report. A pair with the same KV is the control of those that
-follow, because a connector that shares nothing separates everything."""
+
+
+def pairs() -> list[Pair]:
+    """Return every pair that the installed release can play, in the order of the report."""
+    default, *others = layouts()
+    one_request = [
+        Pair(f"the same request, layout {name}", _ALL, first_engine=Engine(layout=name))
+        for name in (default, *others)
+    ]
+    other_layout = Pair("another memory layout", 0, second_engine=Engine(layout=others[0]))
+    return [*_PAIRS, other_layout, *one_request]
