@@ -24,6 +24,7 @@ SUMMARIES = {
     "doctor": "Say which vLLM is installed, and whether kvview fits it.",
     "events": "Hear, record, validate and play again KV events.",
     "new": "Write a connector to begin from, its test and a CI job.",
+    "partition": "Check that only requests with the same KV share it.",
     "replay": "Run a request trace through the reference engine.",
     "size": "Say what a host tier of every size would be worth for a trace.",
     "tier": "Look after tiers below the host.",

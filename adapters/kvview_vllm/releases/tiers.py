@@ -7,6 +7,7 @@ Source: ``vllm/v1/kv_offload/tiering/base.py`` and ``spec.py``, 0.22.0 to the ne
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -169,6 +170,15 @@ def request_preference() -> Any:
     return None if kind is None else make_known(kind)
 
 
+def _memory_order() -> str | None:
+    """``NHD`` or ``HND``, which up to 0.31 is a setting of the process."""
+    try:
+        utils: Any = importlib.import_module("vllm.v1.attention.backends.utils")
+        return str(utils.get_kv_cache_layout())
+    except (ImportError, AttributeError):
+        return None
+
+
 def namespace_facts(spec: Any, page_bytes: int) -> dict[str, Any]:
     """What a spec tells of :class:`~kvview.tier.Namespace`: all but the weights.
 
@@ -193,6 +203,7 @@ def namespace_facts(spec: Any, page_bytes: int) -> dict[str, Any]:
         groups = spec.kv_cache_config.kv_cache_groups
         layers = [(group.kv_cache_spec.block_size, group.layer_names) for group in groups]
         order = [getattr(config.cache_config, "prefix_caching_hash_algo", "")]
+    order.append(_memory_order())
     layout = [page_bytes, parallel.world_size, blocks_per_chunk(spec), layers, order]
     return {
         "model": str(model),

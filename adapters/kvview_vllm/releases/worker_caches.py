@@ -57,6 +57,28 @@ class RealCaches:
     slots: list[torch.Tensor]
 
 
+def layouts() -> tuple[str, ...]:
+    """Names of the memory layouts of the release, the default first."""
+    module = _import("vllm.v1.kv_cache_layout")
+    if module is None:
+        return ("NHD", "HND")
+    names = [layout.name for layout in module.KVCacheLayout]
+    return tuple(sorted(names, key="LBNHC".__ne__))
+
+
+def use_layout(vllm_config: Any, name: str) -> None:
+    """Choose a memory layout for the caches that are made from a configuration.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        name: One of :func:`layouts`. Up to 0.31 it holds for the whole process.
+    """
+    if hasattr(vllm_config.cache_config, "get_resolved_kv_cache_layout"):
+        vllm_config.cache_config.kv_cache_layout = name
+    else:
+        importlib.import_module("vllm.v1.attention.backends.utils").set_kv_cache_layout(name)
+
+
 def make_config(vllm_config: Any, groups: Sequence[CacheGroup], num_blocks: int) -> Any:
     """The ``KVCacheConfig`` that the release plans for layers of these kinds.
 
@@ -88,7 +110,8 @@ def make_config(vllm_config: Any, groups: Sequence[CacheGroup], num_blocks: int)
     vllm_config.model_config.max_model_len = longest
     vllm_config.scheduler_config.max_model_len = longest
     if hasattr(cache_config, "get_resolved_kv_cache_layout"):
-        cache_config.kv_cache_layout = "LBNHC"  # that of FlashAttention
+        # The default of FlashAttention, unless use_layout has chosen another one.
+        cache_config.kv_cache_layout = cache_config.kv_cache_layout or "LBNHC"
     planner = _find(_PLANNERS, "get_kv_cache_configs")
     arguments: list[Any] = [vllm_config, [specs], [_MEMORY]]
     if "global_kv_cache_groups" in inspect.signature(planner.get_kv_cache_configs).parameters:
@@ -156,9 +179,10 @@ def _tensor(backend: Any, config: Any, memory: torch.Tensor) -> tuple[torch.Tens
     """A layer's tensor up to 0.31, as a model runner shapes it, and its slots."""
     import torch
 
-    shape = _shape(backend, config.num_blocks, BLOCK_SIZE)
-    probe = _shape(backend, 1_234_577, 7919 * BLOCK_SIZE)
-    blocks, tokens = probe.index(1_234_577), probe.index(7919 * BLOCK_SIZE)
+    block_size = config.kv_cache_groups[0].kv_cache_spec.block_size
+    shape = _shape(backend, config.num_blocks, block_size)
+    probe = _shape(backend, 1_234_577, 7919 * block_size)
+    blocks, tokens = probe.index(1_234_577), probe.index(7919 * block_size)
     order = _stride_order(backend, len(shape))
     tensor = memory.view([shape[i] for i in order]).permute(
         *(order.index(i) for i in range(len(order)))

@@ -32,6 +32,9 @@ class PlannedRequest:
         hash_block_size: Tokens of a hash.
     """
 
+    kv_seed = 12345
+    """Requests with equal tokens and equal seeds have equal KV."""
+
     def __init__(
         self,
         request_id: str,

@@ -389,6 +389,7 @@ def make_request(
     tokens: Iterable[int],
     max_tokens: int,
     block_hasher: Callable[[Any], list[Any]],
+    **more: Any,
 ) -> Any:
     """A ``Request`` with greedy sampling.
 
@@ -397,20 +398,21 @@ def make_request(
         tokens: Of the prompt.
         max_tokens: To generate.
         block_hasher: Called with the request; hashes of full blocks that it lacks.
+        **more: Further arguments of ``Request``, which replace those above.
     """
     sampling: Any = importlib.import_module("vllm.sampling_params")
     request: Any = importlib.import_module("vllm.v1.request")
-    return make_known(
-        request.Request,
-        request_id=request_id,
-        prompt_token_ids=list(tokens),
-        sampling_params=sampling.SamplingParams(
+    values = {
+        "request_id": request_id,
+        "prompt_token_ids": list(tokens),
+        "sampling_params": sampling.SamplingParams(
             max_tokens=max_tokens, temperature=0, ignore_eos=True, stop_token_ids=[END_TOKEN]
         ),
-        pooling_params=None,
-        eos_token_id=END_TOKEN,
-        block_hasher=block_hasher,
-    )
+        "pooling_params": None,
+        "eos_token_id": END_TOKEN,
+        "block_hasher": block_hasher,
+    }
+    return make_known(request.Request, **values | more)
 
 
 def computed_before(output: Any) -> dict[str, int]:

@@ -67,6 +67,9 @@ class RawHarness(VLLMConnectorHarness):
         is_connected: Whether it is there; without it the groups are those that it has.
     """
 
+    _is_plain = True
+    """Whether the scheduler is vLLM's own class."""
+
     def __init__(
         self,
         scenario: Scenario,
@@ -132,7 +135,9 @@ class RawHarness(VLLMConnectorHarness):
         self.worker: Any = RemoteRawWorker(make_worker) if self._has_process else make_worker()
         try:
             with named("building the scheduler"), registered(watched):
-                self._scheduler = cpu_scheduler.make_scheduler(*own, self._geometry, plain=True)
+                self._scheduler = cpu_scheduler.make_scheduler(
+                    *own, self._geometry, plain=self._is_plain
+                )
         except BaseException:
             self.worker.close()
             raise

@@ -75,7 +75,7 @@ class TokenWords:
         states = self._states.setdefault(planned, [])
         while len(states) < end:
             position = len(states)
-            before = states[-1] if states else 12345
+            before = states[-1] if states else planned.kv_seed
             state = before * 6364136223846793005 + planned.token(position) * 1442695040888963407
             states.append(((state + 0x9E3779B97F4A7C15) ^ (before >> 29)) & ((1 << 62) - 1))
             name = f"those of token {position} of request {planned.request.request_id!r}"

@@ -1,0 +1,140 @@
+"""The partition check: which pairs of requests share KV, and whether they may."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+from unittest.mock import patch
+
+from kvview import UnsupportedEngineError
+from kvview.errors import line_of
+from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.placeholders import in_folder
+from kvview_vllm.partition.engine import PartitionEngine
+from kvview_vllm.partition.variations import PROMPT, Engine, Pair
+from kvview_vllm.simulation.raw.stand_ins import StandIns
+from kvview_vllm.simulation.raw.target import classes_of, split_options
+
+
+class Outcome(StrEnum):
+    """The result for one pair.
+
+    ``SHARED_BY_VLLM``: vLLM gives both requests the same block hashes although their KV differs,
+    so its own prefix cache shares the KV too, and a connector that uses the hashes cannot see it.
+    """
+
+    SHARED = "shared"
+    SEPARATED = "separated"
+    SHARED_WRONGLY = "shared wrongly"
+    SHARED_BY_VLLM = "shared by vLLM"
+    NOT_SHARED = "not shared"
+    FAILED = "failed"
+    REFUSED = "refused"
+    NOT_CHECKED = "not checked"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the matrix.
+
+    Args:
+        pair: The two requests.
+        outcome: The result.
+        detail: The evidence or the reason, in one line; may be empty.
+        replaced: Parts of the connector that a stand-in replaced, because they need CUDA.
+    """
+
+    pair: Pair
+    outcome: Outcome
+    detail: str = ""
+    replaced: frozenset[str] = frozenset()
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the connector broke the partition or another law."""
+        return self.outcome in (Outcome.SHARED_WRONGLY, Outcome.FAILED)
+
+
+def check_partition(
+    connector_class: type, options: Mapping[str, Any], pairs: Sequence[Pair]
+) -> Iterable[Cell]:
+    """Play every pair with its own connector and its own folder.
+
+    Args:
+        connector_class: A ``KVConnectorBase_V1``.
+        options: Its ``kv_connector_extra_config``; under ``kv_transfer_config`` the rest.
+            ``{tmp}`` is a new folder for each pair; ``{model}``, ``{revision}`` and the other
+            settings of :class:`Engine` are filled in for each engine.
+        pairs: The pairs, each control before the pairs that it is for.
+
+    Yields:
+        One cell for each pair, in their order.
+    """
+    is_shared = {False: False, True: False}  # equal requests: in one engine, after a restart
+    for pair in pairs:
+        stand_ins = StandIns(())
+        cell = _play(connector_class, options, pair, stand_ins)
+        cell = replace(cell, replaced=frozenset(stand_ins.used))
+        has_restart = pair.second_engine is not None
+        if pair.num_same_tokens and pair.second_engine in (None, Engine()):
+            is_shared[has_restart] = cell.outcome is Outcome.SHARED
+        elif cell.outcome is Outcome.SEPARATED and not is_shared[has_restart]:
+            if has_restart:
+                cell = replace(cell, detail="no KV survives a restart")
+            else:
+                cell = replace(
+                    cell,
+                    outcome=Outcome.NOT_CHECKED,
+                    detail="equal requests do not share KV either",
+                )
+        yield cell
+
+
+def _play(
+    connector_class: type, options: Mapping[str, Any], pair: Pair, stand_ins: StandIns
+) -> Cell:
+    with tempfile.TemporaryDirectory(prefix="kvview-") as folder, ExitStack() as stack:
+        given = in_folder(split_options(options), folder)
+        stack.enter_context(stand_ins.installed(classes_of(connector_class, given)))
+
+        def start(settings: Engine) -> PartitionEngine:
+            stack.enter_context(patch.dict(os.environ, PYTHONHASHSEED=settings.hash_seed))
+            config = settings.fill(given)
+            engine = PartitionEngine(connector_class, config, settings, stand_ins)
+            stack.callback(engine.worker.close)
+            return engine
+
+        engine, hashes = None, tuple[bytes, ...]()
+        try:
+            engine = start(pair.first_engine)
+            engine.serve(pair.first(), kv_seed=1)
+            hashes = engine.last_hashes
+            if pair.second_engine is None:
+                engine.forget_gpu()
+            else:
+                engine.shutdown()
+                engine = start(pair.second_engine)
+            # Other tokens have other bytes; other properties need another seed for that.
+            num_loaded = engine.serve(pair.second(), kv_seed=1 if pair.num_same_tokens else 2)
+            engine.shutdown()
+        except InvariantBroken as broken:
+            if broken.law == "XFER-1" and pair.num_same_tokens < len(PROMPT):
+                has_equal_hashes = engine is not None and engine.last_hashes == hashes
+                is_vllm = has_equal_hashes and pair.second_engine is None
+                outcome = Outcome.SHARED_BY_VLLM if is_vllm else Outcome.SHARED_WRONGLY
+                return Cell(pair, outcome, str(pair))
+            cause = broken.__cause__
+            if isinstance(cause, UnsupportedEngineError) and pair.has_layout:
+                return Cell(pair, Outcome.REFUSED, line_of(cause))
+            return Cell(pair, Outcome.FAILED, f"{broken.law}: {broken.message}")
+        except Exception as error:  # whatever the connector or vLLM raises is the result
+            return Cell(pair, Outcome.FAILED, line_of(error))
+    if pair.num_same_tokens:
+        return Cell(pair, Outcome.SHARED if num_loaded else Outcome.NOT_SHARED)
+    detail = "the load failed, so the tokens were computed" if num_loaded else ""
+    return Cell(pair, Outcome.SEPARATED, detail)

@@ -1,0 +1,151 @@
+"""One engine of a partition check: the real scheduler, real hashes, and a connector.
+
+Source: vllm/v1/engine/core.py (how hashes are made), 0.11.0 to 0.33.0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from typing_extensions import override
+
+from kvview import CacheGeometry, FullAttention
+from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.scenario import Scenario
+from kvview_vllm.connector import KVViewConnector
+from kvview_vllm.partition.variations import PROMPT, Engine
+from kvview_vllm.releases.worker_caches import layouts, use_layout
+from kvview_vllm.simulation import scheduler as cpu_scheduler
+from kvview_vllm.simulation.raw.harness import RawHarness
+from kvview_vllm.simulation.raw.stand_ins import StandIns
+from kvview_vllm.simulation.raw.watched import Watch
+from kvview_vllm.simulation.requests import PlannedRequest
+
+_NUM_BLOCKS = 64
+_SECONDS_TO_END = 20.0
+_SECONDS_TO_STORE = 0.1  # after the end of a request
+_SECONDS_BETWEEN_STEPS = 0.002  # threads of a store work meanwhile
+_ENCODER_TOKENS = 256
+
+
+class PartitionEngine(RawHarness):
+    """An engine that serves requests with real hashes one after the other.
+
+    Args:
+        connector_class: A ``KVConnectorBase_V1``.
+        transfer_config: Arguments of ``KVTransferConfig`` except its class.
+        engine: Settings that decide the bytes of KV.
+        stand_ins: Replacements for code that needs CUDA.
+    """
+
+    def __init__(
+        self,
+        connector_class: type,
+        transfer_config: Mapping[str, Any],
+        engine: Engine,
+        stand_ins: StandIns,
+    ) -> None:
+        self._engine = engine
+        self._is_plain = not issubclass(connector_class, KVViewConnector)
+        self._seen_by = Watch()
+        self._num_requests = 0
+        self.last_hashes: tuple[bytes, ...] = ()
+        size = engine.block_size
+        geometry = CacheGeometry(size, size, (FullAttention(size),))
+        scenario = Scenario(geometry, _NUM_BLOCKS, (), max_tokens_per_step=cpu_scheduler.MAX_TOKENS)
+        super().__init__(scenario, connector_class, transfer_config, self._seen_by, stand_ins)
+        self._make_hashes = self._hasher(size)
+        encoder: Any = importlib.import_module("vllm.v1.core.encoder_cache_manager")
+        self._scheduler.max_num_encoder_input_tokens = _ENCODER_TOKENS  # the model is text only
+        self._scheduler.encoder_cache_manager = encoder.EncoderCacheManager(_ENCODER_TOKENS)
+
+    @override
+    def _make_config(self, scenario: Scenario, transfer_config: dict[str, Any] | None) -> Any:
+        import torch
+
+        config = super()._make_config(scenario, transfer_config)
+        engine = self._engine
+        model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+        model.model = model.served_model_name = engine.model
+        model.revision = engine.revision
+        model.dtype = getattr(torch, engine.dtype)
+        cache.cache_dtype = engine.cache_dtype
+        cache.prefix_caching_hash_algo = engine.hash_algorithm
+        parallel.tensor_parallel_size, parallel.pipeline_parallel_size = engine.ranks
+        parallel.world_size = engine.ranks[0] * engine.ranks[1]
+        parallel.rank = engine.rank
+        use_layout(config, engine.layout or layouts()[0])
+        return config
+
+    def _hasher(self, block_size: int) -> Any:
+        utils: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
+        hashing: Any = importlib.import_module("vllm.utils.hashing")
+        function = hashing.get_hash_fn_by_name(self._engine.hash_algorithm)
+        utils.init_none_hash(function)  # reads PYTHONHASHSEED
+        return utils.get_request_block_hasher(block_size, function)
+
+    def serve(self, arguments: Mapping[str, Any], kv_seed: int) -> int:
+        """Serve a request to its end, and wait for its stores.
+
+        Args:
+            arguments: Of vLLM's ``Request``.
+            kv_seed: Requests with equal tokens and equal seeds have equal KV.
+
+        Returns:
+            Tokens that the connector loaded, or tried to load.
+
+        Raises:
+            InvariantBroken: The request read KV of another request (``XFER-1``), or the
+                connector broke another law.
+        """
+        before = self._seen_by.coverage["tokens to load"]
+        self._num_requests += 1
+        name = f"request-{self._num_requests}"
+        planned = _VariedRequest(
+            name, arguments, kv_seed, self._make_hashes, self._engine.block_size
+        )
+        self._scheduler.add_request(planned.request)
+        self._added[name] = planned
+        self.last_hashes = tuple(map(bytes, planned.request.block_hashes))
+        ends = time.monotonic() + _SECONDS_TO_END
+        while name in self._scheduler.requests:
+            self._step_slowly()
+            if time.monotonic() > ends:
+                raise InvariantBroken("ENGINE", f"{name} has not ended after {_SECONDS_TO_END} s")
+        ends = time.monotonic() + _SECONDS_TO_STORE
+        while time.monotonic() < ends:
+            self._step_slowly()
+        return self._seen_by.coverage["tokens to load"] - before
+
+    def _step_slowly(self) -> None:
+        self.step()
+        time.sleep(_SECONDS_BETWEEN_STEPS)
+
+    def forget_gpu(self) -> None:
+        """Drop all KV of the GPU, but not that of the connector.
+
+        Raises:
+            InvariantBroken: The connector holds blocks although every request has ended.
+        """
+        if not self._pool.reset_prefix_cache():
+            raise InvariantBroken("CONN-4", "blocks are held although every request has ended")
+
+
+class _VariedRequest(PlannedRequest):
+    """A request with real hashes and any further arguments of vLLM's ``Request``."""
+
+    def __init__(
+        self,
+        request_id: str,
+        arguments: Mapping[str, Any],
+        kv_seed: int,
+        hasher: Callable[[Any], list[Any]],
+        block_size: int,
+    ) -> None:
+        prompt = arguments.get("prompt_token_ids") or PROMPT
+        super().__init__(request_id, prompt, 0, 1, None, block_size)
+        self.kv_seed = kv_seed
+        self.request = cpu_scheduler.make_request(request_id, prompt, 1, hasher, **arguments)
