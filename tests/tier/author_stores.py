@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import dbm.dumb
+import fcntl
 import os
 import sqlite3
+import struct
 import threading
 import uuid
 from pathlib import Path
 
 from examples.folder_store import FolderStore
+from kvview import ConfigError
 from kvview.tier import Namespace, Threaded
+
+_HEAD = struct.Struct("<HI")  # bytes of the key and of the page
 
 
 class SqliteStore(Threaded):
@@ -67,35 +71,57 @@ class WALStore(SqliteStore):
     journal = "WAL"
 
 
-class DbmStore(Threaded):
-    """Python's own ``dbm.dumb``: one process at a time, one lock for all threads."""
+class LogStore(Threaded):
+    """One file that only grows, for one process at a time, with an index in memory."""
 
     def __init__(self, namespace: Namespace, root: str) -> None:
         Path(root).mkdir(parents=True, exist_ok=True)
-        self._db = dbm.dumb.open(str(Path(root, namespace.digest.hex())))
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+        self._log = os.open(Path(root, namespace.digest.hex()), flags)
+        try:
+            fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._log)
+            raise ConfigError("another process has this log open") from None
+        self._places: dict[bytes, tuple[int, int]] = {}
+        self._end = 0
+        self._read_log()
         self._lock = threading.Lock()
         super().__init__(namespace, threads=2)
 
+    def _read_log(self) -> None:
+        size = os.fstat(self._log).st_size
+        while self._end + _HEAD.size <= size:
+            key_bytes, num_bytes = _HEAD.unpack(os.pread(self._log, _HEAD.size, self._end))
+            start = self._end + _HEAD.size + key_bytes
+            if start + num_bytes > size:
+                break
+            key = os.pread(self._log, key_bytes, start - key_bytes)
+            self._places[key] = start, num_bytes
+            self._end = start + num_bytes
+        os.ftruncate(self._log, self._end)  # an entry that was being written by a killed process
+
     def close(self) -> None:
         super().close()
-        with self._lock:
-            self._db.close()
+        if self._log >= 0:
+            os.close(self._log)
+            self._log = -1
 
     def has(self, key: bytes, /) -> bool:
-        with self._lock:
-            return key in self._db
+        return key in self._places
 
     def read_into(self, key: bytes, page: memoryview, /) -> bool:
-        with self._lock:
-            found = self._db.get(key, b"")
-        if len(found) == len(page):
-            page[:] = found
-        return len(found) == len(page)
+        start, num_bytes = self._places[key]
+        return num_bytes == len(page) == os.preadv(self._log, [page], start)
 
     def write(self, key: bytes, page: memoryview, /) -> bool:
+        entry = _HEAD.pack(len(key), len(page)) + key + page
         with self._lock:
-            self._db[key] = bytes(page)
-            self._db.sync()
+            if os.write(self._log, entry) != len(entry):
+                os.ftruncate(self._log, self._end)
+                return False
+            self._places[key] = self._end + len(entry) - len(page), len(page)
+            self._end += len(entry)
         return True
 
 
@@ -164,7 +190,7 @@ class OpensAFileForEachLoad(FolderStore):
         return super().read_into(key, page)
 
 
-RIGHT = (SqliteStore, WALStore, DbmStore, FolderStore)
+RIGHT = (SqliteStore, WALStore, LogStore, FolderStore)
 WRONG = {
     LeavesATemporaryFile: "TIER-9",
     LosesLongKeys: "TIER-9",

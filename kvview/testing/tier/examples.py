@@ -51,7 +51,7 @@ def _kill_writer(store: TierPlayer, rng: Random) -> None:
     for writer, keys in zip(writers, (first, second), strict=True):
         store.model.sizes |= both | keys
         store.model.either |= {k: n for k, n in (both | keys).items() if k not in store.model.held}
-        for key in writer.stored() or ():  # a store may be alone in its place
+        for key in writer.stored() or ():
             if store.model.max_bytes is None and "max_bytes" not in current_profile().options:
                 store.model.use([key])
     store.line("# two processes write into the place, and one of them is killed")
@@ -65,6 +65,8 @@ def _draw_keys(rng: Random, number: int) -> dict[bytes, int]:
 def check_tier_9_killed_process(store: TierPlayer) -> None:
     """Processes: after a kill -9 in the middle of writing there are whole entries only."""
     for seed in range(2):
+        if seed:  # a store may be alone in its place
+            store.call(store.subject, "close")
         _kill_writer(store, Random(seed + (current_profile().seed or 0)))
         _reopen(store)
         sizes = dict(store.model.sizes)
