@@ -147,12 +147,24 @@ class LosesLongKeys(FolderStore):
         return super().has(key) and not (len(key) > 64 and key.hex() in self._before)
 
 
-class CommitsLate(SqliteStore):
-    """TIER-9: pages are committed by the next close, so that a killed process loses them."""
+class WritesAtTheEnd(SqliteStore):
+    """TIER-9: pages are written by close, so that a killed process loses them."""
+
+    def __init__(self, namespace: Namespace, root: str) -> None:
+        self._late: dict[bytes, bytes] = {}
+        super().__init__(namespace, root)
+
+    def _page(self, key: bytes) -> bytes:
+        return self._late.get(key) or super()._page(key)
 
     def write(self, key: bytes, page: memoryview, /) -> bool:
-        self._db.execute("INSERT OR REPLACE INTO pages VALUES (?, ?)", (key, bytes(page)))
+        self._late[key] = bytes(page)
         return True
+
+    def close(self) -> None:
+        for key, page in self._late.items():
+            super().write(key, memoryview(page))
+        super().close()
 
 
 class IgnoresTheSize(SqliteStore):
@@ -192,11 +204,12 @@ class OpensAFileForEachLoad(FolderStore):
 
 RIGHT = (SqliteStore, WALStore, LogStore, FolderStore)
 WRONG = {
-    LeavesATemporaryFile: "TIER-9",
-    LosesLongKeys: "TIER-9",
-    CommitsLate: "TIER-9",
-    IgnoresTheSize: "TIER-1",
-    SharesTheTable: "TIER-10",
-    IgnoresTheCase: "TIER-7",
-    OpensAFileForEachLoad: "TIER-11",
+    LeavesATemporaryFile: ("TIER-9", "check_tier_9_growth"),
+    LosesLongKeys: ("TIER-9", "check_tier_9"),
+    WritesAtTheEnd: ("TIER-9", "check_tier_9_killed_process"),
+    IgnoresTheSize: ("TIER-1", "check_tier_1"),
+    SharesTheTable: ("TIER-10", "check_tier_10"),
+    IgnoresTheCase: ("TIER-7", "check_tier_7"),
+    OpensAFileForEachLoad: ("TIER-11", "check_tier_11_threads_and_files"),
 }
+"""The law that each one breaks, and the check that sees it."""

@@ -61,10 +61,11 @@ class Writer:
         Raises:
             RuntimeError: The process ended with an error.
         """
-        self._wait_until(lambda: False)
-        lines = self._lines()
+        with self._output, self._errors:
+            self._wait_until(lambda: False)
+            lines, errors = self._lines(), _text(self._errors)
         if self._process.returncode > 0:
-            raise RuntimeError(f"a process that writes has failed: {_text(self._errors)[-2000:]}")
+            raise RuntimeError(f"a process that writes has failed: {errors[-2000:]}")
         return None if lines == ["refused"] else [bytes.fromhex(line) for line in lines[1:]]
 
     def _lines(self) -> list[str]:
