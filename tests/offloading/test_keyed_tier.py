@@ -51,7 +51,7 @@ class KeyedManagerHarness(ReferenceManager):
         return super().capabilities - {Capability.PAGES}
 
 
-@parametrize_with_checks(KeyedTransfer)
+@parametrize_with_checks(KeyedTransfer, steps=12)
 def test_worker(check: BoundCheck) -> None:
     check()
 
