@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -16,20 +16,9 @@ from kvview.testing.search import Label, check_by_search, observable, operation
 from kvview.testing.tier.io_watch import slow_renames
 from kvview.testing.tier.model import TierModel, bytes_of
 from kvview.testing.tier.moves import TierMoves, finished, size_of
+from kvview.tier import Namespace
 
 _BUDGETS = (100_000, 400_000, 3_000_000)
-_NAMESPACES: tuple[dict[str, Any], ...] = (
-    {"weights": "2"},
-    {"model": "other"},
-    {"kv_dtype": "fp8"},
-    {"layout": "NHD"},
-    {"block_size": 32},
-    {"tensor_parallel": 2},
-    {"pipeline_parallel": 2},
-    {"rank": 1},
-    {"hash_algorithm": "xxh3"},
-    {"hash_seed": "1"},
-)
 _SLACK = 30_000  # bytes that a store with a budget may take for its own notes
 
 
@@ -186,7 +175,9 @@ class TierPlayer(TierMoves):
             return
         self.blame("TIER-10")
         self.wait()
-        ((name, value),) = self.rng.choice(_NAMESPACES).items()
+        name = self.rng.choice(fields(Namespace)).name
+        value = getattr(self.harness.namespace, name)
+        value += 1 if isinstance(value, int) else "x"
         keys = self.some(self.model.held)
         self.line(f"# a store of another namespace in the same place: {name}={value!r}")
         other = self.open_in_place(**{name: value})

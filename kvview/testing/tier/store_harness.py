@@ -229,26 +229,18 @@ class StoreHarness:
         """A subclass whose blocking calls wait at the gate, if the class is ``Threaded``."""
         if not self._is_threaded():
             return make
-        gate, callers = self._gate, self.callers
 
-        class Gated(make):  # type: ignore[misc]
-            def has(self, key: bytes, /) -> bool:
-                callers.add(threading.get_ident())
-                gate.wait()
-                return bool(super().has(key))
+        def waiting(name: str) -> Callable[..., bool]:
+            def call(store: Any, *args: Any) -> bool:
+                self.callers.add(threading.get_ident())
+                self._gate.wait()
+                return bool(getattr(make, name)(store, *args))
 
-            def read_into(self, key: bytes, page: memoryview, /) -> bool:
-                callers.add(threading.get_ident())
-                gate.wait()
-                return bool(super().read_into(key, page))
+            call.__name__ = name
+            return call
 
-            def write(self, key: bytes, page: memoryview, /) -> bool:
-                callers.add(threading.get_ident())
-                gate.wait()
-                return bool(super().write(key, page))
-
-        Gated.__name__ = Gated.__qualname__ = make.__name__
-        return Gated
+        calls = {name: waiting(name) for name in ("has", "read_into", "write")}
+        return type(make.__name__, (make,), calls)
 
 
 class GuardedStoreHarness(StoreHarness):
