@@ -304,7 +304,7 @@ def test_bench_measures_what_comes_back_right(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["kvview.tier:Namespace"], "is no class of tier stores"),
+        (["kvview.tier:Namespace"], "is not a class of tier stores"),
         (["examples/folder_store.py:FolderStore"], "do not fit"),
         (["examples/folder_store.py:FolderStore", "--pages", "0"], "must be 1 or more"),
     ],
