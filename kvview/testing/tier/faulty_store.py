@@ -16,7 +16,7 @@ BLOCKING = ("lookup blocks", "put blocks", "get blocks", "poll blocks")
 LATE = ("never reports", "reports late", "writes late")
 MALFORMED = (
     "reports twice",
-    "reports a job of nobody",
+    "reports an unknown job",
     "too few flags",
     "too many flags",
     "flags are None",
@@ -119,7 +119,7 @@ class FaultyStore:
         if self.fault == "reports twice":
             self._late += done
             return done + done
-        return [*done, (987_654_321, [True])] if self.fault == "reports a job of nobody" else done
+        return [*done, (987_654_321, [True])] if self.fault == "reports an unknown job" else done
 
     def delete(self, keys: Sequence[bytes], /) -> None:
         """Forget keys."""
