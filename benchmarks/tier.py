@@ -47,20 +47,27 @@ HERE = Namespace("benchmark", weights="1")
 def kill(runs: int, max_bytes: int | None) -> dict[str, Any]:
     """Killed so often, with and without a budget."""
     options = {"root": "{tmp}"} | ({} if max_bytes is None else {"max_bytes": max_bytes})
+    dice, found = random.Random(0), Counter[str]()
     harness = StoreHarness(FileStore, options)
-    harness.store.close()
-    found: Counter[str] = Counter()
-    for number in range(0, runs, 50):
-        for run in harness.killed_runs(min(50, runs - number), number):
-            found["runs"] += 1
-            found["acknowledged keys"] += run["acknowledged"]
-            for what in ("wrong", "half", "not_healed"):
-                found[what] += len(run[what])
-            found["lost"] += 0 if max_bytes else len(run["missing"])
-            found["did not open"] += bool(run["error"])
-        print(dict(found), flush=True)  # it takes long
-        occupied = harness.occupied_bytes()
-        found["over the budget"] += max_bytes is not None and occupied > max_bytes
+    for number in range(runs):
+        harness.store.close()
+        keys = {dice.randbytes(20): dice.choice((700, 4096, 20_000, 65_536)) for _ in range(600)}
+        writer = harness.start_writer(keys)
+        writer.kill(dice.randrange(60), dice.random() * 0.002)
+        stored = writer.stored() or []
+        harness = harness.reopen()
+        found["runs"] += 1
+        found["acknowledged keys"] += len(stored)
+        pages = {key: memoryview(bytearray(size)) for key, size in keys.items()}
+        harness.store.get(1, [*pages], [*pages.values()])
+        harness.store.drain(60.0)
+        ((_, flags),) = harness.store.poll()
+        loaded = [key for key, flag in zip(pages, flags, strict=True) if flag]
+        found["wrong"] += sum(pages[key] != bytes_of(key, keys[key]) for key in loaded)
+        found["lost"] += 0 if max_bytes else len({*stored} - {*loaded})
+        found["over the budget"] += max_bytes is not None and harness.occupied_bytes() > max_bytes
+        if not number % 50:
+            print(dict(found), flush=True)  # it takes long
     found["half-written files left"] = len([*harness.folder.glob("*/half/*")])
     harness.end()
     return dict(found)

@@ -1,4 +1,4 @@
-"""The offloading contract: which blocks a tier holds, and what may happen to them.
+"""The offloading contract: the keys that a tier holds, their pages, and their eviction.
 
 The manager lives on the scheduler's side. It moves no bytes: it names pages of
 its medium, protects them while they are read or written, and evicts.
@@ -21,16 +21,16 @@ from kvview.transfer import LoadStoreSpec
 
 
 class LookupResult(Enum):
-    """The answer of :meth:`OffloadingManager.lookup`."""
+    """The result of :meth:`OffloadingManager.lookup`."""
 
     MISS = auto()
     """Not held."""
     HIT = auto()
     """Held and loadable now."""
     HIT_PENDING = auto()
-    """A store is under way; ask again."""
+    """A store is under way; call again."""
     RETRY = auto()
-    """Unknown for now (a slow tier is being asked); ask again."""
+    """Unknown for now, because a slow tier is looking it up; call again."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ReqContext:
 
     Args:
         req_id: Id of the request; empty when there is none.
-        kv_transfer_params: What the client sent along, or None.
+        kv_transfer_params: Parameters that the client sent with the request, or None.
     """
 
     req_id: str = ""
@@ -48,11 +48,11 @@ class ReqContext:
 
 @dataclass(slots=True)
 class PrepareStoreOutput:
-    """What to copy, where to, and what had to go for it.
+    """The keys to copy, their pages, and the keys that were evicted for them.
 
     Args:
-        keys_to_store: New keys, in the order given; those already held or below
-            the store threshold are left out.
+        keys_to_store: New keys, in the order given; keys already held or below
+            the store threshold are skipped.
         store_spec: A page for each of ``keys_to_store``, same order.
         evicted_keys: Keys evicted to make room, first evicted first.
     """
@@ -64,7 +64,7 @@ class PrepareStoreOutput:
 
 @runtime_checkable
 class OffloadingManager(Protocol):
-    """Tracks what one tier holds: look up, prepare, complete."""
+    """Tracks the keys that one tier holds: look up, prepare, complete."""
 
     def lookup(self, key: OffloadKey, ctx: ReqContext, /) -> LookupResult:
         """Whether a key is held and loadable now (OFF-6); changes no order."""
@@ -74,10 +74,10 @@ class OffloadingManager(Protocol):
         """Protect keys from eviction until ``complete_load``, and name their pages.
 
         Args:
-            keys: Keys that ``lookup`` says HIT for; a key named twice is loaded twice.
+            keys: Keys for which ``lookup`` returns HIT; a key named twice is loaded twice.
 
         Returns:
-            One page a key, in the order given.
+            One page for each key, in the order given.
 
         Raises:
             KeyNotLoadableError: A key is not held or not ready; nothing was protected.
@@ -85,7 +85,7 @@ class OffloadingManager(Protocol):
         ...
 
     def complete_load(self, keys: Collection[OffloadKey], ctx: ReqContext, /) -> None:
-        """End what one ``prepare_load`` of these keys began, whatever became of it.
+        """End the load that one ``prepare_load`` of these keys started, successful or not.
 
         Raises:
             TransferNotInFlightError: More loads would end than were prepared (OFF-9).
@@ -93,7 +93,7 @@ class OffloadingManager(Protocol):
         ...
 
     def touch(self, keys: Collection[OffloadKey], ctx: ReqContext, /) -> None:
-        """Say that a request used these keys; the first one becomes the most recent.
+        """Record that a request used these keys; the first one becomes the most recent.
 
         Prefix order in, so that a chain is evicted from its tail: the head
         serves more requests. Keys not held are ignored; a touch while a key is
@@ -107,15 +107,15 @@ class OffloadingManager(Protocol):
         """Make room for new keys and protect them until ``complete_store`` (OFF-3).
 
         Returns:
-            What to store and where, or None when there is no room that may be
-            made; then nothing has changed: no order, no history, no count.
+            The keys to store and their pages, or None if no room can be made; then
+            nothing has changed: no order, no history, no count.
         """
         ...
 
     def complete_store(
         self, keys: Collection[OffloadKey], ctx: ReqContext, /, success: bool = True
     ) -> None:
-        """End the stores of these keys: loadable from now, or gone (OFF-4).
+        """End the stores of these keys: they are loadable from now on, or gone (OFF-4).
 
         The keys of one ``prepare_store`` may be completed in several calls, some with
         success and some without: a store may succeed in part.
@@ -127,7 +127,7 @@ class OffloadingManager(Protocol):
         ...
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Events since the last call, in order; empty when events are off."""
+        """Return the events since the last call, in order; empty if events are off."""
         ...
 
     def reset(self) -> None:
@@ -135,7 +135,7 @@ class OffloadingManager(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Release what the manager holds; callable twice."""
+        """Release all resources of the manager; callable twice."""
         ...
 
 
@@ -145,13 +145,13 @@ class SupportsMedia(Protocol):
 
     @property
     def media(self) -> Collection[str]:
-        """Every medium that an event of it may name."""
+        """Every medium that its events may name."""
         ...
 
 
 @runtime_checkable
 class SupportsRequestHooks(Protocol):
-    """The manager wants to hear of requests, whatever they do with the tier."""
+    """The manager is notified of requests, even of those that do not use the tier."""
 
     def on_new_request(self, ctx: ReqContext, /) -> None:
         """A request was seen for the first time."""
@@ -167,7 +167,7 @@ class SupportsStepHooks(Protocol):
     """The manager gathers work over a scheduler step."""
 
     def on_schedule_end(self) -> None:
-        """The last call of a step: flush what was gathered."""
+        """The last call of a step: flush the gathered work."""
         ...
 
     def has_pending_work(self) -> bool:

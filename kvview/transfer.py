@@ -25,7 +25,7 @@ TensorT = TypeVar("TensorT")
 
 @runtime_checkable
 class LoadStoreSpec(Protocol):
-    """Names pages of one medium; how it names them is the medium's affair.
+    """Names pages of one medium, in a way that only the medium defines.
 
     Any string is a medium. A spec may list block ids, keys, offsets or anything else
     that pickles; only the two halves of one connector, or a manager and its worker, read
@@ -113,7 +113,7 @@ class CanonicalKVCacheTensor(Generic[TensorT]):
 
 @dataclass(frozen=True)
 class CanonicalKVCacheRef:
-    """That a group keeps KV in a tensor.
+    """A tensor in which a group keeps KV.
 
     Args:
         tensor_idx: Index into :attr:`CanonicalKVCaches.tensors`.
@@ -140,20 +140,20 @@ class ComputeStream(Protocol):
     """The stream that the model's kernels run in; ``torch.cuda.Stream`` is one."""
 
     def record_event(self) -> ComputeEvent:
-        """Mark what was submitted until now (XFER-6)."""
+        """Record an event after all work submitted so far (XFER-6)."""
         ...
 
 
 @dataclass(frozen=True)
 class CanonicalKVCaches(Generic[TensorT]):
-    """All KV-cache tensors of one worker, and which group uses which.
+    """All KV-cache tensors of one worker, and the tensors that each group uses.
 
     Args:
         tensors: Unique tensors; groups may share one (same pages, other blocks).
         group_data_refs: Per KV-cache group, its references.
-        compute_stream: What jobs are ordered after (XFER-6). None where there is no
-            stream to name: then, on a GPU, it is the current one of the submitting thread;
-            without a GPU compute has ended when a plan is started.
+        compute_stream: Stream after whose work jobs run (XFER-6). If it is None, jobs on a GPU
+            run after the current stream of the submitting thread; without a GPU, compute has
+            ended when a plan is started.
     """
 
     tensors: Sequence[CanonicalKVCacheTensor[TensorT]]
@@ -170,10 +170,10 @@ class TransferResult:
         success: Whether every byte was moved.
         transfer_size: Bytes moved, None when unknown or failed.
         transfer_time: Seconds that the copy took, None when unknown or failed.
-        error: What went wrong, None on success.
-        moved: What of a failed store was moved all the same: per GPU block of the job,
-            in its order, whether all its bytes are. None: nothing is promised of any; so
-            it is of a load, and of a job that succeeded.
+        error: Text of the error, None on success.
+        moved: For each GPU block of a failed store, in order, whether all its bytes were moved.
+            None for a load and for a job that succeeded; None for a failed store means that any
+            block may be incomplete.
     """
 
     job_id: int
@@ -207,7 +207,7 @@ class TransferWorker(Protocol):
         ...
 
     def get_finished(self) -> list[TransferResult]:
-        """Jobs that ended since the last call, as their ends were seen; never blocks."""
+        """Return the jobs that ended since the last call, in that order, without blocking."""
         ...
 
     def wait(self, job_ids: Collection[int], /) -> None:
@@ -218,8 +218,8 @@ class TransferWorker(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Finish or drop what is in flight and release memory; callable twice.
+        """Finish or drop the jobs in flight and release memory; callable twice.
 
-        What was dropped need not be reported; ``wait`` does not wait for it.
+        Dropped jobs need not be reported, and ``wait`` does not wait for them.
         """
         ...

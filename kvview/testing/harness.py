@@ -174,8 +174,8 @@ class Capability(StrEnum):
     """``with_budget(max_bytes)``: a new harness in a place of its own; ``occupied_bytes()`` is
     what its store takes there."""
     KILL = "kill"
-    """``killed_runs(num, seed)``: what a store says after its process was killed while it
-    wrote, so many times; each a dict like that of :func:`kvview.testing.tier.processes.killed`."""
+    """``start_writer(keys)``: a process that opens the place and puts keys, which are given with
+    the bytes of their pages (:class:`kvview.testing.tier.writer.Writer`)."""
     DELETE = "delete"
     """The store has ``delete(keys)``."""
     USAGE = "usage"
@@ -514,7 +514,7 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
             Need("harness", "with_budget", 1),
             Need("harness", "occupied_bytes", 0),
         ),
-        Capability.KILL: (Need("harness", "killed_runs", 2),),
+        Capability.KILL: (Need("harness", "start_writer", 1),),
         Capability.DELETE: (Need("store", "delete", 1),),
         Capability.USAGE: (Need("store", "usage", 0),),
         Capability.TOUCH: (Need("store", "touch", 1),),

@@ -320,10 +320,9 @@ def _exception(error: BaseException) -> str:
 
 def import_line(factory: Callable[[], Any]) -> str:
     """The line of a script that imports a factory."""
-    policy = getattr(factory, "policy", None)
-    if isinstance(policy, type):
-        place = "from kvview.testing.offloading.policy import as_factory"
-        return f"{place}\n{import_line(policy)}\nfactory = as_factory(factory)"
+    made_of = getattr(factory, "made_of", None)
+    if made_of is not None:  # the kit made the factory of a class
+        return f"{import_line(made_of)}\n{getattr(factory, 'made_by', '')}"
     module = getattr(factory, "__module__", None)
     name = getattr(factory, "__qualname__", None)
     if target := target_of(factory):

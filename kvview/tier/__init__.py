@@ -1,8 +1,8 @@
 """The tier contract: a store below the host, written once, under any engine.
 
-``store`` says what a store is, ``namespace`` whose bytes it keeps; ``Threaded`` is the base
-for those who only write blocking reads and writes, ``Polled`` for those who poll something,
-and ``GuardedTier`` stands between any store and any engine.
+``store`` defines a store, and ``namespace`` the KV that its bytes belong to. ``Threaded`` is the
+base of stores whose author writes blocking reads and writes, ``Polled`` the base of stores that
+poll something. ``GuardedTier`` is a guard between any store and any engine.
 """
 
 from kvview.tier.guarded import GuardedTier, TierStats

@@ -1,4 +1,4 @@
-"""Answers to lookups that were asked elsewhere, so that no caller waits (TIER-5)."""
+"""Results of lookups that run on another thread, so that no caller waits (TIER-5)."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ _FOREVER = float("inf")
 
 
 class LookupAnswers:
-    """What is known of keys, and which of them are being asked for.
+    """The known results of lookups, and the keys whose lookups are under way.
 
-    1. An answer holds for ``seconds``: others put and evict too. What was asked ``patience``
-       seconds ago without an answer is a miss.
-    2. A key that failed is a miss until it is stored again, whatever answers come (TIER-4).
-    3. An answer counts only while it is waited for: one that was asked before a key was stored
-       says nothing of it.
+    1. A result holds for ``seconds``, because other processes put and evict too. A lookup that has
+       no result after ``patience`` seconds is a miss.
+    2. A key that failed is a miss until it is stored again, whatever the store returns (TIER-4).
+    3. A result counts only while its lookup is under way, because a lookup that started before its
+       key was stored may not have found it.
 
-    Not thread-safe: its owner has a lock.
+    Not thread-safe, because its owner has a lock.
 
     Args:
-        clock: Seconds.
-        patience: Seconds.
-        seconds: That an answer holds.
-        max_keys: That are remembered; of more the oldest are forgotten.
+        clock: Returns seconds.
+        patience: Seconds until a lookup without a result is a miss.
+        seconds: Seconds for which a result holds.
+        max_keys: Most results that are kept; the oldest are dropped first.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LookupAnswers:
         """Lookups that took longer than ``patience``, so far."""
 
     def flags(self, keys: Sequence[bytes]) -> tuple[list[bool | None], list[bytes]]:
-        """What is known, and what must be asked now."""
+        """Return the known results, and the keys whose lookups must start now."""
         flags: list[bool | None] = []
         ask: list[bytes] = []
         now, known = self._clock(), self._known
@@ -60,7 +60,7 @@ class LookupAnswers:
         return flags, ask
 
     def waits_for(self, key: bytes) -> bool:
-        """Whether an answer is waited for still; what was asked too long ago becomes a miss."""
+        """Whether a lookup is under way; one that takes too long becomes a miss here."""
         asked = self._asked.get(key)
         if asked is None or self._clock() - asked <= self._patience:
             return asked is not None
@@ -68,17 +68,17 @@ class LookupAnswers:
         self._answer(key, False)
         return False
 
-    def told(self, key: bytes, flag: bool) -> None:
-        """The answer to what was asked."""
+    def looked_up(self, key: bytes, flag: bool) -> None:
+        """Record the result of a lookup that is under way."""
         if key in self._asked:
             self._answer(key, flag)
 
     def stored(self, key: bytes) -> None:
-        """A put succeeded."""
+        """Record a put that succeeded."""
         self._answer(key, True)
 
     def failed(self, key: bytes) -> None:
-        """A get failed, or the key was deleted."""
+        """Record a get that failed, or a deletion."""
         self._answer(key, False, _FOREVER)
 
     def _answer(self, key: bytes, flag: bool, seconds: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Whether a store is used at all: no after several strikes, and on trial again later."""
+"""A circuit breaker: a store that fails several times in a row is not used for a while."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ class CircuitBreaker:
     """Counts strikes in a row, and opens.
 
     1. After ``trip_after`` strikes it is open: nothing passes for ``retry_after`` seconds.
-    2. Then one job passes, on trial. If it ends well the breaker closes; else it stays open
-       for twice as long, at most 16 times ``retry_after``.
+    2. Then one job passes as a trial. If the trial succeeds the breaker closes, otherwise it stays
+       open for twice as long, at most 16 times ``retry_after``.
     3. Lookups pass while it is not open; they neither close nor open it.
 
     Args:
-        clock: Seconds.
-        trip_after: Strikes in a row.
-        retry_after: Seconds.
+        clock: Returns seconds.
+        trip_after: Strikes in a row that open it.
+        retry_after: Seconds until the first trial.
     """
 
     def __init__(self, clock: Callable[[], float], trip_after: int, retry_after: float) -> None:
@@ -27,7 +27,7 @@ class CircuitBreaker:
         self._until: float | None = None
         self._trial: int | None = None
         self.num_trips = 0
-        """How often it opened."""
+        """Number of times that it opened."""
 
     @property
     def is_open(self) -> bool:
@@ -44,7 +44,7 @@ class CircuitBreaker:
         return True
 
     def strike(self) -> None:
-        """The store did what it must not."""
+        """Count a fault of the store."""
         self._strikes += 1
         if self._until is not None:
             if self._clock() >= self._until:
@@ -53,7 +53,7 @@ class CircuitBreaker:
             self._open(self._retry_after)
 
     def ended_well(self, job: int) -> None:
-        """The store reported a job as it should; of an open one only the trial counts."""
+        """Record a job that the store reported as it must; while open, only the trial counts."""
         if self._until is None or job == self._trial:
             self._strikes, self._until, self._trial = 0, None, None
 

@@ -10,7 +10,7 @@ from kvview.errors import ConfigError
 from kvview.tier.namespace import Namespace
 
 CHECKSUMS = ("xxh3", "crc32")
-"""What there is: of the extra ``tier``, and of Python itself (ten times slower)."""
+"""Known checksums: xxh3 needs the extra ``tier``; crc32 is part of Python and ten times slower."""
 
 SEAL_BYTES = 16
 """Length of a seal."""
@@ -21,14 +21,14 @@ _MAGIC = {"xxh3": b"kvtX", "crc32": b"kvtC"}
 class PageSeal:
     """Makes and compares the seals of one namespace.
 
-    A page in the place of another, or of another namespace, has the wrong seal.
+    A page in the place of another page, or of another namespace, has the wrong seal.
 
     Args:
-        namespace: Whose pages.
+        namespace: Namespace of the pages.
         checksum: One of :data:`CHECKSUMS`.
 
     Raises:
-        ConfigError: There is no such checksum, or its library is not installed.
+        ConfigError: The checksum is unknown, or its library is not installed.
     """
 
     def __init__(self, namespace: Namespace, checksum: str = "xxh3") -> None:
@@ -38,7 +38,7 @@ class PageSeal:
 
     @staticmethod
     def name_of(seal: bytes) -> str:
-        """The checksum that a seal was made with, empty if with none."""
+        """Return the checksum that a seal was made with, empty if it is not a seal."""
         return next((name for name, magic in _MAGIC.items() if seal[:4] == magic), "")
 
     def of(self, key: bytes, page: memoryview) -> bytes:

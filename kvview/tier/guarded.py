@@ -1,8 +1,9 @@
-"""What stands between any engine and any store, whatever the store does (TIER-12).
+"""A guard between any engine and any store, whatever the store does (TIER-12).
 
-No call of the store is made on the caller's thread, and no page of the engine's is ever in
-the store's hands, unless that is chosen: a thread of the guard's own calls it, with private pages.
-So a call that blocks, a load that is late and a store that keeps what it was given harm nobody.
+A thread of the guard calls the store, with private pages. So no call of the store runs on the
+engine's thread, and the store never has a page of the engine (unless ``zero_copy`` is set). A call
+that blocks, a load that is late, and a store that keeps its pages after the report therefore do no
+harm.
 """
 
 from __future__ import annotations
@@ -35,25 +36,25 @@ _log = logging.getLogger(__name__)
 _BETWEEN_POLLS = 0.0005  # seconds, of a store that does not wake
 _LONGEST_SLEEP = 0.05
 _LONGEST_CLOSE = 5.0
-_MOST_EVICTED = 1 << 20  # keys that wait to be told
+_MOST_EVICTED = 1 << 20  # evicted keys that the engine has not taken
 
 
 @dataclass(slots=True)
 class TierStats:
-    """What a guarded tier has seen so far.
+    """The counts of a guarded tier so far.
 
     Args:
         puts: Keys stored.
         gets: Keys loaded.
-        failed: Keys whose put or get failed, for whatever reason.
-        damaged: Of them, keys with other bytes than were put: found by the guard, or by a store
-            that reports it (:class:`~kvview.tier.SupportsDamageReports`).
-        refused: Jobs that did not reach the store: it was closed, or on trial.
+        failed: Keys whose put or get failed, for any reason.
+        damaged: Failed keys with other bytes than were put, found by the guard or by a store
+            that reports them (:class:`~kvview.tier.SupportsDamageReports`).
+        refused: Jobs that did not reach the store, because it was closed or left alone.
         raised: Calls of the store that raised.
         late: Jobs that were not reported within their deadline.
-        malformed: Reports that were none.
-        unknown: Reports of jobs that were not in flight: late, twice or nobody's.
-        unanswered: Lookups without an answer in time.
+        malformed: Results of the store that have the wrong form.
+        unknown: Reports of jobs that were not in flight: late, repeated or invented ones.
+        unanswered: Lookups that had no result in time.
         trips: Times that the store was left alone for a while.
     """
 
@@ -80,9 +81,9 @@ class _Job:
     due: float
     private: list[bytearray] = field(default_factory=list)
     deleted: set[bytes] = field(default_factory=set)
-    """Keys that were deleted since: they stay a miss."""
+    """Keys that were deleted since the start, which stay a miss."""
     is_copying: bool = False
-    """The guard, or a store that was given them, is at the pages: it is not late now."""
+    """Whether the guard, or the store (``zero_copy``), uses the pages: then the job is not late."""
 
 
 class GuardedTier:
@@ -90,20 +91,20 @@ class GuardedTier:
 
     Args:
         store: Any store, made for the same namespace.
-        namespace: Whose bytes.
-        deadline: Seconds until a job that was not reported has failed.
-        lookup_deadline: Seconds until a key that nothing is said of is a miss.
+        namespace: Namespace of the store.
+        deadline: Seconds after which a job that was not reported has failed.
+        lookup_deadline: Seconds after which a lookup without a result is a miss.
         checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` to trust the store with TIER-1.
-        trip_after: Strikes in a row after which the store is left alone.
-        retry_after: Seconds until it is tried again.
-        zero_copy: Give the store the engine's own pages. It must keep TIER-1 and TIER-3 by
-            itself, and ``checksum`` is ``"none"``. A job that is at the store is then reported
-            when the store reports it, not at its deadline: late bytes would go into a page that
-            is another's by then.
-        clock: Seconds.
+        trip_after: Faults in a row after which the store is left alone.
+        retry_after: Seconds until the store is tried again.
+        zero_copy: Whether the store is given the engine's own pages. It must then satisfy TIER-1
+            and TIER-3 by itself, and ``checksum`` must be ``"none"``. A job that has reached the
+            store is then reported when the store reports it, not at its deadline, because late
+            bytes would be written into a page that the engine uses for something else.
+        clock: Returns seconds.
 
     Raises:
-        ConfigError: A number that is not positive, a checksum that there is not, or one beside
+        ConfigError: A number is not positive, the checksum is unknown, or there is a checksum with
             ``zero_copy``.
     """
 
@@ -130,8 +131,8 @@ class GuardedTier:
                 raise ConfigError(f"{name} must be more than 0, got {value}")
         if zero_copy and checksum != "none":
             raise ConfigError(
-                "zero_copy: no checksum of the guard's can stand behind the engine's own pages; "
-                "set checksum to 'none' where the store has one of its own"
+                "zero_copy leaves no room for the guard's checksum behind the engine's own pages; "
+                "set checksum to 'none' if the store has a checksum of its own"
             )
         self.store = store
         self.namespace = namespace
@@ -160,7 +161,7 @@ class GuardedTier:
 
     @property
     def stats(self) -> TierStats:
-        """What was seen so far, a copy."""
+        """A copy of the counts so far."""
         with self._changed:
             return replace(
                 self._stats,
@@ -170,19 +171,19 @@ class GuardedTier:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether jobs go to the store; not while it is left alone, or closed."""
+        """Whether jobs are passed to the store: it is neither closed nor left alone."""
         with self._changed:
             return not (self._is_closed or self._breaker.is_open)
 
     def on_wake_up(self, wake_up: Callable[[], None], /) -> None:
-        """Call ``wake_up``, which must not call back, when a job ended or a lookup was answered.
+        """Call ``wake_up``, which must not call the guard, when a job or a lookup has ended.
 
-        A deadline passes without: poll from time to time.
+        It is not called when a deadline passes, so poll from time to time.
         """
         self._wake_up = wake_up
 
     def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
-        """What is known; the rest is asked on the guard's thread."""
+        """Return the known results; the guard's thread looks up the other keys."""
         with self._changed:
             if self._is_closed or self._breaker.is_open:
                 return [False] * len(keys)
@@ -191,7 +192,7 @@ class GuardedTier:
             if self._answers.num_unanswered > unanswered:
                 self._strike("lookups are not answered in time")
         if ask:
-            self._tell(partial(self._to_ask, ask))
+            self._run_soon(partial(self._queue_lookup, ask))
         return flags
 
     def put(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
@@ -203,7 +204,7 @@ class GuardedTier:
         self._submit(job, keys, pages, is_get=True)
 
     def poll(self) -> list[tuple[int, list[bool]]]:
-        """Jobs that ended, or whose deadline has passed."""
+        """Return the jobs that ended, or whose deadline has passed."""
         with self._changed:
             self._expire()
             done, self._done = self._done, []
@@ -221,33 +222,33 @@ class GuardedTier:
                 self._changed.wait(min(left, _LONGEST_SLEEP))
 
     def close(self) -> None:
-        """Fail what is in flight and close the store; one that does not close is left."""
+        """Fail the jobs in flight and close the store; a store that does not close is abandoned."""
         with self._changed:
             is_first, self._is_closed = not self._is_closed, True
         self._awake.set()
-        self._lane.join(_LONGEST_CLOSE)  # what it copies, and what a store is at, ends with it
+        self._lane.join(_LONGEST_CLOSE)  # its copies, and the current call of the store, end first
         with self._changed:
             for entry in [*self._jobs.values()]:
                 self._finish(entry, [False] * len(entry.keys))
         if is_first and self._lane.is_alive():
-            _log.warning("the store %s does not close; it is left", type(self.store).__name__)
+            _log.warning("the store %s does not close; it is abandoned", type(self.store).__name__)
 
     def delete(self, keys: Sequence[bytes], /) -> None:
-        """Make keys a miss; those that the store cannot drop stay hidden."""
+        """Make keys a miss; keys that the store cannot drop stay hidden."""
         with self._changed:
             for key in keys:
                 self._answers.failed(key)
             for entry in self._jobs.values():
                 entry.deleted.update(keys)
-        self._tell(partial(self._drop, [*keys]))
+        self._run_soon(partial(self._drop, [*keys]))
 
     def touch(self, keys: Sequence[bytes], /) -> None:
-        """Say that keys were used, to a store that wants to know."""
+        """Report the use of keys to the store, if it supports that."""
         if isinstance(self.store, SupportsTouch):
-            self._tell(partial(self._ask_store, self.store.touch, [*keys]))
+            self._run_soon(partial(self._call_store, self.store.touch, [*keys]))
 
     def take_evicted(self) -> list[bytes]:
-        """What the store has dropped to make room since the last call, if it says so."""
+        """Return the keys that the store reported as evicted since the last call."""
         return [self._evicted.popleft() for _ in range(len(self._evicted))]
 
     # --- on the caller's thread ---
@@ -266,9 +267,9 @@ class GuardedTier:
                 self._stats.refused += 1
                 self._finish(entry, [False] * len(keys))
                 return
-        self._tell(partial(self._start, entry))
+        self._run_soon(partial(self._start, entry))
 
-    def _tell(self, task: Callable[[], object]) -> None:
+    def _run_soon(self, task: Callable[[], object]) -> None:
         self._inbox.append(task)
         self._awake.set()
 
@@ -283,7 +284,7 @@ class GuardedTier:
                 self._finish(entry, [False] * len(entry.keys))
 
     def _finish(self, entry: _Job, flags: list[bool]) -> None:
-        """Report a job; its pages are the engine's again."""
+        """Report a job; its pages belong to the engine again."""
         del self._jobs[entry.job]
         self._in_store.pop(entry.number, None)
         entry.pages = []
@@ -307,8 +308,8 @@ class GuardedTier:
             is_first, self._stats.damaged = not self._stats.damaged, self._stats.damaged + len(keys)
         if is_first and keys:
             _log.warning(
-                "the store %s has damaged pages, which fail and are computed again; the first is "
-                "that of key %s, and the counter of damaged pages has the others",
+                "the store %s has damaged pages, which fail and are computed again; the first one "
+                "belongs to key %s, and the counter of damaged pages counts the others",
                 type(self.store).__name__,
                 bytes(keys[0]).hex(),
             )
@@ -323,11 +324,11 @@ class GuardedTier:
 
     def _run(self) -> None:
         if isinstance(self.store, SupportsWakeUp):
-            self._ask_store(self.store.on_wake_up, self._awake.set)
+            self._call_store(self.store.on_wake_up, self._awake.set)
         if isinstance(self.store, SupportsEvictions):
-            self._ask_store(self.store.on_evicted, self._evicted.extend)
+            self._call_store(self.store.on_evicted, self._evicted.extend)
         if isinstance(self.store, SupportsDamageReports):
-            self._ask_store(self.store.on_damaged, self._count_damaged)
+            self._call_store(self.store.on_damaged, self._count_damaged)
         while not self._is_closed:
             is_waiting = self._in_store or self._unanswered
             self._awake.wait(_LONGEST_SLEEP if self._wakes or not is_waiting else _BETWEEN_POLLS)
@@ -338,35 +339,35 @@ class GuardedTier:
                 self._look_up()
             if self._in_store:
                 self._collect()
-        self._ask_store(self.store.close)
+        self._call_store(self.store.close)
 
-    def _ask_store(self, call: Callable[..., object], *args: object) -> object:
+    def _call_store(self, call: Callable[..., object], *args: object) -> object:
         try:
             return call(*args)
-        except BaseException as error:  # of a thread of ours; nobody else wants it
+        except BaseException as error:  # on the guard's thread, where no caller can catch it
             with self._changed:
                 self._stats.raised += 1
                 name = getattr(call, "__name__", "call").strip("_")
                 self._strike(f"{name} raised {one_line(error)}")
             return error
 
-    def _to_ask(self, keys: list[bytes]) -> None:
+    def _queue_lookup(self, keys: list[bytes]) -> None:
         self._unanswered += keys
 
     def _look_up(self) -> None:
         keys = self._unanswered
-        found = self._ask_store(self.store.lookup, keys)
+        found = self._call_store(self.store.lookup, keys)
         with self._changed:
             flags = _flags(found, len(keys))
             if flags is None:
                 self._unanswered = []
                 if not isinstance(found, BaseException):
                     self._stats.malformed += 1
-                    self._strike("lookup gave no flag a key")
+                    self._strike("lookup did not return one flag for each key")
                 flags = [False] * len(keys)
             for key, flag in zip(keys, flags, strict=True):
                 if flag is not None:
-                    self._answers.told(key, flag)
+                    self._answers.looked_up(key, flag)
             self._unanswered = [
                 key
                 for key, flag in zip(keys, flags, strict=True)
@@ -376,9 +377,9 @@ class GuardedTier:
             self._wake_up()
 
     def _start(self, entry: _Job) -> None:
-        """Give a job to the store, on private pages if nothing else was chosen."""
+        """Pass a job to the store, with private pages unless ``zero_copy`` is set."""
         if self._begin_copy(entry):
-            raised = self._ask_store(self._begin, entry)
+            raised = self._call_store(self._begin, entry)
             if isinstance(raised, BaseException):
                 self._end(entry, [False] * len(entry.keys))
 
@@ -397,7 +398,7 @@ class GuardedTier:
             self.store.put(entry.number, [*entry.keys], views)
 
     def _collect(self) -> None:
-        found = self._ask_store(self.store.poll)
+        found = self._call_store(self.store.poll)
         if isinstance(found, BaseException):
             return
         try:
@@ -406,7 +407,7 @@ class GuardedTier:
         except Exception:
             with self._changed:
                 self._stats.malformed += 1
-                self._strike("poll gave no list of jobs and flags")
+                self._strike("poll did not return a list of jobs and flags")
             return
         for (_, given), entry in zip(reports, known, strict=True):
             if entry is None or self._in_store.pop(entry.number, None) is None:
@@ -421,7 +422,7 @@ class GuardedTier:
             self._end(entry, good, is_well=flags is not None)
 
     def _end(self, entry: _Job, flags: list[bool], *, is_well: bool = False) -> None:
-        """The store has ended a job: what it loaded goes into the engine's pages."""
+        """End a job that the store has ended: copy the loaded bytes into the engine's pages."""
         if not self._begin_copy(entry):
             return
         if entry.is_get and not self._is_zero_copy:
@@ -431,7 +432,7 @@ class GuardedTier:
                 if flags[number] and not copy_out(entry.keys[number], private, page):
                     flags[number] = False
                     self._count_damaged([entry.keys[number]])
-                    self._drop([entry.keys[number]])  # else a put may keep what is there
+                    self._drop([entry.keys[number]])  # otherwise a put may keep the wrong bytes
         with self._changed:
             entry.is_copying = False
             if is_well:
@@ -442,7 +443,7 @@ class GuardedTier:
 
     def _drop(self, keys: list[bytes]) -> None:
         if isinstance(self.store, SupportsDelete):
-            self._ask_store(self.store.delete, keys)
+            self._call_store(self.store.delete, keys)
 
     def _begin_copy(self, entry: _Job) -> bool:
         with self._changed:
@@ -451,7 +452,7 @@ class GuardedTier:
 
 
 def _flags(found: object, num: int) -> list[bool | None] | None:
-    """The flags that a store gave, None if they are none."""
+    """Return the flags of a store, None if they do not have the right form."""
     try:
         flags = [
             None if flag is None else bool(flag)

@@ -1,4 +1,4 @@
-"""Whose bytes a tier keeps: KV computed by other weights is other KV (TIER-10)."""
+"""The namespace of a tier's bytes: KV computed by other weights is other KV (TIER-10)."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from kvview.errors import ConfigError, NamespaceMismatchError, line_of
 
 @dataclass(frozen=True)
 class Namespace:
-    """All that KV bytes depend on besides their key; the salt belongs to the key.
+    """Everything that KV bytes depend on besides their key; the salt is part of the key.
 
     1. Two namespaces that differ anywhere share nothing.
-    2. ``weights`` is never guessed: where an engine does not tell, the user does.
+    2. ``weights`` is never guessed: if the engine does not provide it, the user must.
 
     Args:
         model: Name or path of the model.
         weights: Digest or revision of the weights; any text that changes when they do.
         kv_dtype: Type of the KV cache, ``"bfloat16"`` for example.
-        layout: What else the bytes of a page depend on: layers, heads, order.
+        layout: Layers, heads and order of the bytes of a page.
         block_size: Tokens of a page.
         tensor_parallel: Ranks that the heads are split over.
         pipeline_parallel: Ranks that the layers are split over.
-        rank: Of these pages, where ranks have pages of their own.
-        hash_algorithm: What the keys were hashed with.
-        hash_seed: What the chain of hashes begins with; empty where it is always the same.
+        rank: Rank of these pages, if ranks have pages of their own.
+        hash_algorithm: Algorithm of the block hashes in the keys.
+        hash_seed: Start of the chain of block hashes; empty if it is always the same.
 
     Raises:
-        ConfigError: There is nothing in ``weights`` or ``model``.
+        ConfigError: ``weights`` or ``model`` is empty.
     """
 
     model: str
@@ -51,8 +51,8 @@ class Namespace:
             raise ConfigError("a tier needs the name of the model")
         if not self.weights:
             raise ConfigError(
-                f"the weights of {self.model!r} are not known, and other weights under the same "
-                "name would answer wrong tokens: set 'weights' to their revision or digest, or "
+                f"the weights of {self.model!r} are not known, and other weights of the same "
+                "name would give wrong tokens: set 'weights' to their revision or digest, or "
                 "to any text that you change when they change"
             )
 
@@ -67,10 +67,10 @@ class Namespace:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote.
+        """Read the text that :meth:`to_json` wrote.
 
         Raises:
-            ConfigError: It is something else.
+            ConfigError: The text is not a namespace.
         """
         try:
             found: Mapping[str, Any] = json.loads(text)
@@ -89,11 +89,11 @@ class Namespace:
         """Refuse bytes of another namespace.
 
         Args:
-            other: What is written at ``where``.
-            where: Of the bytes, for the error.
+            other: Namespace of the bytes at ``where``.
+            where: Place of the bytes, for the error.
 
         Raises:
-            NamespaceMismatchError: They differ; names both sides of each difference.
+            NamespaceMismatchError: The two differ; the error names both sides of each difference.
         """
         different = [
             f"{field.name} {getattr(other, field.name)!r} there, {getattr(self, field.name)!r} here"
@@ -103,5 +103,5 @@ class Namespace:
         if different:
             raise NamespaceMismatchError(
                 f"TIER-10: {where} was written for another namespace: {'; '.join(different)}. "
-                "Give this one a place of its own, or delete the old one"
+                "Use another place for this namespace, or delete the old one"
             )

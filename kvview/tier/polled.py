@@ -1,4 +1,4 @@
-"""A store over something that is polled: an engine's own tier, a client of its own threads."""
+"""A base of stores that poll: an engine's own tier, or a client with threads of its own."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _BETWEEN_POLLS = 0.0003  # seconds
 
 
 class Polled(ABC):
-    """The life of jobs, for who writes how one begins and how its end is seen.
+    """Keeps the jobs of a store; its author writes how a job starts and how its end is found.
 
     1. ``begin`` is called with jobs that may be started, none of them empty.
     2. ``collect`` calls :meth:`report` for each job that ended.
-    3. All of it comes from one thread.
+    3. All calls come from one thread.
 
     Args:
-        namespace: Whose bytes.
+        namespace: Namespace of the store.
     """
 
     def __init__(self, namespace: Namespace) -> None:
@@ -38,15 +38,15 @@ class Polled(ABC):
 
     @abstractmethod
     def collect(self) -> None:
-        """Look for jobs that ended; never waits."""
+        """Report the jobs that ended, without waiting."""
 
     @abstractmethod
     def end(self) -> None:
-        """Let go of everything, once; no page is touched afterwards."""
+        """Release all resources, once; no page is touched afterwards."""
 
     @final
     def report(self, job: int, flags: list[bool]) -> None:
-        """A job has ended."""
+        """Record the end of a job."""
         del self._num_keys[job]
         self._done.append((job, flags))
 
@@ -62,7 +62,7 @@ class Polled(ABC):
 
     @final
     def poll(self) -> list[tuple[int, list[bool]]]:
-        """Jobs that ended."""
+        """Return the jobs that ended."""
         if not self._is_closed:
             self.collect()
         done, self._done = self._done, []
@@ -81,7 +81,7 @@ class Polled(ABC):
 
     @final
     def close(self) -> None:
-        """End; what was in flight has failed."""
+        """End the store and fail the jobs in flight."""
         if not self._is_closed:
             self.end()
             self._is_closed = True

@@ -1,4 +1,4 @@
-"""Pages of the guard's own: a store is given these, and never the engine's."""
+"""Private pages of the guard, which a store is given instead of the engine's."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _MOST_SPARE_BYTES = 128 << 20
 
 
 class PrivatePages:
-    """Makes them, uses them again, and carries bytes between them and the engine's.
+    """Makes and reuses private pages, and copies bytes between them and the engine's pages.
 
-    1. Behind the bytes of a page stands its seal, if there are seals.
-    2. Without seals none is used again: nobody would see who still writes into one.
+    1. The seal of a page follows its bytes, if there are seals.
+    2. Without seals no page is reused, because a late write into a reused page would go undetected.
 
     Args:
-        seal: Of the namespace, None for none.
+        seal: Seals of the namespace, None for no seals.
     """
 
     def __init__(self, seal: PageSeal | None) -> None:
@@ -25,11 +25,11 @@ class PrivatePages:
         self._spare: dict[int, list[bytearray]] = {}  # by length
 
     def to_get(self, pages: Sequence[memoryview]) -> list[bytearray]:
-        """Room for what a store loads, one a page."""
+        """Return one empty private page for each page of a load."""
         return [self._take(len(page)) for page in pages]
 
     def to_put(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> list[bytearray]:
-        """Copies for a store to keep, one a page."""
+        """Return a private copy of each page of a store."""
         made = []
         for key, page in zip(keys, pages, strict=True):
             private = self._take(len(page))
@@ -40,15 +40,15 @@ class PrivatePages:
         return made
 
     def copy_out(self, key: bytes, private: bytearray, page: memoryview) -> bool:
-        """Give the engine what was loaded; False when it is not what was put.
+        """Copy a loaded page to the engine; False if its bytes are not those that were put.
 
-        What is compared is what the engine has then.
+        The engine's copy is compared, because a store may change the private page later.
         """
         page[:] = memoryview(private)[: len(page)]
         return self._seal is None or self._seal.of(key, page) == private[len(page) :]
 
     def give_back(self, privates: Sequence[bytearray]) -> None:
-        """A store has reported the job that these were for."""
+        """Take back the pages of a job that the store has reported."""
         for private in privates if self._seal is not None else ():
             if sum(size * len(held) for size, held in self._spare.items()) < _MOST_SPARE_BYTES:
                 self._spare.setdefault(len(private), []).append(private)

@@ -1,8 +1,8 @@
 """The tier contract: pages of bytes by key, kept below the host's memory.
 
-A key names its bytes: who puts a key again puts the same bytes, so a store may keep those
-that it has. Keys are 1 to 100 bytes; what they mean (hash, group, salt) is the engine's
-affair. Pages are one-dimensional contiguous memoryviews of bytes, of any size from 1 on.
+A key names its bytes: a key that is put again has the same bytes, so a store may keep the old
+ones. Keys are 1 to 100 bytes; only the engine knows their parts (hash, group, salt). Pages are
+one-dimensional contiguous memoryviews of bytes, of any size from 1 on.
 
 Laws: TIER-1 to TIER-12 in ``kvview/laws.toml``.
 
@@ -27,35 +27,36 @@ class TierStore(Protocol):
     """
 
     def lookup(self, keys: Sequence[bytes], /) -> Sequence[bool | None]:
-        """Which keys can be loaded; None for what is not known yet: ask again (TIER-5).
+        """Return which keys can be loaded, None if that is not known yet (TIER-5): call again.
 
         Returns:
-            One flag a key, in their order.
+            One flag for each key, in their order.
         """
         ...
 
     def put(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
-        """Start to store a page a key.
+        """Start to store one page for each key.
 
         Args:
             job: Any int that is not in flight: a job is, until it is reported.
             keys: No key twice.
-            pages: One a key; they are read only, and only until the job is reported.
+            pages: One for each key; they are read, never written, and only until the job is
+                reported.
 
         Raises:
             TierJobError: The job is in flight, the lengths differ, a key is empty or named
-                twice, or a page is no view of bytes in one row; nothing was started.
+                twice, or a page is not a contiguous row of bytes; nothing was started.
         """
         ...
 
     def get(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
-        """Start to load a page a key.
+        """Start to load one page for each key.
 
         Args:
             job: As for ``put``, and not the number of a put in flight either.
             keys: No key twice; any key, held or not.
-            pages: One a key, writable, of the size that was put. What is in the page of a
-                key that failed is anything.
+            pages: One for each key, writable, of the size that was put. The page of a key that
+                failed may have any bytes.
 
         Raises:
             TierJobError: As ``put``, or a page cannot be written.
@@ -63,15 +64,15 @@ class TierStore(Protocol):
         ...
 
     def poll(self) -> Sequence[tuple[int, Sequence[bool]]]:
-        """Jobs that ended since the last call, each with a flag a key (TIER-2)."""
+        """Return the jobs that ended since the last call, with a flag for each key (TIER-2)."""
         ...
 
     def drain(self, timeout: float, /) -> bool:
-        """Block until all jobs have ended, at most ``timeout`` seconds; whether they have."""
+        """Wait at most ``timeout`` seconds until all jobs have ended; returns whether they have."""
         ...
 
     def close(self) -> None:
-        """End what is in flight and let go of everything; callable twice (TIER-11)."""
+        """End the jobs in flight and release all resources; callable twice (TIER-11)."""
         ...
 
 
@@ -85,17 +86,18 @@ class SupportsDelete(Protocol):
     """The store can drop keys."""
 
     def delete(self, keys: Sequence[bytes], /) -> None:
-        """Make keys a miss from now on; those that are not held are ignored."""
+        """Make keys a miss from now on; keys that are not held are ignored."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """What a store occupies.
+    """The bytes that a store occupies.
 
     Args:
-        used_bytes: On its medium now, of this namespace or more; None when nobody counts.
-        max_bytes: Its budget, None without one (TIER-8).
+        used_bytes: Bytes on its medium now, of this namespace or more; None if they are not
+            counted.
+        max_bytes: Its budget, None if it has none (TIER-8).
     """
 
     used_bytes: int | None
@@ -104,10 +106,10 @@ class TierUsage:
 
 @runtime_checkable
 class SupportsUsage(Protocol):
-    """The store knows what it occupies."""
+    """The store counts the bytes that it occupies."""
 
     def usage(self) -> TierUsage:
-        """Bytes now, and the budget; never waits for I/O.
+        """Return the bytes in use and the budget, without waiting for I/O.
 
         Returns:
             Bytes that other processes wrote may be missing until this store's next put.
@@ -120,13 +122,13 @@ class SupportsTouch(Protocol):
     """The store evicts by use."""
 
     def touch(self, keys: Sequence[bytes], /) -> None:
-        """Say that keys were used; those that are not held are ignored."""
+        """Report the use of keys; keys that are not held are ignored."""
         ...
 
 
 @runtime_checkable
 class SupportsEvictions(Protocol):
-    """The store says what it evicts, so that nobody is told of it any longer (EVENT-2)."""
+    """The store names the keys that it evicts, so that they are no longer advertised (EVENT-2)."""
 
     def on_evicted(self, evicted: Callable[[Sequence[bytes]], None], /) -> None:
         """Call ``evicted``, from any thread, with keys that were dropped to make room."""
@@ -144,41 +146,43 @@ class SupportsDamageReports(Protocol):
 
 @runtime_checkable
 class SupportsWakeUp(Protocol):
-    """The store says when ``poll`` has something new."""
+    """The store calls the engine when ``poll`` has something new."""
 
     def on_wake_up(self, wake_up: Callable[[], None], /) -> None:
-        """Call ``wake_up``, from any thread, when a job ended or a lookup was answered."""
+        """Call ``wake_up``, from any thread, when a job or a lookup has ended."""
         ...
 
 
 def is_tier_store(found: object) -> bool:
-    """Whether something is meant for a class of stores, rightly or not."""
+    """Whether something looks like a class of stores; it may still lack methods."""
     return isinstance(found, type) and all(hasattr(found, name) for name in ("put", "get", "poll"))
 
 
 def missing_methods(found: object) -> Iterable[str]:
-    """What a class of stores, or a store, lacks of :class:`TierStore`."""
+    """Return the methods of :class:`TierStore` that a class or a store lacks."""
     return [name for name in _METHODS if not callable(getattr(found, name, None))]
 
 
 def require_tier_job(
     keys: Sequence[bytes], pages: Sequence[memoryview], *, is_get: bool, in_flight: bool
 ) -> None:
-    """What every store asks of a job before it starts anything.
+    """Refuse a job that is misuse; every store calls this before it starts anything.
 
     Args:
-        keys: Of the job.
-        pages: Of the job.
+        keys: Keys of the job.
+        pages: Pages of the job.
         is_get: Whether the pages will be written.
         in_flight: Whether the job's number belongs to a job that was not reported.
 
     Raises:
-        TierJobError: Something is wrong with it.
+        TierJobError: The job is misuse.
     """
     if in_flight:
         raise TierJobError("TIER-6: this job is in flight; wait until poll has reported it")
     if len(keys) != len(pages):
-        raise TierJobError(f"TIER-6: one page a key: {len(keys)} keys, {len(pages)} pages")
+        raise TierJobError(
+            f"TIER-6: a job needs one page for each key, got {len(keys)} keys, {len(pages)} pages"
+        )
     if len({*keys}) != len(keys):
         raise TierJobError("TIER-6: a key is named twice in one job")
     for key in keys:

@@ -1,4 +1,4 @@
-"""A store made of three blocking calls: what its author does not write."""
+"""The base of a store whose author writes three blocking calls."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ class _Job:
 
 
 class Threaded(ABC):
-    """The base for who writes ``has``, ``read_into`` and ``write`` and may block in them.
+    """The base of stores whose author writes ``has``, ``read_into`` and ``write``, which may block.
 
-    1. They are called from several threads at once, for different keys or for the same.
-    2. What they raise is a failed key, and for ``has`` a miss; what is no ``OSError`` is
-       logged once.
-    3. Every call of :class:`~kvview.tier.TierStore` is made of them; the keys of a job are
+    1. They are called from several threads at once, for different keys or for the same key.
+    2. If one of them raises, the key fails, or is a miss for ``has``; an exception that is not an
+       ``OSError`` is logged once.
+    3. They implement every call of :class:`~kvview.tier.TierStore`; the keys of a job are
        split over the threads.
 
     Args:
-        namespace: Whose bytes; keep it apart from every other (``namespace.digest``).
-        threads: That call them, at most 1,024.
+        namespace: Namespace of the store; keep it apart from every other (``namespace.digest``).
+        threads: Number of threads that call them, at most 1,024.
 
     Raises:
         ConfigError: ``threads`` is not in that range.
     """
 
     keys_of_a_lookup = 64
-    """Asked one after the other on one thread; fewer where an answer takes long."""
+    """Most keys that one thread looks up in a row; set fewer if a lookup takes long."""
 
     def __init__(self, namespace: Namespace, *, threads: int = 4) -> None:
         if not 1 <= threads <= _MAX_THREADS:
@@ -75,11 +75,11 @@ class Threaded(ABC):
 
     @abstractmethod
     def read_into(self, key: bytes, page: memoryview, /) -> bool:
-        """Fill a page with exactly what was written; False when that cannot be."""
+        """Fill a page with exactly the bytes that were written; False if that is not possible."""
 
     @abstractmethod
     def write(self, key: bytes, page: memoryview, /) -> bool:
-        """Store a page whole or not at all, in the place of a damaged one too."""
+        """Store a page whole or not at all; replace a page that is there."""
 
     @final
     def put(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
@@ -92,7 +92,7 @@ class Threaded(ABC):
         self._submit(job, keys, pages, is_get=True)
 
     def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
-        """What is known; the rest is asked on a thread."""
+        """Return the known results; a thread looks up the other keys."""
         with self._changed:
             if self._is_closed:
                 return [False] * len(keys)
@@ -105,7 +105,7 @@ class Threaded(ABC):
 
     @final
     def poll(self) -> list[tuple[int, list[bool]]]:
-        """Jobs that ended."""
+        """Return the jobs that ended."""
         with self._changed:
             done, self._done = self._done, []
         return done
@@ -117,13 +117,13 @@ class Threaded(ABC):
             return self._changed.wait_for(lambda: not self._jobs, timeout)
 
     def close(self) -> None:
-        """End what is in flight; jobs that were not begun fail."""
+        """End the jobs in flight; jobs that no thread has started fail."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
-        with self._changed:  # parts that no thread began
+        with self._changed:  # parts that no thread has started
             for job, entry in self._jobs.items():
                 entry.pages = []
                 self._done.append((job, entry.flags))
@@ -131,11 +131,11 @@ class Threaded(ABC):
 
     @final
     def on_wake_up(self, wake_up: Callable[[], None], /) -> None:
-        """Call ``wake_up`` when a job ended or a lookup was answered."""
+        """Call ``wake_up`` when a job or a lookup has ended."""
         self._wake_up = wake_up
 
     def _later(self, task: Callable[[], None]) -> None:
-        """Run something on a thread; for what a store offers beyond the three calls."""
+        """Run a task on a thread, for features of a store beyond the three calls."""
         with self._changed:
             self._tasks.append(task)
             self._changed.notify()
@@ -193,7 +193,7 @@ class Threaded(ABC):
         flags = [self._tried(self.has, key) for key in keys]
         with self._changed:
             for key, flag in zip(keys, flags, strict=True):
-                self._answers.told(key, flag)
+                self._answers.looked_up(key, flag)
         self._wake_up()
 
     def _tried(self, call: Callable[..., bool], *args: object) -> bool:

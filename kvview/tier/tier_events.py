@@ -1,4 +1,4 @@
-"""What a tier advertises, from the ends of its jobs and what its store evicts."""
+"""The keys that a tier advertises, derived from the ends of its jobs and from evictions."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from kvview.keys import OffloadKey
 
 
 class TierEvents:
-    """The events of one tier, as EVENT-1 to EVENT-4 want them.
+    """The events of one tier, as EVENT-1 to EVENT-4 require them.
 
-    1. A key is advertised when its put or its get succeeded: what a process before has stored
-       is known by its first load.
+    1. A key is advertised when its put or its get succeeded. So a key that an earlier process
+       stored is advertised after its first load.
     2. It is withdrawn when a get failed, a lookup missed it, or the store evicted it; a key that
        was evicted while its put was in flight is not advertised.
-    3. Of more than ``max_keys`` the oldest are withdrawn.
+    3. If there are more than ``max_keys``, the oldest are withdrawn.
 
     Not thread-safe.
 
     Args:
         medium: Name of the tier.
-        max_keys: That are advertised at once.
+        max_keys: Most keys that are advertised at once.
     """
 
     def __init__(self, medium: str = MEDIUM_STORAGE, max_keys: int = 1 << 20) -> None:
@@ -33,12 +33,12 @@ class TierEvents:
         self._events: list[tuple[list[OffloadKey], bool]] = []
 
     def began(self, keys: Sequence[bytes]) -> None:
-        """A put was given to the tier."""
+        """Record the start of a put."""
         for key in keys:
             self._in_flight[key] = self._in_flight.get(key, 0) + 1
 
     def ended(self, keys: Sequence[bytes], flags: Sequence[bool], *, is_get: bool) -> None:
-        """A job was reported."""
+        """Record the report of a job."""
         for key, flag in zip(keys, flags, strict=True):
             if not is_get:
                 left = self._in_flight.pop(key) - 1
@@ -51,29 +51,29 @@ class TierEvents:
                 self.gone(key)
             elif flag and key not in self._held:
                 self._held[key] = None
-                self._tell(key, removed=False)
+                self._add(key, removed=False)
                 if len(self._held) > self._max_keys:
                     self.gone(next(iter(self._held)))
 
     def evicted(self, keys: Sequence[bytes]) -> None:
-        """The store dropped keys; said of those before :meth:`ended` says of later puts."""
+        """Record evictions; call it before :meth:`ended` of later puts."""
         for key in keys:
             if key in self._in_flight:
                 self._evicted.add(key)
             self.gone(key)
 
     def gone(self, key: bytes) -> None:
-        """A key cannot be loaded now."""
+        """Withdraw a key that cannot be loaded now."""
         if key in self._held:
             del self._held[key]
-            self._tell(key, removed=True)
+            self._add(key, removed=True)
 
     def take(self) -> list[OffloadingEvent]:
-        """What is new, in order."""
+        """Return the new events, in order."""
         events, self._events = self._events, []
         return [OffloadingEvent(tuple(keys), self._medium, removed) for keys, removed in events]
 
-    def _tell(self, key: bytes, *, removed: bool) -> None:
+    def _add(self, key: bytes, *, removed: bool) -> None:
         if not self._events or self._events[-1][1] != removed:
             self._events.append(([], removed))
         self._events[-1][0].append(OffloadKey(key))

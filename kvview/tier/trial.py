@@ -1,4 +1,4 @@
-"""Trying a tier: one page, there and back."""
+"""A trial of a tier: one page is stored and loaded."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _PAGE_BYTES = 65_536
 
 
 class MemoryStore(Threaded):
-    """Keeps pages in this process: what a bridge is tried with where there is no store yet."""
+    """Keeps pages in this process, to try a bridge without a store."""
 
     def __init__(self, namespace: Namespace) -> None:
         self._pages: dict[bytes, bytes] = {}
         super().__init__(namespace, threads=1)
 
     def has(self, key: bytes, /) -> bool:
-        """Whether it was written."""
+        """Whether the key was written."""
         return key in self._pages
 
     def read_into(self, key: bytes, page: memoryview, /) -> bool:
-        """Copy it."""
+        """Copy the page."""
         found = self._pages.get(key)
         if found is None or len(found) != len(page):
             return False
@@ -33,20 +33,20 @@ class MemoryStore(Threaded):
         return True
 
     def write(self, key: bytes, page: memoryview, /) -> bool:
-        """Copy it."""
+        """Copy the page."""
         self._pages[key] = bytes(page)
         return True
 
 
 def try_store(store: TierStore, seconds: float = 60.0) -> str:
-    """Store a page under a key of its own, find it, load it, and drop it where that can be.
+    """Store a page under a new key, find it, load it, and delete it if the store can.
 
     Args:
-        store: As an engine would use it, from this thread alone.
-        seconds: Until a job that was not reported, or a lookup, has failed.
+        store: The store, which only this thread uses.
+        seconds: Seconds after which a job or a lookup without a result has failed.
 
     Returns:
-        What does not work; empty if all does.
+        The fault, empty if there is none.
     """
     key, content = b"kvview doctor" + os.urandom(16), bytearray(os.urandom(_PAGE_BYTES))
     until = time.monotonic() + seconds

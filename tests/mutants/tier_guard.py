@@ -40,7 +40,7 @@ class AsksOnTheCallersThread(GuardedTier):
     """A lookup goes to the store at once."""
 
     def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
-        found = self._ask_store(self.store.lookup, list(keys))
+        found = self._call_store(self.store.lookup, list(keys))
         if not isinstance(found, list):
             return [False] * len(keys)
         known, _ = self._answers.flags(keys)

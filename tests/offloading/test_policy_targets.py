@@ -67,7 +67,7 @@ def test_wrong_policies_are_caught(right: str, wrong: str, source: str, tmp_path
 
 @pytest.mark.parametrize("policy", [VLLMARCPolicy, LRUOrARCPolicy], ids=lambda one: one.__name__)
 def test_policies_of_the_reference_keep_every_law(policy: type[Any]) -> None:
-    report = run_checks(policy)
+    report = run_checks(policy, steps=20)
     assert report.is_clean, report.failures
 
 

@@ -14,7 +14,6 @@ from importlib.util import find_spec
 import pytest
 
 from kvview.testing import run_checks
-from kvview.tier import Namespace, TierStore
 
 if find_spec("moto") is None or find_spec("flask_cors") is None:
     pytest.skip("needs an S3 server: requirements-server.txt", allow_module_level=True)
@@ -24,8 +23,7 @@ pytest.importorskip("xxhash")
 import obstore
 
 from kvview_reference.tier import ObjectStore
-
-HERE = Namespace("m", weights="1")
+from tests.tier.jobs import HERE, moved_pages
 
 
 @pytest.fixture(scope="module")
@@ -65,24 +63,9 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
-def moved(store: TierStore, method: str, keys: list[bytes], pages: list[memoryview]) -> list[bool]:
-    getattr(store, method)(1, keys, pages)
-    assert store.drain(60.0)
-    [(_, flags)] = store.poll()
-    return [*flags]
-
-
 def test_the_kit_on_a_server(server: str) -> None:
     options = {"url": "s3://tier{tmp}", "endpoint": server, "region": "us-east-1"}
-    chosen = (
-        "TIER-2",
-        "TIER-4",
-        "TIER-6",
-        "TIER-7",
-        "TIER-10",
-        "TIER-11",
-        "check_tier_9",
-    )
+    chosen = ("TIER-2", "TIER-4", "TIER-6", "TIER-7", "TIER-10", "TIER-11", "check_tier_9")
     report = run_checks(ObjectStore, options=options, select=chosen)
     assert report.is_clean, report.summary()
     assert report.counts()["passed"] > 5
@@ -95,19 +78,19 @@ def test_machines_share_a_bucket(server: str) -> None:
     )
     keys = [f"key {number}".encode() for number in range(40)]
     pages = [memoryview(bytes([number]) * 100_000) for number in range(40)]
-    assert all(moved(one, "put", keys, pages))
+    assert all(moved_pages(one, "put", keys, pages))
     back = [memoryview(bytearray(100_000)) for _ in keys]
-    assert all(moved(other, "get", keys, back))
+    assert all(moved_pages(other, "get", keys, back))
     assert back == pages
     path = f"{HERE.digest.hex()}/{keys[3].hex()}"
     content = bytearray(obstore.get(one._client, path).bytes())
     content[-1] ^= 1
     obstore.put(one._client, path, bytes(content))
-    flags = moved(other, "get", keys[:5], back[:5])
+    flags = moved_pages(other, "get", keys[:5], back[:5])
     assert flags == [True, True, True, False, True]
-    assert moved(one, "put", keys[3:4], pages[3:4]) == [True]
+    assert moved_pages(one, "put", keys[3:4], pages[3:4]) == [True]
     back = [memoryview(bytearray(100_000))]
-    assert moved(one, "get", keys[3:4], back) == [True]
+    assert moved_pages(one, "get", keys[3:4], back) == [True]
     assert back == pages[3:4]
     for store in (one, other):
         store.close()
@@ -116,7 +99,7 @@ def test_machines_share_a_bucket(server: str) -> None:
 def test_a_bucket_that_is_gone_is_a_miss(server: str, caplog: pytest.LogCaptureFixture) -> None:
     store = ObjectStore(HERE, url="s3://none-such/x", endpoint=server, region="us-east-1")
     page = memoryview(bytearray(100))
-    assert moved(store, "put", [b"a"], [page]) == [False]
-    assert moved(store, "get", [b"a"], [page]) == [False]
+    assert moved_pages(store, "put", [b"a"], [page]) == [False]
+    assert moved_pages(store, "get", [b"a"], [page]) == [False]
     store.close()
     assert "put fails: " in caplog.text

@@ -14,15 +14,15 @@ from click.testing import CliRunner
 
 from kvview import ConfigError
 from kvview.testing import BoundCheck, parametrize_with_checks
-from kvview.tier import GuardedTier, Namespace, TierStore
+from kvview.tier import GuardedTier
 from kvview_reference.tier.command import tier as tier_group
+from tests.tier.jobs import HERE, looked_up, moved
 
 pytest.importorskip("obstore")
 pytest.importorskip("xxhash")
 
 from kvview_reference.tier import ObjectStore
 
-HERE = Namespace("m", weights="1")
 SECRET = "wJalrXUtnFEMIabcdefSECRET"
 
 
@@ -34,34 +34,6 @@ def test_objects_in_memory(check: BoundCheck) -> None:
 @parametrize_with_checks(ObjectStore, options={"url": "file://{tmp}"}, steps=10)
 def test_objects_in_a_folder(check: BoundCheck) -> None:
     check()
-
-
-def page(key: bytes, size: int = 1000) -> memoryview:
-    return memoryview(bytearray(key[:1] * size))
-
-
-def put(store: TierStore, *keys: bytes) -> list[bool]:
-    store.put(1, keys, [page(key) for key in keys])
-    assert store.drain(30.0)
-    [(_, flags)] = store.poll()
-    return [*flags]
-
-
-def get(store: TierStore, *keys: bytes) -> list[bool]:
-    pages = [page(b"\0") for _ in keys]
-    store.get(1, keys, pages)
-    assert store.drain(30.0)
-    [(_, flags)] = store.poll()
-    for key, flag, found in zip(keys, flags, pages, strict=True):
-        assert not flag or found == page(key)
-    return [*flags]
-
-
-def look(store: TierStore, *keys: bytes) -> list[bool | None]:
-    end = time.monotonic() + 30.0
-    while None in (flags := [*store.lookup(keys)]) and time.monotonic() < end:
-        time.sleep(0.005)
-    return flags
 
 
 @pytest.mark.parametrize(
@@ -88,18 +60,18 @@ def test_what_cannot_start_says_why_and_tells_no_secret(options: dict[str, Any],
 
 def test_machines_share_a_prefix_and_mend_it_for_each_other(tmp_path: Path) -> None:
     one, other = (ObjectStore(HERE, url=f"file://{tmp_path}") for _ in range(2))
-    assert put(one, b"a", b"b") == [True, True]
-    assert look(other, b"a", b"b", b"c") == [True, True, False]
+    assert moved(one, "put", b"a", b"b") == [True, True]
+    assert looked_up(other, b"a", b"b", b"c") == [True, True, False]
     (path,) = tmp_path.rglob(b"a".hex())
     path.write_bytes(path.read_bytes()[:-1])
-    assert get(other, b"a", b"b") == [False, True]
+    assert moved(other, "get", b"a", b"b") == [False, True]
     assert not path.exists(), "what is damaged is removed for all"
-    assert put(other, b"a") == [True]
-    assert get(one, b"a") == [True]
+    assert moved(other, "put", b"a") == [True]
+    assert moved(one, "get", b"a") == [True]
     one.delete([b"a"])
-    assert look(one, b"a") == [False]
-    assert put(one, b"a") == [True]
-    assert get(one, b"a") == [True]
+    assert looked_up(one, b"a") == [False]
+    assert moved(one, "put", b"a") == [True]
+    assert moved(one, "get", b"a") == [True]
     for store in (one, other):
         store.close()
 
@@ -112,13 +84,13 @@ def test_what_may_not_be_removed_is_replaced(tmp_path: Path) -> None:
             pass
 
     store = CannotDelete(HERE, url=f"file://{tmp_path}")
-    put(store, b"a")
+    moved(store, "put", b"a")
     (path,) = tmp_path.rglob(b"a".hex())
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    assert get(store, b"a") == [False]
-    assert look(store, b"a") == [False]
-    assert put(store, b"a") == [True]
-    assert get(store, b"a") == [True]
+    assert moved(store, "get", b"a") == [False]
+    assert looked_up(store, b"a") == [False]
+    assert moved(store, "put", b"a") == [True]
+    assert moved(store, "get", b"a") == [True]
     store.close()
 
 
@@ -130,7 +102,7 @@ def test_fsck_reads_a_bucket(tmp_path: Path) -> None:
     assert isinstance(fsck(url).exception, ConfigError)
     assert isinstance(fsck("nope://x").exception, ConfigError)
     store = ObjectStore(HERE, url=url)
-    put(store, b"k", b"l")
+    moved(store, "put", b"k", b"l")
     store.close()
     good = fsck(url)
     assert good.exit_code == 0, good.output
@@ -205,9 +177,9 @@ def test_a_server_that_fails_is_misses_and_tells_no_secret(
     )
     guard = GuardedTier(store, HERE, deadline=20.0)
     says_yes = fault in ("truncated", "nonsense")
-    assert put(guard, b"a", b"b") == [says_yes, says_yes]
-    assert get(guard, b"a", b"b") == [False, False]
-    assert look(guard, b"a", b"b") == [False, False]
+    assert moved(guard, "put", b"a", b"b") == [says_yes, says_yes]
+    assert moved(guard, "get", b"a", b"b") == [False, False]
+    assert looked_up(guard, b"a", b"b") == [False, False]
     guard.close()
     shown = caplog.text + repr(store) + repr(store._client) + str(vars(store))
     assert SECRET not in shown
@@ -225,8 +197,8 @@ def test_no_server_and_no_credentials_are_misses(
     store = ObjectStore(
         HERE, url="s3://b/p", endpoint="http://127.0.0.1:9", region="r", timeout=0.5, retries=0
     )
-    assert put(store, b"a") == [False]
-    assert get(store, b"a") == [False]
-    assert look(store, b"a") == [False]
+    assert moved(store, "put", b"a") == [False]
+    assert moved(store, "get", b"a") == [False]
+    assert looked_up(store, b"a") == [False]
     store.close()
     assert "put fails: " in caplog.text

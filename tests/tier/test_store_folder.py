@@ -10,7 +10,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,20 +20,15 @@ import pytest
 from click.testing import CliRunner
 
 from kvview import ConfigError, KVViewError
-from kvview.tier import GuardedTier, Namespace, TierStore
+from kvview.tier import GuardedTier, Namespace
 from kvview_reference.tier import FileStore, ObjectStore
 from kvview_reference.tier.command import tier as tier_group
+from tests.tier.jobs import HERE, looked_up, moved
 
 pytest.importorskip("xxhash")
 
-HERE = Namespace("m", weights="1")
 OLD = [b"old %d" % number for number in range(6)]
 NEW = [b"new %d" % number for number in range(6)]
-SIZE = 1000
-
-
-def page(key: bytes) -> memoryview:
-    return memoryview(bytearray((key * SIZE)[:SIZE]))
 
 
 def ends(call: Callable[[], Any], seconds: float = 60.0) -> Any:
@@ -55,25 +49,6 @@ def ends(call: Callable[[], Any], seconds: float = 60.0) -> Any:
     if raised:
         raise raised[0]
     return found[0]
-
-
-def moved(store: TierStore, method: str, *keys: bytes) -> list[bool]:
-    """The flags of a job; every page that was loaded is as it was put."""
-    pages = [page(key if method == "put" else b"\0") for key in keys]
-    getattr(store, method)(1, keys, pages)
-    assert store.drain(60.0), "the job does not end"
-    [(_, flags)] = store.poll()
-    for key, found, flag in zip(keys, pages, flags, strict=True):
-        assert not flag or found == page(key)
-    return [*flags]
-
-
-def looked_up(store: TierStore, *keys: bytes) -> list[bool | None]:
-    end = time.monotonic() + 60.0
-    while None in (flags := [*store.lookup(keys)]):
-        assert time.monotonic() < end, "the lookup does not end"
-        time.sleep(0.001)
-    return flags
 
 
 def contents(folder: Path) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,35 +16,50 @@ from kvview.bridge import TierOptions, open_tier
 from kvview.options import parse_options
 from kvview.testing import BoundCheck, parametrize_with_checks, run_checks
 from kvview.testing.tier.faulty_store import FaultyStore
-from kvview.testing.tier.guard_player import ManualClock
-from kvview.tier import GuardedTier, Namespace, Threaded, TierStore
-from kvview.tier.answers import LookupAnswers
+from kvview.tier import GuardedTier, Namespace, Threaded
 from kvview.tier.checksum import PageSeal
 from kvview_reference.harness import guarded_tier, tier
 from kvview_reference.tier import FileStore, read_entry
 from kvview_reference.tier.command import tier as tier_group
 from kvview_reference.tier.throughput import measure
+from tests.tier.author_stores import RIGHT, WRONG
+from tests.tier.jobs import HERE, THERE, moved
 from tests.tier.shown import expected, shown
 
 pytest.importorskip("xxhash")
 
-HERE = Namespace("m", weights="1")
-THERE = Namespace("m", weights="2")
 
-
-@parametrize_with_checks(tier)
+@parametrize_with_checks(tier, steps=20)
 def test_the_store_of_files(check: BoundCheck) -> None:
     check()
 
 
-@parametrize_with_checks(guarded_tier)
+@parametrize_with_checks(guarded_tier, steps=12)
 def test_the_guard_over_it(check: BoundCheck) -> None:
     check()
 
 
-@parametrize_with_checks(FolderStore, options={"root": "{tmp}"}, steps=20)
-def test_the_example(check: BoundCheck) -> None:
-    check()
+@pytest.mark.slow
+@pytest.mark.parametrize("factory", [tier, guarded_tier])
+def test_longer_runs(factory: Any) -> None:
+    report = run_checks(factory)
+    assert report.is_clean, report.summary()
+
+
+FEW = ["check_tier_1", "TIER-6", "TIER-7", "TIER-9", "TIER-10", "TIER-11"]
+
+
+@pytest.mark.parametrize("store", RIGHT)
+def test_right_stores_of_authors_are_green(store: Any) -> None:
+    report = run_checks(store, options={"root": "{tmp}"}, steps=10, select=FEW)
+    assert report.is_clean, report.summary()
+
+
+@pytest.mark.parametrize("store", WRONG)
+def test_wrong_stores_of_authors_are_red(store: Any) -> None:
+    law, check = WRONG[store]
+    report = run_checks(store, options={"root": "{tmp}"}, steps=20, select=[check])
+    assert law in {failure.check.law for failure in report.failures}, report.summary()
 
 
 def test_what_the_page_shows() -> None:
@@ -79,8 +93,8 @@ class Half(Threaded):
 @pytest.mark.parametrize(
     ("target", "options", "said"),
     [
-        (Lacking, {}, "Lacking is no tier store: it lacks lookup, drain, close"),
-        (Half, {}, "Half is abstract: it lacks read_into, write"),
+        (Lacking, {}, "Lacking is not a tier store, because it lacks lookup, drain, close"),
+        (Half, {}, "Half is abstract, because it lacks read_into, write"),
         (FolderStore, {}, "missing a required argument: 'root'"),
         (FolderStore, {"rot": "x"}, r"--option NAME=VALUE, \{tmp\} in a text is a fresh folder"),
         (FileStore, {"root": "{tmp}", "threads": 0}, "threads must be from 1 to 1024, got 0"),
@@ -129,33 +143,6 @@ def test_a_namespace_is_read_as_it_was_written() -> None:
 # --- parts of the guard ---
 
 
-def test_answers_hold_for_a_while_and_failures_until_a_put() -> None:
-    clock = ManualClock()
-    answers = LookupAnswers(clock, patience=5.0, seconds=1.0, max_keys=3)
-    assert answers.flags([b"a"]) == ([None], [b"a"])
-    assert answers.flags([b"a"]) == ([None], [])
-    answers.told(b"a", True)
-    assert answers.flags([b"a"]) == ([True], [])
-    clock.seconds = 1.5
-    assert answers.flags([b"a"]) == ([None], [b"a"])
-    answers.stored(b"a")
-    answers.told(b"a", False)  # asked before it was stored
-    assert answers.flags([b"a"]) == ([True], [])
-    answers.failed(b"a")
-    answers.told(b"a", True)
-    clock.seconds = 100.0
-    assert answers.flags([b"a"]) == ([False], [])
-    answers.stored(b"a")
-    assert answers.flags([b"a"]) == ([True], [])
-    answers.flags([b"b"])
-    clock.seconds = 106.0
-    assert answers.flags([b"b"]) == ([False], [])
-    assert answers.num_unanswered == 1
-    for key in (b"c", b"d", b"e"):
-        answers.stored(key)
-    assert answers.flags([b"b"]) == ([None], [b"b"])  # the oldest are forgotten
-
-
 def test_a_seal_is_of_key_namespace_and_bytes() -> None:
     page = memoryview(bytes(range(200)))
     for checksum in ("xxh3", "crc32"):
@@ -169,10 +156,6 @@ def test_a_seal_is_of_key_namespace_and_bytes() -> None:
         assert len({*others}) == 4
 
 
-def page(fill: int = 0, size: int = 100) -> memoryview:
-    return memoryview(bytearray([fill]) * size)
-
-
 @pytest.mark.parametrize("name", ["deadline", "lookup_deadline", "trip_after", "retry_after"])
 def test_the_guard_refuses_numbers_that_are_not_positive(name: str) -> None:
     wrong: dict[str, Any] = {name: 0}
@@ -181,13 +164,6 @@ def test_the_guard_refuses_numbers_that_are_not_positive(name: str) -> None:
 
 
 # --- the store of files ---
-
-
-def put(store: TierStore, *keys: bytes, size: int = 1000) -> list[bool]:
-    store.put(1, keys, [page(key[0], size) for key in keys])
-    assert store.drain(10.0)
-    [(_, flags)] = store.poll()
-    return [*flags]
 
 
 def test_half_files_of_who_was_killed_are_removed_by_who_is_alone(tmp_path: Path) -> None:
@@ -216,7 +192,7 @@ def test_a_count_that_cannot_be_believed_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = FileStore(HERE, root=str(tmp_path))
-    put(store, b"a", b"b", b"c")
+    moved(store, "put", b"a", b"b", b"c")
     store.close()
     used, held = counted(tmp_path)
     assert used == held > 3000
@@ -226,7 +202,7 @@ def test_a_count_that_cannot_be_believed_is_made_anew(
         count.write_bytes(wrong)
         assert counted(tmp_path) == (held, held)
     left_open = FileStore(HERE, root=str(tmp_path))
-    put(left_open, b"d")
+    moved(left_open, "put", b"d")
     (next(iter((tmp_path / HERE.digest.hex()).glob("??/*")))).unlink()
     os.close(left_open._budget._alive)  # as if it were killed
     used, held = counted(tmp_path)
@@ -246,7 +222,7 @@ def test_of_many_files_the_oldest_of_some_go(
     store = FileStore(HERE, root=str(tmp_path), max_bytes=400_000)
     keys = [f"key {number}".encode() for number in range(600)]
     for key in keys:
-        assert put(store, key) == [True]
+        assert moved(store, "put", key) == [True]
     kept = [number for number, key in enumerate(keys) if store.has(key)]
     assert len(kept) > 300
     oldest = sum(number < 150 for number in kept)
@@ -258,7 +234,7 @@ def test_of_many_files_the_oldest_of_some_go(
 
 def test_an_entry_is_read_as_a_load_would(tmp_path: Path) -> None:
     store = FileStore(HERE, root=str(tmp_path))
-    put(store, b"k")
+    moved(store, "put", b"k")
     store.close()
     (path,) = (tmp_path / HERE.digest.hex()).glob("??/*")
     assert read_entry(HERE, path.read_bytes()).problem == ""
@@ -278,7 +254,7 @@ def test_fsck_says_what_cannot_be_loaded(tmp_path: Path) -> None:
     nothing = fsck(str(tmp_path))
     assert isinstance(nothing.exception, ConfigError)
     store = FileStore(HERE, root=str(tmp_path))
-    put(store, b"k", b"l")
+    moved(store, "put", b"k", b"l")
     store.close()
     good = fsck(str(tmp_path))
     assert good.exit_code == 0, good.output
@@ -300,17 +276,9 @@ def test_what_raises_in_an_authors_call_is_logged_once(
             raise TypeError("an author's mistake")
 
     store = Wrong(HERE, str(tmp_path))
-    assert put(store, b"a", b"b") == [False, False]
+    assert moved(store, "put", b"a", b"b") == [False, False]
     store.close()
     assert caplog.text.count("Wrong.write: TypeError: an author's mistake") == 1
-
-
-def test_threads_of_a_store_end_with_it(tmp_path: Path) -> None:
-    before = threading.active_count()
-    store = FileStore(HERE, root=str(tmp_path), threads=3)
-    assert threading.active_count() == before + 3
-    store.close()
-    assert threading.active_count() == before
 
 
 # --- kvview tier bench ---
@@ -336,7 +304,7 @@ def test_bench_measures_what_comes_back_right(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["kvview.tier:Namespace"], "is no class of tier stores"),
+        (["kvview.tier:Namespace"], "is not a class of tier stores"),
         (["examples/folder_store.py:FolderStore"], "do not fit"),
         (["examples/folder_store.py:FolderStore", "--pages", "0"], "must be 1 or more"),
     ],

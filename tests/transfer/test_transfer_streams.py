@@ -183,7 +183,7 @@ def test_impossible_configuration(caches: Any, options: dict[str, Any], message:
 
 
 def test_host_tier_leaves_out_padding_and_tensors_of_other_groups() -> None:
-    shape = Shape((64, 64), (0, 0), (((0, 40),), ((1, 48),)), k=3, num_cpu_blocks=5)
+    shape = Shape((64, 64), (((0, 40),), ((1, 48),)), k=3, num_cpu_blocks=5)
     with running(World(shape), max_host_bytes=5 * 3 * 48) as worker:
         assert worker.host_bytes == 5 * 3 * 48
         assert (worker.num_cpu_blocks, worker.blocks_per_chunk) == (5, 3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from kvview.errors import ConfigError, KeyNotLoadableError, TransferNotInFlightError
 from kvview.keys import OffloadKey
@@ -78,7 +78,7 @@ class ManagerPlayer(ManagerMoves):
         keys = self.any_keys() if among is None else self.some(among)
         if keys:
             keys += self.rng.choices(keys, k=self.rng.choice((0, 0, 2)))
-            self.call(self.manager, "touch", self.collection(keys), self.context)
+            self.call(self.subject, "touch", self.collection(keys), self.context)
             self.model.touch(keys)
 
     @operation("OFF-3", weight=2)
@@ -162,7 +162,7 @@ class ManagerPlayer(ManagerMoves):
         self, error: type[Exception], method: str, keys: list[OffloadKey], law: str, **more: bool
     ) -> None:
         """Call a method with keys that it must refuse."""
-        self.refused(error, self.manager, method, keys, self.context, law=law, **more)
+        self.refused(error, self.subject, method, keys, self.context, law=law, **more)
         self.model.why |= dict.fromkeys(keys, law)
 
     @operation("OFF-9")
@@ -175,7 +175,7 @@ class ManagerPlayer(ManagerMoves):
         success = self.rng.random() < 0.5
         code = f"manager.complete_store({keys + keys[:1]}, ctx, success={success})"
         try:
-            self.manager.complete_store(keys + keys[:1], self.context, success=success)
+            self.subject.complete_store(keys + keys[:1], self.context, success=success)
         except TransferNotInFlightError:
             self.line(f"with suppress(TransferNotInFlightError): {code}")
             return
@@ -191,7 +191,7 @@ class ManagerPlayer(ManagerMoves):
         if self.rng.random() < 0.5:
             self.load()
             self.store()
-        self.call(self.manager, "reset")
+        self.call(self.subject, "reset")
         self.model.reset()
         if self.rng.random() < 0.5:
             self.offer(self.some(self.model.late) + self.any_keys()[:2])
@@ -210,8 +210,8 @@ class ManagerPlayer(ManagerMoves):
     @operation("OFF-8", weight=0.15)
     def shut_down(self) -> None:
         """Shut the manager down twice, whatever is in flight."""
-        self.call(self.manager, "shutdown")
-        self.call(self.manager, "shutdown")
+        self.call(self.subject, "shutdown")
+        self.call(self.subject, "shutdown")
         self.is_over = True
 
     @operation("OFF-7", C.POLICIES, weight=0.3)
@@ -239,7 +239,7 @@ class ManagerPlayer(ManagerMoves):
             [*self.recent, *self.model.stored, *map(self.key, range(self.num_keys))]
         )
         for key in self.rng.sample(list(keys), min(len(keys), _MOST_LOOKUPS)):
-            got = self.call(self.manager, "lookup", key, self.context)
+            got = self.call(self.subject, "lookup", key, self.context)
             expected = self.model.answer(key)
             what = f"lookup of {key!r} returns {expected.name}"
             self.equal(got, expected, what, self.model.why.get(key, "OFF-6"))
@@ -253,38 +253,33 @@ class ManagerPlayer(ManagerMoves):
             if has_hole:
                 hole = self.key(self.rng.randrange(self.num_keys))
                 keys.insert(self.rng.randint(0, len(keys)), hole)
-            got = self.call(self.manager, "num_leading_hits", keys)
+            got = self.call(self.subject, "num_leading_hits", keys)
             expected = self.model.num_leading_hits(keys)
             self.equal(got, expected, f"num_leading_hits of {keys} counts the keys up to a miss")
 
     @observable("OFF-5", C.TIER_COUNTS)
     def counts(self) -> None:
         """The room that is free, and that transfers use."""
-        got = self.call(self.manager, "num_free_blocks")
+        got = self.call(self.subject, "num_free_blocks")
         self.equal(got, self.model.num_free(), "num_free_blocks counts the room that is free")
-        got = self.call(self.manager, "num_protected_blocks")
+        got = self.call(self.subject, "num_protected_blocks")
         what = "num_protected_blocks counts the room that transfers use"
         self.equal(got, self.model.num_protected(), what)
 
-    @observable("OFF-2", C.PAGES)
+    @observable("OFF-2")
     def earlier_results(self) -> None:
         """The last results of calls, which a transfer may still read."""
-        for result, content in self.results:
-            now: Any = list(result.store_spec.block_ids) if isinstance(content, tuple) else None
-            if now is None:
-                now = list(result.block_ids)
-            else:
-                now = (list(result.keys_to_store), list(result.evicted_keys), now)
-            self.equal(now, content, "a result does not change after its call")
+        for result, text in self.results:
+            self.equal(repr(result), text, "a result does not change after its call")
 
     @observable("EVENT-2", C.EVENTS)
     def events(self) -> None:
         """The events since they were taken last; at times they are left to gather."""
         if self.rng.random() < 0.3:
             return
-        events = self.listed(self.manager, "take_events")
+        events = self.listed(self.subject, "take_events")
         self.derive()
-        media = self.manager.media if isinstance(self.manager, SupportsMedia) else None
+        media = self.subject.media if isinstance(self.subject, SupportsMedia) else None
         changes = []
         for event in events:
             is_name = isinstance(event.medium, str) and event.medium != ""

@@ -16,19 +16,22 @@ class ManagerOfPolicy:
     """Makes a harness: a manager with a policy.
 
     Args:
-        policy: Its class.
+        made_of: Class of the policy.
     """
 
-    policy: type
+    made_of: type
+    made_by = (
+        "from kvview.testing.offloading.policy import as_factory\nfactory = as_factory(factory)"
+    )
 
     def __call__(self) -> Any:
-        """The harness in its first state."""
+        """A harness in its first state."""
         from kvview.testing.connector.harness import load_engines
 
         engines = load_engines()
         if not hasattr(engines, "manager_of_policy"):
             raise ConfigError(f"engine {engines.name!r} has no manager that takes a cache policy")
-        return engines.manager_of_policy(self.policy)
+        return engines.manager_of_policy(self.made_of)
 
 
 def as_factory(found: Factory) -> Factory:

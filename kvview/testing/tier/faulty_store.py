@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from kvview.tier import Namespace
 
 BLOCKED_SECONDS = 1.0
-"""After which a call that blocks comes back, so that a guard that waits for it is seen."""
+"""Seconds after which a call that blocks returns, so that a guard that waits for it is seen."""
 
 RAISING = ("lookup raises", "put raises", "get raises", "poll raises", "put exits")
 BLOCKING = ("lookup blocks", "put blocks", "get blocks", "poll blocks")
 LATE = ("never reports", "reports late", "writes late")
 MALFORMED = (
     "reports twice",
-    "reports a job of nobody",
+    "reports an unknown job",
     "too few flags",
     "too many flags",
     "flags are None",
@@ -35,12 +35,14 @@ LYING = (
     "is full",
 )
 
+FAULTS = (*RAISING, *BLOCKING, *LATE, *MALFORMED, *LYING)
+
 
 class FaultyStore:
-    """Right as long as ``fault`` is empty.
+    """A right store as long as ``fault`` is empty.
 
     Args:
-        namespace: As every store is given one; nothing is shared anyway.
+        namespace: Not used, because this store shares nothing.
     """
 
     def __init__(self, namespace: Namespace | None = None) -> None:
@@ -48,30 +50,30 @@ class FaultyStore:
         self.callers: set[int] = set()
         """Threads that were in a call that blocked."""
         self.num_jobs = 0
-        """Puts and gets that came here."""
+        """Number of puts and gets so far."""
         self.touched: list[bytes] = []
-        self._held: dict[bytes, bytes | memoryview] = {}
+        self.held: dict[bytes, bytes | memoryview] = {}
         self._done: list[tuple[int, list[bool]]] = []
         self._late: list[tuple[int, list[bool]]] = []
-        self._late_pages: list[memoryview] = []
-        self._goes_on = threading.Event()
+        self.late_pages: list[memoryview] = []
+        self._healed = threading.Event()
 
     def heal(self) -> None:
         """Stop the fault; late reports are delivered now."""
         self.fault = ""
-        for page in self._late_pages:
+        for page in self.late_pages:
             page[:] = b"\xee" * len(page)
-        self._late_pages.clear()
-        self._goes_on.set()
+        self.late_pages.clear()
+        self._healed.set()
         self._done += self._late
         self._late.clear()
 
     def lookup(self, keys: Sequence[bytes], /) -> Sequence[bool | None]:
         """Return for each key whether it is held."""
-        self._trouble("lookup")
+        self._misbehave("lookup")
         if self.fault == "lookup is None":
             return None  # type: ignore[return-value]
-        flags: list[bool | None] = [key in self._held for key in keys]
+        flags: list[bool | None] = [key in self.held for key in keys]
         if self.fault == "lookup has too few flags":
             return flags[1:]
         if self.fault == "lookup never knows":
@@ -81,22 +83,22 @@ class FaultyStore:
     def put(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
         """Keep pages."""
         self.num_jobs += 1
-        self._trouble("put")
+        self._misbehave("put")
         is_kept = self.fault not in ("put lies", "is full")
         for key, page in zip(keys, pages, strict=True):
             if is_kept:
-                self._held[key] = page if self.fault == "keeps the pages" else bytes(page)
+                self.held[key] = page if self.fault == "keeps the pages" else bytes(page)
         self._report(job, [self.fault != "is full"] * len(keys))
 
     def get(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
         """Fill pages."""
         self.num_jobs += 1
-        self._trouble("get")
+        self._misbehave("get")
         flags = []
         for key, page in zip(keys, pages, strict=True):
-            found = self._held.get(key)
+            found = self.held.get(key)
             if self.fault == "swaps keys" and found is not None:
-                found = next((kept for other, kept in self._held.items() if other != key), found)
+                found = next((kept for other, kept in self.held.items() if other != key), found)
             flags.append(found is not None and len(found) == len(page))
             if found is not None and flags[-1]:
                 half = len(page) // 2
@@ -105,44 +107,44 @@ class FaultyStore:
                 if self.fault == "flips a bit":
                     page[half] ^= 1
             if self.fault in ("writes late", "reports late"):
-                self._late_pages.append(page)
+                self.late_pages.append(page)
         self._report(job, flags)
 
     def poll(self) -> Sequence[tuple[int, Sequence[bool]]]:
-        """Jobs that ended."""
-        self._trouble("poll")
+        """Return the jobs that ended."""
+        self._misbehave("poll")
         if self.fault == "poll is None":
             return None  # type: ignore[return-value]
         done, self._done = self._done, []
         if self.fault == "reports twice":
             self._late += done
             return done + done
-        return [*done, (987_654_321, [True])] if self.fault == "reports a job of nobody" else done
+        return [*done, (987_654_321, [True])] if self.fault == "reports an unknown job" else done
 
     def delete(self, keys: Sequence[bytes], /) -> None:
         """Forget keys."""
         for key in keys:
-            self._held.pop(key, None)
+            self.held.pop(key, None)
 
     def touch(self, keys: Sequence[bytes], /) -> None:
-        """Note keys."""
+        """Record keys."""
         self.touched += keys
 
     def drain(self, timeout: float, /) -> bool:
-        """Nothing is in flight here."""
+        """Return at once, because every job has ended."""
         return True
 
     def close(self) -> None:
         """Do nothing: the store has no resources."""
 
-    def _trouble(self, call: str) -> None:
+    def _misbehave(self, call: str) -> None:
         if self.fault == f"{call} raises":
             raise OSError(errno.EIO, "the medium is gone")
         if self.fault == f"{call} exits":
             raise SystemExit(1)
         if self.fault == f"{call} blocks":
             self.callers.add(threading.get_ident())
-            self._goes_on.wait(BLOCKED_SECONDS)
+            self._healed.wait(BLOCKED_SECONDS)
 
     def _report(self, job: int, flags: list[bool]) -> None:
         if self.fault == "reports late":

@@ -1,4 +1,4 @@
-"""Checks of a guarded tier that the models cannot state: time that passes, and whose pages."""
+"""Checks of a guarded tier that the models cannot state: notices, and the engine's own pages."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ _OLD = {b"old %d" % number: 4096 for number in range(8)}
 
 
 def _comes(guard: TierGuardPlayer, what: str, is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + guard.patience
-    while not is_so() and time.monotonic() < end:
-        time.sleep(0.001)
-    guard.true(is_so(), what, "nothing", "a call of the store")
+    with guard.patiently(what, "TIER-12") as wait:
+        while not is_so():
+            wait("nothing")
 
 
 @example(TierGuardPlayer, "TIER-12", C.TIER_GUARD)
@@ -36,26 +35,8 @@ def check_tier_12_notices(guard: TierGuardPlayer) -> None:
     if hasattr(subject, "delete"):
         guard.call(subject, "delete", [*_OLD][:1])
         guard.model.delete([*_OLD][:1])
-        _comes(guard, "delete reaches the store", lambda: b"old 0" not in guard.under._held)
+        _comes(guard, "delete reaches the store", lambda: b"old 0" not in guard.under.held)
         guard.look([*_OLD])
-
-
-@example(TierGuardPlayer, "TIER-12", C.TIER_GUARD)
-def check_tier_12_close(guard: TierGuardPlayer) -> None:
-    """Time: a store that hangs holds up no shutdown, and its jobs have failed."""
-    for fault in ("put blocks", "lookup blocks", "never reports", "poll blocks"):
-        guard.guard_new_store()
-        guard.submit("put", _OLD)
-        guard.drain()
-        guard.under.fault = fault
-        guard.model.spoil()
-        guard.submit("get", _OLD)
-        guard.call(guard.subject, "lookup", [b"unknown"])
-        began = time.monotonic()
-        guard.close()
-        took, most = time.monotonic() - began, guard.patience / 2 + 1
-        guard.true(took < most, "close waits for no store that hangs", f"{took:.1f} s", "less")
-        guard.under.heal()
 
 
 @example(TierGuardPlayer, "TIER-12", C.TIER_GUARD)
@@ -65,14 +46,12 @@ def check_tier_12_pages_of_the_engine(guard: TierGuardPlayer) -> None:
         guard.guard_new_store(zero_copy=True, checksum="none", trip_after=99)
     except TypeError:
         return
-    key, size = b"old 0", 4096
-    guard.submit("put", _OLD)
-    guard.drain()
+    guard.move("put", _OLD)
     guard.under.fault = "reports late"
-    mine = memoryview(bytearray(size))
+    mine = memoryview(bytearray(4096))
     guard.line("guard.get(900, [b'old 0'], [mine]); the store reports late")
-    guard.subject.get(900, [key], [mine])
-    late = guard.under._late_pages
+    guard.subject.get(900, [b"old 0"], [mine])
+    late = guard.under.late_pages
     _comes(guard, "a get reaches the store", lambda: bool(late))
     is_mine = late[0].obj is mine.obj
     guard.true(is_mine, "the store is given the engine's page", "a copy", "the page")
@@ -84,9 +63,9 @@ def check_tier_12_pages_of_the_engine(guard: TierGuardPlayer) -> None:
     guard.under.heal()
     guard.true(guard.subject.drain(guard.patience), "it is reported then", "nothing", "a report")
     guard.equal([*guard.subject.poll()], [(900, [True])], "it is reported then")
-    guard.equal(bytes(mine), bytes_of(key, size), "the page is filled")
+    guard.equal(bytes(mine), bytes_of(b"old 0", 4096), "the page is filled")
     guard.under.fault = "never reports"
-    guard.model.spoil()
+    guard.model.become_faulty()
     guard.submit("get", _OLD)
     _comes(guard, "a get reaches the store", lambda: guard.under.num_jobs > 2)
     guard.close()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, ClassVar, NoReturn
 
@@ -12,8 +13,7 @@ from typing_extensions import override
 
 from kvview.testing.harness import Capability as C
 from kvview.testing.search import Label, check_by_search, observable, operation
-from kvview.testing.tier import faulty_store
-from kvview.testing.tier.faulty_store import FaultyStore
+from kvview.testing.tier.faulty_store import FAULTS, FaultyStore
 from kvview.testing.tier.guard_model import GET_FAULTS, LOOKUP_FAULTS, PUT_FAULTS, TierGuardModel
 from kvview.testing.tier.model import TierModel
 from kvview.testing.tier.moves import TierMoves
@@ -21,13 +21,6 @@ from kvview.testing.tier.moves import TierMoves
 DEADLINE, RETRY_AFTER, TRIP_AFTER = 5.0, 10.0, 3
 _MOST_STEPS = 16
 _STEP = 0.01  # real seconds that a store has before the clock advances
-_FAULTS = (
-    *faulty_store.RAISING,
-    *faulty_store.BLOCKING,
-    *faulty_store.LATE,
-    *faulty_store.MALFORMED,
-    *faulty_store.LYING,
-)
 
 
 class ManualClock:
@@ -54,12 +47,14 @@ class TierGuardPlayer(TierMoves):
     @override
     def start(self) -> None:
         super().start()
+        self.is_timed_by_hand = False
+        """Whether only the current operation advances the clock."""
+        self.next_step = 0.0
         if self.can(C.TIER_GUARD):
             self.guard_new_store()
-        self.next_step = 0.0
 
     def guard_new_store(self, **options: Any) -> None:
-        """Continue with a new guard over a new store, which is right until it has a fault."""
+        """Continue with a new guard over a new store, which has no fault yet."""
         self.clock, self.under, self.model = ManualClock(), FaultyStore(), TierModel()
         given = {
             "deadline": DEADLINE,
@@ -95,21 +90,21 @@ class TierGuardPlayer(TierMoves):
     @override
     def passes(self) -> None:
         super().passes()
-        if self.model.is_spoilt and time.monotonic() > self.next_step:
+        if self.model.is_faulty and not self.is_timed_by_hand and time.monotonic() > self.next_step:
             self.clock.seconds += DEADLINE / 3
             self.next_step = time.monotonic() + _STEP
 
     @override
     def drain(self) -> dict[int, list[bool]]:
-        return self.wait() if self.model.is_spoilt else super().drain()
+        return self.wait() if self.model.is_faulty else super().drain()
 
     @operation("TIER-12", weight=4)
     def break_store(self) -> None:
         """Let the store have a fault."""
         self.wait()
-        self.under.fault = self.rng.choice(_FAULTS)
+        self.under.fault = self.rng.choice(FAULTS)
         self.line(f"# the store has a fault: {self.under.fault}")
-        self.model.spoil()
+        self.model.become_faulty()
 
     @operation("TIER-12", weight=2)
     def heal_store(self) -> None:
@@ -117,93 +112,89 @@ class TierGuardPlayer(TierMoves):
         self.under.heal()
         self.wait()
         self.line("# the store works again")
-        self.model.is_spoilt = False
         for number in range(8):
             self.clock.seconds += 20 * RETRY_AFTER
-            self.model.is_spoilt = True
-            reports = self.put_one(b"again %d" % number)
-            self.model.is_spoilt = False
-            if reports == [True]:
-                break
-        else:
-            self.fail("a store that works again is used again", "every put fails", "a success")
-
-    def put_one(self, key: bytes) -> list[bool]:
-        """Put one key and wait for the report."""
-        job = self.submit("put", {key: 4096})
-        return self.wait()[job]
+            self.model.become_faulty()
+            flags = self.move("put", {b"again %d" % number: 4096})
+            self.model.is_faulty = False
+            if flags == [True]:
+                return
+        self.fail("a store that works again is used again", "every put fails", "a success")
 
     @operation("TIER-12", weight=2)
     def count_faults(self) -> None:
         """Play jobs and lookups one after the other on a new guard, and compare its counts."""
         self.wait()
         before = self.subject, self.under, self.clock, self.model, self.keys, self.reported
-        self.guard_new_store()
-        expected = TierGuardModel(TRIP_AFTER, RETRY_AFTER)
-        self.fresh = [b"held %d" % number for number in range(2 * _MOST_STEPS)]
-        expected.job("put", "", len(self.fresh), 0.0)
-        self.submit("put", dict.fromkeys(self.fresh, 4096))
-        self.wait()
-        for number in range(self.rng.randint(4, _MOST_STEPS)):
-            self._one_step(expected, b"%d" % number)
-        self._count_poll_fault()
+        with self._timed_by_hand():
+            self._play_steps()
         self.subject.close()
         self.subject, self.under, self.clock, self.model, self.keys, self.reported = before
 
-    def _one_step(self, expected: TierGuardModel, name: bytes) -> None:
+    @contextmanager
+    def _timed_by_hand(self) -> Iterator[None]:
+        self.guard_new_store()
+        self.model.become_faulty()
+        self.is_timed_by_hand = True
+        yield
+        self.is_timed_by_hand = False
+
+    def _play_steps(self) -> None:
+        expected = TierGuardModel(TRIP_AFTER, RETRY_AFTER)
+        self.fresh = [b"held %d" % number for number in range(2 * _MOST_STEPS)]
+        expected.job("put", "", len(self.fresh), 0.0)
+        self.move("put", dict.fromkeys(self.fresh, 4096))
+        for number in range(self.rng.randint(4, _MOST_STEPS)):
+            self._play_step(expected, b"%d" % number)
+        # After many strikes of one job the store is left alone.
+        self.clock.seconds += 40 * RETRY_AFTER
+        self.under.fault = self.rng.choice(("poll raises", "poll is None"))
+        self.is_timed_by_hand = False
+        self.move("put", {b"polled": 4096})
+        before, self.under.fault = self.under.num_jobs, ""
+        self.move("put", {b"left alone": 4096})
+        reached = self.under.num_jobs - before
+        self.equal(reached, 0, "the jobs that reach a store that is left alone")
+
+    def _play_step(self, expected: TierGuardModel, name: bytes) -> None:
         self.clock.seconds += self.rng.choice((0, 0, 0.4, 0.9, 1.1, 2.1, 20)) * RETRY_AFTER
         method, faults = self.rng.choice(
             (("put", PUT_FAULTS), ("get", GET_FAULTS), ("lookup", LOOKUP_FAULTS))
         )
         fault = self.rng.choice((self.under.fault, "", *faults))
         self.under.fault = fault = fault if fault in faults else ""
-        keys = [name + b" a", name + b" b"]
-        if method == "get":  # the guard deletes keys that are damaged
-            keys = [self.fresh.pop(), self.fresh.pop()]
         self.line(f"# a {method} at {self.clock.seconds} s, fault: {fault or 'none'}")
-        now, before = self.clock.seconds, self.under.num_jobs
-        reaches = expected.reaches(now)
+        reaches = expected.reaches(now := self.clock.seconds)
         if method == "lookup":
-            is_open = not reaches
-            self._look_once(name, is_open)
+            self._look_once(b"never put " + name, not reaches)
             expected.lookup(faults[fault], now)
         else:
+            keys = [name + b" a", name + b" b"]
+            if method == "get":  # the guard deletes keys that are damaged
+                keys = [self.fresh.pop(), self.fresh.pop()]
+            before = self.under.num_jobs
             job = self.submit(method, dict.fromkeys(keys, 4096))
-            if fault == "never reports" and reaches:
-                flags = self._wait_till_late(job)
-                now = self.clock.seconds
-            else:
-                with self.patiently("the job is reported", "TIER-12") as wait:
-                    while not (got := {int(j): list(f) for j, f in self.subject.poll()}):
-                        wait("no report")
-                flags = got[job]
-                self._forget_job(job)
-            is_good = expected.job(method, faults[fault], len(keys), now)
+            if reaches:
+                with self.patiently("the job reaches the store", "TIER-12") as wait:
+                    while self.under.num_jobs == before:  # on a thread of the guard
+                        wait("nothing")
+                if fault == "never reports":
+                    self._pass_deadline()
+            flags = self.wait()[job]
+            is_good = expected.job(method, faults[fault], len(keys), self.clock.seconds)
             self.equal(flags, [is_good] * len(keys), f"the flags of a {method}, fault: {fault!r}")
-            with self.patiently("the job reaches the store", "TIER-12") as wait:
-                while self.under.num_jobs - before < int(reaches):  # on a thread of the guard
-                    wait("nothing")
             reached = self.under.num_jobs - before
             self.equal(reached, int(reaches), "the jobs that reach the store")
         self._compare_counts(expected, fault)
 
-    def _forget_job(self, job: int) -> None:
-        del self.model.jobs[job], self.pages[job]
-
-    def _wait_till_late(self, job: int) -> list[bool]:
-        """The report of a job that the store never reports: at its deadline, not before."""
+    def _pass_deadline(self) -> None:
+        """Let the deadline of a job pass that the store never reports: it is not late before."""
         self.clock.seconds += 0.9 * DEADLINE
         time.sleep(0.002)
-        self.equal(list(self.subject.poll()), [], "a job is not late before its deadline")
+        self.equal(self.poll(), {}, "a job is not late before its deadline")
         self.clock.seconds += 0.2 * DEADLINE
-        with self.patiently("a job is late after its deadline", "TIER-12") as wait:
-            while not (got := dict(self.subject.poll())):
-                wait("no report")
-        self._forget_job(job)
-        return list(got[job])
 
-    def _look_once(self, name: bytes, is_open: bool) -> None:
-        key = b"never put " + name
+    def _look_once(self, key: bytes, is_open: bool) -> None:
         with self.patiently("a lookup is answered in time", "TIER-12") as wait:
             flags = list(self.subject.lookup([key]))
             what = "a lookup in a store that is left alone is a miss at once"
@@ -230,17 +221,6 @@ class TierGuardPlayer(TierMoves):
         self.equal(got, dict(+expected.counts), f"the counts of the guard, fault: {fault!r}")
         is_healthy = expected.reaches(self.clock.seconds)
         self.equal(self.subject.is_healthy, is_healthy, "a guard is healthy if jobs pass")
-
-    def _count_poll_fault(self) -> None:
-        """After many strikes of one job the store is left alone."""
-        self.clock.seconds += 40 * RETRY_AFTER
-        self.under.fault = self.rng.choice(("poll raises", "poll is None"))
-        self.model.spoil()
-        self.put_one(b"polled")
-        before, self.under.fault = self.under.num_jobs, ""
-        self.put_one(b"left alone")
-        reached = self.under.num_jobs - before
-        self.equal(reached, 0, "the jobs that reach a store that is left alone")
 
     @observable("TIER-12")
     def callers(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 _OVERHEAD = 512
 """Bytes that a store may occupy for an entry beyond its page."""
@@ -18,6 +19,7 @@ _OVERHEAD = 512
 Promises = Iterator[tuple[str, str, bool]]
 
 
+@lru_cache(maxsize=256)
 def bytes_of(key: bytes, num_bytes: int) -> bytes:
     """The bytes that a key names in the checks."""
     return random.Random(key).randbytes(num_bytes)
@@ -76,8 +78,8 @@ class TierModel:
         self.jobs: dict[int, KeyJob] = {}
         self.is_closed = False
         self.has_deleted = False
-        """Whether bytes that were deleted may still take room."""
-        self.is_spoilt = False
+        """Whether the bytes of deleted keys may still take room."""
+        self.is_faulty = False
         """Whether the medium is gone or full, or the store has a fault: any key may fail then."""
 
     # --- the calls of an engine ---
@@ -110,27 +112,27 @@ class TierModel:
         size, most = job.sizes[key], self.max_bytes
         if most is not None and size > most:
             yield "TIER-8", f"a page of {size} bytes fails in a budget of {most}", not flag
-        elif not flag and not (self.is_closed or self.is_spoilt):
+        elif not flag and not (self.is_closed or self.is_faulty):
             law = "TIER-4" if key in self.failed else "TIER-8" if most else "TIER-7"
             may_fail = not self.has_room(size) or key in job.crossed
             yield law, f"key {key!r} is stored", may_fail
         if not flag:
             self._doubt([key])
-            if self.is_spoilt or key in job.crossed:
+            if self.is_faulty or key in job.crossed:
                 self.either[key] = size
             return
         self.failed.discard(key)
         self.gone.discard(key)
         self._forget(key)
         self.held[key], self.used[key] = size, self.now
-        if self.is_spoilt or key in job.crossed or key in self.damaged:
+        if self.is_faulty or key in job.crossed or key in self.damaged:
             self._doubt([key])
         self._make_room()
 
     def _loaded(self, job: KeyJob, key: bytes, flag: bool) -> Promises:
         size, is_sure = self.held.get(key), key not in job.crossed and not self.is_closed
         if not flag:
-            may_fail = size != job.sizes[key] or self.is_spoilt or not is_sure
+            may_fail = size != job.sizes[key] or self.is_faulty or not is_sure
             yield "TIER-7", f"key {key!r}, which is held, is loaded", may_fail
             if is_sure:
                 self._forget(key)
@@ -143,7 +145,7 @@ class TierModel:
         is_right = job.sizes[key] == self.sizes.get(key, job.sizes[key])
         yield "TIER-1", f"key {key!r} is not loaded in a size in which it was not put", is_right
         is_there = key in self.held or key in self.either or key in job.crossed
-        is_there |= key in self.sizes and (self.is_spoilt or key in self.failed)
+        is_there |= key in self.sizes and (self.is_faulty or key in self.failed)
         yield "TIER-7", f"key {key!r}, which was not stored, is not loaded", is_there
         if is_sure:
             self.damaged.discard(key)
@@ -155,7 +157,7 @@ class TierModel:
 
     def must_be_found(self, key: bytes) -> bool:
         """Whether a lookup must find a key: it is held, and no job may change that."""
-        is_sure = key in self.held and not self.is_spoilt and not self.is_closed
+        is_sure = key in self.held and not self.is_faulty and not self.is_closed
         return is_sure and not self._moves(key)
 
     def answer(self, key: bytes, flag: bool) -> Promises:
@@ -164,7 +166,7 @@ class TierModel:
             yield "TIER-11", "after close every key is a miss", not flag
         elif flag and not self._moves(key):
             is_there = key in self.held or key in self.either or key in self.gone
-            may_be_found = (is_there or self.is_spoilt) and key not in self.failed
+            may_be_found = (is_there or self.is_faulty) and key not in self.failed
             law = "TIER-4" if key in self.failed else "TIER-7"
             yield law, f"key {key!r} is a miss", may_be_found
         elif not flag:
@@ -214,9 +216,9 @@ class TierModel:
         if self.max_bytes is not None:
             self._doubt([*self.held])
 
-    def spoil(self) -> None:
-        """Let the medium or the store fail, at any key."""
-        self.is_spoilt = True
+    def become_faulty(self) -> None:
+        """Let the medium or the store fail at any key."""
+        self.is_faulty = True
         self._doubt([*self.held])
 
     def kept(self) -> set[bytes]:

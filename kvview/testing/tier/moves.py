@@ -12,10 +12,8 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from kvview.errors import TierJobError
-from kvview.testing.checks import running_check
 from kvview.testing.harness import Capability as C
 from kvview.testing.harness import Factory
-from kvview.testing.profiles import current_profile
 from kvview.testing.search import Plan, Player, observable, operation
 from kvview.testing.tier.io_watch import watching_io
 from kvview.testing.tier.model import Promises, TierModel, bytes_of
@@ -25,7 +23,7 @@ _SIZES = (1, 2, 300, 511, 1500, 4096, 4097, 9001)
 _LARGE_SIZES = (65_536, 400_000, 1_000_003)
 _SPECIAL = (b"..", b"/", b"a/a", b"\0", b"a\0", b"\n", b" ", b"%61", b"\xff", b"*", b"-", b"a.tmp")
 _JOBS = (0, -7, 1 << 40)
-_SENTINEL, _REUSED = 0xA5, 0x11
+_SENTINEL, _REUSED = b"\xa5", b"\x11"
 _MOST_KNOWN, _MOST_REPORTED = 60, 60
 
 
@@ -33,6 +31,12 @@ def size_of(key: bytes) -> int:
     """The bytes of a key's page: a key names its bytes, whenever it is put."""
     sizes = Random(key)
     return sizes.choice(_LARGE_SIZES if sizes.random() < 0.06 else _SIZES)
+
+
+def finished(store: Any, seconds: float) -> list[bool]:
+    """Drain a store that runs one job, and return the flags of the job."""
+    store.drain(seconds)
+    return [bool(flag) for _, flags in store.poll() for flag in flags]
 
 
 class TierMoves(Player):
@@ -47,15 +51,14 @@ class TierMoves(Player):
     def __init__(self, factory: Factory, plan: Plan, *, is_recording: bool = False) -> None:
         self.keys: dict[bytes, int] = {}
         """Keys that were drawn, with the size of their pages."""
-        self.pages: dict[int, tuple[list[bytes], list[memoryview]]] = {}
+        self.pages: dict[int, tuple[list[bytes], list[bytearray]]] = {}
         """Pages of the jobs in flight."""
-        self.reported: list[memoryview] = []
+        self.reported: list[bytearray] = []
         self.harnesses: list[Any] = []
         self.evicted: list[bytes] = []
         self.next_job = 0
         self.woken = threading.Event()
         super().__init__(tier_factory(factory), plan, is_recording=is_recording)
-        self._factory = factory
 
     @override
     def start(self) -> None:
@@ -63,28 +66,22 @@ class TierMoves(Player):
         self.patience: float = getattr(self.harness, "patience", 10.0)
         """Seconds after which an answer is taken for one that never comes."""
         self.model = TierModel()
-        self.waits_for_wake_up = self.rng.random() < 0.5
         self.wire()
 
-    def go_on_with(self, harness: Any) -> None:
+    def continue_with(self, harness: Any) -> None:
         """Continue with the store of another harness."""
         self.harnesses.append(harness)
         self.harness, self.subject = harness, harness.store
         self._names |= {id(harness): "h", id(self.subject): "store"}
+        self.wire()
 
     def wire(self) -> None:
-        """Subscribe to the notices of the store."""
+        """Subscribe to the notices of the store, and wait for its wake-ups at times."""
         if hasattr(self.subject, "on_evicted"):
             self.subject.on_evicted(self.evicted.extend)
-        if hasattr(self.subject, "on_wake_up"):
+        self.waits_for_wake_up = hasattr(self.subject, "on_wake_up") and self.rng.random() < 0.5
+        if self.waits_for_wake_up:
             self.subject.on_wake_up(self.woken.set)
-        else:
-            self.waits_for_wake_up = False
-
-    @override
-    def draw(self, longest: int) -> Plan:
-        self.plan = super().draw(longest)
-        return self.plan
 
     @override
     def num_moves(self, longest: int) -> int:
@@ -95,28 +92,6 @@ class TierMoves(Player):
         for harness in self.harnesses:
             with suppress(Exception):
                 harness.end()
-
-    @override
-    def _check_again(self) -> str:
-        check, profile = running_check(), current_profile()
-        if check is None or not check.__name__.startswith("check_tier"):
-            return self.script()
-        name = type(self).__name__
-        calls = "\n".join(self._header[4:] + self._lines).splitlines()
-        again = [
-            *self._header[:1],
-            f"from {type(self).__module__} import {name}",
-            "from kvview.testing.profiles import Effort, make_profile, use_profile",
-            "from kvview.testing.search import Plan, replay",
-            *self._header[2:3],
-            "",
-            "# Among its calls are these:",
-            *(f"#   {line}" for line in calls),
-            f"effort = Effort({profile.name!r}, options={dict(profile.options) or None!r})",
-            "with use_profile(make_profile(effort)):",
-            f"    replay({name}, factory, {self.plan!r})  # raises LawBroken",
-        ]
-        return "\n".join(again) + "\n"
 
     # --- draws ---
 
@@ -140,6 +115,10 @@ class TierMoves(Player):
         keys = [*among]
         return self.rng.sample(keys, self.rng.randint(0, min(most or self.most, len(keys))))
 
+    def sized(self, keys: Iterable[bytes], change: int = 0) -> dict[bytes, int]:
+        """The known ones of some keys, with the sizes of their pages or with other sizes."""
+        return {key: max(1, self.keys[key] + change) for key in keys if key in self.keys}
+
     def draw_job(self) -> int:
         """Draw the number of a job: any int that is not in flight."""
         self.next_job += 1
@@ -152,30 +131,34 @@ class TierMoves(Player):
         """Call the store as a scheduler does: no I/O is done on this thread (TIER-5)."""
         me, callers = threading.get_ident(), getattr(self.harness, "callers", set[int]())
         callers.discard(me)
-        is_seen = self.can(C.GONE)
         watch: AbstractContextManager[list[str]] = (
-            watching_io(str(self.harness.folder)) if is_seen else nullcontext([])
+            watching_io(str(self.harness.folder)) if self.can(C.GONE) else nullcontext([])
         )
-        began = time.monotonic()
+        start = time.monotonic()
         with watch as seen:
             code = f"store.{method}({shown or ', '.join(map(repr, args))})"
             found = self._run(code, lambda: getattr(self.subject, method)(*args))
-        took = time.monotonic() - began
+        took = time.monotonic() - start
         what = f"{method} does no I/O on the caller's thread"
         self.true(not seen and me not in callers, what, seen[:3], "another thread", "TIER-5")
         what = f"{method} does not wait"
         self.true(took < self.patience / 2, what, f"{took:.1f} s", "it returns", "TIER-5")
         return found
 
-    def submit(self, method: str, sizes: Mapping[bytes, int], job: int | None = None) -> int:
+    def submit(self, method: str, sizes: Mapping[bytes, int]) -> int:
         """Start a job of these keys, each with a page of its size."""
-        job = self.draw_job() if job is None else job
-        is_get, keys = method == "get", [*sizes]
+        job, is_get, keys = self.draw_job(), method == "get", [*sizes]
         pages = [
-            memoryview(bytearray([_SENTINEL]) * n if is_get else bytearray(bytes_of(key, n)))
-            for key, n in sizes.items()
+            bytearray(_SENTINEL * size if is_get else bytes_of(key, size))
+            for key, size in sizes.items()
         ]
-        self.ask(method, job, keys, pages, shown=f"{job}, {_shown(keys)}, pages")
+        self.ask(
+            method,
+            job,
+            keys,
+            [memoryview(page) for page in pages],
+            shown=f"{job}, {_shown(keys)}, pages",
+        )
         self.model.start(job, dict(sizes), is_get=is_get)
         self.pages[job] = keys, pages
         return job
@@ -201,18 +184,18 @@ class TierMoves(Player):
                     what = f"the page of {key!r} has the bytes that were put"
                     is_exact = page == bytes_of(key, len(page))
                     self.true(is_exact, what, "other bytes", "the same", law)
-                page[:] = bytes([_REUSED]) * len(page)
+                page[:] = _REUSED * len(page)
             self.reported = [*self.reported, *pages][-_MOST_REPORTED:]
             reports[job] = [bool(flag) for flag in flags]
         return reports
 
     def learn_evictions(self) -> None:
         """Fetch the evicted keys from the store."""
-        told = [self.evicted.pop(0) for _ in range(len(self.evicted))]
+        evicted = [self.evicted.pop(0) for _ in range(len(self.evicted))]
         if hasattr(self.subject, "take_evicted"):
-            told += self.subject.take_evicted()
+            evicted += self.subject.take_evicted()
         if self.model.max_bytes is not None:
-            self.judge(self.model.evicted(told), told)
+            self.judge(self.model.evicted(evicted), evicted)
 
     def passes(self) -> None:
         """Let some time pass while the store works."""
@@ -222,11 +205,8 @@ class TierMoves(Player):
     def patiently(self, what: str, law: str) -> Iterator[Any]:
         """Yield a function that waits a moment, or fails when it was called for too long."""
         end = time.monotonic() + self.patience
-        number = 0
 
         def wait(got: object) -> None:
-            nonlocal number
-            number += 1
             if self.waits_for_wake_up and not self.woken.wait(self.patience):
                 self.fail(f"the store wakes the caller: {what}", "no call", "a call", "TIER-5")
             self.woken.clear()
@@ -248,15 +228,17 @@ class TierMoves(Player):
 
     def drain(self) -> dict[int, list[bool]]:
         """Drain, and poll once."""
-        drained = self._run(f"store.drain({self.patience})", self._drained)
-        self.equal(drained, True, "drain waits until all jobs have ended", "TIER-11")
+        is_drained = self.call(self.subject, "drain", self.patience)
+        self.equal(is_drained, True, "drain waits until all jobs have ended", "TIER-11")
         reports = self.poll()
         left = sorted(self.model.jobs)
         self.equal(left, [], "the next poll reports all that was drained", "TIER-11")
         return reports
 
-    def _drained(self) -> Any:
-        return self.subject.drain(self.patience)
+    def move(self, method: str, sizes: Mapping[bytes, int]) -> list[bool]:
+        """Run one job to its end; returns its flags."""
+        job = self.submit(method, sizes)
+        return self.drain()[job]
 
     def look(self, keys: Sequence[bytes]) -> list[bool]:
         """Look keys up until every answer is known, and check the answers."""
@@ -270,8 +252,8 @@ class TierMoves(Player):
         end = time.monotonic() + self.patience / 4
         for key, flag in zip(keys, flags, strict=True):
             self.learn_evictions()
-            while not flag and self.model.must_be_found(key) and time.monotonic() < end:
-                if not self.model.names_evicted:
+            while self.model.names_evicted and not flag and self.model.must_be_found(key):
+                if time.monotonic() > end:
                     break
                 time.sleep(0.0005)  # the store may name it a moment later
                 self.learn_evictions()
@@ -285,12 +267,11 @@ class TierMoves(Player):
         """Store keys, new ones and ones that are known."""
         keys = self.some(self.keys)
         keys += [self.new_key() for _ in range(self.rng.randint(0, self.most))]
-        sizes = {key: self.keys[key] for key in dict.fromkeys(keys)}
+        sizes = self.sized(keys)
         most = self.model.max_bytes
         if most is not None and self.rng.random() < 0.3:  # one page that cannot fit, anywhere
-            key = b"too large %d" % most
             items = [*sizes.items()]
-            items.insert(self.rng.randint(0, len(items)), (key, 2 * most))
+            items.insert(self.rng.randint(0, len(items)), (b"too large %d" % most, 2 * most))
             sizes = dict(items)
         self.submit("put", sizes)
         for key in [*self.keys][:-_MOST_KNOWN]:
@@ -305,16 +286,13 @@ class TierMoves(Player):
     @operation("TIER-1")
     def get_in_another_size(self) -> None:
         """Load keys into pages of another size."""
-        change = self.rng.choice((1, 7, -1))
-        keys = self.some(self.keys)
-        self.submit("get", {key: max(1, self.keys[key] + change) for key in keys})
+        self.submit("get", self.sized(self.some(self.keys), self.rng.choice((1, 7, -1))))
 
     @operation("TIER-2")
     def burst(self) -> None:
         """Start many jobs at once."""
         for _ in range(self.rng.randint(20, 120)):
-            keys = self.some(self.keys, 2)
-            self.submit("get", {key: self.keys[key] for key in keys})
+            self.submit("get", self.sized(self.some(self.keys, 2)))
 
     @operation("TIER-2", weight=2)
     def take_reports(self) -> None:
@@ -324,18 +302,14 @@ class TierMoves(Player):
     @operation("TIER-11", weight=5)
     def finish(self) -> None:
         """Wait for every job, by ``drain`` or by ``poll``."""
-        if self.rng.random() < 0.5:
-            self.drain()
-        else:
-            self.wait()
+        self.rng.choice((self.drain, self.wait))()
 
     @operation("TIER-7", weight=2)
     def load_all(self) -> None:
         """Load every key that is held, or may be."""
         self.wait()
         self.look([*self.model.held])
-        self.submit("get", self.model.held | self.model.either)
-        self.drain()
+        self.move("get", self.model.held | self.model.either)
 
     @operation("TIER-3", weight=0.5)
     def rest(self) -> None:
@@ -344,7 +318,7 @@ class TierMoves(Player):
 
     @operation("TIER-6")
     def be_refused(self) -> None:
-        """Give jobs that are misuse; the next lookups show that they started nothing."""
+        """Submit jobs that are misuse; the next lookups show that they started nothing."""
         self.blame("TIER-6")
         key, other, size = self.new_key(), b"another key", 4096
         job = self.draw_job()
@@ -373,11 +347,11 @@ class TierMoves(Player):
         """Delete keys, at times while they are put, and put them again at once."""
         keys = self.some([*self.keys, b"never put"])
         if self.rng.random() < 0.5:
-            self.submit("put", {key: self.keys[key] for key in keys if key in self.keys})
+            self.submit("put", self.sized(keys))
         self.ask("delete", keys, shown=_shown(keys))
         self.model.delete(keys)
         if self.rng.random() < 0.3:
-            self.submit("put", {key: self.keys[key] for key in keys if key in self.keys})
+            self.submit("put", self.sized(keys))
 
     @operation("TIER-8", C.TOUCH)
     def touch(self) -> None:
@@ -398,26 +372,21 @@ class TierMoves(Player):
         left = sorted(self.model.jobs)
         self.equal(left, [], "close ends every job")
         self.model.is_closed = True
+        self.waits_for_wake_up = False
         for method in ("put", "get"):
-            self.submit(method, {key: self.keys[key] for key in [*self.keys][:3]})
-        self.wait_after_close()
+            self.submit(method, self.sized([*self.keys][:3]))
+        self.wait()
         self.look([*self.keys])
         self.call(self.subject, "close")
         self.pages_are_left_alone()
         self.is_over = True
-
-    def wait_after_close(self) -> None:
-        """Take the reports of jobs that were started after close."""
-        is_woken, self.waits_for_wake_up = self.waits_for_wake_up, False
-        self.wait()
-        self.waits_for_wake_up = is_woken
 
     # --- observables ---
 
     @observable("TIER-3")
     def pages_are_left_alone(self) -> None:
         """The pages of jobs that were reported, which the engine uses for something else."""
-        is_left = all(page == bytes([_REUSED]) * len(page) for page in self.reported)
+        is_left = all(page == _REUSED * len(page) for page in self.reported)
         self.true(is_left, "a page is left alone after its report", "other bytes", "the engine's")
 
     @observable("TIER-7")
@@ -427,8 +396,7 @@ class TierMoves(Player):
         known = [*self.keys]
         alike = [key[:-1] + b"." for key in known[-4:]] + [key[:99] + b"!" for key in known[:4]]
         keys = dict.fromkeys([*known, *(key for key in alike if key not in self.model.sizes)])
-        asked = rng.sample([*keys], min(len(keys), 40))
-        self.look(asked)
+        self.look(rng.sample([*keys], min(len(keys), 40)))
 
 
 def _shown(keys: Sequence[bytes]) -> str:

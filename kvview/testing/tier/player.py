@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -15,21 +15,10 @@ from kvview.testing.harness import Capability as C
 from kvview.testing.search import Label, check_by_search, observable, operation
 from kvview.testing.tier.io_watch import slow_renames
 from kvview.testing.tier.model import TierModel, bytes_of
-from kvview.testing.tier.moves import TierMoves, size_of
+from kvview.testing.tier.moves import TierMoves, finished, size_of
+from kvview.tier import Namespace
 
 _BUDGETS = (100_000, 400_000, 3_000_000)
-_NAMESPACES: tuple[dict[str, Any], ...] = (
-    {"weights": "2"},
-    {"model": "other"},
-    {"kv_dtype": "fp8"},
-    {"layout": "NHD"},
-    {"block_size": 32},
-    {"tensor_parallel": 2},
-    {"pipeline_parallel": 2},
-    {"rank": 1},
-    {"hash_algorithm": "xxh3"},
-    {"hash_seed": "1"},
-)
 _SLACK = 30_000  # bytes that a store with a budget may take for its own notes
 
 
@@ -59,12 +48,11 @@ class TierPlayer(TierMoves):
 
     def set_budget(self, max_bytes: int) -> None:
         """Continue with a store that has a budget."""
-        self.go_on_with(self.call(self.harness, "with_budget", max_bytes))
+        self.continue_with(self.call(self.harness, "with_budget", max_bytes))
         names_evicted = any(hasattr(self.subject, n) for n in ("on_evicted", "take_evicted"))
         self.model = TierModel(
             max_bytes, evicts_by_use=self.can(C.TOUCH), names_evicted=names_evicted
         )
-        self.wire()
 
     @operation("TIER-8", C.BUDGET, C.TOUCH)
     def use_and_fill(self) -> None:
@@ -90,7 +78,7 @@ class TierPlayer(TierMoves):
         late = threading.Timer(self.patience, self.harness.resume)
         late.start()
         try:
-            self.submit("put", {key: self.keys[key] for key in (self.new_key(), self.new_key())})
+            self.submit("put", self.sized([self.new_key(), self.new_key()]))
             self.get()
             self.ask("lookup", [*self.keys][:40], shown="keys")
             self.poll()
@@ -106,9 +94,8 @@ class TierPlayer(TierMoves):
         """Continue with a store that another process would open."""
         self.blame("TIER-9")
         self.wait()
-        self.go_on_with(self.call(self.harness, "reopen"))
+        self.continue_with(self.call(self.harness, "reopen"))
         self.model.reopen()
-        self.wire()
 
     @operation("TIER-11", C.REOPEN, weight=0.4)
     def close_and_reopen(self) -> None:
@@ -129,27 +116,44 @@ class TierPlayer(TierMoves):
         if self.rng.random() < 0.5:
             self.load_all()
 
+    @operation("TIER-6", C.GONE, weight=0.3)
+    def lose_medium(self) -> None:
+        """Take the medium away: every call returns, with failed keys and misses."""
+        self.blame("TIER-6")
+        self.call(self.harness, "lose_medium")
+        self.model.become_faulty()
+        for keys in ([*self.keys], [self.new_key() for _ in range(40)], [*self.keys]):
+            for method in ("put", "get"):
+                self.submit(method, self.sized(keys))
+                self.look(keys)
+                self.wait()
+        self.is_over = True
+
+    def open_in_place(self, **changes: Any) -> Any:
+        """Another store in the same place, or the error of a store that is alone there."""
+        try:
+            harness = self.harness.with_namespace(replace(self.harness.namespace, **changes))
+        except KVViewError as error:
+            return error
+        self.harnesses.append(harness)
+        return harness.store
+
     @operation("TIER-9", C.REOPEN, C.NAMESPACES)
-    def open_beside(self) -> None:
+    def write_beside(self) -> None:
         """Let another process open the place while this one writes, and let it write too."""
         self.blame("TIER-9")
-        keys = [self.new_key() for _ in range(6)]
         with slow_renames(0.002):
-            self.submit("put", {key: self.keys[key] for key in keys})
-            try:
-                beside = self.harness.with_namespace(self.harness.namespace)
-            except KVViewError:  # a store that is alone in its place
+            self.submit("put", self.sized([self.new_key() for _ in range(6)]))
+            other = self.open_in_place()
+            if isinstance(other, KVViewError):
                 return
-            self.harnesses.append(beside)
             new = [b"%d of another %d" % (self.next_job, number) for number in range(4)]
             theirs = {key: size_of(key) for key in new}
             self.model.sizes |= theirs
             self.model.either |= theirs
-            pages = [memoryview(bytearray(bytes_of(key, size))) for key, size in theirs.items()]
-            beside.store.put(1, [*theirs], pages)
-            beside.store.drain(self.patience)
-            flags = [bool(flag) for _, found in beside.store.poll() for flag in found]
-            beside.store.close()
+            other.put(1, new, [memoryview(bytes_of(key, size)) for key, size in theirs.items()])
+            flags = finished(other, self.patience)
+            other.close()
             # Two large pages in flight at once may not both have room in a budget.
             stored = [
                 flag or not self.model.has_room(theirs[key])
@@ -162,8 +166,7 @@ class TierPlayer(TierMoves):
             self.model.use(theirs)
         self.model.share()
         self.submit("get", theirs)
-        key = self.new_key()  # a store may learn of their bytes with its own next put
-        self.submit("put", {key: self.keys[key]})
+        self.submit("put", self.sized([self.new_key()]))  # a store may count their bytes now
 
     @operation("TIER-10", C.NAMESPACES)
     def open_another_namespace(self) -> None:
@@ -172,28 +175,26 @@ class TierPlayer(TierMoves):
             return
         self.blame("TIER-10")
         self.wait()
-        ((name, value),) = self.rng.choice(_NAMESPACES).items()
-        first, keys = self.harness, self.some(self.model.held)
+        name = self.rng.choice(fields(Namespace)).name
+        value = getattr(self.harness.namespace, name)
+        value += 1 if isinstance(value, int) else "x"
+        keys = self.some(self.model.held)
         self.line(f"# a store of another namespace in the same place: {name}={value!r}")
-        try:
-            beside = first.with_namespace(replace(first.namespace, **{name: value}))
-        except KVViewError as error:
-            is_named = str(value) in str(error)
-            self.true(is_named, "a refusal names both namespaces", str(error), f"{value!r} in it")
+        other = self.open_in_place(**{name: value})
+        if isinstance(other, KVViewError):
+            is_named = str(value) in str(other)
+            self.true(is_named, "a refusal names both namespaces", str(other), f"{value!r} in it")
             return
-        self.harnesses.append(beside)
-        pages = [memoryview(bytearray(self.model.sizes[key])) for key in keys]
-        beside.store.get(1, keys, pages)
-        beside.store.drain(self.patience)
-        flags = [bool(flag) for _, found in beside.store.poll() for flag in found]
+        other.get(1, keys, [memoryview(bytearray(self.model.sizes[key])) for key in keys])
+        flags = finished(other, self.patience)
         self.equal(flags, [False] * len(keys), f"another {name} shares no bytes")
         with self.patiently("every lookup is answered", "TIER-5") as wait:
-            while None in (found := list(beside.store.lookup(keys))):
+            while None in (found := list(other.lookup(keys))):
                 self.woken.set()
-                beside.store.poll()
+                other.poll()
                 wait(found)
         self.equal(found, [False] * len(keys), f"another {name} shares no key")
-        beside.store.close()
+        other.close()
 
     # --- observables ---
 

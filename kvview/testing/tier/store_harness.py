@@ -3,30 +3,48 @@
 from __future__ import annotations
 
 import inspect
-import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvview.errors import ConfigError, one_line
 from kvview.targets import target_of
-from kvview.testing import watchdog
 from kvview.testing.harness import Capability
 from kvview.testing.placeholders import FOLDER, in_folder
 from kvview.testing.profiles import current_profile
+from kvview.testing.tier.writer import Writer
 from kvview.tier import GuardedTier, Namespace, Threaded, TierStore, is_tier_store
 from kvview.tier.store import missing_methods
 
-_KILL_SECONDS = 300.0
 SMALLEST_ENTRY = 290  # bytes; smaller files are the store's own notes
+
+
+@dataclass(frozen=True)
+class StoreFactory:
+    """Makes harnesses of a class of stores.
+
+    Args:
+        made_of: The class.
+        options: Options of the class.
+    """
+
+    made_of: type[TierStore]
+    options: Mapping[str, Any]
+
+    @property
+    def made_by(self) -> str:
+        """Lines of a script that make the factory from ``factory``, the class."""
+        place = "from kvview.testing.tier.store_harness import tier_factory"
+        return f"{place}\nfactory = tier_factory(factory, {self.options!r})"
+
+    def __call__(self) -> StoreHarness:
+        """A harness in a folder of its own."""
+        return StoreHarness(self.made_of, self.options)
 
 
 def tier_factory(target: Any, options: Mapping[str, Any] | None = None) -> Callable[[], Any]:
@@ -34,22 +52,22 @@ def tier_factory(target: Any, options: Mapping[str, Any] | None = None) -> Calla
 
     Args:
         target: A factory, or a class of :class:`~kvview.tier.TierStore`.
-        options: Of the class; None for those of the run.
+        options: Options of the class; None for those of the run.
 
     Raises:
         ConfigError: The class lacks a method, or cannot be made with these options.
     """
     if not is_tier_store(target):
         return target  # type: ignore[no-any-return]
-    lacking = ", ".join(missing_methods(target))
-    if lacking:
-        raise ConfigError(f"{target.__qualname__} is no tier store: it lacks {lacking}")
+    name = target.__qualname__
+    if lacking := ", ".join(missing_methods(target)):
+        raise ConfigError(f"{name} is not a tier store, because it lacks {lacking}")
     if inspect.isabstract(target):
         lacking = ", ".join(sorted(vars(target)["__abstractmethods__"]))
-        raise ConfigError(f"{target.__qualname__} is abstract: it lacks {lacking}")
+        raise ConfigError(f"{name} is abstract, because it lacks {lacking}")
     given = dict(current_profile().options if options is None else options)
     _require_options(target, given)
-    return lambda: StoreHarness(target, given)
+    return StoreFactory(target, given)
 
 
 class StoreHarness:
@@ -57,7 +75,7 @@ class StoreHarness:
 
     Args:
         make: The class.
-        options: Its options; ``{tmp}`` in a text is replaced by the folder.
+        options: Options of the class; ``{tmp}`` in a text is replaced by the folder.
         namespace: None for one of the kit's.
         folder: Made by another harness; None for a new one.
     """
@@ -91,7 +109,7 @@ class StoreHarness:
         places = [str(value) for value in self._options.values() if FOLDER in str(value)]
         if places:  # which may be one on a server
             found |= {Capability.REOPEN, Capability.NAMESPACES}
-            found |= {Capability.KILL} if self._target() and hasattr(os, "fork") else set()
+            found |= {Capability.KILL} if self._target() else set()
         if any(place.partition("://")[0] in (place, "file") for place in places):
             found |= {Capability.DAMAGE, Capability.GONE}
             parameters = inspect.signature(self._make).parameters
@@ -107,11 +125,11 @@ class StoreHarness:
         return found
 
     def pause(self) -> None:
-        """Whatever blocks in the store blocks from now."""
+        """Make every blocking call of the store wait."""
         self._gate.clear()
 
     def resume(self) -> None:
-        """It goes on."""
+        """Let blocking calls continue."""
         self._gate.set()
 
     def reopen(self) -> StoreHarness:
@@ -129,7 +147,7 @@ class StoreHarness:
         return type(self)(self._make, {**self._options, "max_bytes": max_bytes})
 
     def occupied_bytes(self) -> int:
-        """Of all files in the folder now."""
+        """The bytes of all files in the folder now."""
         total = 0
         for path in self._files():
             with suppress(OSError):  # a file that was being written
@@ -137,43 +155,44 @@ class StoreHarness:
         return total
 
     def damage(self, how: str) -> int:
-        """Damage every large file in the folder; ``"swap"`` exchanges them in pairs."""
+        """Damage every large file in the folder; ``"swap"`` exchanges them in pairs.
+
+        A damaged file takes the place of the old one, because a store may have mapped the old one:
+        the process would end with SIGBUS if a mapped file were cut.
+        """
         contents = {}
-        for path in self._files():
+        for path in self.entries():
             with suppress(FileNotFoundError):  # removed on a thread just now
                 contents[path] = path.read_bytes()
-        large = {path: found for path, found in contents.items() if len(found) >= SMALLEST_ENTRY}
-        number, self._num_damaged = self._num_damaged, self._num_damaged + len(large)
-        spoilt = {
-            path: _spoil(how, number + at, found) for at, (path, found) in enumerate(large.items())
-        }
+        number, self._num_damaged = self._num_damaged, self._num_damaged + len(contents)
         if how == "swap":
-            alike = sorted(large, key=lambda path: len(large[path]))
-            pairs = list(zip(alike[::2], alike[1::2], strict=False))
-            spoilt = {a: large[b] for one, other in pairs for a, b in ((one, other), (other, one))}
-        for path, content in spoilt.items():  # a store may have mapped the old file
-            new = self.folder / "damaged"
+            alike = sorted(contents, key=lambda path: (len(contents[path]), path))
+            pairs = [*zip(alike[::2], alike[1::2], strict=False)]
+            damaged = {a: contents[b] for pair in pairs for a, b in (pair, pair[::-1])}
+        else:
+            damaged = {
+                path: _damaged(how, number + at, contents[path])
+                for at, path in enumerate(sorted(contents))
+            }
+        new = self.folder / "damaged"
+        for path, content in damaged.items():
             new.write_bytes(content)
             if path.exists():  # else it was removed meanwhile
                 new.replace(path)
-        self.folder.joinpath("damaged").unlink(missing_ok=True)
-        return len(spoilt)
+        new.unlink(missing_ok=True)
+        return len(damaged)
 
     def lose_medium(self) -> None:
-        """A file is where the folder was."""
+        """Replace the folder by a file."""
         shutil.rmtree(self.folder, ignore_errors=True)
         with suppress(OSError):  # a store that made it again at once
             self.folder.write_text("no folder", encoding="utf-8")
 
-    def killed_runs(self, num: int, seed: int) -> list[dict[str, Any]]:
-        """Kill a process that writes, again and again; see :mod:`.processes`."""
-        runs: list[dict[str, Any]] = self._played("killed", num, seed)
-        return runs
-
-    def written_at_once(self, num: int, seed: int) -> dict[str, Any]:
-        """Let so many processes write into the place at once; see :mod:`.processes`."""
-        found: dict[str, Any] = self._played("at_once", num, seed)
-        return found
+    def start_writer(self, keys: Mapping[bytes, int]) -> Writer:
+        """Start a process that opens the place and puts keys."""
+        target = self._target()
+        assert target is not None, "without a target there is no capability KILL"
+        return Writer(target, self._filled_options(), self.namespace, keys)
 
     def entries(self) -> set[Path]:
         """Files in the folder that are large enough for an entry."""
@@ -187,40 +206,12 @@ class StoreHarness:
         """Close the store and remove the folder."""
         self.resume()
         self.store.close()
-        if self.folder.is_dir():
-            shutil.rmtree(self.folder, ignore_errors=True)
-        else:
-            self.folder.unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):  # a file, after lose_medium
+            self.folder.unlink()
 
     def _filled_options(self) -> dict[str, Any]:
         return {key: in_folder(value, str(self.folder)) for key, value in self._options.items()}
-
-    def _played(self, program: str, num: int, seed: int) -> Any:
-        """Return the findings of a program of the kit, which is a process because it forks."""
-        job = {
-            "target": self._target(),
-            "options": self._filled_options(),
-            "namespace": self.namespace.to_json(),
-            "num": num,
-            "seed": seed,
-        }
-        command = [sys.executable, "-m", "kvview.testing.tier.processes", program, json.dumps(job)]
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        pipe, env = subprocess.PIPE, {**os.environ, "PYTHONPATH": path}
-        with subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe) as ran:
-            end = time.monotonic() + _KILL_SECONDS
-            while True:
-                try:
-                    said, error = ran.communicate(timeout=1.0)
-                    break
-                except subprocess.TimeoutExpired:
-                    watchdog.next_call()  # this one has a limit of its own
-                    if time.monotonic() > end:
-                        ran.kill()
-                        raise
-        if ran.returncode:
-            raise RuntimeError(f"{program} ended with {error.decode()[-2000:]}")
-        return json.loads(said)
 
     def _files(self) -> list[Path]:
         return sorted(path for path in self.folder.rglob("*") if path.is_file())
@@ -235,29 +226,21 @@ class StoreHarness:
         return isinstance(self._make, type) and issubclass(self._make, Threaded)
 
     def _gated(self, make: Any) -> Any:
-        """Of a class over ``Threaded``, one whose blocking calls wait at the gate."""
+        """A subclass whose blocking calls wait at the gate, if the class is ``Threaded``."""
         if not self._is_threaded():
             return make
-        gate, callers = self._gate, self.callers
 
-        class Gated(make):  # type: ignore[misc]
-            def has(self, key: bytes, /) -> bool:
-                callers.add(threading.get_ident())
-                gate.wait()
-                return bool(super().has(key))
+        def waiting(name: str) -> Callable[..., bool]:
+            def call(store: Any, *args: Any) -> bool:
+                self.callers.add(threading.get_ident())
+                self._gate.wait()
+                return bool(getattr(make, name)(store, *args))
 
-            def read_into(self, key: bytes, page: memoryview, /) -> bool:
-                callers.add(threading.get_ident())
-                gate.wait()
-                return bool(super().read_into(key, page))
+            call.__name__ = name
+            return call
 
-            def write(self, key: bytes, page: memoryview, /) -> bool:
-                callers.add(threading.get_ident())
-                gate.wait()
-                return bool(super().write(key, page))
-
-        Gated.__name__ = Gated.__qualname__ = make.__name__
-        return Gated
+        calls = {name: waiting(name) for name in ("has", "read_into", "write")}
+        return type(make.__name__, (make,), calls)
 
 
 class GuardedStoreHarness(StoreHarness):
@@ -267,7 +250,7 @@ class GuardedStoreHarness(StoreHarness):
 
     @property
     def capabilities(self) -> set[str]:
-        """Those of the store, and the guard's."""
+        """The capabilities of the store, and the guard's."""
         # Entries that a killed process wrote without a guard have no seal.
         return {*super().capabilities, Capability.TIER_GUARD} - {Capability.KILL}
 
@@ -276,7 +259,7 @@ class GuardedStoreHarness(StoreHarness):
         return GuardedTier(store, namespace, **options)
 
 
-def _spoil(how: str, number: int, content: bytes) -> bytes:
+def _damaged(how: str, number: int, content: bytes) -> bytes:
     at = len(content) * (number * 7 % 41 + 1) // 43
     if how == "flip":
         return content[:at] + bytes([content[at] ^ 1 << number % 8]) + content[at + 1 :]

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import takewhile
 from typing import Any
 
 from typing_extensions import override
@@ -99,23 +100,18 @@ class TransferMoves(Player):
 
     def draw_store(self, most: int) -> dict[int, Part]:
         """Blocks and pages for some groups; a GPU block may be named twice."""
-        free = list(range(self.num_chunks))
-        self.rng.shuffle(free)
+        free = self.rng.sample(range(self.num_chunks), self.num_chunks)
         parts = {}
         for group in self.some_groups():
-            blocks = range(self.model.num_blocks(group))
-            number = self.rng.randint(1, min(most, len(blocks)))
             index = self.rng.randrange(3 * self.k)
-            room = len(free) * self.k - index % self.k
-            number = min(number, room)
-            if number < 1:
-                continue
-            needed = -(-(index % self.k + number) // self.k)
-            chunks, free = free[:needed], free[needed:]
-            named = self.rng.sample(blocks, number)
-            if self.rng.random() < 0.2:
-                named = self.rng.choices(blocks, k=number)
-            parts[group] = Part(self._in_rows(named), chunks, index)
+            slots = [(chunk, at) for chunk in free for at in range(self.k)][index % self.k :]
+            blocks = range(self.model.num_blocks(group))
+            number = min(self.rng.randint(1, min(most, len(blocks))), len(slots))
+            draw = self.rng.choices if self.rng.random() < 0.2 else self.rng.sample
+            chunks = list(dict.fromkeys(chunk for chunk, _ in slots[:number]))
+            free = free[len(chunks) :]
+            if number:
+                parts[group] = Part(self._in_rows(draw(blocks, k=number)), chunks, index)
         return parts
 
     def _in_rows(self, named: list[int]) -> list[int]:
@@ -136,25 +132,19 @@ class TransferMoves(Player):
             if not held:
                 continue
             tensors = self.model.groups[group]
-            free = [
-                block
-                for block in range(self.model.num_blocks(group))
-                if not any((number, block) in taken for number in tensors)
-            ]
-            known = set(held)
+            blocks = range(self.model.num_blocks(group))
+            free = [b for b in blocks if taken.isdisjoint((number, b) for number in tensors)]
             chunk, sub = self.rng.choice(held)
-            index = sub + self.k * self.rng.randrange(3)
-            chunks, number = [chunk], 0
             begins = [one for one, at in held if at == 0]
-            while (chunk, sub) in known and number < min(most, len(free)):
-                number, sub = number + 1, sub + 1
-                if sub == self.k and begins and number < min(most, len(free)):
-                    chunk, sub = self.rng.choice(begins), 0
-                    chunks.append(chunk)
-            if number:
-                blocks = self._in_rows(self.rng.sample(free, number))
-                parts[group] = Part(blocks, chunks, index)
-                taken.update((one, block) for one in tensors for block in blocks)
+            chunks = [chunk, *self.rng.choices(begins or [chunk], k=most)]
+            slots = [(one, at) for one in chunks for at in range(self.k)][sub:]
+            slots = [*takewhile(set(held).__contains__, slots)][: min(most, len(free))]
+            if slots:
+                blocks_of_load = self._in_rows(self.rng.sample(free, len(slots)))
+                chunks = chunks[: -(-(sub + len(slots)) // self.k)]
+                index = sub + self.k * self.rng.randrange(3)
+                parts[group] = Part(blocks_of_load, chunks, index)
+                taken.update((one, block) for one in tensors for block in blocks_of_load)
         return parts
 
     def draw_kernels(self) -> list[tuple[tuple[int, int], bytes]]:
@@ -259,14 +249,14 @@ class TransferMoves(Player):
 
     def finish_all(self) -> None:
         """Wait for every job, each of which is reported then."""
-        self.go_on()
+        self.resume_all()
         self.call(self.subject, "wait", list(self.model.jobs))
         self.take_reports()
         left = sorted(self.model.jobs)
         self.equal(left, [], "each accepted job is reported", "XFER-5")
 
     @operation("XFER-5", weight=2)
-    def go_on(self) -> None:
+    def resume_all(self) -> None:
         """Resume everything that was held back, sometimes after a comparison of the bytes."""
         if not self.model.held_by:
             return

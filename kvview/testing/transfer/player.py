@@ -20,7 +20,6 @@ from kvview.testing.transfer.moves import TransferMoves
 from kvview.transfer import GPULoadStoreSpec
 
 _NOT_IDS = (-1, "1", None, [1], 1 << 70)
-_OF_GPU = ("block_ids", "group_sizes", "block_indices")
 _MANY = 1500  # jobs
 
 
@@ -67,12 +66,11 @@ class TransferPlayer(TransferMoves):
         parts = self.draw_store(self.most) if is_store else self.draw_load(self.most)
         if not parts:
             return
-        group = self.rng.choice(list(parts))
-        other = self.rng.choice(list(parts))
+        group, other = self.rng.choices(list(parts), k=2)
         part, source = parts[group], parts[other]
         named = list(part.chunks if is_store else part.blocks)
-        at = self.rng.randrange(len(named))
-        named[at] = self.rng.choice(source.chunks if is_store else source.blocks)
+        twice = self.rng.choice(source.chunks if is_store else source.blocks)
+        named[self.rng.randrange(len(named))] = twice
         changed = replace(part, chunks=named) if is_store else replace(part, blocks=named)
         self.submit(is_store, {**parts, group: changed})
 
@@ -99,13 +97,13 @@ class TransferPlayer(TransferMoves):
         tier, gpu = self.spec(False, parts)
         dtype = self.rng.choice((np.int64, np.int32, np.uint16))
         self.give_name(np, "np", "import numpy as np")
+        blocks = np.array(gpu.block_ids, dtype)
+        gpu = replace(gpu, block_ids=self.rng.choice((blocks, list(blocks))))
         if self.rng.random() < 0.5:
-            gpu = replace(gpu, block_ids=np.array(gpu.block_ids, dtype))
-        else:
-            sides = {name: list(np.array(getattr(gpu, name), dtype)) for name in _OF_GPU}
-            gpu = replace(gpu, **sides)
-        if not self.can(C.TIER_SPEC) and self.rng.random() < 0.5:
-            tier = replace(tier, block_ids=np.array(tier.block_ids, dtype))
+            sides = ("group_sizes", "block_indices")
+            gpu = replace(
+                gpu, **{name: list(np.array(getattr(gpu, name), dtype)) for name in sides}
+            )
         job_id = self.new_id()
         try:
             is_accepted = self.subject.transfer_async(job_id, (tier, gpu))
@@ -133,7 +131,7 @@ class TransferPlayer(TransferMoves):
     def wait(self) -> None:
         """Wait for some jobs and for unknown ids; afterwards their reports are available."""
         if self.model.held_by:
-            self.go_on()
+            self.resume_all()
         jobs = [job_id for job_id in self.model.jobs if self.rng.random() < 0.6]
         unknown = self.rng.sample((10**9, -(10**6), 77777), self.rng.randint(0, 2))
         ids = [*jobs, *unknown]
@@ -196,8 +194,7 @@ class TransferPlayer(TransferMoves):
         for row, data in self.kernels:
             self.model.write(KERNELS, row, data, "XFER-6")
         self.blame("XFER-6")
-        is_store = self.rng.random() < 0.5
-        parts = self.draw_store(self.most) if is_store else self.draw_load(self.most)
+        is_store, parts = self._draw_any()
         for group, part in parts.items():  # into or from blocks that kernels write
             written = [b for number, b in dict(self.kernels) if number in self.model.groups[group]]
             if len(written) >= len(part.blocks):
@@ -215,14 +212,12 @@ class TransferPlayer(TransferMoves):
         results = list(self.call(self.subject, "get_finished"))
         ids = [result.job_id for result in results]
         self.equal(ids, [job_id], "a failed job is reported", "XFER-4")
-        number = len(self.model.jobs[job_id].slots)
-        lost = range(number) if lost is None else lost
-        actual = self.bytes_now()
-        for law, promise, is_kept in self.model.failed(results[0], lost, actual):
+        lost = range(len(self.model.jobs[job_id].slots)) if lost is None else lost
+        for law, promise, is_kept in self.model.failed(results[0], lost, self.bytes_now()):
             self.true(is_kept, promise, results[0], "the promise", law)
 
-    def _draw_failing(self) -> tuple[bool, dict[int, Part]]:
-        self.finish_all()
+    def _draw_any(self) -> tuple[bool, dict[int, Part]]:
+        """Draw a load or a store."""
         load = self.draw_load(self.most)
         if load and self.rng.random() < 0.5:
             return False, load
@@ -232,7 +227,8 @@ class TransferPlayer(TransferMoves):
     def fail_copy(self) -> None:
         """Let the copy of a job fail."""
         if self.is_own:
-            is_store, parts = self._draw_failing()
+            self.finish_all()
+            is_store, parts = self._draw_any()
             self.call(self.harness, "fail_next")
             self._fail(is_store, parts)
 
@@ -249,7 +245,8 @@ class TransferPlayer(TransferMoves):
     @operation("XFER-4", C.COMPUTE_FAILS)
     def fail_stream(self) -> None:
         """Let compute fail: the bytes that it left are unknown, so no block is moved."""
-        is_store, parts = self._draw_failing()
+        self.finish_all()
+        is_store, parts = self._draw_any()
         when = self.rng.choice(("mark", "wait"))
         if self.is_own:
             self.call(self.harness, "fail_compute", when)
@@ -266,7 +263,7 @@ class TransferPlayer(TransferMoves):
         chunks = [chunk for part in parts.values() for chunk in part.chunks]
         no_block = max(tensor.num_blocks for tensor in self.model.tensors)
         one_more = [*gpu.group_sizes, 0], [*gpu.block_indices, 0]
-        spoiled: list[tuple[Any, Any]] = [
+        wrong_specs: list[tuple[Any, Any]] = [
             (gpu, self.tier(chunks[1:])),
             (gpu, self.tier([*chunks, self.rng.randrange(self.num_chunks)])),
             (GPULoadStoreSpec(gpu.block_ids, *one_more), tier),
@@ -274,11 +271,11 @@ class TransferPlayer(TransferMoves):
             (tier, tier),
         ]
         for wrong in (*_NOT_IDS, no_block, gpu.block_ids[0] + 0.5):
-            spoiled.append((replace(gpu, block_ids=self._with(gpu.block_ids, wrong)), tier))
+            wrong_specs.append((replace(gpu, block_ids=self._with(gpu.block_ids, wrong)), tier))
         if not self.can(C.TIER_SPEC):  # else any page may be one
             for wrong in (*_NOT_IDS, self.num_chunks, chunks[0] + 0.5):
-                spoiled.append((gpu, self.tier(self._with(chunks, wrong))))
-        for src, dst in spoiled:
+                wrong_specs.append((gpu, self.tier(self._with(chunks, wrong))))
+        for src, dst in wrong_specs:
             self.refuse_spec((src, dst) if self.rng.random() < 0.5 else (dst, src))
         if self.model.jobs:
             self.blame("XFER-5")

@@ -1,4 +1,4 @@
-"""What a reset leaves behind, and is let go in pieces."""
+"""The entries that a reset leaves behind, which are freed in pieces."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 
 class Leftovers:
-    """Dicts that nobody needs any more.
+    """Dicts that are no longer used.
 
-    To free a dict of a million keys at once takes 20 ms and more, for which a step would wait.
+    Freeing a dict of a million keys at once takes 20 ms or more, during which a step would wait.
     """
 
     def __init__(self) -> None:
         self._dicts: list[dict[Any, Any]] = []
 
     def add(self, dicts: Iterable[dict[Any, Any]]) -> None:
-        """Take over dicts that hold the only references to what is in them."""
+        """Take over dicts, which must hold the only references to their entries."""
         self._dicts += dicts
 
     def drop(self, num_entries: int) -> None:
-        """Let so many entries go."""
+        """Free so many entries."""
         while self._dicts and num_entries > 0:
             entries = self._dicts[-1]
             num_popped = min(num_entries, len(entries))
@@ -34,5 +34,5 @@ class Leftovers:
         return sum(map(len, self._dicts))
 
     def clear(self) -> None:
-        """Let all go, whatever it takes."""
+        """Free all entries at once."""
         self._dicts.clear()

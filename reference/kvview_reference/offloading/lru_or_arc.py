@@ -1,4 +1,4 @@
-"""LRU or ARC, whichever hits more on a sample of the keys."""
+"""LRU or ARC, the one that hits more on a sample of the keys."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from kvview_reference.offloading.policies import ARCPolicy, CachePolicy, InFligh
 _SAMPLE = 8
 """One key in so many is in the miniatures. With one in 16 the choice at 10,000 blocks was noise."""
 _AHEAD, _STILL_AHEAD = 1.03, 1.01
-"""How many times LRU's hits ARC must have to decide, and to go on: a change costs hits."""
+"""Ratios of ARC's hits to LRU's at which ARC takes over and keeps deciding: changes cost hits."""
 _DECAY = 0.9
-"""What hits count after a miniature's worth of uses."""
+"""Factor of old hits after as many uses as a miniature has room."""
 
 _NOTHING = InFlight(frozenset(), frozenset())
 _Order = OrderedDict[OffloadKey, int]
 
 
 class LRUOrARCPolicy:
-    """Evicts as LRU does, or between keys used once and used again as ARC has learnt to.
+    """Evicts as LRU does, or as ARC does between keys used once and keys used again.
 
     1. Both are simulated on one key in eight, by hash, in an eighth of the room. ARC decides
        while it hits more there.
-    2. As LRU: the key whose last use is longest ago goes. As ARC: one that was used once, while
-       there are more of them than its miniature's target says; else one that was used again.
+    2. As LRU, the key that was used longest ago is evicted. As ARC, a key that was used once is
+       evicted while there are more of these than its miniature's target, otherwise a key that was
+       used again.
     3. A new key that was held not long ago counts as used again.
 
     Args:
@@ -92,7 +93,7 @@ class LRUOrARCPolicy:
         self._now += len(keys)
 
     def release(self, keys: Iterable[OffloadKey], /) -> None:
-        """Hear that keys are in flight no more; their recency stays as it was."""
+        """Record that keys are no longer in flight; their recency does not change."""
         self._newest = []
         if self._aside:
             self._put_back(self._aside.keys() & set(keys))
@@ -166,7 +167,7 @@ class _Duel:
 
     @property
     def share_used_once(self) -> float | None:
-        """Of the room, what ARC gives to keys used once; None where LRU is ahead."""
+        """Share of the room that ARC gives to keys used once; None while LRU is ahead."""
         return self._arc.target / self._capacity if self._is_arc_ahead else None
 
     def use(self, sample: Keys) -> None:
@@ -189,7 +190,7 @@ def _sample_of(keys: Keys) -> Keys:
 
 
 class _Miniature:
-    """A policy and what it would hold, without pages."""
+    """A policy and the keys that it would hold, without pages."""
 
     def __init__(self, policy: CachePolicy, capacity: int) -> None:
         self._policy, self._capacity = policy, capacity

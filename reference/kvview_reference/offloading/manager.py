@@ -1,8 +1,8 @@
 """A CPU tier's bookkeeping: pages, pins, events and a replacement policy.
 
 Recency moves when keys are stored and when they are touched, at no other time:
-looking up, loading and completing change no order. What a key costs is spent in
-batched dict operations, because that is what a scheduler waits for.
+looking up, loading and completing change no order. The cost per key is spent in
+batched dict operations, because the scheduler waits for them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CPUOffloadingManager:
             offered is forgotten first.
 
     Raises:
-        ConfigError: A size that is no positive int, or an unknown policy (OFF-7).
+        ConfigError: A size is not a positive int, or the policy is unknown (OFF-7).
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class CPUOffloadingManager:
         self._storing: set[OffloadKey] = set()
         self._loading: dict[OffloadKey, int] = {}  # to the number of loads
         self._in_flight = InFlight(self._loading.keys(), self._storing)
-        self._late_pages: dict[OffloadKey, int] = {}  # of keys in flight since before a reset
+        self._late_pages: dict[OffloadKey, int] = {}  # of transfers older than a reset
         self._late_loads: dict[OffloadKey, int] = {}
-        self._free_pages: list[int] = []  # given back; the last is taken first
+        self._free_pages: list[int] = []  # released; the last is taken first
         self._fresh_pages: Iterator[int] = iter(range(num_blocks))  # not used since the last reset
         self._num_fresh_pages = num_blocks
         self._leftovers = Leftovers()
@@ -97,7 +97,7 @@ class CPUOffloadingManager:
         return len(self._free_pages) + self._num_fresh_pages
 
     def num_protected_blocks(self) -> int:
-        """Blocks that transfers use now, those from before a reset included."""
+        """Blocks that transfers use now, including transfers that started before a reset."""
         return len(self._loading) + len(self._storing) + len(self._late_pages)
 
     def lookup(self, key: OffloadKey, ctx: ReqContext | None = None, /) -> LookupResult:
@@ -107,7 +107,7 @@ class CPUOffloadingManager:
         return _HIT_PENDING if key in self._storing else _HIT
 
     def num_leading_hits(self, keys: Sequence[OffloadKey]) -> int:
-        """How many keys, up to the first that is not, ``lookup`` calls a hit; in one call."""
+        """Return the number of leading keys for which ``lookup`` returns HIT."""
         # In C: a call of lookup a key takes three times as long.
         num_held = indexOf(chain(map(self._pages.__contains__, keys), (False,)), False)
         if not self._storing:
@@ -142,7 +142,7 @@ class CPUOffloadingManager:
         return spec
 
     def complete_load(self, keys: Collection[OffloadKey], ctx: ReqContext | None = None, /) -> None:
-        """End one load of each key, counted per occurrence, whatever became of it.
+        """End one load for each occurrence of a key, whether it succeeded or not.
 
         Raises:
             TransferNotInFlightError: More loads would end than were prepared.
@@ -241,11 +241,11 @@ class CPUOffloadingManager:
             self._free_pages.extend(map(self._pages.pop, failed))
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Events since the last call, in order; empty when events are off."""
+        """Return the events since the last call, in order; empty if events are off."""
         return [] if self._events is None else self._events.take()
 
     def reset(self) -> None:
-        """Forget every key, what the policy learnt and all counts of offers (OFF-8)."""
+        """Forget every key, the state of the policy and all counts of offers (OFF-8)."""
         if self._events is not None:
             self._emit([key for key in self._pages if key not in self._storing], removed=True)
         self._late_pages.update((key, self._pages[key]) for key in chain(*self._in_flight))

@@ -1,4 +1,4 @@
-"""Replacement policies: which stored key goes when room is needed.
+"""Replacement policies, which choose the keys that are evicted.
 
 A policy orders keys; pages, pins and events are the manager's. Calls come in
 batches, as requests bring their keys, so that the work is done at C speed.
@@ -23,7 +23,7 @@ Keys = Sequence[OffloadKey]
 
 
 class InFlight(NamedTuple):
-    """Held keys that transfers use now, and that must stay therefore."""
+    """Held keys that transfers use now, which must therefore stay."""
 
     loading: Set[OffloadKey]
     storing: Set[OffloadKey]
@@ -34,8 +34,8 @@ class CachePolicy(Protocol):
     """Orders the keys of one tier for eviction.
 
     1. A key is held from ``admit`` until it is a victim or is removed.
-    2. A key in flight **must not** become a victim. ``release`` tells when it may
-       be one again, so that a policy need not look at it before.
+    2. A key in flight **must not** become a victim. ``release`` is called when it may
+       be one again, so a policy need not examine it before.
     3. The first key of a batch is the most recent: batches are in prefix order,
        and a chain is evicted from its tail.
     """
@@ -45,7 +45,7 @@ class CachePolicy(Protocol):
 
         Args:
             keys: Not held until now, without duplicates; none may be a victim.
-            num_victims: How many must go; so many are held and not in flight.
+            num_victims: Number of keys to evict; at least as many are held and not in flight.
             in_flight: Keys that must stay.
 
         Returns:
@@ -58,7 +58,7 @@ class CachePolicy(Protocol):
         ...
 
     def release(self, keys: Iterable[OffloadKey], /) -> None:
-        """Hear that keys are in flight no more; their recency stays as it was."""
+        """Record that keys are no longer in flight; their recency does not change."""
         ...
 
     def remove(self, keys: Iterable[OffloadKey], /) -> None:
@@ -68,7 +68,7 @@ class CachePolicy(Protocol):
 
 @runtime_checkable
 class SupportsLeftovers(Protocol):
-    """The policy keeps its keys in dicts, to be let go in pieces when it is used no more."""
+    """The policy keeps its keys in dicts, which are freed in pieces when it is no longer used."""
 
     def leftovers(self) -> Iterable[dict[Any, Any]]:
         """All dicts that hold many keys."""
@@ -78,9 +78,9 @@ class SupportsLeftovers(Protocol):
 class RecencyOrder:
     """Keys by last use; taking out the oldest costs constant amortised time.
 
-    A key in flight that is met on the way out is set aside, so however many are
-    in flight, they are not walked over again. What is set aside is older than
-    what is left in ``order``; once released it comes back in its old place.
+    A key in flight that would be popped is set aside, so the keys in flight are not
+    walked over again. A key that is set aside is older than all keys in ``order``, and
+    is popped before them once it is released.
     """
 
     def __init__(self) -> None:
@@ -265,7 +265,7 @@ class ARCPolicy:
                 t2_move_to_end(key)
 
     def release(self, keys: Iterable[OffloadKey], /) -> None:
-        """Hear that keys are in flight no more; their recency stays as it was."""
+        """Record that keys are no longer in flight; their recency does not change."""
         self._t1.release(keys)
         self._t2.release(keys)
 
@@ -324,7 +324,7 @@ def register_policy(name: str, factory: PolicyFactory, *, replace: bool = False)
     """Make a policy known by name, for every manager built afterwards.
 
     Args:
-        name: What to give a manager as ``cache_policy``.
+        name: Value of a manager's ``cache_policy``.
         factory: Called with the capacity in keys, again after each reset.
         replace: Whether a known name may be given a new meaning.
 

@@ -1,4 +1,4 @@
-"""ARC as vLLM has it, to say what a vLLM with that policy would hit."""
+"""ARC as in vLLM, to predict the hits of a vLLM with that policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Order = OrderedDict[OffloadKey, None]
 class VLLMARCPolicy:
     """ARC of vLLM 0.33, which differs from the paper's.
 
-    1. A new key enters T1, one that a ghost list remembers too; it goes to T2 when a later
+    1. A new key enters T1, even if a ghost list remembers it; it goes to T2 when a later
        request uses it.
     2. Room is made from T1 while it is no smaller than its target, then from T2.
     3. Each ghost list remembers as many keys as the tier holds.
@@ -66,7 +66,7 @@ class VLLMARCPolicy:
                     again[key] = None
 
     def release(self, keys: Iterable[OffloadKey], /) -> None:
-        """Hear that keys are in flight no more."""
+        """Record that keys are no longer in flight."""
 
     def remove(self, keys: Iterable[OffloadKey], /) -> None:
         """Forget held keys whose store failed."""

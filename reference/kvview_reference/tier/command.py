@@ -1,4 +1,4 @@
-"""``kvview tier``: what the stores of this package have written."""
+"""``kvview tier``: verify and measure tier stores."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class StoreNamespace:
 
     Args:
         folder: Its name below the root.
-        model: As its ``namespace.json`` says; empty when that cannot be read.
-        weights: As its ``namespace.json`` says; empty when that cannot be read.
-        entries: Pages in it.
-        num_bytes: Of their files.
+        model: Model in its ``namespace.json``; empty if that cannot be read.
+        weights: Weights in its ``namespace.json``; empty if that cannot be read.
+        entries: Number of its pages.
+        num_bytes: Bytes of their files.
     """
 
     folder: str
@@ -44,11 +44,11 @@ class StoreNamespace:
 
 @dataclass(frozen=True)
 class BadEntry:
-    """What cannot be loaded.
+    """An entry that cannot be loaded.
 
     Args:
-        path: Of the file or folder.
-        problem: What is wrong with it.
+        path: Path of the file or folder.
+        problem: The fault.
     """
 
     path: str
@@ -57,13 +57,13 @@ class BadEntry:
 
 @dataclass
 class StoreCheck:
-    """What ``kvview tier fsck --json FILE`` writes.
+    """The report of ``kvview tier fsck --json FILE``.
 
     Args:
-        root: As it was given.
-        namespaces: One a folder.
-        bad: All that cannot be loaded.
-        schema_version: Grows when a field goes or means something else.
+        root: Folder or url of the store.
+        namespaces: One entry for each folder.
+        bad: Every entry that cannot be loaded.
+        schema_version: Grows when a field is removed or changes its meaning.
     """
 
     root: str
@@ -71,8 +71,8 @@ class StoreCheck:
     bad: list[BadEntry] = field(default_factory=list)
     schema_version: Literal[1] = 1
 
-    def tell(self, path: str, problem: str) -> None:
-        """Note what cannot be loaded, and say it while there are few."""
+    def report(self, path: str, problem: str) -> None:
+        """Record an entry that cannot be loaded, and print the first ones."""
         self.bad.append(BadEntry(path, problem))
         if len(self.bad) <= _MOST_LINES:
             echo(f"{path}: {problem}", err=True)
@@ -80,12 +80,18 @@ class StoreCheck:
 
 @click.group()
 def tier() -> None:
-    """Look after tiers below the host."""
+    """Verify and measure tier stores."""
 
 
 @tier.command()
 @click.argument("root")
-@click.option("--option", "given", multiple=True, metavar="NAME=VALUE", help="Of an object store.")
+@click.option(
+    "--option",
+    "given",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Option of an object store; repeatable.",
+)
 @click.option(
     "--json",
     "json_file",
@@ -93,11 +99,11 @@ def tier() -> None:
     schemas={"fsck": "kvview_reference.tier.command:StoreCheck"},
 )
 def fsck(root: str, given: tuple[str, ...], json_file: str | None) -> None:
-    """Read every entry of a store, and say which cannot be loaded.
+    """Read every entry of a store, and report the entries that cannot be loaded.
 
-    ROOT is the folder of a file store, or the url of an object store, all of
-    which is read over the network then. Nothing is changed; a store removes a
-    bad entry itself when it is asked for it. Exit code 1 when there is one.
+    ROOT is the folder of a file store, or the url of an object store, which is
+    read completely over the network. Nothing is changed: a store removes a bad
+    entry itself when the entry is loaded. Exit code 1 if there is a bad entry.
     """
     from kvview_reference.tier.stored_entries import (
         entries_of_bucket,
@@ -114,19 +120,19 @@ def fsck(root: str, given: tuple[str, ...], json_file: str | None) -> None:
                 raise store.note
             namespace = Namespace.from_json(store.note.decode("utf-8", "replace"))
         except (KVViewError, OSError) as error:
-            found.tell(store.name, str(error))
+            found.report(store.name, str(error))
             continue
         if namespace.digest.hex() != store.name:
-            found.tell(store.name, f"it is named after another namespace than its {NOTE}")
+            found.report(store.name, f"its name is not that of the namespace in its {NOTE}")
         num_entries, num_bytes = 0, 0
         for path, content in store.entries:
             num_entries += 1
             if isinstance(content, OSError):
-                found.tell(path, content.strerror or type(content).__name__)
+                found.report(path, content.strerror or type(content).__name__)
                 continue
             num_bytes += len(content)
             if problem := read_entry(namespace, content).problem:
-                found.tell(path, problem)
+                found.report(path, problem)
         names = namespace.model, namespace.weights
         found.namespaces.append(StoreNamespace(store.name, *names, num_entries, num_bytes))
         echo(
@@ -135,7 +141,7 @@ def fsck(root: str, given: tuple[str, ...], json_file: str | None) -> None:
             err=json_file == "-",
         )
     if not num_stores:
-        raise ConfigError(f"there is no tier at {root!r}: it has no */namespace.json")
+        raise ConfigError(f"there is no tier at {root!r}, because it has no */namespace.json")
     echo(f"{len(found.bad)} cannot be loaded", err=json_file == "-")
     write_json(json_file, asdict(found))
     sys.exit(ExitCode.WRONG if found.bad else ExitCode.CLEAN)
@@ -143,7 +149,13 @@ def fsck(root: str, given: tuple[str, ...], json_file: str | None) -> None:
 
 @tier.command()
 @click.argument("store")
-@click.option("--option", "given", multiple=True, metavar="NAME=VALUE", help="Of the store.")
+@click.option(
+    "--option",
+    "given",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Option of the store; repeatable.",
+)
 @click.option(
     "--page-bytes",
     "sizes",
@@ -152,11 +164,17 @@ def fsck(root: str, given: tuple[str, ...], json_file: str | None) -> None:
     default=(65_536, 262_144, 1_048_576, 4_194_304),
     help="Size of a page; repeatable.  [default: 64 KiB to 4 MiB]",
 )
-@click.option("--pages", type=Whole(), default=32, show_default=True, help="Of one job.")
+@click.option("--pages", type=Whole(), default=32, show_default=True, help="Pages of one job.")
 @click.option(
-    "--rounds", type=Whole(), default=5, show_default=True, help="Of each size; medians count."
+    "--rounds",
+    type=Whole(),
+    default=5,
+    show_default=True,
+    help="Rounds for each size; the medians are shown.",
 )
-@click.option("--no-guard", is_flag=True, help="Without what every bridge puts in front.")
+@click.option(
+    "--no-guard", is_flag=True, help="Measure the store without the guard of the bridges."
+)
 @click.option(
     "--json",
     "json_file",
@@ -172,17 +190,17 @@ def bench(
     no_guard: bool,
     json_file: str | None,
 ) -> None:
-    """Measure how fast a store is, by the size of a page.
+    """Measure the speed of a store by page size.
 
     STORE is package.module:Class or path/to/file.py:Class. '{tmp}' in an option
     is a fresh folder, removed at the end. One job of --pages pages is in flight
-    at a time. Exit code 1 when a page failed, or came back with other bytes.
+    at a time. Exit code 1 if a page failed, or was loaded with other bytes.
     """
     from kvview_reference.tier.throughput import StoreBench, measure
 
     make = load_target(store)
     if not is_tier_store(make):
-        raise ConfigError(f"{store!r} is no class of tier stores")
+        raise ConfigError(f"{store!r} is not a class of tier stores")
     options = read_options(given)
     found = measure(make, options, sizes, pages=pages, rounds=rounds, is_guarded=not no_guard)
     table = Table(box=SIMPLE)

@@ -1,4 +1,4 @@
-"""What the stores here share: keys that are hidden before what is stored of them is gone."""
+"""The base of the stores of this package: a deleted key is hidden before its page is removed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kvview.tier import Namespace, Threaded
 
 
 class DeletingStore(Threaded):
-    """``Threaded`` with ``delete``, for who writes four calls that may block.
+    """``Threaded`` with ``delete``; a subclass writes four calls, which may block.
 
-    1. A key that was deleted, or that failed to load, is a miss from then on. What is stored of
-       it is removed on a thread; where that fails (a medium that cannot be written, credentials
-       that may not delete) it stays hidden.
-    2. A put of a hidden key replaces what is there, and shows it again; of any other key it
-       keeps what is there.
+    1. A key that was deleted, or that failed to load, is a miss from then on. A thread removes its
+       page; if that fails (a medium that cannot be written, credentials that may not delete), the
+       key stays hidden.
+    2. A put of a hidden key replaces the old page and makes the key visible again. A put of any
+       other key keeps the old page.
 
     Args:
-        namespace: Whose bytes.
-        threads: That call them.
+        namespace: Namespace of the store.
+        threads: Number of threads that call them.
     """
 
     def __init__(self, namespace: Namespace, *, threads: int) -> None:
@@ -36,26 +36,26 @@ class DeletingStore(Threaded):
 
     @abstractmethod
     def holds(self, key: bytes, /) -> bool:
-        """Whether something is stored of a key."""
+        """Whether a page of a key is stored."""
 
     @abstractmethod
     def load(self, key: bytes, page: memoryview, /) -> bool:
-        """Fill a page; False when what is stored is not what was put, and must go.
+        """Fill a page; False if the stored bytes are wrong and must be removed.
 
         Raises:
-            OSError: There is nothing, or it cannot be read now.
+            OSError: No page is stored, or it cannot be read now.
         """
 
     @abstractmethod
     def store(self, key: bytes, page: memoryview, *, is_replaced: bool) -> bool:
-        """Store a page whole or not at all; keep what is there unless it is to be replaced."""
+        """Store a page whole or not at all; keep an old page unless ``is_replaced``."""
 
     @abstractmethod
     def remove(self, key: bytes, /) -> None:
-        """Remove what is stored, if there is something.
+        """Remove the page of a key, if there is one.
 
         Raises:
-            OSError: It cannot be removed.
+            OSError: The page cannot be removed.
         """
 
     def has(self, key: bytes, /) -> bool:
@@ -63,7 +63,7 @@ class DeletingStore(Threaded):
         return key not in self._hidden and self.holds(key)
 
     def read_into(self, key: bytes, page: memoryview, /) -> bool:
-        """Load; what is wrong is removed."""
+        """Load a page, and remove a page with wrong bytes."""
         if key in self._hidden:
             return False
         if self.load(key, page):
@@ -77,17 +77,17 @@ class DeletingStore(Threaded):
         return False
 
     def write(self, key: bytes, page: memoryview, /) -> bool:
-        """Store, unless it is there and not hidden."""
+        """Store a page, unless the key is stored and not hidden."""
         if key not in self._hidden:
             return self.store(key, page, is_replaced=False)
-        with self._removing:  # else a removal on its way may end after this
+        with self._removing:  # otherwise a removal under way may end after the store
             is_stored = self.store(key, page, is_replaced=True)
             if is_stored:
                 self._hidden.discard(key)
             return is_stored
 
     def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
-        """What is known; a hidden key is a miss, also when a put of it ends just now."""
+        """Return the known results; a hidden key is a miss, even if a put of it has just ended."""
         flags, hidden = super().lookup(keys), self._hidden
         return [False if key in hidden else flag for key, flag in zip(keys, flags, strict=True)]
 
@@ -96,7 +96,7 @@ class DeletingStore(Threaded):
         self._damaged = damaged
 
     def delete(self, keys: Sequence[bytes], /) -> None:
-        """Hide keys now, and remove what is stored of them on a thread."""
+        """Hide keys now, and remove their pages on a thread."""
         self._hidden.update(keys)
         self._deleted.update(keys)
         with self._changed:
@@ -107,12 +107,12 @@ class DeletingStore(Threaded):
         self._later(partial(self._delete, [*keys], under_way))
 
     def close(self) -> None:
-        """End what is in flight, and remove what was deleted."""
+        """End the jobs in flight, and remove the pages of deleted keys."""
         super().close()
         self._remove_hidden([*self._deleted])
 
     def _delete(self, keys: Sequence[bytes], under_way: Sequence[Any]) -> None:
-        """Remove keys when puts from before have ended: other threads are at them, or done."""
+        """Remove keys after earlier puts of them have ended, which other threads may be running."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._is_closed or not any(entry.parts_left for entry in under_way)
@@ -126,5 +126,5 @@ class DeletingStore(Threaded):
                 if key in self._hidden:
                     self.remove(key)
                     with self._changed:
-                        self._answers.failed(key)  # whatever a put has said meanwhile
+                        self._answers.failed(key)  # even if a put has ended meanwhile
                     self._hidden.discard(key)

@@ -1,4 +1,4 @@
-"""What stands before a page on any medium."""
+"""The head that precedes a page on any medium."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MOST_BYTES = 0x7FFFF000  # of an entry: a system writes no more at once
 
 
 class EntryFormat:
-    """The heads of one namespace's entries; behind a head stands the page.
+    """The heads of one namespace's entries; the page follows the head.
 
     Args:
-        namespace: Whose entries.
-        checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` where the guard's is enough.
+        namespace: Namespace of the entries.
+        checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` if the guard's is enough.
 
     Raises:
-        ConfigError: There is no such checksum, or its library is not installed.
+        ConfigError: The checksum is unknown, or its library is not installed.
     """
 
     def __init__(self, namespace: Namespace, checksum: str) -> None:
@@ -29,10 +29,10 @@ class EntryFormat:
 
     @staticmethod
     def head_bytes(key: bytes) -> int:
-        """Length of the head of a key's entry."""
+        """Return the length of the head of a key's entry."""
         return HEAD.size + len(key)
 
     def head(self, key: bytes, page: memoryview) -> bytes:
-        """What stands before this page, and before no other."""
+        """Return the head of this page, which no other page has."""
         seal = NO_SEAL if self._seal is None else self._seal.of(key, page)
         return HEAD.pack(MAGIC, len(page), seal, len(key)) + key

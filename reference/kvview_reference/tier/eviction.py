@@ -1,6 +1,6 @@
 """``OldestFiles``: removes the files of a namespace that were used longest ago.
 
-1. Of many files only those of a few shards are looked at, and the oldest of them go: there is no
+1. If there are many files, only the oldest ones of a few shards are removed, because there is no
    index, on the medium or in memory. The times of the files are set by every process.
 2. A file that cannot be removed stays, and the next oldest goes. If no other file can be removed
    either, nothing is tried again for ten times as long as the attempt took.
@@ -18,8 +18,8 @@ from contextlib import suppress
 from kvview_reference.tier.store_folder import SHARDS, StoreFolder
 
 _log = logging.getLogger(__name__)
-_LOOKED_AT = 4096  # files, to find the oldest
-_OLDEST_SHARE = 8  # of those that were looked at go, if there are others
+_LOOKED_AT = 4096  # files among which the oldest are found
+_OLDEST_SHARE = 8  # one file in 8 of these is removed, if there are others
 _RETRY_AFTER = 600.0  # seconds, for files that could not be removed
 _MOST_STUCK = 1 << 16  # of those files that are remembered
 _REST = 10
@@ -29,8 +29,8 @@ class OldestFiles:
     """The files of a folder, in the order in which they go.
 
     Args:
-        folder: Of the namespace.
-        show_life: Called regularly while files are looked at.
+        folder: Folder of the namespace.
+        show_life: Called regularly during the search for old files.
     """
 
     def __init__(self, folder: StoreFolder, show_life: Callable[[], object]) -> None:

@@ -50,8 +50,8 @@ class FileBudget:
     """The files of one namespace, and the bytes that they may take.
 
     Args:
-        folder: Of the namespace; it has a folder ``half``.
-        max_bytes: Of all files of the store together, None for no limit.
+        folder: Folder of the namespace, which has a folder ``half``.
+        max_bytes: Most bytes of all files of the store together, None for no limit.
 
     Raises:
         OSError: Its files cannot be opened, locked or written.
@@ -97,7 +97,7 @@ class FileBudget:
                 count.reserved, count.boot = reserved, boot
             self._evict(count, 0)
         if is_alone:
-            os.fsync(self._counter)  # else it may be found closed after a power cut
+            os.fsync(self._counter)  # otherwise it may appear closed after a power cut
         lock_file(self._alive, fcntl.LOCK_SH, _PATIENCE, self._counter)
 
     def reserve(self, num_bytes: int) -> bool:
@@ -185,9 +185,7 @@ class FileBudget:
         Raises:
             OSError: It cannot be locked, read or written.
         """
-        if not self._mutex.acquire(timeout=self._patience):
-            raise TimeoutError("another thread is at the count")
-        try:
+        with self._mutex:
             self._lock()
             try:
                 count = self._read() or self._count_again()
@@ -198,8 +196,6 @@ class FileBudget:
                     self._write(count)
             finally:
                 fcntl.flock(self._counter, fcntl.LOCK_UN)
-        finally:
-            self._mutex.release()
 
     def _lock(self) -> None:
         try:
@@ -236,7 +232,7 @@ class FileBudget:
         count.reserved -= num_bytes
 
     def _count_again(self) -> _Count:
-        """Of the files that are there now; the store's own notes count too."""
+        """Count the files that are there now, the store's own notes included."""
         os.ftruncate(self._counter, _COUNT.size + _SUM.size)
         found = _Count(0, 0, _UNKNOWN)
         for note in (NOTE, "budget"):

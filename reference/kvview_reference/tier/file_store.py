@@ -1,13 +1,13 @@
-"""``FileStore``: a file a key, for many threads and processes on one folder.
+"""``FileStore``: one file for each key, for many threads and processes on one folder.
 
-    <root>/<namespace>/namespace.json   whose bytes these are
+    <root>/<namespace>/namespace.json   the namespace of the pages
                        <shard>/<key>    a header with a seal, then the page
-                       half/            what is being written
+                       half/            files that are being written
                        lock, turn, budget   see ``file_budget``
 
-1. A file gets its name when it is whole (TIER-9). There is no fsync: what a power cut leaves
-   half-written fails its seal.
-2. What fails its seal is removed, so that the next put stores it again (TIER-4).
+1. A file gets its name when it is whole (TIER-9). There is no fsync, because a file that a power
+   cut left half-written fails its seal.
+2. A file that fails its seal is removed, so that the next put stores it again (TIER-4).
 3. ``max_bytes`` is a budget of this namespace, for all processes together (TIER-8).
 """
 
@@ -32,17 +32,17 @@ _CLAIMS = 10  # attempts, while processes that open the folder remove each other
 
 
 class FileStore(DeletingStore):
-    """A tier in a folder (``verifies``: its own seals see what was damaged).
+    """A tier in a folder (``verifies``: its own seals detect damaged pages).
 
     Args:
-        namespace: Whose bytes; a folder of its own.
-        root: Folder for the folders of namespaces; made if it is missing.
+        namespace: Namespace of the pages, which has a folder of its own.
+        root: Folder for the folders of namespaces; created if it is missing.
         max_bytes: Budget of this namespace, None for no limit.
-        threads: That read and write.
-        checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` where the guard's is enough.
+        threads: Number of threads that read and write.
+        checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` if the guard's is enough.
 
     Raises:
-        ConfigError: An option that cannot be used, or a folder that cannot be opened.
+        ConfigError: An option cannot be used, or the folder cannot be opened.
         NamespaceMismatchError: The folder was written for another namespace.
     """
 
@@ -81,7 +81,7 @@ class FileStore(DeletingStore):
         return self._files.has(self._path(key))
 
     def load(self, key: bytes, page: memoryview, /) -> bool:
-        """Read and compare; the next put replaces a file that cannot be read."""
+        """Read and verify a page; the next put replaces a file that cannot be read."""
         path = self._path(key)
         head, more = bytearray(EntryFormat.head_bytes(key)), bytearray(b"?")
         try:
@@ -134,7 +134,7 @@ class FileStore(DeletingStore):
         self._later(partial(self._touch, [*keys]))
 
     def usage(self) -> TierUsage:
-        """Bytes of all files, as this process knows them."""
+        """Return the bytes of all files, as last counted by this process."""
         return TierUsage(self._budget.used_bytes, self._budget.max_bytes)
 
     def on_evicted(self, evicted: Callable[[Sequence[bytes]], None], /) -> None:
@@ -147,7 +147,7 @@ class FileStore(DeletingStore):
         self._budget.oldest.on_evicted = report
 
     def close(self) -> None:
-        """End what is in flight; the folder is free for others."""
+        """End the jobs in flight, and release the folder."""
         super().close()
         self._budget.close()
         self._files.close()
@@ -174,7 +174,7 @@ class FileStore(DeletingStore):
             os.close(file)
 
     def _claim(self, namespace: Namespace) -> None:
-        """Write whose folder it is, or refuse another's (TIER-10)."""
+        """Write the namespace into the folder, or refuse one of another namespace (TIER-10)."""
         for _ in range(_CLAIMS):
             with suppress(FileNotFoundError):
                 note = self._files.read_note(NOTE).decode("utf-8", "replace")

@@ -1,18 +1,19 @@
-"""``ObjectStore``: an object a key, so that many machines share one tier.
+"""``ObjectStore``: one object for each key, so that many machines share one tier.
 
-    <url>/<namespace>/namespace.json   whose bytes these are
+    <url>/<namespace>/namespace.json   the namespace of the pages
                       <key>            a header with a seal, then the page
 
-1. An object is there whole or not at all: that is what S3 and its like promise (TIER-9).
-2. What fails its seal is removed, and stored again by the next put (TIER-4). Where removing is
-   not allowed it is a miss for this process until a put has replaced it.
-3. There is no byte budget: none of the machines that share a bucket could keep one. A lifecycle
-   rule of the bucket ends what is old; a key that went is a miss.
+1. An object exists whole or not at all, as S3 and similar services promise (TIER-9).
+2. An object that fails its seal is removed, and stored again by the next put (TIER-4). If it may
+   not be removed, it is a miss for this process until a put has replaced it.
+3. There is no byte budget, because no machine that shares a bucket could keep one. A lifecycle
+   rule of the bucket removes old objects, whose keys are then a miss.
 4. In a folder (``file://``, to try it) a link is not followed, and only a regular file is an
    object. A link that another program puts there while a request runs may be: that is for
    ``FileStore``.
-5. Credentials are those of the client's own chain (environment, profile, role of the machine).
-   None is taken as an option, and nothing that a server answers is logged or raised but its kind.
+5. Credentials come from the client's own chain (environment, profile, role of the machine), never
+   from an option. Of a server's response only the kind of error is logged or raised, never the
+   text.
 """
 
 from __future__ import annotations
@@ -43,25 +44,25 @@ _STATUS = re.compile(r"\bstatus(?: code)?:? (?:code )?([345]\d\d)\b")
 
 
 class ObjectStore(DeletingStore):
-    """A tier in a bucket (``verifies``: its own seals see what was damaged).
+    """A tier in a bucket (``verifies``: its own seals detect damaged pages).
 
     Args:
-        namespace: Whose bytes; a prefix of its own.
-        url: ``s3://bucket/prefix`` or what else obstore reads (``gs``, ``az``); ``file:///path``
+        namespace: Namespace of the pages, which has a prefix of its own.
+        url: ``s3://bucket/prefix`` or another url that obstore reads (``gs``, ``az``); ``file:///path``
             and ``memory:///`` to try it.
-        threads: Requests at once.
-        timeout: Seconds of a request.
-        retries: Of a request that failed on its way; none begins after twice ``timeout``.
+        threads: Most requests at once.
+        timeout: Seconds after which a request fails.
+        retries: Most retries of a request that failed; none starts after twice ``timeout``.
         checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` where the guard's is enough.
-        options: Of the client: ``region``, ``endpoint`` and such; no credentials.
+        options: Options of the client, such as ``region`` and ``endpoint``, but no credentials.
 
     Raises:
-        ConfigError: An option that cannot be used. A bucket that is not there is no error: it is
-            a miss until it is there.
+        ConfigError: An option cannot be used. A missing bucket is not an error: every key is a
+            miss until the bucket exists.
     """
 
     verifies = True
-    keys_of_a_lookup = 1  # a request each
+    keys_of_a_lookup = 1  # because each key is a request
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class ObjectStore(DeletingStore):
         self._client = make_client(url, timeout, retries, options)
         self._prefix = namespace.digest.hex()
         self._is_claimed = False
-        self._said: set[str] = set()
+        self._logged_problems: set[str] = set()
         super().__init__(namespace, threads=threads)
 
     def holds(self, key: bytes, /) -> bool:
@@ -86,11 +87,11 @@ class ObjectStore(DeletingStore):
         return self._size(key) is not None
 
     def load(self, key: bytes, page: memoryview, /) -> bool:
-        """Ask for the object and compare."""
+        """Get and verify the object."""
         import obstore
 
         start, content = EntryFormat.head_bytes(key), memoryview(b"")
-        with self._asking("get", self._path(key)):
+        with self._requesting("get", self._path(key)):
             found = obstore.get(self._client, self._path(key))
             if found.meta["size"] == start + len(page):
                 content = memoryview(found.bytes())
@@ -100,13 +101,13 @@ class ObjectStore(DeletingStore):
         return content[:start] == self._format.head(key, page)
 
     def store(self, key: bytes, page: memoryview, *, is_replaced: bool) -> bool:
-        """Store, unless another machine has."""
+        """Store a page, unless another machine has stored it."""
         import obstore
 
         self._claim()
         if is_replaced or self._size(key) != EntryFormat.head_bytes(key) + len(page):
             content: list[bytes | memoryview] = [self._format.head(key, page), page]
-            with self._asking("put", self._path(key)):
+            with self._requesting("put", self._path(key)):
                 obstore.put(self._client, self._path(key), content, use_multipart=False)
         return True
 
@@ -114,24 +115,24 @@ class ObjectStore(DeletingStore):
         """Delete the object."""
         import obstore
 
-        with suppress(FileNotFoundError), self._asking("delete", self._path(key)):
+        with suppress(FileNotFoundError), self._requesting("delete", self._path(key)):
             obstore.delete(self._client, self._path(key))
 
     def _size(self, key: bytes) -> int | None:
         import obstore
 
-        with suppress(FileNotFoundError), self._asking("head", self._path(key)):
+        with suppress(FileNotFoundError), self._requesting("head", self._path(key)):
             return obstore.head(self._client, self._path(key))["size"]
         return None
 
     def _claim(self) -> None:
-        """Say whose prefix it is, for ``kvview tier fsck``."""
+        """Write the namespace into its prefix, for ``kvview tier fsck``."""
         import obstore
 
         if self._is_claimed:
             return
         content, path = self.namespace.to_json().encode(), f"{self._prefix}/{NOTE}"
-        with suppress(OSError), self._asking("put", path):
+        with suppress(OSError), self._requesting("put", path):
             obstore.put(self._client, path, content)
             self._is_claimed = True
 
@@ -139,7 +140,7 @@ class ObjectStore(DeletingStore):
         return f"{self._prefix}/{key.hex()}"
 
     @contextmanager
-    def _asking(self, what: str, path: str) -> Iterator[None]:
+    def _requesting(self, what: str, path: str) -> Iterator[None]:
         """Make a request; an error is raised as an ``OSError`` that names its kind alone."""
         try:
             _require_plain(self._client, path)
@@ -148,9 +149,9 @@ class ObjectStore(DeletingStore):
             if isinstance(error, FileNotFoundError) and what != "put":
                 raise FileNotFoundError("there is no such object") from None
             problem = f"{what} fails: {_kind(error)}"
-            if problem not in self._said:
-                self._said.add(problem)
-                _log.warning("%s: %s; what fails is a miss", type(self).__name__, problem)
+            if problem not in self._logged_problems:
+                self._logged_problems.add(problem)
+                _log.warning("%s: %s; a key that fails is a miss", type(self).__name__, problem)
             raise OSError(problem) from None
 
 
@@ -175,10 +176,10 @@ def _require_plain(client: Client, path: str) -> None:
 
 
 def make_client(url: str, timeout: float, retries: int, options: Mapping[str, Any]) -> Client:
-    """A client of obstore's.
+    """Make a client of obstore.
 
     Raises:
-        ConfigError: It is not installed, or cannot be made of these.
+        ConfigError: obstore is not installed, or refuses these settings.
     """
     if not timeout > 0 or retries < 0:
         raise ConfigError(f"timeout must be over 0 and retries at least 0: {timeout}, {retries}")

@@ -53,7 +53,7 @@ class StoreFolder:
     """Functions of ``os`` on regular files below one folder.
 
     Args:
-        path: Of the folder.
+        path: Path of the folder.
         make: Whether to create it if it is missing.
 
     Raises:
@@ -65,7 +65,7 @@ class StoreFolder:
             if make:
                 path.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, _FOLDER)
-        except ValueError as error:  # of a path with a zero byte
+        except ValueError as error:  # the path has a zero byte
             raise OSError(str(error)) from None
         except OSError:
             if os.path.islink(path):

@@ -28,7 +28,7 @@ from kvview_reference.tier.object_store import (
 from kvview_reference.tier.store_folder import NOTE, SHARDS, StoreFolder, is_key_name
 
 Content: TypeAlias = bytes | OSError
-"""Bytes, or why they cannot be read."""
+"""Bytes, or the error with which they cannot be read."""
 
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 
@@ -38,8 +38,8 @@ class StoredEntry:
     """The content of one entry of a store.
 
     Args:
-        key: Of the page.
-        problem: Why it cannot be loaded, empty if it can.
+        key: Key of the page.
+        problem: Reason why it cannot be loaded, empty if it can.
     """
 
     key: bytes
@@ -51,7 +51,7 @@ class StoredNamespace:
     """The entries of one namespace.
 
     Args:
-        name: Of its folder or prefix.
+        name: Name of its folder or prefix.
         note: Content of its ``namespace.json``.
         entries: Path and content of each entry.
     """
@@ -62,7 +62,7 @@ class StoredNamespace:
 
 
 def read_entry(namespace: Namespace, content: bytes) -> StoredEntry:
-    """Look at one entry as a load would."""
+    """Verify one entry as a load would."""
     view = memoryview(content)
     if len(view) < HEAD.size or view[:8] != MAGIC:
         return StoredEntry(b"", "it has no header")
@@ -127,7 +127,7 @@ def entries_of_bucket(url: str, options: Mapping[str, Any]) -> Iterator[StoredNa
     """Every namespace below the url of an object store.
 
     Raises:
-        ConfigError: It cannot be listed.
+        ConfigError: The store cannot be listed.
     """
     client = make_client(url, 30.0, 2, options)
     for prefix in filter(_is_namespace, list_folders(client)):
@@ -152,7 +152,7 @@ def _outcome(read: Callable[..., bytes], *args: Any) -> Content:
     """The bytes, or the reason why they cannot be read.
 
     Raises:
-        FileNotFoundError: It is not there.
+        FileNotFoundError: It does not exist.
     """
     try:
         return read(*args)

@@ -1,4 +1,4 @@
-"""How fast a tier store is, by the size of a page: what ``kvview tier bench`` shows."""
+"""The speed of a tier store by page size, for ``kvview tier bench``."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class TierSpeed:
     """Medians over the rounds, of one job of several pages at a time.
 
     Args:
-        page_bytes: Of each page.
-        pages: Of a job.
+        page_bytes: Bytes of each page.
+        pages: Pages of a job.
         put: GB/s (10**9 bytes) from the call to the report.
-        get: GB/s.
-        lookup_us: Microseconds a key until keys that the store was not asked for are known.
-        call_us: Microseconds a page that the caller's thread spent in put, get and poll.
+        get: GB/s (10**9 bytes) from the call to the report.
+        lookup_us: Microseconds per key until new keys are looked up.
+        call_us: Microseconds per page that the caller's thread spent in put, get and poll.
         failed: Pages whose put or get failed.
         wrong: Pages that were loaded with other bytes than were put.
     """
@@ -49,13 +49,13 @@ class TierSpeed:
 
 @dataclass(frozen=True)
 class StoreBench:
-    """What ``kvview tier bench --json FILE`` writes.
+    """The report of ``kvview tier bench --json FILE``.
 
     Args:
-        store: Target, as it was given.
+        store: Target of the store.
         guarded: Whether the guard was in front.
-        sizes: One a size of pages, in the order in which they were given.
-        schema_version: Grows when a field goes or means something else.
+        sizes: One entry for each page size, in the given order.
+        schema_version: Grows when a field is removed or changes its meaning.
     """
 
     store: str
@@ -73,18 +73,18 @@ def measure(
     rounds: int = 5,
     is_guarded: bool = True,
 ) -> list[TierSpeed]:
-    """Put, look up and get pages that no round before had.
+    """Put, look up and get pages that no earlier round had.
 
     Args:
         make: Class of the store.
-        options: Its options; ``{tmp}`` in a text is a fresh folder, removed at the end.
-        sizes: Bytes of a page.
-        pages: Of one job.
-        rounds: Of each size.
+        options: Options of the class; ``{tmp}`` in a text is a fresh folder, removed at the end.
+        sizes: Page sizes in bytes.
+        pages: Pages of one job.
+        rounds: Rounds for each size.
         is_guarded: Whether the guard is in front, as in every bridge.
 
     Raises:
-        ConfigError: A number that is not positive, or a job that does not end.
+        ConfigError: A number is not positive, or a job does not end.
     """
     if min([pages, rounds, *sizes]) < 1:
         raise ConfigError("sizes, pages and rounds must be 1 or more")
@@ -108,7 +108,7 @@ def measure(
 
 
 def _speed(store: TierStore, size: int, pages: int, rounds: int) -> TierSpeed:
-    dice = random.Random(time.time_ns())  # a bucket keeps what an earlier run has put
+    dice = random.Random(time.time_ns())  # a bucket keeps the pages of earlier runs
     content = [dice.randbytes(size) for _ in range(pages)]
     back = [memoryview(bytearray(size)) for _ in range(pages)]
     found: dict[str, list[float]] = {"put": [], "get": [], "lookup": [], "call": []}
@@ -147,7 +147,7 @@ def _speed(store: TierStore, size: int, pages: int, rounds: int) -> TierSpeed:
 def _timed(
     store: TierStore, call: Callable[..., None], keys: list[bytes], pages: list[memoryview]
 ) -> tuple[float, float, list[bool]]:
-    """Seconds of a job, of them spent in calls, and its flags."""
+    """Return the seconds of a job, the CPU seconds of its calls, and its flags."""
     began, spent = time.perf_counter(), time.thread_time()
     call(1, keys, pages)
     spent = time.thread_time() - spent

@@ -2,7 +2,7 @@
 
 The order of jobs is in :class:`StreamCopier`, which knows streams and events only
 through :class:`Driver`: so it can be tested without a GPU. :class:`CudaDriver` is
-the rest, and decides nothing but how a list of copies reaches the copy engines.
+the rest, and decides only how a list of copies reaches the copy engines.
 
 Source: ``vllm/v1/simple_kv_offload/cuda_mem_ops.py`` (0.33.0) for the batched copy
 and for pinning by registration; vLLM #45704 for what happens without the order.
@@ -36,7 +36,7 @@ class Driver(Protocol):
         """Undo ``pin``."""
 
     def stream(self) -> Any:
-        """Make a stream: what is put on it runs in order, beside other streams."""
+        """Make a stream, whose work runs in order and concurrently with other streams."""
 
     def compute_stream(self) -> Any:
         """The stream on which the caller computes just now."""
@@ -45,7 +45,7 @@ class Driver(Protocol):
         """Put an event on a stream."""
 
     def wait_event(self, stream: Any, event: Any) -> None:
-        """What comes on the stream from now on waits for an event of another stream."""
+        """Make later work of a stream wait for an event of another stream."""
 
     def copy(self, stream: Any, dst: Ids, src: Ids, sizes: Ids) -> None:
         """Put copies on a stream, all or in part; their order among themselves is free.
@@ -55,7 +55,7 @@ class Driver(Protocol):
         """
 
     def done(self, event: Any) -> bool:
-        """Whether an event has happened; raises what went wrong on the device."""
+        """Whether an event has happened; raises an error of the device."""
 
     def wait(self, event: Any) -> None:
         """Block until an event has happened."""
@@ -66,7 +66,7 @@ class Driver(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Launched:
-    """A job on its stream; ``copies`` keeps the descriptor arrays alive till its end."""
+    """A job on its stream; ``copies`` keeps the descriptor arrays alive until its end."""
 
     job: Job
     start: Any
@@ -78,19 +78,19 @@ class _Launched:
 class StreamCopier:
     """Runs stores on one stream and loads on another.
 
-    1. A job starts after what the compute stream holds at submission (XFER-6): a store
-       reads what compute wrote, and a load must not be overtaken by earlier writes to
+    1. A job starts after all work in the compute stream at submission (XFER-6): a store
+       reads bytes that compute wrote, and a load must not be overtaken by earlier writes to
        its blocks (zeroing).
     2. Jobs of one direction run in order. A job waits for the last job of the other
        direction that touches one of its pages, and so for those before it (XFER-3).
-    3. Pages are told apart by block: two groups with one block id in different
+    3. Pages are distinguished by block: two groups with one block id in different
        tensors are kept in order too, which is safe and costs no more.
 
     Args:
         driver: The device.
         host: The host tier, shape ``(rows, row_bytes)``; pinned here.
         num_gpu_blocks: Block ids of the KV cache are below this.
-        compute_stream: What jobs come after; None for the caller's current stream.
+        compute_stream: Stream after whose work jobs run; None for the caller's current stream.
 
     Raises:
         ConfigError: The host tier cannot be pinned.
@@ -116,7 +116,7 @@ class StreamCopier:
         self._count = 0
 
     def submit(self, job: Job) -> None:
-        """Start a job; whatever goes wrong becomes a failed result."""
+        """Start a job; an error becomes a failed result."""
         direction = STORE if job.to_host else LOAD
         stream = self._streams[direction]
         driver = self._driver
@@ -144,7 +144,7 @@ class StreamCopier:
         self._numbers[job.job_id] = self._count
 
     def poll(self) -> list[TransferResult]:
-        """Results since the last call, in order of completion; never blocks."""
+        """Return the results since the last call, in order of completion, without blocking."""
         results = []
         for number, launched in list(self._launched.items()):
             try:
@@ -166,7 +166,7 @@ class StreamCopier:
             self._driver.wait(self._launched[self._numbers[job_id]].end)
 
     def close(self) -> None:
-        """Finish every job and give back threads and pinned memory."""
+        """Finish every job and release threads and pinned memory."""
         try:
             for launched in self._launched.values():
                 self._driver.wait(launched.end)
@@ -240,7 +240,7 @@ class CudaDriver:
         _cuda.cudart().cudaHostUnregister(host.ctypes.data)
 
     def stream(self) -> torch.cuda.Stream:
-        """Make a stream: what is put on it runs in order, beside other streams."""
+        """Make a stream, whose work runs in order and concurrently with other streams."""
         stream: torch.cuda.Stream = _cuda.Stream(self._device)
         return stream
 
@@ -255,7 +255,7 @@ class CudaDriver:
         return event
 
     def wait_event(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        """What comes on the stream from now on waits for an event of another stream."""
+        """Make later work of a stream wait for an event of another stream."""
         stream.wait_event(event)
 
     def copy(self, stream: torch.cuda.Stream, dst: Ids, src: Ids, sizes: Ids) -> None:
@@ -270,7 +270,7 @@ class CudaDriver:
                     raise RuntimeError(f"cuMemcpyAsync failed with CUDA error {status}")
 
     def done(self, event: torch.cuda.Event) -> bool:
-        """Whether an event has happened; raises what went wrong on the device."""
+        """Whether an event has happened; raises an error of the device."""
         return bool(_cuda.Event.query(event))
 
     def wait(self, event: torch.cuda.Event) -> None:

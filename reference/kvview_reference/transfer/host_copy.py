@@ -9,14 +9,14 @@ tensors in memory pages of 4 KiB as torch allocates them; stores, then loads:
     64 KiB     0.83   0.85         0.68   0.67       0.39   0.35     0.64   0.57      0.06   0.06
     1 MiB      0.98   0.97         0.76   0.76       0.48   0.43     0.70   0.67      0.06   0.07
 
-So small pages are gathered and set by numpy, through a buffer that stays in the cache. Others
-are copied by one call a page while nobody else wants the interpreter lock: a thread that computes
-in Python lets go of it every 5 ms, and each page would wait for that. Then the kernel copies
-many pages a call, where it does so for a process that accesses itself (Linux). It pins the memory
-of one side, which is always the host's: that is in huge pages, so there is less to pin.
+So small pages are gathered and set by numpy, through a buffer that stays in the cache. Larger pages
+are copied one per call while no other thread needs the interpreter lock. A thread that computes in
+Python releases the lock only every 5 ms, and each page would wait for that; then the kernel copies
+many pages per call, if it allows a process to access itself so (Linux). It pins the memory of one
+side, which is always the host's, because that is in huge pages and there is less to pin.
 
-Not by torch: its copies share a pool that spins at barriers, which costs milliseconds a page
-as soon as another process wants one of the cores.
+Torch is not used, because its copies share a pool that spins at barriers, which costs milliseconds
+per page as soon as another process needs one of the cores.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ import numpy as np
 from kvview_reference.transfer.pages import Ids, Pages
 
 SMALL_COPY_BYTES = 8 << 10
-"""Pages below are gathered."""
+"""Smaller pages are gathered."""
 
 FEW_COPIES = 32
-"""So many are made one by one: that is less work than to prepare anything."""
+"""Up to so many copies are made one by one, which is less work than preparing arrays."""
 
 _PIECE_BYTES = 512 << 10  # half of a core's second-level cache
 _MAX_VECTORS = 1024  # IOV_MAX of Linux
-_MAX_CALL_BYTES = 1 << 30  # Linux copies 2 GiB less a page at once, and says no error
+_MAX_CALL_BYTES = 1 << 30  # Linux copies 2 GiB less one page per call, and reports no error
 _COPIES_BETWEEN_LOOKS = 16
 _LONG_WAIT_S = 0.002  # one wait for the lock is 5 ms
 
@@ -56,13 +56,13 @@ def copy_pages(dst: Pages, src: Pages, dst_ids: Ids, src_ids: Ids) -> None:
 
 
 def memmove_each(dst: Iterable[int], src: Iterable[int], sizes: Iterable[int]) -> None:
-    """One call a copy."""
+    """Copy with one call each."""
     for _ in map(ctypes.memmove, dst, src, sizes):
         pass
 
 
 def memmove_all(dst: Ids, src: Ids, sizes: Ids) -> None:
-    """The same, of arrays."""
+    """Copy with one call each, from arrays."""
     memmove_each(dst.tolist(), src.tolist(), sizes.tolist())
 
 
@@ -107,7 +107,7 @@ _copy_by_kernel = _copies_of_the_kernel()  # decided once
 
 
 def copy_all(dst: Ids, src: Ids, sizes: Ids, to_host: bool) -> None:
-    """A page a call, until something else wants the lock or the core; then by the kernel."""
+    """Copy one page per call until the lock or the core is contended, then by the kernel."""
     if _copy_by_kernel is None:
         memmove_all(dst, src, sizes)
         return

@@ -1,4 +1,4 @@
-"""Where the pages of a transfer lie: KV-cache tensors on one side, host rows on the other.
+"""The places of the pages of a transfer: KV-cache tensors on one side, host rows on the other.
 
 The host tier is one array. A host block holds k rows, one for each GPU block of
 its chunk, and a row holds the pages of that block, tensor after tensor, without
@@ -11,8 +11,8 @@ the padding that the KV-cache tensors may have:
 
 1. Groups with tensors of their own cost no host memory for the tensors of others:
    a row is as long as the longest group needs.
-2. So a host block belongs to one group at a time: what a group stored there, only
-   the same group can load. Offload keys hold the group index for the same reason.
+2. So a host block belongs to one group at a time: only the group that stored it
+   can load it. Offload keys hold the group index for the same reason.
 
 """
 
@@ -45,7 +45,7 @@ HOST_ALIGNMENT = 4096
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Where one KV-cache group keeps its pages; arrays have an entry a tensor.
+    """The places of one KV-cache group's pages; arrays have one entry for each tensor.
 
     Args:
         tensors: The tensors that the group refers to, each once.
@@ -99,7 +99,7 @@ class Job:
         return sum(len(group.widths) * len(blocks) for group, blocks, _ in self.moves)
 
     def copies(self) -> tuple[Ids, Ids, Ids]:
-        """What to copy.
+        """Return the copies of the job.
 
         Returns:
             Destination addresses, source addresses and sizes in bytes. They are
@@ -162,7 +162,7 @@ class Job:
 
 
 def _as_pages(address: int, num_pages: int, stride: int, width: int) -> Pages:
-    # By address: torch never frees or resizes again what it has shown to numpy.
+    # By address, because torch never frees or resizes memory that it has shared with numpy.
     memory: Any = (ctypes.c_uint8 * ((num_pages - 1) * stride + width)).from_address(address)
     page = np.dtype((np.void, width))
     return np.ndarray(num_pages, page, np.frombuffer(memory, np.uint8), strides=(stride,))
@@ -208,7 +208,7 @@ def check_tensors(caches: Sequence[CanonicalKVCacheTensor[torch.Tensor]]) -> tor
         The device that they share.
 
     Raises:
-        ConfigError: Names the tensor, and what it should be.
+        ConfigError: Names the tensor, and the expected form.
     """
     if not caches:
         raise ConfigError("tensors is empty: a worker needs at least one KV-cache tensor")
@@ -285,7 +285,7 @@ def check_host_bytes(asked: int, limit: int | None, what: str) -> None:
         what: The tier in words, for the message.
 
     Raises:
-        ConfigError: Names what was asked for and what there is.
+        ConfigError: Names the requested and the available bytes.
     """
     if limit is not None and asked > limit:
         raise ConfigError(f"{what} are {asked} bytes, more than max_host_bytes ({limit})")
@@ -304,17 +304,17 @@ def allocate_host(num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
         works in whole pages, and those of this array are then its own at the start.
     """
     size = num_rows * row_bytes
-    # From calloc: the system commits memory as it is first written.
+    # From calloc, so that the system commits memory when it is first written.
     memory = np.zeros(size + HOST_ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % HOST_ALIGNMENT
     return memory[start : start + size].reshape(num_rows, row_bytes)
 
 
 def available_host_bytes() -> int | None:
-    """Bytes that this process may still allocate; None where the system does not say.
+    """Bytes that this process may still allocate; None if the system does not report it.
 
-    Linux: what the kernel deems available without swapping, and the room under
-    the limit of the control group (v2, then v1) that a container sees as its root.
+    On Linux, the memory that is available without swapping, and the room below the
+    limit of the control group (v2, then v1) that is a container's root.
     """
     rooms = []
     try:

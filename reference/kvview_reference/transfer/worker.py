@@ -62,16 +62,16 @@ class Copier(Protocol):
     """Runs jobs; those that touch the same page in the order of submission."""
 
     def submit(self, job: Job) -> None:
-        """Start a job; whatever goes wrong becomes a failed result."""
+        """Start a job; an error becomes a failed result."""
 
     def poll(self) -> list[TransferResult]:
-        """Results since the last call, in order of completion; never blocks."""
+        """Return the results since the last call, in order of completion, without blocking."""
 
     def wait(self, job_id: int) -> None:
         """Block until a job has ended; returns at once for a job it does not know."""
 
     def close(self) -> None:
-        """Finish every job and give back threads and pinned memory."""
+        """Finish every job and release threads and pinned memory."""
 
 
 class ThreadCopier:
@@ -82,12 +82,12 @@ class ThreadCopier:
     2. Threads start with the first job that needs one, and end with the engine.
     3. The thread waits for compute, the caller never does (XFER-6). Marks of one stream
        are reached in the order in which they were made, so jobs keep theirs.
-    4. Of a store that fails, the groups that can be moved are moved (XFER-4).
+    4. If a store fails, the groups that can be moved are moved (XFER-4).
 
     Args:
         num_threads: Threads that share one large job.
         inline_bytes: Up to here a job runs on the caller's thread.
-        compute_stream: What jobs come after; None when compute has ended at submission.
+        compute_stream: Stream after whose work jobs run; None if compute has ended at submission.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ThreadCopier:
         self._finished: deque[TransferResult] = deque()
 
     def submit(self, job: Job) -> None:
-        """Start a job; whatever goes wrong becomes a failed result."""
+        """Start a job; an error becomes a failed result."""
         mark = None
         try:
             if self._compute_stream is not None:
@@ -120,7 +120,7 @@ class ThreadCopier:
             self._last = self._futures[job.job_id] = self._lane.submit(self._run, job, mark)
 
     def poll(self) -> list[TransferResult]:
-        """Results since the last call, in order of completion; never blocks."""
+        """Return the results since the last call, in order of completion, without blocking."""
         results = []
         while self._finished:
             results.append(self._finished.popleft())
@@ -134,7 +134,7 @@ class ThreadCopier:
             future.result()
 
     def close(self) -> None:
-        """Finish every job and give back threads and pinned memory."""
+        """Finish every job and release threads and pinned memory."""
         self._lane.shutdown()
         self._helpers.shutdown()
 
@@ -142,7 +142,7 @@ class ThreadCopier:
         try:
             if mark is not None:
                 mark.synchronize()
-        except Exception as error:  # whatever compute has left behind is not stored
+        except Exception as error:  # the bytes that compute left are not stored
             self._finished.append(failed(job, error))
             return
         start = time.perf_counter()
@@ -155,7 +155,7 @@ class ThreadCopier:
         self._finished.append(result)
 
     def _store_by_group(self, job: Job) -> list[bool]:
-        """Move what can be moved; per GPU block of the job, whether all its bytes were."""
+        """Move the groups that can be moved; returns for each GPU block whether it was moved."""
         moved = []
         for move in job.moves:
             try:
@@ -181,7 +181,7 @@ class ThreadCopier:
             self._share(partial(copy_all, to_host=job.to_host), copies, job.num_bytes)
 
     def _share(self, copy: Callable[..., None], arrays: Sequence[Ids], num_bytes: int) -> None:
-        """Copy what the arrays name, each thread a part if there is enough of it."""
+        """Make the copies that the arrays name; large ones are shared by all threads."""
         num_copies = len(arrays[0])
         share = -(-num_copies // self._num_threads) if num_bytes >= SHARED_BYTES else num_copies
         others = [
@@ -211,7 +211,7 @@ class CPUGPUTransferWorker:
             one of torch's.
         num_cpu_blocks: Host blocks of the tier, numbered from 0.
         blocks_per_chunk: k, the GPU blocks that one host block holds.
-        max_host_bytes: Upper bound of the host tier; None for what the machine has.
+        max_host_bytes: Upper bound of the host tier; None for the memory of the machine.
         num_threads: Threads that share one large copy in CPU memory; None for
             torch's number, at most 8.
         inline_bytes: Up to here a job in CPU memory is copied on the caller's
@@ -307,7 +307,7 @@ class CPUGPUTransferWorker:
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Jobs that ended since the last call, as their ends were seen; never blocks."""
+        """Return the jobs that ended since the last call, in that order, without blocking."""
         results = self._copier.poll()
         self._in_flight.difference_update(result.job_id for result in results)
         return results
@@ -318,7 +318,7 @@ class CPUGPUTransferWorker:
             self._copier.wait(job_id)
 
     def shutdown(self) -> None:
-        """Finish or drop what is in flight and release memory; callable twice."""
+        """Finish or drop the jobs in flight and release memory; callable twice."""
         if not self._closed:
             self._closed = True
             self._copier.close()

@@ -1,0 +1,114 @@
+"""A process that writes into the place of a store, and may be killed while it does (TIER-9)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+from kvview.errors import KVViewError
+from kvview.targets import load_target
+from kvview.testing import watchdog
+from kvview.testing.tier.model import bytes_of
+from kvview.tier import Namespace
+
+_SECONDS = 300.0
+_KEYS_OF_A_JOB = 4
+
+
+class Writer:
+    """A process that opens a place and puts keys; it reports each key that was stored.
+
+    Args:
+        target: Class of the store, as ``package.module:Class``.
+        options: Options of the store.
+        namespace: Namespace of the store.
+        keys: Keys with the bytes of their pages.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        options: Mapping[str, Any],
+        namespace: Namespace,
+        keys: Mapping[bytes, int],
+    ) -> None:
+        sizes = {key.hex(): size for key, size in keys.items()}
+        job = json.dumps([target, dict(options), namespace.to_json(), sizes])
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self._output, self._errors = TemporaryFile(), TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import write; write()", job],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=self._output,
+            stderr=self._errors,
+        )
+
+    def kill(self, num_stored: int, seconds: float) -> None:
+        """Kill the process some time after it has stored so many keys."""
+        self._wait_until(lambda: len(self._lines()) > num_stored)
+        time.sleep(seconds)
+        self._process.kill()
+
+    def stored(self) -> list[bytes] | None:
+        """Wait for the end; returns the keys that were stored, None if the place was refused.
+
+        Raises:
+            RuntimeError: The process ended with an error.
+        """
+        with self._output, self._errors:
+            self._wait_until(lambda: False)
+            lines, errors = self._lines(), _text(self._errors)
+        if self._process.returncode > 0:
+            raise RuntimeError(f"a process that writes has failed: {errors[-2000:]}")
+        return None if lines == ["refused"] else [bytes.fromhex(line) for line in lines[1:]]
+
+    def _lines(self) -> list[str]:
+        """The whole lines that the process has printed."""
+        return _text(self._output).split("\n")[:-1]
+
+    def _wait_until(self, is_enough: Callable[[], bool]) -> None:
+        """Wait for the end of the process, or until something has happened."""
+        end = time.monotonic() + _SECONDS
+        while self._process.poll() is None and not is_enough():
+            watchdog.next_call()  # the process has a limit of its own
+            if time.monotonic() > end:
+                self._process.kill()
+            time.sleep(0.001)
+
+
+def _text(file: IO[bytes]) -> str:
+    return os.pread(file.fileno(), 1 << 22, 0).decode()  # a seek would move the process's position
+
+
+def write() -> None:
+    """Run the job of this process, which is its argument."""
+    target, options, namespace, sizes = json.loads(sys.argv[1])
+    try:
+        store = load_target(target)(Namespace.from_json(namespace), **options)
+    except KVViewError:  # a store that is alone in its place
+        print("refused")
+        return
+    print("open", flush=True)
+    keys = [*sizes]
+    parts = [keys[at : at + _KEYS_OF_A_JOB] for at in range(0, len(keys), _KEYS_OF_A_JOB)]
+
+    def report() -> None:
+        for number, flags in store.poll():
+            for key, flag in zip(parts[number], flags, strict=True):
+                if flag:
+                    print(key, flush=True)
+
+    for number, part in enumerate(parts):
+        names = [*map(bytes.fromhex, part)]
+        pages = [memoryview(bytes_of(k, sizes[k.hex()])) for k in names]
+        store.put(number, names, pages)
+        report()
+    store.drain(_SECONDS)
+    report()
+    store.close()

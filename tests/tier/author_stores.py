@@ -1,0 +1,215 @@
+"""Small stores as authors write them: right ones in three media, and wrong ones."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import struct
+import threading
+import uuid
+from pathlib import Path
+
+from examples.folder_store import FolderStore
+from kvview import ConfigError
+from kvview.tier import Namespace, Threaded
+
+_HEAD = struct.Struct("<HI")  # bytes of the key and of the page
+
+
+class SqliteStore(Threaded):
+    """One database file with a rollback journal; a connection for each thread."""
+
+    journal = "DELETE"
+
+    def __init__(self, namespace: Namespace, root: str) -> None:
+        folder = Path(root, namespace.digest.hex())
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = str(folder / "pages.db")
+        self._local = threading.local()
+        with self._db as db:
+            db.execute(f"PRAGMA journal_mode={self.journal}")
+            db.execute("CREATE TABLE IF NOT EXISTS pages (key BLOB PRIMARY KEY, page BLOB)")
+        super().__init__(namespace, threads=2)
+
+    @property
+    def _db(self) -> sqlite3.Connection:
+        if not hasattr(self._local, "db"):
+            self._local.db = sqlite3.connect(self._file, timeout=20)
+            self._local.db.execute("PRAGMA synchronous=OFF")
+        connection: sqlite3.Connection = self._local.db
+        return connection
+
+    def close(self) -> None:
+        super().close()
+        if hasattr(self._local, "db"):
+            self._local.db.close()
+            del self._local.db
+
+    def _page(self, key: bytes) -> bytes:
+        row = self._db.execute("SELECT page FROM pages WHERE key=?", (key,)).fetchone()
+        return row[0] if row else b""
+
+    def has(self, key: bytes, /) -> bool:
+        return bool(self._page(key))
+
+    def read_into(self, key: bytes, page: memoryview, /) -> bool:
+        found = self._page(key)
+        if len(found) == len(page):
+            page[:] = found
+        return len(found) == len(page)
+
+    def write(self, key: bytes, page: memoryview, /) -> bool:
+        with self._db as db:
+            db.execute("INSERT OR REPLACE INTO pages VALUES (?, ?)", (key, bytes(page)))
+        return True
+
+
+class WALStore(SqliteStore):
+    """The same with a write-ahead log, whose index is mapped into memory."""
+
+    journal = "WAL"
+
+
+class LogStore(Threaded):
+    """One file that only grows, for one process at a time, with an index in memory."""
+
+    def __init__(self, namespace: Namespace, root: str) -> None:
+        Path(root).mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+        self._log = os.open(Path(root, namespace.digest.hex()), flags)
+        try:
+            fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._log)
+            raise ConfigError("another process has this log open") from None
+        self._places: dict[bytes, tuple[int, int]] = {}
+        self._end = 0
+        self._read_log()
+        self._lock = threading.Lock()
+        super().__init__(namespace, threads=2)
+
+    def _read_log(self) -> None:
+        size = os.fstat(self._log).st_size
+        while self._end + _HEAD.size <= size:
+            key_bytes, num_bytes = _HEAD.unpack(os.pread(self._log, _HEAD.size, self._end))
+            start = self._end + _HEAD.size + key_bytes
+            if start + num_bytes > size:
+                break
+            key = os.pread(self._log, key_bytes, start - key_bytes)
+            self._places[key] = start, num_bytes
+            self._end = start + num_bytes
+        os.ftruncate(self._log, self._end)  # an entry that was being written by a killed process
+
+    def close(self) -> None:
+        super().close()
+        if self._log >= 0:
+            os.close(self._log)
+            self._log = -1
+
+    def has(self, key: bytes, /) -> bool:
+        return key in self._places
+
+    def read_into(self, key: bytes, page: memoryview, /) -> bool:
+        start, num_bytes = self._places[key]
+        return num_bytes == len(page) == os.preadv(self._log, [page], start)
+
+    def write(self, key: bytes, page: memoryview, /) -> bool:
+        entry = _HEAD.pack(len(key), len(page)) + key + page
+        with self._lock:
+            if os.write(self._log, entry) != len(entry):
+                os.ftruncate(self._log, self._end)
+                return False
+            self._places[key] = self._end + len(entry) - len(page), len(page)
+            self._end += len(entry)
+        return True
+
+
+# --- wrong ---
+
+
+class LeavesATemporaryFile(FolderStore):
+    """TIER-9: each put leaves an empty file behind."""
+
+    def write(self, key: bytes, page: memoryview, /) -> bool:
+        (self._folder / f".{uuid.uuid4().hex}").touch()
+        return super().write(key, page)
+
+
+class LosesLongKeys(FolderStore):
+    """TIER-9: a store that is reopened does not find keys of more than 64 bytes."""
+
+    def __init__(self, namespace: Namespace, root: str) -> None:
+        super().__init__(namespace, root)
+        self._before = set(os.listdir(self._folder))
+
+    def has(self, key: bytes, /) -> bool:
+        return super().has(key) and not (len(key) > 64 and key.hex() in self._before)
+
+
+class WritesAtTheEnd(SqliteStore):
+    """TIER-9: pages are written by close, so that a killed process loses them."""
+
+    def __init__(self, namespace: Namespace, root: str) -> None:
+        self._late: dict[bytes, bytes] = {}
+        super().__init__(namespace, root)
+
+    def _page(self, key: bytes) -> bytes:
+        return self._late.get(key) or super()._page(key)
+
+    def write(self, key: bytes, page: memoryview, /) -> bool:
+        self._late[key] = bytes(page)
+        return True
+
+    def close(self) -> None:
+        for key, page in self._late.items():
+            super().write(key, memoryview(page))
+        super().close()
+
+
+class IgnoresTheSize(SqliteStore):
+    """TIER-1: a page of another size is filled as far as it goes."""
+
+    def read_into(self, key: bytes, page: memoryview, /) -> bool:
+        found = self._page(key)
+        size = min(len(found), len(page))
+        page[:size] = found[:size]
+        return bool(found)
+
+
+class SharesTheTable(SqliteStore):
+    """TIER-10: all namespaces have one database."""
+
+    def __init__(self, namespace: Namespace, root: str) -> None:
+        super().__init__(Namespace("all", weights="all"), root)
+
+
+class IgnoresTheCase(SqliteStore):
+    """TIER-7: keys are texts that are compared without regard to case."""
+
+    def _page(self, key: bytes) -> bytes:
+        return super()._page(key.lower())
+
+    def write(self, key: bytes, page: memoryview, /) -> bool:
+        return super().write(key.lower(), page)
+
+
+class OpensAFileForEachLoad(FolderStore):
+    """TIER-11: a load leaves its file open."""
+
+    def read_into(self, key: bytes, page: memoryview, /) -> bool:
+        os.open(self._path(key), os.O_RDONLY)
+        return super().read_into(key, page)
+
+
+RIGHT = (SqliteStore, WALStore, LogStore, FolderStore)
+WRONG = {
+    LeavesATemporaryFile: ("TIER-9", "check_tier_9_growth"),
+    LosesLongKeys: ("TIER-9", "check_tier_9"),
+    WritesAtTheEnd: ("TIER-9", "check_tier_9_killed_process"),
+    IgnoresTheSize: ("TIER-1", "check_tier_1"),
+    SharesTheTable: ("TIER-10", "check_tier_10"),
+    IgnoresTheCase: ("TIER-7", "check_tier_7"),
+    OpensAFileForEachLoad: ("TIER-11", "check_tier_11_threads_and_files"),
+}
+"""The law that each one breaks, and the check that sees it."""
