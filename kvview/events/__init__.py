@@ -1,9 +1,9 @@
 """The event contract, and the wire format in which engines publish it.
 
-The laws and what a tier says (:mod:`kvview.events.tier`), the join with the GPU's events
-(:mod:`kvview.events.block_sizes`), and the wire formats of every producer
-(:mod:`kvview.events.formats`). What reads and writes bytes, :mod:`kvview.events.wire` and
-:mod:`kvview.events.channel`, needs the extra ``events`` and is imported by name.
+:mod:`kvview.events.tier` has the events of a tier and their fold,
+:mod:`kvview.events.block_sizes` the join with the GPU's events, and :mod:`kvview.events.formats`
+the wire formats of every producer. :mod:`kvview.events.wire` and :mod:`kvview.events.channel`
+read and write bytes. They need the extra ``events``, so this package does not import them.
 """
 
 from kvview.events.block_sizes import (

@@ -221,7 +221,7 @@ def test_formats_by_name_and_release() -> None:
     assert find_format("sglang-maps").is_map
     for unknown in ("vllm-0.10.2", "vllm", "trtllm-1.0", "vllm-x"):
         with pytest.raises(
-            ConfigError, match=r"wire format '.*': not known, known are vllm-0.11, "
+            ConfigError, match=r"wire format '.*' is unknown; expected vllm-0.11, "
         ):
             find_format(unknown)
 
