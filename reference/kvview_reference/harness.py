@@ -22,7 +22,7 @@ from kvview import (
 )
 from kvview.testing import Capability, GatedComputeStream, GuardedStoreHarness, StoreHarness
 from kvview_reference.free_queue import NULL_BLOCK_ID
-from kvview_reference.geometry.coordinator import KVCacheCoordinator, make_coordinator
+from kvview_reference.geometry.coordinator import KVCacheCoordinator
 from kvview_reference.offloading import CPUOffloadingManager
 from kvview_reference.pool import BlockPool
 from kvview_reference.tier import FileStore
@@ -212,10 +212,9 @@ class ReferenceGeometry:
 
     def make_coordinator(self) -> KVCacheCoordinator:
         """The coordinator under test."""
-        return make_coordinator(
+        return KVCacheCoordinator(
             self.geometry.groups,
             self.pool,
-            enable_caching=self.pool.enable_caching,
             scheduler_block_size=self.geometry.scheduler_block_size,
             hash_block_size=self.geometry.hash_block_size,
         )

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from kvview import CacheGeometry, CacheGroup, FullAttention, GeometryError, OffloadKey
+from kvview import CacheGeometry, CacheGroup, FullAttention, OffloadKey
 from kvview.keys import make_offload_key, make_offload_keys
 from kvview.prefix_search import CachedBlocks
 from kvview_reference.free_queue import NULL_BLOCK_ID
@@ -271,8 +271,9 @@ class KVCacheCoordinator:
             Block ids a group, from block 0 (null where not needed), and tokens.
         """
         first = self._reads_first_block
-        if first is not None and not first.has_first_block(block_hashes):
-            return tuple([[] for _ in self.managers]), 0  # a new prompt: nothing is set up for it
+        is_new = first is not None and not first.has_first_block(block_hashes)
+        if is_new or not self.pool.enable_caching:
+            return tuple([] for _ in self.managers), 0
         cached = [_PoolBlocks(manager, block_hashes) for manager in self.managers]
         num_tokens = self.geometry.search_prefix(max_tokens, cached)
         tables = []
@@ -361,56 +362,3 @@ class KVCacheCoordinator:
                     f"TABLE-2: request {request_id!r} has {len(block_hashes)} block hashes, "
                     f"{num_computed_tokens} computed tokens need {num_hashes}"
                 )
-
-
-class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
-    """Prefix caching is off: nothing is ever a hit."""
-
-    @override
-    def find_longest_cache_hit(
-        self, block_hashes: Sequence[bytes], max_tokens: int
-    ) -> tuple[tuple[list[int], ...], int]:
-        return tuple([] for _ in self.managers), 0
-
-
-class UnitaryKVCacheCoordinator(KVCacheCoordinator):
-    """One KV-cache group: its own longest hit is the hit."""
-
-    def __init__(
-        self, kv_cache_groups: Sequence[CacheGroup], block_pool: BlockPool, **sizes: int
-    ) -> None:
-        if len(kv_cache_groups) != 1:
-            raise GeometryError(
-                f"GEO-4: a unitary coordinator takes 1 KV-cache group, got {len(kv_cache_groups)}"
-            )
-        super().__init__(kv_cache_groups, block_pool, **sizes)
-
-
-class HybridKVCacheCoordinator(KVCacheCoordinator):
-    """Several groups: the longest hit that all of them share."""
-
-
-def make_coordinator(
-    kv_cache_groups: Sequence[CacheGroup],
-    block_pool: BlockPool,
-    enable_caching: bool,
-    *,
-    scheduler_block_size: int,
-    hash_block_size: int,
-) -> KVCacheCoordinator:
-    """The coordinator that fits: no prefix cache, one group, or several.
-
-    Raises:
-        GeometryError: A size does not divide (GEO-2).
-    """
-    fitting: type[KVCacheCoordinator] = HybridKVCacheCoordinator
-    if not enable_caching:
-        fitting = KVCacheCoordinatorNoPrefixCache
-    elif len(kv_cache_groups) == 1:
-        fitting = UnitaryKVCacheCoordinator
-    return fitting(
-        kv_cache_groups,
-        block_pool,
-        scheduler_block_size=scheduler_block_size,
-        hash_block_size=hash_block_size,
-    )

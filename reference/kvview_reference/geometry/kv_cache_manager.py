@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvview import CacheGroup
-from kvview_reference.geometry.coordinator import make_coordinator
+from kvview_reference.geometry.coordinator import KVCacheCoordinator
 from kvview_reference.pool import BlockPool
 
 
@@ -41,10 +41,9 @@ class KVCacheManager:
         self.pool = BlockPool(
             num_blocks, enable_caching=enable_caching, enable_events=enable_kv_cache_events
         )
-        self.coordinator = make_coordinator(
+        self.coordinator = KVCacheCoordinator(
             kv_cache_groups,
             self.pool,
-            enable_caching,
             scheduler_block_size=scheduler_block_size,
             hash_block_size=hash_block_size,
         )
