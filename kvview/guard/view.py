@@ -1,8 +1,8 @@
 """The guard: the view that a connector gets by default, instead of a bare one.
 
 If an engine does not check, a connector can free a block twice, free a block that another
-connector holds, or pin the whole pool, and the damage appears hours later (vLLM #42571,
-#42085). ``GuardedView`` counts references in the pool's ledger and refuses such a call.
+connector holds, or pin the whole pool. The damage appears hours later, as in vLLM #42571 and
+vLLM #42085. ``GuardedView`` counts references in the pool's ledger and refuses such a call.
 
 Laws: GUARD-1 to GUARD-11 in ``kvview/laws.toml``.
 
