@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from kvview.events.fold import EventFold
 from kvview.events.tier import MEDIUM_GPU, OffloadingEvent
 from kvview.keys import OffloadKey, make_offload_key
 
@@ -67,8 +67,7 @@ class BlockSizeIndex:
 
     def __init__(self) -> None:
         self._sizes: dict[OffloadKey, int] = {}
-        self._on_gpu: Counter[OffloadKey] = Counter()  # blocks that hold the key
-        self._offloaded: dict[str, set[OffloadKey]] = {}  # by medium
+        self._fold: EventFold[OffloadKey] = EventFold()
         self._released: dict[OffloadKey, None] = {}  # keys that no medium holds, oldest first
         self._most_held = 0
 
@@ -78,17 +77,14 @@ class BlockSizeIndex:
 
     def learn(self, key: OffloadKey, block_size: int) -> None:
         """Record the size of a held key, from an offloading event that has a size."""
-        if any(key in held for held in self._offloaded.values()):
+        if self._fold.is_held(key):
             self._sizes[key] = block_size
             self._hold((key,))
 
     def apply_batch(self, events: Iterable[GPUEvent | OffloadingEvent]) -> None:
         """Apply all events of one batch; sizes are dropped only after the last one."""
         for event in events:
-            if isinstance(event, OffloadingEvent):
-                self._apply_offloading(event)
-            else:
-                self._apply_gpu(event)
+            self._apply(event)
         self._forget()
 
     def apply_gpu_event(self, event: GPUEvent) -> None:
@@ -99,32 +95,23 @@ class BlockSizeIndex:
         """Apply one event of an offloading tier."""
         self.apply_batch((event,))
 
-    def _apply_gpu(self, event: GPUEvent) -> None:
+    def _apply(self, event: GPUEvent | OffloadingEvent) -> None:
         if isinstance(event, AllBlocksCleared):
-            gone, self._on_gpu = self._on_gpu, Counter()
-            self._release(gone)
+            self._release(self._fold.clear_gpu())
             return
-        keys = [make_offload_key(h, event.group_idx) for h in event.block_hashes]
+        if isinstance(event, OffloadingEvent):
+            keys, is_removal = event.keys, event.removed
+        else:
+            keys = [make_offload_key(h, event.group_idx) for h in event.block_hashes]
+            is_removal = isinstance(event, BlockRemoved)
         if isinstance(event, BlockStored):
             self._sizes.update(dict.fromkeys(keys, event.block_size))
-            self._on_gpu.update(keys)
-            self._hold(keys)
-            return
         for key in keys:
-            if self._on_gpu[key] > 1:
-                self._on_gpu[key] -= 1
-            else:
-                del self._on_gpu[key]
-        self._release(keys)
-
-    def _apply_offloading(self, event: OffloadingEvent) -> None:
-        held = self._offloaded.setdefault(event.medium, set())
-        if event.removed:
-            held.difference_update(event.keys)
-            self._release(event.keys)
+            self._fold.change(event.medium, key, removed=is_removal)
+        if is_removal:
+            self._release(keys)
         else:
-            held.update(event.keys)
-            self._hold(event.keys)
+            self._hold(keys)
 
     def _hold(self, keys: Iterable[OffloadKey]) -> None:
         for key in keys:
@@ -133,9 +120,7 @@ class BlockSizeIndex:
 
     def _release(self, keys: Iterable[OffloadKey]) -> None:
         for key in keys:
-            if key in self._on_gpu or key not in self._sizes:
-                continue
-            if not any(key in held for held in self._offloaded.values()):
+            if key in self._sizes and not self._fold.is_held(key):
                 self._released[key] = None
 
     def _forget(self) -> None:

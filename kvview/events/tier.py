@@ -12,11 +12,10 @@ that drops every event without one), ``vllm/distributed/kv_events.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from kvview.errors import EventOrderError
 from kvview.keys import OffloadKey
 
 MEDIUM_GPU = "GPU"
@@ -50,31 +49,3 @@ class SupportsSilentTiers(Protocol):
             request_id: A request that has just received a promise from ``match_prefix``.
         """
         ...
-
-
-def fold_events(events: Iterable[OffloadingEvent]) -> dict[str, set[OffloadKey]]:
-    """Fold a stream of events into the keys that each medium advertises.
-
-    Args:
-        events: All events since the tier was empty, in order.
-
-    Returns:
-        ``{medium: loadable keys}`` (EVENT-2), with every medium that an event named.
-
-    Raises:
-        EventOrderError: A key is removed that was not stored (EVENT-1).
-    """
-    held: dict[str, set[OffloadKey]] = {}
-    for number, event in enumerate(events):
-        keys = held.setdefault(event.medium, set())
-        if not event.removed:
-            keys.update(event.keys)
-            continue
-        for key in event.keys:
-            if key not in keys:
-                raise EventOrderError(
-                    f"EVENT-1: event {number} removes key {key.hex()} from medium "
-                    f"{event.medium!r}, which does not hold it"
-                )
-            keys.remove(key)
-    return held

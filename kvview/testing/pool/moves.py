@@ -14,8 +14,8 @@ from kvview.errors import (
     NotAnOffloadKeyError,
     UnknownBlockError,
 )
+from kvview.events.fold import EventFold
 from kvview.keys import OffloadKey, make_offload_key
-from kvview.testing.events.model import EventModel
 from kvview.testing.harness import Capability as C
 from kvview.testing.pool.model import PoolModel
 from kvview.testing.search import Player, operation
@@ -73,7 +73,7 @@ class PoolMoves(Player):
         self.expected: list[tuple[int, int]] = []
         self.num_tags = self.num_hashes = 0
         self.recent_keys: deque[OffloadKey] = deque(maxlen=24)
-        self.folded: EventModel[OffloadKey] = EventModel()
+        self.folded: EventFold[OffloadKey] = EventFold()
 
     @override
     def draw_most(self) -> int:
