@@ -163,8 +163,8 @@ class LedgerView(NotCopyable):
 
     1. A call that raises has changed nothing, even if the engine raised (POOL-3).
     2. The engine receives checked blocks only, without the null block.
-    3. If one call frees a block several times, the engine receives its last mention in a call
-       of its own, because vLLM up to 0.23 queues every mention (POOL-2).
+    3. If one call frees a block several times, the engine receives its last mention in a
+       separate call, because vLLM up to 0.23 queues every mention (POOL-2).
     4. A subclass adds walks and queries, which call :meth:`check_open`.
 
     Args:

@@ -25,6 +25,9 @@ class _Index:
     def __index__(self) -> int:
         return 1
 
+    def __repr__(self) -> str:
+        return "AnIndex()"
+
 
 def _numpy_scalars() -> tuple[Any, ...]:
     try:
@@ -138,7 +141,7 @@ class PoolMoves(Player):
         return self.rng.choice([at for at in range(len(self.views)) if at not in self.model.closed])
 
     def a_view(self) -> Any:
-        """The newest open view, for queries that every view answers alike."""
+        """The newest open view, for queries whose result is the same in every view."""
         return next(
             self.views[at] for at in reversed(range(len(self.views))) if at not in self.model.closed
         )
