@@ -36,7 +36,7 @@ from kvview import (
 )
 from kvview.keys import make_offload_keys
 from kvview_reference.connector.offload import OffloadConnector, OffloadScheduler
-from kvview_reference.geometry import make_coordinator
+from kvview_reference.geometry import KVCacheCoordinator
 from kvview_reference.pool import BlockPool
 
 BLOCK_SIZE = 16
@@ -88,8 +88,8 @@ def cached_blocks(case: Case, group: int, n: int) -> list[int]:
 
 def our_search(case: Case, n: int) -> Callable[[], int]:
     pool = BlockPool(n * len(case.groups) + 10)
-    coordinator = make_coordinator(
-        case.groups, pool, True, scheduler_block_size=BLOCK_SIZE, hash_block_size=BLOCK_SIZE
+    coordinator = KVCacheCoordinator(
+        case.groups, pool, scheduler_block_size=BLOCK_SIZE, hash_block_size=BLOCK_SIZE
     )
     used = pool.allocate_blocks(pool.num_free_blocks())
     pool.free_blocks([used[i] for i in shuffled(len(used))])

@@ -3,8 +3,8 @@
     python docs/make_laws.py           # write the page
     python docs/make_laws.py --check   # exit 1 if the page is not up to date
 
-Laws come from ``kvview/laws.toml``, rules from the module docstrings of reference and adapter.
-Each has the kit's checks, the injected faults and the tests that name it.
+Laws come from ``kvview/laws.toml``, and rules from the module docstrings of reference and adapter.
+Each is listed with its checks, injected faults and tests.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvview.laws import laws as laws_of_the_contract
+from kvview.testing import CHECKS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/laws.md"
@@ -25,18 +26,17 @@ PAGE = ROOT / "docs/laws.md"
 _CONTRACT = ("KEY", "POOL", "GEO", "EVENT", "OFF", "XFER", "CONN", "GUARD", "TIER")
 _LAW = re.compile(r"^- ([A-Z]+-\d+) (.*(?:\n  .*)*)", re.MULTILINE)
 _NAMED = re.compile(r"(?<![A-Za-z0-9_-])[A-Z]{2,}-\d+(?![\d-])")
-_IN_A_NAME = re.compile(r"\bdef (?:test|check)_([a-z]+)_(\d+)(?=[_(])")
+_IN_A_NAME = re.compile(r"\bdef test_([a-z]+)_(\d+)(?=[_(])")
 _NOT_ABOUT_ONE_LAW = ("tests/house/test_laws.py",)
 _HEAD = """\
 # The laws
 
 <!-- Written by docs/make_laws.py from kvview/laws.toml and docstrings; edit those instead. -->
 
-Every implementation must keep these laws, and every user may rely on them. A number is never
+Every implementation must satisfy these laws, and every user may rely on them. A number is never
 given to another law, and errors, checks and tests repeat it. The list under a law can be unfolded.
-It names the law's *checks* (of `kvview check` and `parametrize_with_checks`), *simulated runs* (of
-`kvview check` for a connector), *injected faults* (wrong implementations that a check must detect)
-and tests.
+It names the law's *checks* (of `kvview check` and `parametrize_with_checks`), its *injected faults*
+(wrong implementations that a check must detect) and its tests.
 
 The families KEY to TIER are the contract. The others are rules of the reference and of the vLLM
 adapter.
@@ -59,7 +59,6 @@ class Law:
     path: str
     title: str = ""
     checks: list[str] = field(default_factory=list)
-    simulated: set[str] = field(default_factory=set)
     faults: list[str] = field(default_factory=list)
     tests: set[str] = field(default_factory=set)
 
@@ -75,10 +74,10 @@ class Law:
 
 
 def laws() -> dict[str, Law]:
-    """Every law of the contract and of the adapter, in the order of the page.
+    """Return every law and rule, in the order of the page.
 
     Raises:
-        ValueError: Two laws have one number.
+        ValueError: Two laws have the same number.
     """
     found = {
         number: Law(number, law.text, law.path, law.title)
@@ -89,8 +88,11 @@ def laws() -> dict[str, Law]:
             if number in found:
                 raise ValueError(f"{number} is defined in {found[number].path} and in {path}")
             found[number] = Law(number, _markdown(" ".join(text.split())), path)
-    for path, tree in _trees("kvview/testing", "tests"):
-        _note_who_names(found, path, tree)
+    for check in CHECKS:
+        if check.law in found:
+            found[check.law].checks.append(check.name)
+    for path, tree in _trees("tests"):
+        _add_tests(found, path, tree)
     return dict(sorted(found.items(), key=_place))
 
 
@@ -100,26 +102,21 @@ def _place(item: tuple[str, Law]) -> tuple[int, str, int]:
     return rank, family, int(number)
 
 
-def _note_who_names(found: dict[str, Law], path: str, tree: ast.Module) -> None:
-    in_kit, in_faults = path.startswith("kvview/testing/"), path.startswith("tests/mutants/")
-    for number in named_laws((ROOT / path).read_text(encoding="utf-8")):
-        if number in found and path not in _NOT_ABOUT_ONE_LAW:
-            if path.startswith("kvview/testing/connector/"):
-                found[number].simulated.add(path)
-            elif not in_kit and not in_faults:
+def _add_tests(found: dict[str, Law], path: str, tree: ast.Module) -> None:
+    if not path.startswith("tests/mutants/"):
+        for number in named_laws((ROOT / path).read_text(encoding="utf-8")) & found.keys():
+            if path not in _NOT_ABOUT_ONE_LAW:
                 found[number].tests.add(path)
+        return
     for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        if isinstance(node, ast.ClassDef):
             for decorator in node.decorator_list:
-                number = _first_argument(decorator)
-                if number in found and in_kit:
-                    found[number].checks.append(node.name)
-                elif number in found and in_faults:
+                if (number := _first_argument(decorator)) in found:
                     found[number].faults.append(node.name)
 
 
 def named_laws(source: str) -> set[str]:
-    """The numbers that a module names: as such, or as ``test_pool_1_...``."""
+    """Return the laws that a module names, as ``POOL-1`` or as ``test_pool_1_...``."""
     in_names = _IN_A_NAME.findall(source)
     return {*_NAMED.findall(source), *(f"{name.upper()}-{number}" for name, number in in_names)}
 
@@ -139,7 +136,7 @@ def _trees(*folders: str) -> Iterator[tuple[str, ast.Module]]:
 
 
 def page(all_laws: Iterable[Law]) -> str:
-    """The whole of ``docs/laws.md``."""
+    """Return the text of ``docs/laws.md``."""
     families: defaultdict[str, list[Law]] = defaultdict(list)
     for law in all_laws:
         families[law.family].append(law)
@@ -164,7 +161,6 @@ def page(all_laws: Iterable[Law]) -> str:
 def _named_by(law: Law) -> Iterator[tuple[str, list[str]]]:
     yield "module", [_link(law.path)]
     yield "checks", [f"`{name}`" for name in sorted(set(law.checks))]
-    yield "simulated runs", [_link(path) for path in sorted(law.simulated)]
     yield "injected faults", [f"`{name}`" for name in sorted(law.faults)]
     yield "tests", [_link(path) for path in sorted(law.tests)]
 
@@ -179,7 +175,7 @@ def _markdown(text: str) -> str:
 
 
 def main() -> int:
-    """Write the page, or only compare it."""
+    """Write or compare the page."""
     text = page(laws().values())
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(text, encoding="utf-8")

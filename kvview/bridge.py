@@ -1,6 +1,6 @@
-"""What every bridge makes of a user's settings: a guarded tier.
+"""The guarded tier that every bridge to an engine makes from a user's settings.
 
-Not imported by ``import kvview``: it needs pydantic.
+``import kvview`` does not import this module, because it needs pydantic.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from kvview.tier import GuardedTier, Namespace, is_tier_store
 
 
 class TierOptions(BaseModel):
-    """A tier, as a user names it under any engine.
+    """A user's settings of a tier, the same for every engine.
 
     Args:
-        store: Target of the store, called with the namespace and its options.
-        options: Its own options.
+        store: Target of the store, which is called with the namespace and its options.
+        options: Options of the store.
         weights: Revision or digest of the model's weights; any text that you change when
             they change (TIER-10).
-        deadline: Seconds until a job that the store does not report has failed.
-        lookup_deadline: Seconds until a key that nothing is said of is a miss.
-        checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` where the store's own is enough.
-        trip_after: Strikes in a row after which the store is left alone.
+        deadline: Seconds until a job without a report counts as failed.
+        lookup_deadline: Seconds until a key without a lookup result counts as a miss.
+        checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` if the store has its own checksums.
+        trip_after: Consecutive failures after which the store is not used for a while.
         retry_after: Seconds until it is tried again.
-        zero_copy: Give the store the engine's own pages; see :class:`~kvview.tier.GuardedTier`.
+        zero_copy: Pass the engine's own pages to the store; see
+            :class:`~kvview.tier.GuardedTier`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -47,29 +48,29 @@ class TierOptions(BaseModel):
 TIER_COUNTERS = {
     "puts": "Pages stored.",
     "gets": "Pages loaded.",
-    "failed": "Pages whose put or get failed, for whatever reason.",
-    "damaged": "Pages whose bytes were not what was put.",
-    "refused": "Jobs that did not reach the store: it was closed, or on trial.",
+    "failed": "Pages whose put or get failed, for any reason.",
+    "damaged": "Pages whose bytes differed from the bytes that were put.",
+    "refused": "Jobs that did not reach the store, because it was closed or on trial.",
     "raised": "Calls of the store that raised.",
     "late": "Jobs that were not reported within their deadline.",
-    "malformed": "Reports that were none.",
+    "malformed": "Reports that were not valid.",
     "unknown": "Reports of jobs that were not in flight.",
-    "unanswered": "Lookups without an answer in time.",
-    "trips": "Times that the store was left alone for a while.",
+    "unanswered": "Lookups without a result in time.",
+    "trips": "Times that the store was not used for a while.",
 }
-"""What every bridge exports of :class:`~kvview.tier.TierStats`, and what it means."""
+"""The counters of :class:`~kvview.tier.TierStats` that every bridge exports, with help texts."""
 
 
 def open_tier(options: TierOptions, namespace: Namespace) -> GuardedTier:
-    """The store, with the guard in front.
+    """Make the store and the guard before it.
 
     Raises:
-        ConfigError: There is no such store, or it cannot be made of these options.
-        NamespaceMismatchError: It holds other KV.
+        ConfigError: The store does not exist, or refuses its options.
+        NamespaceMismatchError: The store has entries of other KV.
     """
     make = load_target(options.store)
     if not is_tier_store(make):
-        raise ConfigError(f"store {options.store!r} is no class of tier stores")
+        raise ConfigError(f"store {options.store!r} is not a class of tier stores")
     return GuardedTier(
         make_with_options(make, options.options, namespace, flag="options"),
         namespace,

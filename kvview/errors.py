@@ -1,8 +1,8 @@
-"""Every error kvview raises: one small tree of nominal exceptions.
+"""The exceptions of kvview.
 
-Each class also inherits the builtin that a caller would expect, so code that
-knows nothing of kvview still catches the right thing. A message says what was
-wrong, where, and what to do; whatever raised has changed nothing.
+Each class also inherits the builtin exception that a caller would expect, so code that does
+not import kvview can catch it. A message states the error, the expected value and the remedy;
+a call that raises has changed nothing.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class KVViewError(Exception):
 
 
 class UnknownBlockError(KVViewError, LookupError):
-    """A block id names no block of this pool (POOL-4)."""
+    """A block id does not name a block of this pool (POOL-4)."""
 
 
 class NotAnOffloadKeyError(KVViewError, ValueError):
-    """Bytes that cannot be an offload key were given for one (KEY-3)."""
+    """Bytes were passed as an offload key that cannot be one (KEY-3)."""
 
 
 class BlockNotHeldError(KVViewError, ValueError):
@@ -48,39 +48,39 @@ class ViewClosedError(KVViewError, RuntimeError):
 
 
 class StaleBlockError(KVViewError, RuntimeError):
-    """A block no longer holds the KV that the caller saw in it."""
+    """A block no longer holds the key that the caller expects."""
 
 
 class PinBudgetExceeded(KVViewError, RuntimeError):
-    """A hold would take more of the pool than this owner may have."""
+    """A hold would exceed the owner's budget of blocks."""
 
 
 class WrongThreadError(KVViewError, RuntimeError):
-    """A guard was called from another thread, or a forked process (GUARD-4, GUARD-6)."""
+    """A guard was called from another thread or from a forked process (GUARD-4, GUARD-6)."""
 
 
 class NotCopyableError(KVViewError, TypeError):
-    """A guard, a lease or an account was copied or pickled (GUARD-6)."""
+    """A guard, a lease or a view was copied or pickled (GUARD-6)."""
 
 
 class NoFreeBlocksError(KVViewError, ValueError):
-    """More blocks were asked for than the pool has free."""
+    """An allocation needs more blocks than the pool has free."""
 
 
 class GeometryError(KVViewError, ValueError):
-    """Block sizes that do not fit each other, or a size that is not positive."""
+    """Block sizes do not divide each other, or a size is not positive (GEO-2)."""
 
 
 class ConfigError(KVViewError, ValueError):
-    """A configuration value, target or file that cannot be used."""
+    """A configuration value, target or file cannot be used."""
 
 
 class MissingLibraryError(KVViewError, ImportError):
-    """A library that a connector needs is not installed; names it."""
+    """A library that a connector needs is not installed; the message names it."""
 
 
 class TraceError(KVViewError, ValueError):
-    """A trace row that cannot be read; names the file, the line and the field."""
+    """A row of a trace cannot be read; the message names the file, the line and the field."""
 
 
 class KeyNotLoadableError(KVViewError, LookupError):
@@ -88,15 +88,15 @@ class KeyNotLoadableError(KVViewError, LookupError):
 
 
 class TransferNotInFlightError(KVViewError, ValueError):
-    """A completion names a key that no transfer of its direction is using (OFF-9)."""
+    """A completion names a key without a transfer in flight in that direction (OFF-9)."""
 
 
 class EventOrderError(KVViewError, ValueError):
-    """An offloading event stream breaks EVENT-1: a removal without a store."""
+    """A stream of offloading events removes a key that was not stored (EVENT-1)."""
 
 
 class WireFormatError(KVViewError, ValueError):
-    """Bytes that are no batch of KV events in the wire format asked for; says what and where."""
+    """Bytes are not a batch of KV events in the expected wire format."""
 
 
 class ConnectorError(KVViewError, RuntimeError):
@@ -104,50 +104,50 @@ class ConnectorError(KVViewError, RuntimeError):
 
 
 class HookError(ConnectorError):
-    """A hook of a connector raised, or returned what no engine can use; names the line."""
+    """A hook of a connector raised or returned a wrong value; the message names the line."""
 
 
 class UnsupportedEngineError(KVViewError, RuntimeError):
-    """An engine's surface has a shape that no tested release has; nothing was bound."""
+    """The engine's interface differs from every tested release, so nothing was bound."""
 
 
 class UnsupportedContractError(KVViewError, RuntimeError):
-    """A connector was written to a version of the contract that this kvview does not keep."""
+    """A connector was written for a contract version that this kvview does not support."""
 
 
 class ConnectorDefinitionError(KVViewError, TypeError):
-    """A class defines a method that is close to a hook and is none (CONN-9)."""
+    """A class defines a method whose name is close to a hook's (CONN-9)."""
 
 
 class ViewNotBoundError(KVViewError, RuntimeError):
-    """A connector needs the pool view and the engine never bound one."""
+    """A connector needs the pool view, but the engine has not bound one."""
 
 
 class TransferSpecError(KVViewError, ValueError):
-    """A transfer names pages that do not exist or do not pair up (XFER-1)."""
+    """A transfer names pages that do not exist or that do not pair up (XFER-1)."""
 
 
 class TierJobError(KVViewError, ValueError):
-    """A job of a tier whose number, keys or pages cannot be used (TIER-6)."""
+    """The number, keys or pages of a tier's job cannot be used (TIER-6)."""
 
 
 class NamespaceMismatchError(KVViewError, ValueError):
-    """What lies there was written for other weights, another layout or other hashes (TIER-10)."""
+    """The entries of a tier belong to other weights, another layout or other hashes (TIER-10)."""
 
 
 def split_law(message: str) -> tuple[str, str]:
-    """The law that a message begins with, empty if none, and the rest of it."""
+    """Split a message into the law at its start, or an empty string, and the rest."""
     law, colon, rest = message.partition(": ")
     return (law, rest) if colon and _LAW.fullmatch(law) else ("", message)
 
 
 def one_line(error: BaseException) -> str:
-    """An exception in one printable line, whatever its text is."""
+    """Format an exception as one printable line."""
     return f"{type(error).__name__}: {line_of(error)}".removesuffix(": ")
 
 
 def line_of(value: object, convert: Callable[[object], str] = str) -> str:
-    """A value in one printable line of limited length, even if it cannot be converted."""
+    """Format a value as one printable line of limited length, even if its ``str`` raises."""
     try:
         text = convert(value)
     except Exception as error:
@@ -157,10 +157,10 @@ def line_of(value: object, convert: Callable[[object], str] = str) -> str:
 
 
 def printable(text: str) -> str:
-    """A text whose characters a terminal shows and does not obey.
+    """Escape the characters that a terminal would obey instead of show.
 
-    A control character, a format character such as a change of direction, and a half of a
-    surrogate pair become escapes, so that a name in a file cannot move the cursor.
+    These are control characters, format characters such as a change of direction, and halves
+    of surrogate pairs. So a name from a file cannot move the cursor.
     """
     return text if text.isprintable() else "".join(map(_printable, text))
 

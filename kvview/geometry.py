@@ -1,4 +1,4 @@
-"""The geometry contract: block sizes, KV-cache groups, and what a prefix needs.
+"""The geometry contract: block sizes, KV-cache groups, and the blocks that a prefix needs.
 
 A hybrid model has several KV-cache groups (full attention, sliding window,
 chunked local attention, Mamba), each with its own block size over one pool.
@@ -18,7 +18,13 @@ from typing import ClassVar
 
 from kvview.errors import GeometryError
 from kvview.keys import BlockHash, OffloadKey, make_offload_key, make_offload_keys
-from kvview.prefix_search import CachedBlocks, IsCached
+from kvview.prefix_search import (
+    CachedBlocks,
+    IsCached,
+    search_common_prefix,
+    search_from_left,
+    search_from_right,
+)
 
 
 def _require_positive(name: str, value: int) -> None:
@@ -35,65 +41,53 @@ class CacheGroup:
     """
 
     block_size: int
-    # Then the search passes over ends that are not cached without asking what they read.
-    _always_reads_its_end: ClassVar[bool] = False
+    _needs_last_block: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
             _require_positive(field.name, getattr(self, field.name))
 
     def num_skipped_tokens(self, num_tokens: int) -> int:
-        """Leading tokens that the token at position ``num_tokens`` never reads."""
+        """Return the number of leading tokens that the token at ``num_tokens`` never reads."""
         return 0
 
     def required_blocks(self, num_tokens: int) -> range:
-        """Blocks that must hold KV for a prefix of ``num_tokens`` (GEO-3).
+        """Return the blocks that must hold KV for a prefix of ``num_tokens`` (GEO-3).
 
         Args:
             num_tokens: Prefix length in tokens, a multiple of ``block_size``.
 
         Returns:
-            Block numbers of the request in this group, ascending. What lies
-            before the range is the null block in the request's block table.
+            Block numbers of the request in this group, ascending. Earlier blocks
+            are the null block in the request's block table.
         """
         first = self.num_skipped_tokens(num_tokens) // self.block_size
         return range(first, num_tokens // self.block_size)
 
     def longest_prefix(self, max_tokens: int, is_cached: IsCached, alignment: int) -> int:
-        """The longest cached prefix of this group alone, in tokens.
+        """Return the longest cached prefix of this group alone, in tokens.
 
         Args:
             max_tokens: Upper limit in tokens.
-            is_cached: Asked about block numbers of this group, about each at most once.
+            is_cached: Called with block numbers of this group, with each at most once.
             alignment: The result is a multiple of this many tokens, and this of the block size.
         """
         return self.search_prefix(max_tokens, CachedBlocks(is_cached), alignment)
 
     def search_prefix(self, max_tokens: int, cached: CachedBlocks, alignment: int) -> int:
-        """The same, for who searches again with a lower limit: ``cached`` remembers."""
-        step = alignment // self.block_size
-        num_blocks = max_tokens // alignment * step
-        while num_blocks > 0:
-            required = self.required_blocks(num_blocks * self.block_size)
-            missing = cached.last_missing(required.start, required.stop)
-            if missing is None:
-                return num_blocks * self.block_size
-            # Every prefix that still needs the missing block is out.
-            num_blocks = missing // step * step
-            if self._always_reads_its_end:
-                num_blocks = cached.last_cached(num_blocks, step)
-        return 0
+        """Search like :meth:`longest_prefix`; ``cached`` remembers blocks for a later search."""
+        return search_from_right(
+            self, max_tokens, cached, alignment, needs_last_block=self._needs_last_block
+        )
 
 
 @dataclass(frozen=True)
 class FullAttention(CacheGroup):
-    """Tokens attend to everything before them."""
+    """Tokens attend to all tokens before them."""
 
     def search_prefix(self, max_tokens: int, cached: CachedBlocks, alignment: int) -> int:
-        # Cached prefixes are downward closed here: from the left, stop at a miss.
-        """The longest cached prefix, found from the left."""
-        num_tokens = cached.first_missing(max(0, max_tokens) // self.block_size) * self.block_size
-        return num_tokens - num_tokens % alignment
+        """Search from the left, because every prefix needs all its blocks."""
+        return search_from_left(self, max_tokens, cached, alignment)
 
 
 @dataclass(frozen=True)
@@ -105,10 +99,10 @@ class SlidingWindow(CacheGroup):
     """
 
     sliding_window: int
-    _always_reads_its_end = True  # a window of 1 reads nothing: its first candidate is a hit
+    _needs_last_block = True  # a window of 1 reads nothing: its first candidate is a hit
 
     def num_skipped_tokens(self, num_tokens: int) -> int:
-        """Tokens before the window."""
+        """Return the number of tokens before the window."""
         return max(0, num_tokens - self.sliding_window + 1)
 
 
@@ -123,24 +117,24 @@ class ChunkedLocalAttention(CacheGroup):
     attention_chunk_size: int
 
     def num_skipped_tokens(self, num_tokens: int) -> int:
-        """Tokens before the chunk."""
+        """Return the number of tokens before the chunk."""
         return num_tokens - num_tokens % self.attention_chunk_size
 
 
 @dataclass(frozen=True)
 class Mamba(CacheGroup):
-    """A state-space group: the state after the last block is all that is read."""
+    """A state-space group: a token reads only the state after the last block."""
 
-    _always_reads_its_end = True
+    _needs_last_block = True
 
     def num_skipped_tokens(self, num_tokens: int) -> int:
-        """All but the last token: its state holds the rest."""
+        """Return all tokens but the last one, whose state stands for the others."""
         return max(0, num_tokens - 1)
 
 
 @dataclass(frozen=True)
 class CacheGeometry:
-    """Block sizes of one engine: given once, checked once, read everywhere.
+    """The block sizes and KV-cache groups of one engine, checked once.
 
     Args:
         scheduler_block_size: Tokens; every prefix hit is a multiple of it.
@@ -177,15 +171,15 @@ class CacheGeometry:
 
     @classmethod
     def single(cls, block_size: int) -> CacheGeometry:
-        """One full-attention group with one block size for everything, in tokens."""
+        """Make a geometry with one full-attention group and one block size, in tokens."""
         return cls(block_size, block_size, (FullAttention(block_size),))
 
     def longest_prefix(self, max_tokens: int, is_cached: Callable[[int, int], bool]) -> int:
-        """The longest prefix that is a hit for every group (GEO-4), in tokens.
+        """Return the longest prefix that is a hit for every group (GEO-4), in tokens.
 
         Args:
             max_tokens: Upper limit in tokens.
-            is_cached: ``is_cached(group_idx, block_number)``; asked lazily, about none twice.
+            is_cached: ``is_cached(group_idx, block_number)``; called lazily, once for a block.
 
         Returns:
             Tokens, a multiple of ``scheduler_block_size``.
@@ -196,32 +190,27 @@ class CacheGeometry:
         )
 
     def search_prefix(self, max_tokens: int, cached: Sequence[CachedBlocks]) -> int:
-        """The same, where each group's blocks are looked up in a way of the caller's."""
-        searches = list(zip(self.groups, cached, strict=True))
-        # Full attention first: what it lacks, the others need not be asked about.
-        searches.sort(key=lambda search: not isinstance(search[0], FullAttention))
-        num_tokens = max_tokens
-        while True:
-            before = num_tokens
-            for group, blocks in searches:
-                # The greatest common hit is never stepped over: each group only
-                # moves to its own longest hit at or below the candidate.
-                num_tokens = group.search_prefix(num_tokens, blocks, self.scheduler_block_size)
-            if num_tokens == before or num_tokens == 0:
-                return num_tokens
+        """Search like :meth:`longest_prefix`; the caller's ``cached`` look up the blocks."""
+        # Full attention first: the other groups need no look-up of the blocks that it lacks.
+        searches = sorted(
+            zip(self.groups, cached, strict=True),
+            key=lambda search: not isinstance(search[0], FullAttention),
+        )
+        groups, blocks = zip(*searches, strict=True)
+        return search_common_prefix(groups, max_tokens, blocks, self.scheduler_block_size)
 
     def longest_prefixes(
         self, max_tokens: int, is_cached: Callable[[int, int], bool]
     ) -> tuple[int, ...]:
-        """The longest cached prefix of each group for itself, in tokens.
+        """Return the longest cached prefix of each group alone, in tokens.
 
         Args:
             max_tokens: Upper limit in tokens.
-            is_cached: ``is_cached(group_idx, block_number)``; asked lazily.
+            is_cached: ``is_cached(group_idx, block_number)``; called lazily.
 
         Returns:
-            Tokens per group, each a multiple of the group's block size; the prefix that
-            all groups hit is :meth:`longest_prefix`, which may be shorter than each.
+            Tokens per group, each a multiple of the group's block size. The prefix that
+            all groups hit (:meth:`longest_prefix`) may be shorter than each of them.
         """
         return tuple(
             group.longest_prefix(max_tokens, partial(is_cached, index), group.block_size)
@@ -231,12 +220,12 @@ class CacheGeometry:
     def block_key(
         self, block_hashes: Sequence[BlockHash], group_idx: int, block: int
     ) -> OffloadKey | None:
-        """The key of a request's block, or None while it is not full and hashed.
+        """Return the key of a request's block, or None while the block is not full and hashed.
 
         Args:
-            block_hashes: Of the request.
+            block_hashes: The block hashes of the request.
             group_idx: KV-cache group.
-            block: Number of the block in the request, in blocks of that group.
+            block: Number of the block in the request, counted in blocks of that group.
         """
         index = self.block_hash_index(group_idx, block)
         if index >= len(block_hashes):
@@ -246,29 +235,29 @@ class CacheGeometry:
     def block_keys(
         self, block_hashes: Sequence[BlockHash], group_idx: int, blocks: range
     ) -> list[OffloadKey]:
-        """The keys of blocks in a row, as far as they are full and hashed.
+        """Return the keys of consecutive blocks, as far as the blocks are full and hashed.
 
         Args:
-            block_hashes: Of the request.
+            block_hashes: The block hashes of the request.
             group_idx: KV-cache group.
-            blocks: Numbers of blocks in the request, ascending by 1.
+            blocks: Numbers of blocks in the request, consecutive and ascending.
         """
         ratio = self.groups[group_idx].block_size // self.hash_block_size
         hashes = block_hashes[(blocks.start + 1) * ratio - 1 : blocks.stop * ratio : ratio]
         return make_offload_keys(hashes, group_idx)
 
     def block_hash_index(self, group_idx: int, block: int) -> int:
-        """Where a request's block hashes hold the hash of a group's block.
+        """Return the index of a block's hash in the block hashes of its request.
 
-        A hash covers the whole prefix, so a block is named by the hash at its
-        end: entry ``(block + 1) * block_size / hash_block_size - 1``.
+        A hash covers the whole prefix, so a block has the hash at its end: entry
+        ``(block + 1) * block_size / hash_block_size - 1``.
         """
         return (block + 1) * self.groups[group_idx].block_size // self.hash_block_size - 1
 
 
-def _require_divides(what: str, value: int, divisor_name: str, divisor: int) -> None:
+def _require_divides(name: str, value: int, divisor_name: str, divisor: int) -> None:
     if value % divisor:
         raise GeometryError(
-            f"GEO-2: {what} ({value}) must be a multiple of {divisor_name} ({divisor}); "
+            f"GEO-2: {name} ({value}) must be a multiple of {divisor_name} ({divisor}); "
             f"{value} % {divisor} == {value % divisor}"
         )

@@ -1,11 +1,11 @@
-"""Files from outside: regular ones only, and no more of them in memory than a limit.
+"""Reading of untrusted files: regular files only, with limits on memory.
 
-1. A folder, a device, a pipe or a socket is refused before it is opened, because to read one
-   may wait forever, or never end.
-2. A file is read to the length that it had when it was opened, so that one that grows comes to
-   an end. A file whose length the system does not report (``/proc``) is refused.
-3. gzip is known by its first bytes, and unpacked row by row.
-4. Whatever prevents reading is an ``OSError`` with a reason.
+1. A folder, a device, a pipe or a socket is refused before it is opened, because reading one
+   may block or never end.
+2. A file is read up to the length that it had when it was opened, so reading ends even if the
+   file grows. A file without a reported length (``/proc``) is refused.
+3. gzip is recognised by its first bytes and decompressed row by row.
+4. Every failure to read is an ``OSError`` with a reason.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from typing import BinaryIO, cast
 from typing_extensions import Buffer, override
 
 MAX_FILE_BYTES = 64 << 20
-"""Of a file that is read as a whole."""
+"""Largest file that is read as a whole."""
 
 DAMAGED_GZIP = (EOFError, zlib.error, gzip.BadGzipFile)
-"""Raised where compressed data is cut off or damaged; one of them is an ``OSError``."""
+"""Exceptions for compressed data that is cut off or damaged; one of them is an ``OSError``."""
 
 _READ_AT_ONCE = 1 << 17
 _SKIPPED_AT_ONCE = 1 << 20
 
 
 class InputFile(io.RawIOBase):
-    """A regular file, as long as it was when it was opened.
+    """A regular file, up to the length that it had when it was opened.
 
     Args:
-        path: Where it is.
+        path: Path of the file.
 
     Attributes:
-        num_bytes: Its length.
+        num_bytes: The length.
 
     Raises:
-        OSError: It cannot be opened, or is not a regular file.
+        OSError: The file cannot be opened, or is not a regular file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
         try:
             _require_regular(os.stat(path), path)
-            # Another file may have taken its place: one that would wait must not wait here.
+            # The path may name another file now; if that is a pipe, opening must not block.
             self._file = io.FileIO(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)))
         except ValueError as error:  # a null byte, or a surrogate that no file name can hold
             raise OSError(errno.EINVAL, str(error), os.fspath(path)) from None
@@ -68,8 +68,8 @@ class InputFile(io.RawIOBase):
         """Refuse a file of length 0 that has bytes, as those of ``/proc`` do."""
         if self._file.read(1):
             if not os.fstat(self._file.fileno()).st_size:
-                what = "the system does not report its length"
-                raise OSError(errno.EINVAL, what, os.fspath(path))
+                reason = "the system does not report its length"
+                raise OSError(errno.EINVAL, reason, os.fspath(path))
             self._file.seek(0)  # it has grown since it was opened
 
     @override
@@ -104,7 +104,7 @@ def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> 
     """Read a file as a whole.
 
     Raises:
-        OSError: It cannot be read, or is longer than ``max_bytes``.
+        OSError: The file cannot be read, or is longer than ``max_bytes``.
     """
     file = InputFile(path)
     with io.BufferedReader(file) as reader:
@@ -118,10 +118,10 @@ def open_rows(path: str | os.PathLike[str]) -> Iterator[tuple[InputFile, BinaryI
     """Open a file of rows, compressed by gzip or not.
 
     Returns:
-        The file, and the unpacked rows in it.
+        The file, and a reader of its decompressed rows.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: The file cannot be opened.
     """
     file = InputFile(path)
     with io.BufferedReader(file, _READ_AT_ONCE) as reader:
@@ -133,10 +133,10 @@ def open_rows(path: str | os.PathLike[str]) -> Iterator[tuple[InputFile, BinaryI
 
 
 def read_rows(rows: BinaryIO, longest: int) -> Iterator[bytes | None]:
-    """Each row with its line break; None in place of a row that is longer than ``longest`` bytes.
+    """Yield each row with its line break, or None for a row longer than ``longest`` bytes.
 
     Raises:
-        OSError: The file can no longer be read; or one of :data:`DAMAGED_GZIP`.
+        OSError: The file can no longer be read, or is damaged (:data:`DAMAGED_GZIP`).
     """
     while row := rows.readline(longest + 1):
         if len(row) <= longest:

@@ -1,9 +1,9 @@
-"""The two names of a block's KV: its hash, and the key that also says its KV-cache group.
+"""The two names of a block's KV: its hash, and the key, which adds the KV-cache group.
 
 Laws: KEY-1 to KEY-3 in ``kvview/laws.toml``.
 
-Bytes rather than tuples: one object a key, and nothing for the garbage collector to
-track. The packing is that of vLLM's ``BlockHashWithGroupId``.
+Keys are bytes and not tuples, because bytes are one object each that the garbage collector
+does not track. They are packed like vLLM's ``BlockHashWithGroupId``.
 
 Source: ``vllm/v1/kv_offload/base.py`` (0.20.0 and later).
 """
@@ -16,7 +16,7 @@ from typing import NewType, cast
 from kvview.errors import NotAnOffloadKeyError
 
 BlockHash = NewType("BlockHash", bytes)
-"""Hash of the tokens of a block and of all before it; of any length, without group (KEY-1)."""
+"""Hash of the tokens of a block and of all tokens before it; any length, no group (KEY-1)."""
 
 OffloadKey = NewType("OffloadKey", bytes)
 """``block_hash + group_idx`` as 4 big-endian bytes (KEY-2)."""
@@ -31,7 +31,7 @@ def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
     """Pack a block hash and a KV-cache-group index.
 
     Args:
-        block_hash: A :data:`BlockHash`; plain bytes from outside are taken too.
+        block_hash: A :data:`BlockHash`, or plain bytes.
         group_idx: Index of the KV-cache group.
 
     Raises:
@@ -46,7 +46,7 @@ def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
 
 
 def make_offload_keys(block_hashes: Sequence[bytes], group_idx: int) -> list[OffloadKey]:
-    """Pack many block hashes of one KV-cache group, checked once.
+    """Pack many block hashes of one KV-cache group; all of them are checked first.
 
     Raises:
         NotAnOffloadKeyError: As for :func:`make_offload_key`.
@@ -58,24 +58,24 @@ def make_offload_keys(block_hashes: Sequence[bytes], group_idx: int) -> list[Off
 
 
 def require_offload_key(key: bytes) -> OffloadKey:
-    """The same bytes as a key, if they can be one.
+    """Return the same bytes as a key.
 
     Raises:
-        NotAnOffloadKeyError: They cannot: a block hash was handed over, most likely (KEY-3).
+        NotAnOffloadKeyError: The bytes cannot be a key; most likely they are a block hash (KEY-3).
     """
     if len(key) <= _GROUP_BYTES or key[-_GROUP_BYTES:-2] != b"\0\0":
         raise NotAnOffloadKeyError(
-            f"KEY-3: {key.hex()} is no offload key: its last 4 bytes are no KV-cache group "
-            f"below {MAX_GROUPS}. Make one of a block hash with make_offload_key(hash, group_idx)"
+            f"KEY-3: {key.hex()} is not an offload key: its last 4 bytes are not a KV-cache group "
+            f"below {MAX_GROUPS}. If it is a block hash, use make_offload_key(hash, group_idx)"
         )
     return OffloadKey(key)
 
 
 def get_offload_block_hash(key: OffloadKey) -> BlockHash:
-    """The block hash inside a key."""
+    """Return the block hash inside a key."""
     return BlockHash(key[:-_GROUP_BYTES])
 
 
 def get_offload_group_idx(key: OffloadKey) -> int:
-    """The KV-cache-group index inside a key."""
+    """Return the index of the KV-cache group inside a key."""
     return int.from_bytes(key[-_GROUP_BYTES:], "big")

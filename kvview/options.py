@@ -1,6 +1,6 @@
-"""A connector's options: from what the user gave to a checked pydantic model.
+"""A connector's options, from the user's text to a checked pydantic model.
 
-Not imported by ``import kvview``: pydantic alone would take longer than all of it.
+``import kvview`` does not import this module, because pydantic takes longer to import than kvview.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def parse_options(model: type[OptionsT], options: Mapping[str, Any]) -> OptionsT
 
     Args:
         model: The options; ``extra="forbid"`` makes a typo an error.
-        options: What the user gave.
+        options: The user's options.
 
     Raises:
-        ConfigError: One line: every option that is wrong, and the known ones.
+        ConfigError: Lists every wrong option and the known ones, in one line.
     """
     try:
         return model.model_validate(dict(options))
@@ -39,14 +39,14 @@ def parse_options(model: type[OptionsT], options: Mapping[str, Any]) -> OptionsT
 
 
 def read_options(given: Iterable[str], flag: str = "--option") -> dict[str, Any]:
-    """The options of a command line: ``KEY=VALUE``, the value JSON or else text.
+    """Read the options of a command line: ``KEY=VALUE``, with a value in JSON or as text.
 
     Args:
-        given: As they were typed; of one key the last counts.
-        flag: What they are given by, for the error.
+        given: The options as typed; the last option of a key counts.
+        flag: Name of the command-line flag, for the error.
 
     Raises:
-        ConfigError: One is not of that form.
+        ConfigError: An option does not have this form.
     """
     options: dict[str, Any] = {}
     for option in given:
@@ -63,17 +63,17 @@ def read_options(given: Iterable[str], flag: str = "--option") -> dict[str, Any]
 def make_with_options(
     make: Callable[..., MadeT], options: Mapping[str, Any], *args: Any, flag: str, **fixed: Any
 ) -> MadeT:
-    """Call a class or a factory with what it is always given, and with a user's options.
+    """Call a class or a factory with fixed arguments and a user's options.
 
     Args:
-        make: What to call.
-        options: What the user gave.
-        args: What it is always given.
-        flag: What the options are given by, for the error.
-        fixed: What it is always given, by name.
+        make: The class or factory.
+        options: The user's options.
+        args: Fixed positional arguments.
+        flag: Name of the flag or setting that has the options, for the error.
+        fixed: Fixed keyword arguments.
 
     Raises:
-        ConfigError: It has no such option, needs one that is not given, or one has a wrong type.
+        ConfigError: An option is unknown, missing, or of a wrong type.
     """
     try:
         return make(*args, **fixed, **options)

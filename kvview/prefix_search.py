@@ -1,24 +1,26 @@
-"""What the search for a cached prefix asks about the blocks of one group.
+"""The search for the longest cached prefix, in one KV-cache group and in several.
 
-The search itself is that of each kind of group (:mod:`kvview.geometry`).
+Each kind of group (:mod:`kvview.geometry`) chooses one of the two searches in a group. A search
+looks up each block at most once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 IsCached = Callable[[int], bool]
 """Whether block number i of a request (0-based, in its group's blocks) is cached."""
 
 
 class CachedBlocks:
-    """What a search knows of the blocks of one group; it asks about none twice.
+    """The blocks of one group that are cached, as far as a search has looked them up.
 
-    Who can look up many blocks at once overrides the three questions, whose limits only
-    fall in the course of one search.
+    A caller that can look up many blocks at once overrides the three methods. The limits that
+    they are called with only fall in the course of one search.
 
     Args:
-        is_cached: Asked about block numbers of the group.
+        is_cached: Called with block numbers of the group.
     """
 
     def __init__(self, is_cached: IsCached) -> None:
@@ -27,7 +29,7 @@ class CachedBlocks:
         self._run: int | None = None  # from here to the last limit all blocks are cached
 
     def first_missing(self, stop: int) -> int:
-        """The first block that is not cached, at most ``stop``."""
+        """Return the first block that is not cached, at most ``stop``."""
         if self._num_leading is None:
             block = 0
             while block < stop and self._is_cached(block):
@@ -36,7 +38,7 @@ class CachedBlocks:
         return min(stop, self._num_leading)
 
     def last_missing(self, start: int, stop: int) -> int | None:
-        """The last block from ``start`` to ``stop`` that is not cached, if there is one."""
+        """Return the last block from ``start`` to ``stop`` that is not cached, or None."""
         block = (stop if self._run is None else min(stop, self._run)) - 1
         while block >= start and self._is_cached(block):
             block -= 1
@@ -44,8 +46,90 @@ class CachedBlocks:
         return block if block >= start else None
 
     def last_cached(self, num_blocks: int, step: int) -> int:
-        """The largest of ``num_blocks``, less ``step`` each, that ends with a cached block."""
+        """Return the most of ``num_blocks``, less ``step`` each, that end with a cached block."""
         while num_blocks > 0 and not self._is_cached(num_blocks - 1):
             num_blocks -= step
         self._run = num_blocks - 1
         return num_blocks
+
+
+class SearchedGroup(Protocol):
+    """A KV-cache group, as far as a search needs it."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in one block."""
+        ...
+
+    def required_blocks(self, num_tokens: int) -> range:
+        """Blocks that must hold KV for a prefix of ``num_tokens`` (GEO-3)."""
+        ...
+
+    def search_prefix(self, max_tokens: int, cached: CachedBlocks, alignment: int) -> int:
+        """Return the longest cached prefix of this group, in tokens."""
+        ...
+
+
+def search_from_left(
+    group: SearchedGroup, max_tokens: int, cached: CachedBlocks, alignment: int
+) -> int:
+    """Search a group in which every prefix needs all its blocks: stop at the first miss."""
+    num_tokens = cached.first_missing(max(0, max_tokens) // group.block_size) * group.block_size
+    return num_tokens - num_tokens % alignment
+
+
+def search_from_right(
+    group: SearchedGroup,
+    max_tokens: int,
+    cached: CachedBlocks,
+    alignment: int,
+    *,
+    needs_last_block: bool,
+) -> int:
+    """Search a group in which a prefix needs its last blocks only.
+
+    Args:
+        group: The group.
+        max_tokens: Upper limit in tokens.
+        cached: Its cached blocks.
+        alignment: The result is a multiple of this many tokens, and this of the block size.
+        needs_last_block: Whether every prefix needs its last block, so that the search may
+            skip ends that are not cached.
+    """
+    step = alignment // group.block_size
+    num_blocks = max_tokens // alignment * step
+    while num_blocks > 0:
+        required = group.required_blocks(num_blocks * group.block_size)
+        missing = cached.last_missing(required.start, required.stop)
+        if missing is None:
+            return num_blocks * group.block_size
+        # Every prefix that still needs the missing block is out.
+        num_blocks = missing // step * step
+        if needs_last_block:
+            num_blocks = cached.last_cached(num_blocks, step)
+    return 0
+
+
+def search_common_prefix(
+    groups: Sequence[SearchedGroup],
+    max_tokens: int,
+    cached: Sequence[CachedBlocks],
+    alignment: int,
+) -> int:
+    """Return the longest prefix that is a hit for every group (GEO-4), in tokens.
+
+    Args:
+        groups: Searched in this order, so a group with few hits should come first.
+        max_tokens: Upper limit in tokens.
+        cached: The cached blocks of each group.
+        alignment: The result is a multiple of this many tokens.
+    """
+    num_tokens = max_tokens
+    while True:
+        before = num_tokens
+        for group, blocks in zip(groups, cached, strict=True):
+            # The greatest common hit is never stepped over: each group only
+            # moves to its own longest hit at or below the candidate.
+            num_tokens = group.search_prefix(num_tokens, blocks, alignment)
+        if num_tokens == before or num_tokens == 0:
+            return num_tokens

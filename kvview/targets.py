@@ -1,13 +1,13 @@
-"""Targets: what ``path/to/file.py:Name`` and ``package.module:Name`` stand for.
+"""Targets: the names ``path/to/file.py:Name`` and ``package.module:Name`` of Python objects.
 
-1. A file is loaded once a process and known by its real path: one file through two
-   spellings is one module, two files with one stem are two.
-2. Its module's name follows from that path alone. What is pickled here can be unpickled
+1. A file is loaded once per process, by its real path. So two spellings of one path are one
+   module, and two files with the same stem are two modules.
+2. The name of its module depends on that path only, so an object pickled here can be unpickled
    in another process that has loaded the same target.
-3. A relative path starts at the working directory of the moment; where there is no such
-   file, at that of the moment when it was loaded before.
-4. A file edited after it was loaded stays as it was loaded, until the process ends;
-   loading it again logs a warning.
+3. A relative path is relative to the current working directory or, if the file does not exist
+   there, to the working directory of an earlier load.
+4. A file that is edited after it was loaded is not loaded again in the same process; another
+   load logs a warning.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ def load_connector(target: str) -> type[Connector]:
             a class in a class.
 
     Raises:
-        ConfigError: The target does not import, or names no ``Connector`` that can be
+        ConfigError: The target cannot be imported, or is not a ``Connector`` class that can be
             built from a :class:`~kvview.ConnectorConfig`.
     """
     return require_connector(load_target(target), f"target {target!r}")
 
 
 def require_connector(found: object, name: str) -> type[Connector]:
-    """Refuse what is no connector class that can be built.
+    """Refuse an object that is not a connector class that can be built.
 
     Args:
-        found: What somebody means to be one.
-        name: Of it, for the error.
+        found: The object.
+        name: Its name, for the error.
 
     Raises:
         ConfigError: As :func:`load_connector`.
@@ -64,28 +64,28 @@ def require_connector(found: object, name: str) -> type[Connector]:
         if problem := _why_not_built(found):
             raise ConfigError(f"{name}: {found.__qualname__} {problem}")
         return found
-    raise ConfigError(f"{name} is {_what_it_is(found)}, not a subclass of Connector")
+    raise ConfigError(f"{name} is {_described(found)}, not a subclass of Connector")
 
 
 def is_connector(found: object) -> bool:
-    """Whether a target is meant for :func:`load_connector`, rightly or not."""
+    """Whether a target is meant as a connector, even if it is one half or an object."""
     parts = (Connector, SchedulerConnector, WorkerConnector)
     return isinstance(found, parts) or (isinstance(found, type) and issubclass(found, parts))
 
 
 def is_engine_connector(found: object) -> bool:
-    """Whether a target is a connector class of an engine's own kind, as of vLLM's."""
+    """Whether a target is a connector class of an engine, for example vLLM."""
     return isinstance(found, type) and any(kind.__name__ in _ENGINE_BASES for kind in found.__mro__)
 
 
 def load_target(target: str) -> Any:
-    """What a target names: a class or a factory.
+    """Import the class or factory that a target names.
 
     Args:
         target: ``package.module:name`` or ``path/to/file.py:name``; names may have dots.
 
     Raises:
-        ConfigError: It does not import, or there is no such name.
+        ConfigError: The module cannot be imported, or has no such name.
     """
     location, colon, name = target.rpartition(":")
     if not colon or not location or not name:
@@ -104,7 +104,7 @@ def load_target(target: str) -> Any:
 
 
 def target_of(value: Any) -> str | None:
-    """The target of a class or function that came from a file; None for any other."""
+    """Return the target of a class or function that was loaded from a file, or None."""
     path = _Files.paths.get(getattr(value, "__module__", None) or "")
     if path is None:
         return None
@@ -130,7 +130,7 @@ def _names_in(module: ModuleType) -> str:
     return ", ".join(connectors or own) or "nothing"
 
 
-def _what_it_is(found: Any) -> str:
+def _described(found: Any) -> str:
     if isinstance(found, Connector):
         return f"an object of {type(found).__name__}: name the class"
     if is_connector(found):
@@ -142,7 +142,7 @@ def _what_it_is(found: Any) -> str:
 
 def _why_not_built(found: type[Connector]) -> str | None:
     if found is Connector:
-        return "is the base class, which does nothing: name a subclass of it"
+        return "is the base class, which does nothing: name a subclass"
     if inspect.isabstract(found):
         lacks: frozenset[str] = vars(found)["__abstractmethods__"]
         return f"is abstract: it lacks {', '.join(sorted(lacks))}"
@@ -158,19 +158,19 @@ def _why_not_built(found: type[Connector]) -> str | None:
 
 
 class _Files:
-    """Finds the modules of file targets, by the name that was made from the path.
+    """A finder of the import system for modules that are loaded from files.
 
-    They come in through the import system, which locks, cleans up after a failure and
-    lets pickle, dataclasses and ``importlib.reload`` find them.
+    The import system locks, cleans up after a failure, and lets pickle, dataclasses and
+    ``importlib.reload`` find the modules.
     """
 
-    paths: dict[str, str] = {}  # noqa: RUF012 - one table a process, as sys.modules is
-    _locations: dict[str, str] = {}  # noqa: RUF012 - as written, to the path that they had
+    paths: dict[str, str] = {}  # noqa: RUF012 - one table per process, as sys.modules is
+    _locations: dict[str, str] = {}  # noqa: RUF012 - paths as written, with their real paths
     _stats: dict[str, tuple[int, int]] = {}  # noqa: RUF012
 
     @classmethod
     def add(cls, location: str) -> str:
-        """The name of a file's module, by which it can be imported from now."""
+        """Make the module of a file importable; returns its name."""
         path = os.path.realpath(location)
         if os.path.isfile(path):
             cls._locations[location] = path
@@ -183,7 +183,7 @@ class _Files:
 
     @classmethod
     def find_spec(cls, name: str, *_: object) -> ModuleSpec | None:
-        """What the import system asks for."""
+        """Return the spec of a module, as the import system requires it."""
         path = cls.paths.get(name)
         if path is None:
             return None
@@ -192,7 +192,7 @@ class _Files:
 
     @classmethod
     def was_edited(cls, name: str) -> bool:
-        """Whether the file of a module was edited after it was loaded; True once an edit."""
+        """Whether the file of a module was edited after its load; True once per edit."""
         before, now = cls._stats.get(name), cls._stat(cls.paths[name])
         if name in sys.modules:
             cls._stats[name] = now
@@ -207,7 +207,7 @@ class _Files:
         return found.st_mtime_ns, found.st_size
 
 
-sys.meta_path.append(_Files)  # asked last: nothing else has names of this kind
+sys.meta_path.append(_Files)  # last, because no other finder has such names
 
 
 def _import(target: str, location: str) -> ModuleType:
@@ -219,8 +219,8 @@ def _import(target: str, location: str) -> ModuleType:
             raise ConfigError(f"target {target!r}: there is no file {location!r}{seen_from}")
         if _Files.was_edited(name):
             _log.warning(
-                "target %r: the file was edited after it was loaded; this process goes on with "
-                "what it loaded. Start a new one for the new file.",
+                "target %r: the file was edited after it was loaded, but this process continues "
+                "with the loaded version; start a new process to load the new version",
                 target,
             )
     try:
@@ -229,7 +229,7 @@ def _import(target: str, location: str) -> ModuleType:
         line = where(error, name) or ""
         file = f"{location.replace('.', os.sep)}.py"
         is_file = name == location and os.path.isfile(file)
-        hint = f". The file is there: {file}:{target.rpartition(':')[2]}" if is_file else ""
+        hint = f". Did you mean the file {file}:{target.rpartition(':')[2]}?" if is_file else ""
         raise ConfigError(
             f"target {target!r} does not import: {line}{': ' * bool(line)}{one_line(error)}{hint}"
         ) from error

@@ -1,4 +1,4 @@
-"""Where the project and its documentation are, and where a law stands."""
+"""The addresses of the project, of its documentation and of each law."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _NO_LAWS = {"ENGINE": "engine", "coverage": "not-checked"}
 
 
 def law_url(law: str) -> str:
-    """The page about a law, at its anchor.
+    """Return the address of a law's documentation.
 
     Args:
-        law: ``"POOL-4"``; ``"POOL-*"`` for all of a family; or what reports have in its place,
+        law: A law, ``"POOL-4"`` for example, or a family, ``"POOL-*"``. Reports also use
             ``"ENGINE"`` and ``"coverage"``, which the page about symptoms explains.
 
     Returns:
-        An absolute URL; empty for anything else.
+        An absolute URL; empty for any other text.
     """
     if found := _LAW.fullmatch(law):
         family, number = found.groups()

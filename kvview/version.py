@@ -1,6 +1,6 @@
-"""The version of the package, and of the contract that it keeps.
+"""The version of the package, and of the contract that it implements.
 
-What may change when is written in ``docs/compatibility.md``.
+``docs/compatibility.md`` defines the changes that each kind of release may make.
 """
 
 from __future__ import annotations
@@ -19,39 +19,40 @@ _NAMED = ("hypothesis", "torch", "vllm")
 _VERSION = re.compile(r"[0-9]{1,9}\.[0-9]{1,9}")
 
 
-def require_contract(written_to: str, who: str) -> None:
-    """Refuse what was written to a contract that this kvview does not keep.
+def require_contract(written_to: str, name: str) -> None:
+    """Refuse a connector or store written for a contract that this kvview does not support.
 
     Args:
         written_to: A version as in :data:`CONTRACT_VERSION`.
-        who: Named in the error.
+        name: Name of the class, for the error.
 
     Raises:
-        UnsupportedContractError: Another major version, a later minor one, or no version.
+        UnsupportedContractError: The version has another major number or a later minor
+            number, or is not a version.
     """
     if not isinstance(written_to, str) or not _VERSION.fullmatch(written_to):
         raise UnsupportedContractError(
-            f"{who}: contract_version {written_to!r} is no version such as {CONTRACT_VERSION!r}"
+            f"{name}: contract_version {written_to!r} is not a version such as {CONTRACT_VERSION!r}"
         )
     major, minor = map(int, written_to.split("."))
     kept_major, kept_minor = map(int, CONTRACT_VERSION.split("."))
     if major != kept_major or minor > kept_minor:
         raise UnsupportedContractError(
-            f"{who} was written to contract {written_to}, and this kvview ({__version__}) keeps "
-            f"{CONTRACT_VERSION}: "
+            f"{name} was written for contract {written_to}, but this kvview ({__version__}) "
+            f"supports {CONTRACT_VERSION}: "
             + (
                 "upgrade kvview"
                 if (major, minor) > (kept_major, kept_minor)
-                else "see CHANGELOG.md for what changed since, or install an older kvview"
+                else "update the class as CHANGELOG.md describes, or install an older kvview"
             )
         )
 
 
 def versions_of(target: object = None) -> dict[str, str]:
-    """Versions by name: of kvview, Python, the machine, what was imported, and the target.
+    """Return versions by name: kvview, Python, the machine, and imported libraries.
 
     Args:
-        target: What was checked; the distribution that its module is from is named too.
+        target: A class that was checked; its distribution is included.
     """
     import platform
     from importlib import metadata

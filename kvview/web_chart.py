@@ -1,4 +1,4 @@
-"""Charts of a page, as SVG inside it: what they say, they say without colour too."""
+"""Charts as SVG inside a page. They can be read without colour too."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, LEFT, RIGHT, TOP = 900, 72, 34, 14
-_HATCHED = "held"  # not by colour alone; the page's style has the colours, by class
+_HATCHED = "held"  # so that it differs not only by colour; the page's style has the colours
 _HATCH = 7  # pixels from one line to the next
 
 HIT_KINDS = (("engine", "hit on the GPU"), ("held", "hit on the host"), ("free", "computed"))
-"""Classes and labels of what prompt blocks come from."""
+"""Classes and labels of the sources of prompt blocks."""
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Area:
-    """One of several areas, one upon the other.
+    """One of several stacked areas.
 
     Args:
         kind: Its class in the page's style: ``engine``, ``held`` (hatched) or ``free``.
-        label: As text.
-        heights: One between two edges.
+        label: The label, as text.
+        heights: The height between each two edges.
     """
 
     kind: str
@@ -32,15 +32,15 @@ class Area:
 
 
 class Chart:
-    """Maps values to places, and draws what all charts have.
+    """A chart: maps values to pixels, and draws axes, areas and a legend.
 
     Args:
-        name: What it shows, for those who do not see it.
-        first: Of the axis to the right.
-        last: Of it.
-        top: Of the axis upwards, from 0.
-        height: Pixels.
-        bottom: Of them, below the axis: for ticks and the legend.
+        name: Description of the chart, for screen readers.
+        first: First value of the horizontal axis.
+        last: Last value of the horizontal axis.
+        top: Last value of the vertical axis, which starts at 0.
+        height: Height in pixels.
+        bottom: Pixels below the axis, for ticks and the legend.
     """
 
     def __init__(
@@ -50,16 +50,16 @@ class Chart:
         self._top, self.height, self.bottom = top, height, height - bottom
 
     def x(self, value: float) -> float:
-        """Pixels from the left."""
+        """Return the pixels from the left."""
         share = (value - self._first) / (self._last - self._first)
         return round(LEFT + (WIDTH - LEFT - RIGHT) * share, 1)
 
     def y(self, value: float) -> float:
-        """Pixels from above."""
+        """Return the pixels from the top."""
         return round(self.bottom - (self.bottom - TOP) * value / self._top, 1)
 
     def up(self, title: str, ticks: Iterable[tuple[float, str]]) -> list[str]:
-        """The lines and labels of the axis upwards."""
+        """Draw the lines and labels of the vertical axis."""
         parts = []
         for value, label in ticks:
             at = self.y(value)
@@ -73,19 +73,19 @@ class Chart:
         return parts
 
     def shares(self, title: str) -> list[str]:
-        """The same, where the top is a share."""
+        """Draw the vertical axis with shares in percent."""
         every = next(step for step in (0.01, 0.02, 0.05, 0.1, 0.2, 1.0) if self._top / step <= 8)
         numbers = range(int(self._top / every + 1e-9) + 1)
         return self.up(title, [(n * every, f"{n * every:.0%}") for n in numbers])
 
     def tick(self, at: float, label: str, row: int = 0) -> str:
-        """A label of the axis to the right, at a place."""
+        """Draw a label of the horizontal axis."""
         y = self.bottom + 18 + 16 * row
         line = f'<path class="axis" d="M{at},{self.bottom} v4"/>' if not row else ""
         return f'{line}<text x="{at}" y="{y}" text-anchor="middle">{escape(label)}</text>'
 
     def stack(self, edges: Sequence[float], areas: Sequence[Area]) -> list[str]:
-        """Areas one upon the other, as stairs, in front of all."""
+        """Draw stacked areas, as stairs."""
         parts = []
         base = [0.0] * (len(edges) - 1)
         for area in areas:
@@ -114,14 +114,14 @@ class Chart:
         return " ".join(lines)
 
     def stairs(self, edges: Sequence[float], values: Sequence[float]) -> list[Point]:
-        """A value between two edges, as corners of a staircase."""
+        """Return the corners of a staircase, with one value between each two edges."""
         corners = []
         for left, right, value in zip(edges, edges[1:], values, strict=False):
             corners += [(self.x(left), self.y(value)), (self.x(right), self.y(value))]
         return corners
 
     def legend(self, entries: Iterable[tuple[str, str]]) -> list[str]:
-        """Boxes of areas and what they mean; a kind that is none is drawn as a line."""
+        """Draw the legend: a box for each area and a line for any other kind, with labels."""
         parts, at, y = [], float(LEFT), self.height - 14
         for kind, label in entries:
             if kind in ("engine", "held", "free"):
@@ -135,7 +135,7 @@ class Chart:
         return parts
 
     def svg(self, parts: Iterable[str]) -> str:
-        """The chart, of all its parts."""
+        """Join the parts to an SVG element."""
         axes = f'<path class="axis" d="M{LEFT},{TOP} V{self.bottom} H{WIDTH - RIGHT}"/>'
         return (
             f'<div class="wide"><svg viewBox="0 0 {WIDTH} {self.height}" role="img" '
@@ -144,7 +144,11 @@ class Chart:
 
 
 def hit_areas(moments: Iterable[tuple[int, int, int]]) -> list[Area]:
-    """Shares of the prompt blocks, of moments: hit on the GPU, hit on the host, all."""
+    """Make areas of the shares of prompt blocks.
+
+    Args:
+        moments: Blocks hit on the GPU, blocks hit on the host, and all blocks.
+    """
     heights = [
         (gpu / blocks, host / blocks, 1 - (gpu + host) / blocks) if blocks else (0.0, 0.0, 0.0)
         for gpu, host, blocks in moments
@@ -154,12 +158,12 @@ def hit_areas(moments: Iterable[tuple[int, int, int]]) -> list[Area]:
 
 
 def points_of(points: Iterable[Point]) -> str:
-    """Points, as SVG writes them."""
+    """Format points for SVG."""
     return " ".join(f"{x},{y}" for x, y in points)
 
 
 def round_ticks(first: int, last: int, limit: int) -> list[int]:
-    """Round numbers for an axis: both ends, and what keeps clear of them."""
+    """Return both ends of an axis and round numbers between them that keep a distance."""
     sizes = (factor * 10**power for power in range(9) for factor in (1, 2, 5))
     every = next(size for size in sizes if (last - first) / size < limit)
     inner = [tick for tick in range(first, last) if tick % every == 0]

@@ -60,14 +60,14 @@ section.expected { border-left: 3px dashed var(--expected); color: inherit }
 """
 
 
-def write_page(what: str, path: str | Path, title: str, parts: Iterable[str]) -> None:
+def write_page(kind: str, path: str | Path, title: str, parts: Iterable[str]) -> None:
     """Write a page.
 
     Args:
-        what: It is, for the error.
-        path: Of the page.
-        title: As text.
-        parts: Of its body, as HTML.
+        kind: The kind of page, for the error.
+        path: The file to write.
+        title: The title, as text.
+        parts: The parts of the body, as HTML.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -80,42 +80,42 @@ def write_page(what: str, path: str | Path, title: str, parts: Iterable[str]) ->
     body = "\n".join([f"<h1>{escape(title)}</h1>", *parts])
     page = f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
     try:
-        # A lone surrogate, which a message may quote, must not cost the report.
+        # A message may quote a lone surrogate, which must not prevent the report.
         Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise ConfigError(f"{what} {str(path)!r}: {error.strerror}") from error
+        raise ConfigError(f"{kind} {str(path)!r}: {error.strerror}") from error
 
 
 def wide(html: str) -> str:
-    """What may be wider than a narrow screen, and is then moved by itself."""
+    """Wrap HTML that may be wider than a narrow screen, so that it scrolls by itself."""
     return f'<div class="wide" tabindex="0">{html}</div>'
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> str:
-    """Names and values as a table: both as text."""
+    """Make a table of names and values, both given as text."""
     lines = [f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows]
     return "<table>" + "\n".join(lines) + "</table>"
 
 
 def share_bar(share: float) -> str:
-    """A share as a striped bar and a number."""
+    """Show a share as a striped bar and a number."""
     return f'<span class="share"><i style="width:{min(1, share):.1%}"></i></span> {share:.1%}'
 
 
 def made_by(versions: Mapping[str, str]) -> list[str]:
-    """The end of every page: what its figures rest on."""
+    """Make the end of a page: the versions of the software that made its figures."""
     return ["<h2>Made with</h2>", facts(versions.items())]
 
 
 def make_table(
     names: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = ()
 ) -> str:
-    """A table as HTML.
+    """Make a table.
 
     Args:
-        names: Of its columns, as text.
+        names: Names of the columns, as text.
         rows: Cells, as HTML.
-        numbers: Names of the columns that hold numbers.
+        numbers: Names of the columns of numbers.
     """
 
     def row(tag: str, cells: Sequence[str]) -> str:

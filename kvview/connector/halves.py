@@ -1,18 +1,18 @@
 """The connector contract: two halves, one file, any engine.
 
-The scheduler half lives where blocks are allocated: it holds the pool view,
-answers what could be loaded, and plans transfers. The worker half lives where
-the KV bytes are: it runs the plan. Both have a default for every method, so a
-connector overrides what it needs, and a later release may add methods.
+The scheduler half runs next to the engine's scheduler. It has the pool view, promises
+prefixes that it can load, and plans transfers. The worker half runs next to the KV bytes and
+executes the plans. Every method has a default, so a connector overrides the methods that it
+needs, and a later release may add methods.
 
 Laws: CONN-1 to CONN-13 in ``kvview/laws.toml``.
 
-The engine, for its part: calls the scheduler half from one thread; runs loads
-of a request before computing what follows them; never hands a block of an
-unfinished load to anyone else; treats a failed load as not computed; and asks
-``match_prefix`` again where something came between its answer and the blocks (CONN-2).
+The engine promises the following. It calls the scheduler half from one thread. It runs the
+loads of a request before it computes the tokens behind them. It never gives a block of an
+unfinished load to another request. It treats a failed load as not computed. It calls
+``match_prefix`` again if another call came between the promise and the blocks (CONN-2).
 
-The life of a request is drawn in ``docs/life-of-a-request.md``.
+``docs/life-of-a-request.md`` draws the calls for one request.
 
 Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` (0.33.0), and
 vLLM PRs #39654 (bind) and #41011 (engine facts for the scheduler half).
@@ -36,7 +36,7 @@ from kvview.version import CONTRACT_VERSION
 
 
 class FinishReason(Enum):
-    """Why a request ended."""
+    """The reason why a request ended."""
 
     FINISHED = auto()
     ABORTED = auto()
@@ -44,11 +44,11 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True)
 class ConnectorConfig:
-    """What a connector is built from.
+    """The arguments of a connector.
 
     Args:
         geometry: Block sizes and KV-cache groups of the engine.
-        options: The user's settings for this connector, unchecked.
+        options: The user's settings for this connector, not yet checked.
     """
 
     geometry: CacheGeometry
@@ -57,13 +57,13 @@ class ConnectorConfig:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """Read-only facts of a started engine, beside the view.
+    """Read-only facts of a started engine.
 
     Args:
         num_gpu_blocks: Blocks of the pool, the null block included.
-        page_bytes: Per KV-cache group, bytes of one block over all its layers.
-        max_blocks_per_step: Blocks that the tokens computed in one step may need;
-            blocks to load into come on top.
+        page_bytes: For each KV-cache group, bytes of one block over all its layers.
+        max_blocks_per_step: Blocks that the tokens computed in one step may need,
+            without the blocks for loads.
     """
 
     num_gpu_blocks: int
@@ -72,10 +72,10 @@ class EngineFacts:
 
 
 class SchedulerConnector(Hooked):
-    """The half beside the scheduler. Every method has a default that does nothing."""
+    """The half next to the scheduler. Every method has a default that does nothing."""
 
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
-        """Receive the pool: the first event after construction (CONN-1).
+        """Receive the view of the pool: the first event after construction (CONN-1).
 
         Args:
             view: Valid until the engine closes it (POOL-10).
@@ -85,9 +85,9 @@ class SchedulerConnector(Hooked):
         """Receive the facts of the started engine, right after the bind."""
 
     def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
-        """How much more of the prefix could be loaded than the GPU holds.
+        """Promise the number of tokens that can be loaded beyond the GPU's own hit.
 
-        May be asked again, in this step or a later one, before any blocks come.
+        The engine may call it again, in this step or a later one, before it allocates blocks.
 
         Args:
             request: The request to be scheduled; it has no blocks yet.
@@ -97,7 +97,7 @@ class SchedulerConnector(Hooked):
         Returns:
             Tokens beyond ``num_computed_tokens``; the sum is a multiple of
             ``scheduler_block_size`` and leaves at least one token to compute.
-            None to be asked again in a later step.
+            None defers the request, so that the engine calls again in a later step.
         """
         return 0
 
@@ -108,76 +108,76 @@ class SchedulerConnector(Hooked):
         num_computed_tokens: int,
         num_external_tokens: int,
     ) -> None:
-        """Blocks were allocated for a request that is about to start.
+        """Receive the blocks of a request that is about to start.
 
         Args:
             request: The request.
             block_ids: Its whole block table, per group.
             num_computed_tokens: Tokens that the GPU prefix cache hit.
-            num_external_tokens: Tokens to load, right behind those: at most what
-                ``match_prefix`` promised, 0 when nothing is to be loaded. Of each group
-                the blocks of ``required_blocks`` of the sum are needed, no others.
+            num_external_tokens: Tokens to load right behind those, at most the number that
+                ``match_prefix`` promised; 0 for no load. In each group, only the blocks of
+                ``required_blocks`` of the sum must be loaded.
         """
 
     def plan_step(self, step: StepInfo) -> StepPlan:
-        """Say what the worker half does in this step; called once a step.
+        """Return the jobs that the worker half starts in this step; called once per step.
 
-        1. Every request whose blocks were allocated with external tokens since
-           the last plan must have all its loads in this one.
+        1. The plan must contain all loads of every request whose blocks were allocated
+           with external tokens since the last plan.
         """
         return StepPlan()
 
     def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
-        """Hear how jobs ended, in order of completion (CONN-3)."""
+        """Receive the results of jobs, in order of completion (CONN-3)."""
 
     def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
-        """A request loses its blocks, or has just lost them; it comes back later.
+        """Handle a request that loses its blocks, or has just lost them; it starts again later.
 
         Args:
-            request: The request; ``num_computed_tokens`` says how much KV its blocks have.
-            block_ids: Its block table, per group; a block that is no longer its
-                own is the null block here.
+            request: The request; its blocks have the KV of ``num_computed_tokens`` tokens.
+            block_ids: Its block table, per group; the null block stands for a block that
+                the request has already lost.
         """
 
     def on_request_finished(
         self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
     ) -> None:
-        """A request is about to give its blocks back; touch what must stay.
+        """Handle a request whose blocks are about to be freed; touch the blocks to keep.
 
         Args:
-            request: The request; ``num_computed_tokens`` says how much KV its blocks have,
-                which is less than ``num_tokens`` when a token was sampled.
-            block_ids: Its block table, per group; empty when it never had blocks.
-            reason: Whether it came to its end.
+            request: The request; its blocks have the KV of ``num_computed_tokens`` tokens,
+                which is less than ``num_tokens`` if a token was sampled.
+            block_ids: Its block table, per group; empty if it never had blocks.
+            reason: Whether it finished or was aborted.
         """
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Events since the last call (EVENT-1 to EVENT-5)."""
+        """Return the events since the last call (EVENT-1 to EVENT-5)."""
         return ()
 
     def has_pending_work(self) -> bool:
-        """Whether the engine must keep stepping although nothing is scheduled."""
+        """Return whether the engine must continue to step although no request is scheduled."""
         return False
 
     def reset_cache(self) -> bool:
-        """Forget what was offloaded. False when it cannot be done now (CONN-11)."""
+        """Forget all offloaded KV; returns False if that is not possible now (CONN-11)."""
         return True
 
     def shutdown(self) -> None:
-        """Release everything held; callable twice."""
+        """Free every held block; callable twice."""
 
 
 @runtime_checkable
 class SupportsSkippedBlocks(Protocol):
-    """A scheduler half that counts what it did not store, for an engine's metrics."""
+    """A scheduler half that counts the blocks that it did not store, for the engine's metrics."""
 
     num_skipped_blocks: int
-    """Blocks since the start that could have been stored and were not: the pin budget was
-    used up, too few blocks were free, or its tier was busy."""
+    """Blocks since the start that could have been stored but were not, because the pin budget
+    was used up, too few blocks were free, or the tier was busy."""
 
 
 class WorkerConnector(Hooked):
-    """The half beside the KV bytes. Every method has a default that does nothing."""
+    """The half next to the KV bytes. Every method has a default that does nothing."""
 
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
         """Receive the KV-cache tensors, once, before the first plan."""
@@ -186,21 +186,21 @@ class WorkerConnector(Hooked):
         """Start the jobs of one step; must not wait for them."""
 
     def get_finished(self) -> list[TransferResult]:
-        """Jobs that ended since the last call; never blocks."""
+        """Return the results of jobs that ended since the last call; never blocks."""
         return []
 
     def wait(self, job_ids: Sequence[int]) -> None:
-        """Block until these jobs ended; their results still come by ``get_finished``."""
+        """Block until these jobs have ended; ``get_finished`` still returns their results."""
 
     def shutdown(self) -> None:
         """Release memory; callable twice."""
 
 
 class Connector(Hooked):
-    """What a target names: a class that builds the two halves.
+    """A connector: the class that builds the two halves, and that a target names.
 
-    In one process or in two: each side builds its own instance from an equal
-    configuration and asks it for its half.
+    The halves may be in two processes. Each process makes its own instance with an equal
+    configuration, and builds its half with it.
 
     Args:
         config: Geometry and the user's options.
@@ -210,16 +210,16 @@ class Connector(Hooked):
     """
 
     contract_version: ClassVar[str] = CONTRACT_VERSION
-    """The version of the contract that the class was written to, "1.0" for example; an
-    engine refuses one that this kvview does not keep. Left out: the installed one."""
+    """The contract version for which the class was written, "1.0" for example; by default the
+    installed one. An engine refuses a version that this kvview does not support."""
 
     def __init__(self, config: ConnectorConfig) -> None:
         self.config = config
 
     def make_scheduler(self) -> SchedulerConnector:
-        """Build the half beside the scheduler."""
+        """Build the half next to the scheduler."""
         return SchedulerConnector()
 
     def make_worker(self) -> WorkerConnector:
-        """Build the half beside the KV bytes."""
+        """Build the half next to the KV bytes."""
         return WorkerConnector()

@@ -1,9 +1,7 @@
-"""Calls of hooks: what a connector raises or wrongly returns is told as the connector's.
+"""Hook calls. An exception or a wrong return value of a hook becomes a ``HookError``.
 
-An engine calls hooks from the middle of its own work, where nobody can tell its errors from
-those of the connector. Here a call that fails becomes a :class:`~kvview.HookError` of one
-line that names the hook and the connector's own line; what the engine itself raises does not
-pass through.
+An engine calls hooks in the middle of its own work, so a plain exception could come from either.
+A :class:`~kvview.HookError` is one line with the hook and the connector's own line of source.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from kvview.version import require_contract
 
 PartT = TypeVar("PartT", Connector, SchedulerConnector, WorkerConnector)
 
-# Those that may refuse what the user set, or lack a library: a ConfigError comes through.
+# Hooks that may refuse options or lack a library, so their ConfigError passes unchanged.
 _AT_START = {
     "__init__",
     "make_scheduler",
@@ -47,8 +45,8 @@ _NOT_INSTALLED = re.compile(r"\b([a-z][\w.-]*) is not (?:available|installed)\b"
 _TYPED = frozenset(
     {"make_scheduler", "make_worker", "match_prefix", "plan_step", "get_finished", "take_events"}
 )
-_TOLD_AS_BOOL = frozenset({"has_pending_work", "reset_cache"})
-# The usual ones first: to ask an abstract class costs ten times as much.
+_BOOLEAN = frozenset({"has_pending_work", "reset_cache"})
+# The usual types first, because isinstance of an abstract class costs ten times as much.
 _COLLECTIONS = (list, tuple, Collection)
 _STR_OR_NONE = (str, NoneType)
 _NOT_THEIRS = {"kvview", "kvview_reference", "kvview_vllm", *sys.stdlib_module_names}
@@ -58,29 +56,29 @@ def build_connector(connector_class: type[Connector], config: ConnectorConfig) -
     """Build a connector.
 
     Raises:
-        ConfigError: It refuses its options.
-        UnsupportedContractError: It was written to another contract.
-        MissingLibraryError: It needs what is not installed.
-        HookError: Its constructor raised anything else, or made no ``Connector``.
+        ConfigError: The connector refuses its options.
+        UnsupportedContractError: It was written for another contract.
+        MissingLibraryError: A library that it needs is not installed.
+        HookError: Its constructor raised another exception, or did not make a ``Connector``.
     """
     require_contract(connector_class.contract_version, connector_class.__qualname__)
     try:
         connector: object = connector_class(config)
     except BaseException as error:
-        if (told := _told(error, "__init__", connector_class)) is error:
+        if (reported := _reported(error, "__init__", connector_class)) is error:
             raise
-        raise told from error
+        raise reported from error
     if not isinstance(connector, Connector):
-        raise _wrong_answer("__init__", connector_class, connector, "a Connector")
+        raise _wrong_value("__init__", connector_class, connector, "a Connector")
     return connector
 
 
 def watch_hooks(part: PartT) -> PartT:
-    """Have the hooks of a connector, or of a half, raise :class:`~kvview.HookError`.
+    """Make the hooks of a connector, or of a half, raise :class:`~kvview.HookError`.
 
     1. The halves that a connector makes are watched too.
-    2. What a hook returns is checked as far as an engine must rely on its type.
-    3. ``KeyboardInterrupt`` comes through; from a hook of the start, ``ConfigError`` too.
+    2. The type of a return value is checked as far as an engine relies on it.
+    3. ``KeyboardInterrupt`` passes unchanged, and ``ConfigError`` of a hook that runs at start.
 
     Returns:
         The same object.
@@ -90,46 +88,46 @@ def watch_hooks(part: PartT) -> PartT:
     return part
 
 
-def wrong_type(hook: str, answer: object) -> str | None:
-    """What a hook should have returned, None when an engine can use its answer."""
-    expected = _expected(hook, answer)
-    # Last: to ask costs more than all else that is done around a hook.
-    if (expected is not None or hook not in _TYPED) and inspect.isawaitable(answer):
-        return "an answer, not something to await"
+def wrong_type(hook: str, value: object) -> str | None:
+    """Return the expected type of a hook's return value, or None if an engine can use it."""
+    expected = _expected(hook, value)
+    # Last, because isawaitable costs more than all other checks of a call.
+    if (expected is not None or hook not in _TYPED) and inspect.isawaitable(value):
+        return "a value, not an awaitable"
     return expected
 
 
-def _expected(hook: str, answer: object) -> str | None:
+def _expected(hook: str, value: object) -> str | None:
     match hook:
-        case "make_scheduler" if not isinstance(answer, SchedulerConnector):
+        case "make_scheduler" if not isinstance(value, SchedulerConnector):
             return "a SchedulerConnector"
-        case "make_worker" if not isinstance(answer, WorkerConnector):
+        case "make_worker" if not isinstance(value, WorkerConnector):
             return "a WorkerConnector"
-        case "match_prefix" if answer is not None and type(answer) is not int:
+        case "match_prefix" if value is not None and type(value) is not int:
             return "a number of tokens or None"
         case "plan_step":
-            return _wrong_plan(answer)
-        case "get_finished" if not _is_all(answer, TransferResult):
+            return _wrong_plan(value)
+        case "get_finished" if not _is_all(value, TransferResult):
             return "a list of TransferResult"
-        case "take_events" if not _is_all(answer, OffloadingEvent):
+        case "take_events" if not _is_all(value, OffloadingEvent):
             return "OffloadingEvents"
     return None
 
 
 def where(error: BaseException, *packages: str) -> str | None:
-    """The line to look at: the innermost one of the first package that is not kvview's.
+    """Return the innermost line of a traceback in the first package that is not kvview's.
 
     Args:
-        error: With its traceback.
-        packages: Modules whose packages go before others.
+        error: An exception with its traceback.
+        packages: Modules whose packages are preferred.
 
     Returns:
-        ``file:line``; None when only kvview's own lines and the standard library's are there.
+        ``file:line``; None if all lines are kvview's or the standard library's.
     """
     lines = [
         (frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_filename, number)
         for frame, number in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith("<")  # what a dataclass generated, for example
+        if not frame.f_code.co_filename.startswith("<")  # generated code, as of a dataclass
     ]
     theirs = [package for package, _, _ in lines if package not in _NOT_THEIRS]
     first = {name.partition(".")[0] for name in packages}
@@ -139,15 +137,15 @@ def where(error: BaseException, *packages: str) -> str | None:
 
 
 def missing_library(error: BaseException | None, needed_by: str) -> MissingLibraryError | None:
-    """What an error at the start of a connector means if a library is not installed.
+    """Find the missing library behind an exception at the start of a connector.
 
     Args:
-        error: What was raised: an import that failed, behind another error too, or a text such
-            as "NIXL is not available".
+        error: The exception: a failed import, perhaps as the cause of another error, or a text
+            such as "NIXL is not available".
         needed_by: Name of the connector.
 
     Returns:
-        An error that names the library; None where it is none of that.
+        An error that names the library; None if no library is missing.
     """
     first = error
     while error is not None:
@@ -168,37 +166,37 @@ def missing_library(error: BaseException | None, needed_by: str) -> MissingLibra
 
 def _watched(part: Any, name: str) -> Callable[..., Any]:
     method = getattr(part, name)
-    may_be_none = wrong_type(name, None) is None and name not in _TOLD_AS_BOOL | {"take_events"}
+    may_be_none = wrong_type(name, None) is None and name not in _BOOLEAN | {"take_events"}
 
     @functools.wraps(method)
     def call(*args: Any) -> Any:
-        # Around every hook of every step: no context manager, and nothing checked in vain.
+        # It runs around every hook of every step, so it has no context manager.
         try:
-            answer = method(*args)
-            if answer is None and may_be_none:
+            value = method(*args)
+            if value is None and may_be_none:
                 return None
-            if name == "take_events" and type(answer) is not list and isinstance(answer, Iterable):
-                answer = list(answer)  # a generator raises here, not in the engine
-            elif name in _TOLD_AS_BOOL:
-                answer = answer if inspect.isawaitable(answer) else bool(answer)
-            expected = wrong_type(name, answer)
+            if name == "take_events" and type(value) is not list and isinstance(value, Iterable):
+                value = list(value)  # a generator raises here, not in the engine
+            elif name in _BOOLEAN:
+                value = value if inspect.isawaitable(value) else bool(value)
+            expected = wrong_type(name, value)
         except BaseException as error:  # sys.exit() in a hook must not end the run as a success
-            if (told := _told(error, name, type(part), method)) is error:
+            if (reported := _reported(error, name, type(part), method)) is error:
                 raise
-            raise told from error
+            raise reported from error
         if expected is not None:
-            raise _wrong_answer(name, method, answer, expected)
+            raise _wrong_value(name, method, value, expected)
         if name in ("make_scheduler", "make_worker"):
-            watch_hooks(answer)
-        return answer
+            watch_hooks(value)
+        return value
 
     return call
 
 
-def _told(
+def _reported(
     error: BaseException, hook: str, owner: type, method: Callable[..., Any] | None = None
 ) -> BaseException:
-    """What a caller of a hook should see of an error: it says whose it is."""
+    """Return the exception that the engine sees for an exception of a hook."""
     if isinstance(error, KeyboardInterrupt | HookError):
         return error
     if hook in _AT_START:
@@ -211,29 +209,29 @@ def _told(
     return HookError(f"{line}: {hook} raised {one_line(error)}")
 
 
-def _wrong_answer(hook: str, method: object, answer: object, expected: str) -> HookError:
-    told = line_of(answer, repr)
-    return HookError(f"{_definition(method)}: {hook} returned {told}: expected {expected}")
+def _wrong_value(hook: str, method: object, value: object, expected: str) -> HookError:
+    text = line_of(value, repr)
+    return HookError(f"{_definition(method)}: {hook} returned {text}: expected {expected}")
 
 
-def _wrong_plan(answer: object) -> str | None:
-    if not isinstance(answer, StepPlan):
+def _wrong_plan(value: object) -> str | None:
+    if not isinstance(value, StepPlan):
         return "a StepPlan"
-    if not (_is_all(answer.loads, TransferJob) and _is_all(answer.stores, TransferJob)):
+    if not (_is_all(value.loads, TransferJob) and _is_all(value.stores, TransferJob)):
         return "a StepPlan whose loads and stores are lists of TransferJob"
-    for job in (*answer.loads, *answer.stores):
+    for job in (*value.loads, *value.stores):
         if type(job.job_id) is not int or not isinstance(job.request_id, _STR_OR_NONE):
             return "jobs with an int as job_id and a str or None as request_id"
     return None
 
 
 def _is_all(values: object, kind: type) -> bool:
-    # A generator is none: an engine looks at a plan more than once.
+    # A generator is refused, because an engine reads a plan more than once.
     return isinstance(values, _COLLECTIONS) and all(isinstance(value, kind) for value in values)
 
 
 def _innermost(error: BaseException) -> str | None:
-    """The last line that is not of this module: a connector of kvview's own raised."""
+    """Return the last line outside this module, for a connector that is part of kvview."""
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         if frame.f_globals.get("__name__") != __name__:
             return _place(frame.f_code.co_filename, number)
@@ -241,7 +239,7 @@ def _innermost(error: BaseException) -> str | None:
 
 
 def _definition(method: object) -> str:
-    """Where a method or a class is written."""
+    """Return the line at which a method or a class is defined."""
     with suppress(Exception):
         found: Any = inspect.unwrap(method)  # type: ignore[arg-type]
         if isinstance(found, functools.partial):

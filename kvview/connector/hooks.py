@@ -1,7 +1,7 @@
-"""Hooks by name: what looks like one and is none is refused when the class is made (CONN-9).
+"""The names of hooks: a method with a name close to a hook's is refused (CONN-9).
 
-Judged is what stands in a class and in its mixins. What ``__init__`` assigns to the object,
-or anyone to the class later, is out of reach.
+The check runs when a class is made, over the class and its mixins. It cannot see attributes
+that are assigned to an object or a class later.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from kvview.errors import ConnectorDefinitionError
 
-# Other engines' names for the hooks, and those of kvview's drafts: no helper is called so.
+# Other engines' names for the hooks, and names from kvview's drafts; no helper has such a name.
 OTHER_NAMES = {
     "bind_gpu_block_pool": "bind_gpu_block_pool_view",
     "bind_kv_cache_manager": "bind_gpu_block_pool_view",
@@ -31,7 +31,7 @@ OTHER_NAMES = {
     "start_load_kv": "start_plan",
     "get_transfer_results": "get_finished",
 }
-# Other words for one; a class that does not have the hook may use them.
+# Synonyms of a hook; a class that does not have the hook may use them.
 SYNONYMS = {
     "bind_pool_view": "bind_gpu_block_pool_view",
     "bind_gpu_pool_view": "bind_gpu_block_pool_view",
@@ -42,22 +42,22 @@ SYNONYMS = {
     "make_worker_connector": "make_worker",
 }
 _AFTER_ON = dict.fromkeys(("aborted", "complete", "completed", "done", "end", "ended"), "finished")
-# Hooks of one half that are names of their own right in another.
+# Hooks of one half whose names may be used in the other half.
 _ANYONES = {"shutdown", "wait"}
 _SAME_STEM = 5  # letters
-_SAME_WORD, _SAME_NAME = 0.73, 0.9  # difflib's ratio from which one is a misspelling of the other
+_SAME_WORD, _SAME_NAME = 0.73, 0.9  # difflib's ratio from which a word is a misspelling
 
 TARGET_PREFIX = "kvview_target_"
-"""Of the names that modules get which a target names by file (:mod:`kvview.targets`)."""
+"""Prefix of the names of modules that are loaded from a file (:mod:`kvview.targets`)."""
 
 _bases: list[type] = []
 
 
 class Hooked:
-    """Its direct subclasses declare hooks; theirs are checked against them (CONN-9)."""
+    """Base of the classes that declare hooks; their subclasses are checked (CONN-9)."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse what looks like a hook and is none (CONN-9)."""
+        """Refuse methods whose names are close to a hook's (CONN-9)."""
         super().__init_subclass__(**kwargs)
         if Hooked in cls.__bases__:
             _bases.append(cls)
@@ -66,7 +66,7 @@ class Hooked:
 
 
 def hooks_of(cls: type) -> dict[str, Callable[..., Any]]:
-    """The hooks that a class has, by name, as the contract declares them."""
+    """Return the hooks of a class, by name, as the contract declares them."""
     return _declared(base for base in _bases if issubclass(cls, base))
 
 
@@ -80,11 +80,11 @@ def _declared(bases: Iterable[type]) -> dict[str, Callable[..., Any]]:
 
 
 def _check_hooks(cls: type) -> None:
-    """Check what a class defines, and what its mixins bring.
+    """Check the methods of a class and of its mixins.
 
     Raises:
-        ConnectorDefinitionError: A name is close to a hook's, or a hook cannot be called
-            as the engine calls it, or is never reached.
+        ConnectorDefinitionError: A name is close to a hook's, or the engine cannot call a
+            hook, or a default hides it.
     """
     hooks = hooks_of(cls)
     mixins = [base for base in cls.__mro__[1:-1] if not issubclass(base, Hooked)]
@@ -92,30 +92,30 @@ def _check_hooks(cls: type) -> None:
         for name, value in vars(owner).items():
             if name.startswith("_"):
                 continue
-            what = _name_of(owner, name, value)
+            method = _name_of(owner, name, value)
             if name in hooks:
                 wanted = f"{name}{inspect.signature(hooks[name])}"
                 if problem := _why_not_called(value, hooks[name]):
                     raise ConnectorDefinitionError(
-                        f"CONN-9: {what} {problem}; the engine calls {wanted}"
+                        f"CONN-9: {method} {problem}; the engine calls {wanted}"
                     )
                 first = next(base for base in cls.__mro__ if name in vars(base))
                 if first in _bases:
                     raise ConnectorDefinitionError(
-                        f"CONN-9: {what} is never called: in {cls.__qualname__} the default of "
-                        f"{first.__qualname__} comes before it. Name the mixin first"
+                        f"CONN-9: {method} is never called, because in {cls.__qualname__} the "
+                        f"default of {first.__qualname__} comes before it; list the mixin first"
                     )
             elif _is_method(value) and (meant := _meant(name, hooks)):
                 half = next(base.__name__ for base in _bases if meant in vars(base))
                 raise ConnectorDefinitionError(
-                    f"CONN-9: {what} is never called: the hook is {half}.{meant}"
-                    f"{inspect.signature(_declared(_bases)[meant])}. Rename it, or begin the name "
+                    f"CONN-9: {method} is never called, because the hook is {half}.{meant}"
+                    f"{inspect.signature(_declared(_bases)[meant])}; rename it, or start the name "
                     f"of a helper with an underscore"
                 )
 
 
 def _name_of(owner: type, name: str, value: object) -> str:
-    """A method by its module, or by its line where a file stands for the module."""
+    """Name a method with its module, or with its line if it was loaded from a file."""
     if not owner.__module__.startswith(TARGET_PREFIX):
         return f"{owner.__module__}.{owner.__qualname__}.{name}"
     line = f"line {value.__code__.co_firstlineno}: " if inspect.isfunction(value) else ""
@@ -128,10 +128,10 @@ def _is_method(value: object) -> bool:
 
 
 def _meant(name: str, hooks: Collection[str]) -> str | None:
-    """The hook that somebody meant who wrote a name, None when it is a name like any other."""
+    """Return the hook that a name was meant for, or None if it is close to no hook."""
     everyones = _declared(_bases)
     if name in everyones and name not in _ANYONES:
-        return name  # of another half
+        return name  # a hook of the other half
     if name in OTHER_NAMES:
         return OTHER_NAMES[name]
     if SYNONYMS.get(name) in hooks:
@@ -148,7 +148,7 @@ def _words(name: str) -> list[str]:
 
 
 def _are_alike(words: list[str], hook: list[str]) -> bool:
-    """Whether each word is the hook's or a misspelling of it, in order, or all are, in any order.
+    """Whether two names have the same words in any order, or each a misspelling of the other's.
 
     A helper differs in a whole word: ``plan_loads``, ``has_pending_jobs``, ``make_worker_pool``.
     """
@@ -161,7 +161,7 @@ def _are_alike(words: list[str], hook: list[str]) -> bool:
 
 def _is_same_word(one: str, other: str) -> bool:
     if _ratio(one, other) >= _SAME_WORD:
-        return one[0] == other[0]  # take and make are two
+        return one[0] == other[0]  # "take" and "make" are different words
     return len(one) >= _SAME_STEM and one[:_SAME_STEM] == other[:_SAME_STEM]
 
 
@@ -170,7 +170,7 @@ def _ratio(one: str, other: str) -> float:
 
 
 def _why_not_called(value: Any, hook: Callable[..., Any]) -> str | None:
-    """Why an engine cannot call what a class has under a hook's name."""
+    """Return the reason why an engine cannot call a class attribute that has a hook's name."""
     is_bound = hasattr(type(value), "__get__")
     if isinstance(value, (property, functools.cached_property)) or not (
         is_bound or callable(value)
@@ -178,16 +178,16 @@ def _why_not_called(value: Any, hook: Callable[..., Any]) -> str | None:
         return f"is a {type(value).__name__}, not a method"
     try:
         method = value.__get__(object(), object) if is_bound else value
-        # A wrapper is judged by what it takes itself.
+        # The engine calls the wrapper, so its own signature counts.
         signature = inspect.signature(method, follow_wrapped=False)
-    except Exception:  # a descriptor or a builtin of its own kind
+    except Exception:  # an unusual descriptor or builtin
         return None
     try:
         signature.bind(*([None] * (len(inspect.signature(hook).parameters) - 1)))
     except TypeError as error:
         return f"cannot be called: {error}, it takes {signature}"
     if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
-        return "is async: nobody awaits it"
+        return "is async, but no engine awaits it"
     if inspect.isgeneratorfunction(method) and hook.__name__ != "take_events":
-        return "is a generator: nothing of it runs when it is called"
+        return "is a generator, so a call runs none of its code"
     return None

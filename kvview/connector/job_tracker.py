@@ -1,6 +1,6 @@
 """The jobs in flight of one connector, from the plan to the last report, for any engine.
 
-Source: the laws CONN-2, CONN-3 and CONN-5 of :mod:`kvview.connector.halves`.
+Laws: CONN-2, CONN-3 and CONN-5.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvview.transfer import TransferResult
 def check_promise(
     geometry: CacheGeometry, request: RequestInfo, num_computed_tokens: int, num_tokens: int
 ) -> None:
-    """Check what ``match_prefix`` answered.
+    """Check the return value of ``match_prefix``.
 
     Raises:
-        ConnectorError: The prefix ends inside a block, or leaves nothing to compute (CONN-2).
+        ConnectorError: The prefix ends inside a block, or leaves no token to compute (CONN-2).
     """
     end = num_computed_tokens + num_tokens
     alignment = geometry.scheduler_block_size
@@ -35,7 +35,7 @@ def check_promise(
 
 
 class EndedJob(NamedTuple):
-    """A job that every worker has reported."""
+    """A job that all workers have reported."""
 
     job: TransferJob
     is_load: bool
@@ -62,9 +62,9 @@ class _Loads:
 
 
 class JobTracker:
-    """What was promised, what is in flight, and who has reported it.
+    """Tracks the promises and jobs in flight, and the workers that have reported each job.
 
-    1. A plan is checked before it begins; a check that raises has changed nothing.
+    1. A plan is checked before it starts; a check that raises has changed nothing.
     2. A job ends with the report of its last worker.
 
     Args:
@@ -90,22 +90,22 @@ class JobTracker:
         return (flight.job for flight in self._in_flight.values())
 
     def promise(self, request_id: str, num_tokens: int) -> None:
-        """Note that blocks were allocated to load this many tokens into."""
+        """Record that blocks were allocated for a load of this many tokens."""
         self._promised[request_id] = num_tokens
 
     def check(self, plan: StepPlan) -> None:
-        """Check a plan against what is in flight and what was promised.
+        """Check a plan against the jobs in flight and the promises.
 
         Raises:
-            ConnectorError: A job id is in flight or named twice (CONN-5), a load is for a
-                request that waits for none, or a promise has no load (CONN-2).
+            ConnectorError: A job id is in flight or is used twice (CONN-5), a load is for a
+                request that does not wait for one, or a promise has no load (CONN-2).
         """
         planned: set[int] = set()
         for job in (*plan.loads, *plan.stores):
             if job.job_id in planned or job.job_id in self._in_flight:
                 raise ConnectorError(
-                    f"CONN-5: job id {job.job_id} is in flight and was planned again: number the "
-                    f"jobs in the life of the connector"
+                    f"CONN-5: job id {job.job_id} is in flight and was planned again; use each job "
+                    f"id once in the life of the connector"
                 )
             planned.add(job.job_id)
         broken = dict(self._promised)
@@ -115,17 +115,17 @@ class JobTracker:
                 planner = f" of {job.owner}" if job.owner else ""
                 raise ConnectorError(
                     f"CONN-2: load job {job.job_id}{planner} names request {job.request_id!r}, "
-                    f"which waits for no load: plan all loads of a request in the step in which "
-                    f"its blocks came"
+                    f"which waits for no load; plan all loads of a request in the step in which "
+                    f"its blocks were allocated"
                 )
         for request_id, num_tokens in broken.items():
             raise ConnectorError(
-                f"CONN-2: the connector promised {num_tokens} tokens to request {request_id!r} and "
+                f"CONN-2: the connector promised {num_tokens} tokens to request {request_id!r} but "
                 f"planned no load for it"
             )
 
     def begin(self, plan: StepPlan) -> None:
-        """Take the jobs of a checked plan in; its promises are kept."""
+        """Start to track the jobs of a checked plan, whose loads fulfil all promises."""
         self._promised.clear()
         for job in plan.loads:
             self._in_flight[job.job_id] = _InFlight(job, is_load=True)
@@ -134,22 +134,23 @@ class JobTracker:
             self._in_flight[job.job_id] = _InFlight(job, is_load=False)
 
     def awaits(self, job_id: int, rank: int = 0) -> bool:
-        """Whether a worker has still to report a job."""
+        """Return whether a worker has yet to report a job."""
         job = self._in_flight.get(job_id)
         return job is not None and rank not in job.ranks
 
     def end(self, result: TransferResult, rank: int = 0) -> EndedJob | None:
-        """Take a report in.
+        """Record a worker's report.
 
         Returns:
             The job if this was its last worker, else None.
 
         Raises:
-            ConnectorError: The worker reported it before, or it is not in flight (CONN-3).
+            ConnectorError: The worker has already reported the job, or the job is not in
+                flight (CONN-3).
         """
         if not self.awaits(result.job_id, rank):
             raise ConnectorError(
-                f"CONN-3: job {result.job_id} was reported and is not in flight: report each job "
+                f"CONN-3: job {result.job_id} was reported but is not in flight; report each job "
                 f"once"
             )
         flight = self._in_flight[result.job_id]

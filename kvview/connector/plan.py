@@ -1,4 +1,4 @@
-"""What the scheduler half has the worker half do in a step."""
+"""The plan of a step: the jobs that the scheduler half gives to the worker half."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class TransferJob:
 
     Args:
         job_id: Unique in the life of the connector (CONN-5).
-        src: Where the bytes are.
-        dst: Where they go.
-        request_id: The request that waits for it; None for stores. A failed
-            job with a request makes the engine compute its blocks anew.
-        owner: The child that planned it, in a connector of several; for reports.
+        src: Source of the bytes.
+        dst: Destination of the bytes.
+        request_id: The request that waits for the job; None for stores. If a job that
+            belongs to a request fails, the engine recomputes that request's blocks.
+        owner: The child that planned the job, in a connector of several; for reports.
     """
 
     job_id: int
@@ -30,13 +30,13 @@ class TransferJob:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What the worker half starts in one step; must survive pickling.
+    """The jobs that the worker half starts in one step; must be picklable.
 
-    A subclass may carry more for its own worker half, keys to drop for example: it
-    reaches the worker in every step, jobs or not.
+    A subclass may have further fields for its own worker half, for example keys to drop. A
+    plan of a subclass reaches the worker half in every step, even without jobs.
 
     Args:
-        loads: Started before the step's compute reads what they bring.
+        loads: Started before the step's compute reads their destination.
         stores: They read blocks whose compute was launched before (XFER-6).
     """
 
@@ -44,5 +44,5 @@ class StepPlan:
     stores: Sequence[TransferJob] = ()
 
     def __bool__(self) -> bool:
-        """Whether the worker half must hear of it."""
+        """Whether the worker half must receive the plan."""
         return bool(self.loads or self.stores) or type(self) is not StepPlan

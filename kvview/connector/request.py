@@ -1,4 +1,4 @@
-"""What a connector is told of requests: who they are, what they hold, what a step does.
+"""Requests and steps, as a connector sees them.
 
 Source: ``Request`` and ``SchedulerOutput`` in ``vllm/v1/request.py`` and
 ``vllm/v1/core/sched/output.py`` (0.33.0).
@@ -14,25 +14,25 @@ from kvview.geometry import CacheGeometry
 from kvview.keys import BlockHash, OffloadKey
 
 BlockIds = tuple[Sequence[int], ...]
-"""Block ids per KV-cache group, in block order; the null block where KV is skipped."""
+"""Block ids per KV-cache group, in block order; the null block stands for skipped KV."""
 
 ExtraKeys = tuple[Any, ...] | None
-"""What a block's hash covers beside its tokens (LoRA, salt, images), as the engine hashes it."""
+"""The values besides tokens that a block's hash covers (LoRA, salt, images)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestContent:
-    """What a request's KV is computed from; one object for its whole life.
+    """The input from which a request's KV is computed; one object for its whole life.
 
     Args:
-        token_ids: Prompt and generated tokens, a living sequence: it grows, it is not
-            copied, and it may be computed at a look. At least ``num_tokens`` long; empty
-            where the engine has no tokens (a trace of hashes).
-        lora_name: Name of the LoRA, None without.
-        lora_id: Its number in the engine, None without.
-        cache_salt: Keeps the prefix cache of tenants apart, None without.
-        extra_keys: Per entry of ``block_hashes``, what the hash covers beside tokens; a
-            living sequence too. Empty: nothing, for all of them.
+        token_ids: Prompt and generated tokens. The sequence grows with the request, is not a
+            copy, and may compute its items on access. It has at least ``num_tokens`` items,
+            or none if the engine has no tokens (a trace of hashes).
+        lora_name: Name of the LoRA, or None.
+        lora_id: The LoRA's number in the engine, or None.
+        cache_salt: Separates the prefix caches of tenants, or None.
+        extra_keys: For each entry of ``block_hashes``, the values besides tokens that the hash
+            covers; it grows too. Empty if no hash covers any.
     """
 
     token_ids: Sequence[int] = ()
@@ -44,19 +44,19 @@ class RequestContent:
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
-    """A request, as far as a connector needs to know it, at the moment of a call.
+    """A request at the moment of a call.
 
     Args:
         request_id: Unique among unfinished requests only (CONN-5).
-        num_tokens: Tokens known now: the prompt and what was generated and taken in. A
-            request whose step is in flight has more to come (CONN-7).
+        num_tokens: Tokens known now: the prompt and the generated tokens received so far. A
+            step in flight may add tokens (CONN-7).
         block_hashes: One hash for each full ``hash_block_size`` tokens, each
-            covering the whole prefix; grows as tokens come. Without group index.
+            covering the whole prefix, without group index; it grows with the request.
         num_computed_tokens: Leading tokens whose KV is in the request's blocks: hit in
             the prefix cache, loaded, or computed, launched steps included (CONN-7). The
-            token sampled last is never one of them: it is computed in the next step. 0
-            while the request has no blocks, but for the hit that ``match_prefix`` is told.
-        content: What the KV is computed from; the same object at every call.
+            last sampled token is not included, because the next step computes it. While the
+            request has no blocks, it is 0, except in ``match_prefix``, where it is the hit.
+        content: The input of the KV; the same object at every call.
     """
 
     request_id: str
@@ -68,11 +68,11 @@ class RequestInfo:
 
 @dataclass(frozen=True, slots=True)
 class RequestStep:
-    """What one step does for one request.
+    """The part of one step that computes one request.
 
     Args:
         request: The request as of this step.
-        block_ids: Its whole block table, per group; to be read during the call only. It
+        block_ids: Its whole block table, per group; valid during the call only. It
             may have more blocks than ``num_tokens`` fill (CONN-7).
         num_computed_tokens: Tokens whose KV exists before the step, in stream order; the
             same as ``request.num_computed_tokens``.
@@ -99,17 +99,17 @@ class StepInfo:
     preempted: Sequence[str] = ()
 
     def filling(self) -> Sequence[RequestStep]:
-        """What of ``scheduled`` a connector has to look at that looks in every step.
+        """Return the requests that may have new full blocks since the last step.
 
-        1. At least the requests of which a block becomes full in this step, or was found to
-           be full since the last one (its hash came, CONN-7), and those whose computed
-           tokens were taken back because a load failed.
-        2. An engine that keeps no books says all of them. Of hundreds that decode it is
-           about one in a block's tokens.
-        3. A connector that did not look in one step looks at ``scheduled`` in the next.
+        1. They include every request with a block that becomes full in this step or whose
+           hash became known since the last step (CONN-7), and every request whose number of
+           computed tokens fell because a load failed.
+        2. An engine may return all scheduled requests. If it returns only the necessary ones,
+           a decoding request is among them once in ``block_size`` steps.
+        3. A connector that skips a step must read ``scheduled`` in the next one.
 
         Returns:
-            In the order of ``scheduled`` or any other; each request once.
+            Each request once, in any order.
         """
         return self.scheduled
 
@@ -133,23 +133,22 @@ def full_blocks(
     first_token: int = 0,
     last_token: int | None = None,
 ) -> Iterator[FullBlock]:
-    """What of a request may be stored: blocks that are full, hashed and its own.
+    """Yield the blocks of a request that may be stored: full, hashed and in its table.
 
-    The safe way from tokens to blocks: a block whose KV is not whole, whose hash does not
-    exist yet, or that a window has given back is left out, whatever the counts of a step
-    in flight say (CONN-7).
+    Blocks are skipped if their KV is incomplete, if their hash does not exist yet, or if a
+    window has freed them, whatever the counts of a step in flight are (CONN-7).
 
     Args:
-        geometry: Of the engine.
-        request: Whose blocks.
+        geometry: Geometry of the engine.
+        request: The request.
         block_ids: Its block table, per group.
-        null_block_id: Stands where there is no block.
-        first_token: Leave out blocks that end at or before this many tokens.
-        last_token: Leave out blocks that end after this many tokens, the end of the step for
-            example; None takes the request's ``num_computed_tokens``.
+        null_block_id: The id of the null block.
+        first_token: Skip blocks that end at or before this many tokens.
+        last_token: Skip blocks that end after this many tokens, for example at the end of the
+            step; None takes the request's ``num_computed_tokens``.
 
     Yields:
-        Group after group, each in block order.
+        The blocks, group by group, each in block order.
     """
     end = request.num_computed_tokens if last_token is None else last_token
     for group_idx, (group, table) in enumerate(zip(geometry.groups, block_ids, strict=True)):

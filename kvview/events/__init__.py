@@ -1,9 +1,9 @@
 """The event contract, and the wire format in which engines publish it.
 
-The laws and what a tier says (:mod:`kvview.events.tier`), the join with the GPU's events
-(:mod:`kvview.events.block_sizes`), and the wire formats of every producer
-(:mod:`kvview.events.formats`). What reads and writes bytes, :mod:`kvview.events.wire` and
-:mod:`kvview.events.channel`, needs the extra ``events`` and is imported by name.
+:mod:`kvview.events.tier` has the events of a tier, :mod:`kvview.events.fold` their fold,
+:mod:`kvview.events.block_sizes` the join with the GPU's events, and :mod:`kvview.events.formats`
+the wire formats of every producer. :mod:`kvview.events.wire` and :mod:`kvview.events.channel`
+read and write bytes. They need the extra ``events``, so this package does not import them.
 """
 
 from kvview.events.block_sizes import (
@@ -13,13 +13,13 @@ from kvview.events.block_sizes import (
     BlockStored,
     GPUEvent,
 )
+from kvview.events.fold import EventFold, fold_events
 from kvview.events.tier import (
     MEDIUM_CPU,
     MEDIUM_GPU,
     MEDIUM_STORAGE,
     OffloadingEvent,
     SupportsSilentTiers,
-    fold_events,
 )
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "BlockRemoved",
     "BlockSizeIndex",
     "BlockStored",
+    "EventFold",
     "GPUEvent",
     "OffloadingEvent",
     "SupportsSilentTiers",

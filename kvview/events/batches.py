@@ -1,4 +1,4 @@
-"""Events and batches as they are read: the classes that every format's are made from."""
+"""The base classes of decoded events and batches, for every format."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import msgspec
 from kvview.events.formats import WireFormat
 
 Hash = int | bytes
-"""Of a block: 64 bits as a number, or all of it."""
+"""The hash of a block: its last 64 bits as a number, or all its bytes."""
 
 
 class StoredEvent(msgspec.Struct):
-    """``BlockStored``: blocks appeared in a medium. The fields are those of the format."""
+    """``BlockStored``: blocks were stored in a medium. The format defines the fields."""
 
     if TYPE_CHECKING:
         block_hashes: list[Hash]
@@ -38,7 +38,7 @@ class StoredEvent(msgspec.Struct):
 
 
 class RemovedEvent(msgspec.Struct):
-    """``BlockRemoved``: blocks vanished from a medium."""
+    """``BlockRemoved``: blocks were removed from a medium."""
 
     if TYPE_CHECKING:
         block_hashes: list[Hash]
@@ -54,7 +54,7 @@ class ClearedEvent(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class UnreadableEvent:
-    """An event of a lenient batch that no reader can make sense of."""
+    """An event of a lenient batch that cannot be decoded."""
 
     source: bytes
     why: str
@@ -66,14 +66,14 @@ AnyEvent = WireEvent | UnreadableEvent
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one message says.
+    """The events of one message.
 
     Args:
-        ts: Seconds since 1970, of the publisher's clock.
-        events: In order.
-        data_parallel_rank: Of the publisher; None where it does not say.
-        wire_format: In which it was read, or is to be written.
-        problems: What a lenient reader passed over, an event each.
+        ts: Seconds since 1970, by the publisher's clock.
+        events: The events, in order.
+        data_parallel_rank: Rank of the publisher, or None.
+        wire_format: The format in which the batch was read, or is to be written.
+        problems: One line for each event that a lenient reader could not fully decode.
         source: The bytes of a batch with problems.
     """
 

@@ -1,12 +1,12 @@
-"""The events of the GPU prefix cache, and the block sizes that they teach."""
+"""The events of the GPU prefix cache, and the join of block sizes from them."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from kvview.events.fold import EventFold
 from kvview.events.tier import MEDIUM_GPU, OffloadingEvent
 from kvview.keys import OffloadKey, make_offload_key
 
@@ -20,7 +20,7 @@ class BlockStored:
         parent_block_hash: Hash of the block before the first, None at the start.
         block_size: Tokens in each of the blocks.
         group_idx: KV-cache group of the blocks.
-        medium: Where the blocks lie.
+        medium: The medium of the blocks.
     """
 
     block_hashes: Sequence[bytes]
@@ -52,93 +52,78 @@ GPUEvent = BlockStored | BlockRemoved | AllBlocksCleared
 class BlockSizeIndex:
     """Finds the block size of an offloaded key from the GPU events of its block.
 
-    1. A size is known while the GPU or any offloading medium holds the key, whichever had
-       it first: a GPU block may be gone when the event of its offloading comes (vLLM
-       publishes those of a step last, #57159).
-    2. So a key that nobody holds is remembered for a while, without a size to tell: until
-       as many others were let go after it as were ever held at once, 1,024 at least.
-       Memory follows what is cached.
+    1. A size is known while the GPU or any offloading medium holds the key, in whatever order
+       they report it. A GPU block may be evicted before the event of its offloading arrives,
+       because vLLM publishes the offloading events of a step last (#57159).
+    2. So the size of a key that no medium holds is remembered for a while, but not returned.
+       It is dropped once as many other keys were released after it as were ever held at
+       once, at least 1,024. So memory is proportional to the number of cached keys.
 
-    Feed every GPU event and every offloading event, each stream in order. How the streams
-    mix is free: in any order within a batch, and within 2. from one call to the next.
+    Apply every GPU event and every offloading event, each stream in order. The two streams may
+    be mixed in any order within a batch and, within the limit of 2., across batches.
     """
 
-    _FEWEST_LET_GO = 1024
+    _FEWEST_RELEASED = 1024
 
     def __init__(self) -> None:
         self._sizes: dict[OffloadKey, int] = {}
-        self._on_gpu: Counter[OffloadKey] = Counter()  # blocks that hold the key
-        self._offloaded: dict[str, set[OffloadKey]] = {}  # by medium, as fold_events has it
-        self._let_go: dict[OffloadKey, None] = {}  # of _sizes, held by nobody; oldest first
+        self._fold: EventFold[OffloadKey] = EventFold()
+        self._released: dict[OffloadKey, None] = {}  # keys that no medium holds, oldest first
         self._most_held = 0
 
     def block_size(self, key: OffloadKey) -> int | None:
-        """Tokens in the block that ``key`` names; None when never seen, or held by nobody."""
-        return None if key in self._let_go else self._sizes.get(key)
+        """Return the tokens in a key's block; None if it is unknown, or no medium holds it."""
+        return None if key in self._released else self._sizes.get(key)
 
     def learn(self, key: OffloadKey, block_size: int) -> None:
-        """Take the size that an offloading event itself says, of a key that is held."""
-        if any(key in held for held in self._offloaded.values()):
+        """Record the size of a held key, from an offloading event that has a size."""
+        if self._fold.is_held(key):
             self._sizes[key] = block_size
             self._hold((key,))
 
     def apply_batch(self, events: Iterable[GPUEvent | OffloadingEvent]) -> None:
-        """Learn from all events of one batch; nothing is forgotten in between."""
+        """Apply all events of one batch; sizes are dropped only after the last one."""
         for event in events:
-            if isinstance(event, OffloadingEvent):
-                self._apply_offloading(event)
-            else:
-                self._apply_gpu(event)
+            self._apply(event)
         self._forget()
 
     def apply_gpu_event(self, event: GPUEvent) -> None:
-        """Learn from one event of the GPU prefix cache."""
+        """Apply one event of the GPU prefix cache."""
         self.apply_batch((event,))
 
     def apply_offloading_event(self, event: OffloadingEvent) -> None:
-        """Learn from one event of an offloading tier."""
+        """Apply one event of an offloading tier."""
         self.apply_batch((event,))
 
-    def _apply_gpu(self, event: GPUEvent) -> None:
+    def _apply(self, event: GPUEvent | OffloadingEvent) -> None:
         if isinstance(event, AllBlocksCleared):
-            gone, self._on_gpu = self._on_gpu, Counter()
-            self._release(gone)
+            self._release(self._fold.clear_gpu())
             return
-        keys = [make_offload_key(h, event.group_idx) for h in event.block_hashes]
+        if isinstance(event, OffloadingEvent):
+            keys, is_removal = event.keys, event.removed
+        else:
+            keys = [make_offload_key(h, event.group_idx) for h in event.block_hashes]
+            is_removal = isinstance(event, BlockRemoved)
         if isinstance(event, BlockStored):
             self._sizes.update(dict.fromkeys(keys, event.block_size))
-            self._on_gpu.update(keys)
-            self._hold(keys)
-            return
         for key in keys:
-            if self._on_gpu[key] > 1:
-                self._on_gpu[key] -= 1
-            else:
-                del self._on_gpu[key]
-        self._release(keys)
-
-    def _apply_offloading(self, event: OffloadingEvent) -> None:
-        held = self._offloaded.setdefault(event.medium, set())
-        if event.removed:
-            held.difference_update(event.keys)
-            self._release(event.keys)
+            self._fold.change(event.medium, key, removed=is_removal)
+        if is_removal:
+            self._release(keys)
         else:
-            held.update(event.keys)
-            self._hold(event.keys)
+            self._hold(keys)
 
     def _hold(self, keys: Iterable[OffloadKey]) -> None:
         for key in keys:
-            self._let_go.pop(key, None)
-        self._most_held = max(self._most_held, len(self._sizes) - len(self._let_go))
+            self._released.pop(key, None)
+        self._most_held = max(self._most_held, len(self._sizes) - len(self._released))
 
     def _release(self, keys: Iterable[OffloadKey]) -> None:
         for key in keys:
-            if key in self._on_gpu or key not in self._sizes:
-                continue
-            if not any(key in held for held in self._offloaded.values()):
-                self._let_go[key] = None
+            if key in self._sizes and not self._fold.is_held(key):
+                self._released[key] = None
 
     def _forget(self) -> None:
-        surplus = len(self._let_go) - max(self._most_held, self._FEWEST_LET_GO)
-        for key in list(islice(self._let_go, max(surplus, 0))):
-            del self._let_go[key], self._sizes[key]
+        surplus = len(self._released) - max(self._most_held, self._FEWEST_RELEASED)
+        for key in list(islice(self._released, max(surplus, 0))):
+            del self._released[key], self._sizes[key]

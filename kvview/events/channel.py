@@ -1,11 +1,12 @@
-"""KV events over ZMQ: a publisher with a replay, and who listens to one.
+"""KV events over ZMQ: a publisher with replays, and a listener.
 
-1. A message is three frames: topic, number (8 bytes, big-endian), batch. Numbers rise by one.
-2. Who missed some asks the replay endpoint with the first number that it wants; the answer is
-   a message for each batch that is still kept, and one whose number is -1.
-3. Frames that are none of these are told and passed over, and so is a publisher that is not
-   there, goes, comes back or speaks something else: a listener goes on.
-4. A number below the last one is a publisher that began anew: numbers never come twice.
+1. A message has three frames: topic, number (8 bytes, big-endian), batch. Numbers rise by one.
+2. A listener that has missed messages sends the first missing number to the replay endpoint. It
+   receives every batch that the publisher still has, and then a message with the number -1.
+3. A listener reports other frames and skips them. It also reports a publisher that is absent,
+   disconnects, reconnects or uses another protocol, and continues.
+4. A lower number than the last one means that the publisher has restarted, because numbers are
+   never reused.
 
 Source: ``ZmqEventPublisher``, vllm/distributed/kv_events.py; no topic in replays up to 0.25.
 """
@@ -23,18 +24,18 @@ from kvview.errors import ConfigError, WireFormatError, line_of
 from kvview.events.link import Link, with_a_port
 from kvview.events.recording import MAX_PAYLOAD_BYTES, Message, require_size
 
-_MOST_QUEUED = 100_000  # messages that a slow listener keeps: what comes after is a gap
-_LARGEST = 4 * MAX_PAYLOAD_BYTES  # bytes of a frame; a publisher that sends more is disconnected
+_MOST_QUEUED = 100_000  # messages that a slow listener keeps; later messages are dropped
+_LARGEST = 4 * MAX_PAYLOAD_BYTES  # bytes of a frame; a larger frame ends the connection
 _HANDSHAKE_MS = 3000
 _END = (-1).to_bytes(8, "big", signed=True)
 _POLL_MS = 50
 
 
 def read_frames(frames: Sequence[bytes]) -> Message | None:
-    """A message of a stream, or of a replay in either layout; None for a replay's end.
+    """Read a message of a stream, or of a replay in either layout; None is the end of a replay.
 
     Raises:
-        WireFormatError: The frames are none.
+        WireFormatError: The frames are not a message.
     """
     topic, number, payload = b"", b"", b""
     if len(frames) == 2:
@@ -45,7 +46,7 @@ def read_frames(frames: Sequence[bytes]) -> Message | None:
         sizes = ", ".join(str(len(frame)) for frame in frames[:5])
         raise WireFormatError(
             f"not a message of KV events: {len(frames)} frames of {sizes} bytes, "
-            f"wanted a topic, 8 bytes for the number, and the batch"
+            f"expected a topic, 8 bytes for the number, and the batch"
         )
     if number == _END and not payload:
         return None
@@ -60,13 +61,13 @@ def read_frames(frames: Sequence[bytes]) -> Message | None:
 
 
 class Publisher:
-    """Publishes batches, and replays them from a thread of its own; a context manager.
+    """Publishes batches, and replays them from its own thread; a context manager.
 
     Args:
-        endpoint: To bind, ``tcp://127.0.0.1:5557`` for example.
-        replay_endpoint: To bind; None for no replay.
-        topic: Of every message.
-        replay_topic: Whether replayed batches have a frame for it, as from vLLM 0.26 on.
+        endpoint: Endpoint to bind, ``tcp://127.0.0.1:5557`` for example.
+        replay_endpoint: Endpoint to bind for replays; None for no replay.
+        topic: Topic of every message.
+        replay_topic: Whether replayed batches have a frame for the topic, as in vLLM since 0.26.
         buffer_steps: Batches that are kept for replays.
 
     Raises:
@@ -105,11 +106,7 @@ class Publisher:
         self.close()
 
     def publish(self, payload: bytes) -> int:
-        """Send a batch.
-
-        Returns:
-            Its number.
-        """
+        """Send a batch; returns its number."""
         with self._lock:
             number, self._next = self._next, self._next + 1
             self._kept.append((number, payload))
@@ -117,7 +114,7 @@ class Publisher:
         return number
 
     def close(self) -> None:
-        """Send what is queued, for a second at most, and end."""
+        """Send the queued messages, for at most a second, and end."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
@@ -140,7 +137,7 @@ class Publisher:
                 continue
             frames = replies.recv_multipart()
             if len(frames) != 3 or len(frames[2]) != 8:
-                continue  # not a question of this protocol
+                continue  # not a request of this protocol
             client, first = frames[0], int.from_bytes(frames[2], "big")
             with self._lock:
                 wanted = [kept for kept in self._kept if kept[0] >= first]
@@ -153,19 +150,19 @@ class Publisher:
 
 
 class Listener:
-    """Hears a publisher; a context manager. A closed one raises ``ConfigError`` at every call.
+    """Subscribes to a publisher; a context manager. After its end, calls raise ``ConfigError``.
 
     Args:
-        endpoint: To connect to.
-        replay_endpoint: Where to ask for what was missed; None for nowhere.
-        topic: What the topics of its messages begin with.
-        replay_seconds: How long to wait for each message of a replay.
+        endpoint: Endpoint of the publisher.
+        replay_endpoint: Endpoint for requests for missed messages, or None.
+        topic: Prefix of the topics to receive.
+        replay_seconds: Longest wait for each message of a replay.
 
     Attributes:
-        num_replayed: Messages that :meth:`follow` asked for again.
+        num_replayed: Messages that :meth:`follow` received from replays.
 
     Raises:
-        ConfigError: An endpoint is none.
+        ConfigError: An endpoint is not valid.
     """
 
     def __init__(
@@ -179,10 +176,10 @@ class Listener:
         self._context = zmq.Context()
         self._replay_endpoint, self._replay_seconds = replay_endpoint, replay_seconds
         self._expected = self.num_replayed = 0
-        self._next: Message | None = None  # comes after those that were missed
+        self._next: Message | None = None  # comes after the missed messages
         try:
             self._socket = self._connect(zmq.SUB, endpoint)
-            if replay_endpoint is not None:  # one that is none is told now, not when it is needed
+            if replay_endpoint is not None:  # so that a wrong endpoint is reported now
                 self._connect(zmq.DEALER, replay_endpoint).close(linger=0)
         except ConfigError:
             self._context.destroy(linger=0)
@@ -195,33 +192,34 @@ class Listener:
 
     def __exit__(self, *_: object) -> None:
         self._link.close()
-        self._context.destroy(linger=0)  # with the socket of a replay that was not read to its end
+        self._context.destroy(linger=0)  # closes the socket of an unfinished replay too
 
     def receive(self, seconds: float) -> Message | None:
-        """The next message; None when none came in time.
+        """Return the next message, or None if no message arrives in time.
 
         Raises:
-            WireFormatError: What came is no message (3.); the next call goes on.
+            WireFormatError: The frames are not a message (3.); the next call continues.
         """
         self._check_open()
         if not self._socket.poll(int(seconds * 1000)):
             return None
         return read_frames(self._socket.recv_multipart())
 
-    def follow(self, seconds: float, tell: Callable[[str], None]) -> Iterator[Message]:
-        """The next message, and before it what was missed, as far as a replay has it.
+    def follow(self, seconds: float, report: Callable[[str], None]) -> Iterator[Message]:
+        """Yield the missed messages that a replay still has, and then the next message.
 
-        The next call continues where the caller stopped.
+        If the caller stops, the next call continues there.
 
         Args:
-            seconds: How long to wait; nothing comes when none came in time.
-            tell: Is told what was no message, and why there is no replay (3.).
+            seconds: Longest wait for the next message.
+            report: Called with a line about frames that are not a message, or about a replay
+                that failed (3.).
         """
         first = self._expected
         try:
             message = self._next or self.receive(seconds)
         except WireFormatError as error:
-            tell(str(error))
+            report(str(error))
             return
         if message is None:
             return
@@ -238,16 +236,16 @@ class Listener:
                     yield missed
             except (WireFormatError, ConfigError) as error:
                 self._check_open()
-                tell(str(error))
+                report(str(error))
         self._next, self._expected = None, message.sequence + 1
         yield message
 
     def replay(self, first: int) -> Iterator[Message]:
-        """What the publisher still has, from a number on.
+        """Yield the messages that the publisher still has, from a number on.
 
         Raises:
-            ConfigError: There is no replay endpoint, or nobody answers there.
-            WireFormatError: What came is no message, or its number is not higher.
+            ConfigError: There is no replay endpoint, or it does not respond.
+            WireFormatError: The frames are not a message, or its number is not higher.
         """
         if self._replay_endpoint is None:
             raise ConfigError("no replay endpoint was given")
@@ -258,7 +256,7 @@ class Listener:
             while True:
                 if not socket.poll(int(self._replay_seconds * 1000)):
                     raise ConfigError(
-                        f"replay endpoint {self._replay_endpoint!r}: no answer in "
+                        f"replay endpoint {self._replay_endpoint!r}: no response in "
                         f"{self._replay_seconds:g} s"
                     )
                 _, *frames = socket.recv_multipart()
@@ -268,7 +266,7 @@ class Listener:
                 if message.sequence < first:
                     raise WireFormatError(
                         f"replay endpoint {self._replay_endpoint!r}: sent message "
-                        f"{message.sequence}, wanted {first} or later"
+                        f"{message.sequence}, expected {first} or later"
                     )
                 first = message.sequence + 1
                 yield message
@@ -277,13 +275,13 @@ class Listener:
             socket.close(linger=0)
 
     def link_news(self) -> list[str]:
-        """What became of the connection since the last call, a line each (3.)."""
+        """Return the changes of the connection since the last call, one line each (3.)."""
         self._check_open()
         return self._link.news()
 
     def _check_open(self) -> None:
         if self._context.closed:
-            raise ConfigError("the listener was closed; open another one")
+            raise ConfigError("the listener was closed; make another one")
 
     def _connect(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -295,6 +293,6 @@ class Listener:
         except (zmq.ZMQError, UnicodeError) as error:
             socket.close(linger=0)
             raise ConfigError(
-                f"endpoint {endpoint!r}: {line_of(error)}; wanted tcp://HOST:PORT or ipc://PATH"
+                f"endpoint {endpoint!r}: {line_of(error)}; expected tcp://HOST:PORT or ipc://PATH"
             ) from None
         return socket

@@ -1,18 +1,19 @@
-"""The wire formats in which engines publish KV events: a table, and nothing that needs a package.
+"""The table of wire formats in which engines publish KV events; it needs no package.
 
-A message on the PUB socket is three frames: topic, sequence number (8 bytes, big-endian),
-and a batch in msgpack. A batch is the array ``[time, events, rank]`` in every release;
-what differs is how each event is written:
+A message on the PUB socket has three frames: topic, sequence number (8 bytes, big-endian),
+and a batch in msgpack. A batch is the array ``[time, events, rank]`` in every release. Events
+are written in one of two ways:
 
-1. As an array: the event's name, then all fields by position, nil where there is nothing
-   to say. A reader knows a release by the length.
-2. As a map: ``"type"``, then fields by name; those marked ``omitted`` only when they have
-   something to say. Fields are only ever appended, so a newer reader reads older maps.
+1. As an array: the event's name, then all fields by position, with nil for a field without a
+   value. The length of the array shows the release.
+2. As a map: ``"type"``, then fields by name. Fields marked ``omitted`` are written only if they
+   have a value. Fields are only ever appended, so a newer reader reads older maps.
 
-Neither reads the other. Frames of a replay have two layouts (:attr:`WireFormat.replay_topic`).
+A reader of arrays cannot read maps, nor the reverse. Frames of a replay have two layouts
+(:attr:`WireFormat.replay_topic`).
 
-Source: ``vllm/distributed/kv_events.py`` of 0.11.0 to 0.33.0, from which
-``tests/vllm/make_event_corpus.py`` proves each row; SGLang's
+Source: ``vllm/distributed/kv_events.py`` of 0.11.0 to 0.33.0, against which
+``tests/vllm/make_event_corpus.py`` checks each row; SGLang's
 ``sglang/srt/disaggregation/kv_events.py`` and its pull requests #30827 (metadata) and #37482
 (maps), read on 2026-11-22.
 """
@@ -28,7 +29,7 @@ from kvview.errors import ConfigError
 
 
 class Kind(Enum):
-    """What a field may hold, in msgpack."""
+    """The type of a field, in msgpack."""
 
     HASH = "integer of 64 bits, or bytes"
     HASHES = "array of integers or bytes"
@@ -46,12 +47,12 @@ class Field:
     """One field of an event.
 
     Args:
-        name: As maps name it; in arrays the place counts.
-        kind: What it holds.
-        meaning: In a sentence.
+        name: Its name in maps; arrays have no names.
+        kind: Its type.
+        meaning: Its meaning, in a sentence.
         since: First release that writes it.
-        is_nullable: Whether nil stands for "nothing to say".
-        is_omitted: Whether maps leave it out instead. Every other field is required.
+        is_nullable: Whether nil stands for no value.
+        is_omitted: Whether maps omit it if it has no value. Every other field is required.
     """
 
     name: str
@@ -66,14 +67,17 @@ def _optional(name: str, kind: Kind, meaning: str, since: str) -> Field:
     return Field(name, kind, meaning, since, is_nullable=True, is_omitted=True)
 
 
-_HASHES = Field("block_hashes", Kind.HASHES, "Of the blocks, in prefix order.")
+_HASHES = Field("block_hashes", Kind.HASHES, "Hashes of the blocks, in prefix order.")
 _PARENT = Field(
-    "parent_block_hash", Kind.HASH, "Of the block before; nil at the start.", is_nullable=True
+    "parent_block_hash",
+    Kind.HASH,
+    "Hash of the block before the first; nil at the start.",
+    is_nullable=True,
 )
-_TOKENS = "Of all blocks, one after the other; empty when only the place is told."
+_TOKENS = "Tokens of all blocks, concatenated; empty if the event names only the medium."
 _SIZE = Field("block_size", Kind.INTEGER, "Tokens in each block; 0 from vLLM 0.20's offloading.")
-_LORA = Field("lora_id", Kind.INTEGER, "Of the adapter; the name is what counts.", is_nullable=True)
-_MEDIUM = "Where the blocks lie: GPU, CPU and others."
+_LORA = Field("lora_id", Kind.INTEGER, "Number of the LoRA, which has a name.", is_nullable=True)
+_MEDIUM = "The medium of the blocks: GPU, CPU and others."
 
 _VLLM_STORED = (
     _HASHES,
@@ -82,19 +86,19 @@ _VLLM_STORED = (
     _SIZE,
     _LORA,
     Field("medium", Kind.TEXT, _MEDIUM, is_nullable=True),
-    Field("lora_name", Kind.TEXT, "Of the adapter.", "0.14.0", is_nullable=True),
+    Field("lora_name", Kind.TEXT, "Name of the LoRA.", "0.14.0", is_nullable=True),
     _optional(
         "extra_keys",
         Kind.EXTRA_KEYS,
-        "What else is in each hash: adapter, images, salt, embeddings.",
+        "Further values in each hash: LoRA, images, salt, embeddings.",
         "0.17.0",
     ),
     _optional("group_idx", Kind.INTEGER, "KV-cache group of the blocks.", "0.20.0"),
-    _optional("kv_cache_spec_kind", Kind.TEXT, "How the group attends.", "0.22.0"),
+    _optional("kv_cache_spec_kind", Kind.TEXT, "Kind of attention of the group.", "0.22.0"),
     _optional("kv_cache_spec_sliding_window", Kind.INTEGER, "Tokens of its window.", "0.22.0"),
     _optional("locality", Kind.TEXT, "LOCAL or REMOTE to the publisher.", "0.26.0"),
     _optional("ownership", Kind.TEXT, "The second tier that wrote it.", "0.29.0"),
-    _optional("session_id", Kind.TEXT, "Whose request stored it.", "0.30.0"),
+    _optional("session_id", Kind.TEXT, "Session of the request that stored it.", "0.30.0"),
     _optional(
         "lookahead_token_ids",
         Kind.TOKEN_LISTS,
@@ -113,19 +117,19 @@ _VLLM_REPLAY_TOPIC_SINCE = "0.26.0"
 
 @dataclass(frozen=True, slots=True)
 class WireFormat:
-    """How one producer writes, over a range of its releases.
+    """The wire format of one producer, in a range of its releases.
 
     Args:
-        name: ``"vllm-0.24"`` for example: the producer and the first release.
+        name: The producer and the first release, ``"vllm-0.24"`` for example.
         producer: ``"vllm"`` or ``"sglang"``.
-        since: First release, or the pull request; empty where it is not known.
-        until: First release that writes otherwise; empty for the newest, and likewise.
+        since: First release, or the pull request; empty if unknown.
+        until: First release with another format; empty for the newest, or if unknown.
         is_map: Whether events are maps.
         stored: Fields of ``BlockStored``, in order.
-        removed: Fields of ``BlockRemoved``, in order. ``AllBlocksCleared`` has none.
-        has_rank: Whether a batch ends in the data-parallel rank, nil or not.
+        removed: Fields of ``BlockRemoved``, in order. ``AllBlocksCleared`` has no fields.
+        has_rank: Whether a batch ends with the data-parallel rank, which may be nil.
         replay_topic: Whether a replayed batch has a frame for the topic.
-        is_cut: Whether arrays end before optional fields that have nothing to say.
+        is_cut: Whether arrays omit optional fields without a value at their end.
     """
 
     name: str
@@ -141,10 +145,10 @@ class WireFormat:
 
 
 def version(release: str) -> tuple[int, ...]:
-    """A release as numbers that compare; whatever follows them is left out.
+    """Parse a release into numbers, without a suffix after them.
 
     Raises:
-        ConfigError: It does not begin with a number.
+        ConfigError: The release does not start with a number.
     """
     numbers = []
     for part in release.split("."):
@@ -210,23 +214,23 @@ _SGLANG = (
         (
             *_SGLANG_STORED,
             _SGLANG_MAP_MEDIUM,
-            _optional("cache_salt", Kind.TEXT, "What keeps tenants apart.", ""),
-            _optional("session_id", Kind.TEXT, "Whose request stored it.", ""),
+            _optional("cache_salt", Kind.TEXT, "Separates the caches of tenants.", ""),
+            _optional("session_id", Kind.TEXT, "Session of the request that stored it.", ""),
         ),
         (_HASHES, _SGLANG_MAP_MEDIUM),
     ),
 )
 
 WIRE_FORMATS: tuple[WireFormat, ...] = (*_vllm_formats(), *_SGLANG)
-"""Every format, of each producer the oldest first."""
+"""All formats; those of each producer from the oldest to the newest."""
 
 
 @cache
 def find_format(name: str) -> WireFormat:
-    """A format by its name, or by producer and release: ``"vllm-0.24"``, ``"vllm-0.27.1"``.
+    """Find a format by its name, or by producer and release: ``"vllm-0.24"``, ``"vllm-0.27.1"``.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The format is unknown.
     """
     for wire_format in WIRE_FORMATS:
         if wire_format.name == name:
@@ -237,4 +241,4 @@ def find_format(name: str) -> WireFormat:
             if wire_format.producer == "vllm" and version(wire_format.since) <= version(release):
                 return wire_format
     known = ", ".join(wire_format.name for wire_format in WIRE_FORMATS)
-    raise ConfigError(f"wire format {name!r}: not known, known are {known}, vllm-RELEASE")
+    raise ConfigError(f"wire format {name!r} is unknown; expected {known} or vllm-RELEASE")

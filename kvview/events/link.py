@@ -1,4 +1,4 @@
-"""What becomes of a connection to a publisher, as ZMQ's monitor tells it."""
+"""The state of a connection to a publisher, from ZMQ's monitor events."""
 
 from __future__ import annotations
 
@@ -24,56 +24,56 @@ _LINK = (
 
 
 class Link:
-    """Follows one connection.
+    """Watches one connection.
 
     Args:
-        socket: Of the subscription, connected.
-        endpoint: Where to.
+        socket: The connected socket of the subscription.
+        endpoint: The endpoint of the publisher.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
         self._socket, self._endpoint = socket, endpoint
         self._monitor = socket.get_monitor_socket(sum(_LINK, zmq.Event(0)))
-        self._is_up, self._told, self._try_again_at = False, "", 0.0
+        self._is_up, self._reported, self._try_again_at = False, "", 0.0
 
     def close(self) -> None:
-        """Hear no more of it."""
+        """Stop watching."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
 
     def news(self) -> list[str]:
-        """What became of it since the last call, a line each."""
+        """Return the changes since the last call, one line each."""
         lines = []
         if self._try_again_at and time.monotonic() > self._try_again_at:
-            self._try_again_at = 0.0  # zmq does not, after a socket of another kind
+            self._try_again_at = 0.0  # because zmq does not reconnect to a foreign socket
             with suppress(zmq.ZMQError):
                 self._socket.disconnect(self._endpoint)
             self._socket.connect(self._endpoint)
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
-            told = ""
+            change = ""
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
                 self._is_up = True
-                told = "connected" if self._told else ""
+                change = "connected" if self._reported else ""
             elif event == zmq.Event.DISCONNECTED and self._is_up:
                 self._is_up = False
-                told = "the publisher is gone; waiting for it"
+                change = "the publisher has disconnected; waiting for it"
             elif event in _FOREIGN:
-                told = "who is there is no publisher that speaks ZMQ; trying again"
+                change = "the peer is not a ZMQ publisher; trying again"
                 self._try_again_at = time.monotonic() + _TRY_AGAIN_S
-            elif event == zmq.Event.CONNECT_RETRIED and not self._told:
-                told = "nobody is there yet; waiting"
-            if told and told != self._told:
-                self._told = told
-                lines.append(f"endpoint {self._endpoint!r}: {told}")
+            elif event == zmq.Event.CONNECT_RETRIED and not self._reported:
+                change = "no publisher is listening yet; waiting"
+            if change and change != self._reported:
+                self._reported = change
+                lines.append(f"endpoint {self._endpoint!r}: {change}")
         return lines
 
 
 def with_a_port(endpoint: str) -> str:
-    """The endpoint, if another process can connect to it.
+    """Return an endpoint to which another process can connect.
 
     Raises:
-        ZMQError: It cannot: ``inproc``, or a port that zmq would take modulo 65,536.
+        ZMQError: The endpoint is ``inproc``, or has a port that zmq would take modulo 65,536.
     """
     if endpoint.startswith("inproc:"):
         raise zmq.ZMQError(errno.EPROTONOSUPPORT)

@@ -1,7 +1,7 @@
-"""Recordings of a stream of KV events: JSON lines, one a message.
+"""Recordings of a stream of KV events: JSON lines, one per message.
 
-A row is ``{"at": seconds, "topic": text, "sequence": number, "payload": base64}``; ``at`` is
-the receiver's clock. The file may be compressed by gzip (``.gz``).
+A row is ``{"at": seconds, "topic": text, "sequence": number, "payload": base64}``, with ``at``
+by the receiver's clock. The file may be compressed by gzip (``.gz``).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from kvview.errors import ConfigError, WireFormatError, line_of
 from kvview.input_files import DAMAGED_GZIP, open_rows, read_rows
 
 MAX_PAYLOAD_BYTES = 16 << 20
-"""Of a batch: a prompt of a million tokens takes five million bytes."""
+"""Largest batch; a prompt of a million tokens takes five million bytes."""
 
 _LONGEST = 24 << 20  # bytes of a line: base64, the topic and the numbers
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One message as it came.
+    """One received message.
 
     Args:
-        sequence: Its number.
+        sequence: Its sequence number.
         payload: The batch.
-        topic: Of the subscription.
-        at: Seconds since 1970, when it was received.
+        topic: The topic of the message.
+        at: Seconds since 1970 at which it was received.
     """
 
     sequence: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -62,21 +62,21 @@ class Recording:
         """Add a message; it is in the file when this returns.
 
         Raises:
-            ConfigError: It cannot be written.
+            ConfigError: The file cannot be written.
         """
         try:
             self._file.write(self._encode(message) + b"\n")
             self._file.flush()
-        except OSError as error:  # a disk that is full
+        except OSError as error:  # a full disk
             raise ConfigError(f"{self._path!r}: {error.strerror}") from error
 
 
 def read_recording(path: str) -> Iterator[Message]:
-    """The messages of a recording, in order.
+    """Read the messages of a recording, in order.
 
     Raises:
-        ConfigError: There is no such file.
-        WireFormatError: A line is no message; names it.
+        ConfigError: The file cannot be opened.
+        WireFormatError: A line is not a message; the error names the line.
     """
     decode = msgspec.json.Decoder(Message).decode
     try:
@@ -92,16 +92,16 @@ def read_recording(path: str) -> Iterator[Message]:
                     raise WireFormatError(why) from None
                 yield message
     except DAMAGED_GZIP as error:
-        raise WireFormatError(f"{path}: cut off or no gzip: {line_of(error)}") from None
+        raise WireFormatError(f"{path}: cut off or not gzip: {line_of(error)}") from None
     except OSError as error:
         raise ConfigError(f"{path!r}: {error.strerror}") from error
 
 
 def require_size(payload: bytes) -> None:
-    """Refuse a batch that takes too much memory to read.
+    """Refuse a batch that takes too much memory.
 
     Raises:
-        ValueError: It is longer than :data:`MAX_PAYLOAD_BYTES`.
+        ValueError: The batch is longer than :data:`MAX_PAYLOAD_BYTES`.
     """
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise ValueError(f"a batch of {len(payload):,} bytes, more than {MAX_PAYLOAD_BYTES:,}")

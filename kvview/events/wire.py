@@ -1,9 +1,9 @@
-"""Batches of KV events as bytes, both ways, in every format of the table.
+"""Encoding and decoding of batches of KV events, in every format of the table.
 
-1. Strict: a batch is one format's, and what is read is written back as the same bytes.
-2. Lenient: an event that fits no format does not cost the batch; it is read as far as it
-   goes, :attr:`Batch.problems` says what was wrong, and the batch is written back as it came.
-3. Whatever the bytes are, the answer is a batch or :class:`~kvview.WireFormatError`.
+1. Strict: a batch has one format, and a decoded batch is encoded to the same bytes.
+2. Lenient: an event of no known format does not invalidate the batch. It is decoded as far as
+   possible, :attr:`Batch.problems` describes it, and the batch is encoded to the same bytes.
+3. For any bytes, the result is a batch or :class:`~kvview.WireFormatError`.
 4. A field that a format does not have is None in its events.
 """
 
@@ -60,7 +60,7 @@ _ALL_FIELDS = {field.name for wire_format in WIRE_FORMATS for field in wire_form
 
 
 class _Shell(msgspec.Struct, array_like=True):
-    """A batch whose events are not read yet; not too many, as each takes far more than a byte."""
+    """A batch with undecoded events, limited because an event takes far more than its bytes."""
 
     ts: float
     events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=2**17)]
@@ -68,7 +68,7 @@ class _Shell(msgspec.Struct, array_like=True):
 
 
 class Codec:
-    """Reads and writes one format; made once, by :func:`codec`.
+    """Encodes and decodes one format; :func:`codec` makes it once.
 
     Args:
         wire_format: A row of the table.
@@ -91,22 +91,25 @@ class Codec:
         self._write = msgspec.msgpack.Encoder().encode
 
     def make(self, tag: str, **values: Any) -> WireEvent:
-        """An event of this format, of ``BlockStored`` and so on; None for what is not given.
+        """Make an event of this format.
 
-        Values that the format has no field for are left out.
+        Args:
+            tag: ``BlockStored``, ``BlockRemoved`` or ``AllBlocksCleared``.
+            values: Values of fields; fields without a value are None, and values without a
+                field are dropped.
         """
         for kind in (self.stored_type, self.removed_type, self.cleared_type):
             if kind.__struct_config__.tag == tag:
                 names: Iterable[str] = kind.__struct_fields__
                 made: WireEvent = kind(**{name: values.get(name) for name in names})
                 return made
-        raise WireFormatError(f"{tag!r}: not an event; those are BlockStored, BlockRemoved, ...")
+        raise WireFormatError(f"{tag!r}: not an event; expected BlockStored, BlockRemoved, ...")
 
     def decode(self, payload: bytes) -> Batch:
-        """Read a batch of this format (1.).
+        """Decode a batch of this format (1.).
 
         Raises:
-            WireFormatError: It is none, or would not be written back as it came.
+            WireFormatError: The bytes are not one, or would be encoded to other bytes.
         """
         try:
             return self.decode_or_raise(payload)
@@ -115,15 +118,15 @@ class Codec:
             raise WireFormatError(f"not a batch of {name}: {why}") from None
 
     def decode_or_raise(self, payload: bytes) -> Batch:
-        """:meth:`decode`, whose errors are those of whatever failed: a trial costs little."""
+        """Decode like :meth:`decode`, but raise the original exception, which costs less."""
         read: Any = self._read(payload)
         batch = Batch(read.ts, read.events, getattr(read, "rank", None), self.wire_format)
         if self.encode(batch) != payload:
-            raise ValueError("it would be written in other bytes")
+            raise ValueError("it would be encoded to other bytes")
         return batch
 
     def decode_event(self, source: bytes) -> WireEvent | None:
-        """Read one event of this format; None when it is none."""
+        """Decode one event; returns None if it does not have this format."""
         try:
             event: WireEvent = self._read_event(source)
             return event if self._write(self._as_written(event)) == source else None
@@ -131,7 +134,7 @@ class Codec:
             return None
 
     def encode(self, batch: Batch) -> bytes:
-        """Write a batch; its events are this format's."""
+        """Encode a batch whose events have this format."""
         events: Any = batch.events
         if self.wire_format.is_cut:
             events = [self._as_written(event) for event in events]
@@ -168,7 +171,7 @@ def _define(
     absent = dict.fromkeys(_ALL_FIELDS - {field.name for field in fields})
     described: list[Any] = []
     for field in fields:
-        is_optional = loose and field.kind is not Kind.HASHES  # without, there is no event
+        is_optional = loose and field.kind is not Kind.HASHES  # an event without hashes is useless
         kind = _TYPES[field.kind] | None if field.is_nullable or is_optional else _TYPES[field.kind]
         if is_optional or (field.is_omitted and has_defaults):
             described.append((field.name, kind, None))
@@ -189,13 +192,13 @@ def _define(
 
 @cache
 def codec(wire_format: WireFormat) -> Codec:
-    """The reader and writer of a format."""
+    """Return the codec of a format."""
     return Codec(wire_format)
 
 
 @cache
 def _loose_readers() -> dict[bool, Any]:
-    """For events of no format, by whether they are maps: every field that is known there."""
+    """Return decoders for events of no format, by whether they are maps, with all known fields."""
     readers = {}
     for is_map in (True, False):
         known: dict[str, dict[str, Field]] = {"stored": {}, "removed": {}}
@@ -216,11 +219,11 @@ def _loose_readers() -> dict[bool, Any]:
 
 
 class EventDecoder:
-    """Reads the batches of one stream; tries first what fitted last.
+    """Decodes the batches of one stream; tries the format of the last batch first.
 
     Args:
-        wire_format: The only format to read; None to find it.
-        strict: See the module: 1., or 2.
+        wire_format: The format; None to detect it.
+        strict: Whether to decode strictly (1.) or leniently (2.).
     """
 
     def __init__(self, wire_format: WireFormat | None = None, *, strict: bool = True) -> None:
@@ -230,10 +233,10 @@ class EventDecoder:
         self._strict = strict
 
     def decode(self, payload: bytes) -> Batch:
-        """Read one batch.
+        """Decode one batch.
 
         Raises:
-            WireFormatError: It is none (3.), or of another format (1.).
+            WireFormatError: The bytes are not a batch (3.), or have another format (1.).
         """
         for number, reader in enumerate(self._codecs):
             try:
@@ -244,7 +247,7 @@ class EventDecoder:
                 self._codecs.insert(0, self._codecs.pop(number))
             return batch
         if self._strict:
-            return self._codecs[0].decode(payload)  # which says why not
+            return self._codecs[0].decode(payload)  # raises with the reason
         return self._decode_leniently(payload)
 
     def _decode_leniently(self, payload: bytes) -> Batch:
@@ -260,7 +263,7 @@ class EventDecoder:
             events.append(event)
             if why:
                 problems.append(f"event {number}: {why}")
-        problems = problems or ["a batch of several formats, or with more than a rank"]
+        problems = problems or ["the events have several formats, or the batch has extra elements"]
         wire_format = self._codecs[0].wire_format
         return Batch(shell.ts, events, shell.rank, wire_format, tuple(problems), payload)
 
@@ -274,21 +277,21 @@ class EventDecoder:
             loose: WireEvent = _loose_readers()[is_map](source)
         except _UNREADABLE as error:
             return UnreadableEvent(source, line_of(error)), f"not readable: {line_of(error)}"
-        return loose, "of no known format: fields are missing, new, or written otherwise"
+        return loose, "no known format: fields are missing, new, or of another type"
 
 
 def decode(
     payload: bytes, wire_format: WireFormat | str | None = None, *, strict: bool = True
 ) -> Batch:
-    """Read one batch; of a stream, :class:`EventDecoder` reads faster.
+    """Decode one batch; :class:`EventDecoder` is faster for a stream.
 
     Args:
         payload: The third frame of a message.
-        wire_format: A format, or its name; None to find it.
-        strict: See the module: 1., or 2.
+        wire_format: A format, or its name; None to detect it.
+        strict: Whether to decode strictly (1.) or leniently (2.).
 
     Raises:
-        WireFormatError: It is no batch (3.), or of another format (1.).
+        WireFormatError: The bytes are not a batch (3.), or have another format (1.).
     """
     if isinstance(wire_format, str):
         wire_format = find_format(wire_format)
@@ -296,5 +299,5 @@ def decode(
 
 
 def encode(batch: Batch) -> bytes:
-    """Write a batch in its format; one with problems as it came."""
+    """Encode a batch in its format; a batch with problems to the bytes that were decoded."""
     return codec(batch.wire_format).encode(batch) if batch.source is None else batch.source

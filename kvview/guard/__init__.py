@@ -1,4 +1,4 @@
-"""The guard: what a connector gets by default instead of a bare view."""
+"""The guard: the view that a connector gets by default, instead of a bare one."""
 
 from kvview.guard.lease import GuardedLease, Leak
 from kvview.guard.ledger import GuardStats

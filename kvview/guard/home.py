@@ -1,7 +1,7 @@
-"""What every call of a guard checks: its process, its thread, and that it is open.
+"""The checks before every call of a guard: its thread, its process, and that it is open.
 
-GUARD-4, GUARD-6 and POOL-10. The ident of a thread, or of a process, is reused once that has
-ended, so each thread of each process has an object of its own here.
+GUARD-4, GUARD-6 and POOL-10. The ident of a thread or process is reused after it has ended, so
+each thread of each process has its own :class:`Home` object here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ here = _Here()
 
 
 def _begin_child() -> None:
-    """A forked child begins with the thread that forked, which is another one from now on."""
+    """Give a forked child another process object, and its first thread another home."""
     Home.process = object()
     here.home = Home()
 
@@ -48,11 +48,11 @@ if hasattr(os, "register_at_fork"):
 
 
 class AtHome(NotCopyable):
-    """Belongs to the thread that made it.
+    """An object that belongs to the thread that made it.
 
     Args:
-        owner: Named in errors.
-        view: Through which it holds blocks.
+        owner: Name of the owner, for errors.
+        view: The ledger view through which it holds blocks.
     """
 
     def __init__(self, owner: str, view: LedgerView) -> None:
@@ -63,7 +63,7 @@ class AtHome(NotCopyable):
 
     @property
     def is_open(self) -> bool:
-        """Whether neither the guard nor the view under it was closed."""
+        """Whether the guard and the view under it are open."""
         return self._view.is_open
 
     @property
@@ -73,7 +73,7 @@ class AtHome(NotCopyable):
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Count a call that is refused."""
+        """Count the call in the ``with`` block if it is refused."""
         try:
             yield
         except KVViewError:
@@ -86,12 +86,12 @@ class AtHome(NotCopyable):
             self.stats.refused += 1
             if not self.is_at_home:
                 raise WrongThreadError(
-                    f"GUARD-6: the guard of {self.owner!r} came here by a fork, and what it holds "
-                    f"is its first process's: open a pool and a guard of this process's own"
+                    f"GUARD-6: the guard of {self.owner!r} was copied by a fork, and its blocks "
+                    f"belong to the parent process; make a pool and a guard in this process"
                 )
             later = " (a later thread with the same ident)" if caller.ident == home.ident else ""
             raise WrongThreadError(
-                f"GUARD-4: the guard of {self.owner!r} belongs to thread {home.ident}, called "
-                f"from {caller.ident}{later}: call it on the scheduler's thread only"
+                f"GUARD-4: the guard of {self.owner!r} belongs to thread {home.ident} and was "
+                f"called from {caller.ident}{later}; call it on the scheduler's thread only"
             )
         self._view.check_open()

@@ -1,6 +1,6 @@
-"""Leases: references that are given back exactly once, their expiry, and the report of the rest.
+"""Leases: references that are released exactly once, and their expiry.
 
-GUARD-2, 3 and 7 to 9 (:mod:`kvview.guard`); ``GuardedView.lease`` makes them.
+``GuardedView.lease`` takes them. They satisfy GUARD-2, 3 and 7 to 9.
 
 Source: vLLM issues #41383 and #46289.
 """
@@ -32,15 +32,15 @@ _FEW_STALE = 32
 
 @dataclass(frozen=True)
 class Leak:
-    """Blocks that were held too long, or at the end.
+    """Blocks that are held, as a leak report lists them.
 
     Args:
-        owner: Whose guard it is.
+        owner: Owner of the guard.
         job: The lease's job, or None for plain touches.
-        block_ids: The blocks, one entry a reference.
+        block_ids: The blocks, one entry per reference.
         age: Seconds for which they have been held without a break.
-        taken_at: ``file:line in function`` of the first caller when tracing, else None.
-        request_id: The request that the engine spoke of when they were taken, if it said so.
+        taken_at: ``file:line in function`` of the first caller if the guard traces, else None.
+        request_id: The request that the engine named when they were taken, or None.
     """
 
     owner: str
@@ -51,7 +51,7 @@ class Leak:
     request_id: str | None = None
 
     def __str__(self) -> str:
-        where = self.taken_at or "unknown: trace=True tells"
+        where = self.taken_at or "an unknown line, which trace=True records"
         return (
             f"{self.owner!r} holds {len(self.block_ids)} references for {self.age:.1f} s "
             f"(request {self.request_id!r}, job {self.job!r}, blocks {list(self.block_ids[:8])}, "
@@ -61,14 +61,14 @@ class Leak:
 
 @dataclass(eq=False)
 class Hold:
-    """What the guard knows of one lease, also when nobody has the lease any more.
+    """The guard's record of one lease, which outlives the lease object.
 
     Args:
-        block_ids: What is held, one entry a reference.
-        job: Named in reports.
-        stamp: When it was taken, and by whom.
+        block_ids: The blocks, one entry per reference.
+        job: Name of the job, for reports.
+        stamp: Time, request and caller of the lease.
         deadline: Seconds on the guard's clock, or None.
-        ticket: Of its entry in the heap of deadlines; every other entry is stale.
+        ticket: Number of its entry in the heap of deadlines; every other entry is stale.
         is_active: False once it was released or expired.
     """
 
@@ -81,10 +81,10 @@ class Hold:
 
 
 class GuardedLease(NotCopyable):
-    """References that are given back exactly once (GUARD-2); made by ``lease``.
+    """References that are released exactly once (GUARD-2); made by ``lease``.
 
-    The class behind :class:`kvview.Lease`. As a context manager it ends with the
-    block; as an object, by ``release``.
+    It implements :class:`kvview.Lease`. As a context manager it ends with the ``with`` block,
+    otherwise by ``release`` or at its deadline.
     """
 
     def __init__(self, guard: GuardedLeases, hold: Hold) -> None:
@@ -93,17 +93,17 @@ class GuardedLease(NotCopyable):
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """What is held, one entry a reference, without the null block."""
+        """The blocks, one entry per reference, without the null block."""
         return self._hold.block_ids
 
     @property
     def job(self) -> object:
-        """Named in reports."""
+        """Name of the job, for reports."""
         return self._hold.job
 
     @property
     def deadline(self) -> float | None:
-        """When it ends by itself, seconds on the guard's clock."""
+        """Seconds on the guard's clock at which the lease expires, or None."""
         return self._hold.deadline
 
     @property
@@ -115,13 +115,13 @@ class GuardedLease(NotCopyable):
         """Move the deadline to ``ttl`` seconds from now.
 
         Raises:
-            BlockNotHeldError: The lease has ended: its blocks may be anyone's.
+            BlockNotHeldError: The lease has ended, so other owners may hold its blocks.
             ConfigError: ``ttl`` is not positive.
         """
         self._guard._renew(self, ttl)
 
     def release(self) -> bool:
-        """Give the references back; False when the lease had ended already."""
+        """Release the references; returns False if the lease had already ended."""
         return self._guard._release(self)
 
     def __enter__(self) -> Self:
@@ -137,11 +137,12 @@ class GuardedLease(NotCopyable):
         self.release()
 
     def __del__(self) -> None:
-        with suppress(Exception):  # nothing may come out of here, also at the interpreter's end
+        with suppress(Exception):  # a finaliser must not raise, even at interpreter exit
             if self.is_active and self.deadline is None and self._guard.is_at_home:
                 _logger.warning(
-                    "GUARD-9: a lease of %r was dropped, nobody can release it any more: job %r, "
-                    "%d references, blocks %s; keep it, or give it a ttl",
+                    "GUARD-9: a lease of %r was garbage-collected before it was released, so it "
+                    "can no longer be released: job %r, %d references, blocks %s; keep the lease "
+                    "or set a ttl",
                     self._guard.owner,
                     self.job,
                     len(self.block_ids),
@@ -150,12 +151,12 @@ class GuardedLease(NotCopyable):
 
 
 class GuardedLeases(AtHome):
-    """The leases of a guard: taken, renewed, released, expired.
+    """The leases of a guard: it takes, renews, releases and expires them.
 
     Args:
-        owner: Named in errors and reports.
-        view: Through which the guard holds blocks; leases have one under it.
-        clock: Seconds, monotonic.
+        owner: Name of the owner, for errors and reports.
+        view: The guard's ledger view; leases have a ledger view under it.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(self, owner: str, view: LedgerView, clock: Callable[[], float]) -> None:
@@ -163,13 +164,13 @@ class GuardedLeases(AtHome):
         self.now = clock
         self._lease_view: LedgerView | None = None
         self._holds: set[Hold] = set()  # of leases, until their blocks are back
-        self.deadlines: list[tuple[float, int, Hold]] = []  # a heap; empty: none can expire
-        self._num_stale = 0  # entries in it of leases that were released or renewed
+        self.deadlines: list[tuple[float, int, Hold]] = []  # a heap
+        self._num_stale = 0  # its entries of leases that were released or renewed
         self._tickets = count()
 
     @property
     def now(self) -> Callable[[], float]:
-        """The clock; another one may be set, for tests and simulations."""
+        """The clock; tests and simulations may set another one."""
         return self._clock
 
     @now.setter
@@ -201,10 +202,10 @@ class GuardedLeases(AtHome):
         return GuardedLease(self, hold)
 
     def release_expired(self) -> list[Leak]:
-        """Release the leases whose deadline has passed; every other call does so too.
+        """Release the leases whose deadline has passed, as every other call does too.
 
         Returns:
-            What ended, earliest deadline first.
+            The leases that ended, earliest deadline first.
         """
         self._check_open()
         return self._expire()
@@ -227,9 +228,9 @@ class GuardedLeases(AtHome):
             try:
                 self._end(hold)
             except Exception:
-                # Not the fault of the call that came by (GUARD-8).
+                # The current call did not cause this, so it must not fail (GUARD-8).
                 if is_first:
-                    _logger.exception("GUARD-8: an expired lease was not taken back: %s", leak)
+                    _logger.exception("GUARD-8: the engine refused an expired lease: %s", leak)
                 self._schedule(hold, _RETRY_SECONDS)
         return expired
 
@@ -240,7 +241,7 @@ class GuardedLeases(AtHome):
         heapq.heappush(self.deadlines, (hold.deadline, hold.ticket, hold))
 
     def _forget_deadline(self, hold: Hold) -> None:
-        """Leave its entry in the heap stale; drop these when they are the larger part."""
+        """Make its entry in the heap stale; drop stale entries when they are the larger part."""
         if hold.ticket is None:
             return
         hold.ticket = None
@@ -256,8 +257,8 @@ class GuardedLeases(AtHome):
         with self._counted():
             if not lease.is_active:
                 raise BlockNotHeldError(
-                    f"GUARD-7: the lease of job {lease.job!r} has ended, its blocks may be "
-                    f"anyone's: take a new one"
+                    f"GUARD-7: the lease of job {lease.job!r} has ended, so other owners may hold "
+                    f"its blocks; take a new lease"
                 )
 
     def _renew(self, lease: GuardedLease, ttl: float) -> None:
@@ -276,7 +277,7 @@ class GuardedLeases(AtHome):
         return True
 
     def _end(self, hold: Hold) -> None:
-        assert self._lease_view is not None, "whoever holds has taken"
+        assert self._lease_view is not None, "_take opened it"
         self._lease_view.free_blocks(hold.block_ids)
         self._forget_deadline(hold)
         self._holds.discard(hold)
@@ -293,7 +294,7 @@ class GuardedLeases(AtHome):
 
 def _check_ttl(ttl: float) -> None:
     if not ttl > 0:
-        raise ConfigError(f"GUARD-3: ttl must be positive seconds, got {ttl}")
+        raise ConfigError(f"GUARD-3: ttl must be a positive number of seconds, got {ttl}")
 
 
 if TYPE_CHECKING:

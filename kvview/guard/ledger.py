@@ -1,12 +1,12 @@
-"""The ledger: the one place where ids are checked, references counted and calls undone.
+"""The ledger: it checks ids, counts references and undoes calls that fail.
 
-A pool has one :class:`Ledger`; who holds blocks of it has a :class:`LedgerView`. These
-form a tree: a view, under it those that guards opened from it, under each the one of
-its leases. A reference stands in one of them only, so that nobody gives back what
-another holds, and nothing is counted twice.
+A pool has one :class:`Ledger`, and each owner of references a :class:`LedgerView`. The ledger
+views form a tree: a view, under it those of the guards over it, and under each guard that of
+its leases. A reference is counted in one of them only, so no owner can free another owner's
+reference, and no reference is counted twice.
 
-The views of the reference and of the vLLM adapter are such views; :class:`CheckedView`
-makes one of a view that does not check.
+The views of the reference and of the vLLM adapter are ledger views; :class:`CheckedView` makes
+one from a view that does not check.
 
 Source: vLLM issue #42571 (a block that one call names twice was queued twice), #42085.
 """
@@ -31,11 +31,11 @@ from kvview.guard.not_copyable import NotCopyable
 from kvview.pool import GPUBlockPoolView
 
 Move = Callable[[list[Any]], object]
-"""Tells the engine; takes what the ledger's ``blocks`` has for each id."""
+"""A call of the engine; takes the entries of the ledger's ``blocks``."""
 
 
 Stamp = tuple[float, str | None, str | None]
-"""Of a reference: when it was taken, in seconds, for which request, and where if that is traced."""
+"""The origin of a reference: time in seconds, request, and the caller's line if it is traced."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class GuardStats:
 
     Args:
         touched: References taken.
-        freed: References given back.
+        freed: References released.
         leases: Leases taken.
         active_leases: Leases whose blocks are held now.
         expired: Leases that ended by expiry.
@@ -70,26 +70,26 @@ def check_block_ids(block_ids: Iterable[Any], num_blocks: int | None) -> None:
     """Raise ``UnknownBlockError`` unless each is an int that names a block (POOL-4)."""
     last = float("inf") if num_blocks is None else num_blocks - 1
     for block_id in block_ids:
-        # A negative id would silently name a block from the end.
+        # A negative index would silently mean a block at the end.
         if type(block_id) is not int or not 0 <= block_id <= last:
             raise UnknownBlockError(
-                f"POOL-4: {block_id!r} ({type(block_id).__name__}) is no block of this pool; "
+                f"POOL-4: {block_id!r} ({type(block_id).__name__}) is not a block of this pool; "
                 f"block ids are ints from 0 to {last:.0f}"
             )
 
 
 class _AnyId:
-    """Stands for the blocks of a pool whose size nobody knows."""
+    """The blocks of a pool of unknown size: each id is its own block."""
 
     def __getitem__(self, block_id: int) -> int:
         return block_id
 
 
 class Ledger:
-    """What the views of one pool share.
+    """The state that the ledger views of one pool share.
 
     Args:
-        blocks: What the engine calls each block, by id; None if by an id of any size.
+        blocks: The engine's object for each block, by id; None if the pool's size is unknown.
         null_block_id: The block that is skipped (POOL-5).
     """
 
@@ -98,21 +98,21 @@ class Ledger:
         self.num_blocks = None if blocks is None else len(blocks)
         self.null_block_id = null_block_id
         self.views: WeakSet[LedgerView] = WeakSet()
-        # Walks of all views: each is called before a view takes blocks out of the queue.
+        # Open walks of all views: called before a view takes blocks out of the queue,
         self.before_touch: list[Move] = []
-        self.before_free: list[Move] = []  # the same for blocks that join the queue
+        self.before_free: list[Move] = []  # and before blocks join it.
         self.resumed_walks: WeakSet[Any] = WeakSet()
-        # For budgets, and kept only where there is one: how many views hold each block.
+        # The number of views that hold each block; kept only if a view has a budget.
         self.num_holders: list[int] | None = None
         self.num_pinned = 0
-        self.request_id: str | None = None  # whom the engine speaks of now, for reports
+        self.request_id: str | None = None  # named by the engine, for reports
         self._token: int | None = None
 
     def remember(self, pool: object) -> None:
-        """Be the ledger of this pool from now on.
+        """Become the ledger of this pool.
 
         Raises:
-            TypeError: There are no weak references to it, or it has no hash.
+            TypeError: The pool cannot be weakly referenced or hashed.
         """
         _LEDGERS[pool] = ref(self)
         self._token = next(_tokens)
@@ -120,11 +120,11 @@ class Ledger:
 
     @property
     def has_pool(self) -> bool:
-        """Whether the pool is there still, also when this ledger is being collected."""
+        """Whether the pool is alive; correct even while this ledger is being collected."""
         return self._token is None or self._token in _POOLS
 
     def count_holders(self) -> None:
-        """Know from now on how many blocks all views together hold."""
+        """Start to count the blocks that all views together hold."""
         if self.num_holders is None and self.num_blocks is not None:
             self.num_holders = [0] * self.num_blocks
             for view in self.views:
@@ -132,7 +132,7 @@ class Ledger:
                     self.add_holder(block_id, 1)
 
     def add_holder(self, block_id: int, step: int) -> None:
-        """Count one view more, or one less, that holds a block."""
+        """Add ``step``, 1 or -1, to the number of views that hold a block."""
         if self.num_holders is not None:
             before = self.num_holders[block_id]
             self.num_holders[block_id] = before + step
@@ -140,47 +140,47 @@ class Ledger:
 
 
 _LEDGERS: WeakKeyDictionary[object, ref[Ledger]] = WeakKeyDictionary()
-# Here, because the collector clears also the weak references that it collects.
+# Module level, because the collector also clears the weak references of collected objects.
 _POOLS: WeakValueDictionary[int, object] = WeakValueDictionary()
 _tokens = count()
 
 
 def ledger_of(pool: object, make: Callable[[], Ledger]) -> Ledger:
-    """The ledger of a pool, one for all its views; made when nobody has it any more."""
+    """Return the ledger that all views of a pool share; ``make`` it if the pool has none."""
     try:
         known = _LEDGERS.get(pool)
         ledger = None if known is None else known()
         if ledger is None:
             ledger = make()
             ledger.remember(pool)
-    except TypeError:  # no weak references, or no hash: each view has a ledger of its own
+    except TypeError:  # no weak references or no hash, so each view has its own ledger
         ledger = make()
     return ledger
 
 
 class LedgerView(NotCopyable):
-    """A view that checks, counts in the pool's ledger, and only then tells the engine.
+    """A view that checks each call and counts it in the pool's ledger before it calls the engine.
 
-    1. A call that raises, whoever raises, has changed nothing (POOL-3).
-    2. What reaches the engine is checked, without the null block, and held.
-    3. A block that one call gives back several times reaches the engine so that its
-       last mention goes alone: releases up to vLLM 0.23 queue each (POOL-2).
-    4. Who subclasses it brings the walks and queries, and asks :meth:`check_open`.
+    1. A call that raises has changed nothing, even if the engine raised (POOL-3).
+    2. The engine receives checked blocks only, without the null block.
+    3. If one call frees a block several times, the engine receives its last mention in a
+       separate call, because vLLM up to 0.23 queues every mention (POOL-2).
+    4. A subclass adds walks and queries, which call :meth:`check_open`.
 
     Args:
-        ledger: The pool's.
-        owner: Named in errors and reports.
+        ledger: The ledger of the pool.
+        owner: Name of the owner, for errors and reports.
         touch: Takes a reference on each block, all or nothing.
-        free: Gives a reference back on each block.
+        free: Releases a reference on each block.
     """
 
     def __init__(self, ledger: Ledger, owner: str, touch: Move, free: Move) -> None:
         self.ledger = ledger
         self.max_blocks: int | None = None
-        self.clock: Callable[[], float] | None = None  # of stamps; None: none are noted
-        self.caller: Callable[[], str] | None = None  # where stamps are traced: who calls
+        self.clock: Callable[[], float] | None = None  # of stamps; None: no stamps
+        self.caller: Callable[[], str] | None = None  # returns the caller's line, for a trace
         self.stats: GuardStats | None = None
-        self.leases: Collection[Any] | None = None  # of a guard's lease view: each with its job
+        self.leases: Collection[Any] | None = None  # the records of a guard's lease view
         self.before_touch = ledger.before_touch
         self._touch, self._free = touch, free
         self._open_account(owner, None)
@@ -190,9 +190,9 @@ class LedgerView(NotCopyable):
         self.is_open = True
         self._parent = parent
         self._children: list[LedgerView] = []
-        # By block id: references, and the stamp of the first. Lists where the size is
-        # known: dicts cost a third more. The null block has -1, which the loops meet
-        # only after they have asked for what most blocks are (benchmarks/guard.py).
+        # By block id: references, and the stamp of the first. Lists if the size is known,
+        # because dicts cost a third more. The null block has -1, which the loops test
+        # last, because most blocks are not null (benchmarks/guard.py).
         size, null = self.ledger.num_blocks, self.ledger.null_block_id
         self._held: list[int] | dict[int, int]
         self._since: list[Stamp | None] | dict[int, Stamp | None]
@@ -200,21 +200,21 @@ class LedgerView(NotCopyable):
         self._since = {} if size is None else [None] * size
         if size is None or 0 <= null < size:
             self._held[null] = -1
-        self._last_held = self._held  # what a closed view still tells
+        self._last_held = self._held  # for reports of a closed view
         self.ledger.views.add(self)
 
     def open_view(self, owner: str, max_blocks: int | None = None) -> Self:
-        """The same view for another owner, who holds apart; closed together with this one.
+        """Open a view for another owner, with its own references; it is closed with this one.
 
         Args:
-            owner: Named in errors and reports.
-            max_blocks: How many blocks of the pool may be held, through any view, after
-                a touch through this one; what the views under it allow at most.
+            owner: Name of the owner, for errors and reports.
+            max_blocks: Blocks of the pool that any views may hold after a touch through
+                the new view; the smallest limit of the views under it counts.
         """
         self.check_open()
         view = object.__new__(type(self))
         for name, value in vars(self).items():
-            setattr(view, name, value)  # a __dict__ filled at once makes every call 7 % slower
+            setattr(view, name, value)  # a __dict__ update makes every later call 7 % slower
         view._open_account(owner, self)
         self._children.append(view)
         if max_blocks is not None:
@@ -225,15 +225,15 @@ class LedgerView(NotCopyable):
     # --- references ---
 
     def touch_blocks(self, block_ids: Sequence[int]) -> None:
-        """Take one reference on each block named, once per occurrence.
+        """Take one reference on each block, once per occurrence.
 
         Raises:
-            UnknownBlockError: An id is no block of this pool.
+            UnknownBlockError: An id is not a block of this pool.
             PinBudgetExceeded: More than ``max_blocks`` blocks of the pool would be held.
             ViewClosedError: The view was closed.
         """
-        # One loop that checks, counts and looks up; sets, Counter and itemgetter cost
-        # more for small batches and as much for large ones (benchmarks/guard.py).
+        # One loop checks, counts and looks up, because sets, Counter and itemgetter cost more
+        # for small batches and the same for large ones (benchmarks/guard.py).
         ledger, held, since, stats = self.ledger, self._held, self._since, self.stats
         blocks, num_holders = ledger.blocks, ledger.num_holders
         stamp: Stamp | None = None
@@ -271,8 +271,8 @@ class LedgerView(NotCopyable):
                 ledger.num_pinned += num_new
                 self._check_budget()
             if found:
-                for hear in self.before_touch:
-                    hear(found)
+                for notify in self.before_touch:
+                    notify(found)
                 self._touch(found)
             else:
                 self.check_open()
@@ -285,17 +285,17 @@ class LedgerView(NotCopyable):
                 stats.peak_held = touched - stats.freed
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
-        """Give back one reference on each block named, once per occurrence.
+        """Release one reference on each block, once per occurrence.
 
         Raises:
-            UnknownBlockError: An id is no block of this pool.
-            BlockNotHeldError: More frees than this view holds.
+            UnknownBlockError: An id is not a block of this pool.
+            BlockNotHeldError: More references than this view holds.
             ViewClosedError: The view was closed.
         """
         self.free_with(self._free, block_ids)
 
     def free_with(self, move: Move, block_ids: Sequence[int]) -> None:
-        """Give back as ``free_blocks`` does, to an engine that takes it with ``move``."""
+        """Release like ``free_blocks``, by another call of the engine."""
         ledger, held = self.ledger, self._held
         blocks, num_holders = ledger.blocks, ledger.num_holders
         if type(block_ids) is not list:
@@ -343,7 +343,7 @@ class LedgerView(NotCopyable):
             self.stats.freed += len(found)
 
     def _free_repeated(self, move: Move, block_ids: list[int]) -> None:
-        """Surplus mentions go first, none of them the last; then the last ones (POOL-11)."""
+        """Free every mention but a block's last one, then the last mentions (POOL-11)."""
         blocks, null = self.ledger.blocks, self.ledger.null_block_id
         last = dict.fromkeys(reversed(block_ids))
         last.pop(null, None)
@@ -361,7 +361,7 @@ class LedgerView(NotCopyable):
             raise
 
     def _undo(self, block_ids: list[int], num_done: int, step: int) -> None:
-        """Count the first ``num_done`` blocks, the null block aside, back by ``step``."""
+        """Add ``step`` to the counts of the first ``num_done`` blocks that are not null."""
         null, held = self.ledger.null_block_id, self._held
         for block_id in islice((b for b in block_ids if b != null), num_done):
             held[block_id] += step
@@ -375,11 +375,11 @@ class LedgerView(NotCopyable):
         if not self.is_open:
             self.count_refused()
             raise ViewClosedError(
-                f"POOL-10: the view of {self.owner!r} was closed; ask the engine for a new one"
+                f"POOL-10: the view of {self.owner!r} was closed; use the view of the next bind"
             )
 
     def _refusal(self, block_ids: list[int]) -> KVViewError:
-        """Why a call was refused."""
+        """Return the error for a call that was refused."""
         try:
             self.check_open()
             self.count_refused()
@@ -393,7 +393,7 @@ class LedgerView(NotCopyable):
         others = self._references().get(block_id, 0) - held
         return BlockNotHeldError(
             f"POOL-4: {self.owner!r} frees block {block_id} {freed}x and holds it {held}x"
-            + (f", beside {others} leased or held by a guard over it" if others else "")
+            + (f"; {others} more are leased or held by a guard over it" if others else "")
         )
 
     def count_refused(self) -> None:
@@ -406,15 +406,15 @@ class LedgerView(NotCopyable):
         if self.max_blocks is not None and ledger.num_pinned > self.max_blocks:
             self.count_refused()
             raise PinBudgetExceeded(
-                f"GUARD-5: with this hold of {self.owner!r} {ledger.num_pinned} blocks of the pool "
-                f"would be held, its budget is {self.max_blocks} of {ledger.num_blocks}: ask "
-                f"num_pinnable_blocks, free some first, or store later"
+                f"GUARD-5: with this hold of {self.owner!r}, {ledger.num_pinned} blocks of the "
+                f"pool would be held, but its budget is {self.max_blocks} of {ledger.num_blocks}; "
+                f"check num_pinnable_blocks first, free some blocks, or store later"
             )
 
     # --- reports ---
 
     def references(self) -> Iterator[tuple[int, int, Stamp | None]]:
-        """``(block_id, references, stamp)`` of each block held, without what others hold."""
+        """Yield ``(block_id, references, stamp)`` of each block that this view itself holds."""
         held = self._last_held
         pairs = list(held.items()) if isinstance(held, dict) else enumerate(held)
         for block_id, times in pairs:
@@ -422,7 +422,7 @@ class LedgerView(NotCopyable):
                 yield block_id, times, self._since[block_id]
 
     def tree(self) -> Iterator[LedgerView]:
-        """This view and all that were opened from it."""
+        """Yield this view and all views that were opened from it."""
         yield self
         for child in self._children:
             yield from child.tree()
@@ -435,7 +435,7 @@ class LedgerView(NotCopyable):
         return held
 
     def held_blocks(self) -> Mapping[int, int]:
-        """References of this view and all opened from it, ``{block_id: count}``.
+        """Return the references of this view and all views opened from it, ``{block_id: count}``.
 
         Costs O(pool).
         """
@@ -443,7 +443,7 @@ class LedgerView(NotCopyable):
         return self._references()
 
     def close(self) -> Mapping[int, int]:
-        """Close it and all opened from it, and report what they held (POOL-10)."""
+        """Close this view and all views opened from it; returns their references (POOL-10)."""
         if not self.is_open:
             return {}
         still_held = self._references()
@@ -459,20 +459,20 @@ class LedgerView(NotCopyable):
             self.ledger.add_holder(block_id, -1)
         self.ledger.views.discard(self)
         self.is_open = False
-        self._held = []  # no id passes from here on
+        self._held = []  # so no id passes any more
         self._touch = self._free = _closed
 
 
 def _closed(blocks: list[Any]) -> None:
-    raise ViewClosedError("POOL-10: the view was closed; ask the engine for a new one")
+    raise ViewClosedError("POOL-10: the view was closed; use the view of the next bind")
 
 
 class CheckedView(LedgerView):
-    """A view that keeps a ledger over one that need not check or count anything.
+    """A view with a ledger over a view that need not check or count.
 
     Args:
-        view: The view below; two of it share one ledger.
-        owner: Named in errors and reports.
+        view: The view below; two checked views of it share one ledger.
+        owner: Name of the owner, for errors and reports.
     """
 
     def __init__(self, view: GPUBlockPoolView, owner: str) -> None:
@@ -484,12 +484,12 @@ class CheckedView(LedgerView):
         self._view: Any = view
 
     def give_back_blocks(self, block_ids: Sequence[int]) -> None:
-        """As ``free_blocks``, to the head of the queue, if the view below can."""
+        """Release to the head of the queue, if the view below can (POOL-12)."""
         self.free_with(self._view.give_back_blocks, block_ids)
 
     def free_blocks_with_notice(
         self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
     ) -> None:
-        """As ``free_blocks``, and hear of each block once, if the view below can."""
-        tell = self._view.free_blocks_with_notice
-        self.free_with(lambda blocks: tell(blocks, on_reuse), block_ids)
+        """Release with one notice per block, if the view below can (POOL-14)."""
+        free = self._view.free_blocks_with_notice
+        self.free_with(lambda blocks: free(blocks, on_reuse), block_ids)

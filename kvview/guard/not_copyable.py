@@ -8,10 +8,10 @@ from kvview.errors import NotCopyableError
 
 
 class NotCopyable:
-    """What can not be copied or pickled: a copy would give back what it never took."""
+    """Refuses copy and pickle, because a copy would release the same references again."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise NotCopyableError(
-            f"GUARD-6: a {type(self).__name__} can not be copied or pickled, since one reference "
-            f"is given back once: hand block ids on, and open a guard of its own there"
+            f"GUARD-6: a {type(self).__name__} cannot be copied or pickled, because a reference "
+            f"is released once; pass block ids, and open a guard on the other side"
         )

@@ -1,4 +1,4 @@
-"""The optional queries of a guard: those that the view under it has."""
+"""The optional queries of a guard, which are those of the view under it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ _QUERIES = (
     "primary_keys",
     "iter_free_block_ids",
     "walk_free_blocks",
-    "give_back_blocks",
-    "free_blocks_with_notice",
 )
+_FREES = ("give_back_blocks", "free_blocks_with_notice")
 
 
 class GuardedQueries(GuardedLeases):
-    """What :class:`~kvview.GuardedView` answers beyond the core, and how it says so.
+    """The queries of :class:`~kvview.GuardedView` beyond the core.
 
-    A type checker knows every query of a guard; ``isinstance(guard, Supports...)``
-    tells at run time which of them the view below has.
+    A type checker knows every query of a guard. At run time, ``isinstance(guard, Supports...)``
+    is True only for the queries of the view below.
     """
 
     num_blocks: int
@@ -52,27 +51,27 @@ class GuardedQueries(GuardedLeases):
         def num_pinnable_blocks(self) -> int: ...
 
     def _offer_queries(self) -> None:
-        # On the instance, because isinstance looks at the class too.
-        names = [name for name in _QUERIES if hasattr(self._below, name)]
+        # Set on the instance, because isinstance finds methods of the class too.
+        names = [name for name in (*_QUERIES, *_FREES) if hasattr(self._below, name)]
         if self._view.max_blocks is not None or hasattr(self._below, "num_pinnable_blocks"):
             names.append("num_pinnable_blocks")
         for name in names:
-            query = getattr(self, f"_{name}", None) or partial(self._query, name)
-            setattr(self, name, query)
+            general = partial(self._free if name in _FREES else self._query, name)
+            setattr(self, name, getattr(self, f"_{name}", general))
         ledger = self._view.ledger
         if ledger.num_blocks is not None:
             self.num_blocks, self.null_block_id = ledger.num_blocks, ledger.null_block_id
 
     def _query(self, name: str, *args: Any) -> Any:
         self._enter()
-        try:
+        try:  # faster than _counted, and connectors query in every step
             return self._ask(name, *args)
         except KVViewError:
             self.stats.refused += 1
             raise
 
     def _ask(self, name: str, *args: Any) -> Any:
-        """The answer of the view below, of which not every one checks ids (POOL-4)."""
+        """Query the view below, after a check of the ids, because it may check none (POOL-4)."""
         below = self._below
         if isinstance(below, GuardedQueries):
             below._enter()
@@ -85,6 +84,10 @@ class GuardedQueries(GuardedLeases):
                 check_block_ids(args[0], num_blocks)
         return getattr(below, name)(*args)
 
+    def _free(self, name: str, *args: Any) -> None:
+        self._enter()
+        getattr(self._view, name)(*args)
+
     def _iter_free_block_ids(self) -> Iterator[int]:
         self._enter()
         for block_id in self._below.iter_free_block_ids():
@@ -94,20 +97,7 @@ class GuardedQueries(GuardedLeases):
 
     def _walk_free_blocks(self) -> FreeBlockWalk:
         self._enter()
-        null = self._view.ledger.null_block_id
-        return _GuardedWalk(self._ask("walk_free_blocks"), self, null)
-
-    def _give_back_blocks(self, block_ids: Sequence[int]) -> None:
-        self._enter()
-        view: Any = self._view
-        view.give_back_blocks(block_ids)
-
-    def _free_blocks_with_notice(
-        self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
-    ) -> None:
-        self._enter()
-        view: Any = self._view
-        view.free_blocks_with_notice(block_ids, on_reuse)
+        return _GuardedWalk(self._ask("walk_free_blocks"), self)
 
     def _num_pinnable_blocks(self) -> int:
         self._enter()
@@ -120,17 +110,17 @@ class GuardedQueries(GuardedLeases):
 
 
 class _GuardedWalk:
-    """A walk of the view below, from this guard's thread and while it is open (POOL-13)."""
+    """A walk of the view below, for this guard's thread and while it is open (POOL-13)."""
 
-    def __init__(self, walk: FreeBlockWalk, guard: GuardedQueries, null: int) -> None:
+    def __init__(self, walk: FreeBlockWalk, guard: GuardedQueries) -> None:
         self._walk = walk
         self._guard = guard
-        self._null = null
 
     def take(self, max_blocks: int) -> list[tuple[int, OffloadKey]]:
         self._guard._enter()
+        null = self._guard._view.ledger.null_block_id
         with self._guard._counted():
-            return [item for item in self._walk.take(max_blocks) if item[0] != self._null]
+            return [item for item in self._walk.take(max_blocks) if item[0] != null]
 
     def restart(self) -> None:
         self._guard._enter()

@@ -1,8 +1,8 @@
-"""The guard: what a connector gets by default instead of a bare view.
+"""The guard: the view that a connector gets by default, instead of a bare one.
 
-An engine that does not check lets a connector free twice, free what another one
-holds, or pin the whole pool; what follows is seen hours later (vLLM #42571, #42085).
-``GuardedView`` opens accounts in the pool's ledger and refuses first.
+If an engine does not check, a connector can free a block twice, free a block that another
+connector holds, or pin the whole pool. The damage appears hours later, as in vLLM #42571 and
+vLLM #42085. ``GuardedView`` counts references in the pool's ledger and refuses such a call.
 
 Laws: GUARD-1 to GUARD-11 in ``kvview/laws.toml``.
 
@@ -35,7 +35,7 @@ _guards: WeakSet[GuardedView] = WeakSet()
 
 
 def _open_view(view: GPUBlockPoolView, owner: str, max_blocks: int | None) -> LedgerView:
-    """A view of its own for a guard, in the ledger of the view below if that has one."""
+    """Open a ledger view for a guard, in the ledger of the view below if it has one."""
     if isinstance(view, GuardedView):
         return view.open_view(owner, max_blocks)
     below = view if isinstance(view, LedgerView) else CheckedView(view, owner)
@@ -43,26 +43,25 @@ def _open_view(view: GPUBlockPoolView, owner: str, max_blocks: int | None) -> Le
 
 
 class GuardedView(GuardedQueries):
-    """A view that checks first: leases, a budget, one thread, a leak report.
+    """A view that checks every call first, with leases, a budget and a leak report.
 
-    1. Keeps POOL-2 to POOL-5 and POOL-10 over a view that does not check; over one
-       that keeps a ledger itself, nothing is checked or counted a second time.
-    2. Has exactly the optional queries that the view under it has, which
-       ``isinstance(guard, Supports...)`` tells; ``num_pinnable_blocks`` where there
-       is a budget.
-    3. References are either plain (``touch_blocks``/``free_blocks``) or a lease's;
-       one kind can not give back the other's.
+    1. It satisfies POOL-2 to POOL-5 and POOL-10 over a view that does not check. If the view
+       below has a ledger, nothing is checked or counted twice.
+    2. It has exactly the optional queries of the view below, which
+       ``isinstance(guard, Supports...)`` shows, and ``num_pinnable_blocks`` if it has a budget.
+    3. A reference is either plain (``touch_blocks``, ``free_blocks``) or belongs to a lease.
+       ``free_blocks`` cannot free a lease's reference, nor a lease a plain one.
 
     Args:
         view: The view to guard.
-        owner: Named in errors and reports.
+        owner: Name of the owner, for errors and reports.
         pin_budget: Largest share of the pool's blocks that may be held after a touch
             through this guard, 0 to 1 (GUARD-5); None for no limit.
-        clock: Seconds, monotonic; for tests.
-        trace: Whether to note the line that took each hold (slow).
+        clock: Returns monotonic seconds; for tests.
+        trace: Whether to record the line that took each hold (slow).
 
     Raises:
-        ConfigError: ``pin_budget`` is no share, or the pool's size is unknown.
+        ConfigError: ``pin_budget`` is not a share, or the pool's size is unknown.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class GuardedView(GuardedQueries):
             raise ConfigError("a pin budget needs a view that knows num_blocks")
         max_blocks = None
         if size is not None and pin_budget is not None:
-            # 0.29 * 100 is 28.999...: what is that close to a whole block is one.
+            # 0.29 * 100 is 28.999..., and that means 29 blocks.
             max_blocks = max(1, int(pin_budget * size + 1e-6))
         super().__init__(owner, _open_view(view, owner, max_blocks), clock)
         self._below = view
@@ -93,14 +92,14 @@ class GuardedView(GuardedQueries):
     # --- the contract ---
 
     def touch_blocks(self, block_ids: Sequence[int]) -> None:
-        """Take one reference on each block named, once per occurrence."""
+        """Take one reference on each block, once per occurrence."""
         deadlines = self.deadlines
         if here.home is not self._home or (deadlines and deadlines[0][0] <= self._clock()):
             self._enter()
         self._view.touch_blocks(block_ids)
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
-        """Give back one plain reference on each block named, once per occurrence."""
+        """Release one plain reference on each block, once per occurrence."""
         deadlines = self.deadlines
         if here.home is not self._home or (deadlines and deadlines[0][0] <= self._clock()):
             self._enter()
@@ -115,7 +114,7 @@ class GuardedView(GuardedQueries):
                 self._enter()
 
     def open_view(self, owner: str, max_blocks: int | None = None) -> LedgerView:
-        """The view under this guard for another owner, as a guard over this one needs it."""
+        """Open this guard's ledger view for another owner: a guard over this one."""
         self._enter()
         return self._view.open_view(owner, max_blocks)
 
@@ -132,20 +131,20 @@ class GuardedView(GuardedQueries):
         """Hold blocks until released, at most ``ttl`` seconds.
 
         Args:
-            block_ids: What to hold; the null block is skipped.
-            job: Named in reports; one job may have several leases.
-            ttl: Seconds until the lease ends by itself, or None. Expired leases
-                are released at the next call of any kind; engines make one each step.
-            expected_keys: One key a block: hold only if each block still has it.
+            block_ids: The blocks to hold; the null block is skipped.
+            job: Name of a job, for reports; one job may have several leases.
+            ttl: Seconds until the lease expires, or None. Expired leases are
+                released at the next call of any kind; engines make a call in each step.
+            expected_keys: One key per block. The blocks are held only if each still has its key.
 
         Returns:
-            A lease, active from now; also a context manager.
+            An active lease, which is also a context manager.
 
         Raises:
-            StaleBlockError: A block does not hold the key expected any more.
-            NotAnOffloadKeyError: An expected key cannot be one.
-            PinBudgetExceeded: More blocks than the budget allows.
-            ConfigError: ``ttl`` is not positive, or the view cannot tell keys.
+            StaleBlockError: A block no longer holds the expected key.
+            NotAnOffloadKeyError: An expected key cannot be a key.
+            PinBudgetExceeded: The budget does not allow so many blocks.
+            ConfigError: ``ttl`` is not positive, or the view has no ``block_keys``.
         """
         self._enter()
         block_ids = list(block_ids)
@@ -157,17 +156,17 @@ class GuardedView(GuardedQueries):
     # --- reports ---
 
     def guards(self) -> list[GuardedView]:
-        """This guard, and the guards over it."""
+        """Return this guard and the guards over it."""
         views = set(self._view.tree())
         return [guard for guard in _guards if guard._view in views]
 
     def held_blocks(self) -> Mapping[int, int]:
-        """References held, plain, leased and by guards over this one, ``{block_id: count}``."""
+        """Return all references, those of leases and guards over this one too, by block."""
         self._enter()
         return self._view.held_blocks()
 
     def leaks(self, older_than: float = 0.0) -> list[Leak]:
-        """What is held for at least ``older_than`` seconds, oldest first."""
+        """Return the references that are at least ``older_than`` seconds old, oldest first."""
         now = self.now()
         plain: dict[tuple[str, Stamp | None], list[int]] = {}
         leaks: list[Leak] = []
@@ -184,11 +183,11 @@ class GuardedView(GuardedQueries):
         return sorted(leaks, key=lambda leak: -leak.age)
 
     def speak_of(self, request_id: str | None) -> None:
-        """For the engine: what is taken from now on is taken for this request, by whomever."""
+        """Name the request for which references are taken from now on; for the engine."""
         self._view.ledger.request_id = request_id
 
     def accounts(self) -> dict[str, list[GuardStats]]:
-        """The counters of this guard and of those over it, by owner, this one first."""
+        """Return the counters of this guard, then of those over it, by owner."""
         found: dict[str, list[GuardStats]] = {}
         for view in self._view.tree():
             counters = found.setdefault(view.owner, [])
@@ -197,9 +196,10 @@ class GuardedView(GuardedQueries):
         return found
 
     def free_all(self) -> None:
-        """For the engine: give back all that is held through this guard and close it.
+        """Free every block that is held through this guard, and close it; for the engine.
 
-        What was held when it was closed is the engine's to clean up, and stays (POOL-10).
+        References of a guard that was closed earlier stay, because the engine releases
+        them (POOL-10).
         """
         for view in self._view.tree():
             if view.is_open:
@@ -211,9 +211,9 @@ class GuardedView(GuardedQueries):
         self.close()
 
     def close(self) -> Mapping[int, int]:
-        """Close the guard and the view under it; reports what was still held.
+        """Close the guard and the view under it; returns the references still held.
 
-        ``leaks`` still tells more about it afterwards.
+        ``leaks`` still reports their age and job afterwards.
         """
         below, self._below = self._below, None
         still_held = self._view.close()
@@ -223,15 +223,15 @@ class GuardedView(GuardedQueries):
         return still_held
 
     def __del__(self) -> None:
-        with suppress(Exception):  # nothing may come out of here, also at the interpreter's end
+        with suppress(Exception):  # a finaliser must not raise, even at interpreter exit
             if not self.is_at_home or not self._view.is_open:
                 return
             if not (still_held := self._view.held_blocks()):
                 self._view.close()
-            elif self._view.ledger.has_pool:  # else the pool goes with it
+            elif self._view.ledger.has_pool:  # otherwise the pool is collected with the guard
                 _logger.warning(
-                    "GUARD-9: the guard of %r was dropped and still holds %d blocks, which nobody "
-                    "can give back any more: %s; close it first",
+                    "GUARD-9: the guard of %r was garbage-collected while it held %d blocks, which "
+                    "can no longer be freed: %s; close the guard first",
                     self.owner,
                     len(still_held),
                     list(still_held)[:8],
@@ -242,22 +242,22 @@ class GuardedView(GuardedQueries):
     def _check_keys(self, block_ids: Sequence[int], expected: Sequence[OffloadKey]) -> None:
         if not hasattr(self, "block_keys") or len(expected) != len(block_ids):
             raise ConfigError(
-                f"GUARD-1: expected_keys needs a view with block_keys, and one key a block: "
-                f"{len(expected)} for {len(block_ids)} blocks"
+                f"GUARD-1: expected_keys needs a view with block_keys and one key per block, got "
+                f"{len(expected)} keys for {len(block_ids)} blocks"
             )
         for block_id, key, keys in zip(
             block_ids, expected, self._ask("block_keys", block_ids), strict=True
         ):
             if block_id != self._null and require_offload_key(key) not in keys:
                 raise StaleBlockError(
-                    f"GUARD-1: block {block_id} does not hold {key.hex()} any more: it was reused "
-                    f"or evicted since it was seen"
+                    f"GUARD-1: block {block_id} no longer holds {key.hex()}, because it was reused "
+                    f"or evicted; look the key up again"
                 )
 
 
 def _caller() -> str:
-    """The line that called a guard."""
-    import traceback  # a third of the import time of all kvview, for tracing alone
+    """Return the line that called a guard."""
+    import traceback  # here, because it is a third of kvview's import time
 
     near = traceback.extract_stack(limit=_NEAR_FRAMES)
     first_own = next(i for i, frame in enumerate(near) if frame.filename == __file__)

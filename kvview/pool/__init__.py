@@ -1,4 +1,4 @@
-"""The pool contract: what a connector may see and do of the engine's block pool."""
+"""The pool contract: a connector's view of the engine's block pool."""
 
 from kvview.pool.leases import Lease, SupportsLeases, SupportsPinBudget
 from kvview.pool.queries import (

@@ -1,4 +1,4 @@
-"""Leases and budgets, as a connector sees them; :mod:`kvview.guard` keeps their laws.
+"""Leases and budgets, as a connector sees them; :mod:`kvview.guard` implements them.
 
 Source: vLLM issues #41383 and #46289 (leases), #27046 (pin caps).
 """
@@ -14,20 +14,20 @@ from kvview.keys import OffloadKey
 
 @runtime_checkable
 class SupportsPinBudget(Protocol):
-    """The view limits how many blocks may be held through it."""
+    """The view limits the number of blocks that may be held."""
 
     def num_pinnable_blocks(self) -> int:
-        """How many more blocks may be held now; a touch of more raises."""
+        """Return the number of further blocks that may be held; a touch of more raises."""
         ...
 
 
 @runtime_checkable
 class Lease(Protocol):
-    """References that are given back exactly once (GUARD-2); also a context manager."""
+    """References that are released exactly once (GUARD-2); also a context manager."""
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """What is held, one entry a reference, without the null block."""
+        """The blocks, one entry per reference, without the null block."""
         ...
 
     @property
@@ -39,12 +39,12 @@ class Lease(Protocol):
         """Move the deadline to ``ttl`` seconds from now.
 
         Raises:
-            BlockNotHeldError: The lease has ended: its blocks may be anyone's.
+            BlockNotHeldError: The lease has ended, so other owners may hold its blocks.
         """
         ...
 
     def release(self) -> bool:
-        """Give the references back; False when the lease had ended already."""
+        """Release the references; returns False if the lease had already ended."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -59,7 +59,7 @@ class Lease(Protocol):
 
 @runtime_checkable
 class SupportsLeases(Protocol):
-    """The view hands out leases; what connectors get by default does."""
+    """The view has leases; the view that a connector gets by default has them."""
 
     def lease(
         self,
@@ -72,17 +72,17 @@ class SupportsLeases(Protocol):
         """Hold blocks until released, at most ``ttl`` seconds.
 
         Args:
-            block_ids: What to hold; the null block is skipped.
-            job: Named in reports; one job may have several leases.
-            ttl: Seconds until the lease ends by itself, or None.
-            expected_keys: One key a block: hold only if each block still has it.
+            block_ids: The blocks to hold; the null block is skipped.
+            job: Name of a job, for reports; one job may have several leases.
+            ttl: Seconds until the lease expires, or None.
+            expected_keys: One key per block. The blocks are held only if each still has its key.
 
         Returns:
-            A lease, active from now.
+            An active lease.
 
         Raises:
-            StaleBlockError: A block does not hold the key expected any more.
-            NotAnOffloadKeyError: An expected key cannot be one.
-            PinBudgetExceeded: More blocks than the budget allows.
+            StaleBlockError: A block no longer holds the expected key.
+            NotAnOffloadKeyError: An expected key cannot be a key.
+            PinBudgetExceeded: The budget does not allow so many blocks.
         """
         ...

@@ -1,6 +1,6 @@
-"""The optional queries of a view: a connector asks for each with ``isinstance``.
+"""The optional methods of a view; a connector tests for each with ``isinstance``.
 
-The laws are those of :mod:`kvview.pool.view`.
+They follow the laws of :mod:`kvview.pool.view`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvview.keys import OffloadKey
 
 @runtime_checkable
 class SupportsPoolSize(Protocol):
-    """The view knows the size of the pool and which block is the null block."""
+    """The view has the size of the pool and the id of the null block."""
 
     @property
     def num_blocks(self) -> int:
@@ -28,69 +28,69 @@ class SupportsPoolSize(Protocol):
 
 @runtime_checkable
 class SupportsFreeCount(Protocol):
-    """The view can tell how much room the engine has."""
+    """The view counts the free blocks."""
 
     def num_free_blocks(self) -> int:
-        """Blocks that could be allocated now, hashed or not."""
+        """Return the number of blocks that could be allocated now, with a hash or without."""
         ...
 
 
 @runtime_checkable
 class SupportsIsFree(Protocol):
-    """The view can tell whether one block is in the free queue."""
+    """The view reports whether a block is in the free queue."""
 
     def is_free(self, block_id: int) -> bool:
-        """Whether the block is free now. False for the null block.
+        """Return whether the block is free now; False for the null block.
 
         Raises:
-            UnknownBlockError: The id is no block of this pool.
+            UnknownBlockError: The id is not a block of this pool.
         """
         ...
 
 
 @runtime_checkable
 class SupportsBlockKeys(Protocol):
-    """The view can tell which KV blocks hold."""
+    """The view returns the keys of blocks."""
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
-        """The keys registered for each block, in one call.
+        """Return the keys of each block, in one call.
 
         Args:
-            block_ids: Blocks of this pool, free or in use, any order, repeats allowed.
+            block_ids: Blocks of this pool, free or in use, in any order, repeats allowed.
 
         Returns:
-            Per block, in the order given, its keys, primary first; empty for a block
-            without one and for the null block.
+            The keys of each block, primary first, in the given order; empty for a block
+            without a key and for the null block.
 
         Raises:
-            UnknownBlockError: An id is no block of this pool.
+            UnknownBlockError: An id is not a block of this pool.
         """
         ...
 
     def primary_keys(self, block_ids: Sequence[int]) -> list[OffloadKey | None]:
-        """The first key of each block, for those who look at thousands in every step.
+        """Return the first key of each block; for connectors that read thousands per step.
 
-        What :meth:`block_keys` tells costs a tuple a block; a snapshot of keys is compared
-        with this at about the price of the engine's own objects (benchmarks/clients.py).
+        :meth:`block_keys` makes a tuple for each block. This method costs about as much as a
+        read of the engine's own objects (benchmarks/clients.py).
 
         Args:
             block_ids: As for :meth:`block_keys`.
 
         Returns:
-            Per block, in the order given, its primary key; None where it has none.
+            The primary key of each block, in the given order; None for a block without a key.
 
         Raises:
-            UnknownBlockError: An id is no block of this pool.
+            UnknownBlockError: An id is not a block of this pool.
         """
         ...
 
 
 @runtime_checkable
 class SupportsFindCachedBlock(Protocol):
-    """The view can find a block by the KV it holds."""
+    """The view finds a block by its key."""
 
     def find_cached_block(self, key: OffloadKey) -> int | None:
-        """Id of a block that holds this key (POOL-8), free or in use, or None.
+        """Return the id of a block that holds this key (POOL-8), free or in use, or None.
 
         Raises:
             NotAnOffloadKeyError: The bytes cannot be a key.
@@ -100,37 +100,37 @@ class SupportsFindCachedBlock(Protocol):
 
 @runtime_checkable
 class SupportsFreeOrder(Protocol):
-    """The view can walk the whole free queue, so that eviction rank is known."""
+    """The view walks the whole free queue, which shows the eviction rank of every block."""
 
     def iter_free_block_ids(self) -> Iterator[int]:
-        """All free blocks, hashed or not, next victim first; lazy as POOL-6."""
+        """Walk all free blocks, with a hash or without, next victim first; lazily as POOL-6."""
         ...
 
 
 class FreeBlockWalk(Protocol):
-    """A walk over the free blocks with keys that goes on in later steps (POOL-13)."""
+    """A walk over the free blocks with keys, which continues in later steps (POOL-13)."""
 
     def take(self, max_blocks: int) -> list[tuple[int, OffloadKey]]:
-        """The next items, of at most ``max_blocks`` blocks; empty at the end of the queue.
+        """Return the next items, of at most ``max_blocks`` blocks; empty at the queue's end.
 
-        1. An empty answer is no end: blocks that join behind come then.
-        2. Items are true when they are returned; touch at once what must stay.
-        3. Costs O(``max_blocks``) amortised, however many steps lie between two calls.
+        1. An empty list does not end the walk, because blocks may join the queue later.
+        2. Items are true when they are returned, so touch a block at once to keep it.
+        3. A call costs O(``max_blocks``) amortised, however many steps are between two calls.
 
         Args:
-            max_blocks: Blocks wanted, 0 or more. A block with several keys counts once.
+            max_blocks: Number of blocks, 0 or more. A block with several keys counts once.
 
         Returns:
             ``(block_id, key)`` in the order of POOL-13, all keys of a block together,
             primary first.
 
         Raises:
-            ViewClosedError: The walk, or the view that it is of, was closed.
+            ViewClosedError: The walk or its view was closed.
         """
         ...
 
     def restart(self) -> None:
-        """Begin again with the next victim.
+        """Start again with the next victim.
 
         Raises:
             ViewClosedError: As for :meth:`take`.
@@ -144,14 +144,14 @@ class FreeBlockWalk(Protocol):
 
 @runtime_checkable
 class SupportsResumableWalk(Protocol):
-    """The view can go on in a later step where a walk stopped."""
+    """The view has walks that continue in later steps."""
 
     def walk_free_blocks(self) -> FreeBlockWalk:
         """Open a walk at the next victim.
 
         Returns:
-            A walk of its own, open until it is closed or dropped. While it is open it costs
-            memory: at most some bytes for each block of the pool.
+            A new walk, which is open until it is closed or garbage-collected. An open walk
+            takes at most a few bytes of memory for each block of the pool.
 
         Source: ``FreeKVCacheBlockQueue.iter_blocks_after``, vllm/v1/core/kv_cache_utils.py,
         0.26.0 and later, and ``SimpleCPUOffloadScheduler``, which keeps its cursor.
@@ -161,17 +161,17 @@ class SupportsResumableWalk(Protocol):
 
 @runtime_checkable
 class SupportsGiveBack(Protocol):
-    """The view can give blocks back without making them more recent."""
+    """The view frees blocks without making them more recent."""
 
     def give_back_blocks(self, block_ids: Sequence[int]) -> None:
-        """Give back as ``free_blocks`` does, to the head of the queue (POOL-12).
+        """Release like ``free_blocks``, to the head of the queue (POOL-12).
 
         Args:
             block_ids: Blocks in eviction order: the first is evicted first.
 
         Raises:
-            UnknownBlockError: An id is no block of this pool.
-            BlockNotHeldError: More than this view holds.
+            UnknownBlockError: An id is not a block of this pool.
+            BlockNotHeldError: More references than this view holds.
 
         Source: ``free_blocks(prepend=True)``, vllm/v1/core/block_pool.py, 0.23.0.
         """
@@ -180,27 +180,27 @@ class SupportsGiveBack(Protocol):
 
 @runtime_checkable
 class SupportsReuseNotice(Protocol):
-    """The view can say when a block that it gave back is handed out again."""
+    """The view notifies the connector when a block that it freed is allocated again."""
 
     def free_blocks_with_notice(
         self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
     ) -> None:
-        """Give back as ``free_blocks`` does, and hear of each block once (POOL-14).
+        """Release like ``free_blocks``, with one notice of reuse for each block (POOL-14).
 
-        1. What is in use elsewhere too is watched until all have given it back.
-        2. A view watches a block once: a later call puts its ``on_reuse`` in the place
-           of the earlier one. Views of several owners are all told.
-        3. A closed view is told nothing any more.
+        1. A block that another owner still holds is watched until it is free and reused.
+        2. A view watches a block once: a later call replaces the ``on_reuse`` of an earlier
+           one. Views of several owners are each notified.
+        3. A closed view gets no notice.
 
         Args:
             block_ids: Blocks in eviction order: the first is evicted first.
-            on_reuse: Called with a block id, on the scheduler's thread, from inside the
-                engine's allocation: it must not call the view. What it raises is logged
-                and the engine goes on.
+            on_reuse: Called with a block id on the scheduler's thread, during the engine's
+                allocation, so it must not call the view. An exception is logged, and the
+                engine continues.
 
         Raises:
-            UnknownBlockError: An id is no block of this pool.
-            BlockNotHeldError: More than this view holds.
+            UnknownBlockError: An id is not a block of this pool.
+            BlockNotHeldError: More references than this view holds.
             ViewClosedError: The view was closed.
 
         Source: ``BlockPool.unpin_blocks``, vllm/v1/core/block_pool.py, 0.30.0 and later.
@@ -210,21 +210,21 @@ class SupportsReuseNotice(Protocol):
 
 @runtime_checkable
 class SupportsHolds(Protocol):
-    """The view keeps a ledger of what it holds (POOL-9)."""
+    """The view lists the blocks that it holds (POOL-9)."""
 
     def held_blocks(self) -> Mapping[int, int]:
-        """References held through this view, ``{block_id: count}``; a snapshot."""
+        """Return a snapshot of the references of this view, ``{block_id: count}``."""
         ...
 
 
 @runtime_checkable
 class SupportsClose(Protocol):
-    """The view can be closed by whoever made it (POOL-10)."""
+    """The view can be closed by the engine that made it (POOL-10)."""
 
     def close(self) -> Mapping[int, int]:
-        """Close the view and report what it still held, ``{block_id: count}``.
+        """Close the view and return the references that it still held, ``{block_id: count}``.
 
-        The references themselves are the engine's to clean up: after a rebind
-        the pool that they belong to may be gone. Closing twice reports nothing.
+        The engine releases these references, because after a rebind their pool may be gone.
+        A second call returns no references.
         """
         ...

@@ -1,14 +1,14 @@
-"""The pool contract: what a connector may see and do of the engine's block pool.
+"""The pool contract: a connector's view of the engine's block pool.
 
-Three methods are the core. Everything else is optional: small ``Supports...``
-protocols (:mod:`kvview.pool.queries`, :mod:`kvview.pool.leases`) that an implementer
-adds one by one and a connector asks for with ``isinstance``. Allocation, eviction, cache
-reset, block objects and reference counts are never reachable through a view.
+Three methods are the core. The others are optional: small ``Supports...`` protocols
+(:mod:`kvview.pool.queries`, :mod:`kvview.pool.leases`) that an implementer adds one by one and
+a connector tests for with ``isinstance``. Allocation, eviction, cache reset, block objects and
+reference counts are never reachable through a view.
 
 Laws: POOL-1 to POOL-14 in ``kvview/laws.toml``.
 
-Source: vLLM PR #39654 (the raw pool handed to connectors), the review thread
-of PR #41120 (the narrow view asked for), and ``vllm/v1/core/block_pool.py``.
+Source: vLLM PR #39654 (gives connectors the raw pool), the review thread of PR #41120 (requests
+a narrow view), and ``vllm/v1/core/block_pool.py``.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from kvview.keys import OffloadKey
 
 @runtime_checkable
 class GPUBlockPoolView(Protocol):
-    """All that a connector needs of a GPU block pool: hold, release, look ahead."""
+    """The core of a view: hold blocks, free them, and walk the next victims."""
 
     def touch_blocks(self, block_ids: Sequence[int]) -> None:
-        """Take one reference on each block named, once per occurrence.
+        """Take one reference on each block, once per occurrence.
 
         1. A free block must leave the free queue before this returns (POOL-1).
         2. Every occurrence counts (POOL-2); the null block is skipped (POOL-5).
         3. A call that raises has taken no reference (POOL-3).
 
         Args:
-            block_ids: Block ids of this pool, any order, repeats allowed.
+            block_ids: Block ids of this pool, in any order, repeats allowed.
 
         Raises:
-            UnknownBlockError: An id is no block of this pool.
+            UnknownBlockError: An id is not a block of this pool.
             ViewClosedError: The view was closed.
 
         Source: ``BlockPool.touch``, vllm/v1/core/block_pool.py.
@@ -42,19 +42,19 @@ class GPUBlockPoolView(Protocol):
         ...
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
-        """Give back one reference on each block named, once per occurrence.
+        """Release one reference on each block, once per occurrence.
 
-        1. Only references taken through this view can be given back (POOL-4).
-        2. A block whose last reference goes becomes free, once (POOL-2); hashed
-           ones are evicted in the order given (POOL-11).
-        3. A call that raises has given nothing back (POOL-3).
+        1. Only references taken through this view can be released (POOL-4).
+        2. A block without references becomes free, once (POOL-2). Blocks with a hash
+           are evicted in the given order (POOL-11).
+        3. A call that raises has released no reference (POOL-3).
 
         Args:
             block_ids: Blocks in eviction order: the first is evicted first.
 
         Raises:
-            UnknownBlockError: An id is no block of this pool.
-            BlockNotHeldError: More frees than this view holds.
+            UnknownBlockError: An id is not a block of this pool.
+            BlockNotHeldError: More references than this view holds.
             ViewClosedError: The view was closed.
 
         Source: ``BlockPool.free_blocks``, vllm/v1/core/block_pool.py.
@@ -64,12 +64,12 @@ class GPUBlockPoolView(Protocol):
     def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         """Walk the free blocks that still hold reusable KV, next victim first.
 
-        Laws POOL-5 to POOL-8. The walk covers the free queue as it stood at the
-        first ``next()``, less what has been taken since.
+        Laws POOL-5 to POOL-8. The walk covers the blocks that were in the free queue at the
+        first ``next()`` and have not been taken since.
 
         Returns:
-            A lazy iterator of ``(block_id, key)``, valid until exhausted; one
-            item per key, primary first.
+            A lazy iterator of ``(block_id, key)``, with one item per key, primary key first.
+            It stays valid while blocks come and go.
 
         Raises:
             ViewClosedError: At the first ``next()`` after the view was closed.

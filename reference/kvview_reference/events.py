@@ -1,6 +1,6 @@
-"""Events on their way out: gathered by a pool or a manager, merged over several connectors.
+"""The log of events of a pool or a manager, and the merge of events of several connectors.
 
-The laws are those of :mod:`kvview.events`.
+Laws: EVENT-1 to EVENT-3.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ EventT = TypeVar("EventT")
 
 
 class EventLog(list[EventT]):
-    """Events in the order in which they happened, until they are taken (EVENT-3)."""
+    """Events in the order of the changes, until they are taken (EVENT-3)."""
 
     def take(self) -> list[EventT]:
-        """What came since the last call."""
+        """Return the events since the last call."""
         events = list(self)
         self.clear()
         return events
 
 
 class EventMerger:
-    """Several sources of events seen as one.
+    """Merges the events of several sources.
 
-    A key held twice in one medium stays advertised until both have dropped it
+    A key that two sources hold in one medium stays advertised until both have dropped it
     (EVENT-1, EVENT-2).
     """
 
@@ -36,7 +36,7 @@ class EventMerger:
         self._holders: Counter[tuple[str, OffloadKey]] = Counter()
 
     def merge(self, events: Iterable[OffloadingEvent]) -> list[OffloadingEvent]:
-        """The events with only those keys that a medium as a whole gained or lost."""
+        """Return the events, with only the keys that a medium as a whole gained or lost."""
         merged = []
         for event in events:
             keys = [key for key in event.keys if self._changes(event, key)]

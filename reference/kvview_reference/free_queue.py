@@ -1,20 +1,20 @@
-"""The free blocks of :class:`~kvview_reference.pool.BlockPool`, and the keys that they hold.
+"""The free blocks of :class:`~kvview_reference.pool.BlockPool`, and their keys.
 
-In arrays of ints and a list of states:
+The queue consists of two arrays of ints and a list of states.
 
-- The queue is one axis of positions, next victim first. Unhashed blocks join at
-  its low end, the stack ``_front``: item i has position ``-1 - i``. Hashed blocks
-  join at its high end, ``_back``: item i has position ``_back_start + i``, from
-  ``FIRST_BACK`` up, and what lies before ``_head`` is used up.
-- ``_state[b]`` is all that a touch or a free asks of a block, since a further list is a
-  further miss of the processor's cache: of a free block its position, of a held one
-  twice its references, plus 1 if it has a hash, which lies between the two ends.
-- Who takes a block writes 0 at its position, the null block's id, which is never free:
-  so every entry is a free block or 0, and ``filter`` reads them.
-- Entries of 0 are dropped when an allocation reaches them. Once they outnumber the blocks,
-  every touch moves some together (:meth:`FreeQueue._compact`), so that no call takes long.
-- A walk (:mod:`kvview_reference.walks`) is a position on that axis. Whoever takes or
-  moves entries stops the walks first, so that they look again.
+- Every free block has a position on one axis, next victim first. Unhashed blocks join at
+  the low end, the stack ``_front``: item i has position ``-1 - i``. Hashed blocks
+  join at the high end, ``_back``: item i has position ``_back_start + i``, which is at least
+  ``FIRST_BACK``. Items before ``_head`` are used up.
+- ``_state[b]`` is the position of a free block. For a held block, it is twice the number of
+  references, plus 1 if the block has a hash, which is a number between the two ends. A touch or
+  a free reads only this list, because a second list would be a second cache miss.
+- A method that takes a block writes 0 at its position. 0 is the id of the null block, which is
+  never free. So every entry is a free block or 0, and ``filter`` skips the zeros.
+- An allocation drops the zeros that it reaches. Once zeros outnumber the blocks, every touch
+  moves some entries together (:meth:`FreeQueue._compact`), so that no single call takes long.
+- A walk (:mod:`kvview_reference.walks`) is a position on the axis. A method that takes or moves
+  entries stops the walks first, so that they read the entries again.
 
 Source: ``FreeKVCacheBlockQueue`` in ``vllm/v1/core/kv_cache_utils.py`` (0.33.0), for the eviction
 order.
@@ -31,29 +31,29 @@ from kvview import OffloadKey
 
 NULL_BLOCK_ID = 0
 FIRST_BACK = 1 << 29  # above twice the references that a block can have; one digit of an int
-_MOVED_PER_TOUCH = 4  # entries: the list has at most 4 a block then, with those that join
-_FEWEST_MOVED = 256  # by a touch, however few blocks it takes
-_MOST_ENTRIES = 4096  # looked at together by an allocation that wants fewer
+_MOVED_PER_TOUCH = 4  # entries per block; keeps the list below 4 entries per block
+_FEWEST_MOVED = 256  # entries that a touch moves, however few blocks it takes
+_MOST_ENTRIES = 4096  # entries that an allocation of fewer blocks reads at once
 
 
 class Walk:
-    """Where a walk over the free queue stands, and the entries that it looks at."""
+    """The position of a walk over the free queue, and the entries that it has read."""
 
     def __init__(self, start: int, end: int = sys.maxsize) -> None:
-        self.position = start - 1  # of what was passed last
+        self.position = start - 1  # of the last block that it passed
         self.end = end
-        self.entries: list[int] = []  # free blocks, while nobody takes or moves any
-        self.last = 0  # of the entries, the one yielded last
+        self.entries: list[int] = []  # free blocks; emptied when blocks are taken or moved
+        self.last = 0  # the entry that was yielded last
 
     def stop(self, positions: Sequence[int]) -> None:
-        """Have it look again, from where it is."""
+        """Make the walk read its entries again, from its position."""
         if self.entries:
             self.entries.clear()
             self.position = positions[self.last]
 
 
 class FreeQueue:
-    """The free queue of a pool; which blocks enter and leave it is the pool's affair.
+    """The free queue of a pool; the pool decides which blocks join and leave it.
 
     Args:
         num_blocks: Blocks in the pool, the null block included; all others are free.
@@ -61,28 +61,28 @@ class FreeQueue:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        # A list, which is read sooner than an array, though a position is an object (32 bytes).
+        # A list, because it is read faster than an array, although an int object takes 32 bytes.
         self._state = list(range(-num_blocks, 0))
         self._front = array("q", range(num_blocks - 1, 0, -1))
         self._back = array("q")
         self._back_start = FIRST_BACK
         self._head = 0
         self._num_free = num_blocks - 1
-        # While entries are moved together, per list: what is moved next, and where to.
+        # During a compaction, for each list: the next entry to move, and its destination.
         self._front_moves = self._back_moves = (0, 0)
         self._is_compacting = False
-        self._is_hashed_in_front = False  # since a move to the head; until it runs empty
-        self._is_unhashed_in_back = False  # since the hash of a free block was dropped
+        self._is_hashed_in_front = False  # True from a move to the head until it runs empty
+        self._is_unhashed_in_back = False  # True once the hash of a free block was dropped
         self._hash: list[OffloadKey | None] = [None] * num_blocks
         self._more_hashes: dict[int, list[OffloadKey]] = {}
         self._walks: list[Walk] = []
 
     def num_free_blocks(self) -> int:
-        """Blocks that can be allocated now, hashed or not."""
+        """Return the number of blocks that can be allocated now, hashed or not."""
         return self._num_free
 
     def free_block_ids(self) -> list[int]:
-        """The whole free queue at once, next victim first."""
+        """Return the whole free queue, next victim first."""
         return [*filter(None, self._front[::-1]), *filter(None, self._back[self._head :])]
 
     def _set_entry(self, position: int, block_id: int) -> None:
@@ -92,10 +92,10 @@ class FreeQueue:
             self._back[position - self._back_start] = block_id
 
     def _take_front(self, num_blocks: int) -> list[int]:
-        """Take the next entries of the front, as many as there are and are wanted."""
+        """Take the next entries of the front, at most ``num_blocks``."""
         front = self._front
         block_ids = front[: -num_blocks - 1 : -1].tolist()
-        if not self._is_compacting and all(block_ids):  # as a rule: nothing was touched there
+        if not self._is_compacting and all(block_ids):  # the usual case: no touch has left zeros
             del front[len(front) - len(block_ids) :]
             return block_ids
         block_ids, size = [], 1
@@ -116,7 +116,7 @@ class FreeQueue:
         return block_ids
 
     def _take_back(self, num_blocks: int) -> list[int]:
-        """Take the next entries of the back; the caller knows that there are so many."""
+        """Take the next entries of the back, which must have so many."""
         block_ids: list[int] = []
         size = 1
         while missing := num_blocks - len(block_ids):
@@ -134,24 +134,24 @@ class FreeQueue:
         return block_ids
 
     def add_walk(self, walk: Walk) -> None:
-        """Move this walk along from now on, whenever entries move."""
+        """Start to move this walk along with the entries."""
         self._walks.append(walk)
 
     def remove_walk(self, walk: Walk) -> None:
         """Forget a walk."""
-        # A new list, because the old one may be in use when a walk is dropped.
+        # A new list, because a loop may be using the old one when a walk is dropped.
         self._walks = [other for other in self._walks if other is not walk]
 
     def positions(self) -> tuple[int, int]:
-        """Where the queue starts, and where it ends."""
+        """Return the start and the end of the queue."""
         return -len(self._front), self._back_start + len(self._back)
 
     def first_hashed_position(self) -> int:
-        """Where a walk over hashed blocks starts: none of them lies before."""
+        """Return a position before which no block has a hash."""
         return -len(self._front) if self._is_hashed_in_front else self._back_start + self._head
 
     def entries_after(self, walk: Walk, num_entries: int) -> tuple[int, Sequence[int]]:
-        """A copy of the next entries of a walk, and where they start."""
+        """Return the position of a walk's next entry, and a copy of its next entries."""
         start, stop = walk.position + 1, 0
         if start >= stop:
             start = max(start, self._back_start + self._head)
@@ -162,7 +162,7 @@ class FreeQueue:
         return start, self._back[start - self._back_start : stop - self._back_start]
 
     def _stop_walks(self) -> None:
-        """Have walks look again before they go on: entries are taken or moved."""
+        """Make all walks read their entries again, because entries are taken or moved."""
         for walk in self._walks:
             walk.stop(self._state)
 
@@ -177,11 +177,11 @@ class FreeQueue:
         self._head = head
 
     def _compact(self, num_taken: int) -> None:
-        """Move some entries together, at both ends, away from those of 0.
+        """Remove zeros from both lists, a piece at a time.
 
-        Each end is gone through from its start: a stretch of entries is moved down to
-        where the one before it ended, and what is left at the end is cut off. That is
-        done in pieces, since all at once takes 150 ms in a pool of 1M blocks.
+        Each list is compacted from its start: a piece of entries moves down to the end of the
+        piece before it, and the last call cuts off the rest. One call for everything would
+        take 150 ms in a pool of 1M blocks.
         """
         num_entries = _MOVED_PER_TOUCH * num_taken + _FEWEST_MOVED
         self._is_compacting = True
@@ -212,7 +212,7 @@ class FreeQueue:
             self._is_compacting = False
 
     def _renumber(self, block_ids: Sequence[int], start: int, stop: int, new_start: int) -> None:
-        """Give all blocks of a range new positions; walks in the range move along."""
+        """Give all blocks of a range new positions; walks in the range move with them."""
         positions = self._state
         old_positions = [positions[block_id] for block_id in block_ids] if self._walks else []
         for position, block_id in enumerate(block_ids, new_start):
@@ -230,14 +230,14 @@ def is_position(state: int) -> bool:
 
 
 def _live(entries: array[int]) -> list[int]:
-    """The blocks among some entries; a long stretch of 0, as touches leave it, costs little."""
+    """Return the entries that are blocks; fast for many zeros, which touches leave behind."""
     if len(entries) > _FEWEST_MOVED and entries.tobytes() == bytes(8 * len(entries)):
         return []
     return list(filter(None, entries))
 
 
 def _move_down(entries: array[int], source: int, stop: int, target: int) -> array[int]:
-    """Move the blocks among some entries to ``target``, and return them; 0 stays behind."""
+    """Move the blocks among some entries to ``target``, return them, and leave zeros behind."""
     live = array("q", _live(entries[source:stop]))
     entries[source:stop] = array("q", bytes(8 * (stop - source)))
     entries[target : target + len(live)] = live

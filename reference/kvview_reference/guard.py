@@ -1,6 +1,6 @@
-"""Who gets a guard of their own: the connector of an engine, each child of several.
+"""The guards of the reference: one for the connector of an engine, one for each child of several.
 
-What a guard does is :mod:`kvview.guard`'s.
+:mod:`kvview.guard` implements the guard.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from kvview_reference.pool import BlockPool
 
 
 def guard_pool(pool: BlockPool, owner: str, pin_budget: float | None = None) -> GuardedView:
-    """A guarded view of a pool for one connector, named in errors and reports."""
+    """Make a guarded view of a pool for one connector."""
     return GuardedView(pool.view(owner), owner=owner, pin_budget=pin_budget)
 
 
 def guard_children(view: GPUBlockPoolView, owners: Sequence[str]) -> list[GuardedView]:
-    """A guard for each child: none can give back what another one holds.
+    """Make a guard for each child, so that no child can free another child's blocks.
 
     Args:
-        view: What the engine bound; where it is a guard, its clock is the children's.
+        view: The view that the engine bound. If it is a guard, the children use its clock.
         owners: Names of the children, in their order.
     """
     clock = (lambda: view.now()) if isinstance(view, GuardedView) else time.monotonic

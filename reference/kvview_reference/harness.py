@@ -22,7 +22,7 @@ from kvview import (
 )
 from kvview.testing import Capability, GatedComputeStream, GuardedStoreHarness, StoreHarness
 from kvview_reference.free_queue import NULL_BLOCK_ID
-from kvview_reference.geometry.coordinator import KVCacheCoordinator, make_coordinator
+from kvview_reference.geometry.coordinator import KVCacheCoordinator
 from kvview_reference.offloading import CPUOffloadingManager
 from kvview_reference.pool import BlockPool
 from kvview_reference.tier import FileStore
@@ -86,14 +86,14 @@ class ReferencePool:
         return self.pool.view("another")
 
     def telling(self) -> ReferencePool:
-        """A new harness whose engine tells of its prefix cache."""
+        """A new harness whose engine emits events of its prefix cache."""
         harness = type(self)(self.num_blocks)
         harness.pool = BlockPool(self.num_blocks, enable_events=True)
         harness.view = harness.make_view()
         return harness
 
     def take_events(self) -> list[GPUEvent]:
-        """What the engine told of its prefix cache since the last call."""
+        """The events of the prefix cache since the last call."""
         return self.pool.take_events()
 
     def allocate(self, num_blocks: int) -> list[int]:
@@ -101,11 +101,11 @@ class ReferencePool:
         return self.pool.allocate_blocks(num_blocks)
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give back one of the engine's references on each; the first is evicted first."""
+        """Release one of the engine's references on each block; the first is evicted first."""
         self.pool.free_blocks(block_ids)
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Take one of the engine's references more on each, as for a request that hits them."""
+        """Take a further reference of the engine on each block, as for a request that hits them."""
         self.pool.touch_blocks(block_ids)
 
     def cache(
@@ -119,11 +119,11 @@ class ReferencePool:
         self.pool.evict_blocks(block_ids)
 
     def reset(self) -> bool:
-        """Reset the prefix cache; False when refused."""
+        """Reset the prefix cache; returns False if it is refused."""
         return self.pool.reset_prefix_cache()
 
     def close(self) -> Mapping[int, int]:
-        """Close the view, as an engine that goes."""
+        """Close the view, as an engine that shuts down."""
         still_held: Mapping[int, int] = self.view.close()  # type: ignore[attr-defined]
         return still_held
 
@@ -133,7 +133,7 @@ class ReferencePool:
 
 
 class GuardedReferencePool(ReferencePool):
-    """The same pool behind a guard, with a clock that stands still until it is moved."""
+    """The same pool behind a guard, with a clock that only ``advance`` moves."""
 
     Guard: type[GuardedView] = GuardedView
 
@@ -185,7 +185,7 @@ class GuardedReferencePool(ReferencePool):
 
 
 class ReferenceGeometry:
-    """The coordinator that fits a geometry, over a block pool.
+    """The coordinator of a geometry, over a block pool.
 
     Args:
         geometry: Block sizes and groups.
@@ -212,10 +212,9 @@ class ReferenceGeometry:
 
     def make_coordinator(self) -> KVCacheCoordinator:
         """The coordinator under test."""
-        return make_coordinator(
+        return KVCacheCoordinator(
             self.geometry.groups,
             self.pool,
-            enable_caching=self.pool.enable_caching,
             scheduler_block_size=self.geometry.scheduler_block_size,
             hash_block_size=self.geometry.hash_block_size,
         )
@@ -283,7 +282,7 @@ class ReferenceManager:
 
 
 class PolicyManager(ReferenceManager):
-    """The same with a policy of somebody's own, which need not be LRU or ARC."""
+    """The manager with a user's policy, which need not be LRU or ARC."""
 
     capabilities = frozenset(
         {
@@ -357,7 +356,7 @@ class ReferenceTransfer:
         return type(self.worker)(kv_caches, num_cpu_blocks)
 
     def pause(self) -> None:
-        # All copies go through one lane: what waits in it holds back the rest.
+        # All copies go through one queue, so a waiting copy delays all later ones.
         """Keep copies from starting."""
         self._gate = threading.Event()
         copier: Any = self.worker._copier

@@ -1,6 +1,6 @@
-"""A standalone block pool that keeps the pool contract, and the view of one owner over it.
+"""A standalone block pool that satisfies the pool contract, and the view of one owner over it.
 
-How its free queue is kept, :mod:`kvview_reference.free_queue` says.
+:mod:`kvview_reference.free_queue` describes its free queue.
 
 Source: vLLM 0.33.0, ``vllm/v1/core/block_pool.py``; PR #39654.
 """
@@ -44,9 +44,9 @@ from kvview_reference.walks import (
     walk_free_block_ids_with_hash,
 )
 
-_REFERENCE, _HASHED = 2, 1  # in the state of a held block
-_LAST_HASHED = _REFERENCE + _HASHED  # the state of one whose next free is the last
-_MAX_ZEROS = 2  # per block, before entries are moved together
+_REFERENCE, _HASHED = 2, 1  # the parts of a held block's state
+_LAST_HASHED = _REFERENCE + _HASHED  # the state of a hashed block with one reference
+_MAX_ZEROS = 2  # zeros per block, before entries are moved together
 
 _logger = logging.getLogger(__name__)
 
@@ -54,14 +54,14 @@ _logger = logging.getLogger(__name__)
 class BlockPool(FreeQueue):
     """Fixed-size GPU blocks: allocation, references, eviction order, prefix cache.
 
-    1. Block 0 is the null block: never allocated, ignored by touch and free.
+    1. Block 0 is the null block, which is never allocated; touch and free skip it.
     2. Freed blocks without a hash are reused first, the first of a batch first;
        freed blocks with a hash are reused last, in the order freed.
-    3. A hash may name several blocks, a block may have several hashes.
+    3. Several blocks may have the same hash, and a block may have several hashes.
     4. A call that raises has changed nothing.
 
-    These are the engine's moves; ids are checked for their range. A connector gets
-    :meth:`view`, which also checks types and who holds what.
+    These methods are for the engine and check only the range of ids. A connector gets a
+    :meth:`view`, which also checks types and counts the references of each owner.
 
     Args:
         num_blocks: Blocks in the pool, the null block included.
@@ -80,7 +80,7 @@ class BlockPool(FreeQueue):
         if type(num_blocks) is not int or num_blocks < 2:
             raise ConfigError(f"num_blocks must be an int of at least 2, got {num_blocks!r}")
         super().__init__(num_blocks)
-        self._state[NULL_BLOCK_ID] = _REFERENCE  # neither free nor hashed, and so it stays
+        self._state[NULL_BLOCK_ID] = _REFERENCE  # never free and never hashed
         self.enable_caching = enable_caching
         self._block_by_hash: dict[OffloadKey, int] = {}  # the first that was registered
         self._more_blocks: dict[OffloadKey, dict[int, None]] = {}
@@ -90,16 +90,16 @@ class BlockPool(FreeQueue):
     # --- references and the free queue ---
 
     def ref_cnt(self, block_id: int) -> int:
-        """References on a block, the engine's and every view's."""
+        """Return the references on a block, of the engine and all views."""
         self.check_block_ids((block_id,))
         state = self._state[block_id] if block_id != NULL_BLOCK_ID else 0
         return 0 if is_position(state) else state // _REFERENCE
 
     def allocate_blocks(self, num_blocks: int) -> list[int]:
-        """Take the next victims, in order, a reference each; their hashes are evicted.
+        """Take one reference on each of the next victims, in order; their hashes are evicted.
 
         Raises:
-            NoFreeBlocksError: Fewer are free.
+            NoFreeBlocksError: Fewer blocks are free.
         """
         if not 0 <= num_blocks <= self._num_free:
             raise NoFreeBlocksError(f"cannot take {num_blocks} of {self._num_free} free blocks")
@@ -116,7 +116,7 @@ class BlockPool(FreeQueue):
         if num_unhashed < num_blocks:
             self._evict_hashes(block_ids[num_unhashed:] if num_unhashed else block_ids)
         self._num_free -= num_blocks
-        # Positions of the front stack are used again: keep walks out of them.
+        # Positions of the front stack are reused, so move walks out of them.
         for walk in self._walks:
             walk.position = max(walk.position, -len(self._front) - 1)
         if self._watchers:
@@ -124,10 +124,10 @@ class BlockPool(FreeQueue):
         return block_ids
 
     def touch_blocks(self, block_ids: Iterable[int]) -> None:
-        """Take one reference a block named; free ones leave the queue (POOL-1 to 3, 5).
+        """Take one reference per mention; free blocks leave the queue (POOL-1 to 3, 5).
 
         Raises:
-            UnknownBlockError: An id is no block of this pool; nothing was touched.
+            UnknownBlockError: An id is not a block of this pool; no block was touched.
         """
         block_ids = list(block_ids)
         if self._walks:
@@ -169,11 +169,11 @@ class BlockPool(FreeQueue):
             self._compact(len(taken))
 
     def free_blocks(self, block_ids: Iterable[int]) -> None:
-        """Give one reference back a block named; the first is evicted first.
+        """Release one reference per mention; the first block is evicted first.
 
         Raises:
-            UnknownBlockError: An id is no block of this pool.
-            BlockNotHeldError: More frees than references; nothing was freed.
+            UnknownBlockError: An id is not a block of this pool.
+            BlockNotHeldError: A block has fewer references; no block was freed.
         """
         block_ids = list(block_ids)
         state, first_back, last_hashed, last = self._state, FIRST_BACK, _LAST_HASHED, _REFERENCE
@@ -221,7 +221,7 @@ class BlockPool(FreeQueue):
         self._num_free += len(unhashed) + len(hashed)
 
     def move_to_head(self, block_ids: Iterable[int]) -> None:
-        """Make those of the blocks that are free the next victims, in the order given."""
+        """Make the free blocks among these the next victims, in the given order."""
         state = self._state
         self._stop_walks()
         for block_id in dict.fromkeys(reversed(list(block_ids))):
@@ -237,11 +237,11 @@ class BlockPool(FreeQueue):
         check_block_ids(block_ids, self.num_blocks)
 
     def iter_free_block_ids(self) -> Iterator[int]:
-        """The whole free queue, next victim first; lazy, and safe as POOL-7."""
+        """Walk the whole free queue, next victim first, lazily (POOL-7)."""
         return walk_free_block_ids(lambda: self)
 
     def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
-        """Free blocks that hold reusable KV, next victim first (POOL-5 to POOL-8)."""
+        """Walk the free blocks with keys, next victim first (POOL-5 to POOL-8)."""
         return walk_free_block_ids_with_hash(lambda: self)
 
     # --- the prefix cache ---
@@ -255,15 +255,15 @@ class BlockPool(FreeQueue):
         group_idx: int = 0,
         parent_hash: bytes | None = None,
     ) -> None:
-        """Register full blocks under the hashes of the KV that they hold.
+        """Register full blocks under the hashes of their KV.
 
-        One hash a block, without group index; a block that has one already gets another
-        (the first stays the primary). Block size and parent are for the event.
+        Each block gets one hash, without group index. A block that has a hash gets a further
+        one, and its first hash stays the primary one. The event has block size and parent.
 
         Raises:
-            UnknownBlockError: An id is no block of this pool.
-            BlockNotHeldError: A block is free: nobody can have computed its KV.
-            ValueError: Not one hash a block, or an impossible group index.
+            UnknownBlockError: An id is not a block of this pool.
+            BlockNotHeldError: A block is free, so no request can have computed its KV.
+            ValueError: The numbers of blocks and hashes differ, or the group index is impossible.
         """
         state, hashes, block_by_hash = self._state, self._hash, self._block_by_hash
         self.check_block_ids(block_ids)
@@ -277,7 +277,7 @@ class BlockPool(FreeQueue):
             return
         stored: list[OffloadKey] = []
         for block_id, key in zip(block_ids, keys):  # noqa: B905
-            if hashes[block_id] is None and key not in block_by_hash and block_id:  # as a rule
+            if hashes[block_id] is None and key not in block_by_hash and block_id:  # usual case
                 hashes[block_id] = key
                 block_by_hash[key] = block_id
                 state[block_id] += _HASHED
@@ -289,7 +289,7 @@ class BlockPool(FreeQueue):
             self._events.append(BlockStored(new, parent_hash, block_size, group_idx))
 
     def _add_hash(self, block_id: int, key: OffloadKey) -> bool:
-        """Register a hash, where the block or the hash may have another; whether it was new."""
+        """Register a hash of a block that may have others; returns whether it was new."""
         if block_id == NULL_BLOCK_ID or key in self.block_keys([block_id])[0]:
             return False
         if self._hash[block_id] is None:
@@ -302,7 +302,7 @@ class BlockPool(FreeQueue):
         return True
 
     def find_cached_block(self, key: OffloadKey) -> int | None:
-        """The block that was first registered under this key (POOL-8), or None.
+        """Return the block that was first registered under this key (POOL-8), or None.
 
         Raises:
             NotAnOffloadKeyError: The bytes cannot be a key.
@@ -313,18 +313,18 @@ class BlockPool(FreeQueue):
         return block_id
 
     def find_leading_blocks(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """The blocks that hold these keys, up to the first key that none holds."""
+        """Return the blocks that hold these keys, up to the first key without a block."""
         found = list(map(self._block_by_hash.get, keys))
         if not all(found):  # 0 is never found
             del found[found.index(None) :]
         return cast("list[int]", found)
 
     def are_cached(self, keys: Iterable[OffloadKey]) -> Iterable[bool]:
-        """Of each key, whether a block holds it; lazy."""
+        """Return lazily for each key whether a block holds it."""
         return map(self._block_by_hash.__contains__, keys)
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
-        """Keys of each block, primary first; none of one that holds nothing reusable."""
+        """Return the keys of each block, primary first."""
         keys, more = self.primary_keys(block_ids), self._more_hashes
         if not more:
             return [() if key is None else (key,) for key in keys]
@@ -334,13 +334,13 @@ class BlockPool(FreeQueue):
         ]
 
     def primary_keys(self, block_ids: Sequence[int]) -> list[OffloadKey | None]:
-        """The first key of each block, or None."""
+        """Return the first key of each block, or None."""
         self.check_block_ids(block_ids)
-        # In C: connectors ask for all that they wait for, every step.
+        # In C, because connectors query many blocks in every step.
         return list(map(self._hash.__getitem__, block_ids))
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Drop blocks from the prefix cache; references and queue stay as they are."""
+        """Drop blocks from the prefix cache; references and the queue do not change."""
         block_ids = list(block_ids)
         self.check_block_ids(block_ids)
         self._evict_hashes(block_ids)
@@ -351,7 +351,7 @@ class BlockPool(FreeQueue):
                 self._state[block_id] &= ~_HASHED
 
     def _evict_hashes(self, block_ids: Iterable[int]) -> None:
-        """Forget what these blocks hold; the caller sets their states."""
+        """Drop the hashes of these blocks; the caller sets their states."""
         hashes, block_by_hash = self._hash, self._block_by_hash
         is_plain = not self._more_hashes and not self._more_blocks and self._events is None
         for block_id in block_ids:
@@ -380,22 +380,22 @@ class BlockPool(FreeQueue):
             self._events.append(BlockRemoved([block_hash], get_offload_group_idx(key)))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every hash; refused with False while any block is in use (POOL-9)."""
+        """Drop every hash; returns False, and drops none, while a block is in use (POOL-9)."""
         if self._num_free != self.num_blocks - 1:
             return False
-        # Nothing is hashed now, so all of it goes to the front: no walk for hashes
-        # has to pass it again.
+        # No block has a hash now, so all blocks move to the front, where walks for hashes
+        # do not pass them.
         self._stop_walks()
         block_ids = self.free_block_ids()
         end = self._back_start + len(self._back)
-        start = -len(self._front) - 1  # with the walks that wait there
+        start = -len(self._front) - 1  # walks before the first block are included
         self._renumber(block_ids, start, end, -len(block_ids))
         self._front, self._back = array("q", reversed(block_ids)), array("q")
         self._back_start, self._head = FIRST_BACK, 0
         self._front_moves = self._back_moves = (0, 0)
         self._is_compacting = False
         self._is_hashed_in_front = self._is_unhashed_in_back = False
-        self._hash[:] = [None] * self.num_blocks  # in place: walks hold the list
+        self._hash[:] = [None] * self.num_blocks  # in place, because walks have this list
         self._more_hashes.clear()
         self._block_by_hash.clear()
         self._more_blocks.clear()
@@ -409,7 +409,7 @@ class BlockPool(FreeQueue):
     def watch_reuse(
         self, block_ids: Iterable[int], owner: object, on_reuse: Callable[[int], None]
     ) -> None:
-        """Tell an owner, once, when these blocks are handed out again (POOL-14)."""
+        """Notify an owner once when these blocks are allocated again (POOL-14)."""
         for block_id in block_ids:
             if block_id != NULL_BLOCK_ID:
                 self._watchers.setdefault(block_id, {})[owner] = on_reuse
@@ -420,25 +420,25 @@ class BlockPool(FreeQueue):
                 try:
                     on_reuse(block_id)
                 except Exception:
-                    _logger.exception("POOL-14: on_reuse(%d) raised; the pool goes on", block_id)
+                    _logger.exception("POOL-14: on_reuse(%d) raised; the pool continues", block_id)
 
     def forget_owner(self, owner: object) -> None:
-        """Tell an owner nothing any more, and make its walks ask for the pool again."""
+        """Drop the notices of an owner, and make its walks open the pool again."""
         self._stop_walks()
         for watchers in self._watchers.values():
             watchers.pop(owner, None)
 
     def take_events(self) -> list[GPUEvent]:
-        """Events since the last call, in order."""
+        """Return the events since the last call, in order."""
         return [] if self._events is None else self._events.take()
 
     def view(self, owner: str = "connector") -> BlockPoolView:
-        """What a connector gets; errors and reports name the owner."""
+        """Make the view of a connector; errors and reports name the owner."""
         return BlockPoolView(self, owner)
 
 
 def _done(block_ids: list[int], remaining: Iterator[int]) -> list[int]:
-    """What a loop over ``block_ids`` did that failed at the item before ``remaining``."""
+    """Return the real blocks that a loop handled before it failed at an item."""
     num_done = len(block_ids) - len(list(remaining)) - 1
     return list(filter(None, block_ids[:num_done]))
 
@@ -446,14 +446,14 @@ def _done(block_ids: list[int], remaining: Iterator[int]) -> list[int]:
 class BlockPoolView(LedgerView):
     """The view of one owner over a :class:`BlockPool`.
 
-    Keeps every law of :mod:`kvview.pool`, where its methods are described, and
-    answers every optional query; the ledger checks ids and counts.
+    It has every optional query of :mod:`kvview.pool`, which documents the methods. The ledger
+    checks ids and counts references.
     """
 
     def __init__(self, pool: BlockPool, owner: str) -> None:
         ledger = ledger_of(pool, lambda: Ledger(list(range(pool.num_blocks)), pool.null_block_id))
         super().__init__(ledger, owner, pool.touch_blocks, pool.free_blocks)
-        self.num_blocks = pool.num_blocks  # facts, which a closed view still tells
+        self.num_blocks = pool.num_blocks  # constants, which a closed view still has
         self.null_block_id = pool.null_block_id
         self._pool = pool
 
@@ -462,7 +462,7 @@ class BlockPoolView(LedgerView):
         return self._pool
 
     def give_back_blocks(self, block_ids: Sequence[int]) -> None:
-        """Give back as ``free_blocks`` does, to the head of the queue (POOL-12)."""
+        """Release like ``free_blocks``, to the head of the queue (POOL-12)."""
         pool = self._open_pool()
 
         def move(block_ids: Sequence[int]) -> None:
@@ -472,43 +472,43 @@ class BlockPoolView(LedgerView):
         self.free_with(move, block_ids)
 
     def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
-        """Walk the free blocks that still hold reusable KV, next victim first."""
+        """Walk the free blocks with keys, next victim first."""
         return walk_free_block_ids_with_hash(self._open_pool)
 
     def iter_free_block_ids(self) -> Iterator[int]:
-        """All free blocks, hashed or not, next victim first; lazy as POOL-6."""
+        """Walk all free blocks, hashed or not, next victim first, lazily as POOL-6."""
         return walk_free_block_ids(self._open_pool)
 
     def walk_free_blocks(self) -> FreeBlockWalk:
-        """A walk that goes on in later steps (POOL-13)."""
+        """Open a walk that continues in later steps (POOL-13)."""
         return ResumedWalk(self._open_pool)
 
     def free_blocks_with_notice(
         self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
     ) -> None:
-        """Give back as ``free_blocks`` does, and hear of each block once (POOL-14)."""
+        """Release like ``free_blocks``, with one notice of reuse for each block (POOL-14)."""
         block_ids = list(block_ids)
         self.free_blocks(block_ids)
         self._open_pool().watch_reuse(block_ids, self, on_reuse)
 
     def num_free_blocks(self) -> int:
-        """Blocks that could be allocated now, hashed or not."""
+        """Return the number of blocks that could be allocated now, hashed or not."""
         return self._open_pool().num_free_blocks()
 
     def is_free(self, block_id: int) -> bool:
-        """Whether the block is free now. False for the null block."""
+        """Return whether the block is free now; False for the null block."""
         return self._open_pool().ref_cnt(block_id) == 0 and block_id != self.null_block_id
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
-        """The keys registered for each block, in one call."""
+        """Return the keys of each block."""
         return self._open_pool().block_keys(block_ids)
 
     def primary_keys(self, block_ids: Sequence[int]) -> list[OffloadKey | None]:
-        """The first key of each block, or None."""
+        """Return the first key of each block, or None."""
         return self._open_pool().primary_keys(block_ids)
 
     def find_cached_block(self, key: OffloadKey) -> int | None:
-        """Id of a block that holds this key (POOL-8), free or in use, or None."""
+        """Return the id of a block that holds this key (POOL-8), free or in use, or None."""
         return self._open_pool().find_cached_block(key)
 
     @override

@@ -1,4 +1,4 @@
-"""The reference engine under simulation: what ``kvview check`` runs a connector in."""
+"""The reference engine, as ``kvview check`` simulates it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ReferenceEngines:
     name = "reference"
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
-        """The nearest scenario that the engine can play."""
+        """Return the nearest scenario that the engine can play."""
         return scenario, ()
 
     def build(
@@ -59,7 +59,7 @@ class ReferenceEngines:
         return ReferenceConnectorHarness(scenario, connector, owner, clock, stream)
 
     def manager_of_policy(self, policy: type[CachePolicy]) -> ManagerHarness:
-        """A manager with a cache policy, for the manager's checks."""
+        """Make a manager with a cache policy, for the manager's checks."""
         from kvview_reference.harness import PolicyManager
         from kvview_reference.offloading.policies import register_policy
 
@@ -69,7 +69,7 @@ class ReferenceEngines:
 
 
 class _SideBySide(Connector):
-    """Connectors that are built already, as one."""
+    """Several built connectors as one."""
 
     def __init__(self, children: Sequence[Connector]) -> None:
         super().__init__(children[0].config)
@@ -85,7 +85,7 @@ class _SideBySide(Connector):
 
 
 class ReferenceConnectorHarness:
-    """The reference engine, with what the simulation does to it."""
+    """The reference engine, with the interventions of the simulation."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class ReferenceConnectorHarness:
         self._pool = self._engine.kv_cache.pool
         self._squeezed: list[int] = []
         self._num_aliases = 0
-        self._added: dict[str, Request] = {}  # the last of each id
+        self._added: dict[str, Request] = {}  # the last request with each id
         self.stats = self._engine.stats
         self.num_blocks = self._pool.num_blocks
         self.step = self._engine.step
@@ -131,7 +131,7 @@ class ReferenceConnectorHarness:
         """Queue a request."""
         before = None
         if add.continues is not None and (before := self._added.get(add.continues)) is None:
-            raise ConfigError(f"request {add.continues!r} never came: there is nothing to continue")
+            raise ConfigError(f"request {add.continues!r} was never added, so it has no next turn")
         request = _make_request(add, self._geometry, serial, before)
         self._engine.add_request(request)
         self._added[add.request_id] = request
@@ -141,19 +141,19 @@ class ReferenceConnectorHarness:
         self._engine.abort(request_id)
 
     def reset(self, *, after_reports: bool = False) -> bool:
-        """Reset the caches; False when refused."""
+        """Reset the caches; returns False if the engine refuses."""
         if after_reports:
             self._engine.take_reports()
         return self._engine.reset_cache()
 
     def squeeze(self, num_blocks: int) -> None:
-        """Give back what was squeezed out before, and allocate this many, if as many are free."""
+        """Free the blocks of the last squeeze, and allocate this many, or all that are free."""
         pool = self._pool
         pool.free_blocks(self._squeezed)
         self._squeezed = pool.allocate_blocks(min(num_blocks, pool.num_free_blocks()))
 
     def alias(self) -> bool:
-        """Give the first cached block of a running request a second hash, if there is one."""
+        """Give the first cached block of a running request, if any, a second hash."""
         for request in self._engine.running:
             for index, table in enumerate(self._engine.kv_cache.block_tables(request.request_id)):
                 for block_id in table:
@@ -169,7 +169,7 @@ class ReferenceConnectorHarness:
         return False
 
     def unfinished(self) -> Mapping[str, str]:
-        """Requests that are not finished, ``{request_id: "waiting", "loading" or "running"}``."""
+        """Return unfinished requests, ``{request_id: "waiting", "loading" or "running"}``."""
         engine = self._engine
         requests = [*engine.waiting, *engine.running]
         for request_id in list(engine._loads):
@@ -179,7 +179,7 @@ class ReferenceConnectorHarness:
         return {request.request_id: request.status.name.lower() for request in requests}
 
     def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
-        """Per block of a request that waits for loads, what must come into it."""
+        """Return the key that must be loaded into each block of a request that waits for loads."""
         request = self._engine.loading_request(request_id)
         expected: dict[int, OffloadKey] = {}
         if request is None:
@@ -192,7 +192,7 @@ class ReferenceConnectorHarness:
         return expected
 
     def engine_refs(self) -> Counter[int]:
-        """References by block of the requests and of what is squeezed out."""
+        """Return the references of requests and of the squeeze, by block."""
         refs = Counter(self._engine.held_blocks())
         refs.update(self._squeezed)
         return refs
@@ -201,12 +201,12 @@ class ReferenceConnectorHarness:
 def _make_request(
     add: Add, geometry: CacheGeometry, serial: int, before: Request | None
 ) -> Request:
-    """The request that an event adds.
+    """Make the request that an event adds.
 
     Args:
         add: The event.
-        geometry: For the hash block size.
-        serial: Tells what it generates from what others do.
+        geometry: The geometry, for the hash block size.
+        serial: Makes its generated tokens differ from those of other requests.
         before: The turn before it, if it continues one.
     """
     size = geometry.hash_block_size

@@ -1,9 +1,9 @@
 """Walks over the free queue of :class:`~kvview_reference.pool.BlockPool`.
 
-A walk is a position on the queue's axis. A one-shot walk copies a few entries at a
-time; whoever takes or moves entries stops it, which empties the copies, so that it
-looks again: what it yields is true without a check of its own. A resumed walk keeps
-nothing but its position between two calls.
+A walk is a position on the queue's axis. A one-shot walk copies a few entries at a time. A
+method that takes or moves entries stops the walk, which empties the copy, so the walk reads the
+entries again. So every item is true without a further check. A resumed walk keeps only its
+position between two calls.
 """
 
 from __future__ import annotations
@@ -14,34 +14,36 @@ from typing import TYPE_CHECKING
 from kvview import FreeBlockWalk, OffloadKey, ViewClosedError
 from kvview_reference.free_queue import FreeQueue, Walk
 
-_ENTRIES_PER_LOOK = (32, 1024)  # copied at a time: at first and after a stop, at most
+_ENTRIES_PER_LOOK = (32, 1024)  # entries in a copy: the first one or after a stop, and at most
 
-OpenPool = Callable[[], FreeQueue]  # or raises, when the view was closed
+OpenPool = Callable[[], FreeQueue]  # raises if the view was closed
 
 
 class ResumedWalk:
     """A :class:`~kvview.FreeBlockWalk` over the reference pool (POOL-13).
 
     Args:
-        open_pool: The pool, or raises when the view was closed.
+        open_pool: Returns the pool, or raises if the view was closed.
     """
 
     def __init__(self, open_pool: OpenPool) -> None:
         self._open_pool = open_pool
         self._pool: FreeQueue | None = open_pool()
         self._walk = Walk(self._pool.first_hashed_position())
-        self._has_begun = False  # until then, what comes to the head is ahead of it
+        self._has_started = False  # before its first item, blocks at the head are ahead of it
         self._pool.add_walk(self._walk)
 
     def _open(self) -> FreeQueue:
         if self._pool is None:
-            raise ViewClosedError("POOL-13: the walk was closed; open one with walk_free_blocks()")
+            raise ViewClosedError(
+                "POOL-13: the walk was closed; open another one with walk_free_blocks()"
+            )
         return self._open_pool()
 
     def take(self, max_blocks: int) -> list[tuple[int, OffloadKey]]:
-        """The next items, at most ``max_blocks`` blocks; empty at the end of the queue."""
+        """Return the next items, of at most ``max_blocks`` blocks; empty at the queue's end."""
         pool, walk = self._open(), self._walk
-        if not self._has_begun:
+        if not self._has_started:
             self.restart()
         hashes, more_hashes = pool._hash, pool._more_hashes
         items: list[tuple[int, OffloadKey]] = []
@@ -61,13 +63,13 @@ class ResumedWalk:
                     if missing == 0:
                         break
             walk.position = position
-        self._has_begun = bool(items) or self._has_begun
+        self._has_started = bool(items) or self._has_started
         return items
 
     def restart(self) -> None:
-        """Begin again with the next victim."""
+        """Start again with the next victim."""
         self._walk.position = self._open().first_hashed_position() - 1
-        self._has_begun = False
+        self._has_started = False
 
     def close(self) -> None:
         """End the walk; callable twice."""
@@ -76,12 +78,12 @@ class ResumedWalk:
             self._pool = None
 
     def __del__(self) -> None:
-        if hasattr(self, "_walk"):  # else it was never opened
+        if hasattr(self, "_walk"):  # otherwise the view was closed when it was opened
             self.close()
 
 
 def walk_free_block_ids(open_pool: OpenPool) -> Iterator[int]:
-    """All free blocks, next victim first, as the queue stands at the first ``next()``."""
+    """Walk the blocks that are free at the first ``next()``, next victim first."""
     pool = open_pool()
     walk = Walk(*pool.positions())
     for entries in _look(pool, walk, open_pool):
@@ -91,10 +93,10 @@ def walk_free_block_ids(open_pool: OpenPool) -> Iterator[int]:
 
 
 def walk_free_block_ids_with_hash(open_pool: OpenPool) -> Iterator[tuple[int, OffloadKey]]:
-    """Free blocks with each of their keys, as the queue stands at the first ``next()``."""
+    """Walk the blocks with keys that are free at the first ``next()``, each with all its keys."""
     pool = open_pool()
     hashes, more_hashes = pool._hash, pool._more_hashes
-    any_has_more = bool(more_hashes)  # a free block gets no hash, so this stays
+    any_has_more = bool(more_hashes)  # it stays, because a free block gets no hash
     walk = Walk(pool.first_hashed_position(), pool.positions()[1])
     for entries in _look(pool, walk, open_pool):
         for block_id in entries:
@@ -113,7 +115,7 @@ def walk_free_block_ids_with_hash(open_pool: OpenPool) -> Iterator[tuple[int, Of
 
 
 def _look(pool: FreeQueue, walk: Walk, open_pool: OpenPool) -> Iterator[list[int]]:
-    """The free blocks of a walk, some at a time; emptied when the walk is stopped."""
+    """Yield the free blocks of a walk in lists, which are emptied when the walk is stopped."""
     pool.add_walk(walk)
     fewest, most = _ENTRIES_PER_LOOK
     num_entries = fewest

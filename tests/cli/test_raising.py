@@ -194,7 +194,7 @@ def test_an_async_answer_is_no_answer(tmp_path: Path) -> None:
         "        return Later()"
     )
     result = run("replay", *SMALL, "--connector", write(tmp_path, scheduler=body))
-    require_one_line(result, ExitCode.CONNECTOR_RAISED, "not something to await")
+    require_one_line(result, ExitCode.CONNECTOR_RAISED, "not an awaitable")
 
 
 def test_verbose_shows_the_traceback(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_an_edited_file_is_not_loaded_again_and_this_is_said(
         assert not caplog.records
         path.write_text(SOURCE + "# edited\n")
         assert load_connector(f"{path}:Mine") is first
-        assert "goes on with what it loaded" in caplog.text
+        assert "continues with the loaded version" in caplog.text
         path.unlink()
         assert load_connector(f"{path}:Mine") is first
 
@@ -180,7 +180,7 @@ def test_a_file_named_as_a_module_is_pointed_at(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "mine_here.py", "import kvview\nclass Mine(kvview.Connector): ...")
-    with pytest.raises(ConfigError, match=r"\. The file is there: mine_here\.py:Mine$"):
+    with pytest.raises(ConfigError, match=r"\. Did you mean the file mine_here\.py:Mine\?$"):
         load_connector("mine_here:Mine")
     with pytest.raises(ConfigError, match=r"No module named 'mine_there'$"):
         load_connector("mine_there:Mine")

@@ -202,7 +202,7 @@ def test_a_faulty_store_ends_every_task_and_gives_no_wrong_bytes(fault: str) -> 
     [
         ({"store": FILES, "weights": ""}, "set 'weights' to their revision"),
         ({"store": FILES, "rot": 1}, "rot: Extra inputs are not permitted"),
-        ({"store": "kvview.tier:Namespace"}, "is no class of tier stores"),
+        ({"store": "kvview.tier:Namespace"}, "is not a class of tier stores"),
     ],
 )
 def test_what_cannot_start_says_why(params: dict[str, Any], said: str) -> None:

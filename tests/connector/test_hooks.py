@@ -216,7 +216,7 @@ def test_events_may_be_generated_and_plans_may_not() -> None:
         yield from ()
 
     define("scheduler", "take_events", take_events)
-    with pytest.raises(ConnectorDefinitionError, match="is a generator: nothing of it runs"):
+    with pytest.raises(ConnectorDefinitionError, match="is a generator, so a call runs none"):
         define("scheduler", "plan_step", plan_step)
 
 

@@ -175,7 +175,7 @@ def differences(readers: Readers, named: Iterator[tuple[str, Batch]]) -> Iterato
         payload = encode(batch)
         for reader in ("llm-d", "llm-d-arrays", "aibrix"):
             answer = readers.ask(reader, payload)
-            said = [one.verdict for one in find_consumer(reader).judge(batch)]
+            said = [one.verdict for one in find_consumer(reader).treat(batch)]
             did = [Reception.BATCH_LOST] * len(said)
             if not answer["Error"]:
                 did = [
@@ -190,7 +190,7 @@ def differences(readers: Readers, named: Iterator[tuple[str, Batch]]) -> Iterato
                 agreed[reader] += 1
             else:
                 why = answer["Error"] or ", ".join(answer["Refused"])
-                shown = [one.value for one in said]
+                shown = [one.text for one in said]
                 yield f"{reader}: {name}: the profile says {shown}, the reader {why or 'takes it'}"
     for reader, number in agreed.items():
         print(f"{reader}: profile and reader agree on {number} batches")

@@ -139,10 +139,10 @@ def test_profile_and_router_agree(indexer: DynamoIndexer, wire_format: WireForma
     found = held()
     differs = {}
     for trial in trials:
-        said = PROFILE.judge(trial.batch)[0].verdict
+        said = PROFILE.treat(trial.batch)[0].verdict
         did = trial.reception(found[trial.worker.number])
         if said is not did:
-            differs[trial.case] = (said.value, did.value)
+            differs[trial.case] = (said.text, did.text)
     assert differs == {}
 
 
@@ -155,7 +155,7 @@ def test_a_batch_without_a_rank_is_lost(indexer: DynamoIndexer) -> None:
     number = trial.worker.number
     wait_until(lambda: number in indexer.held(), "the router has read nothing")
     assert indexer.held()[number] == {"device": {*STORED["block_hashes"]}}
-    verdicts = [one.verdict for one in PROFILE.judge(trial.batch)]
+    verdicts = [one.verdict for one in PROFILE.treat(trial.batch)]
     assert verdicts == [Reception.BATCH_LOST]
 
 

@@ -1,4 +1,4 @@
-"""Folding events, and the join of block sizes from GPU events."""
+"""The fold of events, and the join of block sizes from GPU events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvview import (
@@ -24,7 +24,7 @@ from kvview import (
     get_offload_group_idx,
     make_offload_key,
 )
-from kvview.testing.events.model import EventModel
+from kvview.events import EventFold
 
 A, B, C = (make_offload_key(name, 0) for name in (b"a", b"b", b"c"))
 
@@ -40,28 +40,26 @@ def removed(*keys: OffloadKey, medium: str = MEDIUM_CPU) -> OffloadingEvent:
 # --- fold_events ---
 
 
-def test_event1_a_removal_needs_a_store_before_it() -> None:
+def test_event_1_a_removal_needs_a_store_before_it() -> None:
     with pytest.raises(EventOrderError, match=f"EVENT-1: event 1 removes key {B.hex()} .*'CPU'"):
         fold_events([stored(A), removed(B)])
     with pytest.raises(ValueError, match="EVENT-1"):
         fold_events([stored(A), removed(A, A)])
 
 
-@given(st.lists(st.tuples(st.sampled_from([A, B, C]), st.sampled_from("XY"), st.booleans())))
-def test_folding_gives_what_the_model_holds(moves: list[tuple[OffloadKey, str, bool]]) -> None:
-    model: EventModel[OffloadKey] = EventModel()
-    events: list[OffloadingEvent] = []
-    for key, medium, is_removal in moves:
-        event = OffloadingEvent([key], medium, is_removal)
-        if model.change(medium, key, removed=is_removal) or not is_removal:
-            events.append(event)  # a second store changes nothing
-        else:
-            with pytest.raises(EventOrderError):
-                fold_events([*events, event])
-    folded = fold_events(iter(events))
-    assert {medium: keys for medium, keys in folded.items() if keys} == {
-        medium: set(keys) for medium, keys in model.held.items() if keys
-    }
+def test_event_2_the_fold_is_the_set_of_loadable_keys() -> None:
+    events = [stored(A, B), stored(A, medium="DISK"), removed(A), stored(A), removed(B, A)]
+    assert fold_events(iter(events)) == {MEDIUM_CPU: set(), "DISK": {A}}
+    fold: EventFold[OffloadKey] = EventFold()
+    changes = [
+        fold.change(MEDIUM_CPU, A, removed=is_removal) for is_removal in (False, False, True, True)
+    ]
+    assert changes == [True, False, True, False]
+    for is_removal in (False, False, True):  # two blocks of the GPU have one key
+        assert fold.change(MEDIUM_GPU, A, removed=is_removal)
+    assert fold.advertised() == {A}
+    assert fold.clear_gpu() == {A: 1}
+    assert not fold.is_held(A)
 
 
 # --- BlockSizeIndex ---
@@ -86,8 +84,8 @@ def gpu_removed(*names: bytes, group: int = 0) -> BlockRemoved:
     return BlockRemoved(names, group)
 
 
-def test_index1_in_the_order_in_which_vllm_publishes() -> None:
-    """Offloaded and evicted from the GPU between two polls: GPU events first (vLLM #57159)."""
+def test_a_size_in_the_order_in_which_vllm_publishes() -> None:
+    """GPU events come first, and the block may be evicted in the same batch (vLLM #57159)."""
     batch = gpu_stored(b"a"), gpu_removed(b"a")
     index = index_of(*batch)
     assert index.block_size(A) is None
@@ -95,15 +93,16 @@ def test_index1_in_the_order_in_which_vllm_publishes() -> None:
     assert index_of(stored(A), *batch).block_size(A) == 16
 
 
-def test_index1_a_store_that_ends_after_the_gpu_was_reset() -> None:
+def test_a_size_of_a_store_that_ends_after_a_reset_of_the_gpu() -> None:
     names = [number.to_bytes(8, "big") for number in range(5000)]
     index = index_of(gpu_stored(*names), AllBlocksCleared())
     oldest = make_offload_key(names[0], 0)
     assert index_of(stored(oldest), index=index).block_size(oldest) == 16
 
 
+@settings(deadline=None)
 @given(st.data())
-def test_index1_a_batch_in_any_order(data: st.DataObject) -> None:
+def test_a_batch_may_be_in_any_order(data: st.DataObject) -> None:
     names = [number.to_bytes(8, "big") for number in range(data.draw(st.sampled_from([3, 2000])))]
     keys = [make_offload_key(name, 0) for name in names]
     gpu = [event for name in names for event in (gpu_stored(name), gpu_removed(name))]
@@ -118,7 +117,7 @@ def test_index1_a_batch_in_any_order(data: st.DataObject) -> None:
     assert [index.block_size(key) for key in keys] == [16 if k in held else None for k in keys]
 
 
-def test_index_takes_events_of_keys_that_it_never_saw() -> None:
+def test_events_of_unknown_keys_have_no_size() -> None:
     index = index_of(removed(A), gpu_removed(b"b"), stored(C), AllBlocksCleared())
     assert [index.block_size(key) for key in (A, B, C)] == [None] * 3
     assert index_of(gpu_stored(b"c"), gpu_removed(b"c"), index=index).block_size(C) == 16
@@ -131,7 +130,7 @@ def churn(index: BlockSizeIndex, numbers: Iterable[int]) -> None:
         index_of(gpu_stored(name), stored(key), gpu_removed(name), removed(key), index=index)
 
 
-def test_index2_memory_follows_what_is_cached() -> None:
+def test_memory_is_in_proportion_to_the_cached_keys() -> None:
     index = index_of(gpu_stored(b"a"), stored(A))
     churn(index, range(2000))
     size = len(pickle.dumps(index))
@@ -144,12 +143,12 @@ MOVES = st.tuples(st.sampled_from([A, B]), st.integers(0, 1), st.sampled_from("g
 
 
 @given(st.lists(MOVES, max_size=40))
-def test_a_size_is_known_while_the_model_holds_its_key(
+def test_a_size_is_known_while_its_key_is_held(
     moves: list[tuple[OffloadKey, int, str]],
 ) -> None:
-    """g/G: the GPU stores and removes; o/O and d/D: CPU and disk do; x: the GPU is cleared."""
+    """g/G: the GPU stores and removes; o/O, d/D: CPU and disk; x: the GPU is cleared."""
     index = BlockSizeIndex()
-    model: EventModel[OffloadKey] = EventModel()
+    fold: EventFold[OffloadKey] = EventFold()
     seen: set[OffloadKey] = set()
     for named, group, move in moves:
         name = get_offload_block_hash(named)
@@ -157,9 +156,9 @@ def test_a_size_is_known_while_the_model_holds_its_key(
         is_removal = move.isupper()
         if move == "x":
             index.apply_gpu_event(AllBlocksCleared())
-            model.clear_gpu()
+            fold.clear_gpu()
         elif move in "gG":
-            if model.change(MEDIUM_GPU, key, removed=is_removal):
+            if fold.change(MEDIUM_GPU, key, removed=is_removal):
                 event = (
                     BlockRemoved([name], group)
                     if is_removal
@@ -169,9 +168,9 @@ def test_a_size_is_known_while_the_model_holds_its_key(
                 seen.add(key)
         else:
             medium = {"o": MEDIUM_CPU, "d": "DISK"}[move.lower()]
-            model.change(medium, key, removed=is_removal)  # a second store changes nothing
+            fold.change(medium, key, removed=is_removal)  # a second store changes nothing
             index.apply_offloading_event(OffloadingEvent([key], medium, is_removal))
         for one in (make_offload_key(n, g) for n in (b"a", b"b") for g in (0, 1)):
-            is_known = one in seen and one in model.advertised()
+            is_known = one in seen and one in fold.advertised()
             expected = 10 + get_offload_group_idx(one) if is_known else None
             assert index.block_size(one) == expected

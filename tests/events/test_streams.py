@@ -88,9 +88,9 @@ def payload_of(*events: tuple[str, dict[str, Any]], name: str = "vllm-0.30") -> 
 @pytest.mark.parametrize("thread", INCIDENTS)
 def test_an_incident_is_flagged_by_its_thread(thread: str) -> None:
     name, events, verdict = INCIDENTS[thread]
-    judged = find_consumer(name).judge(decode(pack([1.5, events, 0]), strict=False))
-    assert {judgement.verdict for judgement in judged} == {verdict}
-    assert judged[-1].thread == thread
+    treated = find_consumer(name).treat(decode(pack([1.5, events, 0]), strict=False))
+    assert {treatment.verdict for treatment in treated} == {verdict}
+    assert treated[-1].thread == thread
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_an_incident_is_flagged_by_its_thread(thread: str) -> None:
         ("dynamo", {"token_ids": []}, Reception.REJECTED, "token_ids too short: need 4, got 0"),
         ("dynamo", {"block_size": 0}, Reception.REJECTED, "block size 0"),
         ("dynamo", {"token_ids": [1] * 5}, Reception.PARTLY, "the last 1 blocks are lost"),
-        ("dynamo", {"parent_block_hash": FIRST}, Reception.REJECTED, "a hash comes twice"),
+        ("dynamo", {"parent_block_hash": FIRST}, Reception.REJECTED, "it has a hash twice"),
         ("dynamo", {"block_hashes": [b"h" * 32]}, Reception.BATCH_LOST, "hashes are read as int"),
         ("dynamo", {"kv_cache_spec_kind": "mamba"}, Reception.REJECTED, "blocks of mamba"),
         ("dynamo", {"locality": "REMOTE"}, Reception.REJECTED, "locality REMOTE"),
@@ -121,7 +121,7 @@ def test_an_incident_is_flagged_by_its_thread(thread: str) -> None:
         ("vllm", {}, Reception.ACCEPTED, ""),
         ("vllm-0.23", {}, Reception.BATCH_LOST, "read as arrays, and are maps"),
         ("sglang", {}, Reception.ACCEPTED, ""),
-        ("sglang-router", {}, Reception.REJECTED, "medium CPU is none of"),
+        ("sglang-router", {}, Reception.REJECTED, "medium CPU is not one of"),
         ("sglang-router", {"medium": "CPU_PINNED"}, Reception.ACCEPTED, ""),
         ("sglang-router", {"parent_block_hash": 2**63}, Reception.BATCH_LOST, "read as signed"),
         ("smg", {"medium": "GPU"}, Reception.ACCEPTED, ""),
@@ -132,26 +132,26 @@ def test_what_a_consumer_does(
     name: str, values: dict[str, Any], verdict: Reception, why: str
 ) -> None:
     batch = batch_of("vllm-0.30", stored(FIRST, SECOND, **{"medium": "CPU", **values}))
-    (judgement,) = find_consumer(name).judge(batch)
-    assert (judgement.verdict, why in judgement.why) == (verdict, True), judgement
+    (treatment,) = find_consumer(name).treat(batch)
+    assert (treatment.verdict, why in treatment.why) == (verdict, True), treatment
 
 
 def test_arrays_and_their_readers() -> None:
     grouped = batch_of("vllm-0.22", stored(FIRST, SECOND), removed(FIRST), CLEARED)
-    verdicts = {consumer.name: consumer.judge(grouped)[0].verdict for consumer in CONSUMERS}
+    verdicts = {consumer.name: consumer.treat(grouped)[0].verdict for consumer in CONSUMERS}
     assert verdicts["dynamo"] is verdicts["aibrix"] is verdicts["vllm-0.23"] is Reception.ACCEPTED
     assert verdicts["kthena"] is verdicts["llm-d-arrays"] is Reception.ACCEPTED
     assert verdicts["vllm"] is verdicts["sglang"] is Reception.BATCH_LOST
     places = batch_of("vllm-0.22", stored(1, 2, medium="CPU", token_ids=[]))
-    (judgement,) = find_consumer("aibrix").judge(places)
-    assert judgement.why == "length mismatch: 2 hashes, 0 blocks of tokens"
-    (judgement,) = find_consumer("vllm").judge(batch_of("sglang-maps", stored(1)))
-    assert judgement.why == "lora_name missing"
+    (treatment,) = find_consumer("aibrix").treat(places)
+    assert treatment.why == "length mismatch: 2 hashes, 0 blocks of tokens"
+    (treatment,) = find_consumer("vllm").treat(batch_of("sglang-maps", stored(1)))
+    assert treatment.why == "lora_name missing"
 
 
 def test_every_reader_has_its_source() -> None:
     assert all(consumer.source and consumer.read_on for consumer in CONSUMERS)
-    with pytest.raises(ConfigError, match="--consumer 'x': not known, known are dynamo, "):
+    with pytest.raises(ConfigError, match="--consumer 'x' is unknown; expected dynamo, "):
         find_consumer("x")
 
 
@@ -214,7 +214,7 @@ def test_a_publisher_that_began_anew_before_it_was_heard() -> None:
     later = encode(replace(batch_of("vllm-0.30", stored(2)), ts=2.5))
     assert laws(fold, 1) == laws(fold, 2) == laws(fold, 3) == []
     (finding,) = fold.apply(2, later)[1]
-    assert finding.what == "the publisher began anew, after 3, and its first 2 messages are missing"
+    assert finding.what == "the publisher restarted after 3, and its first 2 messages are missing"
     assert [*fold.held] == ["GPU"]
     assert [*fold.held["GPU"]] == [(2, 0)]
     assert (fold.knows_all, fold.gaps) == (False, [range(2)])
@@ -239,9 +239,7 @@ def test_sizes_are_joined_from_the_gpu() -> None:
     assert laws(fold, 2, stored(9, medium="DISK"), stored(9)) == []  # says it itself
     assert fold.sizes.num_tokens(fold.held["DISK"]) == (4, 0)
     (finding,) = fold.apply(3, payload_of(stored(2, medium="DISK", block_size=2)))[1][1:]
-    assert finding.what == (
-        "event 0 says blocks of 2 in DISK, and the GPU's event of a block said 4"
-    )
+    assert finding.what == ("event 0 has blocks of 2 in DISK, but the GPU's event of a block has 4")
 
 
 # --- the channel ---
@@ -300,7 +298,7 @@ def test_a_closed_listener_ends_what_is_read_from_it() -> None:
 
 
 def test_endpoints_that_are_none() -> None:
-    with pytest.raises(ConfigError, match=r"endpoint 'nonsense': .*wanted tcp://HOST:PORT"):
+    with pytest.raises(ConfigError, match=r"endpoint 'nonsense': .*expected tcp://HOST:PORT"):
         Listener("nonsense")
     with pytest.raises(ConfigError, match="endpoint 'tcp://nobody:1': cannot be bound"):
         Publisher("tcp://nobody:1")
@@ -313,7 +311,7 @@ def test_endpoints_that_are_none() -> None:
                 next(listener.replay(0))
         with (
             Listener(publisher.endpoint, "tcp://127.0.0.1:9", replay_seconds=0.05) as listener,
-            pytest.raises(ConfigError, match=r"no answer in 0.05 s"),
+            pytest.raises(ConfigError, match=r"no response in 0.05 s"),
         ):
             next(listener.replay(0))
 
@@ -332,7 +330,9 @@ def test_an_endpoint_that_is_not_there_comes_goes_and_begins_anew() -> None:
     with Publisher(ANY_PORT) as publisher:  # a free port
         endpoint = publisher.endpoint
     with Listener(endpoint) as listener:
-        assert hear(listener, lambda told, _: bool(told)) == ["nobody is there yet; waiting"]
+        assert hear(listener, lambda told, _: bool(told)) == [
+            "no publisher is listening yet; waiting"
+        ]
         for _ in range(2):
             with Publisher(endpoint) as publisher:
                 stop = threading.Event()
@@ -347,7 +347,7 @@ def test_an_endpoint_that_is_not_there_comes_goes_and_begins_anew() -> None:
                 stop.set()
                 thread.join()
             gone = hear(listener, lambda told, _: bool(told))
-            assert gone == ["the publisher is gone; waiting for it"]
+            assert gone == ["the publisher has disconnected; waiting for it"]
 
 
 def test_a_socket_of_another_kind_and_then_a_publisher() -> None:
@@ -356,7 +356,7 @@ def test_a_socket_of_another_kind_and_then_a_publisher() -> None:
     router.bind(ANY_PORT)
     endpoint = router.get_string(zmq.LAST_ENDPOINT)
     with Listener(endpoint) as listener:
-        foreign = "who is there is no publisher that speaks ZMQ; trying again"
+        foreign = "the peer is not a ZMQ publisher; trying again"
         assert hear(listener, lambda told, _: bool(told)) == [foreign]
         router.close(linger=0)
         context.term()
@@ -374,7 +374,7 @@ def test_a_socket_that_speaks_something_else() -> None:
             client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64))
             client.close()
             told = hear(listener, lambda told, _: bool(told))
-    assert told == ["who is there is no publisher that speaks ZMQ; trying again"]
+    assert told == ["the peer is not a ZMQ publisher; trying again"]
 
 
 def answering(*answers: tuple[int, bytes]) -> tuple[str, threading.Thread]:
@@ -399,7 +399,7 @@ def answering(*answers: tuple[int, bytes]) -> tuple[str, threading.Thread]:
 def test_a_replay_that_repeats_itself_ends() -> None:
     endpoint, thread = answering((0, b"a"), (1, b"b"), (1, b"b"), (1, b"b"))
     with Listener("tcp://127.0.0.1:9", endpoint) as listener:
-        with pytest.raises(WireFormatError, match="sent message 1, wanted 2 or later"):
+        with pytest.raises(WireFormatError, match="sent message 1, expected 2 or later"):
             list(listener.replay(0))
         thread.join()
 
@@ -422,7 +422,7 @@ def test_a_recording_is_read_again(tmp_path: Path) -> None:
         assert [*read_recording(str(tmp_path / name))] == messages
     cut = tmp_path / "cut.jsonl.gz"
     cut.write_bytes((tmp_path / "a.jsonl.gz").read_bytes()[:-12])
-    with pytest.raises(WireFormatError, match="cut off or no gzip"):
+    with pytest.raises(WireFormatError, match="cut off or not gzip"):
         list(read_recording(str(cut)))
     with pytest.raises(ConfigError, match="No such file"):
         list(read_recording(str(tmp_path / "none.jsonl")))
@@ -516,9 +516,9 @@ def test_tail_prints_a_line_for_each_event(recorded: Any) -> None:
 def test_wrong_inputs_are_one_line(recorded: Any, tmp_path: Path) -> None:
     for args, said in (
         (("validate", tmp_path / "none.jsonl"), "No such file"),
-        (("validate", recorded(), "--replay-from", "tcp://a:1"), "are for an endpoint"),
-        (("validate", recorded(), "--consumer", "x"), "not known, known are dynamo"),
-        (("validate", recorded(), "--format", "x"), "wire format 'x': not known"),
+        (("validate", recorded(), "--replay-from", "tcp://a:1"), "need an endpoint"),
+        (("validate", recorded(), "--consumer", "x"), "is unknown; expected dynamo"),
+        (("validate", recorded(), "--format", "x"), "wire format 'x' is unknown"),
         (("validate", "bad://x"), "endpoint 'bad://x': "),
         (("record", "tcp://127.0.0.1:9", tmp_path / "no/where"), "not a file in an existing"),
         (("replay", recorded(), "tcp://nobody:1"), "cannot be bound"),

@@ -1,4 +1,4 @@
-"""The wheel, built once for all tests that look at what is installed."""
+"""The wheel, built once for all tests of an installation."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.house.source_tree import ROOT
-
-collect_ignore = ["sample"]  # a project of its own: test_sample.py runs it
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +26,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder where the wheel is installed, without what it depends on."""
+    """A folder with the installed wheel, without its dependencies."""
     folder = tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"]
     subprocess.run([*pip, "--target", folder, wheel], check=True, capture_output=True)

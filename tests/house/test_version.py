@@ -33,7 +33,7 @@ def test_another_one_is_refused_with_what_to_do(version: str, advice: str) -> No
 
 @pytest.mark.parametrize("version", ["", "1", "1.0.0", "one.two", None, 1.0])
 def test_what_is_no_version_is_refused(version: Any) -> None:
-    with pytest.raises(UnsupportedContractError, match="is no version such as"):
+    with pytest.raises(UnsupportedContractError, match="is not a version such as"):
         require_contract(version, "mine")
 
 

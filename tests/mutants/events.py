@@ -16,7 +16,7 @@ planted = planter(MUTANTS)
 
 
 @planted("EVENT-1")
-class RemovesWhatNeverCame(WrongTier):
+class RemovesKeysThatWereNotStored(WrongTier):
     """A failed store is reported as a removal."""
 
     class Manager(CPUOffloadingManager):
@@ -28,8 +28,8 @@ class RemovesWhatNeverCame(WrongTier):
 
 
 @planted("EVENT-2", "vllm#57159")
-class AdvertisesWhatIsNotThereYet(WrongTier):
-    """Keys are advertised when their store begins: a router sends requests too early."""
+class AdvertisesBeforeTheStoreEnds(WrongTier):
+    """Keys are advertised when their store starts, so a router sends requests too early."""
 
     class Manager(CPUOffloadingManager):
         def prepare_store(
@@ -42,7 +42,7 @@ class AdvertisesWhatIsNotThereYet(WrongTier):
 
 @planted("EVENT-3", "vllm#57453")
 class ReportsStoresBeforeRemovals(WrongTier):
-    """One batch is sorted by kind: a key that went and came again is gone."""
+    """Events are sorted by kind, so a key that was removed and stored again is lost."""
 
     class Manager(CPUOffloadingManager):
         def take_events(self) -> list[OffloadingEvent]:
@@ -51,7 +51,7 @@ class ReportsStoresBeforeRemovals(WrongTier):
 
 @planted("EVENT-4")
 class AdvertisesFailures(WrongTier):
-    """The event is made before the outcome is looked at."""
+    """A store is advertised whether it succeeded or failed."""
 
     class Manager(CPUOffloadingManager):
         def complete_store(
@@ -63,8 +63,8 @@ class AdvertisesFailures(WrongTier):
 
 
 @planted("EVENT-5", "vllm#49413")
-class ResetsWithoutAWord(WrongTier):
-    """Routers keep what the tier has forgotten."""
+class ResetsWithoutEvents(WrongTier):
+    """A reset emits no events, so routers keep the keys."""
 
     class Manager(CPUOffloadingManager):
         def reset(self) -> None:

@@ -25,7 +25,7 @@ Groups = tuple[CacheGroup, ...]
 
 
 class WrongGeometry(ReferenceGeometry):
-    """Coordinators over another geometry than the one given."""
+    """Coordinators over another geometry than the given one."""
 
     def with_geometry(
         self, scheduler_block_size: int, hash_block_size: int, groups: Sequence[CacheGroup]
@@ -42,15 +42,15 @@ class WrongGeometry(ReferenceGeometry):
 
 @planted("GEO-1")
 class ComputesTheSizeAgain(WrongGeometry):
-    """Takes the least common multiple of the groups' block sizes, once more."""
+    """The coordinator computes the least common multiple of the block sizes again."""
 
     def make_geometry(self, scheduler: int, hashed: int, groups: Groups) -> CacheGeometry:
         return CacheGeometry(math.lcm(*(group.block_size for group in groups)), hashed, groups)
 
 
 @planted("GEO-2")
-class SaysOnlyThatSizesAreWrong(WrongGeometry):
-    """The message names no number."""
+class RefusesSizesWithoutNumbers(WrongGeometry):
+    """The error names no number."""
 
     def make_geometry(self, scheduler: int, hashed: int, groups: Groups) -> CacheGeometry:
         try:
@@ -61,7 +61,7 @@ class SaysOnlyThatSizesAreWrong(WrongGeometry):
 
 @planted("GEO-3")
 class WindowReadsOneTokenLess(WrongGeometry):
-    """The window counts the token itself twice: stale KV is read at its edge."""
+    """The window is one token too short, so stale KV is read at its edge."""
 
     def wrong(self, group: CacheGroup) -> CacheGroup:
         if isinstance(group, SlidingWindow) and group.sliding_window > 1:
@@ -70,8 +70,8 @@ class WindowReadsOneTokenLess(WrongGeometry):
 
 
 @planted("GEO-4")
-class AsksEachGroupOnce(ReferenceGeometry):
-    """One round, each group below the hit of the one before it."""
+class SearchesEachGroupOnce(ReferenceGeometry):
+    """The search makes one round over the groups instead of repeating it."""
 
     def make_coordinator(self) -> KVCacheCoordinator:
         coordinator, given = super().make_coordinator(), self.geometry

@@ -28,8 +28,8 @@ def _is_plainly_held(guard: GuardedView, block_id: int) -> bool:
 
 
 @planted("GUARD-1", "vllm#46951")
-class LeasesWhateverIsThere(WrongGuardPool):
-    """A block that was reused since it was seen is held, and its bytes stored."""
+class LeasesReusedBlocks(WrongGuardPool):
+    """A lease takes a block that was reused, so wrong bytes are stored."""
 
     class Guard(GuardedView):
         def _check_keys(self, block_ids: Sequence[int], expected: Sequence[bytes]) -> None:
@@ -38,7 +38,7 @@ class LeasesWhateverIsThere(WrongGuardPool):
 
 @planted("GUARD-5", "vllm#42085")
 class HasNoBudget(WrongGuardPool):
-    """One connector may hold the whole pool; the next long request finds none."""
+    """One connector may hold the whole pool, so the next long request finds no block."""
 
     class Guard(GuardedView):
         def __init__(self, view: GPUBlockPoolView, **options: Any) -> None:
@@ -47,8 +47,8 @@ class HasNoBudget(WrongGuardPool):
 
 
 @planted("GUARD-2", "vllm#43742")
-class LeaksWhenAnExceptionFlies(WrongGuardPool):
-    """The end of a ``with`` block releases on the good path only."""
+class LeaksOnAnException(WrongGuardPool):
+    """A ``with`` block that ends with an exception does not release its lease."""
 
     class Guard(GuardedView):
         def lease(self, block_ids: Sequence[int], **options: Any) -> GuardedLease:
@@ -65,7 +65,7 @@ class _LeakyLease(GuardedLease):
 
 @planted("GUARD-2", "vllm#52372")
 class CountsLeasesByBlock(WrongGuardPool):
-    """The end of one job's lease ends what any other job holds of its blocks."""
+    """The end of one job's lease also ends the leases of other jobs on its blocks."""
 
     class Guard(GuardedView):
         def _end(self, hold: Hold) -> None:
@@ -88,8 +88,8 @@ class ReleasesAnExpiredLease(WrongGuardPool):
 
 
 @planted("GUARD-3", "ROCm/ATOM#2261")
-class HoldsForEver(WrongGuardPool):
-    """A peer that never reports keeps its blocks until the engine ends."""
+class NeverExpires(WrongGuardPool):
+    """The blocks of a peer that never reports stay held until the engine ends."""
 
     class Guard(GuardedView):
         def _schedule(self, hold: Hold, ttl: float) -> None:
@@ -98,7 +98,7 @@ class HoldsForEver(WrongGuardPool):
 
 @planted("GUARD-3", "vllm#58222")
 class ExpiresInTheOrderTaken(WrongGuardPool):
-    """The reaper looks at the oldest lease only; a short one behind it stays."""
+    """Only the oldest lease can expire, so a shorter one taken later stays."""
 
     class Guard(GuardedView):
         def _expire(self) -> list[Leak]:
@@ -120,7 +120,7 @@ class RenewsInPlace(WrongGuardPool):
 
 @planted("GUARD-4")
 class ServesAnyThread(WrongGuardPool):
-    """Calls from other threads race with the scheduler's."""
+    """Calls from other threads are accepted, and race with the scheduler's."""
 
     class Guard(GuardedView):
         def _check_open(self) -> None:
@@ -130,7 +130,7 @@ class ServesAnyThread(WrongGuardPool):
 
 @planted("GUARD-6")
 class CopiesLikeAnyObject(WrongGuardPool):
-    """A copy of a lease gives back what the original gives back too."""
+    """A lease can be copied, so its references are released twice."""
 
     class Guard(GuardedView):
         def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -139,7 +139,7 @@ class CopiesLikeAnyObject(WrongGuardPool):
 
 @planted("GUARD-7")
 class OutlivesItsView(WrongGuardPool):
-    """A connector copies from blocks that a lease of a closed view still names."""
+    """A lease of a closed view stays active."""
 
     class Guard(GuardedView):
         @property
@@ -148,8 +148,8 @@ class OutlivesItsView(WrongGuardPool):
 
 
 @planted("GUARD-8")
-class ForgetsWhatWasNotTakenBack(WrongGuardPool):
-    """A lease that the engine did not take back at its expiry is held for ever."""
+class DoesNotRetryARefusedExpiry(WrongGuardPool):
+    """The blocks of an expired lease stay held if the engine refuses them once."""
 
     class Guard(GuardedView):
         def _end(self, hold: Hold) -> None:
@@ -158,8 +158,8 @@ class ForgetsWhatWasNotTakenBack(WrongGuardPool):
 
 
 @planted("GUARD-9")
-class GoesInSilence(WrongGuardPool):
-    """A guard that is dropped takes the knowledge of what it held with it."""
+class IsDroppedSilently(WrongGuardPool):
+    """A guard that is garbage-collected while it holds blocks logs nothing."""
 
     class Guard(GuardedView):
         def __del__(self) -> None:
@@ -168,7 +168,7 @@ class GoesInSilence(WrongGuardPool):
 
 @planted("GUARD-10", "vllm#52372")
 class SharesOneAccount(WrongGuardPool):
-    """Two connectors' guards count together: one gives back what the other holds."""
+    """Two connectors' guards share one count, so one can free the other's blocks."""
 
     class Guard(GuardedView):
         def __init__(self, view: GPUBlockPoolView, **options: Any) -> None:
@@ -177,18 +177,10 @@ class SharesOneAccount(WrongGuardPool):
                 self._view = view._view
 
 
-class _SwallowingLease(GuardedLease):
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
-        return self.release()
-
-
 @planted("GUARD-11")
 class ReportsLeasesOnly(WrongGuardPool):
-    """What a plain touch holds for ever is in no report."""
+    """The leak report omits plain touches."""
 
     class Guard(GuardedView):
         def leaks(self, older_than: float = 0.0) -> list[Leak]:
             return [leak for leak in super().leaks(older_than) if leak.job is not None]
-
-
-# --- what stands around it ---

@@ -1,4 +1,4 @@
-"""How a wrong harness class states which law it breaks."""
+"""The decorator with which a wrong harness class states the law that it breaks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def planter(mutants: list[Mutant]) -> Callable[..., Callable[[HarnessT], Harness
 
     def planted(law: str, incident: str | None = None) -> Callable[[HarnessT], HarnessT]:
         def add(harness: HarnessT) -> HarnessT:
-            what = (harness.__doc__ or "").strip().partition("\n")[0]
-            mutants.append(Mutant(harness, law, what, incident))
+            fault = (harness.__doc__ or "").strip().partition("\n")[0]
+            mutants.append(Mutant(harness, law, fault, incident))
             return harness
 
         return add

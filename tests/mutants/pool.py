@@ -1,4 +1,4 @@
-"""Wrong pools and views: one for each law, and those of public incidents."""
+"""Wrong pools and views: one per law, and those of public incidents."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from kvview import BlockRemoved, GPUBlockPoolView, GPUEvent, NotAnOffloadKeyError, OffloadKey
+from kvview import GPUBlockPoolView, OffloadKey
 from kvview.testing import Mutant
 from kvview_reference.harness import ReferencePool
 from kvview_reference.pool import BlockPool, BlockPoolView
@@ -50,8 +50,8 @@ class TakesNoReferenceOnBlocksInUse(WrongPool):
 
 
 @planted("POOL-8", "vllm#42289")
-class EvictsTheHashOfWhatIsTouched(WrongPool):
-    """A touch keeps the block and drops its key: the hit is lost before it is used."""
+class EvictsTheHashOfATouchedBlock(WrongPool):
+    """A touch keeps the block but drops its key, so the hit is lost before it is used."""
 
     class View(BlockPoolView):
         def touch_blocks(self, block_ids: Sequence[int]) -> None:
@@ -100,7 +100,7 @@ class CountsTheNullBlock(WrongPool):
 
 @planted("POOL-6")
 class YieldsEachKeyOnce(WrongPool):
-    """Of two blocks under one key the walk yields the first: the other is never stored."""
+    """Of two blocks with one key, the walk yields only the first."""
 
     class View(BlockPoolView):
         def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
@@ -123,21 +123,9 @@ class StopsWhenItsBlockIsTouched(WrongPool):
                     return
 
 
-@planted("POOL-8")
-class MissesWhatIsNoKey(WrongPool):
-    """A block hash passed as a key is a miss instead of an error."""
-
-    class View(BlockPoolView):
-        def find_cached_block(self, key: OffloadKey) -> int | None:
-            try:
-                return super().find_cached_block(key)
-            except NotAnOffloadKeyError:
-                return None
-
-
 @planted("POOL-9")
-class HandsOutItsLedger(WrongPool):
-    """The holds that the view reports leave out repeats."""
+class ReportsHoldsWithoutCounts(WrongPool):
+    """The view reports each held block once, however often it is held."""
 
     class View(BlockPoolView):
         def held_blocks(self) -> Mapping[int, int]:
@@ -205,20 +193,3 @@ class NotifiesOncePerCall(WrongPool):
                     on_reuse(block)
 
             super().free_blocks_with_notice(block_ids, first)
-
-
-@planted("EVENT-2")
-class ReportsNoEvictions(WrongPool):
-    """Removals are not among the events."""
-
-    def take_events(self) -> list[GPUEvent]:
-        return [event for event in super().take_events() if not isinstance(event, BlockRemoved)]
-
-
-@planted("EVENT-1")
-class ReportsEvictionsTwice(WrongPool):
-    """Each removal is reported twice."""
-
-    def take_events(self) -> list[GPUEvent]:
-        events = super().take_events()
-        return [e for event in events for e in [event] * (1 + isinstance(event, BlockRemoved))]

@@ -88,7 +88,7 @@ def test_the_fold_is_what_is_loadable_after_every_step(groups: str) -> None:
             assert set(fold.held.get(medium, ())) == keys
         for name in ("dynamo", "llm-d", "vllm"):
             for event, judgement in zip(
-                batch.events, find_consumer(name).judge(batch), strict=True
+                batch.events, find_consumer(name).treat(batch), strict=True
             ):
                 is_window = isinstance(event, StoredEvent) and event.group_idx == 1
                 wanted = Reception.REJECTED if is_window and name != "vllm" else Reception.ACCEPTED

@@ -242,7 +242,7 @@ def test_vtier_2_a_faulty_store_raises_nothing_and_gives_no_wrong_bytes(fault: s
         ({"store": FILES, "weights": "1", "rot": 1}, "rot: Extra inputs are not permitted"),
         ({"store": "examples/none.py:X", "weights": "1"}, "there is no file"),
         ({"store": "kvview:Namespace", "weights": "1"}, "has no 'Namespace'"),
-        ({"store": "kvview.tier:Namespace", "weights": "1"}, "is no class of tier stores"),
+        ({"store": "kvview.tier:Namespace", "weights": "1"}, "is not a class of tier stores"),
     ],
 )
 def test_vtier_1_what_cannot_start_says_why(tier: dict[str, Any], said: str) -> None:

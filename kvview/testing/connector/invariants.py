@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from kvview.events import OffloadingEvent
+from kvview.events import OffloadingEvent, fold
 from kvview.keys import OffloadKey
-from kvview.testing.events.model import EventModel
 
 
 class InvariantBroken(AssertionError):
@@ -111,7 +110,7 @@ class EventFold:
 
     def __init__(self) -> None:
         self.num_events = 0
-        self._model: EventModel[OffloadKey] = EventModel()
+        self._model: fold.EventFold[OffloadKey] = fold.EventFold()
 
     def apply(self, events: Iterable[OffloadingEvent]) -> None:
         """Take more events in.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvview.events.channel import Listener
     from kvview.events.recording import Message
     from kvview.events.wire import AnyEvent, Batch
-    from kvview.testing.events.consumers import Consumer, Judgement
+    from kvview.testing.events.consumers import Treatment
     from kvview.testing.events.stream_fold import Finding, StreamFold
     from kvview.testing.events.wire_sizes import WireSizes
 
@@ -42,11 +42,11 @@ def events() -> None:
     """Receive, record, validate and replay the KV events of vLLM, SGLang and kvview."""
 
 
-def _heard(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of every command that takes a SOURCE."""
+def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of every command that reads a SOURCE."""
     for option in (
-        click.option("--messages", type=Whole(1), help="End after so many."),
-        click.option("--seconds", type=Seconds(), help="End after so long."),
+        click.option("--messages", type=Whole(1), help="Stop after this number of messages."),
+        click.option("--seconds", type=Seconds(), help="Stop after this number of seconds."),
         click.option("--topic", default="", help="Prefix of the topics.  [default: any]"),
         click.option(
             "--replay-from",
@@ -60,7 +60,7 @@ def _heard(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @events.command(epilog=EXIT_CODES)
 @click.argument("source")
-@_heard
+@_source_options
 @click.option(
     "--consumer",
     "consumers",
@@ -68,14 +68,14 @@ def _heard(command: Callable[..., Any]) -> Callable[..., Any]:
     metavar="NAME",
     help="Report how this reader treats each event. Repeatable; 'all' selects every reader.",
 )
-@click.option("--format", "format_name", metavar="NAME", help="Read this format alone, strictly.")
+@click.option("--format", "format_name", metavar="NAME", help="Decode only this format, strictly.")
 @_JSON
 def validate(
     source: str,
     consumers: tuple[str, ...],
     format_name: str | None,
     json_file: str | None,
-    **heard: Any,
+    **options: Any,
 ) -> None:
     """Validate a stream: its format, sequence, EVENT-1, 3 and 5, and the blocks that readers lose.
 
@@ -90,13 +90,13 @@ def validate(
     strict = None if format_name is None else find_format(format_name)
     decoder = EventDecoder(strict, strict=strict is not None)
     report = _Report(StreamFold(decoder), {consumer.name: Counter() for consumer in chosen})
-    with suppress(KeyboardInterrupt):
-        for message in _messages(source, report, **heard):
-            batch, found = report.fold.apply(message.sequence, message.payload)
-            report.note(found)
+
+    def treat(_: Message, batch: Batch | None, found: list[Finding]) -> None:
+        if batch is not None:
             for consumer in chosen:
-                report.judge(consumer, batch)
-        report.has_ended = True
+                report.treated[consumer.name].update(consumer.treat(batch))
+
+    report.read(_messages(source, report, **options), treat)
     report.show(json_file == "-")
     report.write(json_file, source)
     sys.exit(report.code())
@@ -104,27 +104,26 @@ def validate(
 
 @events.command(epilog=EXIT_CODES)
 @click.argument("source")
-@_heard
+@_source_options
 @_JSON
-def tail(source: str, json_file: str | None, **heard: Any) -> None:
+def tail(source: str, json_file: str | None, **options: Any) -> None:
     """Print each event in one line, and at the end the blocks of each medium.
 
     SOURCE is an endpoint, tcp://HOST:PORT or ipc://PATH, or a recording.
     """
     from kvview.testing.events.stream_fold import StreamFold
 
-    is_taken = json_file == "-"
+    is_quiet = json_file == "-"
     report = _Report(StreamFold())
-    with suppress(KeyboardInterrupt):
-        for message in _messages(source, report, **heard):
-            batch, found = report.fold.apply(message.sequence, message.payload)
-            for event in () if batch is None else batch.events:
-                echo(f"{message.sequence:>8} {_line(event, report.fold.sizes)}", err=is_taken)
-            for finding in found:
-                echo(f"{finding.sequence:>8} ! {finding.law}: {finding.what}", err=is_taken)
-            report.note(found)
-        report.has_ended = True
-    report.show_held(is_taken)
+
+    def show(message: Message, batch: Batch | None, found: list[Finding]) -> None:
+        for event in () if batch is None else batch.events:
+            echo(f"{message.sequence:>8} {_line(event, report.fold.sizes)}", err=is_quiet)
+        for finding in found:
+            echo(f"{finding.sequence:>8} ! {finding.law}: {finding.what}", err=is_quiet)
+
+    report.read(_messages(source, report, **options), show)
+    report.show_held(is_quiet)
     report.write(json_file, source)
     sys.exit(report.code())
 
@@ -132,8 +131,8 @@ def tail(source: str, json_file: str | None, **heard: Any) -> None:
 @events.command(epilog=EXIT_CODES)
 @click.argument("endpoint")
 @click.argument("file", type=OutputFile(may_be_stdout=False))
-@_heard
-def record(endpoint: str, file: str, **heard: Any) -> None:
+@_source_options
+def record(endpoint: str, file: str, **options: Any) -> None:
     """Write the messages of ENDPOINT into FILE (.jsonl, or .jsonl.gz)."""
     from kvview.events.recording import Recording
     from kvview.testing.events.stream_fold import StreamFold
@@ -143,12 +142,9 @@ def record(endpoint: str, file: str, **heard: Any) -> None:
             f"{endpoint!r} is not an endpoint: expected tcp://HOST:PORT or ipc://PATH"
         )
     report = _Report(StreamFold())
-    messages = _messages(endpoint, report, **heard)  # before a file is overwritten
-    with Recording(file) as recording, suppress(KeyboardInterrupt):
-        for message in messages:
-            recording.write(message)
-            report.note(report.fold.apply(message.sequence, message.payload)[1])
-        report.has_ended = True
+    messages = _messages(endpoint, report, **options)  # before a file is overwritten
+    with Recording(file) as recording:
+        report.read(messages, lambda message, *_: recording.write(message))
     echo(f"{report.fold.num_messages} messages in {file}")
     sys.exit(report.code())
 
@@ -169,17 +165,17 @@ def record(endpoint: str, file: str, **heard: Any) -> None:
     type=Seconds(),
     default=0.0,
     show_default=True,
-    help="Seconds to answer replays after.",
+    help="Seconds to serve replays after the last message.",
 )
 def replay(file: str, endpoint: str, replay_to: str | None, wait: float, linger: float) -> None:
-    """Publish the messages of the recording FILE at ENDPOINT, which is bound.
+    """Bind ENDPOINT and publish the messages of the recording FILE there.
 
-    They go as fast as they can, numbered from 0.
+    Messages are numbered from 0 and sent without pauses.
     """
     from kvview.events.channel import Publisher
 
     messages = _recorded(file, "")
-    first = list(islice(messages, 1))  # an unreadable file is reported before anyone connects
+    first = list(islice(messages, 1))  # reports an unreadable file before readers connect
     payloads = (message.payload for message in chain(first, messages))
     with Publisher(endpoint, replay_to) as publisher:
         echo(f"publishing at {publisher.endpoint}", err=True)
@@ -205,7 +201,7 @@ def _messages(
     if "://" in source:
         found = _live(Listener(source, replay_from, topic=topic), report, seconds)
     elif replay_from is not None or seconds is not None:
-        raise ConfigError(f"--replay-from and --seconds are for an endpoint. {_SOURCE}")
+        raise ConfigError(f"--replay-from and --seconds need an endpoint. {_SOURCE}")
     return islice(found, messages)
 
 
@@ -223,7 +219,7 @@ def _live(listener: Listener, report: _Report, seconds: float | None) -> Iterato
             left = 0.2 if end is None else max(0.0, min(0.2, end - time.monotonic()))
             for line in listener.link_news():
                 report.note_link(line)
-            for message in listener.follow(left, report.tell):
+            for message in listener.follow(left, report.note_trouble):
                 report.num_replayed = listener.num_replayed
                 yield message
 
@@ -231,7 +227,7 @@ def _live(listener: Listener, report: _Report, seconds: float | None) -> Iterato
 @dataclass
 class _Report:
     fold: StreamFold
-    judged: dict[str, Counter[Judgement]] = field(default_factory=dict)
+    treated: dict[str, Counter[Treatment]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     num_findings: int = 0
     num_replayed: int = 0
@@ -240,12 +236,22 @@ class _Report:
     connection: list[str] = field(default_factory=list)
     has_ended: bool = False
 
-    def note(self, found: list[Finding]) -> None:
-        self.num_findings += len(found)
-        self.findings += found[: _KEPT - len(self.findings)]
+    def read(
+        self,
+        messages: Iterator[Message],
+        handle: Callable[[Message, Batch | None, list[Finding]], object],
+    ) -> None:
+        """Fold messages until their end or an interrupt, and handle each of them."""
+        with suppress(KeyboardInterrupt):
+            for message in messages:
+                batch, found = self.fold.apply(message.sequence, message.payload)
+                self.num_findings += len(found)
+                self.findings += found[: _KEPT - len(self.findings)]
+                handle(message, batch, found)
+            self.has_ended = True
 
-    def tell(self, trouble: str) -> None:
-        """Of each kind the first is shown; all are counted."""
+    def note_trouble(self, trouble: str) -> None:
+        """Count a problem of the connection, and show the first of each kind."""
         self.num_troubles += 1
         kinds = {line.partition(":")[0] for line in self.trouble}
         if trouble.partition(":")[0] not in kinds:
@@ -253,21 +259,15 @@ class _Report:
             self.trouble.append(trouble)
 
     def note_link(self, line: str) -> None:
-        """Report a change of the connection: not a fault, but the user should know."""
+        """Report a change of the connection, which is not a fault."""
         echo(f"kvview: {line}", err=True)
         self.connection = [*self.connection, line][-_SHOWN:]
-
-    def judge(self, consumer: Consumer, batch: Batch | None) -> None:
-        if batch is not None:
-            self.judged[consumer.name].update(consumer.judge(batch))
 
     def code(self) -> ExitCode:
         from kvview.testing.events.consumers import Reception
 
-        lost = (Reception.REJECTED, Reception.BATCH_LOST)
-        if self.num_findings or any(
-            one.verdict in lost for all_ in self.judged.values() for one in all_
-        ):
+        worst = max((one.verdict for some in self.treated.values() for one in some), default=0)
+        if self.num_findings or worst >= Reception.REJECTED:
             return ExitCode.WRONG
         if not self.has_ended:
             return ExitCode.INTERRUPTED
@@ -276,16 +276,16 @@ class _Report:
         return ExitCode.CLEAN
 
     def show(self, is_quiet: bool) -> None:
-        """Everything for people; on stderr when stdout has the JSON."""
+        """Print the report; on stderr if stdout has the JSON."""
         for finding in self.findings[:_SHOWN]:
             echo(f"message {finding.sequence}: {finding.law}: {finding.what}", err=is_quiet)
         if self.num_findings > _SHOWN:
             echo(f"... and {self.num_findings - _SHOWN} more", err=is_quiet)
-        for name, judged in self.judged.items():
-            for judgement, count in judged.most_common():
-                thread = f" ({judgement.thread})" if judgement.thread else ""
-                why = f": {judgement.why}" if judgement.why else ""
-                echo(f"{name}: {count} {judgement.verdict.value}{why}{thread}", err=is_quiet)
+        for name, treated in self.treated.items():
+            for one, count in treated.most_common():
+                thread = f" ({one.thread})" if one.thread else ""
+                why = f": {one.why}" if one.why else ""
+                echo(f"{name}: {count} {one.verdict.text}{why}{thread}", err=is_quiet)
         self.show_held(is_quiet)
 
     def show_held(self, is_quiet: bool = False) -> None:
@@ -298,7 +298,7 @@ class _Report:
         )
         for medium, held in sorted(fold.held.items()):
             tokens, unsized = fold.sizes.num_tokens(held)
-            unknown = f"; of {unsized} the size is not known" if unsized else ""
+            unknown = f"; {unsized} blocks have an unknown size" if unsized else ""
             echo(f"{medium}: {len(held)} blocks, {tokens} tokens{unknown}", err=is_quiet)
         if fold.num_copies_left:
             echo(
@@ -321,13 +321,13 @@ class _Report:
             echo("some messages were missed, so the list of blocks is incomplete", err=is_quiet)
 
     def write(self, json_file: str | None, source: str) -> None:
-        from kvview.testing.events.stream_report import JudgedEvents, StreamReport
+        from kvview.testing.events.stream_report import StreamReport, TreatedEvents
 
         sized = {
             medium: self.fold.sizes.num_tokens(held)
             for medium, held in sorted(self.fold.held.items())
         }
-        told = StreamReport(
+        report = StreamReport(
             source=source,
             exit_code=int(self.code()),
             messages=self.fold.num_messages,
@@ -347,13 +347,13 @@ class _Report:
             connection=self.connection,
             consumers={
                 name: [
-                    JudgedEvents(one.verdict.value, one.why, one.thread, count)
-                    for one, count in judged.most_common()
+                    TreatedEvents(one.verdict.text, one.why, one.thread, count)
+                    for one, count in treated.most_common()
                 ]
-                for name, judged in self.judged.items()
+                for name, treated in self.treated.items()
             },
         )
-        write_json(json_file, asdict(told))
+        write_json(json_file, asdict(report))
 
 
 def _line(event: AnyEvent, sizes: WireSizes) -> str:
@@ -369,10 +369,10 @@ def _line(event: AnyEvent, sizes: WireSizes) -> str:
     ]
     more = "" if len(event.block_hashes) <= 3 else f" ... ({len(event.block_hashes)})"
     group = "" if event.group_idx is None else f" group {event.group_idx}"
-    said = f"{event.medium}{group} {' '.join(hashes)}{more}"
+    place = f"{event.medium}{group} {' '.join(hashes)}{more}"
     if isinstance(event, RemovedEvent):
-        return f"- {said}"
+        return f"- {place}"
     if tokens := len(event.token_ids or ()):
-        return f"+ {said} ({tokens} tokens, blocks of {event.block_size})"
+        return f"+ {place} ({tokens} tokens, blocks of {event.block_size})"
     size = sizes.find(event.block_hashes[0], event.group_idx) if event.block_hashes else None
-    return f"+ {said} (the place alone, blocks of {size or 'a size that is not known'})"
+    return f"+ {place} (no tokens, blocks of {size or 'unknown size'})"

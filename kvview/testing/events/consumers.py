@@ -7,9 +7,10 @@ a time and keeps no state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum
+from functools import partial
 
 from kvview.errors import ConfigError
 from kvview.events.formats import find_format
@@ -17,6 +18,7 @@ from kvview.events.wire import (
     AnyEvent,
     Batch,
     ClearedEvent,
+    Hash,
     RemovedEvent,
     StoredEvent,
     UnreadableEvent,
@@ -24,22 +26,27 @@ from kvview.events.wire import (
 from kvview.testing.events.stream_fold import FULL_KINDS
 
 
-class Reception(Enum):
+class Reception(IntEnum):
     """The outcome of an event for a reader, the best first."""
 
-    ACCEPTED = "accepted"
-    PARTLY = "accepted, but"
-    REJECTED = "rejected"
-    BATCH_LOST = "whole batch lost"
+    ACCEPTED = 0
+    PARTLY = 1
+    REJECTED = 2
+    BATCH_LOST = 3
+
+    @property
+    def text(self) -> str:
+        """The words of reports."""
+        return ("accepted", "accepted, but", "rejected", "whole batch lost")[self]
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
-    """A verdict and its reason.
+class Treatment:
+    """The outcome of an event, with its reason.
 
     Args:
-        verdict: On the event.
-        why: The part that is lost, or the reason why all of it is; empty for ACCEPTED.
+        verdict: The outcome.
+        why: The part that is lost, or the reason why the whole event is lost; empty for ACCEPTED.
         thread: The public report, ``owner/name#number``; empty if none is known.
     """
 
@@ -48,8 +55,28 @@ class Judgement:
     thread: str = ""
 
 
-Rule = Callable[[AnyEvent, Batch], Judgement | None]
-"""What one rule says of an event, None when it has nothing against it."""
+Problem = Callable[[AnyEvent, Batch], str]
+"""Returns the problem of a reader with an event; empty if it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A problem, and its consequence.
+
+    Args:
+        verdict: The outcome of an event with this problem.
+        problem: Finds the problem.
+        thread: The public report; empty if none is known.
+    """
+
+    verdict: Reception
+    problem: Problem
+    thread: str = ""
+
+
+lost = partial(Rule, Reception.BATCH_LOST)
+rejected = partial(Rule, Reception.REJECTED)
+partly = partial(Rule, Reception.PARTLY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,122 +84,129 @@ class Consumer:
     """A reader of KV events.
 
     Args:
-        name: As ``--consumer`` has it.
-        what: Who it is.
+        name: Its name for ``--consumer``.
+        title: Its full name.
         source: Source of the rules: repository, file, commit.
-        read_on: Date of that state, or of the look where it has none.
-        rules: Of each event the worst judgement counts.
+        read_on: Date of that commit, or of the reading if there is no commit.
+        rules: The worst outcome counts.
     """
 
     name: str
-    what: str
+    title: str
     source: str
     read_on: str
     rules: tuple[Rule, ...]
 
-    def judge(self, batch: Batch) -> list[Judgement]:
-        """A judgement for each event; where one costs the batch, all events are lost."""
-        judged = [self._judge(event, batch) for event in batch.events]
-        costly = next((one for one in judged if one.verdict is Reception.BATCH_LOST), None)
-        return judged if costly is None else [costly] * len(judged)
+    def treat(self, batch: Batch) -> list[Treatment]:
+        """Return the outcome of each event; if one event loses the batch, all are lost."""
+        treated = [self._treat(event, batch) for event in batch.events]
+        worst = max(treated, key=lambda one: one.verdict, default=None)
+        if worst is not None and worst.verdict is Reception.BATCH_LOST:
+            return [worst] * len(treated)
+        return treated
 
-    def _judge(self, event: AnyEvent, batch: Batch) -> Judgement:
-        found = [one for rule in self.rules if (one := rule(event, batch)) is not None]
-        order = [*Reception]
-        worst = max(found, key=lambda one: order.index(one.verdict), default=None)
-        if worst is None or worst.verdict is not Reception.PARTLY:
-            return worst or Judgement(Reception.ACCEPTED)
-        partly = [one for one in found if one.verdict is Reception.PARTLY]
-        threads = [one.thread for one in partly if one.thread]
-        return Judgement(
-            Reception.PARTLY, "; ".join(one.why for one in partly), threads[0] if threads else ""
-        )
+    def _treat(self, event: AnyEvent, batch: Batch) -> Treatment:
+        found = [(rule, why) for rule in self.rules if (why := rule.problem(event, batch))]
+        if not found:
+            return Treatment(Reception.ACCEPTED)
+        worst = max(rule.verdict for rule, _ in found)
+        found = [(rule, why) for rule, why in found if rule.verdict is worst]
+        if worst is not Reception.PARTLY:
+            del found[1:]
+        threads = [rule.thread for rule, _ in found if rule.thread]
+        return Treatment(worst, "; ".join(why for _, why in found), threads[0] if threads else "")
 
 
 def find_consumer(name: str) -> Consumer:
-    """A profile by its name.
+    """Find a profile by its name.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The name is unknown.
     """
     for consumer in CONSUMERS:
         if consumer.name == name:
             return consumer
     known = ", ".join(consumer.name for consumer in CONSUMERS)
-    raise ConfigError(f"--consumer {name!r}: not known, known are {known}")
+    raise ConfigError(f"--consumer {name!r} is unknown; expected {known}")
 
 
-def _hashes(event: AnyEvent) -> Iterable[int | bytes]:
-    if isinstance(event, StoredEvent | RemovedEvent):
-        yield from event.block_hashes or ()
-    if isinstance(event, StoredEvent) and event.parent_block_hash is not None:
-        yield event.parent_block_hash
+def _hashes(event: AnyEvent) -> list[Hash]:
+    if isinstance(event, ClearedEvent | UnreadableEvent):
+        return []
+    parent = event.parent_block_hash if isinstance(event, StoredEvent) else None
+    return [*(event.block_hashes or ()), *([] if parent is None else [parent])]
 
 
-# --- rules that several readers share ---
+# --- problems of several readers ---
 
 
-def _unreadable(event: AnyEvent, batch: Batch) -> Judgement | None:
-    if isinstance(event, UnreadableEvent):
-        return Judgement(Reception.BATCH_LOST, f"it cannot be read: {event.why}")
-    return None
+def _unreadable(event: AnyEvent, batch: Batch) -> str:
+    return f"it cannot be read: {event.why}" if isinstance(event, UnreadableEvent) else ""
 
 
-def _arrays_only(thread: str) -> Rule:
-    def rule(event: AnyEvent, batch: Batch) -> Judgement | None:
-        if batch.wire_format.is_map:
-            return Judgement(
-                Reception.BATCH_LOST, "events are read as arrays, and are maps", thread
-            )
-        return None
-
-    return rule
+def _is_map(event: AnyEvent, batch: Batch) -> str:
+    return "events are read as arrays, and are maps" if batch.wire_format.is_map else ""
 
 
-def _maps_only(event: AnyEvent, batch: Batch) -> Judgement | None:
-    if not batch.wire_format.is_map:
-        return Judgement(Reception.BATCH_LOST, "events are read as maps, and are arrays")
-    return None
+def _is_array(event: AnyEvent, batch: Batch) -> str:
+    return "" if batch.wire_format.is_map else "events are read as maps, and are arrays"
 
 
-def _integer_hashes_only(event: AnyEvent, batch: Batch) -> Judgement | None:
-    if any(isinstance(block_hash, bytes) for block_hash in _hashes(event)):
-        return Judgement(Reception.BATCH_LOST, "hashes are read as integers, and are bytes")
-    return None
+def _batch_is_array(event: AnyEvent, batch: Batch) -> str:
+    return "a batch is read as a map, and is an array"
 
 
-def _ignores(*names: str, thread: str = "") -> Rule:
-    """Return ignored fields whose values distinguish blocks."""
-
-    def rule(event: AnyEvent, batch: Batch) -> Judgement | None:
-        said = [name for name in names if getattr(event, name, None)]
-        if "medium" in said and event.medium == "GPU":  # type: ignore[union-attr]
-            said.remove("medium")
-        return Judgement(Reception.PARTLY, f"{', '.join(said)} not read", thread) if said else None
-
-    return rule
+def _has_no_rank(event: AnyEvent, batch: Batch) -> str:
+    return "" if batch.wire_format.has_rank else "a batch is read as three elements, and has two"
 
 
-def _rank_is_read(event: AnyEvent, batch: Batch) -> Judgement | None:
-    if not batch.wire_format.has_rank:
-        return Judgement(Reception.BATCH_LOST, "a batch is read as three elements, and has two")
-    return None
+def _hash_is_bytes(event: AnyEvent, batch: Batch) -> str:
+    is_bytes = any(isinstance(one, bytes) for one in _hashes(event))
+    return "hashes are read as integers, and are bytes" if is_bytes else ""
 
 
-def _metadata_is_no_name(thread: str) -> Rule:
-    def rule(event: AnyEvent, batch: Batch) -> Judgement | None:
-        if isinstance(event, StoredEvent) and event.metadata is not None:
-            why = "the eighth field is read as the adapter's name, and is a map"
-            return Judgement(Reception.BATCH_LOST, why, thread)
-        return None
-
-    return rule
+def _has_metadata(event: AnyEvent, batch: Batch) -> str:
+    has_metadata = isinstance(event, StoredEvent) and event.metadata is not None
+    return "the eighth field is read as the adapter's name, and is a map" if has_metadata else ""
 
 
-def _clears_all(event: AnyEvent, batch: Batch) -> Judgement | None:
-    if isinstance(event, ClearedEvent):
-        return Judgement(Reception.PARTLY, "it clears every medium, not the GPU alone")
-    return None
+def _clears_all(event: AnyEvent, batch: Batch) -> str:
+    is_clear = isinstance(event, ClearedEvent)
+    return "it clears every medium, not the GPU alone" if is_clear else ""
+
+
+def _kind_is_not_full(event: AnyEvent, batch: Batch) -> str:
+    kind = getattr(event, "kv_cache_spec_kind", None)
+    return f"blocks of {kind} are skipped" if kind not in (None, *FULL_KINDS) else ""
+
+
+def _ignores(*names: str) -> Problem:
+    """Return the fields that a reader ignores although their values distinguish blocks."""
+
+    def problem(event: AnyEvent, batch: Batch) -> str:
+        ignored = [name for name in names if getattr(event, name, None)]
+        if "medium" in ignored and getattr(event, "medium", None) == "GPU":
+            ignored.remove("medium")
+        return f"{', '.join(ignored)} not read" if ignored else ""
+
+    return problem
+
+
+def _lacks_fields_of(name: str) -> Problem:
+    """Return the fields that a producer's own classes require and the format lacks."""
+    classes = find_format(name)
+
+    def problem(event: AnyEvent, batch: Batch) -> str:
+        fields, written = classes.removed, batch.wire_format.removed
+        if isinstance(event, StoredEvent):
+            fields, written = classes.stored, batch.wire_format.stored
+        elif not isinstance(event, RemovedEvent):
+            return ""
+        names = {field.name for field in written}
+        missing = [f.name for f in fields if not f.is_omitted and f.name not in names]
+        return f"{', '.join(missing)} missing" if missing else ""
+
+    return problem
 
 
 # --- Dynamo ---
@@ -181,151 +215,163 @@ _DYNAMO_MEDIA = ("GPU", "CPU", "CPU_PINNED", "DISK", "STORAGE", "EXTERNAL")
 _DYNAMO_EMPTY = "vllm-project/vllm#43468"
 
 
-def _dynamo_groups(event: AnyEvent, batch: Batch) -> Judgement | None:
-    kind = getattr(event, "kv_cache_spec_kind", None)
-    if kind is not None and kind not in FULL_KINDS:
-        return Judgement(Reception.REJECTED, f"blocks of {kind} are left out")
+def _dynamo_group(event: AnyEvent, batch: Batch) -> str:
+    is_unknown = isinstance(event, StoredEvent) and event.kv_cache_spec_kind is None
     group = getattr(event, "group_idx", None)
-    if isinstance(event, StoredEvent) and kind is None and group:
-        why = f"group {group} is left out, for its kind is not said"
-        return Judgement(Reception.REJECTED, why)
-    return None
+    return (
+        f"group {group} is skipped, because its kind is not given" if is_unknown and group else ""
+    )
 
 
-def _dynamo_place(event: AnyEvent, batch: Batch) -> Judgement | None:
-    locality = getattr(event, "locality", None)
+def _dynamo_place(event: AnyEvent, batch: Batch) -> str:
+    locality, medium, ownership = (
+        getattr(event, name, None) for name in ("locality", "medium", "ownership")
+    )
     if locality not in (None, "LOCAL"):
-        return Judgement(Reception.REJECTED, f"locality {locality} is left out")
-    medium = getattr(event, "medium", None)
+        return f"locality {locality} is skipped"
     if medium not in (None, *_DYNAMO_MEDIA):
-        return Judgement(Reception.REJECTED, f"medium {medium} is none of {_DYNAMO_MEDIA}")
-    ownership = getattr(event, "ownership", None)
-    if ownership is not None:
-        return Judgement(Reception.REJECTED, f"blocks owned by {ownership} are left out")
-    return None
+        return f"medium {medium} is not one of {_DYNAMO_MEDIA}"
+    return f"blocks owned by {ownership} are skipped" if ownership is not None else ""
 
 
-def _dynamo_tokens(event: AnyEvent, batch: Batch) -> Judgement | None:
+def _dynamo_repeats(event: AnyEvent, batch: Batch) -> str:
     if not isinstance(event, StoredEvent) or not event.block_hashes:
-        return None
-    hashes = [*_hashes(event)]
-    if len({*hashes}) < len(hashes):
-        return Judgement(Reception.REJECTED, "a hash comes twice in it")
+        return ""
+    hashes = _hashes(event)
+    return "it has a hash twice" if len({*hashes}) < len(hashes) else ""
+
+
+def _dynamo_tokens(event: AnyEvent, batch: Batch) -> str:
+    if not isinstance(event, StoredEvent) or not event.block_hashes:
+        return ""
     size, tokens = event.block_size or 0, len(event.token_ids or ())
     if not size:
-        return Judgement(Reception.REJECTED, "block size 0 is not the reader's", _DYNAMO_EMPTY)
-    whole = min(tokens // size, len(event.block_hashes))
-    if not whole:
-        why = f"token_ids too short: need {size}, got {tokens}"
-        return Judgement(Reception.REJECTED, why, _DYNAMO_EMPTY)
-    if whole < len(event.block_hashes):
-        lost = len(event.block_hashes) - whole
-        return Judgement(Reception.PARTLY, f"token_ids too short: the last {lost} blocks are lost")
-    return None
+        return "block size 0 is not the reader's"
+    return f"token_ids too short: need {size}, got {tokens}" if tokens < size else ""
+
+
+def _dynamo_last_tokens(event: AnyEvent, batch: Batch) -> str:
+    if not isinstance(event, StoredEvent) or not event.block_size:
+        return ""
+    lost = len(event.block_hashes) - len(event.token_ids or ()) // event.block_size
+    return f"token_ids too short: the last {lost} blocks are lost" if lost > 0 else ""
 
 
 _DYNAMO = (
-    _unreadable,
-    _rank_is_read,
-    _integer_hashes_only,
-    _dynamo_groups,
-    _dynamo_place,
-    _dynamo_tokens,
+    lost(_unreadable),
+    lost(_has_no_rank),
+    lost(_hash_is_bytes),
+    rejected(_kind_is_not_full),
+    rejected(_dynamo_group),
+    rejected(_dynamo_place),
+    rejected(_dynamo_repeats),
+    rejected(_dynamo_tokens, _DYNAMO_EMPTY),
+    partly(_dynamo_last_tokens),
 )
 
 # --- AIBrix ---
 
-_AIBRIX_FIELDS = "vllm-project/aibrix#2285"
+
+def _aibrix_rank(event: AnyEvent, batch: Batch) -> str:
+    is_nil = batch.wire_format.has_rank and batch.data_parallel_rank is None
+    return "the rank is read as a number, and is nil" if is_nil else ""
 
 
-def _aibrix_rank(event: AnyEvent, batch: Batch) -> Judgement | None:
-    if batch.wire_format.has_rank and batch.data_parallel_rank is None:
-        return Judgement(Reception.BATCH_LOST, "the rank is read as a number, and is nil")
-    return None
+def _aibrix_division(event: AnyEvent, batch: Batch) -> str:
+    if not isinstance(event, StoredEvent) or not event.token_ids:
+        return ""
+    tokens, size = len(event.token_ids), event.block_size or 0
+    is_wrong = size <= 0 or tokens % size
+    return f"{tokens} tokens do not divide into blocks of {size}" if is_wrong else ""
 
 
-def _aibrix_tokens(event: AnyEvent, batch: Batch) -> Judgement | None:
+def _aibrix_blocks(event: AnyEvent, batch: Batch) -> str:
     if not isinstance(event, StoredEvent):
-        return None
-    tokens, size = len(event.token_ids or ()), event.block_size or 0
-    if tokens and (size <= 0 or tokens % size):
-        why = f"{tokens} tokens do not divide into blocks of {size}"
-        return Judgement(Reception.BATCH_LOST, why)
-    blocks = tokens // size if tokens else 0
-    if blocks != len(event.block_hashes):
-        why = f"length mismatch: {len(event.block_hashes)} hashes, {blocks} blocks of tokens"
-        return Judgement(Reception.REJECTED, why)
-    return None
+        return ""
+    hashes, tokens = len(event.block_hashes), len(event.token_ids or ())
+    blocks = tokens // event.block_size if tokens and event.block_size > 0 else 0
+    return (
+        f"length mismatch: {hashes} hashes, {blocks} blocks of tokens" if blocks != hashes else ""
+    )
 
 
 # --- llm-d ---
 
 
-def _llmd_hashes(event: AnyEvent, batch: Batch) -> Judgement | None:
+def _llmd_hash(event: AnyEvent, batch: Batch) -> str:
     for one in _hashes(event):
         if isinstance(one, int) and -(2**31) <= one < 2**32:
-            why = "a hash is written in fewer than 8 bytes, and only those of 8 are read"
-            return Judgement(Reception.BATCH_LOST, why)
+            return "a hash is written in fewer than 8 bytes, and only hashes of 8 bytes are read"
         if one == b"":
-            return Judgement(Reception.BATCH_LOST, "a hash has no bytes")
-    return None
+            return "a hash has no bytes"
+    return ""
 
 
-def _llmd_tokens(event: AnyEvent, batch: Batch) -> Judgement | None:
-    if isinstance(event, StoredEvent) and not event.token_ids and event.block_hashes:
-        why = "taken as a move of blocks that are known already; others are passed over"
-        return Judgement(Reception.PARTLY, why, "llm-d/llm-d-kv-cache#561")
-    return None
+def _llmd_place(event: AnyEvent, batch: Batch) -> str:
+    is_place = isinstance(event, StoredEvent) and not event.token_ids and event.block_hashes
+    return "taken as a move of known blocks; unknown blocks are skipped" if is_place else ""
 
 
-def _llmd_group(event: AnyEvent, batch: Batch) -> Judgement | None:
-    if (getattr(event, "group_idx", None) or 0) < 0:
-        return Judgement(Reception.BATCH_LOST, "its group is negative")
-    return None
+def _llmd_group(event: AnyEvent, batch: Batch) -> str:
+    return "its group is negative" if (getattr(event, "group_idx", None) or 0) < 0 else ""
 
 
-def _llmd_kind_forgotten(event: AnyEvent, batch: Batch) -> Judgement | None:
-    if not isinstance(event, StoredEvent) or event.group_idx is None or event.kv_cache_spec_kind:
-        return None
-    return Judgement(Reception.PARTLY, "the kind of its group is overwritten with an empty one")
+def _has_group(event: AnyEvent, *, kind: bool) -> bool:
+    is_grouped = isinstance(event, StoredEvent) and event.group_idx is not None
+    return is_grouped and bool(getattr(event, "kv_cache_spec_kind", None)) is kind
 
 
-def _llmd_dense(event: AnyEvent, batch: Batch) -> Judgement | None:
-    if not isinstance(event, StoredEvent) or event.group_idx is None:
-        return None
-    kind, size, tokens = event.kv_cache_spec_kind, event.block_size, len(event.token_ids or ())
-    if not kind:
-        if all(field.name != "kv_cache_spec_kind" for field in batch.wire_format.stored):
-            why = f"it has a group, and no event of {batch.wire_format.name} says its kind"
-            return Judgement(Reception.REJECTED, why)
-        why = "its group's kind is that of an earlier event; without one it is left out"
-        return Judgement(Reception.PARTLY, why)
-    if kind not in FULL_KINDS:
-        return Judgement(Reception.REJECTED, f"blocks of {kind} are left out")
-    if tokens and (size <= 0 or tokens != size * len(event.block_hashes)):
-        why = f"{tokens} tokens are not those of {len(event.block_hashes)} blocks of {size}"
-        return Judgement(Reception.REJECTED, why)
-    return None
+def _llmd_kind_is_lost(event: AnyEvent, batch: Batch) -> str:
+    is_lost = _has_group(event, kind=False)
+    return "the kind of its group is overwritten with an empty one" if is_lost else ""
 
 
-def _llmd_adapter(event: AnyEvent, batch: Batch) -> Judgement | None:
+def _llmd_format_has_no_kind(event: AnyEvent, batch: Batch) -> str:
+    if not _has_group(event, kind=False):
+        return ""
+    has_kinds = any(field.name == "kv_cache_spec_kind" for field in batch.wire_format.stored)
+    name = batch.wire_format.name
+    return "" if has_kinds else f"it has a group, and no event of {name} gives its kind"
+
+
+def _llmd_kind_of_earlier(event: AnyEvent, batch: Batch) -> str:
+    is_open = _has_group(event, kind=False)
+    return "its kind is that of an earlier event; without one it is skipped" if is_open else ""
+
+
+def _llmd_kind(event: AnyEvent, batch: Batch) -> str:
+    return _kind_is_not_full(event, batch) if _has_group(event, kind=True) else ""
+
+
+def _llmd_tokens(event: AnyEvent, batch: Batch) -> str:
+    if not isinstance(event, StoredEvent) or not _has_group(event, kind=True):
+        return ""
+    tokens, size, blocks = (
+        len(event.token_ids or ()),
+        event.block_size or 0,
+        len(event.block_hashes),
+    )
+    if not tokens or (size > 0 and tokens == size * blocks):
+        return ""
+    return f"{tokens} tokens are not those of {blocks} blocks of {size}"
+
+
+def _llmd_adapter(event: AnyEvent, batch: Batch) -> str:
     if not isinstance(event, StoredEvent) or not event.lora_name:
-        return None
-    if not any(event.lora_name in (keys or ()) for keys in event.extra_keys or ()):
-        return None
-    why = "the adapter's name in extra_keys is read as that of an image"
-    return Judgement(Reception.PARTLY, why)
+        return ""
+    is_named = any(event.lora_name in (keys or ()) for keys in event.extra_keys or ())
+    return "the adapter's name in extra_keys is read as that of an image" if is_named else ""
 
 
 _LLMD = (
-    _unreadable,
-    _rank_is_read,
-    _llmd_hashes,
-    _metadata_is_no_name("ai-dynamo/dynamo#14530"),
-    _llmd_tokens,
-    _llmd_group,
-    _clears_all,
-    _llmd_adapter,
+    lost(_unreadable),
+    lost(_has_no_rank),
+    lost(_llmd_hash),
+    lost(_has_metadata, "ai-dynamo/dynamo#14530"),
+    partly(_llmd_place, "llm-d/llm-d-kv-cache#561"),
+    lost(_llmd_group),
+    partly(_clears_all),
+    partly(_llmd_adapter),
 )
 _LLMD_FILE = "pkg/kvevents/engineadapter/vllm_adapter.go and pkg/kvevents/pool.go"
 
@@ -334,93 +380,73 @@ _LLMD_FILE = "pkg/kvevents/engineadapter/vllm_adapter.go and pkg/kvevents/pool.g
 _SGLANG_MEDIA = ("GPU", "CPU_PINNED", "DISK", "EXTERNAL")
 
 
-def _signed_hashes_only(event: AnyEvent, batch: Batch) -> Judgement | None:
-    if any(isinstance(one, int) and one >= 2**63 for one in _hashes(event)):
-        why = "hashes are read as signed, and one is 2^63 or more, as half of vLLM's are"
-        return Judgement(Reception.BATCH_LOST, why)
-    return None
+def _hash_is_large(event: AnyEvent, batch: Batch) -> str:
+    is_large = any(isinstance(one, int) and one >= 2**63 for one in _hashes(event))
+    why = "hashes are read as signed, and one is 2^63 or more, as half of vLLM's are"
+    return why if is_large else ""
 
 
-def _sglang_media(event: AnyEvent, batch: Batch) -> Judgement | None:
-    medium = getattr(event, "medium", None)
-    if medium is None or medium in _SGLANG_MEDIA:
-        return None
-    if isinstance(event, StoredEvent):
-        return Judgement(Reception.REJECTED, f"medium {medium} is none of {_SGLANG_MEDIA}")
-    return Judgement(Reception.PARTLY, f"medium {medium} is not known: removed from every medium")
+def _sglang_stored(event: AnyEvent, batch: Batch) -> str:
+    if not isinstance(event, StoredEvent) or event.medium in (None, *_SGLANG_MEDIA):
+        return ""
+    return f"medium {event.medium} is not one of {_SGLANG_MEDIA}"
 
 
-def _smg_tokens(event: AnyEvent, batch: Batch) -> Judgement | None:
+def _sglang_removed(event: AnyEvent, batch: Batch) -> str:
+    if not isinstance(event, RemovedEvent) or event.medium in (None, *_SGLANG_MEDIA):
+        return ""
+    return f"medium {event.medium} is unknown: removed from every medium"
+
+
+def _smg_tokens(event: AnyEvent, batch: Batch) -> str:
     if not isinstance(event, StoredEvent) or not event.block_hashes:
-        return None
+        return ""
     size, tokens = max(event.block_size or 0, 0), len(event.token_ids or ())
-    if tokens < size * len(event.block_hashes) or not size:
-        why = "blocks are found by their tokens, and some have none or too few"
-        return Judgement(Reception.PARTLY, why)
-    return None
-
-
-# --- classes of a producer, read unmodified ---
-
-
-def _classes_of(name: str) -> Rule:
-    fields = find_format(name)
-
-    def rule(event: AnyEvent, batch: Batch) -> Judgement | None:
-        is_stored = isinstance(event, StoredEvent)
-        if not is_stored and not isinstance(event, RemovedEvent):
-            return None
-        written = batch.wire_format.stored if is_stored else batch.wire_format.removed
-        names = {field.name for field in written}
-        missing = [
-            field.name
-            for field in (fields.stored if is_stored else fields.removed)
-            if not field.is_omitted and field.name not in names
-        ]
-        if missing:
-            return Judgement(Reception.BATCH_LOST, f"{', '.join(missing)} missing")
-        return None
-
-    return rule
-
-
-def _never(thread: str) -> Rule:
-    def rule(event: AnyEvent, batch: Batch) -> Judgement | None:
-        return Judgement(Reception.BATCH_LOST, "a batch is read as a map, and is an array", thread)
-
-    return rule
+    is_short = not size or tokens < size * len(event.block_hashes)
+    return "blocks are found by their tokens, and some have none or too few" if is_short else ""
 
 
 _MAPS = "vllm-project/vllm#42892"
+_ALL_BUT_HASHES = ("medium", "group_idx", "extra_keys", "lora_name")
 
 CONSUMERS: tuple[Consumer, ...] = (
     Consumer(
         "dynamo",
-        "NVIDIA Dynamo's router, 1.6; block size as the events have it",
-        "ai-dynamo-runtime 1.6.1 as it runs: tests/events/test_dynamo_indexer.py",
+        "NVIDIA Dynamo's router, 1.6, with the block size of the events",
+        "ai-dynamo-runtime 1.6.1, run by tests/events/test_dynamo_indexer.py",
         "2026-11-22",
         _DYNAMO,
     ),
     Consumer(
         "dynamo-1.5",
         "NVIDIA Dynamo's router before its pull request 14530",
-        "ai-dynamo-runtime 1.5.1 as it runs: tests/events/test_dynamo_indexer.py",
+        "ai-dynamo-runtime 1.5.1, run by tests/events/test_dynamo_indexer.py",
         "2026-11-22",
-        (*_DYNAMO, _metadata_is_no_name("ai-dynamo/dynamo#14530")),
+        (*_DYNAMO, lost(_has_metadata, "ai-dynamo/dynamo#14530")),
     ),
     Consumer(
         "llm-d-arrays",
         "llm-d's index before its pull request 661",
         f"llm-d/llm-d-kv-cache {_LLMD_FILE} at 7be76e1",
         "2026-06-12",
-        (_arrays_only(_MAPS), *_LLMD, _llmd_kind_forgotten),
+        (
+            lost(_is_map, _MAPS),
+            *_LLMD,
+            partly(_llmd_kind_is_lost),
+        ),
     ),
     Consumer(
         "llm-d",
         "llm-d's index, arrays and maps",
         f"llm-d/llm-d-router {_LLMD_FILE} at ebab68792",
         "2026-08-22",
-        (*_LLMD, _llmd_dense),
+        (
+            *_LLMD,
+            rejected(_llmd_format_has_no_kind),
+            partly(_llmd_kind_of_earlier),
+            rejected(_llmd_kind),
+            rejected(_llmd_tokens),
+        ),
     ),
     Consumer(
         "aibrix",
@@ -428,12 +454,13 @@ CONSUMERS: tuple[Consumer, ...] = (
         "vllm-project/aibrix pkg/cache/kvcache/msgpack_decoder.go at e3e10f9e",
         "2026-08-23",
         (
-            _unreadable,
-            _arrays_only("vllm-project/aibrix#2285"),
-            _metadata_is_no_name("ai-dynamo/dynamo#14530"),
-            _aibrix_rank,
-            _aibrix_tokens,
-            _ignores("medium", "group_idx", "extra_keys", "lora_name", thread=_AIBRIX_FIELDS),
+            lost(_unreadable),
+            lost(_is_map, "vllm-project/aibrix#2285"),
+            lost(_has_metadata, "ai-dynamo/dynamo#14530"),
+            lost(_aibrix_rank),
+            lost(_aibrix_division),
+            rejected(_aibrix_blocks),
+            partly(_ignores(*_ALL_BUT_HASHES), "vllm-project/aibrix#2285"),
         ),
     ),
     Consumer(
@@ -441,7 +468,7 @@ CONSUMERS: tuple[Consumer, ...] = (
         "AIBrix's gateway before its pull request 1848",
         "vllm-project/aibrix issue 1720: the error it reports",
         "2025-10-31",
-        (_never("vllm-project/aibrix#1720"),),
+        (lost(_batch_is_array, "vllm-project/aibrix#1720"),),
     ),
     Consumer(
         "kthena",
@@ -449,10 +476,10 @@ CONSUMERS: tuple[Consumer, ...] = (
         "volcano-sh/kthena python/kthena/runtime/zmq_subscriber.py at 3cc05728",
         "2026-08-21",
         (
-            _unreadable,
-            _arrays_only("volcano-sh/kthena#1535"),
-            _integer_hashes_only,
-            _ignores("medium", "group_idx", "extra_keys", "lora_name"),
+            lost(_unreadable),
+            lost(_is_map, "volcano-sh/kthena#1535"),
+            lost(_hash_is_bytes),
+            partly(_ignores(*_ALL_BUT_HASHES)),
         ),
     ),
     Consumer(
@@ -460,41 +487,50 @@ CONSUMERS: tuple[Consumer, ...] = (
         "vLLM's own classes, 0.24 and later",
         "vllm/distributed/kv_events.py of 0.33.0",
         "2026-11-21",
-        (_unreadable, _maps_only, _classes_of("vllm-0.33")),
+        (
+            lost(_unreadable),
+            lost(_is_array),
+            lost(_lacks_fields_of("vllm-0.33")),
+        ),
     ),
     Consumer(
         "vllm-0.23",
         "vLLM's own classes, 0.14 to 0.23",
         "vllm/distributed/kv_events.py of 0.23.0",
         "2026-11-21",
-        (_unreadable, _arrays_only(_MAPS), _classes_of("vllm-0.22")),
+        (
+            lost(_unreadable),
+            lost(_is_map, _MAPS),
+            lost(_lacks_fields_of("vllm-0.22")),
+        ),
     ),
     Consumer(
         "sglang-router",
         "SGLang's experimental router, which reads ZMQ itself",
         "sgl-project/sglang experimental/sgl-router/src/policies/kv_events/wire.rs at 4660d2a47, "
-        "index.rs and tree.rs beside it",
+        "with index.rs and tree.rs",
         "2026-11-22",
         (
-            _unreadable,
-            _integer_hashes_only,
-            _signed_hashes_only,
-            _sglang_media,
-            _clears_all,
-            _ignores("group_idx", "extra_keys", "lora_name"),
+            lost(_unreadable),
+            lost(_hash_is_bytes),
+            lost(_hash_is_large),
+            rejected(_sglang_stored),
+            partly(_sglang_removed),
+            partly(_clears_all),
+            partly(_ignores("group_idx", "extra_keys", "lora_name")),
         ),
     ),
     Consumer(
         "smg",
-        "SMG, SGLang's model gateway until 2026: beside an engine, whose classes decode",
+        "SMG, SGLang's model gateway until 2026, whose events an engine's classes decode",
         "smg-project/smg grpc_servicer/smg_grpc_servicer/kv_events.py and "
         "model_gateway/src/worker/kv_event_monitor.rs at f8daa8835",
         "2026-08-22",
         (
-            _unreadable,
-            _smg_tokens,
-            _clears_all,
-            _ignores("medium", "group_idx", "extra_keys", "lora_name"),
+            lost(_unreadable),
+            partly(_smg_tokens),
+            partly(_clears_all),
+            partly(_ignores(*_ALL_BUT_HASHES)),
         ),
     ),
     Consumer(
@@ -502,7 +538,12 @@ CONSUMERS: tuple[Consumer, ...] = (
         "SGLang's own classes since its pull request 37482",
         "sglang/srt/disaggregation/kv_events.py, as its tests copy it",
         "2026-11-22",
-        (_unreadable, _maps_only, _integer_hashes_only, _classes_of("sglang-maps")),
+        (
+            lost(_unreadable),
+            lost(_is_array),
+            lost(_hash_is_bytes),
+            lost(_lacks_fields_of("sglang-maps")),
+        ),
     ),
 )
-"""Every profile that there is."""
+"""All profiles."""

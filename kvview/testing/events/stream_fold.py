@@ -28,6 +28,7 @@ from itertools import chain, islice
 
 from kvview.errors import WireFormatError
 from kvview.events import MEDIUM_GPU
+from kvview.events.fold import EventFold
 from kvview.events.wire import (
     AnyEvent,
     Batch,
@@ -37,29 +38,28 @@ from kvview.events.wire import (
     RemovedEvent,
     StoredEvent,
 )
-from kvview.testing.events.model import EventModel
 from kvview.testing.events.wire_sizes import WireSizes
 
 FULL_KINDS = ("full_attention", "mla_attention", "sink_full_attention")
-"""Of ``kv_cache_spec_kind``: every block of a prefix is read."""
+"""Values of ``kv_cache_spec_kind`` of groups that read every block of a prefix."""
 
 MAX_FINDINGS = 1000
-"""Of one message; the others are counted."""
+"""Findings that are kept of one message; the others are counted."""
 
 MAX_GAPS = 1000
-"""Gaps that are remembered, the last ones: a message that was missed may come late."""
+"""Number of the last gaps that are kept, because a missed message may come late."""
 
-_Key = tuple[Hash, int | None]  # of a block: its hash, and its group
+_Key = tuple[Hash, int | None]  # the hash and the group of a block
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is wrong with a stream.
+    """A fault of a stream.
 
     Args:
         sequence: Number of the message.
         law: ``"EVENT-1"`` for example, or ``"FORMAT"``.
-        what: In a sentence.
+        what: The fault, in a sentence.
     """
 
     sequence: int
@@ -76,7 +76,7 @@ class StreamFold:
     """
 
     decoder: EventDecoder = field(default_factory=lambda: EventDecoder(strict=False))
-    model: EventModel[_Key] = field(default_factory=EventModel)
+    _held: EventFold[_Key] = field(default_factory=EventFold)
     num_messages: int = 0
     num_events: Counter[str] = field(default_factory=Counter)
     formats: Counter[str] = field(default_factory=Counter)
@@ -89,14 +89,14 @@ class StreamFold:
     _time: float = 0.0  # of the last batch
 
     def apply(self, sequence: int, payload: bytes) -> tuple[Batch | None, list[Finding]]:
-        """Take one message in.
+        """Apply one message.
 
         Args:
-            sequence: Sequence number of its frame.
+            sequence: Its sequence number.
             payload: The batch.
 
         Returns:
-            Return the batch, None if it cannot be read, and the faults of the message.
+            The batch, or None if it cannot be decoded, and the faults of the message.
         """
         self.num_messages += 1
         batch = None
@@ -109,68 +109,68 @@ class StreamFold:
             self.knows_all = False
             return None, [*found, Finding(sequence, "FORMAT", unreadable)]
         self.formats[batch.wire_format.name] += 1
-        all_ = chain(found, self._judge(sequence, batch, is_new))
+        all_ = chain(found, self._apply(sequence, batch, is_new))
         found = [*islice(all_, MAX_FINDINGS)]
         if more := sum(1 for _ in all_):
             found.append(Finding(sequence, "FORMAT", f"{more} further findings in this message"))
         return batch, found
 
-    def _judge(self, sequence: int, batch: Batch, is_new: bool) -> Iterator[Finding]:
+    def _apply(self, sequence: int, batch: Batch, is_new: bool) -> Iterator[Finding]:
         for problem in batch.problems:
             yield Finding(sequence, "FORMAT", problem)
         for number, event in enumerate(batch.events if is_new else ()):
             self.num_events[type(event).__name__] += 1
-            for law, what in self._fold(event):
-                yield Finding(sequence, law, f"event {number} {what}")
-        for number, what in self.sizes.apply(batch.events) if is_new else ():
-            yield Finding(sequence, "FORMAT", f"event {number} {what}")
+            for law, fault in self._fold(event):
+                yield Finding(sequence, law, f"event {number} {fault}")
+        for number, fault in self.sizes.apply(batch.events) if is_new else ():
+            yield Finding(sequence, "FORMAT", f"event {number} {fault}")
 
     def _number(self, sequence: int, time: float | None) -> tuple[bool, list[Finding]]:
         """Return whether a message is new, and the fault of its number."""
         expected, is_later = self._next, time is not None and time > self._time
         if is_later:
             self._time = time or 0.0
-        told = ""
+        fault = ""
         if expected is None:
             self.knows_all = sequence == 0
         elif sequence > expected:
             self.gaps = [*self.gaps, range(expected, sequence)][-MAX_GAPS:]
             self.knows_all = False
-            told = f"{sequence - expected} messages from {expected} are missing"
+            fault = f"{sequence - expected} messages from {expected} are missing"
         elif sequence == 0 or (sequence < expected and is_later):
-            told = f"the publisher began anew, after {expected - 1}"
+            fault = f"the publisher restarted after {expected - 1}"
             if sequence:
-                told += f", and its first {sequence} messages are missing"
-            self.model = EventModel()
+                fault += f", and its first {sequence} messages are missing"
+            self._held = EventFold()
             self.sizes = WireSizes()
             self.gaps = [range(sequence)] if sequence else []
             self.knows_all = sequence == 0
         elif sequence < expected:
             at = bisect_right(self.gaps, sequence, key=lambda gap: gap.start) - 1
             late = self.gaps[at] if at >= 0 and sequence in self.gaps[at] else None
-            told = f"the message comes {'again' if late is None else 'late'}, after {expected - 1}"
+            fault = f"the message comes {'again' if late is None else 'late'}, after {expected - 1}"
             self.knows_all = False
             if late is not None:
                 parts = range(late.start, sequence), range(sequence + 1, late.stop)
                 self.gaps[at : at + 1] = [part for part in parts if part]
                 self.gaps = self.gaps[-MAX_GAPS:]
-            return late is not None, [Finding(sequence, "EVENT-3", told)]
+            return late is not None, [Finding(sequence, "EVENT-3", fault)]
         self._next = sequence + 1
-        return True, [Finding(sequence, "EVENT-3", told)] if told else []
+        return True, [Finding(sequence, "EVENT-3", fault)] if fault else []
 
     @property
     def held(self) -> dict[str, Counter[_Key]]:
-        """Blocks by medium: how many hold each hash and group."""
-        return self.model.held
+        """Number of blocks by medium, hash and group."""
+        return self._held.held
 
     def _fold(self, event: AnyEvent) -> Iterator[tuple[str, str]]:
         if isinstance(event, ClearedEvent):
-            self.model.clear_gpu()
+            self._held.clear_gpu()
         elif isinstance(event, StoredEvent | RemovedEvent):
             medium, is_removal = event.medium or MEDIUM_GPU, isinstance(event, RemovedEvent)
             for block_hash in event.block_hashes or ():
                 key = block_hash, event.group_idx
-                is_allowed = self.model.change(medium, key, removed=is_removal)
+                is_allowed = self._held.change(medium, key, removed=is_removal)
                 if is_removal:
                     self.num_copies_left += key in self.held[medium]
                     if not is_allowed and self.knows_all:
@@ -178,7 +178,7 @@ class StreamFold:
                         yield "EVENT-1", f"removes {name} from {medium}, which does not hold it"
                 elif not is_allowed:
                     yield "EVENT-1", f"stores {_named(block_hash)} in {medium} a second time"
-            self.model.held.setdefault(medium, Counter())
+            self._held.held.setdefault(medium, Counter())
             if isinstance(event, StoredEvent):
                 yield from self._shape(event)
 

@@ -9,14 +9,14 @@ from kvview.testing.events.stream_fold import Finding
 
 
 @dataclass(frozen=True)
-class JudgedEvents:
+class TreatedEvents:
     """The treatment of some events by a reader.
 
     Args:
-        verdict: Whether it takes them.
+        verdict: The outcome of these events.
         why: The part that is lost, or the reason why all of it is; empty if nothing is lost.
         thread: The public report, ``owner/name#number``; empty if none is known.
-        events: How many.
+        events: Number of events.
     """
 
     verdict: str
@@ -30,25 +30,25 @@ class StreamReport:
     """The report of ``kvview events validate --json FILE`` and ``kvview events tail``.
 
     Args:
-        source: As it was given.
+        source: The endpoint or file, as given.
         exit_code: Exit code of the command.
         messages: Messages received or read, including replayed ones.
         replayed: Messages that the publisher sent again on request.
-        events: By kind.
+        events: Number of events, by kind.
         formats: Messages by wire format.
-        held: Blocks by medium, at the end.
+        held: Number of blocks at the end, by medium.
         tokens: Keys and bytes by medium; sizes are joined from the GPU's events.
-        unsized: Blocks of unknown size, by medium.
-        copies_left: Removals that left another copy.
-        sparse: Stores of windows that name fewer blocks than their tokens fill.
+        unsized: Number of blocks of unknown size, by medium.
+        copies_left: Number of removals that left another copy.
+        sparse: Number of stores of windows that name fewer blocks than their tokens fill.
         knows_all: Whether ``held`` is the whole, because nothing was missed.
         missing: First sequence number of a gap, and the one after its last; the last 1,000 gaps.
         num_findings: Number of all findings.
         findings: The first 10,000 findings.
-        trouble: What prevented hearing.
+        trouble: Problems of the connection.
         connection: Changes of the connection: the last 20 lines.
-        consumers: Treatment of events, by reader requested.
-        schema_version: Grows when a field goes or means something else.
+        consumers: Treatment of the events, by requested reader.
+        schema_version: Rises if a field is removed or changes its meaning.
     """
 
     source: str
@@ -68,5 +68,5 @@ class StreamReport:
     findings: list[Finding]
     trouble: list[str]
     connection: list[str]
-    consumers: dict[str, list[JudgedEvents]]
+    consumers: dict[str, list[TreatedEvents]]
     schema_version: Literal[1] = 1

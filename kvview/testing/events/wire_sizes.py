@@ -18,7 +18,7 @@ from kvview.keys import MAX_GROUPS, OffloadKey, make_offload_key
 
 
 class WireSizes:
-    """Finds the size of each block that is held.
+    """Finds the size of each held block.
 
     1. An event of a tier without a size (vLLM's own offloading, ``location_only``) takes
        the size of the GPU's event of the same block and group, found by
@@ -30,10 +30,10 @@ class WireSizes:
         self._index = BlockSizeIndex()
 
     def apply(self, events: Sequence[AnyEvent]) -> Iterator[tuple[int, str]]:
-        """Learn from a batch.
+        """Apply a batch.
 
         Returns:
-            The number of each event that contradicts (2.), and how.
+            The number of each event that contradicts a GPU event (2.), and the fault.
         """
         self._index.apply_batch(_translated(events))
         for number, event in enumerate(events):
@@ -45,24 +45,24 @@ class WireSizes:
                     elif known != event.block_size:
                         yield (
                             number,
-                            f"says blocks of {event.block_size} in {event.medium}, and "
-                            f"the GPU's event of a block said {known}",
+                            f"has blocks of {event.block_size} in {event.medium}, but the "
+                            f"GPU's event of a block has {known}",
                         )
                         break
 
     def find(self, block_hash: Hash, group: int | None) -> int | None:
-        """Return the tokens of a block; None if no event gave them."""
+        """Return the tokens of a block; None if no event has them."""
         return self._index.block_size(_key(block_hash, group))
 
     def num_tokens(self, blocks: Iterable[tuple[Hash, int | None]]) -> tuple[int, int]:
-        """Tokens in some blocks, and how many of the blocks have no known size."""
+        """Return the tokens in some blocks, and the number of blocks of unknown size."""
         sizes = [self.find(*block) for block in blocks]
         return sum(size or 0 for size in sizes), sizes.count(None)
 
 
 def _bytes(block_hash: Hash) -> bytes:
     if isinstance(block_hash, bytes):
-        return block_hash or b"\0"  # no key is empty (KEY-3), and a stream may hold anything
+        return block_hash or b"\0"  # a key is not empty (KEY-3), but a hash of a stream may be
     return (block_hash % 2**64).to_bytes(8, "big")
 
 

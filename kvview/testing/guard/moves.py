@@ -215,8 +215,8 @@ class GuardMoves(PoolPlayer):
             (view, "touch_blocks", [[block]]),
             (view, "free_blocks", [[]]),
             (view, "lease", [[block]]),
-            *[(view, "held_blocks", [])] * self.can(C.HOLDS),
-            *[(one, "release", []) for one, lease in self.leases if self.model.is_active(lease)],
+            *((view, method, args) for method, args in self.queries(block)),
+            *((one, "release", []) for one, lease in self.leases if self.model.is_active(lease)),
         ]
         receiver, method, args = self.rng.choice(calls)
         line = "from kvview.testing.guard.moves import in_a_thread"
@@ -297,10 +297,9 @@ class GuardMoves(PoolPlayer):
         self.blame("GUARD-1")
         at = self.rng.choice(self.guards())
         good = self.some(self.model.blocks)
-        wrong = [*good, self.rng.choice([one for one in self.not_blocks if one is not None])]
-        if isinstance(wrong[-1], int | float | str | bytes):
-            self.rng.shuffle(wrong)
-            self.refused(UnknownBlockError, self.views[at], "lease", wrong, law="GUARD-1")
+        wrong = [*good, self.draw_wrong_id()]
+        self.rng.shuffle(wrong)
+        self.refused(UnknownBlockError, self.views[at], "lease", wrong, law="GUARD-1")
         for ttl in (0, -1.0):
             self.refused(ConfigError, self.views[at], "lease", good, ttl=ttl, law="GUARD-1")
         found = self.some_lease()

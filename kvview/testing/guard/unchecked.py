@@ -46,6 +46,18 @@ class UncheckedView:
         """No block has a key."""
         return iter(())
 
+    def is_free(self, block_id: int) -> bool:
+        """Whether a block has no reference."""
+        return block_id != 0 and not self.refs[block_id]
+
+    def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
+        """No block has a key."""
+        return [() for _ in block_ids]
+
+    def primary_keys(self, block_ids: Sequence[int]) -> list[OffloadKey | None]:
+        """No block has a key."""
+        return [None for _ in block_ids]
+
     def _freed(self, block_ids: Sequence[int]) -> list[int]:
         for block in block_ids:
             self.refs[block] -= 1
@@ -73,7 +85,12 @@ class UncheckedPool:
         self.engine = UncheckedView(num_blocks, has_size=has_size)
         self.view: Any = harness.guard_over(self.engine, None)
         known = {C.LEASES, C.LEAKS, C.STATS, C.HOLDS, C.GUARDS, C.ENGINE_SIDE, C.ONE_THREAD}
-        self.capabilities = {C.GIVE_BACK, *known.intersection(harness.capabilities)}
+        self.capabilities = {
+            C.GIVE_BACK,
+            C.IS_FREE,
+            C.BLOCK_KEYS,
+            *known.intersection(harness.capabilities),
+        }
 
     def fail(self, method: str) -> None:
         """Let calls of this method of the engine fail; none with an empty name."""

@@ -1,4 +1,4 @@
-"""Checks of the pool contract that the model cannot state: cost, growth and numeric types."""
+"""Checks of the pool contract that the model cannot state: cost and growth."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvview.errors import UnknownBlockError
 from kvview.testing.cost import Cost, cost_of, cost_of_first
 from kvview.testing.harness import Capability as C
 from kvview.testing.pool.player import PoolPlayer
@@ -31,8 +30,10 @@ def _walk(pool: PoolPlayer) -> Any:
     return getattr(pool.views[0], _WALK)()
 
 
-def _growth(work: Callable[[], None], warm_up: Callable[[], None]) -> int:
-    """Bytes that work leaves behind after a warm-up."""
+def _keep_size(
+    pool: PoolPlayer, what: str, work: Callable[[], None], warm_up: Callable[[], None]
+) -> None:
+    """Break the law if work leaves memory behind after a warm-up."""
     tracemalloc.start()
     try:
         warm_up()
@@ -40,9 +41,11 @@ def _growth(work: Callable[[], None], warm_up: Callable[[], None]) -> int:
         start = tracemalloc.get_traced_memory()[0]
         work()
         gc.collect()
-        return tracemalloc.get_traced_memory()[0] - start
+        grown = tracemalloc.get_traced_memory()[0] - start
     finally:
         tracemalloc.stop()
+    limit = f"at most {_TOLERATED_GROWTH} bytes"
+    pool.true(grown <= _TOLERATED_GROWTH, what, grown, limit)
 
 
 def _bound(pool: PoolPlayer, what: str, cost: Cost, limit: Cost) -> None:
@@ -114,9 +117,7 @@ def check_pool_13_growth_of_an_open_walk(pool: PoolPlayer) -> None:
         for _ in range(times):
             _serve(pool, walk)
 
-    grown = _growth(partial(serve, 430), partial(serve, 48))
-    limit = f"at most {_TOLERATED_GROWTH} bytes"
-    pool.true(grown <= _TOLERATED_GROWTH, "an open walk does not grow", grown, limit)
+    _keep_size(pool, "an open walk does not grow", partial(serve, 430), partial(serve, 48))
 
 
 @example(PoolPlayer, "POOL-13", C.CACHE, C.RESUMABLE_WALK)
@@ -134,9 +135,7 @@ def check_pool_13_cost_of_dropped_walks(pool: PoolPlayer) -> None:
 
     drop(100)
     before = cost_of(serve)
-    grown = _growth(partial(drop, 2000), partial(drop, 1))
-    limit = f"at most {_TOLERATED_GROWTH} bytes"
-    pool.true(grown <= _TOLERATED_GROWTH, "a dropped walk leaves nothing behind", grown, limit)
+    _keep_size(pool, "a dropped walk leaves nothing behind", partial(drop, 2000), partial(drop, 1))
     lines, most = cost_of(serve).lines, before.times(2).lines
     pool.true(lines <= most, "a dropped walk does not slow the engine", lines, f"at most {most}")
 
@@ -154,46 +153,4 @@ def check_pool_1_growth_of_holds(pool: PoolPlayer) -> None:
             pool.views[0].touch_blocks(blocks)
             pool.views[0].free_blocks(blocks)
 
-    grown = _growth(partial(hold, 3000), partial(hold, 500))
-    limit = f"at most {_TOLERATED_GROWTH} bytes"
-    pool.true(grown <= _TOLERATED_GROWTH, "a hold that ended leaves nothing", grown, limit)
-
-
-@example(PoolPlayer, "POOL-4")
-def check_pool_4_numpy_ids(pool: PoolPlayer) -> None:
-    """Numeric types: numpy scalars are refused; an array is refused, or taken as its ints."""
-    try:
-        import numpy as np
-    except ModuleNotFoundError:  # then no caller can pass them either
-        return
-    view = pool.views[0]
-    free, other, held = pool.model.blocks[1:4]
-    pool.call(view, "touch_blocks", [held])
-    pool.model.take([held], pool.model.held[0])
-    freeing = ["free_blocks"] + ["give_back_blocks"] * pool.can(C.GIVE_BACK)
-    for dtype in (np.int64, np.int32, np.uint8):
-        for wrong in ([dtype(free)], [free, dtype(other)]):
-            pool.refused(UnknownBlockError, view, "touch_blocks", wrong)
-            for method in freeing:
-                pool.refused(UnknownBlockError, view, method, [held, *wrong])
-            if pool.can(C.LEASES):
-                pool.refused(UnknownBlockError, view, "lease", wrong)
-            if pool.can(C.BLOCK_KEYS):
-                pool.refused(UnknownBlockError, view, "block_keys", wrong)
-                pool.refused(UnknownBlockError, view, "primary_keys", wrong)
-        if pool.can(C.IS_FREE):
-            pool.refused(UnknownBlockError, view, "is_free", dtype(free))
-        for method, ids in (("touch_blocks", [free, other]), *((m, [held]) for m in freeing)):
-            try:
-                getattr(view, method)(np.array(ids, dtype))
-            except UnknownBlockError:
-                continue
-            if method == "touch_blocks":
-                pool.model.take(ids, pool.model.held[0])
-                pool.give(0, "free_blocks", ids)
-            else:
-                pool.model.give(ids, pool.model.held[0])
-                pool.call(view, "touch_blocks", ids)
-                pool.model.take(ids, pool.model.held[0])
-            pool.compare()
-    pool.compare()
+    _keep_size(pool, "a hold that ended leaves nothing", partial(hold, 3000), partial(hold, 500))

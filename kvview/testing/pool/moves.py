@@ -14,8 +14,8 @@ from kvview.errors import (
     NotAnOffloadKeyError,
     UnknownBlockError,
 )
+from kvview.events.fold import EventFold
 from kvview.keys import OffloadKey, make_offload_key
-from kvview.testing.events.model import EventModel
 from kvview.testing.harness import Capability as C
 from kvview.testing.pool.model import PoolModel
 from kvview.testing.search import Player, operation
@@ -29,10 +29,19 @@ class _Index:
         return "AnIndex()"
 
 
-_NOT_BLOCKS = (-1, -2, 10**12, True, 1.0, "1", None, b"1", _Index())
+def _numpy_scalars() -> tuple[Any, ...]:
+    try:
+        import numpy as np
+    except ModuleNotFoundError:  # then no caller can pass them either
+        return ()
+    return np.int64(1), np.int32(1), np.uint8(1)
+
+
+_NOT_BLOCKS = (-1, -2, 10**12, True, 1.0, "1", None, b"1")
+_NAMED_NOT_BLOCKS = (_Index(), *_numpy_scalars())
+"""Wrong ids that a script cannot write as a literal."""
 _NOT_KEYS = (bytes(range(32)), b"", bytes(4), b"h\0\1\0\0")
 _GROUPS = (0, 0, 1, 2, 258)
-_FREEING = {"free_blocks": (), "give_back_blocks": (C.GIVE_BACK,)}
 NOTICE = "free_blocks_with_notice"
 
 
@@ -64,7 +73,7 @@ class PoolMoves(Player):
         """Make the model of the harness, which is fresh."""
         self.num_blocks: int = self.harness.num_blocks
         self.is_large = self.num_blocks > 100
-        self.not_blocks: tuple[Any, ...] = (*_NOT_BLOCKS, self.num_blocks)
+        self.not_blocks: tuple[Any, ...] = (*_NOT_BLOCKS, *_NAMED_NOT_BLOCKS, self.num_blocks)
         self.max_listed = 9 * self.num_blocks
         self.model = self.Model(self.num_blocks, self.harness.null_block_id)
         self.model.add_view()
@@ -73,7 +82,7 @@ class PoolMoves(Player):
         self.expected: list[tuple[int, int]] = []
         self.num_tags = self.num_hashes = 0
         self.recent_keys: deque[OffloadKey] = deque(maxlen=24)
-        self.folded: EventModel[OffloadKey] = EventModel()
+        self.folded: EventFold[OffloadKey] = EventFold()
 
     @override
     def draw_most(self) -> int:
@@ -100,12 +109,39 @@ class PoolMoves(Player):
             blocks.insert(self.rng.randint(0, len(blocks)), self.model.null)
         return tuple(blocks) if self.rng.random() < 0.2 else blocks
 
+    def draw_wrong_id(self) -> Any:
+        """Draw an id that is not a block."""
+        wrong = self.rng.choice(self.not_blocks)
+        if any(wrong is one for one in _NAMED_NOT_BLOCKS):
+            at = [one is wrong for one in _NAMED_NOT_BLOCKS].index(True)
+            line = "from kvview.testing.pool.moves import _NAMED_NOT_BLOCKS as wrong_ids"
+            self.give_name(wrong, f"wrong_ids[{at}]", line)
+        return wrong
+
+    def frees(self) -> list[str]:
+        """The methods that release blocks."""
+        methods = {"give_back_blocks": C.GIVE_BACK, NOTICE: C.REUSE_NOTICE}
+        return ["free_blocks", *(name for name, need in methods.items() if self.can(need))]
+
+    def queries(self, block: Any) -> list[tuple[str, list[Any]]]:
+        """The queries of a view, with a block as the argument of those that take one."""
+        calls: dict[str, tuple[C, list[Any]]] = {
+            "num_free_blocks": (C.FREE_COUNT, []),
+            "is_free": (C.IS_FREE, [block]),
+            "block_keys": (C.BLOCK_KEYS, [[self.model.blocks[0], block]]),
+            "primary_keys": (C.BLOCK_KEYS, [[self.model.blocks[0], block]]),
+            "find_cached_block": (C.FIND_CACHED, [b"h\0\0\0\0"]),
+            "walk_free_blocks": (C.RESUMABLE_WALK, []),
+            "held_blocks": (C.HOLDS, []),
+        }
+        return [(method, args) for method, (need, args) in calls.items() if self.can(need)]
+
     def draw_view(self) -> int:
         """Draw a view that is open."""
         return self.rng.choice([at for at in range(len(self.views)) if at not in self.model.closed])
 
     def a_view(self) -> Any:
-        """The newest open view, for queries that every view answers alike."""
+        """The newest open view, for queries whose result is the same in every view."""
         return next(
             self.views[at] for at in reversed(range(len(self.views))) if at not in self.model.closed
         )
@@ -312,21 +348,14 @@ class PoolMoves(Player):
         self.views.append(view)
         self.model.add_view()
 
-    def _freeing(self) -> dict[str, tuple[C, ...]]:
-        return {**_FREEING, NOTICE: (C.REUSE_NOTICE,)}
-
     @operation("POOL-4", weight=2)
     def be_refused(self) -> None:
         """Name blocks that the pool does not have, and free more than is held."""
         self.blame("POOL-3")
         at = self.draw_view()
         view, held = self.views[at], self.model.held[at]
-        wrong = self.rng.choice(self.not_blocks)
-        if isinstance(wrong, _Index):
-            self.give_name(wrong, "index", "from kvview.testing.pool.moves import _Index")
-        for method, needs in (("touch_blocks", ()), *self._freeing().items()):
-            if not self.can(*needs):
-                continue
+        wrong = self.draw_wrong_id()
+        for method in ("touch_blocks", *self.frees()):
             more = [self._callback(0)] if method == NOTICE else []
             good = list(self.with_null(self.some(held.elements())))
             bad = [*good, wrong]
@@ -339,13 +368,9 @@ class PoolMoves(Player):
                 self.refused(
                     BlockNotHeldError, view, method, [*good, *too_many], *more, law="POOL-4"
                 )
-        if self.can(C.IS_FREE):
-            self.refused(UnknownBlockError, view, "is_free", wrong, law="POOL-4")
-        if self.can(C.BLOCK_KEYS):
-            for method in ("block_keys", "primary_keys"):
-                self.refused(
-                    UnknownBlockError, view, method, [self.model.blocks[0], wrong], law="POOL-4"
-                )
+        for method, args in self.queries(wrong):
+            if method in ("is_free", "block_keys", "primary_keys"):
+                self.refused(UnknownBlockError, view, method, *args, law="POOL-4")
         if self.can(C.FIND_CACHED):
             for key in _NOT_KEYS:
                 self.refused(NotAnOffloadKeyError, view, "find_cached_block", key, law="POOL-8")

@@ -133,21 +133,12 @@ class PoolPlayer(PoolMoves):
 
     def _refuse_all(self, view: Any) -> None:
         block = self.model.blocks[0]
-        calls: list[tuple[str, tuple[C, ...], list[Any]]] = [
-            ("num_free_blocks", (C.FREE_COUNT,), []),
-            ("is_free", (C.IS_FREE,), [block]),
-            ("block_keys", (C.BLOCK_KEYS,), [[block]]),
-            ("primary_keys", (C.BLOCK_KEYS,), [[block]]),
-            ("find_cached_block", (C.FIND_CACHED,), [b"h\0\0\0\0"]),
-            ("walk_free_blocks", (C.RESUMABLE_WALK,), []),
-            ("held_blocks", (C.HOLDS,), []),
-        ]
-        for method, needs in (("touch_blocks", ()), *self._freeing().items()):
+        for method in ("touch_blocks", *self.frees()):
             more = [self._callback(0)] if method == NOTICE else []
-            calls += [(method, needs, [blocks, *more]) for blocks in ([block], [])]
-        for method, needs, args in calls:
-            if self.can(*needs):
-                self.refused(ViewClosedError, view, method, *args)
+            for blocks in ([block], []):
+                self.refused(ViewClosedError, view, method, blocks, *more)
+        for method, args in self.queries(block):
+            self.refused(ViewClosedError, view, method, *args)
         for name in ("iter_free_block_ids_with_hash", "iter_free_block_ids"):
             if name.endswith("_hash") or self.can(C.FREE_ORDER):
                 first = partial(_first_of, view, name)

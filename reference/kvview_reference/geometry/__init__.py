@@ -1,6 +1,6 @@
-"""Coordinators and the KV-cache manager: the geometry contract, kept over the block pool."""
+"""The coordinator and the KV-cache manager: the geometry contract over the block pool."""
 
-from kvview_reference.geometry.coordinator import KVCacheCoordinator, make_coordinator
+from kvview_reference.geometry.coordinator import KVCacheCoordinator
 from kvview_reference.geometry.kv_cache_manager import KVCacheManager
 
-__all__ = ["KVCacheCoordinator", "KVCacheManager", "make_coordinator"]
+__all__ = ["KVCacheCoordinator", "KVCacheManager"]

@@ -1,17 +1,16 @@
 """The block tables of requests, over one or several KV-cache groups.
 
-``KVCacheManager`` (one per engine) asks a coordinator, which asks one
-single-type manager a group. What differs between full attention, sliding
-window, chunked local attention and Mamba is which blocks a prefix needs, and
-that is the geometry's knowledge (:mod:`kvview.geometry`): one manager class
-serves all four. ``scheduler_block_size`` is an argument of each, from the top (GEO-1).
+``KVCacheManager`` (one per engine) calls a coordinator, which has one single-type manager for each
+group. Full attention, sliding window, chunked local attention and Mamba differ only in the blocks
+that a prefix needs, which the geometry defines (:mod:`kvview.geometry`), so one manager class
+serves all four. ``scheduler_block_size`` is passed down from the top (GEO-1).
 
-- TABLE-1 Room **must** be asked for a positive number of tokens, those computed
-  already included. Who asks for less than it has keeps what it has: tokens that were
-  speculated and not taken cost nothing.
+- TABLE-1 Room **must** be requested for a positive number of tokens, which includes the
+  computed ones. A request for less room than before frees no block, so speculated tokens
+  that were not accepted cost nothing.
 - TABLE-2 A request has block tables from its first room to ``free``. Hits **must** come
-  with the first room, and only what has tables can be cached; ``free`` of a request
-  without tables does nothing, so it may come twice.
+  with the first room, and only blocks in tables can be cached. ``free`` of a request
+  without tables does nothing, so it may be called twice.
 
 Source: vLLM PR #44165; ``vllm/v1/core/kv_cache_coordinator.py`` and
 ``single_type_kv_cache_manager.py`` (0.33.0).
@@ -23,7 +22,7 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from kvview import CacheGeometry, CacheGroup, FullAttention, GeometryError, OffloadKey
+from kvview import CacheGeometry, CacheGroup, FullAttention, OffloadKey
 from kvview.keys import make_offload_key, make_offload_keys
 from kvview.prefix_search import CachedBlocks
 from kvview_reference.free_queue import NULL_BLOCK_ID
@@ -36,7 +35,7 @@ class SingleTypeKVCacheManager:
     """The block tables of all requests in one KV-cache group.
 
     Args:
-        group: What the group's layers read of a prefix.
+        group: The KV-cache group.
         block_pool: The pool that all groups share.
         kv_cache_group_id: Index of the group.
         scheduler_block_size: Tokens; every hit is a multiple of it.
@@ -61,15 +60,15 @@ class SingleTypeKVCacheManager:
         self.group = group
         self.block_size = group.block_size
         self._tables: dict[str, list[int]] = {}
-        self._num_cached: dict[str, int] = {}  # leading blocks already looked at for caching
-        self._num_dropped: dict[str, int] = {}  # leading blocks already given back
+        self._num_cached: dict[str, int] = {}  # leading blocks that are cached or null
+        self._num_dropped: dict[str, int] = {}  # leading blocks that were freed
 
     def num_hashed_blocks(self, block_hashes: Sequence[bytes]) -> int:
-        """Blocks of this group that the hashes cover."""
+        """Return the number of blocks of this group that the hashes cover."""
         return len(block_hashes) * self.geometry.hash_block_size // self.block_size
 
     def keys(self, block_hashes: Sequence[bytes], start: int, stop: int) -> list[OffloadKey]:
-        """The keys of blocks ``start`` to ``stop`` of a prefix, as far as it is hashed."""
+        """Return the keys of blocks ``start`` to ``stop`` of a prefix that have hashes."""
         ratio = self.block_size // self.geometry.hash_block_size
         hashes = block_hashes[(start + 1) * ratio - 1 : stop * ratio : ratio]
         return make_offload_keys(hashes, self.group_idx)
@@ -83,7 +82,7 @@ class SingleTypeKVCacheManager:
         return any(self.pool.are_cached((key,)))
 
     def hit_blocks(self, block_hashes: Sequence[bytes], num_tokens: int) -> list[int]:
-        """The block table of a hit of ``num_tokens``."""
+        """Return the block table of a hit of ``num_tokens``."""
         required = self.group.required_blocks(num_tokens)
         keys = self.keys(block_hashes, required.start, required.stop)
         found = self.pool.find_leading_blocks(keys)
@@ -91,39 +90,39 @@ class SingleTypeKVCacheManager:
         return [NULL_BLOCK_ID] * required.start + found
 
     def blocks(self, request_id: str) -> list[int]:
-        """The request's block table; empty when it has none."""
+        """Return the request's block table; empty if it has none."""
         return self._tables.get(request_id, [])
 
     def num_new_blocks(self, request_id: str, num_tokens: int, num_skipped_blocks: int) -> int:
-        """Blocks to take from the pool so that ``num_tokens`` have a place."""
+        """Return the number of blocks to allocate so that ``num_tokens`` have a place."""
         have = max(len(self.blocks(request_id)), num_skipped_blocks)
         return max(0, -(-num_tokens // self.block_size) - have)
 
     def start(self, request_id: str, hit_blocks: Sequence[int], num_computed_tokens: int) -> None:
-        """Open a table: the hit's blocks that are still read, one reference each.
+        """Open a table with one reference on each block of the hit that is still read.
 
         Args:
             request_id: A request without a table.
-            hit_blocks: Of the GPU prefix cache, from block 0.
-            num_computed_tokens: Tokens that will be there when compute starts,
-                loaded ones included: decides what is skipped.
+            hit_blocks: Blocks of the GPU prefix cache, from block 0.
+            num_computed_tokens: Tokens that are computed when the request starts, including
+                loaded ones; earlier blocks that the next token does not read are skipped.
         """
         first = self.group.num_skipped_tokens(num_computed_tokens) // self.block_size
         table = [NULL_BLOCK_ID] * first + list(hit_blocks[first:])
         self.pool.touch_blocks(table)
         self._tables[request_id] = table
-        self._num_cached[request_id] = len(table)  # hits are cached, nulls never will be
+        self._num_cached[request_id] = len(table)  # hits are cached, and nulls never are
         self._num_dropped[request_id] = first
 
     def extend(self, request_id: str, num_tokens: int) -> None:
-        """Take blocks until ``num_tokens`` have a place; the caller knows they are free."""
+        """Allocate blocks until ``num_tokens`` have a place; enough blocks must be free."""
         table = self._tables[request_id]
         table += self.pool.allocate_blocks(self.num_new_blocks(request_id, num_tokens, 0))
 
     def cache_blocks(
         self, request_id: str, block_hashes: Sequence[bytes], num_computed_tokens: int
     ) -> None:
-        """Register the request's blocks that are full by now."""
+        """Register the request's full blocks."""
         first = self._num_cached[request_id]
         last = num_computed_tokens // self.block_size
         if first >= last or not self.pool.enable_caching:
@@ -140,7 +139,7 @@ class SingleTypeKVCacheManager:
         self._num_cached[request_id] = last
 
     def drop_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
-        """Give back the blocks that no later token reads."""
+        """Free the blocks that no later token reads."""
         first = self._num_dropped[request_id]
         last = self.group.num_skipped_tokens(num_computed_tokens) // self.block_size
         if first >= last:
@@ -152,7 +151,7 @@ class SingleTypeKVCacheManager:
         self._num_dropped[request_id] = last
 
     def free(self, request_id: str) -> None:
-        """Give all blocks back, the last first: the head of a prefix serves more requests."""
+        """Free all blocks, the last one first, because more requests share the first ones."""
         table = self._tables.pop(request_id, None)
         if table is not None:
             del self._num_cached[request_id], self._num_dropped[request_id]
@@ -160,11 +159,12 @@ class SingleTypeKVCacheManager:
 
 
 class _PoolBlocks(CachedBlocks):
-    """What of one prompt the pool holds for one group, looked up in pieces that double.
+    """The cached blocks of one prompt in one group, looked up in pieces of doubling size.
 
-    From the left what full attention reads, its blocks kept; for other groups from the
-    right, as one byte a block, which ``rfind`` searches at the speed of memory: 5 to 10
-    times vLLM's speed where a call a block reached 1.2 times (benchmarks/prefix.py).
+    For full attention, blocks are looked up from the left and kept. For other groups, they are
+    looked up from the right into one byte per block, which ``rfind`` searches at the speed of
+    memory. That reaches 5 to 10 times vLLM's speed; a call per block reached 1.2 times
+    (benchmarks/prefix.py).
     """
 
     def __init__(self, manager: SingleTypeKVCacheManager, block_hashes: Sequence[bytes]) -> None:
@@ -175,7 +175,7 @@ class _PoolBlocks(CachedBlocks):
         self._piece = _SMALLEST_PIECE
         self._is_leading_known = False
         self._bytes: bytearray | None = None
-        self._start = 0  # from here on the bytes are known
+        self._start = 0  # the bytes from here on are known
 
     @override
     def first_missing(self, stop: int) -> int:
@@ -209,7 +209,7 @@ class _PoolBlocks(CachedBlocks):
         return piece
 
     def _find_last(self, byte: bytes, start: int, stop: int) -> int:
-        """The last of these blocks with this byte, or -1."""
+        """Return the last of these blocks with this byte, or -1."""
         if self._bytes is None:
             self._bytes, self._start = bytearray(stop), stop
         while True:
@@ -256,23 +256,24 @@ class KVCacheCoordinator:
             for index, group in enumerate(kv_cache_groups)
         )
         full = (m for m in self.managers if isinstance(m.group, FullAttention))
-        self._reads_first_block = next(full, None)  # a manager without whose first block all miss
+        self._reads_first_block = next(full, None)  # every hit needs the first block of this one
 
     def find_longest_cache_hit(
         self, block_hashes: Sequence[bytes], max_tokens: int
     ) -> tuple[tuple[list[int], ...], int]:
-        """The longest prefix that is a hit for every group (GEO-4).
+        """Return the longest prefix that is a hit for every group (GEO-4).
 
         Args:
-            block_hashes: Of the request, one each ``hash_block_size`` tokens.
+            block_hashes: One hash of the request for each ``hash_block_size`` tokens.
             max_tokens: Upper limit in tokens.
 
         Returns:
-            Block ids a group, from block 0 (null where not needed), and tokens.
+            Block ids per group, from block 0 (null if not needed), and the number of tokens.
         """
         first = self._reads_first_block
-        if first is not None and not first.has_first_block(block_hashes):
-            return tuple([[] for _ in self.managers]), 0  # a new prompt: nothing is set up for it
+        is_new = first is not None and not first.has_first_block(block_hashes)
+        if is_new or not self.pool.enable_caching:
+            return tuple([] for _ in self.managers), 0
         cached = [_PoolBlocks(manager, block_hashes) for manager in self.managers]
         num_tokens = self.geometry.search_prefix(max_tokens, cached)
         tables = []
@@ -293,30 +294,30 @@ class KVCacheCoordinator:
         """Give a request room for ``num_tokens`` in every group, or change nothing.
 
         Args:
-            request_id: The request; without a table it gets one.
-            num_tokens: Tokens that need a place afterwards.
-            hit_blocks: For a new request, its hit a group.
-            num_computed_tokens: For a new request, tokens hit and to be loaded.
+            request_id: The request; a request without a table gets one.
+            num_tokens: Tokens that need a place.
+            hit_blocks: For a new request, its hit in each group.
+            num_computed_tokens: For a new request, tokens that are hit or will be loaded.
 
         Returns:
-            False when the pool has not enough free blocks.
+            False if too few blocks are free.
 
         Raises:
-            ValueError: The counts or the hits cannot be meant so (TABLE-1, TABLE-2).
+            ValueError: The counts or the hits are impossible (TABLE-1, TABLE-2).
         """
         is_new = not any(manager.blocks(request_id) for manager in self.managers)
         if not 0 <= num_computed_tokens <= num_tokens or num_tokens < 1:
             raise ValueError(
-                f"TABLE-1: request {request_id!r} asks for room for {num_tokens} tokens, "
-                f"{num_computed_tokens} of them computed: expected at least 1, and those computed"
+                f"TABLE-1: request {request_id!r} requests room for {num_tokens} tokens, of which "
+                f"{num_computed_tokens} are computed; expected at least 1 and the computed ones"
             )
         if not is_new and (any(hit_blocks) or num_computed_tokens):
             raise ValueError(
-                f"TABLE-2: request {request_id!r} has block tables already: hits and computed "
-                f"tokens come with the first room only"
+                f"TABLE-2: request {request_id!r} already has block tables; pass hits and computed "
+                f"tokens with the first room only"
             )
         if not is_new:
-            # Every step of every request, and as a rule there is room in its last block.
+            # This runs in every step of every request, and usually its last block has room.
             needed = sum(m.num_new_blocks(request_id, num_tokens, 0) for m in self.managers)
             if needed > self.pool.num_free_blocks():
                 return False
@@ -341,10 +342,10 @@ class KVCacheCoordinator:
     def check_computed(
         self, request_id: str, block_hashes: Sequence[bytes], num_computed_tokens: int
     ) -> None:
-        """Whether so much can be computed: there is room, and every full block has a hash.
+        """Check that there is room for computed tokens, and a hash for every full block.
 
         Raises:
-            ValueError: It cannot (TABLE-2); told before any group is changed.
+            ValueError: Room or hashes are missing (TABLE-2); no group has been changed.
         """
         for manager in self.managers:
             num_blocks = num_computed_tokens // manager.block_size
@@ -353,64 +354,11 @@ class KVCacheCoordinator:
             if not table or num_blocks > len(table):
                 raise ValueError(
                     f"TABLE-2: request {request_id!r} has {len(table)} blocks in group "
-                    f"{manager.group_idx}, {num_computed_tokens} tokens fill {num_blocks}: ask for "
-                    f"room first"
+                    f"{manager.group_idx}, but {num_computed_tokens} tokens fill {num_blocks}; "
+                    f"allocate room first"
                 )
             if num_hashes > len(block_hashes) and self.pool.enable_caching:
                 raise ValueError(
-                    f"TABLE-2: request {request_id!r} has {len(block_hashes)} block hashes, "
+                    f"TABLE-2: request {request_id!r} has {len(block_hashes)} block hashes, but "
                     f"{num_computed_tokens} computed tokens need {num_hashes}"
                 )
-
-
-class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
-    """Prefix caching is off: nothing is ever a hit."""
-
-    @override
-    def find_longest_cache_hit(
-        self, block_hashes: Sequence[bytes], max_tokens: int
-    ) -> tuple[tuple[list[int], ...], int]:
-        return tuple([] for _ in self.managers), 0
-
-
-class UnitaryKVCacheCoordinator(KVCacheCoordinator):
-    """One KV-cache group: its own longest hit is the hit."""
-
-    def __init__(
-        self, kv_cache_groups: Sequence[CacheGroup], block_pool: BlockPool, **sizes: int
-    ) -> None:
-        if len(kv_cache_groups) != 1:
-            raise GeometryError(
-                f"GEO-4: a unitary coordinator takes 1 KV-cache group, got {len(kv_cache_groups)}"
-            )
-        super().__init__(kv_cache_groups, block_pool, **sizes)
-
-
-class HybridKVCacheCoordinator(KVCacheCoordinator):
-    """Several groups: the longest hit that all of them share."""
-
-
-def make_coordinator(
-    kv_cache_groups: Sequence[CacheGroup],
-    block_pool: BlockPool,
-    enable_caching: bool,
-    *,
-    scheduler_block_size: int,
-    hash_block_size: int,
-) -> KVCacheCoordinator:
-    """The coordinator that fits: no prefix cache, one group, or several.
-
-    Raises:
-        GeometryError: A size does not divide (GEO-2).
-    """
-    fitting: type[KVCacheCoordinator] = HybridKVCacheCoordinator
-    if not enable_caching:
-        fitting = KVCacheCoordinatorNoPrefixCache
-    elif len(kv_cache_groups) == 1:
-        fitting = UnitaryKVCacheCoordinator
-    return fitting(
-        kv_cache_groups,
-        block_pool,
-        scheduler_block_size=scheduler_block_size,
-        hash_block_size=hash_block_size,
-    )

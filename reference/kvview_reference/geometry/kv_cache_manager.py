@@ -1,4 +1,4 @@
-"""The one object that the engine's scheduler asks for KV-cache blocks.
+"""The manager from which the engine's scheduler gets KV-cache blocks.
 
 Source: ``vllm/v1/core/kv_cache_manager.py`` (0.33.0).
 """
@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvview import CacheGroup
-from kvview_reference.geometry.coordinator import make_coordinator
+from kvview_reference.geometry.coordinator import KVCacheCoordinator
 from kvview_reference.pool import BlockPool
 
 
 class KVCacheManager:
-    """What the engine's scheduler calls: hits, room, caching, release.
+    """The KV-cache manager of the engine's scheduler: hits, room, caching, release.
 
     Args:
         kv_cache_groups: The KV-cache groups; a group's index is its position.
         num_blocks: Blocks of the pool, the null block included.
-        scheduler_block_size: Tokens; every hit is a multiple of it. Given here once, and
-            threaded down (GEO-1).
+        scheduler_block_size: Tokens; every hit is a multiple of it. It is given here once and
+            passed down (GEO-1).
         hash_block_size: Tokens of one entry of a request's block hashes.
         enable_caching: Whether there is a prefix cache.
         enable_kv_cache_events: Whether the pool records GPU events.
@@ -41,10 +41,9 @@ class KVCacheManager:
         self.pool = BlockPool(
             num_blocks, enable_caching=enable_caching, enable_events=enable_kv_cache_events
         )
-        self.coordinator = make_coordinator(
+        self.coordinator = KVCacheCoordinator(
             kv_cache_groups,
             self.pool,
-            enable_caching,
             scheduler_block_size=scheduler_block_size,
             hash_block_size=hash_block_size,
         )
@@ -53,10 +52,10 @@ class KVCacheManager:
     def find_computed_blocks(
         self, block_hashes: Sequence[bytes], num_tokens: int
     ) -> tuple[tuple[list[int], ...], int]:
-        """The prefix-cache hit of a request; at least its last token is left to compute.
+        """Return the prefix-cache hit of a request, which leaves at least its last token.
 
         Returns:
-            Block ids a group, and tokens. Nothing is held yet.
+            Block ids per group, and the number of tokens. No block is held yet.
         """
         return self.coordinator.find_longest_cache_hit(block_hashes, num_tokens - 1)
 
@@ -73,38 +72,38 @@ class KVCacheManager:
         Args:
             request_id: The request.
             num_tokens: All tokens that need a place after the step.
-            hit_blocks: Of a request that starts, from ``find_computed_blocks``.
-            num_computed_tokens: Of a request that starts: hit plus to be loaded.
+            hit_blocks: For a new request, the hit from ``find_computed_blocks``.
+            num_computed_tokens: For a new request, tokens that are hit or will be loaded.
 
         Returns:
-            False when the pool has not enough free blocks.
+            False if too few blocks are free.
 
         Raises:
-            ValueError: The counts or the hits cannot be meant so (TABLE-1, TABLE-2).
+            ValueError: The counts or the hits are impossible (TABLE-1, TABLE-2).
         """
         hits = hit_blocks or ((),) * len(self.geometry.groups)
         return self.coordinator.allocate(request_id, num_tokens, hits, num_computed_tokens)
 
     def block_tables(self, request_id: str) -> tuple[list[int], ...]:
-        """The request's block tables themselves, one a group: to read, until the next step."""
+        """Return the request's own block tables, one per group; read-only until the next step."""
         return tuple(manager.blocks(request_id) for manager in self.coordinator.managers)
 
     def block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """A copy of the request's block tables, one a group."""
+        """Return a copy of the request's block tables, one per group."""
         return tuple(list(m.blocks(request_id)) for m in self.coordinator.managers)
 
     def cache_blocks(
         self, request_id: str, block_hashes: Sequence[bytes], num_computed_tokens: int
     ) -> None:
-        """Register what is computed, then give back what no later token reads.
+        """Register the computed blocks, then free the blocks that no later token reads.
 
         Args:
             request_id: The request.
-            block_hashes: Of the request, as far as it is computed.
+            block_hashes: Its block hashes, at least those of computed blocks.
             num_computed_tokens: Tokens whose KV is in its blocks.
 
         Raises:
-            ValueError: It has no room for that, or no hashes (TABLE-2).
+            ValueError: Room or hashes are missing (TABLE-2).
         """
         self.coordinator.check_computed(request_id, block_hashes, num_computed_tokens)
         for manager in self.coordinator.managers:
@@ -112,10 +111,10 @@ class KVCacheManager:
             manager.drop_skipped_blocks(request_id, num_computed_tokens)
 
     def free(self, request_id: str) -> None:
-        """Give all blocks of a request back; nothing when it has none."""
+        """Free all blocks of a request, if it has any."""
         for manager in self.coordinator.managers:
             manager.free(request_id)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached block; refused with False while one is in use."""
+        """Drop every cached block; returns False, and drops none, while a block is in use."""
         return self.pool.reset_prefix_cache()

@@ -1,4 +1,4 @@
-"""A strict-typed toy connector, by a third party, from the README and docs/vllm.md."""
+"""A strictly typed toy connector of a third party, for test_typing.py."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class S(SchedulerConnector):
 
     def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
         if isinstance(self.view, kvview.SupportsFindCachedBlock) and request.block_hashes:
-            # A block hash is no key: handed over as it is, this is an error of the checker.
+            # The hash itself would be a type error, because it is not a key.
             self.view.find_cached_block(make_offload_key(request.block_hashes[0], 0))
         return 0
 
     def plan_step(self, step: StepInfo) -> StepPlan:
         for _, key in islice(self.view.iter_free_block_ids_with_hash(), 32):
-            kvview.get_offload_group_idx(key)  # what is yielded *is* an offload key (POOL-8)
+            kvview.get_offload_group_idx(key)  # the walk yields offload keys (POOL-8)
         if isinstance(self.view, kvview.SupportsPinBudget):
             self.view.num_pinnable_blocks()
         return StepPlan()
