@@ -55,7 +55,7 @@ def scenario(*events: Event, steps_in_flight: int = 2, compute_lags: bool = Fals
         num_gpu_blocks=30,
         events=events,
         fates=(Fate(0, 0),) * 40,
-        worker_half="as_it_is",
+        worker_half="whole_plans",
         decode_tokens=1,
         steps_in_flight=steps_in_flight,
         compute_lags=compute_lags,

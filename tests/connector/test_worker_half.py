@@ -70,7 +70,7 @@ def test_an_option_that_does_not_pickle_is_said_so() -> None:
 def test_threads_that_are_right_are_left_alone(connector: type[Connector]) -> None:
     report = check_connector(connector, seeds=40)
     assert not report.failures, report.failures[0].script
-    assert report.coverage["with the worker half as_it_is"] >= 5
+    assert report.coverage["with the worker half whole_plans"] >= 5
     assert report.coverage["with the worker half in_a_process"] >= 1
     assert report.coverage["with pages of different sizes"] >= 5
 
@@ -100,7 +100,7 @@ def test_a_load_may_go_on_writing_while_it_is_looked_at(
 
     monkeypatch.setattr(worker, "memmove_each", memmove_slowly)
     lagging = replace(generate_scenario(seed), compute_lags=True, steps_in_flight=2)
-    played = replace(lagging, worker_half="as_it_is")
+    played = replace(lagging, worker_half="whole_plans")
     assert simulate(LazyOffloadConnector, played).failure is None
     assert simulate(OffloadConnector, played).failure is None
 

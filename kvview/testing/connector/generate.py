@@ -186,12 +186,12 @@ def _overlap_steps(draw: _Draw, scenario: Scenario) -> Scenario:
         )
     worker_half = scenario.worker_half
     if compute_lags and draw.chance(_SHARE_AS_IT_IS):  # it has to order itself
-        worker_half = "as_it_is"
+        worker_half = "whole_plans"
     return replace(
         scenario,
         events=events,
         worker_half=worker_half,
-        threads_yield_often=worker_half == "as_it_is" and draw.chance(_SHARE_YIELDING_OFTEN),
+        threads_yield_often=worker_half == "whole_plans" and draw.chance(_SHARE_YIELDING_OFTEN),
         steps_in_flight=steps_in_flight,
         compute_lags=compute_lags,
     )
@@ -200,7 +200,7 @@ def _overlap_steps(draw: _Draw, scenario: Scenario) -> Scenario:
 def _generate_worker_half(draw: _Draw) -> WorkerHalf:
     if draw.chance(0.125):
         return "in_a_process"
-    return "as_it_is" if draw.chance(0.35) else "job_by_job"
+    return "whole_plans" if draw.chance(0.35) else "job_by_job"
 
 
 def _generate_pin_budget(draw: _Draw) -> float | None:

@@ -8,11 +8,9 @@ them: the oracle here is its own dicts and sets.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from kvview.events import OffloadingEvent
 from kvview.keys import OffloadKey
-from kvview.testing.events.model import EventModel
 
 
 class InvariantBroken(AssertionError):
@@ -103,109 +101,6 @@ def check_drained(held: Mapping[int, int], when: str) -> None:
     if held:
         raise InvariantBroken(
             "CONN-4", f"{when} the connector still holds {len(held)} blocks: {dict(held)}"
-        )
-
-
-class EventFold:
-    """Folds offloading events into what is advertised, and checks them on the way."""
-
-    def __init__(self) -> None:
-        self.num_events = 0
-        self._model: EventModel[OffloadKey] = EventModel()
-
-    def apply(self, events: Iterable[OffloadingEvent]) -> None:
-        """Take more events in.
-
-        Raises:
-            InvariantBroken: EVENT-1, a key is removed that is not there, or stored that is.
-        """
-        for event in events:
-            self.num_events += 1
-            for key in event.keys:
-                if not self._model.change(event.medium, key, removed=event.removed):
-                    done, why = ("removed", "not") if event.removed else ("stored", "already")
-                    what = f"event {self.num_events}: key {short(key)} is {done}"
-                    where = f"medium {event.medium!r} {why} holding it"
-                    raise InvariantBroken("EVENT-1", f"{what}, with {where}")
-
-    @property
-    def advertised(self) -> set[OffloadKey]:
-        """Keys that some medium is said to hold."""
-        return self._model.advertised()
-
-
-def check_advertised(
-    advertised: Collection[OffloadKey],
-    stored: Collection[OffloadKey],
-    failed: Collection[OffloadKey],
-) -> None:
-    """What is advertised was stored.
-
-    Args:
-        advertised: Keys by the events so far.
-        stored: Keys of all stores that were reported as a success.
-        failed: Keys of all stores that were reported as a failure.
-
-    Raises:
-        InvariantBroken: EVENT-4 for a failed store, EVENT-2 for one that never ended.
-    """
-    stored, failed = set(stored), set(failed)
-    for key in advertised:
-        if key in stored:
-            continue
-        if key in failed:
-            raise InvariantBroken(
-                "EVENT-4", f"key {short(key)} is advertised, and each of its stores has failed"
-            )
-        raise InvariantBroken(
-            "EVENT-2",
-            f"key {short(key)} is advertised, and no store of it has ended that began since the "
-            f"last reset",
-        )
-
-
-def check_promise(
-    request_id: str,
-    promised: Iterable[OffloadKey],
-    stored: Collection[OffloadKey],
-    advertised: Collection[OffloadKey] | None,
-) -> None:
-    """What ``match_prefix`` promises was stored, and is advertised.
-
-    Args:
-        request_id: To whom.
-        promised: Keys that the promised prefix needs.
-        stored: Keys of all stores that were reported as a success.
-        advertised: Keys by the events so far; None when the connector gives no events.
-
-    Raises:
-        InvariantBroken: CONN-2 or EVENT-2.
-    """
-    for key in promised:
-        if key not in stored:
-            raise InvariantBroken(
-                "CONN-2",
-                f"match_prefix promised key {short(key)} to request {request_id!r}, and no store "
-                f"of it that began since the last reset was reported as a success",
-            )
-        if advertised is not None and key not in advertised:
-            raise InvariantBroken(
-                "EVENT-2",
-                f"match_prefix promised key {short(key)} to request {request_id!r}, which the "
-                f"events do not advertise",
-            )
-
-
-def check_reset(advertised: Collection[OffloadKey]) -> None:
-    """After a reset that was not refused, nothing is advertised.
-
-    Raises:
-        InvariantBroken: EVENT-5.
-    """
-    if advertised:
-        keys = ", ".join(sorted(map(short, advertised))[:5])
-        raise InvariantBroken(
-            "EVENT-5", f"after a reset {len(advertised)} keys are still advertised: {keys}"
         )
 
 

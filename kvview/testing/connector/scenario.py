@@ -102,7 +102,7 @@ Outcome = Literal["ok", "none", "half"]
 """All bytes move; none and the job fails; half of its blocks and the job fails."""
 
 
-WorkerHalf = Literal["job_by_job", "as_it_is", "in_a_process"]
+WorkerHalf = Literal["job_by_job", "whole_plans", "in_a_process"]
 """Given its jobs one by one, each waited for when it is time; given whole plans, with its own
 threads and order, over tensors that hold its copies up; or job by job in a child process."""
 
