@@ -307,6 +307,16 @@ class OwnPlan(Unusual):
             self.num_plans += 1
             return PlanWithNotes(plan.loads, plan.stores, (f"plan {self.num_plans}",))
 
+    class worker(HostCacheWorker):
+        num_plans = 0
+
+        @override
+        def start_plan(self, plan: StepPlan) -> None:
+            assert isinstance(plan, PlanWithNotes)
+            self.num_plans += 1
+            assert plan.notes == (f"plan {self.num_plans}",), "a plan did not arrive"
+            super().start_plan(plan)
+
 
 class LeasingScheduler(HostCacheScheduler):
     """Stores, and leases the first block of what finished to a reader who may come."""

@@ -416,6 +416,18 @@ class ResetsSilently(Offload):
             return (*before, *super().take_events())
 
 
+@breaks("CONN-3", "looks up the hashes of blocks that a step in flight completes")
+class LooksUpWhatItCounts(Offload):
+    class scheduler(OffloadScheduler):
+        def plan_step(self, step: StepInfo) -> StepPlan:
+            size = self._geometry.hash_block_size
+            for running in step.scheduled:
+                end = running.num_computed_tokens + running.num_scheduled_tokens
+                for number in range(running.num_computed_tokens // size, end // size):
+                    assert running.request.block_hashes[number]
+            return super().plan_step(step)
+
+
 # --- worker halves ---
 
 

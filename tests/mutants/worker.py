@@ -167,6 +167,24 @@ class DoneWhenQueued(Threaded):
             self.copy(job)
 
 
+@breaks("XFER-6", "does not order its copies after the compute stream")
+class IgnoresTheStream(Threaded):
+    class worker(ThreadedWorker):
+        @override
+        def register_kv_caches(self, kv_caches: CanonicalKVCaches[torch.Tensor]) -> None:
+            super().register_kv_caches(kv_caches)
+            self.stream = None
+
+
+@breaks("XFER-4", "continues after a block that could not be copied")
+class ForgetsAFailedCopy(Threaded):
+    class worker(ThreadedWorker):
+        @override
+        def run(self, job: TransferJob, mark: Any) -> None:
+            super().run(job, mark)
+            self.results[-1] = TransferResult(job.job_id, True)
+
+
 @breaks("XFER-5", "start_plan waits for the jobs before")
 class WaitsInStartPlan(Threaded):
     class worker(ThreadedWorker):
