@@ -403,7 +403,7 @@ def test_conn10_random_failures_are_not_a_leak(number: int) -> None:
     """A medium fails every third time: the faults of a round must not repeat in the next."""
     result = simulate(Flaky, steady_scenario(number))
     assert result.failure is None
-    assert sum(result.loads_of_laps) > 0
+    assert sum(result.loads_of_rounds) > 0
 
 
 def test_conn10_memory_that_is_bounded_does_not_grow() -> None:
@@ -429,11 +429,11 @@ def test_a_refused_geometry_is_a_gap_and_not_a_crash() -> None:
 @pytest.mark.slow
 def test_a_long_run_repeats_its_events_with_faults() -> None:
     short, long = generate_scenario(1), generate_scenario(1, steps=1000)
-    assert long == replace(short, laps=long.laps)
+    assert long == replace(short, rounds=long.rounds)
     result = simulate(OffloadConnector, long)
     assert result.failure is None
     assert result.coverage["steps"] >= 1000
-    assert len(result.loads_of_laps) == long.laps
+    assert len(result.loads_of_rounds) == long.rounds
 
 
 class WritesIntoItsFolder(OffloadConnector):

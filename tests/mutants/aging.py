@@ -30,7 +30,7 @@ from .example import Host
 
 MUTANTS: list[Mutant] = []
 breaks = breaker(MUTANTS)
-in_long_runs = breaker(MUTANTS, seeds=[s for s in range(200) if generate_scenario(s).laps > 1])
+in_long_runs = breaker(MUTANTS, seeds=[s for s in range(200) if generate_scenario(s).rounds > 1])
 
 
 @in_long_runs("CONN-10", "pins the pages of a promise at each match, and unpins them once")

@@ -47,7 +47,7 @@ class EventPlayer:
 
     def begin_round(self, number: int) -> None:
         """Begin a round, whose prompts are its own."""
-        families = number % self._scenario.laps_until_again
+        families = number % self._scenario.rounds_until_reuse
         self._first_family = families * _FAMILIES_PER_ROUND
         # A reused id would hide what is left under it, because the connector finds it again.
         if not any(isinstance(event, Reset) for event in self._scenario.events):

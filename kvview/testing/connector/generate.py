@@ -18,7 +18,7 @@ from kvview import (
     Mamba,
     SlidingWindow,
 )
-from kvview.testing.connector.aging import FEWEST_LAPS
+from kvview.testing.connector.aging import FEWEST_ROUNDS
 from kvview.testing.connector.draw import Draw, dealt
 from kvview.testing.connector.scenario import (
     Abort,
@@ -93,7 +93,7 @@ def generate_scenario(seed: int, steps: int = 0) -> Scenario:
 
     Args:
         seed: Any.
-        steps: Steps that it has at least, in as many laps as that takes; 0 for one lap.
+        steps: Steps that it has at least, in as many rounds as that takes; 0 for one round.
     """
     kind = dealt(_KINDS, seed)
     if kind == "steady":
@@ -102,7 +102,7 @@ def generate_scenario(seed: int, steps: int = 0) -> Scenario:
         scenario = steady_scenario(number)
     else:
         scenario = _usual_scenario(seed, kind)
-    scenario = replace(scenario, laps=max(scenario.laps, -(-steps // scenario.steps_per_lap)))
+    scenario = replace(scenario, rounds=max(scenario.rounds, -(-steps // scenario.steps_per_round)))
     if kind == "roomy":
         scenario = _without_shortage(scenario)
     return scenario if kind == "steady" else _overlap_steps(Draw(seed, "overlap"), scenario)
@@ -271,7 +271,7 @@ class Steady:
 
     Args:
         has_window: Whether there is a second group, with a sliding window.
-        has_resets: Whether the caches are reset five times a lap.
+        has_resets: Whether the caches are reset five times a round.
         share_failed: Share of the jobs that fail.
         share_aborted: Share of the requests that are aborted.
         pin_budget: As in :class:`Scenario`.
@@ -294,7 +294,7 @@ STEADY = (
 
 
 def steady_scenario(number: int) -> Scenario:
-    """The same lap over and over, for a tier that is too small for all prompts (CONN-10).
+    """The same round over and over, for a tier that is too small for all prompts (CONN-10).
 
     Some prompts are frequent and others occur once. The GPU holds them whole, in part or not
     at all. Transfers fail, and requests are aborted, wait for free blocks, or come in pairs.
@@ -343,6 +343,6 @@ def steady_scenario(number: int) -> Scenario:
         _generate_fates(draw, steady.share_failed, 0.0),
         cpu_blocks=50 * len(groups),
         max_tokens_per_step=16,
-        laps=FEWEST_LAPS,
+        rounds=FEWEST_ROUNDS,
         pin_budget=steady.pin_budget,
     )

@@ -47,9 +47,14 @@ class Job:
     """Bytes of the GPU blocks before the transfer, tensor by tensor, once they are computed."""
     age: int = 0
     is_started: bool = False
+    may_fail: bool = False
+    """Whether a failure is simulated in it, or in a job beside it."""
     result: TransferResult | None = None
     num_moved: int = 0
     """Blocks of a store that is to fail which arrive nevertheless, the first ones."""
+
+    def __post_init__(self) -> None:
+        self.may_fail = self.fate.outcome != "ok"
 
     @property
     def job_id(self) -> int:

@@ -15,17 +15,15 @@ from kvview.targets import is_engine_connector
 from kvview.testing import watchdog
 from kvview.testing.connector import drain
 from kvview.testing.connector.aging import (
-    FEWEST_LAPS,
+    FEWEST_ROUNDS,
     failure_at_the_end,
     is_end_of_third,
     kept_bytes,
     line_of_allocations,
-    with_laps_compared,
+    with_rounds_compared,
 )
 from kvview.testing.connector.configure import configure, is_of_size
 from kvview.testing.connector.coverage import (
-    FAILED_BY_THEMSELVES,
-    LOADS_LEFT_ALONE,
     OF_THEIR_OWN_SIZE,
     WITH_A_FULL_TIER,
     seeds_of,
@@ -83,14 +81,14 @@ def simulate(
         def play_own(scenario: Scenario) -> SimulationResult:
             return own.simulate_own(connector_class, scenario, given)
 
-        return with_laps_compared(play_own(scenario), play_own)
+        return with_rounds_compared(play_own(scenario), play_own)
 
     def play(scenario: Scenario) -> tuple[SimulationResult, list[str]]:
         return _play(connector_class, scenario, given, unique_ids, engines)
 
     with watchdog.watching():
         result, threads = play(scenario)
-        result = with_laps_compared(result, lambda one: play(one)[0])
+        result = with_rounds_compared(result, lambda one: play(one)[0])
         if not threads or result.failure is not None:
             return result
         if leaves_threads(connector_class, lambda: play(scenario)[1]):
@@ -221,10 +219,10 @@ class Run:
         return self._result(failure)
 
     def _play(self) -> None:
-        for lap in range(self.scenario.laps):
-            self._play_lap(lap)
+        for place in range(self.scenario.rounds):
+            self._play_round(place)
         self._allocated_at = line_of_allocations(self._connector_class)
-        self.coverage["steady runs"] += self.scenario.laps >= FEWEST_LAPS
+        self.coverage["steady runs"] += self.scenario.rounds >= FEWEST_ROUNDS
         if not self.scenario.ends_abruptly:
             drain.drain(self.stage, self._raise_stuck)
             drain.check_skipped(self.stage, is_roomy=self._is_roomy)
@@ -232,20 +230,20 @@ class Run:
         self._shutdown()
         self.threads_left = self._threads.left()
 
-    def _play_lap(self, lap: int) -> None:
+    def _play_round(self, place: int) -> None:
         scenario = self.scenario
-        number = scenario.first_lap + lap
-        self._fates.begin_lap(number)
+        number = scenario.first_round + place
+        self._fates.begin_round(number)
         self._events.begin_round(number)
-        is_last_lap = lap == scenario.laps - 1
-        for place, event in enumerate(scenario.events, 1):
-            if scenario.ends_abruptly and is_last_lap and place == len(scenario.events):
+        is_last_round = place == scenario.rounds - 1
+        for event_number, event in enumerate(scenario.events, 1):
+            if scenario.ends_abruptly and is_last_round and event_number == len(scenario.events):
                 for worker in self.stage.workers:
                     worker.hold()
-            self._events.play(place, event)
+            self._events.play(event_number, event)
         self._events.end_round()
         self._loaded.append(self._num_tokens_loaded())
-        if is_end_of_third(scenario.laps, lap):
+        if is_end_of_third(scenario.rounds, place):
             halves = (half for part in self.stage.parts for half in part.halves)
             self._kept_bytes.append(kept_bytes(halves))
 
@@ -296,13 +294,8 @@ class Run:
         return Failure(law, message, steps, events, is_hook_error=isinstance(error, HookError))
 
     def _result(self, failure: Failure | None) -> SimulationResult:
-        is_left_alone = all(fate.outcome == "ok" for fate in self.scenario.fates)
         for part in self.stage.parts:
-            counts = part.record.counts.coverage
-            self.coverage.update(counts)
-            if is_left_alone:
-                self.coverage[LOADS_LEFT_ALONE] += counts["loads"] + counts["failed loads"]
-                self.coverage[FAILED_BY_THEMSELVES] += counts["failed loads"]
+            self.coverage.update(part.record.counts.coverage)
         self.coverage[WITH_A_FULL_TIER] += any(p.record.keys.was_full for p in self.stage.parts)
         if self.stage.built is not None:
             stats = self.stage.built.stats

@@ -152,8 +152,8 @@ class Scenario:
         group_pages: Per group, the bytes that it uses of a block's page in each tensor, 0
             for none; what another group uses beyond that is padding. Empty for two tensors
             of equal pages. An engine with a layout of its own keeps it.
-        laps: How often the events happen, all of them one lap after the other: a long run,
-            and a steady one. Each lap asks for prompts of its own, in the same order. Each lap
+        rounds: How often the events happen, all of them one round after the other: a long run,
+            and a steady one. Each round asks for prompts of its own, in the same order. Each round
             has the fates in an order of its own, and a lost job is reported much later, not
             only at the end.
         pin_budget: Share of the pool's blocks that connectors may hold; None for no limit. A
@@ -161,8 +161,8 @@ class Scenario:
             without one.
         threads_yield_often: Whether threads let others go on before each of their lines, so that
             races show.
-        laps_until_again: Laps after which the prompts of the first one come again.
-        first_lap: Number of the first lap; those before it are left out.
+        rounds_until_reuse: Laps after which the prompts of the first one come again.
+        first_round: Number of the first round; those before it are left out.
         clock_jump: Seconds by which the clocks of :mod:`time` jump ahead at each call of a hook.
     """
 
@@ -183,15 +183,15 @@ class Scenario:
     compute_lags: bool = False
     worker_half: WorkerHalf = "job_by_job"
     group_pages: tuple[tuple[int, ...], ...] = ()
-    laps: int = 1
+    rounds: int = 1
     pin_budget: float | None = None
     threads_yield_often: bool = False
     clock_jump: float = 0.0
-    first_lap: int = 0
-    laps_until_again: int = 64
+    first_round: int = 0
+    rounds_until_reuse: int = 64
 
     @property
-    def steps_per_lap(self) -> int:
+    def steps_per_round(self) -> int:
         """Steps that the events ask for, once through."""
         return sum(event.count for event in self.events if isinstance(event, Step))
 
@@ -206,7 +206,7 @@ class Scenario:
                 length = before + add.num_prompt_tokens + add.num_output_tokens
                 lengths[add.request_id] = max(length, lengths.get(add.request_id, 0))
                 num_blocks += sum(-(-length // g.block_size) for g in self.geometry.groups)
-        return self.laps * num_blocks
+        return self.rounds * num_blocks
 
     @property
     def block_bytes(self) -> int:

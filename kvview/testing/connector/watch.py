@@ -28,7 +28,11 @@ from kvview import (
     SupportsSkippedBlocks,
     TransferResult,
 )
-from kvview.testing.connector.coverage import rows_of
+from kvview.testing.connector.coverage import (
+    FAILED_BY_THEMSELVES,
+    LOADS_LEFT_ALONE,
+    rows_of,
+)
 from kvview.testing.connector.hook_calls import hook, require_type
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.jobs import Job
@@ -60,12 +64,14 @@ class JobCounts:
         self.num_tokens_to_load = 0
         self._rows = list(rows_of(geometry))
         self._loading: set[Job] = set()
+        self._left_alone: set[Job] = set()  # loads that no reset or abort may have ended
         self._gpu_hits: dict[str, str] = {}  # by request that loads
 
     def on_planned(self, job: Job) -> None:
         """Count a planned job."""
         if job.is_load:
             self._loading.add(job)
+            self._left_alone.add(job)
 
     def on_reported(self, job: Job, success: bool) -> None:
         """Count the end of a job."""
@@ -76,19 +82,25 @@ class JobCounts:
                 self._count("failed", job)
             elif job.age > 1:
                 self._count("late", job)
+            if job in self._left_alone and not job.may_fail:
+                self.coverage[LOADS_LEFT_ALONE] += 1
+                self.coverage[FAILED_BY_THEMSELVES] += not success
             self._loading.discard(job)
+            self._left_alone.discard(job)
 
     def on_aborted(self, request_id: str) -> None:
         """Count the loads of an aborted request."""
         for job in self._loading:
             if job.transfer.request_id == request_id:
                 self._count("aborted", job)
+                self._left_alone.discard(job)
 
     def on_reset_requested(self) -> None:
         """Count the loads in flight before a reset."""
         self.coverage["resets with loads in flight"] += bool(self._loading)
         for job in self._loading:
             self._count("reset", job)
+        self._left_alone.clear()
 
     def on_promise(self, request: RequestInfo, num_computed: int, num_promised: int) -> None:
         """Count the tokens of a promise."""

@@ -356,7 +356,7 @@ class WorkerHarness(WorkerConnector):
                 job.rows = self._pages.rows(job.gpu_blocks)
         in_flight = list(self._jobs.values())
         with self._pages.only_loads_write(in_flight, self._all_blocks_to_load):
-            copies.fail_after(self._num_good_copies(jobs[:1], jobs))
+            self._fail_copies(copies, jobs[:1], jobs)
             try:
                 copies.call("start_plan", plan)
             except CopyFailed:  # loud enough; jobs that started before may be lost, too
@@ -376,19 +376,18 @@ class WorkerHarness(WorkerConnector):
                     copies.let_in()
             return
         with self._pages.only_loads_write(in_flight, self._all_blocks_to_load):
-            num_good = self._num_good_copies(due, moving)
+            self._fail_copies(copies, due, moving)
             self._may_have_copied.difference_update(moving)
             for job in moving:
                 del self._held[job.job_id]
                 if not job.is_load and job.result is None:
                     self._pages.check_source(job)
-            self._end_together(copies, moving, num_good)
+            self._end_together(copies, moving)
         self._early.clear()
 
-    def _end_together(self, copies: HeldCopies, jobs: Sequence[Job], num_good: int | None) -> None:
+    def _end_together(self, copies: HeldCopies, jobs: Sequence[Job]) -> None:
         too_early = self._reported_early() if copies.gate.num_waiting else set()
         with self._pages.corrupted(too_early):
-            copies.fail_after(num_good)
             if copies.may_race():  # a report that is lost now never comes
                 for _ in range(_POLLS):
                     self._take_in(copies.race())
@@ -409,6 +408,14 @@ class WorkerHarness(WorkerConnector):
         ]
         busy = {b for job in self._jobs.values() if job.result is None for b in job.gpu_blocks}
         return {block for job in stores for block in job.gpu_blocks} - busy
+
+    def _fail_copies(self, copies: HeldCopies, due: Sequence[Job], moving: Sequence[Job]) -> None:
+        """Have copies fail from now on, if a due job is to fail."""
+        num_good = self._num_good_copies(due, moving)
+        copies.fail_after(num_good)
+        if num_good is not None:
+            for job in self._jobs.values():
+                job.may_fail = True
 
     def _num_good_copies(self, due: Sequence[Job], moving: Sequence[Job]) -> int | None:
         """Copies that succeed before others fail; None if none is to fail.
