@@ -11,6 +11,7 @@ from examples.host_cache import HostCacheConnector, HostCacheWorker
 from kvview import (
     BlockIds,
     CacheGeometry,
+    CanonicalKVCaches,
     ConfigError,
     Connector,
     ConnectorConfig,
@@ -70,13 +71,15 @@ def test_a_hash_that_is_only_counted_is_not_there() -> None:
 
 
 class CopiesAtOnce(HostCacheConnector):
-    """Does not order its worker half after the compute stream."""
+    """Its worker half does not order itself after the compute stream."""
 
     def make_worker(self) -> WorkerConnector:
-        half = HostCacheWorker(self.cpu_blocks)
-        register = half.register_kv_caches
-        half.register_kv_caches = lambda caches: register(replace(caches, compute_stream=None))  # type: ignore[method-assign]
-        return half
+        return Hasty(self.cpu_blocks)
+
+
+class Hasty(HostCacheWorker):
+    def register_kv_caches(self, kv_caches: CanonicalKVCaches[object]) -> None:
+        super().register_kv_caches(replace(kv_caches, compute_stream=None))
 
 
 STORED_TOO_EARLY = (

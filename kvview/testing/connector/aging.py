@@ -59,8 +59,8 @@ def check_conserved(loads_of_rounds: Sequence[int], loads_when_new: Sequence[int
     if is_comparable(loads_when_new) and 2 * late < new:
         raise InvariantBroken(
             "CONN-10",
-            f"the last {len(loads_when_new)} of {len(loads_of_rounds)} rounds loaded {late} tokens, "
-            f"and new connectors load {new} in the same rounds: the connector's own tier loses "
+            f"the last {len(loads_when_new)} of {len(loads_of_rounds)} rounds loaded {late} "
+            f"tokens, and new connectors load {new} in the same rounds: the connector's own tier loses "
             f"pages. Check the code that frees them after a failed store or load, an abort, a "
             f"reset, a second store of a key, a promise that is not loaded, an eviction",
         )
@@ -112,8 +112,8 @@ def check_memory(sizes: Sequence[int], scenario: Scenario, allocated_at: str) ->
         at = f", most of it allocated at {allocated_at}" if allocated_at else ""
         raise InvariantBroken(
             "CONN-10",
-            f"the halves keep {sizes[-1]} bytes after {scenario.rounds} equal rounds, {growth} more "
-            f"with each round{at}: forget requests, jobs and keys when they end",
+            f"the halves keep {sizes[-1]} bytes after {scenario.rounds} equal rounds, {growth} "
+            f"more with each round{at}: forget requests, jobs and keys when they end",
         )
 
 

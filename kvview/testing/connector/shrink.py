@@ -61,9 +61,7 @@ class Shrinker:
         rounds = self._scenario.rounds
         while rounds > 1 and self._takes(replace(self._scenario, rounds=rounds // 2)):
             rounds //= 2
-        if (
-            rounds >= FEWEST_ROUNDS
-        ):  # what fails is the comparison of many rounds, each run costs seconds
+        if rounds >= FEWEST_ROUNDS:  # many rounds are compared: a run costs seconds
             return
         self._takes(replace(self._scenario, events=self._scenario.events[: failure.num_events]))
         self._takes(replace(self._scenario, fates=()))
