@@ -60,9 +60,9 @@ def check_conserved(loads_of_rounds: Sequence[int], loads_when_new: Sequence[int
         raise InvariantBroken(
             "CONN-10",
             f"the last {len(loads_when_new)} of {len(loads_of_rounds)} rounds loaded {late} "
-            f"tokens, and new connectors load {new} in the same rounds: the connector's own tier loses "
-            f"pages. Check the code that frees them after a failed store or load, an abort, a "
-            f"reset, a second store of a key, a promise that is not loaded, an eviction",
+            f"tokens, and new connectors load {new} in the same rounds: the connector's own tier "
+            f"loses pages. Check the code that frees them after a failed store or load, an abort, "
+            f"a reset, a second store of a key, a promise that is not loaded, an eviction",
         )
 
 

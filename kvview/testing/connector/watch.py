@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from inspect import getattr_static
 from typing import Any, cast
 
@@ -12,7 +12,6 @@ from typing_extensions import override
 from kvview import (
     BlockIds,
     CacheGeometry,
-    EngineFacts,
     FinishReason,
     FullAttention,
     GPUBlockPoolView,
@@ -26,7 +25,6 @@ from kvview import (
     SupportsPinBudget,
     SupportsSilentTiers,
     SupportsSkippedBlocks,
-    TransferResult,
 )
 from kvview.testing.connector.coverage import (
     FAILED_BY_THEMSELVES,
@@ -144,6 +142,15 @@ class Record:
         self.counts.on_reported(job, success)
 
 
+def _passed_on(name: str) -> Any:
+    """A hook that is called without further checks."""
+
+    def call(self: WatchedScheduler, *args: Any) -> None:
+        self._call(name, *args)
+
+    return call
+
+
 class WatchedScheduler(SchedulerConnector):
     """Passes every call to the scheduler half, and checks its errors, promises and events.
 
@@ -164,6 +171,11 @@ class WatchedScheduler(SchedulerConnector):
         """Whether it has called ``num_pinnable_blocks``."""
         self.has_refused_reset = False
         """Whether it refused the last reset."""
+
+    on_engine_ready = _passed_on("on_engine_ready")
+    on_transfers_finished = _passed_on("on_transfers_finished")
+    on_request_preempted = _passed_on("on_request_preempted")
+    shutdown = _passed_on("shutdown")
 
     def _call(self, name: str, *args: Any) -> Any:
         if name != "take_events":
@@ -211,10 +223,6 @@ class WatchedScheduler(SchedulerConnector):
             return function()
 
         return num_pinnable_blocks
-
-    @override
-    def on_engine_ready(self, facts: EngineFacts) -> None:
-        self._call("on_engine_ready", facts)
 
     @override
     def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
@@ -286,14 +294,6 @@ class WatchedScheduler(SchedulerConnector):
         return plan
 
     @override
-    def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
-        self._call("on_transfers_finished", results)
-
-    @override
-    def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
-        self._call("on_request_preempted", request, block_ids)
-
-    @override
     def on_request_finished(
         self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
     ) -> None:
@@ -322,7 +322,3 @@ class WatchedScheduler(SchedulerConnector):
         self.fold_events()
         self._record.keys.on_reset()
         return True
-
-    @override
-    def shutdown(self) -> None:
-        self._call("shutdown")
