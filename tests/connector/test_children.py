@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from typing_extensions import override
 
-from examples.host_cache import HostCacheConnector, HostCacheScheduler, HostCacheWorker
+from examples.host_cache import HostCacheScheduler, HostCacheWorker
 from kvview import (
     BlockIds,
     CacheGeometry,
@@ -32,6 +31,7 @@ from kvview.testing.connector import (
 )
 from kvview_reference.connector import MultiConnector
 from kvview_reference.connector.multi import MultiScheduler, MultiWorker
+from tests.mutants.example import Host
 
 CHILDREN = {
     "connectors": [
@@ -112,13 +112,9 @@ def test_a_child_that_misses_a_call_is_found(forgets: str, law: str) -> None:
     assert law in laws_of(Multi, 8, options=CHILDREN)
 
 
-def with_worker(make: Callable[[int], WorkerConnector]) -> type[Connector]:
-    class Own(HostCacheConnector):
-        @override
-        def make_worker(self) -> WorkerConnector:
-            return make(self.cpu_blocks)
-
-    return Own
+def with_halves(**halves: type) -> type[Connector]:
+    """The example with other halves."""
+    return type("Own", (Host,), halves)
 
 
 class PoolWorker(HostCacheWorker):
@@ -165,23 +161,11 @@ def test_threads_end_with_their_half() -> None:
         return None if failure is None else failure.law
 
     assert law_of(LeavesChildrenRunning, CHILDREN) == "CONN-12"
-    assert law_of(with_worker(PoolWorker), {}) == "CONN-12"
-    assert [law_of(with_worker(right), {}) for right in (Ends, EndsSoon, Shares)] == [None] * 3
+    assert law_of(with_halves(worker=PoolWorker), {}) == "CONN-12"
+    assert [law_of(with_halves(worker=right), {}) for right in (Ends, EndsSoon, Shares)] == [
+        None
+    ] * 3
     Shares.pool.shutdown()
-
-
-class OwnScheduler(HostCacheConnector):
-    """The example with a scheduler half to put in."""
-
-    half: type[HostCacheScheduler] = HostCacheScheduler
-
-    @override
-    def make_scheduler(self) -> SchedulerConnector:
-        return self.half(self.config, self.cpu_blocks)
-
-
-def with_scheduler(half: type[HostCacheScheduler]) -> type[Connector]:
-    return type("Own", (OwnScheduler,), {"half": half})
 
 
 def test_a_store_in_flight_is_pending_work() -> None:
@@ -190,7 +174,7 @@ def test_a_store_in_flight_is_pending_work() -> None:
         def has_pending_work(self) -> bool:
             return False
 
-    assert "CONN-3" in laws_of(with_scheduler(Sleeps), 8)
+    assert "CONN-3" in laws_of(with_halves(scheduler=Sleeps), 8)
 
 
 def test_a_tier_without_pages_is_accepted_or_refused() -> None:
@@ -200,7 +184,9 @@ def test_a_tier_without_pages_is_accepted_or_refused() -> None:
             self.last = 0 if cpu_blocks else [][0]
 
     seed = next(seed for seed in range(100) if not generate_scenario(seed).cpu_blocks)
-    found = check_connector(with_scheduler(NeedsAPage), first_seed=seed, seeds=1, max_shrink_runs=0)
+    found = check_connector(
+        with_halves(scheduler=NeedsAPage), first_seed=seed, seeds=1, max_shrink_runs=0
+    )
     assert [failure.law for failure in found.failures] == ["CONN-1"]
 
 
@@ -212,5 +198,7 @@ def test_no_block_is_skipped_without_a_shortage() -> None:
             super().store(request, block_ids)
 
     seed = next(seed for seed in range(100) if generate_scenario(seed).is_roomy)
-    found = check_connector(with_scheduler(CountsAll), first_seed=seed, seeds=1, max_shrink_runs=0)
+    found = check_connector(
+        with_halves(scheduler=CountsAll), first_seed=seed, seeds=1, max_shrink_runs=0
+    )
     assert [failure.law for failure in found.failures] == ["CONN-13"]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from examples.host_cache import HostCacheConnector, HostCacheScheduler, HostCacheWorker
+from examples.host_cache import HostCacheScheduler, HostCacheWorker
 from kvview import (
     BlockHash,
     BlockIds,
@@ -24,7 +24,6 @@ from kvview import (
     Lease,
     LoadStoreSpec,
     RequestInfo,
-    SchedulerConnector,
     StepInfo,
     StepPlan,
     SupportsLeases,
@@ -35,19 +34,11 @@ from kvview import (
 )
 from kvview_reference.connector import OffloadConnector
 from kvview_reference.connector.offload import OffloadOptions
+from tests.mutants.example import Host
 
 
-class Unusual(HostCacheConnector):
-    """The example, with places for other halves."""
-
-    scheduler: ClassVar[type[HostCacheScheduler]] = HostCacheScheduler
-    worker: ClassVar[type[WorkerConnector]] = HostCacheWorker
-
-    def make_scheduler(self) -> SchedulerConnector:
-        return self.scheduler(self.config, self.cpu_blocks)
-
-    def make_worker(self) -> WorkerConnector:
-        return self.worker(self.cpu_blocks)  # type: ignore[call-arg]
+class Unusual(Host):
+    """A right connector over the example."""
 
 
 class HoldsForSixtySteps(Unusual):

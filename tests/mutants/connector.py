@@ -41,6 +41,7 @@ from kvview import (
 from kvview.testing import LawBroken, Mutant
 from kvview.testing.connector import check_connector
 from kvview.testing.connector.coverage import not_exercised
+from kvview.testing.connector.generate import STEADY_PLACES
 from kvview_reference.connector.offload import (
     OffloadConnector,
     OffloadOptions,
@@ -52,8 +53,11 @@ from kvview_reference.connector.offload import (
 SEEDS = 100
 """Seeds in which every one of them must show itself."""
 
+STEADY_SEEDS = [hundred + place for hundred in (0, 100) for place in STEADY_PLACES]
+"""Seeds of long runs."""
+
 NOT_EXERCISED = "coverage"
-"""What is broken by a connector that breaks no law and does not do its work: not green."""
+"""In place of a law, for a connector that breaks none and does not do its work."""
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from kvview.testing import Mutant
 from kvview_reference.connector.offload import OffloadOptions, OffloadScheduler
 from kvview_reference.offloading import CPUOffloadingManager
 
-from .connector import Offload, breaker
+from .connector import STEADY_SEEDS, Offload, breaker
 from .example import Host
 
 MUTANTS: list[Mutant] = []
-breaks = breaker(MUTANTS, seeds=[9, 59, 109, 159])  # those that are steady
+breaks = breaker(MUTANTS, seeds=STEADY_SEEDS)
 
 
 @breaks("CONN-10", "the host pages of a store that failed are not free again")

@@ -28,12 +28,17 @@ breaks = breaker(MUTANTS)
 
 
 class Host(HostCacheConnector):
-    """The right one, with a place to put a wrong half."""
+    """The example, with places for other halves."""
 
     scheduler: ClassVar[type[HostCacheScheduler]] = HostCacheScheduler
+    worker: ClassVar[type[Any]] = HostCacheWorker
 
     def make_scheduler(self) -> SchedulerConnector:
         return self.scheduler(self.config, self.cpu_blocks)
+
+    def make_worker(self) -> WorkerConnector:
+        worker: WorkerConnector = self.worker(self.cpu_blocks)
+        return worker
 
 
 @breaks("CONN-5", "pins are kept by request id, a second life takes their place", "vllm#51637")

@@ -9,18 +9,17 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from typing_extensions import override
 
-from examples.host_cache import HostCacheConnector, HostCacheScheduler
+from examples.host_cache import HostCacheScheduler
 from kvview import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
-    SchedulerConnector,
     StepInfo,
     StepPlan,
     TransferJob,
@@ -30,6 +29,7 @@ from kvview import (
 from kvview.testing import Mutant
 
 from .connector import breaker
+from .example import Host
 
 MUTANTS: list[Mutant] = []
 breaks = breaker(MUTANTS)
@@ -109,17 +109,10 @@ class ThreadedWorker(WorkerConnector):
         self.pool.shutdown()
 
 
-class Threaded(HostCacheConnector):
+class Threaded(Host):
     """The right one: the example, with a worker half that has a thread."""
 
-    scheduler: ClassVar[type[HostCacheScheduler]] = HostCacheScheduler
-    worker: ClassVar[type[ThreadedWorker]] = ThreadedWorker
-
-    def make_scheduler(self) -> SchedulerConnector:
-        return self.scheduler(self.config, self.cpu_blocks)
-
-    def make_worker(self) -> WorkerConnector:
-        return self.worker(self.cpu_blocks)
+    worker = ThreadedWorker
 
 
 # --- threads ---

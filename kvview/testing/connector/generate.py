@@ -85,7 +85,8 @@ def _kinds() -> list[Kind]:
 
 
 _KINDS = _kinds()
-_STEADY_PLACES = [place for place, kind in enumerate(_KINDS) if kind == "steady"]
+STEADY_PLACES = [place for place, kind in enumerate(_KINDS) if kind == "steady"]
+"""Places of the steady runs among a hundred seeds in a row."""
 
 
 def generate_scenario(seed: int, steps: int = 0) -> Scenario:
@@ -98,7 +99,7 @@ def generate_scenario(seed: int, steps: int = 0) -> Scenario:
     kind = dealt(_KINDS, seed)
     if kind == "steady":
         hundred, place = divmod(seed, len(_KINDS))
-        number = hundred * len(_STEADY_PLACES) + _STEADY_PLACES.index(place)
+        number = hundred * len(STEADY_PLACES) + STEADY_PLACES.index(place)
         scenario = steady_scenario(number)
     else:
         scenario = _usual_scenario(seed, kind)
