@@ -122,7 +122,7 @@ def check_skipped(stage: Stage, *, is_roomy: bool) -> None:
 
 
 def reset_at_rest(stage: Stage) -> None:
-    """Reset once more; a connector that refuses gets a few steps, and is asked again.
+    """Reset once more; a connector that refuses gets a few steps, and another reset.
 
     Raises:
         InvariantBroken: CONN-11, it refuses forever.

@@ -46,10 +46,10 @@ class EventPlayer:
         self._names_of_round: set[str] = set()
 
     def begin_round(self, number: int) -> None:
-        """Begin a round, whose prompts are its own."""
+        """Start a round with its own prompts."""
         families = number % self._scenario.rounds_until_reuse
         self._first_family = families * _FAMILIES_PER_ROUND
-        # A reused id would hide what is left under it, because the connector finds it again.
+        # A connector finds entries of a reused id again, which would hide that they were left.
         if not any(isinstance(event, Reset) for event in self._scenario.events):
             self._names_of_round.clear()
 

@@ -73,7 +73,7 @@ class HeldCopies:
         return replace(kv_caches, tensors=tensors, compute_stream=compute_stream)
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call a hook while the gate is as it is.
+        """Call a hook, without a change of the gate.
 
         Raises:
             InvariantBroken: It raised, or does not return.

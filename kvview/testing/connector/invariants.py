@@ -1,8 +1,7 @@
-"""What must hold between an engine and a connector after every step.
+"""Invariants between an engine and a connector, which hold after every step.
 
-Plain values in; out comes nothing, or one :class:`InvariantBroken` that names the
-law and the numbers. Any engine that can say these values can be watched with
-them: the oracle here is its own dicts and sets.
+Each check takes plain values, and raises an :class:`InvariantBroken` with the law and the
+numbers. They fit any engine that can report these values.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ class InvariantBroken(AssertionError):
 
     Args:
         law: Its number, ``"CONN-4"`` for example.
-        message: The values, and what was expected of them.
-        is_timeout: Whether it is a hook that did not return.
+        message: The values, and the expected ones.
+        is_timeout: Whether a hook did not return.
         is_hook_error: Whether a hook raised, or returned a value that no engine can use.
     """
 
@@ -34,11 +33,11 @@ class InvariantBroken(AssertionError):
 
 
 class EndedLoudly(InvariantBroken):
-    """A fault of the simulation came through a hook: an engine would have ended, told why."""
+    """A simulated failure came through a hook; a real engine would have ended with it."""
 
 
 def check_free_list(free_ids: Sequence[int], ref_counts: Mapping[int, int]) -> None:
-    """Each block is in the free queue exactly when nobody refers to it, and once.
+    """Require each block without references, and no other, once in the free queue.
 
     Args:
         free_ids: The free queue, next victim first.
@@ -64,15 +63,15 @@ def check_conservation(
     engine_refs: Mapping[int, int],
     connector_refs: Mapping[int, int],
 ) -> None:
-    """Free + engine-held + connector-held = all, reference by reference.
+    """Require the references of each block to be those of requests and of the connector.
 
     Args:
         ref_counts: References of every block but the null block.
-        engine_refs: Of them, those of block tables.
-        connector_refs: Of them, those that the connector's view counts.
+        engine_refs: References of block tables among them.
+        connector_refs: References that the connector's view counts.
 
     Raises:
-        InvariantBroken: CONN-4, with the blocks that somebody took or gave too often.
+        InvariantBroken: CONN-4, with a block that was held or released too often.
     """
     expected = Counter(engine_refs)
     expected.update(connector_refs)
@@ -84,16 +83,16 @@ def check_conservation(
             raise InvariantBroken(
                 "CONN-4",
                 f"block {block} has {count} references: {engine} of requests and {connector} of "
-                f"the connector, who holds the other {count - engine - connector}?",
+                f"the connector; {count - engine - connector} have no owner",
             )
 
 
 def check_drained(held: Mapping[int, int], when: str) -> None:
-    """At the end the connector holds nothing.
+    """Require that the connector holds no block.
 
     Args:
         held: References that it still has, ``{block_id: count}``.
-        when: At the end of what.
+        when: The time of the check, for the message.
 
     Raises:
         InvariantBroken: CONN-4.
@@ -105,7 +104,7 @@ def check_drained(held: Mapping[int, int], when: str) -> None:
 
 
 def check_bytes(num_wrong: int, num_wrong_before: int) -> None:
-    """No block that a request reads differs from what its hash stands for.
+    """Require that no block which a request reads differs from the KV of its hash.
 
     Raises:
         InvariantBroken: XFER-1.
@@ -119,5 +118,5 @@ def check_bytes(num_wrong: int, num_wrong_before: int) -> None:
 
 
 def short(key: OffloadKey) -> str:
-    """A key as messages write it: the start of the hash, and the group."""
+    """A key in a message: the start of its hash, and its group."""
     return f"{key[:4].hex()}.../{int.from_bytes(key[-4:], 'big')}"

@@ -81,7 +81,7 @@ class Job:
 
     @property
     def is_due(self) -> bool:
-        """Whether its bytes may move by now."""
+        """Whether its bytes may move."""
         return self.is_computed and self.age >= self.fate.move_after
 
     @property
@@ -112,12 +112,12 @@ class Start:
 
     @property
     def is_due(self) -> bool:
-        """Whether its first job may move by now."""
+        """Whether its first job may move."""
         return not self.jobs or self.jobs[0].is_due
 
     @property
     def may_overlap(self) -> bool:
-        """Whether it may run beside others: plain jobs without a simulated failure."""
+        """Whether it may run at the same time as others: plain jobs that are not to fail."""
         return is_plain(self.plan) and all(job.fate.outcome == "ok" for job in self.jobs)
 
     @property

@@ -47,7 +47,7 @@ class GPUPages:
         return [tensor[numbers] for tensor in self._tensors]
 
     def corrupt(self, blocks: Iterable[int]) -> None:
-        """Overwrite blocks with bytes that are no KV."""
+        """Overwrite blocks with bytes that are not KV."""
         numbers = list(blocks)
         for tensor in self._tensors:
             tensor[numbers] = _JUNK
@@ -217,7 +217,7 @@ class TierKeys:
         return self._events.advertised()
 
     def on_planned(self, job: Job) -> None:
-        """Add a planned store; the keys of a store from before a reset are not held (OFF-8)."""
+        """Add a planned store; the keys of a store that a reset follows are not held (OFF-8)."""
         if not job.is_load:
             self._current.add(job)
 

@@ -1,6 +1,6 @@
 """Threads that a connector's halves leave behind when they are shut down (CONN-12).
 
-A thread pool that all instances share is no leak, although its threads stay. So a run that
+A thread pool that all instances share is not a leak, although its threads stay. So a run that
 leaves threads is played again, more often than such a pool has threads, and each time must
 leave new ones.
 """

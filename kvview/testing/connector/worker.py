@@ -218,8 +218,8 @@ class WorkerHarness(WorkerConnector):
         if foreign := [block for block in job.gpu_blocks if block not in expected]:
             raise InvariantBroken(
                 "XFER-2",
-                f"load job {job.job_id} writes blocks {foreign}, which are none of those that "
-                f"request {job.transfer.request_id!r} waits for",
+                f"load job {job.job_id} writes blocks {foreign}, for which request "
+                f"{job.transfer.request_id!r} does not wait",
             )
         if is_plain(plan):  # the children of another plan may have pages of the same numbers
             self._record.pages.check_load(job, expected)
