@@ -9,7 +9,6 @@ import torch
 
 from kvview import (
     ComputeEvent,
-    GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadKey,
     StepPlan,
@@ -164,8 +163,3 @@ def _overlap(pages: set[_Page], others: set[_Page]) -> bool:
     return any(
         (page is None and medium in media) or (medium, None) in others for medium, page in pages
     )
-
-
-def gpu_blocks(spec: LoadStoreSpec) -> list[int]:
-    """GPU blocks of one side of a job; none if it is not the GPU's, which the engine refuses."""
-    return list(spec.block_ids) if isinstance(spec, GPULoadStoreSpec) else []

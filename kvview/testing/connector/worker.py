@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from kvview import (
     CanonicalKVCaches,
-    LoadStoreSpec,
     StepPlan,
     TransferJob,
     TransferResult,
@@ -33,11 +32,11 @@ from kvview.testing.connector.jobs import (
     Job,
     Start,
     blocks_of_loads,
-    gpu_blocks,
     is_plain,
     starts_of,
 )
 from kvview.testing.connector.memory import GPUPages
+from kvview.testing.connector.plan_checks import check_held, check_load, check_store, gpu_blocks
 from kvview.testing.connector.scenario import Fate, Scenario
 from kvview.testing.connector.stream import StepStream
 from kvview.testing.connector.watch import Record
@@ -160,7 +159,7 @@ class WorkerHarness(WorkerConnector):
         for job in self._jobs.values():
             job.age += 1
         self._note_rows()
-        self._check_held()
+        check_held(self.stores_in_flight(), self._engine())
         self._advance()
         self._poll()
         return [
@@ -201,77 +200,19 @@ class WorkerHarness(WorkerConnector):
         fate = next(self._fates, None) or Fate()
         if is_load:
             fate = self._scenario.fate_of_load(fate)
-        blocks = self._gpu_blocks(transfer.dst if is_load else transfer.src)
-        job = Job(transfer, is_load, fate, blocks)
+        gpu_side = transfer.dst if is_load else transfer.src
+        job = Job(transfer, is_load, fate, gpu_blocks(gpu_side, self._num_blocks))
         if self._stream is not None:
             job.mark = self._stream.record_event()
         if is_load:
-            self._check_load(job, plan)
+            expected = check_load(job, self._engine())
+            if is_plain(plan):  # the children of another plan may have pages of the same numbers
+                self._record.pages.check_load(job, expected)
         else:
-            self._check_store(job)
+            check_store(job, self._engine())
             self._record.pages.add_store(job)
         self._note_rows_of(job)
         return job
-
-    def _check_load(self, job: Job, plan: StepPlan) -> None:
-        expected = self._engine().expected_keys(job.transfer.request_id or "")
-        if foreign := [block for block in job.gpu_blocks if block not in expected]:
-            raise InvariantBroken(
-                "XFER-2",
-                f"load job {job.job_id} writes blocks {foreign}, for which request "
-                f"{job.transfer.request_id!r} does not wait",
-            )
-        if is_plain(plan):  # the children of another plan may have pages of the same numbers
-            self._record.pages.check_load(job, expected)
-
-    def _check_store(self, job: Job) -> None:
-        blocks = job.gpu_blocks
-        if free := self._free_blocks(job):
-            raise InvariantBroken(
-                "CONN-6",
-                f"store job {job.job_id} reads blocks {free}, which are free: they may be "
-                f"overwritten at any time",
-            )
-        job.block_keys = dict(zip(blocks, self._engine().block_keys(blocks), strict=True))
-        keyless = [block for block in blocks if not job.block_keys[block]]
-        if not keyless:
-            return
-        reads = f"store job {job.job_id} reads blocks {keyless}, in which no KV is computed whole"
-        if self._engine().held_blocks().keys() >= set(keyless):
-            raise InvariantBroken(
-                "CONN-8",
-                f"{reads}: store blocks that num_computed_tokens covers (kvview.full_blocks); the "
-                f"last token that a request sampled is not computed, nor is the KV that a step "
-                f"schedules",
-            )
-        raise InvariantBroken(
-            "CONN-6", f"{reads} any more: they were not held when another request got them"
-        )
-
-    def _gpu_blocks(self, spec: LoadStoreSpec) -> list[int]:
-        blocks = gpu_blocks(spec)
-        for block in blocks:
-            if type(block) is not int or not 0 < block < self._num_blocks:
-                raise InvariantBroken(
-                    "XFER-1",
-                    f"a plan names GPU block {block!r}: blocks are 1 to {self._num_blocks - 1}",
-                )
-        return blocks
-
-    def _check_held(self) -> None:
-        """Require references to the source blocks of a store until it is reported."""
-        for job in self.stores_in_flight():
-            if free := self._free_blocks(job):
-                raise InvariantBroken(
-                    "CONN-6",
-                    f"blocks {free} are free, and store job {job.job_id}, which reads them, is "
-                    f"not reported yet: hold the blocks of a store until then, even if another "
-                    f"owner releases them",
-                )
-
-    def _free_blocks(self, job: Job) -> list[int]:
-        engine = self._engine()
-        return [block for block in job.gpu_blocks if not engine.ref_count(block)]
 
     def _note_rows(self) -> None:
         """Copy the blocks of jobs whose steps an engine has computed since the last hook."""
