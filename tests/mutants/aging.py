@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from examples.host_cache import HostCacheScheduler
 from kvview import (
     BlockIds,
     ConnectorConfig,
     OffloadKey,
+    ReqContext,
     RequestInfo,
     TransferResult,
 )
 from kvview.testing import Mutant
+from kvview_reference.connector.offload import OffloadConnector, OffloadScheduler
+from kvview_reference.offloading import CPUOffloadingManager
 
 from .connector import STEADY_SEEDS, breaker
 from .example import Host
@@ -67,6 +70,39 @@ class RemembersRequests(Host):
             num_tokens = super().match_prefix(request, num_computed_tokens)
             self.num_matched[request.request_id] = num_tokens
             return num_tokens
+
+
+@in_long_runs("CONN-10", "does not free the host pages of a store that failed")
+class LosesPagesOfFailedStores(Host):
+    class scheduler(HostCacheScheduler):
+        def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
+            for result in results:
+                if not result.success and result.job_id in self.stores:
+                    self.stores[result.job_id][0].clear()
+            super().on_transfers_finished(results)
+
+
+class LosingManager(CPUOffloadingManager):
+    def complete_store(
+        self, keys: Collection[OffloadKey], ctx: ReqContext | None = None, /, success: bool = True
+    ) -> None:
+        free = list(self._free_pages)
+        super().complete_store(keys, ctx, success)
+        if not success:
+            self._free_pages = free
+
+
+@in_long_runs("CONN-10", "has a manager that does not free the pages of failed stores")
+class ManagerLosesFailedStores(OffloadConnector):
+    def make_scheduler(self) -> OffloadScheduler:
+        half = OffloadScheduler(self.config, self.options)
+        if self.options.cpu_blocks:
+            half._manager = LosingManager(
+                self.options.cpu_blocks,
+                self.options.policy,
+                enable_events=self.options.enable_events,
+            )
+        return half
 
 
 @breaks("CONN-2", "drops pages that are ten seconds old between a promise and its load")
