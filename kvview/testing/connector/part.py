@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
 
 from typing_extensions import override
 
 from kvview import Connector, ConnectorConfig, SchedulerConnector, WorkerConnector
 from kvview.connector.hook_errors import build_connector
-from kvview.testing.connector.harness import ConnectorHarness
 from kvview.testing.connector.hook_calls import hook, make_worker, require_type
 from kvview.testing.connector.process import RemoteWorker
-from kvview.testing.connector.scenario import Fate, Scenario
-from kvview.testing.connector.stream import StepStream
 from kvview.testing.connector.watch import Record, WatchedScheduler
-from kvview.testing.connector.worker import WorkerHarness
+from kvview.testing.connector.worker import Shared, WorkerHarness
 
 
 class Part(Connector):
@@ -27,34 +23,18 @@ class Part(Connector):
     Args:
         connector_class: The connector.
         config: Its configuration, pickled.
-        scenario: The run.
-        fates: Fates of the jobs.
-        engine: Returns the engine, once it is built.
-        blocks_to_load: Returns the blocks that loads in flight of all connectors write.
-        stream: The engine's compute, if it lags.
+        shared: Objects of the run.
     """
 
-    def __init__(
-        self,
-        connector_class: type[Connector],
-        config: bytes,
-        scenario: Scenario,
-        fates: Iterator[Fate],
-        engine: Callable[[], ConnectorHarness],
-        blocks_to_load: Callable[[], set[int]],
-        stream: StepStream | None,
-    ) -> None:
-        super().__init__(ConnectorConfig(scenario.geometry))
-        self.record = Record(scenario.geometry)
+    def __init__(self, connector_class: type[Connector], config: bytes, shared: Shared) -> None:
+        geometry = shared.scenario.geometry
+        super().__init__(ConnectorConfig(geometry))
+        self.record = Record(geometry)
         self.halves: list[SchedulerConnector | WorkerConnector] = []
         """The halves in this process."""
         self._connector_class = connector_class
         self._config = config
-        self._scenario = scenario
-        self._fates = fates
-        self._engine = engine
-        self._blocks_to_load = blocks_to_load
-        self._stream = stream
+        self._shared = shared
 
     @override
     def make_scheduler(self) -> SchedulerConnector:
@@ -69,18 +49,10 @@ class Part(Connector):
     @override
     def make_worker(self) -> WorkerConnector:
         half: WorkerConnector
-        if self._scenario.worker_half == "in_a_process":
+        if self._shared.scenario.worker_half == "in_a_process":
             half = RemoteWorker(self._connector_class, self._config)
         else:
             half = make_worker(self._connector_class, self._config)
             self.halves.append(half)
-        self.worker = WorkerHarness(
-            half,
-            self._scenario,
-            self._fates,
-            self._engine,
-            self._blocks_to_load,
-            self.record,
-            self._stream,
-        )
+        self.worker = WorkerHarness(half, self._shared, self.record)
         return self.worker

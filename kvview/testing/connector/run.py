@@ -45,6 +45,7 @@ from kvview.testing.connector.scenario import Scenario
 from kvview.testing.connector.stage import Stage
 from kvview.testing.connector.stream import StepStream
 from kvview.testing.connector.threads import ThreadWatch, leaves_threads
+from kvview.testing.connector.worker import Shared
 from kvview.testing.placeholders import in_fresh_folders, is_in_bytes
 from kvview.testing.yield_points import new_threads_yield_often
 
@@ -182,17 +183,14 @@ class Run:
         self.coverage[OF_THEIR_OWN_SIZE] += not knows_size and scenario.cpu_blocks > 0
         self._is_roomy = scenario.is_roomy and knows_size and not is_in_bytes(options_of_each[0])
         part_class = type(connector_class.__name__, (Part,), {})  # reports name the connector
-        for config in configs:
-            part = part_class(
-                connector_class,
-                config,
-                scenario,
-                self._fates,
-                lambda: self.stage.engine,
-                self.stage.blocks_to_load,
-                self._stream,
-            )
-            self.stage.parts.append(part)
+        shared = Shared(
+            scenario,
+            self._fates,
+            engine=lambda: self.stage.engine,
+            blocks_to_load=self.stage.blocks_to_load,
+            stream=self._stream,
+        )
+        self.stage.parts += [part_class(connector_class, config, shared) for config in configs]
 
     def _build_engine(self) -> ConnectorHarness:
         return self._engines.build(

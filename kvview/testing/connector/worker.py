@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import repeat, takewhile
 from typing import Any
 
@@ -45,6 +46,25 @@ _MUCH_LATER = 1_000  # steps
 _POLLS = 8  # calls of get_finished, at most, while jobs end
 
 
+@dataclass(frozen=True)
+class Shared:
+    """Objects of a run that the harnesses of all its connectors share.
+
+    Args:
+        scenario: The run.
+        fates: Fates of the jobs by the order of their plans.
+        engine: Returns the engine, once it is built.
+        blocks_to_load: Returns the blocks that loads in flight of all connectors write.
+        stream: The engine's compute, if it lags.
+    """
+
+    scenario: Scenario
+    fates: Iterator[Fate]
+    engine: Callable[[], ConnectorHarness]
+    blocks_to_load: Callable[[], set[int]]
+    stream: StepStream | None
+
+
 class WorkerHarness(WorkerConnector):
     """Passes jobs to the worker half, and reports them as their fates say.
 
@@ -63,32 +83,20 @@ class WorkerHarness(WorkerConnector):
 
     Args:
         half: The worker half.
-        scenario: The run.
-        fates: Fates of the jobs by the order of their plans; several harnesses may share them.
-        engine: Returns the engine, once it is built.
-        blocks_to_load: Returns the blocks that loads in flight of all connectors write.
+        shared: Objects of the run.
         record: The model of the connector's tier, and its counts.
-        stream: The engine's compute, if it lags.
     """
 
-    def __init__(
-        self,
-        half: WorkerConnector,
-        scenario: Scenario,
-        fates: Iterator[Fate],
-        engine: Callable[[], ConnectorHarness],
-        blocks_to_load: Callable[[], set[int]],
-        record: Record,
-        stream: StepStream | None = None,
-    ) -> None:
+    def __init__(self, half: WorkerConnector, shared: Shared, record: Record) -> None:
         self._half = half
-        self._scenario = scenario
-        self._fates = fates
-        self._engine = engine
-        self._all_blocks_to_load = blocks_to_load
+        self._scenario = shared.scenario
+        self._engine = shared.engine
+        self._all_blocks_to_load = shared.blocks_to_load
+        self._stream = shared.stream
+        self._fates = shared.fates
         self._record = record
-        self._stream = stream
-        self._copies = HeldCopies(half) if scenario.worker_half == "whole_plans" else None
+        holds_copies = self._scenario.worker_half == "whole_plans"
+        self._copies = HeldCopies(half) if holds_copies else None
         self._jobs: dict[int, Job] = {}
         self._queue: list[Start] = []
         self._num_blocks = 0
