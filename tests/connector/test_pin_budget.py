@@ -44,7 +44,7 @@ class NeverQueries(WithLimits):
 
 
 class HoldsOneMore(WithLimits):
-    """Off by one in what it may hold."""
+    """Holds one block more than it may."""
 
     @staticmethod
     def change(half: HostCacheScheduler) -> None:

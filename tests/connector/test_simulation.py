@@ -63,9 +63,9 @@ from tests.mutants.example import PinsByRequest
 from tests.mutants.leasing import (
     LeasesAndTouches,
     LeasesForAWhile,
-    LeasesForEver,
+    LeasesForever,
     LeasesForLong,
-    RenewsForEver,
+    RenewsForever,
 )
 from tests.mutants.several import Two
 from tests.mutants.worker import InAnyOrder, Threaded
@@ -153,7 +153,7 @@ def test_every_wrong_connector_breaks_its_law(mutant: Mutant) -> None:
     assert broken.law == mutant.law, broken
 
 
-@pytest.mark.parametrize("connector", [LeasesForEver, LeasesAndTouches, RenewsForEver])
+@pytest.mark.parametrize("connector", [LeasesForever, LeasesAndTouches, RenewsForever])
 def test_a_hold_without_a_deadline_is_found(connector: type[Connector]) -> None:
     report = check_connector(connector, seeds=10, max_shrink_runs=0)
     assert {failure.law for failure in report.failures} == {"CONN-4"}

@@ -1,4 +1,4 @@
-"""Asynchronous scheduling: what is counted is launched, and its bytes and tokens come later."""
+"""Asynchronous scheduling: counts are of launched steps, whose bytes and tokens come later."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ STORED_TOO_EARLY = (
 )
 
 
-def test_a_worker_that_does_not_wait_for_compute_reads_what_was_there_before() -> None:
+def test_a_worker_that_does_not_wait_for_compute_reads_old_bytes() -> None:
     for lags in (False, True):
         played = scenario(*STORED_TOO_EARLY, compute_lags=lags)
         assert simulate(HostCacheConnector, played).failure is None
@@ -116,8 +116,9 @@ def test_a_worker_that_does_not_wait_for_compute_reads_what_was_there_before() -
 @pytest.mark.parametrize(
     "connector", [HostCacheConnector, OffloadConnector, LazyOffloadConnector, AtTheEnd, Two]
 )
-def test_right_ones_stay_right(connector: type[Connector], depth: int, lags: bool) -> None:
-    """Whatever the generator drew for these seeds."""
+def test_right_connectors_break_no_law_at_any_depth(
+    connector: type[Connector], depth: int, lags: bool
+) -> None:
     for seed in range(300, 308):
         drawn = generate_scenario(seed)
         played = replace(drawn, steps_in_flight=depth, compute_lags=lags)
@@ -129,7 +130,7 @@ def test_right_ones_stay_right(connector: type[Connector], depth: int, lags: boo
 
 
 class Seen(Connector):
-    """Notes every call that says how much is computed."""
+    """Notes the number of computed tokens of every call."""
 
     def make_scheduler(self) -> SchedulerConnector:
         return Noting()
@@ -223,7 +224,7 @@ def test_nothing_is_launched_past_an_end_that_is_foreseen(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, *DEPTHS])
-def test_steps_are_in_flight_for_nothing_when_a_request_ends_unforeseen(depth: int) -> None:
+def test_steps_in_flight_are_discarded_when_a_request_ends_unforeseen(depth: int) -> None:
     engine = build(depth)
     request = prompt("a", 7, 20, stops_after=4)
     engine.add_request(request)
@@ -236,7 +237,7 @@ def test_steps_are_in_flight_for_nothing_when_a_request_ends_unforeseen(depth: i
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_what_is_in_flight_is_written_in_stream_order(depth: int) -> None:
+def test_steps_in_flight_are_written_in_stream_order(depth: int) -> None:
     stream = StepStream()
     engine = build(depth, stream, num_gpu_blocks=8)
     engine.add_request(prompt("a", 8, 9))
@@ -244,7 +245,7 @@ def test_what_is_in_flight_is_written_in_stream_order(depth: int) -> None:
     assert not stream.record_event().query()
     engine.abort("a")
     assert engine.held_blocks() == {}
-    for name in "bcdb":  # in the same blocks, and b's second life hits what its first has left
+    for name in "bcdb":  # in the same blocks, and the second b hits the blocks of the first
         engine.add_request(prompt(name, 8, 2))
         engine.step()
     drain(engine)
@@ -255,7 +256,7 @@ def test_what_is_in_flight_is_written_in_stream_order(depth: int) -> None:
 
 @pytest.mark.parametrize("lags", [False, True])
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_who_is_preempted_keeps_its_tokens(depth: int, lags: bool) -> None:
+def test_a_preempted_request_keeps_its_tokens(depth: int, lags: bool) -> None:
     engine = build(depth, StepStream() if lags else None, num_gpu_blocks=9)
     requests = [prompt(name, 7, 17, stops_after=13 if name == "b" else None) for name in "ab"]
     for request in requests:
@@ -286,7 +287,7 @@ def test_a_request_may_end_while_it_waits() -> None:
     assert ended.count(0) >= 5
 
 
-def test_shutdown_writes_what_is_in_flight_first() -> None:
+def test_shutdown_writes_the_steps_in_flight_first() -> None:
     stream = StepStream()
     engine = build(3, stream)
     engine.add_request(prompt("a", 8, 9))
@@ -303,7 +304,7 @@ def test_there_is_at_least_one_step() -> None:
         build(0)
 
 
-def test_hashes_ahead_are_those_that_come() -> None:
+def test_future_hashes_are_foreseen() -> None:
     for salt in (None, "salt"):
         request = Request("a", 6, 30, SIZE, chain_hashes(range(1)), lora_name=salt, cache_salt=salt)
         ahead = list(request.hashes_of(22))

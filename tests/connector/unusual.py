@@ -1,4 +1,4 @@
-"""Right connectors that do what few do: no law may be broken by any of them."""
+"""Right connectors with unusual behaviour, which break no law."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class HoldsForSixtySteps(Unusual):
 
 
 class LoadsOnlyMuch(Unusual):
-    """A load is worth it from five scheduler blocks on."""
+    """Loads only five scheduler blocks or more."""
 
     class scheduler(HostCacheScheduler):
         @override
@@ -93,7 +93,7 @@ class LoadsOnlyMuch(Unusual):
 
 
 class LoadsTheSecondTime(Unusual):
-    """A prompt that was never asked for is computed; the next one is loaded."""
+    """Computes a prompt the first time, and loads it the second time."""
 
     class scheduler(HostCacheScheduler):
         def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
@@ -112,7 +112,7 @@ class LoadsTheSecondTime(Unusual):
 
 
 class AnswersLater(Unusual):
-    """Every request is asked about once more, in a later step."""
+    """Returns None once for each request, so the engine calls again in a later step."""
 
     class scheduler(HostCacheScheduler):
         def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
@@ -138,7 +138,7 @@ class AnswersLater(Unusual):
 
 
 class PromisesLess(Unusual):
-    """One scheduler block of what it has."""
+    """Promises one scheduler block, although it has more."""
 
     class scheduler(HostCacheScheduler):
         @override
@@ -152,7 +152,7 @@ class PromisesLess(Unusual):
 
 
 class StoresTheThirdTime(OffloadConnector):
-    """What was computed three times is worth a place."""
+    """Stores a block when it was computed three times."""
 
     def __init__(self, config: ConnectorConfig) -> None:
         super().__init__(config)
@@ -161,7 +161,7 @@ class StoresTheThirdTime(OffloadConnector):
 
 
 class DropsAll(Unusual):
-    """When the engine is short of blocks, memory is short: everything goes."""
+    """Drops its tier when the engine preempts."""
 
     class scheduler(HostCacheScheduler):
         @override
@@ -172,7 +172,7 @@ class DropsAll(Unusual):
 
 
 class OneJobPerBlock(Unusual):
-    """A job moves one block; the ends of its parts are added up."""
+    """Plans one job per block, and joins their results."""
 
     class scheduler(HostCacheScheduler):
         def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
@@ -216,14 +216,14 @@ class OneJobPerBlock(Unusual):
 
 @dataclass(frozen=True)
 class ShelfSpec:
-    """Names on a shelf: no pages, no numbers."""
+    """Names on a shelf, without numbered pages."""
 
     medium: ClassVar[str] = "SHELF"
     names: tuple[str, ...]
 
 
 class OwnMedium(Unusual):
-    """Addressed by name, on a medium of its own."""
+    """Stores by name, on a medium of its own."""
 
     class scheduler(HostCacheScheduler):
         @override
@@ -281,7 +281,7 @@ def shelf(spec: LoadStoreSpec) -> ShelfSpec:
 
 @dataclass(frozen=True)
 class PlanWithNotes(StepPlan):
-    """What the worker half is told beside the jobs."""
+    """A plan with notes besides its jobs."""
 
     notes: tuple[str, ...] = ()
 
@@ -310,7 +310,7 @@ class OwnPlan(Unusual):
 
 
 class LeasingScheduler(HostCacheScheduler):
-    """Stores, and leases the first block of what finished to a reader who may come."""
+    """Stores, and leases the first block of finished requests to a later reader."""
 
     ttl = 3.0
 
@@ -338,7 +338,7 @@ class LeasingScheduler(HostCacheScheduler):
 
 
 class Produces(Unusual):
-    """Stores, holds what finished for a reader who may come, and never loads."""
+    """Stores, holds blocks of finished requests for a later reader, and never loads."""
 
     class scheduler(LeasingScheduler):
         @override
@@ -347,14 +347,14 @@ class Produces(Unusual):
 
 
 class HoldsForLong(Unusual):
-    """What finished stays on the GPU for a minute."""
+    """Keeps blocks of finished requests on the GPU for a minute."""
 
     class scheduler(LeasingScheduler):
         ttl = 60.0
 
 
 class KeepsWhatMoved(Unusual):
-    """Of a store that failed it keeps the blocks that were moved all the same."""
+    """Keeps the blocks of a failed store that were moved nevertheless."""
 
     class scheduler(HostCacheScheduler):
         @override

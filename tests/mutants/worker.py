@@ -147,7 +147,7 @@ class InAnyOrder(Threaded):
     worker = FourThreads
 
 
-@breaks("XFER-4", "says that a job is done when it is queued")
+@breaks("XFER-4", "reports a job as done when it is queued")
 class DoneWhenQueued(Threaded):
     class worker(ThreadedWorker):
         @override
@@ -187,7 +187,7 @@ class WaitsInStartPlan(Threaded):
             super().start_plan(plan)
 
 
-@breaks("CONN-3", "the end of a job is told before its report is there")
+@breaks("CONN-3", "ends a job before its report is there")
 class EndsBeforeItsReport(Threaded):
     class worker(WaitsForEnds):
         @override
@@ -222,7 +222,7 @@ class OneListOfReferences(Threaded):
             return self.refs[0]
 
 
-# --- what the halves share ---
+# --- shared by the halves ---
 
 _JOBS: dict[int, TransferJob] = {}
 
