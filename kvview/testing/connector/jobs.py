@@ -119,11 +119,6 @@ class Start:
         """Whether it may run at the same time as others: plain jobs that are not to fail."""
         return is_plain(self.plan) and all(job.fate.outcome == "ok" for job in self.jobs)
 
-    @property
-    def moves_nothing(self) -> bool:
-        """Whether it is plain jobs whose fates keep every byte from moving."""
-        return is_plain(self.plan) and all(job.fate.outcome == "none" for job in self.jobs)
-
     def must_follow(self, other: Start) -> bool:
         """Whether an earlier start must come first: both touch a page, or one is not plain."""
         if not (is_plain(self.plan) and is_plain(other.plan)):

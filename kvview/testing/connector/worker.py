@@ -261,11 +261,9 @@ class WorkerHarness(WorkerConnector):
 
     def _run(self, starts: Sequence[Start]) -> None:
         """Start jobs, and wait for all of them."""
-        jobs = [job for start in starts for job in start.jobs]
-        if all(start.moves_nothing for start in starts):
-            for job in jobs:
-                job.result = job.failed()
+        if not starts:
             return
+        jobs = [job for start in starts for job in start.jobs]
         with (
             self._pages.only_loads_write(jobs, lambda: blocks_of_loads(jobs)),
             self._pages.corrupted(self._failing_blocks(jobs)),
