@@ -102,8 +102,8 @@ Outcome = Literal["ok", "none", "half"]
 
 
 WorkerHalf = Literal["job_by_job", "whole_plans", "in_a_process"]
-"""Given its jobs one by one, each waited for when it is time; given whole plans, with its own
-threads and order, over tensors that hold its copies up; or job by job in a child process."""
+"""Delivery of jobs to the worker half: each job when it is due; whole plans in their step, while
+the copies of its threads are held at a gate; or each job when it is due, in a child process."""
 
 
 @dataclass(frozen=True)

@@ -170,11 +170,8 @@ class WorkerHarness(WorkerConnector):
         check_held(self.stores_in_flight(), self._engine())
         self._advance()
         self._poll()
-        return [
-            self._report(job)
-            for job in reversed(self._jobs.copy().values())
-            if self._may_report(job)
-        ]
+        ended = [job for job in self._jobs.values() if self._may_report(job)]
+        return [self._report(job) for job in reversed(ended)]  # the last planned first
 
     @override
     def wait(self, job_ids: Sequence[int]) -> None:
