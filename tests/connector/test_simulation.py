@@ -296,13 +296,13 @@ def test_ctrl_c_leaves_the_summary_so_far() -> None:
 
 
 def test_the_page_is_one_file_with_a_picture(tmp_path: Path) -> None:
-    report = run_checks(LeaksFailedStores, seeds=3, keep_going=True)
+    report = run_checks(FreesWhenPlanned, seeds=3, keep_going=True)
     write_report(tmp_path / "report.html", report)
     page = (tmp_path / "report.html").read_text()
     failure = report.failures[0].failure
     assert failure is not None
     assert ", ".join(map(str, failure.seeds)) in page
-    assert "check_conn_4_in_simulated_runs" in page
+    assert "check_conn_6_in_simulated_runs" in page
     assert page.count("<svg") == 1, "one picture a law, not one a seed"
     assert "prefers-color-scheme: dark" in page
     assert 'class="hatch"' in page, "areas differ not by colour alone"

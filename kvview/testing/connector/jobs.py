@@ -21,7 +21,7 @@ _Page = tuple[str, int | None]  # medium and page; None for a medium without num
 
 
 @dataclass(eq=False)
-class Job:
+class PlannedJob:
     """A transfer job that is not reported yet.
 
     A job is planned, started (the worker half has it), ended (it has a result) and reported,
@@ -93,7 +93,7 @@ class Job:
         """The result of a simulated failure."""
         return TransferResult(self.job_id, False, error=f"simulated: {self.fate}", moved=moved)
 
-    def meets(self, other: Job) -> bool:
+    def meets(self, other: PlannedJob) -> bool:
         """Whether both touch a page that one of them writes."""
         (reads, writes), (other_reads, other_writes) = self._pages(), other._pages()
         return _overlap(writes, other_writes | other_reads) or _overlap(reads, other_writes)
@@ -107,7 +107,7 @@ class Start:
     """One call of ``start_plan`` that is still to come: a plan and its jobs."""
 
     plan: StepPlan
-    jobs: list[Job]
+    jobs: list[PlannedJob]
 
     @property
     def is_due(self) -> bool:
@@ -131,7 +131,7 @@ def is_plain(plan: StepPlan) -> bool:
     return type(plan) is StepPlan
 
 
-def starts_of(plan: StepPlan, jobs: Sequence[Job]) -> Iterator[Start]:
+def starts_of(plan: StepPlan, jobs: Sequence[PlannedJob]) -> Iterator[Start]:
     """Split a plan into one start per job; a plan of a class of its own stays whole."""
     if not is_plain(plan):
         yield Start(plan, list(jobs))
@@ -141,7 +141,7 @@ def starts_of(plan: StepPlan, jobs: Sequence[Job]) -> Iterator[Start]:
         yield Start(StepPlan(alone, []) if job.is_load else StepPlan([], alone), [job])
 
 
-def blocks_of_loads(jobs: Iterable[Job]) -> set[int]:
+def blocks_of_loads(jobs: Iterable[PlannedJob]) -> set[int]:
     """GPU blocks that the loads among some jobs write."""
     return {block for job in jobs if job.is_load for block in job.gpu_blocks}
 

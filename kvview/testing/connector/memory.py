@@ -23,7 +23,7 @@ from kvview import (
     make_offload_key,
 )
 from kvview.testing.connector.invariants import InvariantBroken, short
-from kvview.testing.connector.jobs import Job
+from kvview.testing.connector.jobs import PlannedJob
 from kvview.testing.events.model import EventModel
 
 _JUNK = 0x5A
@@ -64,7 +64,7 @@ class GPUPages:
 
     @contextmanager
     def only_loads_write(
-        self, jobs: Sequence[Job], may_write: Callable[[], set[int]]
+        self, jobs: Sequence[PlannedJob], may_write: Callable[[], set[int]]
     ) -> Iterator[None]:
         """Compare all blocks before and after, except those that loads may write.
 
@@ -93,7 +93,7 @@ class GPUPages:
                     f"of them names",
                 )
 
-    def check_source(self, store: Job) -> None:
+    def check_source(self, store: PlannedJob) -> None:
         """Compare the source blocks of a store with their bytes when they were computed.
 
         Raises:
@@ -109,7 +109,9 @@ class GPUPages:
                     f"{store.job_id} had yet to read them",
                 )
 
-    def check_arrived(self, load: Job, group_refs: Sequence[Sequence[CanonicalKVCacheRef]]) -> None:
+    def check_arrived(
+        self, load: PlannedJob, group_refs: Sequence[Sequence[CanonicalKVCacheRef]]
+    ) -> None:
         """Look for words that are the same as before a load that is reported as a success.
 
         Raises:
@@ -140,17 +142,17 @@ class TierPages:
     """The last stores into each page of a host tier."""
 
     def __init__(self) -> None:
-        self._stores: defaultdict[int, deque[Job]] = defaultdict(
+        self._stores: defaultdict[int, deque[PlannedJob]] = defaultdict(
             lambda: deque(maxlen=_REMEMBERED_STORES)
         )
 
-    def add_store(self, job: Job) -> None:
+    def add_store(self, job: PlannedJob) -> None:
         """Add a planned store to its pages."""
         if isinstance(job.transfer.dst, CPULoadStoreSpec):
             for page in job.transfer.dst.block_ids:
                 self._stores[page].append(job)
 
-    def check_load(self, job: Job, expected: Mapping[int, OffloadKey]) -> None:
+    def check_load(self, job: PlannedJob, expected: Mapping[int, OffloadKey]) -> None:
         """Compare the pages that a load reads with the keys that must come into its blocks.
 
         Args:
@@ -206,7 +208,7 @@ class TierKeys:
         self._events: EventModel[OffloadKey] = EventModel()
         self._has_failed_loads = False
         self._stored_once: set[OffloadKey] = set()
-        self._current: set[Job] = set()  # stores that were planned since the last reset
+        self._current: set[PlannedJob] = set()  # stores that were planned since the last reset
         # By request: the promised keys, and the keys that were advertised at the promise; None
         # for a tier without events.
         self._promises: dict[str, tuple[list[OffloadKey], set[OffloadKey] | None]] = {}
@@ -216,12 +218,12 @@ class TierKeys:
         """Keys that some medium holds by its events."""
         return self._events.advertised()
 
-    def on_planned(self, job: Job) -> None:
+    def on_planned(self, job: PlannedJob) -> None:
         """Add a planned store; the keys of a store that a reset follows are not held (OFF-8)."""
         if not job.is_load:
             self._current.add(job)
 
-    def on_reported(self, job: Job, success: bool) -> None:
+    def on_reported(self, job: PlannedJob, success: bool) -> None:
         """Add the keys of a reported store."""
         if job.is_load:
             self._has_failed_loads |= not success

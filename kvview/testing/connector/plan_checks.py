@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from kvview import GPULoadStoreSpec, LoadStoreSpec, OffloadKey
 from kvview.testing.connector.harness import ConnectorHarness
 from kvview.testing.connector.invariants import InvariantBroken
-from kvview.testing.connector.jobs import Job
+from kvview.testing.connector.jobs import PlannedJob
 
 
 def gpu_blocks(spec: LoadStoreSpec, num_blocks: int) -> list[int]:
@@ -30,7 +30,7 @@ def gpu_blocks(spec: LoadStoreSpec, num_blocks: int) -> list[int]:
     return list(spec.block_ids)
 
 
-def check_load(job: Job, engine: ConnectorHarness) -> Mapping[int, OffloadKey]:
+def check_load(job: PlannedJob, engine: ConnectorHarness) -> Mapping[int, OffloadKey]:
     """Require that the request of a load waits for its blocks.
 
     Returns:
@@ -50,7 +50,7 @@ def check_load(job: Job, engine: ConnectorHarness) -> Mapping[int, OffloadKey]:
     return expected
 
 
-def check_store(job: Job, engine: ConnectorHarness) -> None:
+def check_store(job: PlannedJob, engine: ConnectorHarness) -> None:
     """Require references to the source blocks of a store, and note the keys of their KV.
 
     Raises:
@@ -80,7 +80,7 @@ def check_store(job: Job, engine: ConnectorHarness) -> None:
     )
 
 
-def check_held(stores: Iterable[Job], engine: ConnectorHarness) -> None:
+def check_held(stores: Iterable[PlannedJob], engine: ConnectorHarness) -> None:
     """Require references to the source blocks of stores until they are reported.
 
     Raises:
@@ -96,5 +96,5 @@ def check_held(stores: Iterable[Job], engine: ConnectorHarness) -> None:
             )
 
 
-def _free_blocks(job: Job, engine: ConnectorHarness) -> list[int]:
+def _free_blocks(job: PlannedJob, engine: ConnectorHarness) -> list[int]:
     return [block for block in job.gpu_blocks if not engine.ref_count(block)]

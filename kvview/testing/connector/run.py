@@ -38,13 +38,13 @@ from kvview.testing.connector.harness import (
 )
 from kvview.testing.connector.invariants import EndedLoudly, InvariantBroken, check_drained
 from kvview.testing.connector.jumping_clock import jumping_clock
-from kvview.testing.connector.part import Part
 from kvview.testing.connector.process import can_fork
 from kvview.testing.connector.result import Failure, SimulationResult
 from kvview.testing.connector.scenario import Scenario
 from kvview.testing.connector.stage import Stage
 from kvview.testing.connector.stream import StepStream
 from kvview.testing.connector.threads import ThreadWatch, leaves_threads
+from kvview.testing.connector.watched_connector import WatchedConnector
 from kvview.testing.connector.worker import Shared
 from kvview.testing.placeholders import in_fresh_folders, is_in_bytes
 from kvview.testing.yield_points import new_threads_yield_often
@@ -182,7 +182,8 @@ class Run:
         knows_size = is_of_size(given, scenario, options_of_each[0])
         self.coverage[OF_THEIR_OWN_SIZE] += not knows_size and scenario.cpu_blocks > 0
         self._is_roomy = scenario.is_roomy and knows_size and not is_in_bytes(options_of_each[0])
-        part_class = type(connector_class.__name__, (Part,), {})  # reports name the connector
+        # Reports name the class.
+        part_class = type(connector_class.__name__, (WatchedConnector,), {})
         shared = Shared(
             scenario,
             self._fates,

@@ -6,8 +6,8 @@ from collections import Counter, deque
 
 from kvview.testing.connector.harness import ConnectorHarness
 from kvview.testing.connector.invariants import check_bytes, check_conservation, check_free_list
-from kvview.testing.connector.part import Part
 from kvview.testing.connector.result import Snapshot
+from kvview.testing.connector.watched_connector import WatchedConnector
 from kvview.testing.connector.worker import WorkerHarness
 
 _STEPS_PER_LOOK_AT_KEYS = 8
@@ -25,7 +25,7 @@ class Stage:
 
     def __init__(self, coverage: Counter[str]) -> None:
         self.coverage = coverage
-        self.parts: list[Part] = []
+        self.parts: list[WatchedConnector] = []
         self.built: ConnectorHarness | None = None
         """The engine, None until it is built."""
         self.seconds = 0.0

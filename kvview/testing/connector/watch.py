@@ -33,7 +33,7 @@ from kvview.testing.connector.coverage import (
 )
 from kvview.testing.connector.hook_calls import hook, require_type
 from kvview.testing.connector.invariants import InvariantBroken
-from kvview.testing.connector.jobs import Job
+from kvview.testing.connector.jobs import PlannedJob
 from kvview.testing.connector.memory import TierKeys, TierPages
 
 _LAW_OF_HOOK = {
@@ -61,17 +61,17 @@ class JobCounts:
         self.coverage: Counter[str] = Counter()
         self.num_tokens_to_load = 0
         self._rows = list(rows_of(geometry))
-        self._loading: set[Job] = set()
-        self._left_alone: set[Job] = set()  # loads that no reset or abort may have ended
+        self._loading: set[PlannedJob] = set()
+        self._left_alone: set[PlannedJob] = set()  # loads that no reset or abort may have ended
         self._gpu_hits: dict[str, str] = {}  # by request that loads
 
-    def on_planned(self, job: Job) -> None:
+    def on_planned(self, job: PlannedJob) -> None:
         """Count a planned job."""
         if job.is_load:
             self._loading.add(job)
             self._left_alone.add(job)
 
-    def on_reported(self, job: Job, success: bool) -> None:
+    def on_reported(self, job: PlannedJob, success: bool) -> None:
         """Count the end of a job."""
         kind = "loads" if job.is_load else "stores"
         self.coverage[kind if success else f"failed {kind}"] += 1
@@ -113,7 +113,7 @@ class JobCounts:
             self.num_tokens_to_load += num_external
             self._gpu_hits[request_id] = "gpu-hit" if num_computed else "no-gpu-hit"
 
-    def _count(self, end: str, job: Job) -> None:
+    def _count(self, end: str, job: PlannedJob) -> None:
         hit = self._gpu_hits.get(job.transfer.request_id or "", "no-gpu-hit")
         self.coverage.update(f"loads/{row}/{hit}/{end}" for row in self._rows)
 
@@ -131,12 +131,12 @@ class Record:
         self.pages = TierPages()
         self.counts = JobCounts(geometry)
 
-    def on_planned(self, job: Job) -> None:
+    def on_planned(self, job: PlannedJob) -> None:
         """Add a planned job."""
         self.keys.on_planned(job)
         self.counts.on_planned(job)
 
-    def on_reported(self, job: Job, success: bool) -> None:
+    def on_reported(self, job: PlannedJob, success: bool) -> None:
         """Add the report of a job."""
         self.keys.on_reported(job, success)
         self.counts.on_reported(job, success)

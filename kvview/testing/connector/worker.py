@@ -30,7 +30,7 @@ from kvview.testing.connector.held_copies import HeldCopies
 from kvview.testing.connector.hook_calls import calling, hook, require_type
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.jobs import (
-    Job,
+    PlannedJob,
     Start,
     blocks_of_loads,
     is_plain,
@@ -97,16 +97,18 @@ class WorkerHarness(WorkerConnector):
         self._record = record
         holds_copies = self._scenario.worker_half == "whole_plans"
         self._copies = HeldCopies(half) if holds_copies else None
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, PlannedJob] = {}
         self._queue: list[Start] = []
         self._num_blocks = 0
         self._is_lost_over = False
         self.num_reported = 0
         # With whole plans only:
-        self._held: dict[int, Job] = {}  # jobs for which the gate was not opened yet
-        self._early: list[Job] = []  # jobs that ended while the gate was closed
-        self._may_have_copied: set[Job] = set()  # a copy was let in, and may have been theirs
-        self._abandoned: set[Job] = set()  # jobs without a result when start_plan raised
+        self._held: dict[int, PlannedJob] = {}  # jobs for which the gate was not opened yet
+        self._early: list[PlannedJob] = []  # jobs that ended while the gate was closed
+        self._may_have_copied: set[PlannedJob] = (
+            set()
+        )  # a copy was let in, and may have been theirs
+        self._abandoned: set[PlannedJob] = set()  # jobs without a result when start_plan raised
 
     @property
     def num_in_flight(self) -> int:
@@ -117,7 +119,7 @@ class WorkerHarness(WorkerConnector):
         """Jobs that the worker half has started and does not report."""
         return [job.job_id for job in self._jobs.values() if job.is_started and not job.result]
 
-    def stores_in_flight(self) -> Iterator[Job]:
+    def stores_in_flight(self) -> Iterator[PlannedJob]:
         """Stores that are not reported yet."""
         return (job for job in self._jobs.values() if not job.is_load)
 
@@ -201,12 +203,12 @@ class WorkerHarness(WorkerConnector):
 
     # --- plans ---
 
-    def _planned(self, transfer: TransferJob, plan: StepPlan, *, is_load: bool) -> Job:
+    def _planned(self, transfer: TransferJob, plan: StepPlan, *, is_load: bool) -> PlannedJob:
         fate = next(self._fates, None) or Fate()
         if is_load:
             fate = self._scenario.fate_of_load(fate)
         gpu_side = transfer.dst if is_load else transfer.src
-        job = Job(transfer, is_load, fate, gpu_blocks(gpu_side, self._num_blocks))
+        job = PlannedJob(transfer, is_load, fate, gpu_blocks(gpu_side, self._num_blocks))
         if self._stream is not None:
             job.mark = self._stream.record_event()
         if is_load:
@@ -224,7 +226,7 @@ class WorkerHarness(WorkerConnector):
         for job in self._jobs.values():
             self._note_rows_of(job)
 
-    def _note_rows_of(self, job: Job) -> None:
+    def _note_rows_of(self, job: PlannedJob) -> None:
         is_compared = not job.is_load or self._copies is not None
         if is_compared and not job.rows and job.is_computed:
             job.rows = self._pages.rows(job.gpu_blocks)
@@ -277,7 +279,7 @@ class WorkerHarness(WorkerConnector):
             if job.is_load:
                 self._pages.corrupt(job.failing_blocks)
 
-    def _failing_blocks(self, jobs: Sequence[Job]) -> set[int]:
+    def _failing_blocks(self, jobs: Sequence[PlannedJob]) -> set[int]:
         """Source blocks of the stores that are to fail, unless another store needs them."""
         stores = [job for job in jobs if not job.is_load]
         failing = {block for job in stores for block in job.failing_blocks}
@@ -291,7 +293,7 @@ class WorkerHarness(WorkerConnector):
 
     # --- whole plans, with copies behind a gate ---
 
-    def _start_whole(self, copies: HeldCopies, plan: StepPlan, jobs: Sequence[Job]) -> None:
+    def _start_whole(self, copies: HeldCopies, plan: StepPlan, jobs: Sequence[PlannedJob]) -> None:
         for job in jobs:
             job.is_started = True
             self._held[job.job_id] = job
@@ -329,7 +331,7 @@ class WorkerHarness(WorkerConnector):
             self._end_together(copies, moving)
         self._early.clear()
 
-    def _end_together(self, copies: HeldCopies, jobs: Sequence[Job]) -> None:
+    def _end_together(self, copies: HeldCopies, jobs: Sequence[PlannedJob]) -> None:
         too_early = self._reported_early() if copies.gate.num_waiting else set()
         with self._pages.corrupted(too_early):
             if copies.may_race():  # a report that is lost now never comes
@@ -353,7 +355,9 @@ class WorkerHarness(WorkerConnector):
         busy = {b for job in self._jobs.values() if job.result is None for b in job.gpu_blocks}
         return {block for job in stores for block in job.gpu_blocks} - busy
 
-    def _fail_copies(self, copies: HeldCopies, due: Sequence[Job], moving: Sequence[Job]) -> None:
+    def _fail_copies(
+        self, copies: HeldCopies, due: Sequence[PlannedJob], moving: Sequence[PlannedJob]
+    ) -> None:
         """Have copies fail from now on, if a due job is to fail."""
         num_good = self._num_good_copies(due, moving)
         copies.fail_after(num_good)
@@ -361,7 +365,9 @@ class WorkerHarness(WorkerConnector):
             for job in self._jobs.values():
                 job.may_fail = True
 
-    def _num_good_copies(self, due: Sequence[Job], moving: Sequence[Job]) -> int | None:
+    def _num_good_copies(
+        self, due: Sequence[PlannedJob], moving: Sequence[PlannedJob]
+    ) -> int | None:
         """Copies that succeed before others fail; None if none is to fail.
 
         Failures must not depend on threads, so they start at the first copy, or at the second
@@ -375,7 +381,7 @@ class WorkerHarness(WorkerConnector):
             return None
         return 0 if "none" in outcomes or len(moving) > 1 else 1
 
-    def _check_failures_reported(self, copies: HeldCopies, jobs: Sequence[Job]) -> None:
+    def _check_failures_reported(self, copies: HeldCopies, jobs: Sequence[PlannedJob]) -> None:
         gate = copies.gate
         is_silent = all(job.result and job.result.success for job in jobs)
         # After a recovery a copy may have been repeated: its bytes are compared later.
@@ -411,7 +417,7 @@ class WorkerHarness(WorkerConnector):
             else:
                 job.result = self._with_fault(job, result)
 
-    def _with_fault(self, job: Job, result: TransferResult) -> TransferResult:
+    def _with_fault(self, job: PlannedJob, result: TransferResult) -> TransferResult:
         """A result of the worker half, with the failure of the job's fate."""
         if job.fate.outcome == "ok":
             return result
@@ -419,7 +425,7 @@ class WorkerHarness(WorkerConnector):
             return job.failed()
         return job.failed([number < job.num_moved for number in range(len(job.gpu_blocks))])
 
-    def _check_success(self, job: Job, result: TransferResult) -> None:
+    def _check_success(self, job: PlannedJob, result: TransferResult) -> None:
         """Compare a success with the time of compute and the bytes of a load."""
         if not result.success:
             return
@@ -432,7 +438,7 @@ class WorkerHarness(WorkerConnector):
         if job.is_load:
             self._pages.check_arrived(job, self._group_refs)
 
-    def _check_ended(self, jobs: Sequence[Job]) -> None:
+    def _check_ended(self, jobs: Sequence[PlannedJob]) -> None:
         for job in self._abandoned.intersection(jobs):
             job.result = job.result or job.failed()
         if waiting := [job.job_id for job in jobs if job.result is None]:
@@ -442,11 +448,11 @@ class WorkerHarness(WorkerConnector):
                 f"{waiting}: wait must block until they ended, and no report may be lost",
             )
 
-    def _may_report(self, job: Job) -> bool:
+    def _may_report(self, job: PlannedJob) -> bool:
         is_due = job.age >= job.fate.report_after and job.job_id not in self._held
         return is_due and job.result is not None and (not job.fate.is_lost or self._is_lost_over)
 
-    def _report(self, job: Job) -> TransferResult:
+    def _report(self, job: PlannedJob) -> TransferResult:
         assert job.result is not None, "only ended jobs are reported"
         del self._jobs[job.job_id]
         self.num_reported += 1

@@ -14,7 +14,7 @@ from kvview.testing.connector.watch import Record, WatchedScheduler
 from kvview.testing.connector.worker import Shared, WorkerHarness
 
 
-class Part(Connector):
+class WatchedConnector(Connector):
     """A connector as the engine gets it: both halves in their harnesses.
 
     Each half is made by an instance of its own, from an equal configuration that was pickled,
