@@ -1,4 +1,4 @@
-"""The kit's side of ``docs/agreement.md``: what is wrong in real inference is red here."""
+"""The kit's side of ``docs/agreement.md``: wrong connectors in real inference are red here."""
 
 from __future__ import annotations
 

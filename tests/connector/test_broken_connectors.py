@@ -1,4 +1,4 @@
-"""Connectors that do nothing run; those that break their contract are named, and hang nothing."""
+"""Connectors that do nothing run; those that break their contract are named and do not hang."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def custom(
     return connector
 
 
-# --- what a connector may rely on ---
+# --- promises to a connector ---
 
 
 def test_conn1_bind_is_opt_in() -> None:
@@ -143,7 +143,7 @@ GPU, CPU = GPULoadStoreSpec([1], [1], [0]), CPULoadStoreSpec([0])
 STORE = TransferJob(7, GPU, CPU)
 BAD_PROMISE = r"match_prefix promised {} tokens beyond 0 to request 'a' of 33 tokens: .* of 4 and"
 UNKNOWN = "job 7 was reported and is not in flight"
-BROKEN: dict[str, tuple[Any, Any, str]] = {  # the halves' factories, and what is said
+BROKEN: dict[str, tuple[Any, Any, str]] = {  # the halves' factories, and the message
     "less than nothing": (lambda: Promises(-4), Reports, BAD_PROMISE.format(-4)),
     "half a block": (lambda: Promises(3), Reports, BAD_PROMISE.format(3)),
     "more than the prompt": (lambda: Promises(400), Reports, BAD_PROMISE.format(400)),

@@ -1,18 +1,17 @@
-"""What the simulation sees of children, threads, an idle engine, no tier, and room for all."""
+"""Faults of children, leftover threads, an idle engine, a tier without pages, and no shortage."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from typing_extensions import override
 
-from examples.host_cache import HostCacheConnector, HostCacheScheduler, HostCacheWorker
+from examples.host_cache import HostCacheScheduler, HostCacheWorker
 from kvview import (
     BlockIds,
+    CacheGeometry,
     CanonicalKVCaches,
     Connector,
     ConnectorConfig,
@@ -22,9 +21,17 @@ from kvview import (
     SchedulerConnector,
     WorkerConnector,
 )
-from kvview.testing.connector import check_connector, generate_scenario
+from kvview.testing.connector import (
+    Add,
+    Scenario,
+    Step,
+    check_connector,
+    generate_scenario,
+    simulate,
+)
 from kvview_reference.connector import MultiConnector
 from kvview_reference.connector.multi import MultiScheduler, MultiWorker
+from tests.mutants.example import Host
 
 CHILDREN = {
     "connectors": [
@@ -39,12 +46,13 @@ def laws_of(connector: type[Connector], seeds: int = 6, **more: Any) -> set[str]
     return {failure.law for failure in report.failures}
 
 
-def test_multi_connector_that_passes_all_on_is_green() -> None:
+@pytest.mark.slow
+def test_a_multi_connector_that_passes_all_calls_on_is_green() -> None:
     assert laws_of(MultiConnector, 12, options=CHILDREN) == set()
 
 
-class Deaf(MultiScheduler):
-    """Keeps one thing to itself."""
+class ForgetsACall(MultiScheduler):
+    """Does not pass one call on to its children."""
 
     forgets = ""
 
@@ -90,8 +98,8 @@ class Deaf(MultiScheduler):
         ("pending", "CONN-3"),
     ],
 )
-def test_child_that_is_not_told_says_so(forgets: str, law: str) -> None:
-    scheduler = type("Scheduler", (Deaf,), {"forgets": forgets})
+def test_a_child_that_misses_a_call_is_found(forgets: str, law: str) -> None:
+    scheduler = type("Scheduler", (ForgetsACall,), {"forgets": forgets})
 
     class Multi(MultiConnector):
         @override
@@ -104,23 +112,13 @@ def test_child_that_is_not_told_says_so(forgets: str, law: str) -> None:
     assert law in laws_of(Multi, 8, options=CHILDREN)
 
 
-class LeavesChildrenRunning(MultiWorker):
-    @override
-    def shutdown(self) -> None:
-        pass
+def with_halves(**halves: type) -> type[Connector]:
+    """The example with other halves."""
+    return type("Own", (Host,), halves)
 
 
-def with_worker(make: Callable[[int], WorkerConnector]) -> type[Connector]:
-    class Own(HostCacheConnector):
-        @override
-        def make_worker(self) -> WorkerConnector:
-            return make(self.cpu_blocks)
-
-    return Own
-
-
-class Threaded(HostCacheWorker):
-    """Asks a pool for a thread."""
+class PoolWorker(HostCacheWorker):
+    """Uses a thread of a pool."""
 
     pool: ThreadPoolExecutor | None = None
 
@@ -131,71 +129,68 @@ class Threaded(HostCacheWorker):
         self.threads.submit(int).result()
 
 
-class Ends(Threaded):
+class Ends(PoolWorker):
     @override
     def shutdown(self) -> None:
         self.threads.shutdown()
 
 
-class EndsSoon(Threaded):
+class EndsSoon(PoolWorker):
     @override
     def shutdown(self) -> None:
         self.threads.shutdown(wait=False)
 
 
-class Shares(Threaded):
+class Shares(PoolWorker):
     pool = ThreadPoolExecutor(2)
 
 
-def test_threads_end_with_their_half() -> None:
-    class Multi(MultiConnector):
-        @override
-        def make_worker(self) -> WorkerConnector:
-            return LeavesChildrenRunning([child.make_worker() for child in self.children])
-
-    assert laws_of(Multi, 1, options=CHILDREN) == {"CONN-12"}
-    assert laws_of(with_worker(Threaded), 1) == {"CONN-12"}
-    for right in (Ends, EndsSoon, Shares):
-        assert laws_of(with_worker(right), 2) == set()
-    Shares.pool.shutdown()
-    assert threading.active_count() < 100
-
-
-class OwnScheduler(HostCacheConnector):
-    """The example with a scheduler half to put in."""
-
-    half: type[HostCacheScheduler] = HostCacheScheduler
-
+class LeavesChildrenRunning(MultiConnector):
     @override
-    def make_scheduler(self) -> SchedulerConnector:
-        return self.half(self.config, self.cpu_blocks)
+    def make_worker(self) -> WorkerConnector:
+        worker = MultiWorker([child.make_worker() for child in self.children])
+        worker.shutdown = lambda: None  # type: ignore[method-assign]
+        return worker
 
 
-def with_scheduler(half: type[HostCacheScheduler]) -> type[Connector]:
-    return type("Own", (OwnScheduler,), {"half": half})
+def test_threads_end_with_their_half() -> None:
+    scenario = Scenario(CacheGeometry.single(4), 12, (Add("a", 1, 9), Step(4)))
+
+    def law_of(connector: type[Connector], options: dict[str, Any]) -> str | None:
+        failure = simulate(connector, scenario, options).failure
+        return None if failure is None else failure.law
+
+    assert law_of(LeavesChildrenRunning, CHILDREN) == "CONN-12"
+    assert law_of(with_halves(worker=PoolWorker), {}) == "CONN-12"
+    assert [law_of(with_halves(worker=right), {}) for right in (Ends, EndsSoon, Shares)] == [
+        None
+    ] * 3
+    Shares.pool.shutdown()
 
 
-def test_idle_engine_is_told_to_step_while_a_store_is_in_flight() -> None:
+def test_a_store_in_flight_is_pending_work() -> None:
     class Sleeps(HostCacheScheduler):
         @override
         def has_pending_work(self) -> bool:
             return False
 
-    assert "CONN-3" in laws_of(with_scheduler(Sleeps), 8)
+    assert "CONN-3" in laws_of(with_halves(scheduler=Sleeps), 8)
 
 
-def test_tier_of_no_pages_is_taken_or_refused() -> None:
+def test_a_tier_without_pages_is_accepted_or_refused() -> None:
     class NeedsAPage(HostCacheScheduler):
         def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
             super().__init__(config, cpu_blocks)
             self.last = 0 if cpu_blocks else [][0]
 
     seed = next(seed for seed in range(100) if not generate_scenario(seed).cpu_blocks)
-    found = check_connector(with_scheduler(NeedsAPage), first_seed=seed, seeds=1, max_shrink_runs=0)
+    found = check_connector(
+        with_halves(scheduler=NeedsAPage), first_seed=seed, seeds=1, max_shrink_runs=0
+    )
     assert [failure.law for failure in found.failures] == ["CONN-1"]
 
 
-def test_nothing_is_skipped_with_room_for_all() -> None:
+def test_no_block_is_skipped_without_a_shortage() -> None:
     class CountsAll(HostCacheScheduler):
         @override
         def store(self, request: RequestInfo, block_ids: BlockIds) -> None:
@@ -203,5 +198,7 @@ def test_nothing_is_skipped_with_room_for_all() -> None:
             super().store(request, block_ids)
 
     seed = next(seed for seed in range(100) if generate_scenario(seed).is_roomy)
-    found = check_connector(with_scheduler(CountsAll), first_seed=seed, seeds=1, max_shrink_runs=0)
+    found = check_connector(
+        with_halves(scheduler=CountsAll), first_seed=seed, seeds=1, max_shrink_runs=0
+    )
     assert [failure.law for failure in found.failures] == ["CONN-13"]

@@ -1,4 +1,4 @@
-"""CONN-9: what looks like a hook and is none is refused when the class is made."""
+"""CONN-9: a method that is almost a hook is refused when the class is made."""
 
 from __future__ import annotations
 
@@ -21,57 +21,42 @@ HALVES: dict[str, type] = {
 
 MISSPELLED = {
     "scheduler": """
-        bind_gpu_block_pool bind_block_pool_view bind_gpu_block_pool_veiw bind_gpu_blockpool_view
-        bindGpuBlockPoolView bind_gpu_block_pools_view bind_kv_cache_manager bind_gpu_pool_view
-        on_engine_read on_engine_started on_engin_ready engine_ready engineReady on_engine_redy
-        match_prefx match_prefixes matchPrefix prefix_match mach_prefix match_prefix_ match_perfix
-        get_num_new_matched_tokens matches_prefix on_block_allocated on_blocks_alocated
-        on_blocks_allocation on_blocks_allocate on_allocated_blocks blocks_allocated
-        on_blocks_alloc onBlocksAllocated update_state_after_alloc plan_setp plan_steps planstep
-        step_plan planStep build_connector_meta on_transfer_finished on_transfers_finish
-        on_transfers_completed on_tranfers_finished transfers_finished on_transfer_done
-        on_request_premepted on_request_preempt on_requests_preempted on_request_preemption
-        request_preempted on_request_finish on_requests_finished on_request_finised
-        request_finished on_finished_request on_request_aborted on_request_end take_event
-        takes_events take_evnts has_pending_works has_pending_push_work haspendingwork
-        has_pending_wrok reset_caches rest_cache reset_prefix_cache resetCache shut_down shutdwon
-        start_plan make_worker register_kv_caches
+        bind_gpu_block_pool bind_gpu_block_pool_veiw bindGpuBlockPoolView bind_kv_cache_manager
+        on_engine_read on_engine_started engineReady match_prefx match_prefixes matchPrefix
+        get_num_new_matched_tokens on_block_allocated on_blocks_alocated blocks_allocated
+        update_state_after_alloc plan_setp plan_steps step_plan build_connector_meta
+        on_transfer_finished on_transfers_completed transfers_finished on_request_premepted
+        on_request_preempt on_request_finish on_request_finised request_finished on_request_aborted
+        take_event takes_events has_pending_works has_pending_push_work haspendingwork reset_caches
+        reset_prefix_cache resetCache shut_down start_plan make_worker register_kv_caches
     """,
     "worker": """
-        register_kv_cache register_kv_chaches registerKVCaches start_plans plan_start start_paln
-        start_load_kv get_finish get_finshed getFinished get_transfer_results waits shut_down
-        take_events match_prefix plan_step
+        register_kv_cache registerKVCaches start_plans plan_start start_load_kv get_finish
+        get_finshed getFinished get_transfer_results waits shut_down take_events plan_step
     """,
     "connector": """
-        make_schedular make_sheduler make_workers make_wroker makeScheduler build_scheduler
-        make_scheduler_connector create_worker get_scheduler match_prefix plan_step start_plan
-        get_num_new_matched_tokens bind_gpu_block_pool_view
+        make_schedular make_workers makeScheduler build_scheduler make_scheduler_connector
+        create_worker get_scheduler match_prefix start_plan bind_gpu_block_pool_view
     """,
 }
 HELPERS = {
     "scheduler": """
-        load_blocks plan steps match prefix_length on_start finish get_stats close reset store
-        release key take_slot evict plan_loads plan_stores plan_load next_job has_room
-        has_pending_jobs has_pending_loads has_pending_stores pending_jobs lookup touch match_hash
-        match_tokens match_blocks longest_match on_evicted on_load_finished on_store_finished
-        on_job_finished take_job reset_stats reset_counters request_blocks finished_requests bind
-        engine_facts blocks_to_store block_keys step start stop finish_request start_store
-        free_blocks hold_blocks take_keys take_blocks events is_ready cache_size plan_eviction
-        on_hit on_evict prefix prefix_hash plan_copy plan_prefetch match_keys match_longest
-        request_state end_request on_blocks_stored on_blocks_freed on_transfer take_victims
-        reset_tier bind_tier make_event to_events engine_ready_time complete_store wait
+        load_blocks plan steps match prefix_length on_start finish close reset store release
+        has_room has_pending_jobs pending_jobs match_hash match_tokens longest_match on_evicted
+        on_load_finished on_store_finished on_job_finished reset_stats request_blocks
+        finished_requests bind blocks_to_store start stop finish_request take_keys take_blocks
+        events plan_eviction on_hit prefix plan_prefetch request_state end_request on_blocks_stored
+        on_blocks_freed on_transfer reset_tier bind_tier to_events engine_ready_time wait
         create_worker
     """,
     "worker": """
-        copy poll finish register_tensor register_pages start_copy start_job start_thread
-        get_finished_jobs get_page finished wait_all wait_for_job shutdown_pool drain run submit
-        close reset flush get_failed get_pages start_stream start_store start_load start_worker
-        plan_for get_result wait_stream waiting gather scatter kv_caches pin_memory create_worker
+        copy poll finish register_tensor register_pages start_copy start_thread get_finished_jobs
+        finished wait_all wait_for_job shutdown_pool run close reset plan_for get_result waiting
+        kv_caches create_worker
     """,
     "connector": """
-        make_store make_key make_manager make_policy make_tier make_pool from_options name
-        make_worker_pool parse_options worker_options scheduler_options make_client validate close
-        shutdown wait
+        make_store make_key make_manager make_tier from_options name make_worker_pool
+        worker_options scheduler_options validate close shutdown wait
     """,
 }
 
@@ -124,7 +109,7 @@ def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def locked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Hands one argument more to what it wraps."""
+    """Passes one more argument to the function that it wraps."""
 
     @functools.wraps(function)
     def call(self: Any, *args: Any) -> Any:
@@ -163,7 +148,7 @@ class Descriptor:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_whatever_takes_what_the_engine_passes_is_a_hook(value: object) -> None:
+def test_a_callable_that_takes_the_engines_arguments_is_a_hook(value: object) -> None:
     define("scheduler", "match_prefix", value)
 
 
@@ -180,7 +165,7 @@ def generator(self: Any, request: Any, num_computed_tokens: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "reason"),
     [
         (lambda self, request: 0, "too many positional arguments"),
         (three, "missing a required argument: 'extra'"),
@@ -201,10 +186,10 @@ def generator(self: Any, request: Any, num_computed_tokens: int) -> Any:
         (generator, "is a generator"),
     ],
 )
-def test_what_the_engine_cannot_call_is_refused(value: object, told: str) -> None:
+def test_a_hook_that_the_engine_cannot_call_is_refused(value: object, reason: str) -> None:
     with pytest.raises(ConnectorDefinitionError) as raised:
         define("scheduler", "match_prefix", value)
-    assert told in str(raised.value)
+    assert reason in str(raised.value)
     assert "the engine calls match_prefix(self, request: 'RequestInfo'" in str(raised.value)
 
 
@@ -250,7 +235,7 @@ def test_a_mixin_behind_the_half_is_never_called() -> None:
     type("Mine", (first, Plans), {})
 
 
-def test_mixins_that_are_nobodys_are_left_alone() -> None:
+def test_mixins_without_hooks_are_accepted() -> None:
     T = TypeVar("T")
 
     class Threaded(WorkerConnector, threading.Thread):
@@ -270,7 +255,7 @@ def test_mixins_that_are_nobodys_are_left_alone() -> None:
         type("Mine", (Both,), {"get_finishd": lambda self: []})
 
 
-def test_what_is_assigned_later_is_out_of_reach() -> None:
+def test_attributes_of_an_object_are_not_checked() -> None:
     class Late(SchedulerConnector):
         def __init__(self) -> None:
             self.match_prefx = lambda request, n: 0

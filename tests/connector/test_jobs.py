@@ -1,4 +1,4 @@
-"""The job book: CONN-2, CONN-3 and CONN-5 for any engine."""
+"""The job tracker: CONN-2, CONN-3 and CONN-5 for any engine."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_promise_ends_at_a_block_and_leaves_a_token(num_tokens: int, is_kept: 
         check_promise(CacheGeometry.single(1), request, 16, -1)
 
 
-# --- a plan that says more than jobs (kvview.StepPlan) ---
+# --- a plan with more than jobs (kvview.StepPlan) ---
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Busy(SchedulerConnector):
         return True
 
 
-class Hears(WorkerConnector):
+class Receives(WorkerConnector):
     def __init__(self) -> None:
         self.plans: list[StepPlan] = []
 
@@ -165,13 +165,13 @@ class DropsKeys(Connector):
         return Busy()
 
     def make_worker(self) -> WorkerConnector:
-        return Hears()
+        return Receives()
 
 
 def test_a_plan_without_jobs_reaches_the_worker_and_is_no_work() -> None:
     geometry = CacheGeometry.single(16)
     engine = Engine(geometry, DropsKeys(ConnectorConfig(geometry)), num_gpu_blocks=8)
-    assert isinstance(engine.worker_connector, Hears)
+    assert isinstance(engine.worker_connector, Receives)
     engine.step()
     assert engine.worker_connector.plans == [Drops(dropped=["a key"])]
 

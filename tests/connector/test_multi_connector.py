@@ -151,7 +151,7 @@ def test_a_multi_connector_may_hold_a_multi_connector() -> None:
 
 @dataclass(frozen=True)
 class TaggedPlan(StepPlan):
-    """A connector's own plan, with what its worker half needs besides."""
+    """A connector's own plan, with a field for its worker half."""
 
     tag: str = ""
 
@@ -160,13 +160,13 @@ class Stores(SchedulerConnector):
     """Stores under the same job id in every step."""
 
     def __init__(self) -> None:
-        self.heard: list[int] = []
+        self.received: list[int] = []
 
     def plan_step(self, step: StepInfo) -> StepPlan:
         return TaggedPlan([], [STORE], "mine")
 
     def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
-        self.heard += [result.job_id for result in results]
+        self.received += [result.job_id for result in results]
 
 
 class Worker(WorkerConnector):
@@ -199,7 +199,7 @@ def test_conn5_a_child_gets_its_own_plan_with_its_own_job_ids() -> None:
     results = worker.get_finished()
     assert [result.job_id for result in results] == job_ids
     scheduler.on_transfers_finished(results)
-    assert [half.heard for half in halves] == [[7], [7]]
+    assert [half.received for half in halves] == [[7], [7]]
 
 
 def test_conn3_a_child_that_reports_an_unknown_job_is_named() -> None:

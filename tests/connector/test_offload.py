@@ -1,4 +1,4 @@
-"""The shipped connectors never make serving worse, and store what is computed once."""
+"""The shipped connectors never make serving worse, and store each computed block once."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def hits_alone(num_requests: int) -> float:
 @pytest.mark.parametrize("cpu_blocks", [0, 20, 100, 5000])
 @pytest.mark.parametrize("connector", CONNECTORS, ids=lambda connector: connector.__name__)
 def test_hits_are_those_without_it_at_least(connector: type[Connector], cpu_blocks: int) -> None:
-    """In a pool that the requests in flight fill: the worst case for what is held."""
+    """The requests in flight fill the pool, which is the worst case for holds."""
     report, watch = run(connector, 400, {"cpu_blocks": cpu_blocks}, 1500)
     assert report.gpu_hit_rate + report.cpu_hit_rate >= hits_alone(1500) - 0.002
     assert report.offloaded_blocks <= watch.num_computed
@@ -160,7 +160,7 @@ class Bench:
         self.half.on_engine_ready(EngineFacts(num_blocks, (8,), 4))
 
     def request(self, num_blocks: int) -> tuple[RequestInfo, tuple[list[int]]]:
-        """A request that computed so many blocks and is told to end."""
+        """A request with so many computed blocks, about to end."""
         table = (self.pool.allocate_blocks(num_blocks),)
         hashes = chain_hashes(range(num_blocks))
         self.pool.cache_blocks(table[0], hashes, block_size=4)
@@ -188,7 +188,7 @@ def test_a_pin_budget_is_used_and_not_exceeded(connector: type[Connector]) -> No
     assert bench.guard.stats.refused == 0
 
 
-def test_a_budget_that_nobody_tells_of_stores_nothing_and_raises_nothing() -> None:
+def test_a_budget_without_a_query_stores_nothing_and_raises_nothing() -> None:
     bench = Bench(OffloadConnector, 0.2, _Plain)
     with pytest.raises(PinBudgetExceeded):
         bench.guard.touch_blocks(range(1, 20))
@@ -218,7 +218,7 @@ def test_a_tier_of_no_blocks_holds_and_loads_nothing(connector: type[Connector])
     assert engine.shutdown() == {}
 
 
-def test_what_a_step_computes_is_held_in_it_and_stored_in_the_next() -> None:
+def test_the_blocks_of_a_step_are_held_in_it_and_stored_in_the_next() -> None:
     """A window gives blocks back between the two; a decode step has its hash in the next."""
     bench = Bench(OffloadConnector)
     request, table = bench.request(6)

@@ -1,4 +1,4 @@
-"""``full_blocks``: what of a request may be stored, against a table written token by token."""
+"""``full_blocks``: the blocks that may be stored, compared with a table of tokens."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_a_block_counts_when_its_last_token_is_computed(
     assert found(ONE, request(num_computed, 10), [1, 2, 3]) == expected
 
 
-def test_the_table_of_a_step_in_flight_is_longer_than_what_is_known() -> None:
-    # 40 tokens known, 44 launched: the eleventh block is full and nobody can name it.
+def test_the_table_of_a_step_in_flight_is_longer_than_the_hashes() -> None:
+    # 40 tokens known, 44 launched: the eleventh block is full and has no hash.
     info = request(num_computed=44, num_hashes=10)
     assert found(ONE, info, list(range(1, 13))) == list(range(1, 11))
 
@@ -61,7 +61,7 @@ def test_hashes_that_are_late_cut_every_group_where_they_end() -> None:
     assert found(MIXED, request(24, 0), *tables) == []
 
 
-def test_what_a_window_gave_back_is_left_out_and_the_rest_is_not() -> None:
+def test_released_blocks_of_a_window_are_skipped() -> None:
     assert found(ONE, request(20, 10), [NULL, NULL, 3, NULL, 5]) == [3, 5]
     assert found(ONE, request(20, 10), [7, 7, 3], null_block_id=7) == [3]
 

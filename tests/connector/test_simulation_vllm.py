@@ -27,9 +27,9 @@ from tests.mutants import example, several
 from tests.mutants.leasing import (
     LeasesAndTouches,
     LeasesForAWhile,
-    LeasesForEver,
+    LeasesForever,
     LeasesForLong,
-    RenewsForEver,
+    RenewsForever,
 )
 
 # CONN-5 is left to the reference engine: here an id comes again only when no step has it.
@@ -75,7 +75,7 @@ def test_no_false_alarm(engines: VLLMEngines, connector: type[Connector]) -> Non
     assert report.coverage["next turns"] > 0
 
 
-@pytest.mark.parametrize("connector", [LeasesForEver, LeasesAndTouches, RenewsForEver])
+@pytest.mark.parametrize("connector", [LeasesForever, LeasesAndTouches, RenewsForever])
 def test_a_hold_without_a_deadline_is_found(
     engines: VLLMEngines, connector: type[Connector]
 ) -> None:

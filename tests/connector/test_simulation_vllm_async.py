@@ -160,7 +160,7 @@ class NotOrdered(OffloadConnector):
 def test_a_worker_that_does_not_order_itself_is_found(engines: Engines) -> None:
     laws = Counter[str]()
     for seed in range(10):
-        scenario = replace(in_flight(seed, 2), worker_half="as_it_is")
+        scenario = replace(in_flight(seed, 2), worker_half="whole_plans")
         at_once = replace(scenario, fates=(Fate(0, 0),) * 200)
         lags = replace(at_once, compute_lags=True)
         if not engines.fit(lags)[0].compute_lags:

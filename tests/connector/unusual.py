@@ -1,4 +1,4 @@
-"""Right connectors that do what few do: no law may be broken by any of them."""
+"""Right connectors with unusual behaviour, which break no law."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from examples.host_cache import HostCacheConnector, HostCacheScheduler, HostCacheWorker
+from examples.host_cache import HostCacheScheduler, HostCacheWorker
 from kvview import (
     BlockHash,
     BlockIds,
@@ -24,7 +24,6 @@ from kvview import (
     Lease,
     LoadStoreSpec,
     RequestInfo,
-    SchedulerConnector,
     StepInfo,
     StepPlan,
     SupportsLeases,
@@ -35,19 +34,11 @@ from kvview import (
 )
 from kvview_reference.connector import OffloadConnector
 from kvview_reference.connector.offload import OffloadOptions
+from tests.mutants.example import Host
 
 
-class Unusual(HostCacheConnector):
-    """The example, with places for other halves."""
-
-    scheduler: ClassVar[type[HostCacheScheduler]] = HostCacheScheduler
-    worker: ClassVar[type[WorkerConnector]] = HostCacheWorker
-
-    def make_scheduler(self) -> SchedulerConnector:
-        return self.scheduler(self.config, self.cpu_blocks)
-
-    def make_worker(self) -> WorkerConnector:
-        return self.worker(self.cpu_blocks)  # type: ignore[call-arg]
+class Unusual(Host):
+    """A right connector over the example."""
 
 
 class HoldsForSixtySteps(Unusual):
@@ -92,7 +83,7 @@ class HoldsForSixtySteps(Unusual):
 
 
 class LoadsOnlyMuch(Unusual):
-    """A load is worth it from five scheduler blocks on."""
+    """Loads only five scheduler blocks or more."""
 
     class scheduler(HostCacheScheduler):
         @override
@@ -102,7 +93,7 @@ class LoadsOnlyMuch(Unusual):
 
 
 class LoadsTheSecondTime(Unusual):
-    """A prompt that was never asked for is computed; the next one is loaded."""
+    """Computes a prompt the first time, and loads it the second time."""
 
     class scheduler(HostCacheScheduler):
         def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
@@ -121,7 +112,7 @@ class LoadsTheSecondTime(Unusual):
 
 
 class AnswersLater(Unusual):
-    """Every request is asked about once more, in a later step."""
+    """Returns None once for each request, so the engine calls again in a later step."""
 
     class scheduler(HostCacheScheduler):
         def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
@@ -147,7 +138,7 @@ class AnswersLater(Unusual):
 
 
 class PromisesLess(Unusual):
-    """One scheduler block of what it has."""
+    """Promises one scheduler block, although it has more."""
 
     class scheduler(HostCacheScheduler):
         @override
@@ -161,7 +152,7 @@ class PromisesLess(Unusual):
 
 
 class StoresTheThirdTime(OffloadConnector):
-    """What was computed three times is worth a place."""
+    """Stores a block when it was computed three times."""
 
     def __init__(self, config: ConnectorConfig) -> None:
         super().__init__(config)
@@ -170,7 +161,7 @@ class StoresTheThirdTime(OffloadConnector):
 
 
 class DropsAll(Unusual):
-    """When the engine is short of blocks, memory is short: everything goes."""
+    """Drops its tier when the engine preempts."""
 
     class scheduler(HostCacheScheduler):
         @override
@@ -181,7 +172,7 @@ class DropsAll(Unusual):
 
 
 class OneJobPerBlock(Unusual):
-    """A job moves one block; the ends of its parts are added up."""
+    """Plans one job per block, and joins their results."""
 
     class scheduler(HostCacheScheduler):
         def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
@@ -225,14 +216,14 @@ class OneJobPerBlock(Unusual):
 
 @dataclass(frozen=True)
 class ShelfSpec:
-    """Names on a shelf: no pages, no numbers."""
+    """Names on a shelf, without numbered pages."""
 
     medium: ClassVar[str] = "SHELF"
     names: tuple[str, ...]
 
 
 class OwnMedium(Unusual):
-    """Addressed by name, on a medium of its own."""
+    """Stores by name, on a medium of its own."""
 
     class scheduler(HostCacheScheduler):
         @override
@@ -290,7 +281,7 @@ def shelf(spec: LoadStoreSpec) -> ShelfSpec:
 
 @dataclass(frozen=True)
 class PlanWithNotes(StepPlan):
-    """What the worker half is told beside the jobs."""
+    """A plan with notes besides its jobs."""
 
     notes: tuple[str, ...] = ()
 
@@ -307,9 +298,19 @@ class OwnPlan(Unusual):
             self.num_plans += 1
             return PlanWithNotes(plan.loads, plan.stores, (f"plan {self.num_plans}",))
 
+    class worker(HostCacheWorker):
+        num_plans = 0
+
+        @override
+        def start_plan(self, plan: StepPlan) -> None:
+            assert isinstance(plan, PlanWithNotes)
+            self.num_plans += 1
+            assert plan.notes == (f"plan {self.num_plans}",), "a plan did not arrive"
+            super().start_plan(plan)
+
 
 class LeasingScheduler(HostCacheScheduler):
-    """Stores, and leases the first block of what finished to a reader who may come."""
+    """Stores, and leases the first block of finished requests to a later reader."""
 
     ttl = 3.0
 
@@ -337,7 +338,7 @@ class LeasingScheduler(HostCacheScheduler):
 
 
 class Produces(Unusual):
-    """Stores, holds what finished for a reader who may come, and never loads."""
+    """Stores, holds blocks of finished requests for a later reader, and never loads."""
 
     class scheduler(LeasingScheduler):
         @override
@@ -346,14 +347,14 @@ class Produces(Unusual):
 
 
 class HoldsForLong(Unusual):
-    """What finished stays on the GPU for a minute."""
+    """Keeps blocks of finished requests on the GPU for a minute."""
 
     class scheduler(LeasingScheduler):
         ttl = 60.0
 
 
 class KeepsWhatMoved(Unusual):
-    """Of a store that failed it keeps the blocks that were moved all the same."""
+    """Keeps the blocks of a failed store that were moved nevertheless."""
 
     class scheduler(HostCacheScheduler):
         @override

@@ -1,9 +1,9 @@
 """Wrong connectors: each a few lines over a right one, each tagged with the law it breaks.
 
-They live over :class:`~kvview_reference.connector.OffloadConnector` (stores what the last
-step computed, once), over the example (stores what a request leaves behind), or over two
-more right ones below: :class:`WalkingConnector` (stores what is about to be evicted) and
-:class:`EagerConnector` (offers all of a request in every step).
+They live over :class:`~kvview_reference.connector.OffloadConnector` (stores the blocks of
+the last step, once), over the example (stores the blocks of a request when it ends), or over two
+more right ones below: :class:`WalkingConnector` (stores the next victims of eviction) and
+:class:`EagerConnector` (offers all blocks of a request in every step).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from kvview import (
 from kvview.testing import LawBroken, Mutant
 from kvview.testing.connector import check_connector
 from kvview.testing.connector.coverage import not_exercised
+from kvview.testing.connector.generate import STEADY_PLACES
 from kvview_reference.connector.offload import (
     OffloadConnector,
     OffloadOptions,
@@ -52,8 +53,11 @@ from kvview_reference.connector.offload import (
 SEEDS = 100
 """Seeds in which every one of them must show itself."""
 
+STEADY_SEEDS = [hundred + place for hundred in (0, 100) for place in STEADY_PLACES]
+"""Seeds of long runs."""
+
 NOT_EXERCISED = "coverage"
-"""What is broken by a connector that breaks no law and does not do its work: not green."""
+"""In place of a law, for a connector that breaks none and does not do its work."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class ConnectorMutant(Mutant):
     seeds: Sequence[int] = range(SEEDS)
 
     def first_failure(self) -> LawBroken | None:
-        """Simulate it, seed after seed, until its law is broken; else what was, if anything."""
+        """Simulate it, seed after seed, until its law is broken; otherwise another broken law."""
         connector = cast("type[Connector]", self.factory)
         broken: LawBroken | None = None
         coverage: Counter[str] = Counter()
@@ -126,7 +130,7 @@ class Offload(OffloadConnector):
 
 
 class WalkingScheduler(OffloadScheduler):
-    """Stores what is about to be evicted, under every hash that it has."""
+    """Stores the next victims of eviction, under every hash that they have."""
 
     def _plan_store(self, step: StepInfo) -> TransferJob | None:
         if self._view is None or not step.scheduled:
@@ -246,7 +250,7 @@ class StoresAStepLater(Offload):
             return ready
 
 
-@breaks("CONN-6", "gives the source blocks back when the store is planned")
+@breaks("CONN-6", "releases the source blocks when the store is planned")
 class FreesWhenPlanned(Offload):
     class scheduler(OffloadScheduler):
         def _plan_store(self, step: StepInfo) -> TransferJob | None:
@@ -266,7 +270,7 @@ class NeverHits(Offload):
             return super().match_prefix(replace(request, block_hashes=stamped), num_computed_tokens)
 
 
-@breaks("CONN-2", "remembers that a key was there, evicted since or not", "vllm#42289")
+@breaks("CONN-2", "remembers a hit after the key was evicted", "vllm#42289")
 class RemembersHits(Offload):
     class scheduler(OffloadScheduler):
         def __init__(self, config: ConnectorConfig, options: OffloadOptions) -> None:
@@ -296,7 +300,7 @@ class PromisesTheLastToken(Offload):
             return super().match_prefix(one_more, num_computed_tokens)
 
 
-@breaks("CONN-2", "loads what the GPU has too, which the host may not have", "vllm#43884")
+@breaks("CONN-2", "loads blocks that hit on the GPU, which the host may not have", "vllm#43884")
 class LoadsLocalHits(Offload):
     class scheduler(OffloadScheduler):
         def on_blocks_allocated(
@@ -390,7 +394,7 @@ class AdvertisesEarly(Offload):
             return (*early, *super().take_events())
 
 
-@breaks("EVENT-1", "says twice that a key is gone")
+@breaks("EVENT-1", "reports the removal of a key twice")
 class RemovesTwice(Offload):
     class scheduler(OffloadScheduler):
         def take_events(self) -> Iterable[OffloadingEvent]:
@@ -400,7 +404,7 @@ class RemovesTwice(Offload):
                     yield event
 
 
-@breaks("EVENT-5", "a reset says nothing of what is gone")
+@breaks("EVENT-5", "reports no removals at a reset")
 class ResetsSilently(Offload):
     class scheduler(OffloadScheduler):
         before: tuple[OffloadingEvent, ...] = ()
@@ -416,10 +420,22 @@ class ResetsSilently(Offload):
             return (*before, *super().take_events())
 
 
+@breaks("CONN-3", "looks up the hashes of blocks that a step in flight completes")
+class LooksUpWhatItCounts(Offload):
+    class scheduler(OffloadScheduler):
+        def plan_step(self, step: StepInfo) -> StepPlan:
+            size = self._geometry.hash_block_size
+            for running in step.scheduled:
+                end = running.num_computed_tokens + running.num_scheduled_tokens
+                for number in range(running.num_computed_tokens // size, end // size):
+                    assert running.request.block_hashes[number]
+            return super().plan_step(step)
+
+
 # --- worker halves ---
 
 
-@breaks("XFER-1", "reports stores as done that another stream has yet to run", "vllm#45704")
+@breaks("XFER-1", "reports stores as done before another stream runs them", "vllm#45704")
 class ReportsTooEarly(Offload):
     class worker(OffloadWorker):
         late: Sequence[TransferJob] = ()
@@ -449,7 +465,7 @@ class LosesAReport(Offload):
             return kept
 
 
-@breaks("CONN-3", "reports what it reported in the last step once more")
+@breaks("CONN-3", "reports the results of the last step once more")
 class ReportsTwice(Offload):
     class worker(OffloadWorker):
         last: tuple[TransferResult, ...] = ()
@@ -484,7 +500,7 @@ class LoadsElsewhere(Offload):
 
 
 class EagerScheduler(OffloadScheduler):
-    """Stores what earlier steps computed of the requests of this step."""
+    """Stores the blocks that earlier steps computed for the requests of this step."""
 
     null_block = 0
 
@@ -532,7 +548,11 @@ class EagerConnector(Offload):
     scheduler = EagerScheduler
 
 
-@breaks("CONN-6", "does not hold what it stores: the request has it, until preempted", "vllm#52360")
+@breaks(
+    "CONN-6",
+    "does not hold the blocks of a store, which its request loses when preempted",
+    "vllm#52360",
+)
 class PreemptedWhileStored(EagerConnector):
     class scheduler(EagerScheduler):
         def hold(self, block_ids: Sequence[int]) -> None:
@@ -559,7 +579,7 @@ class NamesByTokens(EagerConnector):
 
 
 class AtTheEndScheduler(EagerScheduler):
-    """Stores what requests leave behind, whatever ended them."""
+    """Stores the blocks of requests when they end or are preempted."""
 
     def __init__(self, config: ConnectorConfig, options: OffloadOptions) -> None:
         super().__init__(config, options)
@@ -587,7 +607,7 @@ class AtTheEndScheduler(EagerScheduler):
 
 
 class AtTheEnd(Offload):
-    """The right one: stores what is computed when a request lets go of its blocks."""
+    """The right one: stores the computed blocks when a request releases them."""
 
     scheduler = AtTheEndScheduler
 

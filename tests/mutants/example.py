@@ -28,15 +28,20 @@ breaks = breaker(MUTANTS)
 
 
 class Host(HostCacheConnector):
-    """The correct connector, with a place for a wrong half."""
+    """The example, with places for other halves."""
 
     scheduler: ClassVar[type[HostCacheScheduler]] = HostCacheScheduler
+    worker: ClassVar[type[Any]] = HostCacheWorker
 
     def make_scheduler(self) -> SchedulerConnector:
         return self.scheduler(self.config, self.cpu_blocks)
 
+    def make_worker(self) -> WorkerConnector:
+        worker: WorkerConnector = self.worker(self.cpu_blocks)
+        return worker
 
-@breaks("CONN-5", "pins are kept by request id, so a reused id replaces them", "vllm#51637")
+
+@breaks("CONN-5", "pins are kept by request id, a second life takes their place", "vllm#51637")
 class PinsByRequest(Host):
     class scheduler(HostCacheScheduler):
         def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
@@ -109,7 +114,7 @@ class SharesSlots(Host):
             return slot
 
 
-@breaks("CONN-2", "a reset keeps the keys of the host cache")
+@breaks("CONN-2", "forgets what it holds only when it is asked again: a reset is one behind")
 class ForgetsLate(Host):
     class scheduler(HostCacheScheduler):
         def reset_cache(self) -> bool:
@@ -120,14 +125,14 @@ class ForgetsLate(Host):
             return done
 
 
-@breaks("CONN-11", "refuses every reset")
+@breaks("CONN-11", "never resets, whatever is in flight")
 class RefusesResets(Host):
     class scheduler(HostCacheScheduler):
         def reset_cache(self) -> bool:
             return False
 
 
-@breaks("CONN-12", "its worker half starts a thread and never ends it")
+@breaks("CONN-12", "its worker half begins a thread, and never ends it")
 class LeavesAThread(Host):
     def make_worker(self) -> WorkerConnector:
         class Worker(HostCacheWorker):
@@ -138,7 +143,7 @@ class LeavesAThread(Host):
         return Worker(self.cpu_blocks)
 
 
-@breaks("CONN-13", "counts stored blocks as skipped")
+@breaks("CONN-13", "counts what it stores as skipped")
 class CountsWhatItStores(Host):
     class scheduler(HostCacheScheduler):
         def store(self, request: RequestInfo, block_ids: BlockIds) -> None:
@@ -147,7 +152,7 @@ class CountsWhatItStores(Host):
             self.num_skipped_blocks += len(self.stores) - before
 
 
-@breaks("CONN-2", "treats a partly moved store as a complete one")
+@breaks("CONN-2", "takes a store that was moved in part for one that was moved")
 class TakesPartForAll(Host):
     class scheduler(HostCacheScheduler):
         def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:

@@ -1,4 +1,4 @@
-"""Connectors that hold blocks under leases: two that are right, and wrong ones beside them."""
+"""Connectors that hold blocks under leases: two right ones, and wrong ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvview import (
 
 
 class LeasingScheduler(SchedulerConnector):
-    """Keeps what finished requests leave behind for somebody who may come and read it."""
+    """Keeps the blocks of finished requests for a later reader."""
 
     ttl: float | None = 5.0
 
@@ -52,7 +52,7 @@ class LeasesForLong(LeasesForAWhile):
         ttl = 500.0
 
 
-class LeasesForEver(LeasesForAWhile):
+class LeasesForever(LeasesForAWhile):
     class scheduler(LeasingScheduler):
         ttl = None
 
@@ -66,10 +66,10 @@ class LeasesAndTouches(LeasesForAWhile):
             self.view.touch_blocks([block for table in block_ids for block in table])
 
 
-class RenewsForEver(LeasesForAWhile):
+class RenewsForever(LeasesForAWhile):
     class scheduler(LeasingScheduler):
         def plan_step(self, step: StepInfo) -> StepPlan:
             for lease in self.leases:
                 if lease.is_active:
-                    lease.renew(8 * 24 * 3600.0)  # longer than any run goes on
+                    lease.renew(8 * 24 * 3600.0)  # longer than any run lasts
             return StepPlan()

@@ -26,7 +26,7 @@ breaks = breaker(MUTANTS)
 
 
 class NeedsTheView(Offload):
-    """Says so when it was not bound."""
+    """Raises if it was not bound."""
 
     class scheduler(OffloadScheduler):
         def on_engine_ready(self, facts: EngineFacts) -> None:
@@ -54,7 +54,7 @@ class BindsOneChild(Two):
             self._children[0].bind_gpu_block_pool_view(view)
 
 
-@breaks("EVENT-2", "tells every child of the results of each")
+@breaks("EVENT-2", "passes the results of each child to all children")
 class MixesUpChildren(Two):
     class multi(MultiScheduler):
         def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:

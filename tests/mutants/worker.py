@@ -9,18 +9,17 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from typing_extensions import override
 
-from examples.host_cache import HostCacheConnector, HostCacheScheduler
+from examples.host_cache import HostCacheScheduler
 from kvview import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
-    SchedulerConnector,
     StepInfo,
     StepPlan,
     TransferJob,
@@ -30,6 +29,7 @@ from kvview import (
 from kvview.testing import Mutant
 
 from .connector import breaker
+from .example import Host
 
 MUTANTS: list[Mutant] = []
 breaks = breaker(MUTANTS)
@@ -109,17 +109,10 @@ class ThreadedWorker(WorkerConnector):
         self.pool.shutdown()
 
 
-class Threaded(HostCacheConnector):
+class Threaded(Host):
     """The right one: the example, with a worker half that has a thread."""
 
-    scheduler: ClassVar[type[HostCacheScheduler]] = HostCacheScheduler
-    worker: ClassVar[type[ThreadedWorker]] = ThreadedWorker
-
-    def make_scheduler(self) -> SchedulerConnector:
-        return self.scheduler(self.config, self.cpu_blocks)
-
-    def make_worker(self) -> WorkerConnector:
-        return self.worker(self.cpu_blocks)
+    worker = ThreadedWorker
 
 
 # --- threads ---
@@ -154,7 +147,7 @@ class InAnyOrder(Threaded):
     worker = FourThreads
 
 
-@breaks("XFER-4", "says that a job is done when it is queued")
+@breaks("XFER-4", "reports a job as done when it is queued")
 class DoneWhenQueued(Threaded):
     class worker(ThreadedWorker):
         @override
@@ -167,6 +160,24 @@ class DoneWhenQueued(Threaded):
             self.copy(job)
 
 
+@breaks("XFER-6", "does not order its copies after the compute stream")
+class IgnoresTheStream(Threaded):
+    class worker(ThreadedWorker):
+        @override
+        def register_kv_caches(self, kv_caches: CanonicalKVCaches[torch.Tensor]) -> None:
+            super().register_kv_caches(kv_caches)
+            self.stream = None
+
+
+@breaks("XFER-4", "continues after a block that could not be copied")
+class ForgetsAFailedCopy(Threaded):
+    class worker(ThreadedWorker):
+        @override
+        def run(self, job: TransferJob, mark: Any) -> None:
+            super().run(job, mark)
+            self.results[-1] = TransferResult(job.job_id, True)
+
+
 @breaks("XFER-5", "start_plan waits for the jobs before")
 class WaitsInStartPlan(Threaded):
     class worker(ThreadedWorker):
@@ -176,7 +187,7 @@ class WaitsInStartPlan(Threaded):
             super().start_plan(plan)
 
 
-@breaks("CONN-3", "the end of a job is told before its report is there")
+@breaks("CONN-3", "ends a job before its report is there")
 class EndsBeforeItsReport(Threaded):
     class worker(WaitsForEnds):
         @override
@@ -211,7 +222,7 @@ class OneListOfReferences(Threaded):
             return self.refs[0]
 
 
-# --- what the halves share ---
+# --- shared by the halves ---
 
 _JOBS: dict[int, TransferJob] = {}
 

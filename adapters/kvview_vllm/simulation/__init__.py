@@ -129,7 +129,7 @@ class VLLMEngines:
                 leave_out("several steps in flight", steps_in_flight=1)
             if scenario.compute_lags:
                 leave_out(f"compute that lags: {within}", compute_lags=False)
-            if scenario.worker_half == "as_it_is":
+            if scenario.worker_half == "whole_plans":
                 leave_out(f"the worker half as it is: {within}", worker_half="job_by_job")
             if scenario.loads_may_be_late:
                 leave_out("loads that take longer than a step", loads_may_be_late=False)

@@ -1,7 +1,7 @@
-"""A long run of equal laps: what the tier loads late, and the memory that the halves keep.
+"""A long run of equal rounds: the loads of late rounds, and the memory that the halves keep.
 
-The late laps of a run are compared with the same laps of a connector that is new, so that
-neither luck nor the pattern of the requests matters. Memory is measured at the end of laps.
+The last rounds of a run are compared with the same rounds of new connectors, so that neither
+chance nor the pattern of the requests matters. Memory is measured at the end of rounds.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.result import Failure, SimulationResult
 from kvview.testing.connector.scenario import Scenario
 
-FEWEST_LAPS = 24
-"""Laps of a run below which nothing is said about its tier."""
-_LAPS_WHEN_NEW = 2
+FEWEST_ROUNDS = 24
+"""Rounds of a run below which its tier is not checked."""
+_ROUNDS_WHEN_NEW = 2
 _NUM_NEW = 4
-_FEWEST_TOKENS = 100  # loaded in the laps that are compared, to be worth a comparison
-_BYTES_PER_PAGE = 250  # that a connector may keep of each page of a tier that is filling
-_LAPS_TO_CONFIRM = 2 * FEWEST_LAPS
+_FEWEST_TOKENS = 100  # loaded in the compared rounds
+_BYTES_PER_PAGE = 250  # that a connector may keep for each page of a tier that is filling
+_ROUNDS_TO_CONFIRM = 2 * FEWEST_ROUNDS
 _A_DAY = 24 * 3600.0
-_NOT_THEIRS = ("kvview.guard", "kvview.testing")
+_OF_KVVIEW = ("kvview.guard", "kvview.testing")
 _NOT_KEPT = (type, ModuleType, torch.Tensor)
 
 
 def when_new(scenario: Scenario) -> list[Scenario]:
-    """The last laps of a long run, two at a time, each for a new connector."""
-    end = scenario.first_lap + scenario.laps
-    starts = range(end - _NUM_NEW * _LAPS_WHEN_NEW, end, _LAPS_WHEN_NEW)
-    return [replace(scenario, first_lap=first, laps=_LAPS_WHEN_NEW) for first in starts]
+    """The last rounds of a long run, two at a time, each for a new connector."""
+    end = scenario.first_round + scenario.rounds
+    starts = range(end - _NUM_NEW * _ROUNDS_WHEN_NEW, end, _ROUNDS_WHEN_NEW)
+    return [replace(scenario, first_round=first, rounds=_ROUNDS_WHEN_NEW) for first in starts]
 
 
 def is_comparable(loads_when_new: Sequence[int]) -> bool:
@@ -45,31 +45,30 @@ def is_comparable(loads_when_new: Sequence[int]) -> bool:
     return sum(loads_when_new) >= _FEWEST_TOKENS
 
 
-def check_conserved(loads_of_laps: Sequence[int], loads_when_new: Sequence[int]) -> None:
-    """A tier that has been used for long loads at least half as much as a new one.
+def check_conserved(loads_of_rounds: Sequence[int], loads_when_new: Sequence[int]) -> None:
+    """Require that a tier in long use loads at least half as much as a new one.
 
     Args:
-        loads_of_laps: Tokens that requests were given to load, lap by lap.
-        loads_when_new: The same of new connectors, for the last of these laps.
+        loads_of_rounds: Tokens that requests were to load, by round.
+        loads_when_new: The same of new connectors, for the last of these rounds.
 
     Raises:
         InvariantBroken: CONN-10, with the two figures.
     """
-    late, new = sum(loads_of_laps[-len(loads_when_new) :]), sum(loads_when_new)
+    late, new = sum(loads_of_rounds[-len(loads_when_new) :]), sum(loads_when_new)
     if is_comparable(loads_when_new) and 2 * late < new:
         raise InvariantBroken(
             "CONN-10",
-            f"the last {len(loads_when_new)} of {len(loads_of_laps)} laps loaded {late} tokens, "
-            f"and new connectors load {new} in the same laps: the connector's own tier has "
-            f"room for less and less. Look at the code that gives its pages back: after a failed "
-            f"store or load, an abort, a reset, a second store of a key, a promise that is not "
-            f"taken up, an eviction",
+            f"the last {len(loads_when_new)} of {len(loads_of_rounds)} rounds loaded {late} "
+            f"tokens, and new connectors load {new} in the same rounds: the connector's own tier "
+            f"loses pages. Check the code that frees them after a failed store or load, an abort, "
+            f"a reset, a second store of a key, a promise that is not loaded, an eviction",
         )
 
 
-def is_end_of_third(laps: int, lap: int) -> bool:
-    """Whether memory is measured at the end of a lap of a run of so many."""
-    return laps >= FEWEST_LAPS and (lap + 1) % (laps // 3) == 0
+def is_end_of_third(rounds: int, place: int) -> bool:
+    """Whether memory is measured at the end of a round of a run of so many."""
+    return rounds >= FEWEST_ROUNDS and (place + 1) % (rounds // 3) == 0
 
 
 def grows(sizes: Sequence[int], num_pages: int) -> bool:
@@ -79,7 +78,7 @@ def grows(sizes: Sequence[int], num_pages: int) -> bool:
         sizes: Bytes at the end of each third.
         num_pages: Pages of the tier, which may have been filling.
     """
-    if len(sizes) < 3:  # a raw connector has no halves to look into
+    if len(sizes) < 3:  # the halves of a raw connector are not measured
         return False
     before, after = sizes[1] - sizes[0], sizes[2] - sizes[1]
     # A dictionary that doubles its table grows in leaps.
@@ -90,31 +89,31 @@ def grows(sizes: Sequence[int], num_pages: int) -> bool:
 def longer(scenario: Scenario) -> Scenario:
     """A run in which bounded memory does not grow.
 
-    Its prompts come again, because a history of keys may be long before it is full, and days
+    Its prompts are reused, because a history of keys may be long before it is full, and days
     pass between two hooks, because entries may have a time to live. Requests and jobs are new.
     """
-    again = _LAPS_TO_CONFIRM // 6
-    return replace(scenario, laps=_LAPS_TO_CONFIRM, laps_until_again=again, clock_jump=_A_DAY)
+    again = _ROUNDS_TO_CONFIRM // 6
+    return replace(scenario, rounds=_ROUNDS_TO_CONFIRM, rounds_until_reuse=again, clock_jump=_A_DAY)
 
 
 def check_memory(sizes: Sequence[int], scenario: Scenario, allocated_at: str) -> None:
-    """The memory that the halves keep is bounded.
+    """Require that the memory of the halves is bounded.
 
     Args:
         sizes: Bytes at the end of each third of the run.
         scenario: The run.
-        allocated_at: The line that allocated most of the growth, or nothing.
+        allocated_at: The line that allocated most of the growth, or empty.
 
     Raises:
         InvariantBroken: CONN-10, with the growth.
     """
     if grows(sizes, scenario.cpu_blocks):
-        growth = (sizes[-1] - sizes[-2]) // (scenario.laps // 3)
+        growth = (sizes[-1] - sizes[-2]) // (scenario.rounds // 3)
         at = f", most of it allocated at {allocated_at}" if allocated_at else ""
         raise InvariantBroken(
             "CONN-10",
-            f"the halves keep {sizes[-1]} bytes after {scenario.laps} equal laps, {growth} more "
-            f"with each lap{at}: forget requests, jobs and keys when they end",
+            f"the halves keep {sizes[-1]} bytes after {scenario.rounds} equal rounds, {growth} "
+            f"more with each round{at}: forget requests, jobs and keys when they end",
         )
 
 
@@ -126,7 +125,7 @@ def kept_bytes(halves: Iterable[SchedulerConnector | WorkerConnector]) -> int:
         one = ahead.pop()
         if id(one) in found or isinstance(one, _NOT_KEPT):
             continue
-        if type(one).__module__.startswith(_NOT_THEIRS):
+        if type(one).__module__.startswith(_OF_KVVIEW):
             continue
         found[id(one)] = one
         ahead += _parts(one)
@@ -143,7 +142,7 @@ def line_of_allocations(connector_class: type) -> str:
     """The line of a connector's own files that allocated most of the memory in use.
 
     Returns:
-        ``file:line``, or nothing where ``tracemalloc`` does not run or no line is known.
+        ``file:line``; empty if ``tracemalloc`` does not run or no line is known.
     """
     if not tracemalloc.is_tracing():
         return ""
@@ -156,43 +155,43 @@ def line_of_allocations(connector_class: type) -> str:
 
 
 def failure_at_the_end(result: SimulationResult, law: str, message: str) -> Failure:
-    """The failure of a run that came to its end."""
+    """A failure found after the end of a run."""
     return Failure(law, message, result.coverage.get("steps", 0), len(result.scenario.events))
 
 
-def with_laps_compared(
+def with_rounds_compared(
     result: SimulationResult, play: Callable[[Scenario], SimulationResult]
 ) -> SimulationResult:
-    """The result of a run, judged as well by its laps if it is a long one."""
-    laps = result.scenario.laps
-    is_whole = len(result.loads_of_laps) == laps and not result.scenario.ends_abruptly
-    if result.failure or laps < FEWEST_LAPS or not is_whole:
+    """The result of a run; the rounds of a long one are compared as well."""
+    rounds = result.scenario.rounds
+    is_whole = len(result.loads_of_rounds) == rounds and not result.scenario.ends_abruptly
+    if result.failure or rounds < FEWEST_ROUNDS or not is_whole:
         return result
     try:
-        coverage = _compare_laps(result, play)
+        coverage = _compare_rounds(result, play)
     except InvariantBroken as broken:
         return replace(result, failure=failure_at_the_end(result, broken.law, broken.message))
     return replace(result, coverage={**result.coverage, **coverage})
 
 
-def _compare_laps(
+def _compare_rounds(
     result: SimulationResult, play: Callable[[Scenario], SimulationResult]
 ) -> Mapping[str, int]:
-    """Compare the laps of a long run with each other, and with those of a new connector.
+    """Compare the rounds of a long run with each other, and with those of a new connector.
 
     Args:
         result: The long run.
         play: Plays a scenario with a new connector.
 
     Returns:
-        What was compared, as coverage.
+        Coverage of the comparison.
 
     Raises:
         InvariantBroken: CONN-10.
     """
     scenario = result.scenario
-    loads = [tokens for new in when_new(scenario) for tokens in play(new).loads_of_laps]
-    check_conserved(result.loads_of_laps, loads)
+    loads = [tokens for new in when_new(scenario) for tokens in play(new).loads_of_rounds]
+    check_conserved(result.loads_of_rounds, loads)
     if grows(result.kept_bytes, scenario.cpu_blocks):
         tracemalloc.start()
         try:

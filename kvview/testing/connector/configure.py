@@ -72,14 +72,14 @@ def is_of_size(given: Mapping[str, Any], scenario: Scenario, options: Mapping[st
 
 
 def _refuse_late(connector: Connector) -> None:
-    """Who takes no tier of that size may say so only when its halves are made."""
+    """Let a connector refuse the size of its tier when its halves are made."""
     try:
         connector.make_scheduler()
         connector.make_worker()
     except ConfigError:
         raise
     except Exception:
-        return  # told as what it is when the run makes them
+        return  # the run reports it when it makes them
 
 
 def _pickled(config: ConnectorConfig) -> bytes:

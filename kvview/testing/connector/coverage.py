@@ -106,7 +106,7 @@ def not_exercised(coverage: Mapping[str, int]) -> Sequence[Gap]:
     2. A kind of geometry is judged by the seeds that were played with it: what the engine
        left out, or what a few seeds did not draw, counts against nobody.
     3. One in ten seeds must show each of its cells: the generator aims at one a seed.
-    4. Of at least four steady runs, one must load enough to compare its laps.
+    4. Of at least four steady runs, one must load enough to compare its rounds.
     5. An engine that never resets while loads are in flight leaves those cells out.
     6. A tier whose size the check could not choose must have been full, now and then: who holds
        all that it ever stored was not asked what it lets go.

@@ -1,4 +1,4 @@
-"""The fates of the jobs of a run, in the order in which the jobs start."""
+"""The fates of the jobs of a run, in the order of their plans."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing_extensions import override
 
 from kvview.testing.connector.scenario import Fate, Scenario
 
-_MUCH_LATER = 40  # steps until a long run reports a job that is lost
+_MUCH_LATER = 40  # steps until a long run reports a lost job
 
 
 class Fates(Iterator[Fate]):
-    """The fates of a run; those of a long run are in an order of its own in each lap.
+    """The fates of a run.
 
-    The faults of one lap must not lock those of the next.
+    Each round of a long run has them in its own order, so that faults do not repeat.
     """
 
     def __init__(self, scenario: Scenario) -> None:
         self._fates = scenario.fates
         self._ahead = iter(scenario.fates)
-        self._is_endless = scenario.laps > 1 or scenario.first_lap > 0
+        self._is_endless = scenario.rounds > 1 or scenario.first_round > 0
         if self._is_endless:
             self._fates = tuple(map(_reported_later, scenario.fates))
 
-    def begin_lap(self, lap: int) -> None:
-        """Begin with the order of a lap."""
+    def begin_round(self, number: int) -> None:
+        """Start with the order of a round."""
         if self._is_endless and self._fates:
-            self._ahead = cycle(Random(lap).sample(self._fates, len(self._fates)))
+            self._ahead = cycle(Random(number).sample(self._fates, len(self._fates)))
 
     @override
     def __next__(self) -> Fate:

@@ -1,4 +1,4 @@
-"""KV tensors whose copies can be held up, and can fail: a gate between a worker and memory."""
+"""KV tensors whose copies wait or fail on request: a gate between a worker half and memory."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-_LONGEST_COPY = 1.0  # seconds that one operation is waited for, before the next one is let in
-# What only looks: at shapes, devices and the like. A view moves nothing, but leads to a copy.
+_LONGEST_COPY = 1.0  # seconds until the next operation is let in
+# Operations that read shapes, devices and the like. A view moves nothing, but leads to a copy.
 _LOOKS = {"__get__", "__len__", "__repr__", "dim", "element_size", "is_contiguous", "numel"}
 _LOOKS |= {"size", "storage_offset", "stride", "untyped_storage", "view"}
 
 
-_SOON = 0.0005  # seconds in which a thread that goes on comes to its next operation
+_SOON = 0.0005  # seconds in which a running thread comes to its next operation
 
 
 @dataclass(eq=False)
@@ -26,15 +26,15 @@ class _Ticket:
 
 
 class CopyFailed(RuntimeError):
-    """A copy was made to fail."""
+    """The simulated failure of a copy."""
 
 
 class Gate:
-    """Where operations on KV tensors pass.
+    """The gate that operations on KV tensors pass.
 
-    1. While it is closed, those of other threads than the engine's wait before it. Those of
-       the engine's own thread cannot be held: nobody would be there to open.
-    2. They are let in one at a time, in an order that is given.
+    1. While it is closed, operations wait before it, except those of the engine's own thread,
+       because that thread opens it.
+    2. Operations are let in one at a time, in a drawn order.
 
     Args:
         is_home: Whether the calling thread is the one that calls the worker half.
@@ -86,11 +86,11 @@ class Gate:
                 self._changed.notify_all()
 
     def let_in(self, number: float, *, whole_job: bool) -> None:
-        """Let one of those that wait pass.
+        """Let one waiting operation pass.
 
         Args:
-            number: Which, 0.0 for the first to just below 1.0 for the last.
-            whole_job: Whether its thread may go on, until it comes no more.
+            number: Its place, 0.0 for the first to just below 1.0 for the last.
+            whole_job: Whether the following operations of its thread may pass, too.
         """
         with self._changed:
             if not self._before:
@@ -101,7 +101,7 @@ class Gate:
             pass
 
     def _let_in_next(self, thread: int) -> bool:
-        """Let the operation of a thread pass that waits, or comes soon; False when none does."""
+        """Let an operation of a thread pass that waits or comes soon; False without one."""
         with self._changed:
             found: list[_Ticket] = []
 
@@ -122,9 +122,9 @@ class Gate:
         self._let_in.discard(ticket)
 
     def open(self, draw: Callable[[], float]) -> None:
-        """Let those that wait pass, one after the other in a drawn order, then everyone."""
+        """Let the waiting operations pass in a drawn order, and then all others."""
         while len({ticket.thread for ticket in self._before}) > 1:
-            # A thread that is let in goes on to the end of its job: jobs overtake each other.
+            # A thread that is let in continues to the end of its job: jobs overtake each other.
             thread = self._before[int(draw() * len(self._before))].thread
             while self._let_in_next(thread):
                 pass
@@ -133,7 +133,7 @@ class Gate:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Hold from now on."""
+        """Hold operations from now on."""
         with self._changed:
             self._is_open = False
 
@@ -141,15 +141,15 @@ class Gate:
         """Have operations fail from now on.
 
         Args:
-            num_good: How many do not, before; None for no failure.
-            num_bad: How many do, before others succeed again; None for all.
+            num_good: Operations that succeed before; None for no failure.
+            num_bad: Operations that fail before others succeed again; None for all.
         """
         with self._changed:
             self._num_good, self._num_bad = num_good, num_bad
             self.num_failed, self.has_recovered = 0, False
 
     def end(self) -> None:
-        """The worker half is shut down: let everyone pass, and count who still comes."""
+        """Let all operations pass after the shutdown of the worker half, and count late ones."""
         with self._changed:
             self._num_good = None
             self._is_over = self._is_open = True
@@ -199,7 +199,7 @@ def _gated(values: Iterable[Any]) -> Iterator[GatedTensor]:
 
 
 def _again(result: Any, gated: GatedTensor) -> Any:
-    """A view of KV memory is gated as well; what was copied out of it is nobody's affair."""
+    """Gate a result that is a view of KV memory; a copy of it needs no gate."""
     if isinstance(result, torch.Tensor) and not hasattr(result, "gate"):
         if result.untyped_storage().data_ptr() == gated.address:
             return gate_tensor(result, gated.gate)

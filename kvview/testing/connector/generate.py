@@ -1,18 +1,14 @@
-"""Scenarios from seeds: what each one is about is drawn, what all must cover is dealt out.
+"""Scenarios from seeds: most fields are drawn, and those that all seeds must cover are dealt.
 
-Geometries are dealt in turn, and each seed plays every scene of its hand, so that loads
-of all kinds end in all ways in any two hundred seeds in a row
-(:mod:`~kvview.testing.connector.coverage`). What happens between scenes is drawn.
+Geometries and kinds are dealt in turn. The events are in
+:mod:`~kvview.testing.connector.scenes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import product
-from random import Random
-from typing import Literal, TypeVar
+from typing import Literal
 
 from kvview import (
     CacheGeometry,
@@ -22,12 +18,12 @@ from kvview import (
     Mamba,
     SlidingWindow,
 )
-from kvview.testing.connector.aging import FEWEST_LAPS
+from kvview.testing.connector.aging import FEWEST_ROUNDS
+from kvview.testing.connector.draw import Draw, dealt
 from kvview.testing.connector.scenario import (
     Abort,
     AbortLoading,
     Add,
-    Alias,
     Event,
     Fate,
     Reset,
@@ -36,67 +32,61 @@ from kvview.testing.connector.scenario import (
     Step,
     WorkerHalf,
 )
+from kvview.testing.connector.scenes import Scenes
 
-_SHARE_OF_NEXT_TURNS = 0.3
-_SHARE_OF_TWINS = 0.1
-_SHARE_OF_EARLY_ENDS = 0.3
-_SHARE_AS_IT_IS = 0.6  # of the worker halves, where compute lags
-_SHARE_YIELDING_OFTEN = 0.2  # of those as they are
-_SMALLEST_POOL, _SMALLEST_SIZE = 8, 4
-_Kind = Literal["usual", "small pool", "large pool", "huge pool", "no tier", "roomy", "steady"]
-_KINDS_OF_A_HUNDRED: dict[_Kind, int] = {
+Kind = Literal["usual", "small pool", "large pool", "huge pool", "no tier", "roomy", "steady"]
+KINDS_OF_A_HUNDRED: dict[Kind, int] = {
     "small pool": 3,
     "large pool": 1,
     "huge pool": 1,
-    "no tier": 2,  # the connector's option asks for none
+    "no tier": 2,  # the connector's option requests no pages
     "roomy": 2,  # nothing is ever short
     "steady": 2,
+    "usual": 89,
 }
-_HUGE_POOLS: dict[_Kind, int] = {"large pool": 2_000, "huge pool": 10_000}
-_SHARED_BLOCKS = (0, 1, 2, 2, 8)
-_CLOCK_JUMPS = (0.0, 0.0, 0.0, 1.0, 3600.0)
-_MOST_LARGE_PAGES = 120  # blocks
+"""Kinds of scenarios, and how many of a hundred seeds in a row play each."""
+HUGE_POOLS: dict[Kind, int] = {"large pool": 2_000, "huge pool": 10_000}
+SMALL_POOL, SMALL_BLOCK = 8, 4
 
-_KINDS = ("full", "window", "chunked", "mamba")
-_SHAPES = ("one", "equal", "mixed")
-_DEAL = [
-    (shape, kind)
-    for shape, kind in product(_SHAPES, _KINDS)
-    if shape == "one" or kind != "full"  # which most of several groups are anyway
+STEPS_IN_FLIGHT = (1, 1, 2, 3)
+MAX_RUNNING = (1, 2, 3, 4, 4)
+CLOCK_JUMPS = (0.0, 0.0, 0.0, 1.0, 3600.0)
+PIN_BUDGETS = (0.1, 0.25, 0.5)
+PAGE_BYTES = (16, 64, 104, 200)
+LARGE_PAGE_BYTES = (2**16, 2**17)
+SHARES_FAILED_AND_LOST = ((0.0, 0.0), (0.4, 0.05), (0.5, 0.1), (0.6, 0.05))
+"""Of the jobs of a run, by run."""
+
+SHARE_WITH_TWO_CONNECTORS = 0.2
+SHARE_ENDING_ABRUPTLY = 0.15
+SHARE_WITH_A_PIN_BUDGET = 0.1
+SHARE_IN_A_PROCESS = 0.125
+SHARE_WHOLE_PLANS = 0.35  # of the other worker halves
+SHARE_WHOLE_PLANS_IF_COMPUTE_LAGS = 0.6  # a worker half then has to order itself
+SHARE_YIELDING_OFTEN = 0.2  # of the worker halves with whole plans
+SHARE_OF_EARLY_ENDS = 0.3
+SHARE_OF_USUAL_FATES = 0.4
+_MOST_LARGE_PAGES = 120  # blocks: all bytes are compared in every step
+_NUM_FATES = 60
+
+_GROUPS = ("full", "window", "chunked", "mamba")
+GEOMETRIES = [
+    (shape, group)
+    for shape, group in product(("one", "equal", "mixed"), _GROUPS)
+    if shape == "one" or group != "full"  # most shapes of several groups contain one anyway
 ]
-
-_T = TypeVar("_T")
-
-
-class _Draw:
-    """Draws for one purpose: draws for another do not depend on how many these are."""
-
-    def __init__(self, seed: int, purpose: str = "") -> None:
-        # Only random() is promised to give the same numbers in every Python.
-        self._random = Random(f"{purpose} {seed}").random
-
-    def number(self, low: int, high: int) -> int:
-        return low + int(self._random() * (high - low + 1))
-
-    def one_of(self, items: Sequence[_T]) -> _T:
-        return items[self.number(0, len(items) - 1)]
-
-    def chance(self, share: float) -> bool:
-        return self._random() < share
-
-    def shuffled(self, items: Sequence[_T]) -> list[_T]:
-        left = list(items)
-        return [left.pop(self.number(0, len(left) - 1)) for _ in items]
+"""Shape and one group: one group, several of equal block sizes, several of mixed sizes."""
 
 
-def _deal_kinds() -> list[_Kind]:
-    special = [kind for kind, times in _KINDS_OF_A_HUNDRED.items() for _ in range(times)]
-    usual: list[_Kind] = ["usual"] * (100 - len(special))
-    return _Draw(0, "kinds").shuffled(special + usual)
+def _kinds() -> list[Kind]:
+    return Draw(0, "kinds").shuffled(
+        [kind for kind, times in KINDS_OF_A_HUNDRED.items() for _ in range(times)]
+    )
 
 
-_KIND_OF = _deal_kinds()
-"""The kind of each of a hundred scenarios in a row."""
+_KINDS = _kinds()
+STEADY_PLACES = [place for place, kind in enumerate(_KINDS) if kind == "steady"]
+"""Places of the steady runs among a hundred seeds in a row."""
 
 
 def generate_scenario(seed: int, steps: int = 0) -> Scenario:
@@ -104,59 +94,62 @@ def generate_scenario(seed: int, steps: int = 0) -> Scenario:
 
     Args:
         seed: Any.
-        steps: Steps that it has at least, in as many laps as that takes; 0 for one lap.
+        steps: Steps that it has at least, in as many rounds as that takes; 0 for one round.
     """
-    hundred, place = divmod(seed, len(_KIND_OF))
-    kind = _KIND_OF[place]
+    kind = dealt(_KINDS, seed)
     if kind == "steady":
-        num_before = _KIND_OF[:place].count("steady")
-        steady = steady_scenario(hundred * _KINDS_OF_A_HUNDRED["steady"] + num_before)
-        return replace(steady, laps=max(steady.laps, -(-steps // steady.steps_per_lap)))
-    draw = _Draw(seed)
-    geometry = _generate_geometry(draw, *_DEAL[seed % len(_DEAL)])
+        hundred, place = divmod(seed, len(_KINDS))
+        number = hundred * len(STEADY_PLACES) + STEADY_PLACES.index(place)
+        scenario = steady_scenario(number)
+    else:
+        scenario = _usual_scenario(seed, kind)
+    scenario = replace(scenario, rounds=max(scenario.rounds, -(-steps // scenario.steps_per_round)))
+    if kind == "roomy":
+        scenario = _without_shortage(scenario)
+    return scenario if kind == "steady" else _overlap_steps(Draw(seed, "overlap"), scenario)
+
+
+def _usual_scenario(seed: int, kind: Kind) -> Scenario:
+    draw = Draw(seed)
+    geometry = _generate_geometry(draw, *dealt(GEOMETRIES, seed))
     if kind == "small pool":
-        geometry = CacheGeometry.single(_SMALLEST_SIZE)
+        geometry = CacheGeometry.single(SMALL_BLOCK)
     size = geometry.scheduler_block_size
     max_tokens_per_step = size * draw.one_of([2, 4, 8])
     longest = size * draw.number(2, 5) + draw.number(0, size)
     most_tokens = longest + 3 * size
-    blocks_of_longest = sum(-(-most_tokens // g.block_size) for g in geometry.groups)
+    blocks_of_longest = sum(-(-most_tokens // group.block_size) for group in geometry.groups)
     num_gpu_blocks = 2 + blocks_of_longest * draw.number(6, 14) // 5
     if kind == "small pool":
-        num_gpu_blocks, most_tokens = _SMALLEST_POOL, (_SMALLEST_POOL - 1) * size
+        num_gpu_blocks, most_tokens = SMALL_POOL, (SMALL_POOL - 1) * size
         longest = min(longest, most_tokens - 2 * size)
-    num_gpu_blocks = _HUGE_POOLS.get(kind, num_gpu_blocks)
-    events = _Events(draw, longest, most_tokens, size, num_gpu_blocks)
+    num_gpu_blocks = HUGE_POOLS.get(kind, num_gpu_blocks)
+    scenes = Scenes(draw, longest, most_tokens, size, num_gpu_blocks)
     scenario = Scenario(
         geometry,
         num_gpu_blocks,
-        events.generate(),
-        _generate_fates(draw),
+        scenes.generate(),
+        _generate_fates(draw, *draw.one_of(SHARES_FAILED_AND_LOST)),
         cpu_blocks=draw.one_of(
-            [draw.number(2, 8), 2 * blocks_of_longest, 6 * blocks_of_longest, 9 * blocks_of_longest]
+            [draw.number(2, 8), *(times * blocks_of_longest for times in (2, 6, 9))]
         ),
-        num_connectors=2 if draw.chance(0.2) else 1,
-        max_running=draw.one_of([1, 2, 3, 4, 4]),
+        num_connectors=2 if draw.chance(SHARE_WITH_TWO_CONNECTORS) else 1,
+        max_running=draw.one_of(MAX_RUNNING),
         max_tokens_per_step=max_tokens_per_step,
         decode_tokens=draw.number(size // 2, size),
-        ends_abruptly=draw.chance(0.15),
-        worker_half=_generate_worker_half(_Draw(seed, "worker half")),
-        group_pages=_generate_pages(_Draw(seed, "pages"), len(geometry.groups), num_gpu_blocks),
-        pin_budget=_generate_pin_budget(_Draw(seed, "pin budget")),
-        clock_jump=_Draw(seed, "clock").one_of(_CLOCK_JUMPS),
+        ends_abruptly=draw.chance(SHARE_ENDING_ABRUPTLY),
+        worker_half=_generate_worker_half(Draw(seed, "worker half")),
+        group_pages=_generate_pages(Draw(seed, "pages"), len(geometry.groups), num_gpu_blocks),
+        pin_budget=_generate_pin_budget(Draw(seed, "pin budget")),
+        clock_jump=Draw(seed, "clock").one_of(CLOCK_JUMPS),
     )
     if scenario.ends_abruptly:
-        scenario = replace(scenario, events=events.end_in_flight())
-    if kind == "no tier":
-        scenario = replace(scenario, cpu_blocks=0)
-    scenario = replace(scenario, laps=max(1, -(-steps // scenario.steps_per_lap)))
-    if kind == "roomy":
-        scenario = _without_shortage(scenario)
-    return _overlap_steps(_Draw(seed, "overlap"), scenario)
+        scenario = replace(scenario, events=scenes.end_in_flight())
+    return replace(scenario, cpu_blocks=0) if kind == "no tier" else scenario
 
 
 def _without_shortage(scenario: Scenario) -> Scenario:
-    """The same requests, with room for all of them on both sides."""
+    """The same requests, with enough blocks and pages for all of them."""
     num_blocks = scenario.num_blocks_of_all
     return replace(
         scenario,
@@ -170,9 +163,9 @@ def _without_shortage(scenario: Scenario) -> Scenario:
     )
 
 
-def _overlap_steps(draw: _Draw, scenario: Scenario) -> Scenario:
-    """In half of the scenarios several steps in flight, and ends that nobody foresees."""
-    steps_in_flight = draw.one_of([1, 1, 2, 3])
+def _overlap_steps(draw: Draw, scenario: Scenario) -> Scenario:
+    """Draw steps in flight, requests that end unforeseen in them, and compute that lags."""
+    steps_in_flight = draw.one_of(STEPS_IN_FLIGHT)
     compute_lags = draw.chance(1 / 3)
     events = scenario.events
     if steps_in_flight > 1:
@@ -180,41 +173,44 @@ def _overlap_steps(draw: _Draw, scenario: Scenario) -> Scenario:
             replace(event, stops_after=draw.number(1, event.num_output_tokens))
             if isinstance(event, Add)
             and event.num_output_tokens
-            and draw.chance(_SHARE_OF_EARLY_ENDS)
+            and draw.chance(SHARE_OF_EARLY_ENDS)
             else event
             for event in events
         )
     worker_half = scenario.worker_half
-    if compute_lags and draw.chance(_SHARE_AS_IT_IS):  # it has to order itself
-        worker_half = "as_it_is"
+    if compute_lags and draw.chance(SHARE_WHOLE_PLANS_IF_COMPUTE_LAGS):
+        worker_half = "whole_plans"
     return replace(
         scenario,
         events=events,
         worker_half=worker_half,
-        threads_yield_often=worker_half == "as_it_is" and draw.chance(_SHARE_YIELDING_OFTEN),
+        threads_yield_often=worker_half == "whole_plans" and draw.chance(SHARE_YIELDING_OFTEN),
         steps_in_flight=steps_in_flight,
         compute_lags=compute_lags,
     )
 
 
-def _generate_worker_half(draw: _Draw) -> WorkerHalf:
-    if draw.chance(0.125):
+# --- one field ---
+
+
+def _generate_worker_half(draw: Draw) -> WorkerHalf:
+    if draw.chance(SHARE_IN_A_PROCESS):
         return "in_a_process"
-    return "as_it_is" if draw.chance(0.35) else "job_by_job"
+    return "whole_plans" if draw.chance(SHARE_WHOLE_PLANS) else "job_by_job"
 
 
-def _generate_pin_budget(draw: _Draw) -> float | None:
-    return draw.one_of([0.1, 0.25, 0.5]) if draw.chance(0.1) else None
+def _generate_pin_budget(draw: Draw) -> float | None:
+    return draw.one_of(PIN_BUDGETS) if draw.chance(SHARE_WITH_A_PIN_BUDGET) else None
 
 
 def _generate_pages(
-    draw: _Draw, num_groups: int, num_gpu_blocks: int
+    draw: Draw, num_groups: int, num_gpu_blocks: int
 ) -> tuple[tuple[int, ...], ...]:
+    """Bytes per group and tensor, or nothing for equal pages."""
     if draw.chance(0.6):
         return ()
-    # All bytes are compared in every step: 6 % of the runs took a third of the time.
     is_large = draw.chance(0.25) and num_gpu_blocks <= _MOST_LARGE_PAGES
-    sizes = [2**16, 2**17] if is_large else [16, 64, 104, 200]
+    sizes = LARGE_PAGE_BYTES if is_large else PAGE_BYTES
     num_tensors = 1 if is_large else draw.number(1, 3)
     pages = []
     for group in range(num_groups):
@@ -225,84 +221,17 @@ def _generate_pages(
     return tuple(tuple(used[index] for index in in_use) for used in pages)
 
 
-def steady_scenario(seed: int) -> Scenario:
-    """The same lap over and over, for a tier that is too small for all that comes (CONN-10).
-
-    Some prompts come often and others once, and are found on the GPU whole, in part or not at
-    all; transfers fail, requests are aborted, wait for room for one step or ten, and come in
-    pairs; with half of the seeds the caches are reset five times a lap, with a
-    quarter there is a pin budget, with another one more transfers fail and more is aborted.
-
-    Args:
-        seed: Any; of four in a row, no two have the same groups and resets.
-    """
-    draw = _Draw(seed, "steady")
-    size = 4
-    groups: tuple[CacheGroup, ...] = (FullAttention(size),)
-    if seed % 2:
-        groups += (SlidingWindow(size, 14),)
-    num_gpu_blocks = 50 * len(groups)
-    has_resets, is_troubled = seed % 4 < 2, seed % 4 == 2
-    events: list[Event] = []
-    for number in range(30):
-        family = draw.number(1, 3) if draw.chance(0.7) else 10 + number
-        num_shared = 2 * (family % 2)
-        name = f"s{number}"
-        length = size * (8 if draw.chance(0.6) else draw.number(7, 9)) + 1
-        if is_full := draw.chance(0.3):
-            events += [Step(6), Squeeze(num_gpu_blocks - 5)]
-        events.append(
-            Add(
-                name,
-                family,
-                length,
-                draw.number(0, 3),
-                num_shared_blocks=num_shared,
-            )
-        )
-        if draw.chance(0.3):
-            events.append(Add(f"{name}b", family, length, num_shared_blocks=num_shared))
-        events.append(Step(draw.number(1, 3)))
-        if has_resets and number % 15 == 9:
-            events.append(Reset())  # with loads in flight
-        if is_full:
-            events.append(Step(draw.one_of([1, 1, 10])))
-            if draw.chance(0.3):
-                events.append(Abort(name))  # while it waits for room
-            events.append(Squeeze(0))
-        if draw.chance(0.6 if is_troubled else 0.3):
-            events.append(AbortLoading() if draw.chance(0.5) else Abort(name))
-        events.append(Step(draw.number(3, 6)))
-        if has_resets and number % 15 == 4:
-            events.append(Reset())  # with stores in flight
-        if draw.chance(0.7):
-            events += [Squeeze(num_gpu_blocks // draw.one_of([1, 2])), Squeeze(0)]
-    events.append(Step(12))
-    if has_resets:
-        events.append(Reset())
-    return Scenario(
-        CacheGeometry(size, size, groups),
-        num_gpu_blocks,
-        tuple(events),
-        _generate_fates(draw, (0.25 if is_troubled else 0.15, 0.0)),
-        cpu_blocks=50 * len(groups),
-        max_tokens_per_step=16,
-        laps=FEWEST_LAPS,
-        pin_budget=0.1 if seed % 4 == 3 else None,
-    )
-
-
-def _generate_geometry(draw: _Draw, shape: str, kind: str) -> CacheGeometry:
+def _generate_geometry(draw: Draw, shape: str, kind: str) -> CacheGeometry:
     """A geometry of a shape, with a group of a kind in it."""
     if shape == "one" and kind == "full" and draw.chance(0.7):
         return CacheGeometry.single(4)
     size = draw.one_of([4, 8, 12])
-    sizes = [n for n in (2, 4, 6) if size % n == 0]
+    sizes = [number for number in (2, 4, 6) if size % number == 0]
     if shape == "one":
         return CacheGeometry(size, 2, (_generate_group(draw, kind, draw.one_of(sizes)),))
-    kinds = ["full" if draw.chance(0.85) else draw.one_of(_KINDS), kind]
+    kinds = ["full" if draw.chance(0.85) else draw.one_of(_GROUPS), kind]
     if draw.chance(0.5):
-        kinds.append(draw.one_of(_KINDS))
+        kinds.append(draw.one_of(_GROUPS))
     block_sizes = [draw.one_of(sizes)] * len(kinds)
     if shape == "mixed":
         block_sizes = [draw.one_of(sizes) for _ in kinds]
@@ -311,7 +240,7 @@ def _generate_geometry(draw: _Draw, shape: str, kind: str) -> CacheGeometry:
     return CacheGeometry(size, 2, tuple(draw.shuffled(groups)))
 
 
-def _generate_group(draw: _Draw, kind: str, block: int) -> CacheGroup:
+def _generate_group(draw: Draw, kind: str, block: int) -> CacheGroup:
     match kind:
         case "window":
             return SlidingWindow(block, draw.number(2, draw.one_of([6, 14])))
@@ -322,209 +251,99 @@ def _generate_group(draw: _Draw, kind: str, block: int) -> CacheGroup:
     return FullAttention(block)
 
 
-class _Events:
-    """Draws what happens.
-
-    Args:
-        draw: Decides.
-        longest: Tokens of the longest prompt.
-        most_tokens: Tokens of a request that the pool has room for.
-        size: Tokens of a scheduler block.
-        num_gpu_blocks: Blocks of the pool.
-    """
-
-    def __init__(
-        self, draw: _Draw, longest: int, most_tokens: int, size: int, num_gpu_blocks: int
-    ) -> None:
-        self._draw = draw
-        self._longest = longest
-        self._most_tokens = most_tokens
-        self._size = size
-        self._num_gpu_blocks = num_gpu_blocks
-        self._num_families = draw.number(2, 4)
-        self._num_shared = [draw.one_of(_SHARED_BLOCKS) for _ in range(self._num_families + 1)]
-        self._num_ids = 0
-        self._num_tokens: dict[str, int] = {}  # of the requests so far
-        self._events: list[Event] = []
-
-    def generate(self) -> tuple[Event, ...]:
-        """Scenes, and what comes between them."""
-        draw = self._draw
-        ends: list[Event | None] = [None, AbortLoading(), Reset(draw.chance(0.5))]
-        hand: list[Callable[[], None]] = [partial(self._load, end) for end in 2 * ends]
-        hand += draw.shuffled([self._storm, self._talk, self._twins, self._return])[:2]
-        for scene in draw.shuffled(hand):
-            for _ in range(draw.number(0, 6)):
-                self._anything()
-            scene()
-        return tuple(self._events)
-
-    # --- scenes ---
-
-    def _load(self, end: Event | None) -> None:
-        """Prompts that were computed before come again; the GPU has nothing of them, or some."""
-        draw, size = self._draw, self._size
-        num_blocks = (self._longest - 1) // size
-        families = draw.shuffled(range(1, self._num_families + 1))[:2]
-        self._events.append(Squeeze(0))
-        for has_gpu_hit in draw.shuffled([False, True]):
-            self._ask(families, num_blocks * size)  # no token more: Mamba has its last state
-            self._step(draw.number(5, 8))
-            self._evict()
-            if has_gpu_hit:
-                self._ask(families, size * draw.number(1, max(1, num_blocks - 1)))
-                self._step(draw.number(3, 5))
-            self._ask(families, num_blocks * size + 1)
-            self._step(1)
-            if end is not None:
-                self._events += [end] * len(families)
-            self._step(draw.number(2, 4))
-
-    def _ask(self, families: Sequence[int], length: int) -> None:
-        for family in families:
-            self._add(family, length)
-
-    def _storm(self) -> None:
-        """Requests that generate lose their blocks again and again."""
-        draw = self._draw
-        for _ in range(draw.number(2, 4)):
-            room = self._most_tokens - self._longest
-            self._add(draw.number(1, self._num_families), self._longest, room)
-        for _ in range(draw.number(3, 5)):
-            self._step(1)
-            self._events.append(Alias())
-            self._events.append(Squeeze(self._num_gpu_blocks - draw.number(1, 4)))
-            self._step(1)
-            self._events.append(Squeeze(0))
-
-    def _talk(self) -> None:
-        """A request is cut short; two go on where it was, one of them to its end."""
-        draw, size = self._draw, self._size
-        first = self._add(draw.number(1, self._num_families), size + draw.number(1, size), 2 * size)
-        self._step(draw.number(1, 4))
-        self._events.append(Alias())
-        if draw.chance(0.5):
-            self._events.append(Abort(first))
-        self._step(draw.number(2, 6))
-        if draw.chance(0.5):
-            self._evict()
-        for _ in range(2):
-            self._continue(self._new_id(), first)
-            self._step(draw.number(0, 4))
-
-    def _twins(self) -> None:
-        """Equal prompts come in one step: blocks of one hash."""
-        draw = self._draw
-        family, length = draw.number(1, self._num_families), self._any_length()
-        if draw.chance(0.5):
-            self._evict()
-        for _ in range(draw.number(2, 3)):
-            self._add(family, length, draw.number(0, self._size))
-        self._step(draw.number(2, 5))
-
-    def _return(self) -> None:
-        """A, B, A: a prompt comes again after another one, which may begin like it."""
-        draw, size = self._draw, self._size
-        first, second = draw.shuffled(range(1, self._num_families + 1))[:2]
-        for family in (first, second, first):
-            self._add(family, min(self._any_length() + size, self._longest))
-            self._step(draw.number(3, 8))
-            if draw.chance(0.7):
-                self._evict()
-
-    def end_in_flight(self) -> tuple[Event, ...]:
-        """All of it, and then prompts that come again while the last step is played."""
-        families, length = (1, 2), (self._longest - 1) // self._size * self._size + 1
-        self._step(6)
-        self._ask(families, length)
-        self._step(6)
-        self._evict()
-        self._ask(families, length)
-        self._step(self._draw.number(2, 4))
-        return tuple(self._events)
-
-    # --- between them ---
-
-    def _anything(self) -> None:
-        draw = self._draw
-        kind = draw.number(0, 99)
-        if kind < 25:
-            name = self._new_id()
-            if draw.chance(0.3):
-                name = f"r{draw.number(1, self._num_ids)}"  # perhaps in use, or a second life
-            if self._num_tokens and draw.chance(_SHARE_OF_NEXT_TURNS):
-                self._continue(name, draw.one_of(list(self._num_tokens)[-3:]))
-                return
-            family, length = draw.number(1, self._num_families), self._any_length()
-            num_output = draw.number(0, self._size) * draw.one_of([0, 1, 3])
-            num_output = min(num_output, self._most_tokens - length)
-            self._add(family, length, num_output, name)
-            if draw.chance(_SHARE_OF_TWINS):
-                self._add(family, length, num_output)
-        elif kind < 68:
-            self._step(draw.number(1, 3))
-        elif kind < 77:
-            self._events.append(AbortLoading())
-        elif kind < 84:
-            # Mostly of those that came last: they are the ones that are still there.
-            self._events.append(Abort(f"r{max(1, self._num_ids - draw.number(0, 5))}"))
-        elif kind < 95:
-            if draw.chance(0.5):
-                self._events.append(Squeeze(self._num_gpu_blocks))  # evicts what is free
-            num_blocks = draw.number(1, self._num_gpu_blocks) if draw.chance(0.4) else 0
-            self._events.append(Squeeze(num_blocks))
-        elif kind < 98:
-            self._events.append(Alias())
-        else:
-            self._events.append(Reset(after_reports=draw.chance(0.5)))
-
-    # --- one event ---
-
-    def _new_id(self) -> str:
-        self._num_ids += 1
-        return f"r{self._num_ids}"
-
-    def _any_length(self) -> int:
-        return self._longest - self._draw.number(0, self._longest - 1) * self._draw.number(0, 1)
-
-    def _add(self, family: int, length: int, num_output: int = 0, name: str = "") -> str:
-        name = name or self._new_id()
-        add = Add(name, family, length, num_output, num_shared_blocks=self._num_shared[family])
-        self._note(add, length + num_output)
-        return add.request_id
-
-    def _continue(self, name: str, before: str) -> None:
-        draw, size = self._draw, self._size
-        room = self._most_tokens - self._num_tokens[before]
-        if room >= 2:
-            length = draw.number(1, min(2 * size, room - 1))
-            num_output = draw.number(1, min(size, room - length))
-            num_tokens = self._num_tokens[before] + length + num_output
-            self._note(Add(name, self._num_families, length, num_output, before), num_tokens)
-
-    def _note(self, add: Add, num_tokens: int) -> None:
-        self._events.append(add)
-        self._num_tokens.pop(add.request_id, None)  # the last of an id is what counts
-        self._num_tokens[add.request_id] = num_tokens
-
-    def _step(self, count: int) -> None:
-        if count:
-            self._events.append(Step(count))
-
-    def _evict(self) -> None:
-        self._events += [Squeeze(self._num_gpu_blocks), Squeeze(0)]
-
-
-def _generate_fates(draw: _Draw, shares: tuple[float, float] | None = None) -> tuple[Fate, ...]:
-    share_failed, share_lost = shares or draw.one_of(
-        [(0.0, 0.0), (0.4, 0.05), (0.5, 0.1), (0.6, 0.05)]
-    )
-    usual = Fate()
+def _generate_fates(draw: Draw, share_failed: float, share_lost: float) -> tuple[Fate, ...]:
     fates = []
-    for _ in range(60):
+    for _ in range(_NUM_FATES):
         move_after, later = draw.number(0, 4), draw.number(0, 3)
-        fate = usual if draw.chance(0.4) else Fate(move_after, move_after + later)
+        is_usual = draw.chance(SHARE_OF_USUAL_FATES)
+        fate = Fate() if is_usual else Fate(move_after, move_after + later)
         if draw.chance(share_failed):
             fate = replace(fate, outcome="half" if draw.chance(0.5) else "none")
         fates.append(replace(fate, is_lost=draw.chance(share_lost)))
     return tuple(fates)
+
+
+# --- steady runs ---
+
+
+@dataclass(frozen=True)
+class Steady:
+    """One kind of steady run.
+
+    Args:
+        has_window: Whether there is a second group, with a sliding window.
+        has_resets: Whether the caches are reset five times a round.
+        share_failed: Share of the jobs that fail.
+        share_aborted: Share of the requests that are aborted.
+        pin_budget: As in :class:`Scenario`.
+    """
+
+    has_window: bool
+    has_resets: bool = False
+    share_failed: float = 0.15
+    share_aborted: float = 0.3
+    pin_budget: float | None = None
+
+
+STEADY = (
+    Steady(has_window=False, has_resets=True),
+    Steady(has_window=True, has_resets=True),
+    Steady(has_window=False, share_failed=0.25, share_aborted=0.6),
+    Steady(has_window=True, pin_budget=0.1),
+)
+"""The kinds of steady runs, dealt in turn."""
+
+
+def steady_scenario(number: int) -> Scenario:
+    """The same round over and over, for a tier that is too small for all prompts (CONN-10).
+
+    Some prompts are frequent and others occur once. The GPU holds them whole, in part or not
+    at all. Transfers fail, and requests are aborted, wait for free blocks, or come in pairs.
+
+    Args:
+        number: Number among the steady runs.
+    """
+    draw, steady = Draw(number, "steady"), dealt(STEADY, number)
+    size = 4
+    groups: tuple[CacheGroup, ...] = (FullAttention(size),)
+    if steady.has_window:
+        groups += (SlidingWindow(size, 14),)
+    num_gpu_blocks = 50 * len(groups)
+    reset = [Reset()] if steady.has_resets else []
+    events: list[Event] = []
+    for place in range(30):
+        family = draw.number(1, 3) if draw.chance(0.7) else 10 + place
+        num_shared = 2 * (family % 2)
+        name = f"s{place}"
+        length = size * (8 if draw.chance(0.6) else draw.number(7, 9)) + 1
+        if is_full := draw.chance(0.3):
+            events += [Step(6), Squeeze(num_gpu_blocks - 5)]
+        events.append(Add(name, family, length, draw.number(0, 3), num_shared_blocks=num_shared))
+        if draw.chance(0.3):
+            events.append(Add(f"{name}b", family, length, num_shared_blocks=num_shared))
+        events.append(Step(draw.number(1, 3)))
+        if place in (9, 24):
+            events += reset  # with loads in flight
+        if is_full:
+            events.append(Step(draw.one_of([1, 1, 10])))
+            if draw.chance(0.3):
+                events.append(Abort(name))  # while it waits for free blocks
+            events.append(Squeeze(0))
+        if draw.chance(steady.share_aborted):
+            events.append(AbortLoading() if draw.chance(0.5) else Abort(name))
+        events.append(Step(draw.number(3, 6)))
+        if place in (4, 19):
+            events += reset  # with stores in flight
+        if draw.chance(0.7):
+            events += [Squeeze(num_gpu_blocks // draw.one_of([1, 2])), Squeeze(0)]
+    events += [Step(12), *reset]
+    return Scenario(
+        CacheGeometry(size, size, groups),
+        num_gpu_blocks,
+        tuple(events),
+        _generate_fates(draw, steady.share_failed, 0.0),
+        cpu_blocks=50 * len(groups),
+        max_tokens_per_step=16,
+        rounds=FEWEST_ROUNDS,
+        pin_budget=steady.pin_budget,
+    )

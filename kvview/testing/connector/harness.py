@@ -1,7 +1,7 @@
-"""The engine of a simulated run: what the simulation asks of one.
+"""The engine of a simulated run, as the simulation drives and queries it.
 
-Any engine that can say these values can be simulated. Its package names the factory
-that builds it among the entry points ``kvview.engines``.
+Any engine with these methods can be simulated. Its package names the factory that builds it
+among the entry points ``kvview.engines``.
 """
 
 from __future__ import annotations
@@ -54,27 +54,27 @@ class SimulationStats(Protocol):
 class ConnectorHarness(Protocol):
     """An engine under simulation.
 
-    1. A full block that is computed holds the bytes that follow from its hash; what is
-       loaded is overwritten before the load starts; what a request reads is compared.
-    2. What the connector raises comes through unchanged.
+    1. A full block that is computed holds the bytes that follow from its hash. Blocks are
+       overwritten before a load into them starts, and compared when a request reads them.
+    2. Exceptions of the connector come through unchanged.
     """
 
     @property
     def stats(self) -> SimulationStats:
         """Counters since the engine was built."""
 
-    # --- what happens to it ---
+    # --- actions ---
 
     def add(self, add: Add, serial: int) -> None:
         """Queue a request.
 
         Args:
-            add: What comes.
-            serial: Tells what it generates from what others do.
+            add: The request.
+            serial: Distinguishes its generated tokens from those of other requests.
 
         Raises:
-            ConfigError: No engine would queue it: it can never fit, its id is not free
-                yet, or what it continues was never there. Nothing changed.
+            ConfigError: No engine would queue it, because it can never fit, its id is in use,
+                or the request that it continues does not exist. Nothing changed.
         """
 
     def abort(self, request_id: str) -> None:
@@ -84,13 +84,13 @@ class ConnectorHarness(Protocol):
         """Run one scheduler step."""
 
     def squeeze(self, num_blocks: int) -> None:
-        """Give back what was squeezed out before, and allocate this many, if as many are free."""
+        """Release the blocks of the last squeeze, and allocate this many, if so many are free."""
 
     def alias(self) -> bool:
         """Give the first cached block of a running request a second hash, if there is one."""
 
     def reset(self, *, after_reports: bool = False) -> bool:
-        """Reset the caches; False when refused.
+        """Reset the caches; False if refused.
 
         Args:
             after_reports: As in :class:`~kvview.testing.connector.scenario.Reset`; an engine
@@ -101,24 +101,24 @@ class ConnectorHarness(Protocol):
         """Stop the connectors.
 
         Returns:
-            References that they never gave back, ``{block_id: count}``.
+            References that they never released, ``{block_id: count}``.
         """
 
-    # --- what is asked ---
+    # --- queries ---
 
     def unfinished(self) -> Mapping[str, str]:
         """Requests that are not finished, ``{request_id: "waiting", "loading" or "running"}``.
 
-        Those that load come in the order in which they began to.
+        Loading requests come in the order in which their loads started.
         """
 
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do, the connectors' pending work included."""
 
     def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
-        """Per block of a request that waits for loads, what must come into it.
+        """Per block of a request that waits for loads, the key that must come into it.
 
-        One that was aborted meanwhile is a request as well; empty for any other.
+        An aborted request waits for its loads as well; empty for any other.
         """
 
     @property
@@ -126,16 +126,16 @@ class ConnectorHarness(Protocol):
         """Blocks of the pool, the null block included."""
 
     def ref_count(self, block_id: int) -> int:
-        """References to a block, whoever has them."""
+        """References to a block, of all owners."""
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
-        """What each block holds."""
+        """Keys of the KV in each block."""
 
     def free_block_ids(self) -> Sequence[int]:
         """The free queue, next victim first."""
 
     def engine_refs(self) -> Counter[int]:
-        """References by block of the requests and of what is squeezed out."""
+        """References by block of the requests and of the squeezed blocks."""
 
     def held_blocks(self) -> Mapping[int, int]:
         """References by block that the connectors' views count."""
@@ -152,7 +152,7 @@ class EngineFactory(Protocol):
         """The nearest scenario that the engine can play.
 
         Returns:
-            The scenario, and what was left out of it, in a few words each.
+            The scenario, and the parts that were left out of it, in a few words each.
         """
 
     def build(
@@ -168,67 +168,67 @@ class EngineFactory(Protocol):
 
         Args:
             scenario: As fitted.
-            connectors: What it runs, in order of preference for loads.
+            connectors: Its connectors, in order of preference for loads.
             owner: Named in reports of the view.
             clock: Seconds, by which leases expire where the engine has them.
-            stream: Told of each launch and each output taken; given with a scenario whose
-                ``compute_lags``. It reaches the worker halves as ``compute_stream``.
+            stream: Notified of each launch and each output; given if the scenario's
+                ``compute_lags``. The worker halves get it as ``compute_stream``.
         """
 
 
 @runtime_checkable
 class RunsOwnConnectors(Protocol):
-    """An engine factory that runs connectors written to the engine itself, as they are."""
+    """An engine factory that also runs connectors written to the engine itself."""
 
     def simulate_own(
         self, connector_class: type, scenario: Scenario, options: Mapping[str, Any]
     ) -> SimulationResult:
-        """Run one through a scenario; what is left out is counted in the coverage.
+        """Run one through a scenario; parts that are left out are counted in the coverage.
 
         Args:
-            connector_class: Of the engine's own kind.
-            scenario: What happens.
-            options: What its user configures.
+            connector_class: A connector of the engine's own kind.
+            scenario: The run.
+            options: Its options.
         """
 
     def judge_own(
         self, connector_class: type, result: SimulationResult, options: Mapping[str, Any]
     ) -> SimulationResult:
-        """Find out whether a failure is the connector's: the law is ``ENGINE`` if it is not.
+        """Change the law of a failure to ``ENGINE`` if the connector did not cause it.
 
         Args:
-            connector_class: What failed.
-            result: How.
-            options: As it ran.
+            connector_class: The connector.
+            result: The run that failed.
+            options: Its options.
         """
 
 
 def own_runs(engines: EngineFactory, connector_class: type) -> RunsOwnConnectors:
-    """The factory, as one that runs connectors of its engine.
+    """The factory, if it also runs connectors of its engine.
 
     Raises:
-        ConfigError: It runs kvview connectors alone.
+        ConfigError: It runs only kvview connectors.
     """
     if isinstance(engines, RunsOwnConnectors):
         return engines
     raise ConfigError(
-        f"{connector_class.__qualname__} is no kvview connector, and {engines.name} runs no other: "
-        f"give --engine vllm to check a connector of vLLM"
+        f"{connector_class.__qualname__} is not a kvview connector, and {engines.name} runs only "
+        f"those: give --engine vllm to check a connector of vLLM"
     )
 
 
 def load_engines(name: str = "reference") -> EngineFactory:
-    """The factory that an installed package brings under a name.
+    """The factory of a name, from an installed package.
 
     Raises:
-        ConfigError: No package brings one, or what it needs is not installed.
+        ConfigError: No package has one, or a library that it needs is not installed.
     """
-    with _what_it_needs(name):
+    with _naming_missing_library(name):
         return load_factory_class(name)()
 
 
 def load_factory_class(name: str) -> Callable[[], EngineFactory]:
-    """The class of that factory, of which nothing is built.
+    """The class of that factory, not instantiated.
 
     Raises:
         ConfigError: As :func:`load_engines`.
@@ -236,13 +236,13 @@ def load_factory_class(name: str) -> Callable[[], EngineFactory]:
     found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if name not in found:
         raise ConfigError(f"there is no engine {name!r}; known: {', '.join(sorted(found))}")
-    with _what_it_needs(name):
+    with _naming_missing_library(name):
         factory_class: Callable[[], EngineFactory] = found[name].load()
     return factory_class
 
 
 @contextmanager
-def _what_it_needs(name: str) -> Iterator[None]:
+def _naming_missing_library(name: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:

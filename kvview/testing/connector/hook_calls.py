@@ -1,4 +1,4 @@
-"""Calls of a connector's hooks: what they raise or wrongly return breaks a law."""
+"""Calls of a connector's hooks: an exception or a wrong return value breaks a law."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LAW_OF_WORKER_HOOK = {"register_kv_caches": "XFER-1", "shutdown": "CONN-4"}  # 
 
 @contextmanager
 def hook(name: str, law: str) -> Iterator[None]:
-    """What a connector's method raises breaks a law, unless the error names another."""
+    """Report an exception of a hook as a broken law: the given one, or the one that it names."""
     jump()
     try:
         with watchdog.calling():
@@ -38,10 +38,10 @@ def hook(name: str, law: str) -> Iterator[None]:
         if is_start and (missing := missing_library(error, "the connector")):
             raise missing from error
         text = line_of(error)
-        named, said = split_law(text)
+        named, rest = split_law(text)
         is_hook_error = False
         if named and not (law == "CONN-2" and text.startswith("OFF-2")):
-            law, text = named, said
+            law, text = named, rest
         elif isinstance(error, TransferSpecError):
             law = "XFER-1"
         else:
@@ -61,8 +61,7 @@ def calling(name: str) -> AbstractContextManager[None]:
 def require_type(hook: str, answer: object, law: str) -> None:
     """Refuse an answer that no engine can use."""
     if expected := wrong_type(hook, answer):
-        told = line_of(answer, repr)
-        message = f"{hook} returned {told}: expected {expected}"
+        message = f"{hook} returned {line_of(answer, repr)}: expected {expected}"
         raise InvariantBroken(law, message, is_hook_error=True)
 
 
@@ -70,7 +69,7 @@ def make_worker(connector_class: type[Connector], config: bytes) -> WorkerConnec
     """The worker half of an instance of its own.
 
     Args:
-        connector_class: Of the connector.
+        connector_class: The connector.
         config: Its configuration, pickled.
     """
     with hook("make_worker", "CONN-1"):

@@ -1,16 +1,14 @@
-"""What must hold between an engine and a connector after every step.
+"""Invariants between an engine and a connector, which hold after every step.
 
-Plain values in; out comes nothing, or one :class:`InvariantBroken` that names the
-law and the numbers. Any engine that can say these values can be watched with
-them: the oracle here is its own dicts and sets.
+Each check takes plain values, and raises an :class:`InvariantBroken` with the law and the
+numbers. They fit any engine that can report these values.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from kvview.events import OffloadingEvent, fold
 from kvview.keys import OffloadKey
 
 
@@ -19,8 +17,8 @@ class InvariantBroken(AssertionError):
 
     Args:
         law: Its number, ``"CONN-4"`` for example.
-        message: The values, and what was expected of them.
-        is_timeout: Whether it is a hook that did not return.
+        message: The values, and the expected ones.
+        is_timeout: Whether a hook did not return.
         is_hook_error: Whether a hook raised, or returned a value that no engine can use.
     """
 
@@ -35,11 +33,11 @@ class InvariantBroken(AssertionError):
 
 
 class EndedLoudly(InvariantBroken):
-    """A fault of the simulation came through a hook: an engine would have ended, told why."""
+    """A simulated failure came through a hook; a real engine would have ended with it."""
 
 
 def check_free_list(free_ids: Sequence[int], ref_counts: Mapping[int, int]) -> None:
-    """Each block is in the free queue exactly when nobody refers to it, and once.
+    """Require each block without references, and no other, once in the free queue.
 
     Args:
         free_ids: The free queue, next victim first.
@@ -65,15 +63,15 @@ def check_conservation(
     engine_refs: Mapping[int, int],
     connector_refs: Mapping[int, int],
 ) -> None:
-    """Free + engine-held + connector-held = all, reference by reference.
+    """Require the references of each block to be those of requests and of the connector.
 
     Args:
         ref_counts: References of every block but the null block.
-        engine_refs: Of them, those of block tables.
-        connector_refs: Of them, those that the connector's view counts.
+        engine_refs: References of block tables among them.
+        connector_refs: References that the connector's view counts.
 
     Raises:
-        InvariantBroken: CONN-4, with the blocks that somebody took or gave too often.
+        InvariantBroken: CONN-4, with a block that was held or released too often.
     """
     expected = Counter(engine_refs)
     expected.update(connector_refs)
@@ -85,16 +83,16 @@ def check_conservation(
             raise InvariantBroken(
                 "CONN-4",
                 f"block {block} has {count} references: {engine} of requests and {connector} of "
-                f"the connector, who holds the other {count - engine - connector}?",
+                f"the connector; {count - engine - connector} have no owner",
             )
 
 
 def check_drained(held: Mapping[int, int], when: str) -> None:
-    """At the end the connector holds nothing.
+    """Require that the connector holds no block.
 
     Args:
         held: References that it still has, ``{block_id: count}``.
-        when: At the end of what.
+        when: The time of the check, for the message.
 
     Raises:
         InvariantBroken: CONN-4.
@@ -105,111 +103,8 @@ def check_drained(held: Mapping[int, int], when: str) -> None:
         )
 
 
-class EventFold:
-    """Folds offloading events into what is advertised, and checks them on the way."""
-
-    def __init__(self) -> None:
-        self.num_events = 0
-        self._model: fold.EventFold[OffloadKey] = fold.EventFold()
-
-    def apply(self, events: Iterable[OffloadingEvent]) -> None:
-        """Take more events in.
-
-        Raises:
-            InvariantBroken: EVENT-1, a key is removed that is not there, or stored that is.
-        """
-        for event in events:
-            self.num_events += 1
-            for key in event.keys:
-                if not self._model.change(event.medium, key, removed=event.removed):
-                    done, why = ("removed", "not") if event.removed else ("stored", "already")
-                    what = f"event {self.num_events}: key {short(key)} is {done}"
-                    where = f"medium {event.medium!r} {why} holding it"
-                    raise InvariantBroken("EVENT-1", f"{what}, with {where}")
-
-    @property
-    def advertised(self) -> set[OffloadKey]:
-        """Keys that some medium is said to hold."""
-        return self._model.advertised()
-
-
-def check_advertised(
-    advertised: Collection[OffloadKey],
-    stored: Collection[OffloadKey],
-    failed: Collection[OffloadKey],
-) -> None:
-    """What is advertised was stored.
-
-    Args:
-        advertised: Keys by the events so far.
-        stored: Keys of all stores that were reported as a success.
-        failed: Keys of all stores that were reported as a failure.
-
-    Raises:
-        InvariantBroken: EVENT-4 for a failed store, EVENT-2 for one that never ended.
-    """
-    stored, failed = set(stored), set(failed)
-    for key in advertised:
-        if key in stored:
-            continue
-        if key in failed:
-            raise InvariantBroken(
-                "EVENT-4", f"key {short(key)} is advertised, and each of its stores has failed"
-            )
-        raise InvariantBroken(
-            "EVENT-2",
-            f"key {short(key)} is advertised, and no store of it has ended that began since the "
-            f"last reset",
-        )
-
-
-def check_promise(
-    request_id: str,
-    promised: Iterable[OffloadKey],
-    stored: Collection[OffloadKey],
-    advertised: Collection[OffloadKey] | None,
-) -> None:
-    """What ``match_prefix`` promises was stored, and is advertised.
-
-    Args:
-        request_id: To whom.
-        promised: Keys that the promised prefix needs.
-        stored: Keys of all stores that were reported as a success.
-        advertised: Keys by the events so far; None when the connector gives no events.
-
-    Raises:
-        InvariantBroken: CONN-2 or EVENT-2.
-    """
-    for key in promised:
-        if key not in stored:
-            raise InvariantBroken(
-                "CONN-2",
-                f"match_prefix promised key {short(key)} to request {request_id!r}, and no store "
-                f"of it that began since the last reset was reported as a success",
-            )
-        if advertised is not None and key not in advertised:
-            raise InvariantBroken(
-                "EVENT-2",
-                f"match_prefix promised key {short(key)} to request {request_id!r}, which the "
-                f"events do not advertise",
-            )
-
-
-def check_reset(advertised: Collection[OffloadKey]) -> None:
-    """After a reset that was not refused, nothing is advertised.
-
-    Raises:
-        InvariantBroken: EVENT-5.
-    """
-    if advertised:
-        keys = ", ".join(sorted(map(short, advertised))[:5])
-        raise InvariantBroken(
-            "EVENT-5", f"after a reset {len(advertised)} keys are still advertised: {keys}"
-        )
-
-
 def check_bytes(num_wrong: int, num_wrong_before: int) -> None:
-    """No block that a request reads differs from what its hash stands for.
+    """Require that no block which a request reads differs from the KV of its hash.
 
     Raises:
         InvariantBroken: XFER-1.
@@ -223,5 +118,5 @@ def check_bytes(num_wrong: int, num_wrong_before: int) -> None:
 
 
 def short(key: OffloadKey) -> str:
-    """A key as messages write it: the start of the hash, and the group."""
+    """A key in a message: the start of its hash, and its group."""
     return f"{key[:4].hex()}.../{int.from_bytes(key[-4:], 'big')}"

@@ -1,4 +1,4 @@
-"""The clocks of :mod:`time` as a connector reads them: they jump ahead at each call of a hook."""
+"""Clocks of :mod:`time` that jump ahead at each call of a hook."""
 
 from __future__ import annotations
 

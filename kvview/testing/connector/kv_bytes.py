@@ -1,8 +1,7 @@
-"""KV bytes as a function of the block hash, so that a stale block is seen at once.
+"""KV bytes as a function of the block hash, so that a stale block is detected at once.
 
-A real model writes keys and values; this one writes numbers that follow from
-the hash of the prefix, the group and the layer. Whoever loads a block can say,
-byte for byte, what must be in it.
+A real model writes keys and values. This one writes numbers that follow from the hash of the
+prefix, the group and the layer, so each byte of a loaded block can be compared.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class KVBytes:
         num_layers: Tensors; a block has one page in each.
         device: Where the pages are.
         group_pages: Instead of equal pages for all: per group, the bytes that it uses of
-            a page of each tensor, 0 when it keeps nothing there. A tensor's pages are as
-            large as what the greediest group uses; the rest is padding to the others.
+            a page of each tensor, 0 for none. A tensor's pages are as large as the largest
+            use; the rest is padding for the other groups.
 
     Raises:
         ConfigError: A size is not positive, or ``page_bytes`` no multiple of 8.
@@ -87,27 +86,27 @@ class KVBytes:
         )
 
     def write(self, block_ids: Sequence[int], keys: Sequence[OffloadKey]) -> None:
-        """Compute the KV of blocks: what their keys say."""
+        """Write the KV of blocks that follows from their keys."""
         for rows, pages in self._expected(block_ids, keys):
             for layer, expected in pages:
-                # Not layer[rows, :n] = expected, which wakes all of torch's threads: 4 ms
-                # instead of 10 us for 300 rows of 512 bytes where another wants a core.
+                # Not layer[rows, :n] = expected, which wakes all threads of torch: 4 ms instead
+                # of 10 us for 300 rows of 512 bytes on a busy machine.
                 layer[:, : expected.shape[1]].index_copy_(0, rows, expected)
 
     def poison(self, block_ids: Sequence[int]) -> None:
-        """Overwrite blocks with what no key stands for."""
+        """Overwrite blocks with bytes that follow from no key."""
         rows = self._on_device(np.array(block_ids, np.int64))
         for layer in self._layers:
             layer.index_fill_(0, rows, _POISON)
 
     def count_mismatches(self, block_ids: Sequence[int], keys: Sequence[OffloadKey]) -> int:
-        """How many of the blocks differ in any byte from what their keys say."""
+        """The number of blocks that differ in any byte from the KV of their keys."""
         num_wrong = 0
         for rows, pages in self._expected(block_ids, keys):
             wrong: torch.Tensor | None = None
             for layer, expected in pages:
                 found = layer[:, : expected.shape[1]].index_select(0, rows)
-                if not torch.equal(found, expected):  # which is the rule, and cheap to ask
+                if not torch.equal(found, expected):  # rare, and cheap to test
                     differs = (found != expected).any(dim=1)
                     wrong = differs if wrong is None else wrong | differs
             num_wrong += 0 if wrong is None else int(wrong.sum())
@@ -119,7 +118,7 @@ class KVBytes:
     def _expected(
         self, block_ids: Sequence[int], keys: Sequence[OffloadKey]
     ) -> Iterator[tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]]:
-        """Per group: the rows of its keys, and what is in each layer.
+        """Per group, the rows of its keys and the expected bytes of each layer.
 
         Computed in numpy: in torch it takes four times as long for the blocks of a step.
         """

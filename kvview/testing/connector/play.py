@@ -94,7 +94,7 @@ class SeedPlayer:
             return Played(None)
         failure = result.failure
         differs = None
-        is_sample = is_sample and scenario.laps == 1 and bool(result.coverage.get("loads"))
+        is_sample = is_sample and scenario.rounds == 1 and bool(result.coverage.get("loads"))
         if is_sample if failure is None else not failure.is_timeout:
             differs = repeat.difference(result, self.simulate(scenario))
         if differs is None:

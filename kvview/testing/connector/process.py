@@ -1,8 +1,8 @@
-"""An object in a process of its own: a worker half, as real engines have it.
+"""A worker half in a process of its own, as in real engines.
 
 The process is a fork, made when the KV caches are registered: 20 ms a run, where a spawned
 one takes seconds for its imports, and a class that lives in a function or in ``__main__``
-is there. What the halves share through globals or closures is a copy from then on.
+is there. From then on, globals and closures that the halves share are copies.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from kvview.testing import watchdog
 from kvview.testing.connector.hook_calls import calling, hook, make_worker, require_type
 from kvview.testing.connector.invariants import InvariantBroken
 
-_PATIENCE = 60.0  # seconds for one call, until it is said to hang
+_PATIENCE = 60.0  # seconds until a call is reported as hanging
 
 Serve = Callable[[str, tuple[Any, ...]], Any]
-"""Answers calls by name; what it answers is pickled."""
+"""Answers calls by name; its results are pickled."""
 
 
 def can_fork() -> bool:
@@ -50,13 +50,13 @@ def can_fork() -> bool:
 class Child:
     """A forked process that answers calls.
 
-    1. What breaks a law there is raised here.
-    2. A child that dies breaks CONN-3; nobody waits for it.
+    1. A law that is broken in the child is raised here.
+    2. A child that dies breaks CONN-3 at once.
 
     Args:
-        make: Called in the child, once; what it returns answers the calls.
-        what: Is in the child, for messages.
-        patience: Seconds for one call, until it is said to hang.
+        make: Called in the child, once; returns the function that answers the calls.
+        what: Name of the object in the child, for messages.
+        patience: Seconds until a call is reported as hanging.
     """
 
     def __init__(self, make: Callable[[], Serve], what: str, patience: float = _PATIENCE) -> None:
@@ -71,8 +71,8 @@ class Child:
         other.close()
 
     def call(self, name: str, *args: Any) -> Any:
-        """Have it answer a call."""
-        with suppress(OSError):  # it has died: the answer tells
+        """Call a method in the child."""
+        with suppress(OSError):  # a dead child shows in the answer
             self._pipe.send_bytes(pickle.dumps((name, args)))
         if not wait([self._pipe], self._patience):
             self._process.kill()
@@ -95,17 +95,17 @@ class Child:
         return answer
 
     def close(self) -> None:
-        """End it; callable twice."""
+        """End the child; callable twice."""
         self._pipe.close()
         self._process.kill()
         self._process.join()
 
 
 def _serve(pipe: Connection, parents: Connection, make: Callable[[], Serve]) -> None:
-    """The child: answers calls until nobody is there to call."""
+    """Answer calls in the child, until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops on it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    parents.close()  # else its end is not heard of
+    parents.close()  # otherwise the end of the parent goes unnoticed
     torch.set_num_threads(1)  # the threads of torch's pool are not here
     serve: Serve | None = None
     try:
@@ -129,7 +129,7 @@ def _serve(pipe: Connection, parents: Connection, make: Callable[[], Serve]) -> 
     except (EOFError, OSError):
         pass
     finally:
-        os._exit(0)  # nothing that the parent has registered for its own end
+        os._exit(0)  # without the exit handlers of the parent
 
 
 class RemoteWorker(WorkerConnector):

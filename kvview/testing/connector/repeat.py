@@ -1,20 +1,20 @@
-"""Whether a run gives the same again: without that, a seed replays nothing."""
+"""Comparison of two runs of one scenario, because a seed replays only what is deterministic."""
 
 from __future__ import annotations
 
 from kvview.testing.connector.result import Failure, SimulationResult
 
 EVERY = 10
-"""One of so many seeds is run twice, if it is clean, short, and loaded anything."""
+"""One in this many seeds is run twice, if it is clean, short, and has loads."""
 
 
 def difference(first: SimulationResult, second: SimulationResult) -> str | None:
-    """How two runs of one scenario differ, in one line; None when they do not.
+    """The difference between two runs of one scenario, in one line; None without one.
 
-    Messages are not compared: they may quote what differs from run to run, as addresses do.
+    Messages are not compared, because they may quote addresses.
     """
     if _end(first.failure) != _end(second.failure):
-        return f"the first run: {_told(first.failure)}; the second: {_told(second.failure)}"
+        return f"the first run: {_text(first.failure)}; the second: {_text(second.failure)}"
     for one, other in zip(first.timeline, second.timeline, strict=False):
         if one != other:
             return f"from step {one.step} on: {one} in the first run, {other} in the second"
@@ -29,5 +29,5 @@ def _end(failure: Failure | None) -> tuple[str, int] | None:
     return None if failure is None else (failure.law, failure.step)
 
 
-def _told(failure: Failure | None) -> str:
+def _text(failure: Failure | None) -> str:
     return "no law broken" if failure is None else str(failure)

@@ -61,7 +61,7 @@ class SimulationResult:
         failure: None when every law held.
         timeline: One snapshot a step, of the last ones.
         coverage: What happened how often: loads, stores, preemptions and so on.
-        loads_of_laps: Tokens that requests were given to load, lap by lap.
+        loads_of_rounds: Tokens that requests were given to load, round by round.
         kept_bytes: Bytes that the halves refer to, at the end of each third of a long run.
         allocated_at: The line that allocated most of them, where ``tracemalloc`` runs.
     """
@@ -70,7 +70,7 @@ class SimulationResult:
     failure: Failure | None
     timeline: tuple[Snapshot, ...]
     coverage: Mapping[str, int] = field(default_factory=dict)
-    loads_of_laps: tuple[int, ...] = ()
+    loads_of_rounds: tuple[int, ...] = ()
     kept_bytes: tuple[int, ...] = ()
     allocated_at: str = ""
 

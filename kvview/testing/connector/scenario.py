@@ -1,8 +1,7 @@
-"""What a simulated run does: plain data, printed as a script.
+"""Scenarios of simulated runs: plain data, printed as a script.
 
-A scenario says everything that a run depends on: sizes, the engine's events in
-order, and what becomes of the n-th transfer job. So a failure is its seed, and
-what is taken out of a scenario leaves a smaller scenario.
+A scenario holds everything that a run depends on: sizes, the engine's events in order, and the
+fate of the n-th transfer job. So a seed replays a failure, and a scenario can be made smaller.
 """
 
 from __future__ import annotations
@@ -15,25 +14,25 @@ from kvview import CacheGeometry
 from kvview.targets import is_connector, target_of
 
 PAGE_BYTES, NUM_LAYERS = 64, 2
-"""Of a block in each tensor, and how many tensors, unless a scenario has pages of its own."""
+"""Bytes of a block in each tensor, and the number of tensors, unless a scenario has its own."""
 
 
 @dataclass(frozen=True)
 class Add:
-    """A request comes; left out while one of this id is unfinished.
+    """A request arrives; left out while one of this id is unfinished.
 
     Args:
         request_id: May have been used before.
         family: Prompts of one family are prefixes of each other.
-        num_prompt_tokens: Tokens of the prompt; of a next turn, those that are new.
+        num_prompt_tokens: Tokens of the prompt; of a next turn, its new ones.
         num_output_tokens: Tokens to generate.
-        continues: Id of a request that has ended: this one is the next turn of its
-            conversation, with a prompt that begins with all its tokens, generated ones
-            too. Left out while there is none. None: a prompt of its own.
-        stops_after: Generated tokens after which it ends before its time, as with a token
-            that ends a text: steps that are in flight then were launched for nothing. None:
-            it ends after ``num_output_tokens``, which every engine foresees.
-        num_shared_blocks: Hash blocks at its start that are those of every other prompt.
+        continues: Id of a request that has ended. This one is the next turn of its
+            conversation: its prompt starts with all tokens of that request, generated ones
+            included. Left out while that request does not exist. None: a prompt of its own.
+        stops_after: Generated tokens after which it ends early, as with a stop token; the
+            steps in flight are then discarded. None: it ends after ``num_output_tokens``,
+            which every engine foresees.
+        num_shared_blocks: Hash blocks at its start that it shares with all other prompts.
     """
 
     request_id: str
@@ -47,14 +46,14 @@ class Add:
 
 @dataclass(frozen=True)
 class Abort:
-    """A request is aborted, wherever it stands; left out when it is not there."""
+    """A request is aborted; left out if it does not exist or has ended."""
 
     request_id: str
 
 
 @dataclass(frozen=True)
 class AbortLoading:
-    """The request that has waited longest for its loads is aborted, if there is one."""
+    """The request that has waited longest for its loads is aborted, if any waits."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Step:
     """The engine steps.
 
     Args:
-        count: How many times.
+        count: Number of steps.
     """
 
     count: int = 1
@@ -70,10 +69,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Squeeze:
-    """Somebody else has this many of the pool's blocks from now on: evicts, and preempts.
+    """Another owner takes blocks of the pool, until the next squeeze: evicts, and preempts.
 
     Args:
-        num_blocks: At most so many, as far as they are free.
+        num_blocks: Its blocks at most; as many of them as are free.
     """
 
     num_blocks: int
@@ -89,8 +88,8 @@ class Reset:
     """The caches are reset; refused while blocks are in use (POOL-9).
 
     Args:
-        after_reports: Whether the engine takes in what was transferred first, so that the
-            reset comes between ``on_transfers_finished`` and ``plan_step``.
+        after_reports: Whether the engine takes in reports first, so that the reset comes
+            between ``on_transfers_finished`` and ``plan_step``.
     """
 
     after_reports: bool = False
@@ -99,23 +98,23 @@ class Reset:
 Event = Add | Abort | AbortLoading | Step | Squeeze | Alias | Reset
 
 Outcome = Literal["ok", "none", "half"]
-"""All bytes move; none and the job fails; half of its blocks and the job fails."""
+"""All bytes move; none, and the job fails; half of its blocks, and the job fails."""
 
 
-WorkerHalf = Literal["job_by_job", "as_it_is", "in_a_process"]
-"""Given its jobs one by one, each waited for when it is time; given whole plans, with its own
-threads and order, over tensors that hold its copies up; or job by job in a child process."""
+WorkerHalf = Literal["job_by_job", "whole_plans", "in_a_process"]
+"""Delivery of jobs to the worker half: each job when it is due; whole plans in their step, while
+the copies of its threads are held at a gate; or each job when it is due, in a child process."""
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of one transfer job. Late is what is usual.
+    """The lateness and the outcome of one transfer job; by default it is a step late.
 
     Args:
         move_after: Steps after which the bytes move; 0 moves them at once.
-        report_after: Steps after which it is reported; 0 in the step after the start.
-        outcome: Whether it succeeds.
-        is_lost: Whether it is reported only when nothing else is left to do.
+        report_after: Steps after which it is reported; 0 in the step after its plan.
+        outcome: The bytes that move, and whether it succeeds.
+        is_lost: Whether it is reported only after all other work.
     """
 
     move_after: int = 1
@@ -131,38 +130,35 @@ class Scenario:
     Args:
         geometry: Block sizes and KV-cache groups.
         num_gpu_blocks: Blocks of the pool, the null block included.
-        events: What happens, in order; then everything is left to drain.
-        fates: Of the jobs by the order of their start; later ones are usual.
-        cpu_blocks: How many blocks the tier holds, if an option has a placeholder for it
+        events: The events, in order; then the engine steps until no work is left.
+        fates: Fates of the jobs by the order of their plans; later jobs have the default.
+        cpu_blocks: Blocks that the tier holds, if an option has a placeholder for it
             (:mod:`~kvview.testing.placeholders`), or this name.
-        num_connectors: 2 for two of them side by side.
+        num_connectors: 2 for two connectors side by side.
         max_running: Requests computed at once.
         max_tokens_per_step: Token budget of one step.
         decode_tokens: Tokens that a decoding request generates in one step.
         ends_abruptly: Whether the engine is shut down while jobs are in flight.
-        loads_may_fail: Whether loads have the outcomes of their fates; else all succeed.
-        loads_may_be_late: Whether they take the steps of their fates; else they end at once.
-        loads_beside_hits: Whether the engine lets a request load that hits on the GPU.
+        loads_may_fail: Whether loads have the outcomes of their fates; otherwise all succeed.
+        loads_may_be_late: Whether loads take the steps of their fates; otherwise none.
+        loads_beside_hits: Whether a request with a hit on the GPU may load as well.
         steps_in_flight: Steps that may be launched before the output of the first of them
-            is taken in; 1 for an engine that is not asynchronous.
-        compute_lags: Whether the KV of a step is written only when its output is taken in,
-            so that a worker that does not order itself after the compute stream (XFER-6)
-            reads and writes too early; else when the step is launched.
-        worker_half: How the worker half is run.
+            is taken; 1 for a synchronous engine.
+        compute_lags: Whether the KV of a step is written only when its output is taken, so
+            that a worker half that ignores the compute stream (XFER-6) reads and writes too
+            early; otherwise it is written when the step is launched.
+        worker_half: The delivery of jobs to the worker half.
         group_pages: Per group, the bytes that it uses of a block's page in each tensor, 0
             for none; what another group uses beyond that is padding. Empty for two tensors
             of equal pages. An engine with a layout of its own keeps it.
-        laps: How often the events happen, all of them one lap after the other: a long run,
-            and a steady one. Each lap asks for prompts of its own, in the same order. Each lap
-            has the fates in an order of its own, and a lost job is reported much later, not
-            only at the end.
+        rounds: How often the events are repeated. Each round has its own prompts and its own
+            order of the fates, and a lost job is reported much later, not only at the end.
         pin_budget: Share of the pool's blocks that connectors may hold; None for no limit. A
-            connector that never asks for it and lets ``PinBudgetExceeded`` out is played
-            without one.
-        threads_yield_often: Whether threads let others go on before each of their lines, so that
-            races show.
-        laps_until_again: Laps after which the prompts of the first one come again.
-        first_lap: Number of the first lap; those before it are left out.
+            connector that never queries it and raises ``PinBudgetExceeded`` is played without.
+        threads_yield_often: Whether threads yield before each of their lines, so that races
+            show.
+        rounds_until_reuse: Rounds after which the prompts of the first round are reused.
+        first_round: Number of the first round; earlier ones are left out.
         clock_jump: Seconds by which the clocks of :mod:`time` jump ahead at each call of a hook.
     """
 
@@ -183,16 +179,16 @@ class Scenario:
     compute_lags: bool = False
     worker_half: WorkerHalf = "job_by_job"
     group_pages: tuple[tuple[int, ...], ...] = ()
-    laps: int = 1
+    rounds: int = 1
     pin_budget: float | None = None
     threads_yield_often: bool = False
     clock_jump: float = 0.0
-    first_lap: int = 0
-    laps_until_again: int = 64
+    first_round: int = 0
+    rounds_until_reuse: int = 64
 
     @property
-    def steps_per_lap(self) -> int:
-        """Steps that the events ask for, once through."""
+    def steps_per_round(self) -> int:
+        """Steps of one round."""
         return sum(event.count for event in self.events if isinstance(event, Step))
 
     @property
@@ -206,7 +202,7 @@ class Scenario:
                 length = before + add.num_prompt_tokens + add.num_output_tokens
                 lengths[add.request_id] = max(length, lengths.get(add.request_id, 0))
                 num_blocks += sum(-(-length // g.block_size) for g in self.geometry.groups)
-        return self.laps * num_blocks
+        return self.rounds * num_blocks
 
     @property
     def block_bytes(self) -> int:
@@ -215,7 +211,7 @@ class Scenario:
 
     @property
     def is_roomy(self) -> bool:
-        """Whether nothing is ever short: blocks, pages of the tier, transfers that succeed."""
+        """Whether neither blocks nor pages of the tier are ever short, and no transfer fails."""
         return (
             min(self.cpu_blocks, self.num_gpu_blocks // 2) >= self.num_blocks_of_all
             and all(fate.outcome == "ok" and not fate.is_lost for fate in self.fates)
@@ -223,7 +219,7 @@ class Scenario:
         )
 
     def fate_of_load(self, fate: Fate) -> Fate:
-        """What becomes of a load that a fate falls to."""
+        """The fate of a load that gets a fate of the list."""
         if not self.loads_may_fail:
             fate = replace(fate, outcome="ok")
         return fate if self.loads_may_be_late else Fate(0, 0, fate.outcome)
@@ -233,7 +229,7 @@ class Scenario:
 
 
 def compact_repr(value: object) -> str:
-    """A dataclass as Python, without what is as by default."""
+    """A dataclass as Python, without its default values."""
     if isinstance(value, tuple):
         items = ", ".join(map(compact_repr, value))
         return f"({items},)" if len(value) == 1 else f"({items})"
@@ -260,12 +256,12 @@ def to_script(
     """Python that runs a scenario again, to paste; it fails as long as a law is broken.
 
     Args:
-        connector_class: What is run.
+        connector_class: The connector.
         scenario: The run.
-        options: Of the connector.
-        comment: Goes before it.
+        options: Options of the connector.
+        comment: Comment above the script.
         engines: A factory of engines that is built without arguments.
-        times: How often to try, for what does not happen every time.
+        times: Number of tries, for failures that do not occur every time.
     """
     shown = compact_repr(scenario.geometry)
     names = sorted({"CacheGeometry", *(type(g).__name__ for g in scenario.geometry.groups)})
@@ -304,12 +300,12 @@ def to_script(
 
 
 def _import_of(connector_class: type[object]) -> tuple[list[str], str]:
-    """How a script gets the class, and what it calls it."""
+    """Lines of a script that import the class, and its name there."""
     module, name = connector_class.__module__, connector_class.__qualname__
     last = name.split(".")[-1]
     if target := target_of(connector_class):
         load = "load_connector" if is_connector(connector_class) else "load_target"
         return [f"from kvview.targets import {load}", "", f"{last} = {load}({target!r})"], last
     if "<locals>" in name:
-        return [f"# {name} of {module}: it lives in a function, bring it here"], last
+        return [f"# {name} of {module} is defined in a function: copy it here"], last
     return [f"from {module} import {name.split('.')[0]}"], name

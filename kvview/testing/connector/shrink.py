@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import replace
 
 from kvview import CacheGeometry
-from kvview.testing.connector.aging import FEWEST_LAPS
+from kvview.testing.connector.aging import FEWEST_ROUNDS
 from kvview.testing.connector.result import SimulationResult
 from kvview.testing.connector.scenario import Add, Fate, Scenario, Squeeze, Step
 
@@ -58,10 +58,10 @@ class Shrinker:
         """Make :attr:`best` smaller, until nothing more can go or all runs are used up."""
         failure = self.best.failure
         assert failure is not None, "the best run fails"
-        laps = self._scenario.laps
-        while laps > 1 and self._takes(replace(self._scenario, laps=laps // 2)):
-            laps //= 2
-        if laps >= FEWEST_LAPS:  # what fails is the comparison of many laps, each run costs seconds
+        rounds = self._scenario.rounds
+        while rounds > 1 and self._takes(replace(self._scenario, rounds=rounds // 2)):
+            rounds //= 2
+        if rounds >= FEWEST_ROUNDS:  # many rounds are compared: a run costs seconds
             return
         self._takes(replace(self._scenario, events=self._scenario.events[: failure.num_events]))
         self._takes(replace(self._scenario, fates=()))

@@ -1,13 +1,13 @@
-"""A child for connectors that hold others: it says when it is not told what it must be told.
+"""A child for multi-connectors that reports each call that is not passed on to it.
 
-What a multi-connector forgets to pass on shows in none of its own answers. So one of its
-children is :class:`SpyConnector`, beside others that store and load:
+A missing call shows in none of the multi-connector's own results. So add :class:`SpyConnector`
+to its children, besides others that store and load:
 
     kvview check my_multi.py:MyMulti --option 'connectors=[{"connector": "kvview.testing.\
 connector.spy:SpyConnector"}, {"connector": "my_connector.py:MyConnector"}]'
 
 It stores nothing and promises nothing. It holds a block of each request that ends, under a
-lease that runs out by the engine's clock, and its worker half keeps a thread until shutdown.
+lease that expires by the engine's clock, and its worker half keeps a thread until shutdown.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from kvview import (
 )
 from kvview.testing.connector.invariants import InvariantBroken
 
-_SECONDS = 3.0  # that a block of a request is held, by the engine's clock
+_SECONDS = 3.0  # for which a block of a request is held, by the engine's clock
 _MOST_LEASES = 2
 
 
 class SpyConnector(Connector):
-    """Breaks the law that whoever holds it breaks."""
+    """Raises the law that its multi-connector breaks."""
 
     @override
     def make_scheduler(self) -> SchedulerConnector:
@@ -53,25 +53,27 @@ class SpyConnector(Connector):
 
 
 class SpyScheduler(SchedulerConnector):
-    """Knows what came before, and so what should have come."""
+    """Compares each call with the calls before it."""
 
     def __init__(self) -> None:
         self._view: GPUBlockPoolView | None = None
         self._facts: EngineFacts | None = None
         self._with_blocks: set[str] = set()
-        self._running: set[str] = set()  # of them: their loads, by whomever, have ended
+        self._running: set[str] = set()  # those whose loads, of any child, have ended
         self._leases: list[Any] = []
 
     @override
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
         if self._view is not None or self._facts is not None:
-            raise InvariantBroken("CONN-1", "a child is bound twice, or not as the first thing")
+            raise InvariantBroken("CONN-1", "a child is bound twice, or not first of all")
         self._view = view
 
     @override
     def on_engine_ready(self, facts: EngineFacts) -> None:
         if self._view is None or self._facts is not None:
-            raise InvariantBroken("CONN-1", "on_engine_ready comes once to a child, after the bind")
+            raise InvariantBroken(
+                "CONN-1", "on_engine_ready of a child is called once, after the bind"
+            )
         self._facts = facts
 
     def _check_ready(self, hook: str) -> None:
@@ -102,8 +104,8 @@ class SpyScheduler(SchedulerConnector):
         if name in self._running:
             raise InvariantBroken(
                 "CONN-1",
-                f"request {name!r} gets blocks again, and its child did not hear how it lost those "
-                f"that it had: pass on_request_preempted and on_request_finished to each child",
+                f"request {name!r} gets blocks again, and a child was not notified how it lost its "
+                f"earlier ones: pass on_request_preempted and on_request_finished to each child",
             )
         self._with_blocks.add(name)
 
@@ -116,8 +118,8 @@ class SpyScheduler(SchedulerConnector):
             if name not in self._with_blocks:
                 raise InvariantBroken(
                     "CONN-1",
-                    f"request {name!r} is scheduled, and a child did not hear of its blocks: pass "
-                    f"on_blocks_allocated to each child",
+                    f"request {name!r} is scheduled, and a child was not notified of its blocks: "
+                    f"pass on_blocks_allocated to each child",
                 )
             self._running.add(name)
         return StepPlan()
@@ -125,7 +127,7 @@ class SpyScheduler(SchedulerConnector):
     @override
     def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
         if results:
-            raise InvariantBroken("CONN-3", f"a child without jobs hears of {list(results)}")
+            raise InvariantBroken("CONN-3", f"a child without jobs receives {list(results)}")
 
     @override
     def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
@@ -149,7 +151,7 @@ class SpyScheduler(SchedulerConnector):
 
     @override
     def has_pending_work(self) -> bool:
-        return any(lease.is_active for lease in self._leases)  # it ends in a step
+        return any(lease.is_active for lease in self._leases)  # leases end in a step
 
     @override
     def shutdown(self) -> None:
@@ -168,7 +170,7 @@ class SpyWorker(WorkerConnector):
     @override
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
         if self._thread is not None:
-            raise InvariantBroken("CONN-1", "register_kv_caches comes once to a child")
+            raise InvariantBroken("CONN-1", "register_kv_caches of a child is called once")
         self._thread = threading.Thread(target=self._is_over.wait, name="spy", daemon=True)
         self._thread.start()
 
@@ -176,7 +178,8 @@ class SpyWorker(WorkerConnector):
     def start_plan(self, plan: StepPlan) -> None:
         if self._thread is None or plan.loads or plan.stores:
             raise InvariantBroken(
-                "CONN-3", "a child starts its own plan, after register_kv_caches: it planned no job"
+                "CONN-3",
+                "a child gets its own plan, after register_kv_caches; this one has no jobs",
             )
 
     @override

@@ -8,32 +8,32 @@ from kvview.testing.transfer.compute import GatedComputeEvent, GatedComputeStrea
 
 
 class StepStream:
-    """What a simulated model runner has launched, step after step.
+    """The steps that a simulated model runner has launched, in order.
 
     1. A job that starts between two launches comes after all steps launched before: its
        mark is reached when the output of the last of them is taken.
-    2. The thread that steps the engine must not wait for a mark; another may.
+    2. The thread that steps the engine must not wait for a mark; another thread may.
     """
 
     def __init__(self) -> None:
         self._launched: deque[GatedComputeStream] = deque()
 
     def launch(self) -> None:
-        """A step is launched."""
+        """Launch a step."""
         gate = GatedComputeStream()
         gate.hold()
         self._launched.append(gate)
 
     def take(self) -> None:
-        """The output of the oldest step is taken: its bytes are written by now."""
+        """Take the output of the oldest step, after which its bytes are written."""
         self._launched.popleft().release()
 
     def finish(self) -> None:
-        """Everything has come to its end, as before a shutdown."""
+        """Take the output of all steps, as before a shutdown."""
         while self._launched:
             self.take()
 
     def record_event(self) -> GatedComputeEvent:
-        """Mark what was launched until now."""
+        """Record a mark after the steps that are launched so far."""
         newest = self._launched[-1] if self._launched else GatedComputeStream()
         return newest.record_event()

@@ -1,30 +1,33 @@
 """Threads that a connector's halves leave behind when they are shut down (CONN-12).
 
-A pool of threads that all instances share is no leak: what stays after one run may be it. So
-a run that leaves threads is played again and again, and each time must leave new ones.
+A thread pool that all instances share is not a leak, although its threads stay. So a run that
+leaves threads is played again, more often than such a pool has threads, and each time must
+leave new ones.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
-_PATIENCE = 0.2  # seconds in which threads that were told to end may do so
-_TIMES = 36  # in a row; the threads that Python gives a pool by default are fewer
+_PATIENCE = 0.2  # seconds in which the threads of a half that was shut down may end
+_DEFAULT_POOL = min(32, (os.cpu_count() or 1) + 4)  # threads, of concurrent.futures
+_TIMES = _DEFAULT_POOL + 4
 
-_leaks: WeakKeyDictionary[type, bool] = WeakKeyDictionary()  # classes that were looked at
+_leaks: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
 class ThreadWatch:
-    """The threads that begin after it was made."""
+    """The threads that are started after it was made."""
 
     def __init__(self) -> None:
         self._before = set(threading.enumerate())
 
     def left(self) -> list[str]:
-        """Names of those that do not end."""
+        """Names of the threads that do not end."""
         deadline = time.monotonic() + _PATIENCE
         new = [thread for thread in threading.enumerate() if thread not in self._before]
         for thread in new:
@@ -37,8 +40,8 @@ def leaves_threads(connector_class: type, play_again: Callable[[], list[str]]) -
     """Whether each run of a class leaves threads, after one has.
 
     Args:
-        connector_class: Looked at once; what is found is remembered.
-        play_again: Plays the run once more; names of the new threads that it leaves.
+        connector_class: The connector; it is played again only the first time.
+        play_again: Plays the run once more; returns the names of the new threads that it leaves.
     """
     if connector_class not in _leaks:
         _leaks[connector_class] = all(play_again() for _ in range(_TIMES))

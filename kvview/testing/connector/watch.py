@@ -1,9 +1,9 @@
-"""Watches the scheduler half of a connector: what it raises, promises and advertises."""
+"""The harness of a scheduler half: its errors, promises and events are checked."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from inspect import getattr_static
 from typing import Any, cast
 
@@ -12,13 +12,11 @@ from typing_extensions import override
 from kvview import (
     BlockIds,
     CacheGeometry,
-    EngineFacts,
     FinishReason,
     FullAttention,
     GPUBlockPoolView,
     GuardedView,
     OffloadingEvent,
-    OffloadKey,
     RequestInfo,
     SchedulerConnector,
     StepInfo,
@@ -27,19 +25,16 @@ from kvview import (
     SupportsPinBudget,
     SupportsSilentTiers,
     SupportsSkippedBlocks,
-    TransferResult,
-    make_offload_key,
 )
-from kvview.testing.connector.coverage import rows_of
-from kvview.testing.connector.faults import Flight
+from kvview.testing.connector.coverage import (
+    FAILED_BY_THEMSELVES,
+    LOADS_LEFT_ALONE,
+    rows_of,
+)
 from kvview.testing.connector.hook_calls import hook, require_type
-from kvview.testing.connector.invariants import (
-    EventFold,
-    InvariantBroken,
-    check_advertised,
-    check_promise,
-    check_reset,
-)
+from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.jobs import PlannedJob
+from kvview.testing.connector.memory import TierKeys, TierPages
 
 _LAW_OF_HOOK = {
     "make_scheduler": "CONN-1",
@@ -55,8 +50,76 @@ _LAW_OF_HOOK = {
 }  # the others: CONN-4
 
 
-class History:
-    """What was stored, failed and advertised so far, and how often what happened.
+class JobCounts:
+    """Counts what happens to jobs and promises, for the table of coverage.
+
+    Args:
+        geometry: Block sizes of the engine.
+    """
+
+    def __init__(self, geometry: CacheGeometry) -> None:
+        self.coverage: Counter[str] = Counter()
+        self.num_tokens_to_load = 0
+        self._rows = list(rows_of(geometry))
+        self._loading: set[PlannedJob] = set()
+        self._left_alone: set[PlannedJob] = set()  # loads that no reset or abort may have ended
+        self._gpu_hits: dict[str, str] = {}  # by request that loads
+
+    def on_planned(self, job: PlannedJob) -> None:
+        """Count a planned job."""
+        if job.is_load:
+            self._loading.add(job)
+            self._left_alone.add(job)
+
+    def on_reported(self, job: PlannedJob, success: bool) -> None:
+        """Count the end of a job."""
+        kind = "loads" if job.is_load else "stores"
+        self.coverage[kind if success else f"failed {kind}"] += 1
+        if job.is_load:
+            if not success:
+                self._count("failed", job)
+            elif job.age > 1:
+                self._count("late", job)
+            if job in self._left_alone and not job.may_fail:
+                self.coverage[LOADS_LEFT_ALONE] += 1
+                self.coverage[FAILED_BY_THEMSELVES] += not success
+            self._loading.discard(job)
+            self._left_alone.discard(job)
+
+    def on_aborted(self, request_id: str) -> None:
+        """Count the loads of an aborted request."""
+        for job in self._loading:
+            if job.transfer.request_id == request_id:
+                self._count("aborted", job)
+                self._left_alone.discard(job)
+
+    def on_reset_requested(self) -> None:
+        """Count the loads in flight before a reset."""
+        self.coverage["resets with loads in flight"] += bool(self._loading)
+        for job in self._loading:
+            self._count("reset", job)
+        self._left_alone.clear()
+
+    def on_promise(self, request: RequestInfo, num_computed: int, num_promised: int) -> None:
+        """Count the tokens of a promise."""
+        self.coverage["hits"] += num_promised > 0
+        self.coverage["tokens asked about"] += request.num_tokens
+        self.coverage["tokens hit on the GPU"] += num_computed
+        self.coverage["tokens promised"] += num_promised
+
+    def on_blocks_allocated(self, request_id: str, num_computed: int, num_external: int) -> None:
+        """Count the tokens that a request is to load."""
+        if num_external:
+            self.num_tokens_to_load += num_external
+            self._gpu_hits[request_id] = "gpu-hit" if num_computed else "no-gpu-hit"
+
+    def _count(self, end: str, job: PlannedJob) -> None:
+        hit = self._gpu_hits.get(job.transfer.request_id or "", "no-gpu-hit")
+        self.coverage.update(f"loads/{row}/{hit}/{end}" for row in self._rows)
+
+
+class Record:
+    """The model of one connector's tier, and the counts of its jobs.
 
     Args:
         geometry: Block sizes of the engine.
@@ -64,156 +127,73 @@ class History:
 
     def __init__(self, geometry: CacheGeometry) -> None:
         self.geometry = geometry
-        self.events = EventFold()
-        self.stored: set[OffloadKey] = set()  # by stores reported as a success, since a reset
-        self.failed: set[OffloadKey] = set()
-        self._stored_whole: set[OffloadKey] = set()  # by jobs without a failure
-        self._current: set[Flight] = set()  # begun since the last reset
-        self.coverage: Counter[str] = Counter()
-        self.num_tokens_to_load = 0
-        self.was_full = False  # what was stored was let go, and came again
-        self._rows = list(rows_of(geometry))
-        self._loading: set[Flight] = set()
-        self._gpu_hits: dict[str, str] = {}  # of requests that load
-        # By request: what was promised since, and what was advertised then, None when the
-        # tier that it comes from gives no events.
-        self._promises: dict[str, tuple[list[OffloadKey], set[OffloadKey] | None]] = {}
+        self.keys = TierKeys(geometry)
+        self.pages = TierPages()
+        self.counts = JobCounts(geometry)
 
-    def on_started(self, flight: Flight) -> None:
-        """Note the start of a job."""
-        self._current.add(flight)
-        if flight.is_load:
-            self._loading.add(flight)
+    def on_planned(self, job: PlannedJob) -> None:
+        """Add a planned job."""
+        self.keys.on_planned(job)
+        self.counts.on_planned(job)
 
-    def on_reported(self, flight: Flight, success: bool) -> None:
-        """Note the end of a job; what a store from before a reset brings is not held (OFF-8)."""
-        kind = "loads" if flight.is_load else "stores"
-        self.coverage[kind if success else f"failed {kind}"] += 1
-        if flight.is_load:
-            if not success:
-                self._count("failed", flight)
-            elif flight.age > 1:
-                self._count("late", flight)
-            self._loading.discard(flight)
-        elif flight in self._current:
-            stored = flight.stored_keys
-            # A key whose load failed is rightly let go; a part of a job, or a block with two
-            # keys, may be stored again.
-            whole = {keys[0] for keys in flight.keys_of.values() if len(keys) == 1}
-            if success and not self.coverage["failed loads"]:
-                self.was_full = self.was_full or bool(whole & self._stored_whole)
-                self._stored_whole |= whole
-            self.stored |= stored
-            self.failed |= flight.keys - stored
-        self._current.discard(flight)
+    def on_reported(self, job: PlannedJob, success: bool) -> None:
+        """Add the report of a job."""
+        self.keys.on_reported(job, success)
+        self.counts.on_reported(job, success)
 
-    def _count(self, end: str, flight: Flight) -> None:
-        """Count how a load ends, or what happens to it, in the table of coverage."""
-        hit = self._gpu_hits.get(flight.job.request_id or "", "no-gpu-hit")
-        self.coverage.update(f"loads/{row}/{hit}/{end}" for row in self._rows)
 
-    def on_aborted(self, request_id: str) -> None:
-        """A request ends early."""
-        for flight in self._loading:
-            if flight.job.request_id == request_id:
-                self._count("aborted", flight)
+def _passed_on(name: str) -> Any:
+    """A hook that is called without further checks."""
 
-    def on_reset_asked(self) -> None:
-        """The caches are about to be reset, if the connector can."""
-        self.coverage["resets with loads in flight"] += bool(self._loading)
-        for flight in self._loading:
-            self._count("reset", flight)
+    def call(self: WatchedScheduler, *args: Any) -> None:
+        self._call(name, *args)
 
-    def forget(self) -> None:
-        """The caches were reset, which ends every promise (CONN-2)."""
-        check_reset(self.events.advertised)
-        self.stored.clear()
-        self._stored_whole.clear()
-        self.failed.clear()
-        self._current.clear()
-        self._promises.clear()
-
-    def check(self) -> None:
-        """What is advertised was stored."""
-        check_advertised(self.events.advertised, self.stored, self.failed)
-
-    def on_promise(
-        self, request: RequestInfo, num_computed: int, num_promised: int, is_silent: bool = False
-    ) -> None:
-        """Check what ``match_prefix`` answered, perhaps for a tier that gives no events."""
-        self.coverage["hits"] += num_promised > 0
-        self.coverage["tokens asked about"] += request.num_tokens
-        self.coverage["tokens hit on the GPU"] += num_computed
-        self.coverage["tokens promised"] += num_promised
-        num_tokens = num_computed + num_promised
-        if num_tokens % self.geometry.scheduler_block_size or num_tokens >= request.num_tokens:
-            return  # the engine says so
-        promised = self._keys_to_load(request, num_computed, num_tokens)
-        check_promise(request.request_id, promised, self.stored, None)
-        advertised = None if is_silent else self.events.advertised
-        self._promises[request.request_id] = promised, advertised
-
-    def has_promise(self, request_id: str) -> bool:
-        """Whether it was promised something since it got blocks last."""
-        return bool(self._promises.get(request_id, ((), None))[0])
-
-    def on_blocks_allocated(
-        self, request_id: str, num_computed_tokens: int = 0, num_external_tokens: int = 0
-    ) -> None:
-        """The blocks of a promise came and its loads are planned: was it advertised?"""
-        if num_external_tokens:
-            self.num_tokens_to_load += num_external_tokens
-            self._gpu_hits[request_id] = "gpu-hit" if num_computed_tokens else "no-gpu-hit"
-        promised, advertised = self._promises.pop(request_id, ([], None))
-        if self.events.num_events:
-            check_promise(request_id, promised, self.stored, advertised)
-
-    def _keys_to_load(
-        self, request: RequestInfo, num_computed: int, num_tokens: int
-    ) -> list[OffloadKey]:
-        hashes, hash_index = request.block_hashes, self.geometry.block_hash_index
-        return [
-            make_offload_key(hashes[hash_index(index, block)], index)
-            for index, group in enumerate(self.geometry.groups)
-            for block in group.required_blocks(num_tokens)
-            if block >= num_computed // group.block_size
-        ]
+    return call
 
 
 class WatchedScheduler(SchedulerConnector):
-    """Passes every call on; what is raised, and what is promised, is looked at.
+    """Passes every call to the scheduler half, and checks its errors, promises and events.
 
     Args:
-        inner: The real scheduler half.
-        history: Where it is noted.
+        half: The scheduler half.
+        record: The model of the connector's tier, and its counts.
     """
 
-    def __init__(self, inner: SchedulerConnector, history: History) -> None:
-        self._inner = inner
-        self._history = history
+    def __init__(self, half: SchedulerConnector, record: Record) -> None:
+        self._half = half
+        self._record = record
         self._view: GPUBlockPoolView | None = None
-        self._untaken: list[OffloadingEvent] = []  # in the history, not with the engine
-        self.unanswered: set[str] = set()  # requests that are to be asked about again
+        self._untaken: list[OffloadingEvent] = []  # in the model, not yet in the engine
         self._promised_to: str | None = None  # until any other hook is called
-        self.has_refused_reset = False  # the last one
+        self.unanswered: set[str] = set()
+        """Requests for which ``match_prefix`` returned None last."""
+        self.asks_for_budget = False
+        """Whether it has called ``num_pinnable_blocks``."""
+        self.has_refused_reset = False
+        """Whether it refused the last reset."""
+
+    on_engine_ready = _passed_on("on_engine_ready")
+    on_transfers_finished = _passed_on("on_transfers_finished")
+    on_request_preempted = _passed_on("on_request_preempted")
+    shutdown = _passed_on("shutdown")
 
     def _call(self, name: str, *args: Any) -> Any:
         if name != "take_events":
             self._promised_to = None
         with hook(name, _LAW_OF_HOOK.get(name, "CONN-4")):
-            return getattr(self._inner, name)(*args)
+            return getattr(self._half, name)(*args)
 
     def fold_events(self) -> None:
-        """Take the events so far into the history."""
+        """Fold the events so far into the model."""
         with hook("take_events", "EVENT-3"):  # it may be a generator
             events = list(self._call("take_events"))
             require_type("take_events", events, "EVENT-3")
-            self._history.coverage["events"] += len(events)
+            self._record.counts.coverage["events"] += len(events)
         self._untaken += events
-        self._history.events.apply(events)
+        self._record.keys.on_events(events)
 
     def expiring_blocks(self) -> Counter[int]:
-        """References by block of its leases that have a deadline."""
+        """References by block that its leases with a deadline hold."""
         view = self._view
         if not isinstance(view, GuardedView):
             return Counter()
@@ -222,32 +202,27 @@ class WatchedScheduler(SchedulerConnector):
         return Counter(block_id for lease in leases for block_id in lease.block_ids)
 
     @property
-    def num_told_as_skipped(self) -> int | None:
-        """What it counts as not stored; None when it does not count."""
-        # Not by isinstance: to it a property that raises AttributeError is not there.
-        if getattr_static(self._inner, "num_skipped_blocks", None) is None:
+    def num_skipped(self) -> int | None:
+        """Blocks that it counts as not stored; None if it does not count them."""
+        # For isinstance a property that raises AttributeError does not exist.
+        if getattr_static(self._half, "num_skipped_blocks", None) is None:
             return None
         with hook("num_skipped_blocks", "CONN-13"):
-            return cast("SupportsSkippedBlocks", self._inner).num_skipped_blocks
+            return cast("SupportsSkippedBlocks", self._half).num_skipped_blocks
 
     @override
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
         self._view = view
-        self.asks_for_budget = False
         if isinstance(view, SupportsPinBudget):
-            view.num_pinnable_blocks = self._note_asked(view.num_pinnable_blocks)  # type: ignore[method-assign]
+            view.num_pinnable_blocks = self._noting_calls_of(view.num_pinnable_blocks)  # type: ignore[method-assign]
         self._call("bind_gpu_block_pool_view", view)
 
-    def _note_asked(self, ask: Callable[[], int]) -> Callable[[], int]:
+    def _noting_calls_of(self, function: Callable[[], int]) -> Callable[[], int]:
         def num_pinnable_blocks() -> int:
             self.asks_for_budget = True
-            return ask()
+            return function()
 
         return num_pinnable_blocks
-
-    @override
-    def on_engine_ready(self, facts: EngineFacts) -> None:
-        self._call("on_engine_ready", facts)
 
     @override
     def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
@@ -257,39 +232,39 @@ class WatchedScheduler(SchedulerConnector):
             return None
         self.unanswered.discard(request.request_id)
         require_type("match_prefix", answer, "CONN-2")
-        if not self._history.has_promise(request.request_id):  # else it may be asked again, later
+        if not self._record.keys.has_promise(request.request_id):  # else a repeated call, later
             self._check_gpu_hit(request, num_computed_tokens)
         self.fold_events()
-        self._history.on_promise(
-            request, num_computed_tokens, answer, self._is_silent(request.request_id)
-        )
+        self._record.counts.on_promise(request, num_computed_tokens, answer)
+        is_silent = self._is_silent(request.request_id)
+        self._record.keys.on_promise(request, num_computed_tokens, answer, is_silent=is_silent)
         self._promised_to = request.request_id
         return answer
 
     def _check_gpu_hit(self, request: RequestInfo, num_computed_tokens: int) -> None:
-        """The engine hits all that its own pool holds of a prefix: one group of full attention."""
-        view, geometry = self._view, self._history.geometry
+        """Require a hit of the longest prefix in the pool, with one group of full attention."""
+        view, geometry = self._view, self._record.geometry
         is_one = len(geometry.groups) == 1 and isinstance(geometry.groups[0], FullAttention)
         if not is_one or not isinstance(view, SupportsFindCachedBlock):
             return
 
-        def is_there(group: int, block: int) -> bool:
+        def is_cached(group: int, block: int) -> bool:
             key = geometry.block_key(request.block_hashes, group, block)
             return key is not None and view.find_cached_block(key) is not None
 
-        longest = geometry.longest_prefix(request.num_tokens - 1, is_there)
+        longest = geometry.longest_prefix(request.num_tokens - 1, is_cached)
         if num_computed_tokens != longest:
             raise InvariantBroken(
                 "ENGINE",
-                f"request {request.request_id!r} is said to hit {num_computed_tokens} tokens on "
-                f"the GPU, and the pool holds {longest} of its {request.num_tokens}",
+                f"the engine reports a hit of {num_computed_tokens} tokens on the GPU for request "
+                f"{request.request_id!r}, and the pool holds {longest} of its {request.num_tokens}",
             )
 
     def _is_silent(self, request_id: str) -> bool:
-        if not isinstance(self._inner, SupportsSilentTiers):
+        if not isinstance(self._half, SupportsSilentTiers):
             return False
         with hook("comes_from_silent_tier", "EVENT-2"):
-            return self._inner.comes_from_silent_tier(request_id)
+            return self._half.comes_from_silent_tier(request_id)
 
     @override
     def on_blocks_allocated(
@@ -302,15 +277,15 @@ class WatchedScheduler(SchedulerConnector):
         if num_external_tokens and self._promised_to != request.request_id:
             raise InvariantBroken(
                 "ENGINE",
-                f"the blocks of a promise to request {request.request_id!r} come after other "
-                f"calls: ask match_prefix again (CONN-2)",
+                f"the blocks of a promise to request {request.request_id!r} are allocated after "
+                f"other calls: call match_prefix again before them (CONN-2)",
             )
         self._call(
             "on_blocks_allocated", request, block_ids, num_computed_tokens, num_external_tokens
         )
-        self._history.on_blocks_allocated(
-            request.request_id, num_computed_tokens, num_external_tokens
-        )
+        name = request.request_id
+        self._record.counts.on_blocks_allocated(name, num_computed_tokens, num_external_tokens)
+        self._record.keys.on_blocks_allocated(name)
 
     @override
     def plan_step(self, step: StepInfo) -> StepPlan:
@@ -319,19 +294,11 @@ class WatchedScheduler(SchedulerConnector):
         return plan
 
     @override
-    def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
-        self._call("on_transfers_finished", results)
-
-    @override
-    def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
-        self._call("on_request_preempted", request, block_ids)
-
-    @override
     def on_request_finished(
         self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
     ) -> None:
         if reason is FinishReason.ABORTED:
-            self._history.on_aborted(request.request_id)
+            self._record.counts.on_aborted(request.request_id)
         self._call("on_request_finished", request, block_ids, reason)
 
     @override
@@ -347,15 +314,11 @@ class WatchedScheduler(SchedulerConnector):
 
     @override
     def reset_cache(self) -> bool:
-        self._history.on_reset_asked()
+        self._record.counts.on_reset_requested()
         with hook("reset_cache", "CONN-4"):
             self.has_refused_reset = not self._call("reset_cache")
         if self.has_refused_reset:
             return False
         self.fold_events()
-        self._history.forget()
+        self._record.keys.on_reset()
         return True
-
-    @override
-    def shutdown(self) -> None:
-        self._call("shutdown")

@@ -1,7 +1,7 @@
-"""Forked processes that answer questions: every core works, and a crash ends one of them only.
+"""Forked processes that play seeds: all cores are used, and a crash ends one process only.
 
-The processes are forks, made before anything starts a thread: a class that lives in a function
-or in ``__main__`` is there, and nothing is imported again.
+The processes are forked before any thread is started. So they have classes that are defined in
+a function or in ``__main__``, and import nothing again.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from kvview.testing.connector.process import can_fork
 
 Answer = Callable[[Any], Any]
 
-_LOOKS_EVERY = 1.0  # seconds; a child of a process that died may keep its pipe open
-_SECONDS_TO_END = 1.0  # until a process that was asked to end is killed
+_SECONDS_PER_POLL = 1.0  # a child of a dead process may keep its pipe open
+_SECONDS_TO_END = 1.0  # after SIGTERM, until a process is killed
 
 
 @dataclass(frozen=True)
 class Died:
-    """In place of an answer: the process that was asked died.
+    """The answer to a question whose process died.
 
     Args:
-        how: By which signal, or with which exit code.
+        how: Its signal or exit code.
     """
 
     how: str
 
 
 def default_processes() -> int:
-    """One for each core that this process may use; 0 where a fork is not safe.
+    """The number of cores that this process may use; 0 where a fork is not safe.
 
-    A fork copies one thread: what others hold stays locked, a CUDA context does not work, and
-    a daemon of :mod:`multiprocessing` may have no children.
+    A fork copies one thread: locks of other threads stay locked, a CUDA context does not work,
+    and a daemon of :mod:`multiprocessing` may have no children.
     """
     is_alone = threading.active_count() == 1
     is_daemon = multiprocessing.current_process().daemon
@@ -61,13 +61,13 @@ def default_processes() -> int:
 class Workers:
     """Processes that answer questions.
 
-    1. Answers come in the order of the questions, whatever the number of processes.
-    2. A process that dies is replaced, and its question is answered by :class:`Died`.
-    3. What remains in folders for temporary files is removed with the processes.
+    1. Answers come in the order of the questions, for any number of processes.
+    2. A process that dies is replaced; the answer to its question is :class:`Died`.
+    3. Temporary files of the processes are removed with them.
 
     Args:
-        answer: Runs in the processes; its answers are pickled.
-        number: Of processes; 0 to answer in this one.
+        answer: Answers a question, in the processes; its results are pickled.
+        number: Number of processes; 0 answers in this one.
     """
 
     def __init__(self, answer: Answer, number: int) -> None:
@@ -82,10 +82,10 @@ class Workers:
             raise
 
     def map(self, questions: Iterable[Any]) -> Generator[Any, None, None]:
-        """The answers, in order; a process that is free is given the next question at once.
+        """The answers, in order; a free process gets the next question at once.
 
         Raises:
-            Exception: The first that an answer raised.
+            Exception: The first exception of an answer.
         """
         if not self._workers:
             yield from map(self._answer, questions)
@@ -112,12 +112,12 @@ class Workers:
                     answers.update(self._answered())
         finally:
             for worker in self._workers:
-                worker.number = None  # what it still answers, nobody waits for
+                worker.number = None  # a late answer is dropped
 
     def _answered(self) -> Iterator[tuple[int, tuple[bool, Any]]]:
-        """Wait for answers; those that are wanted, by the number of their question."""
+        """Wait for answers, by the number of their question."""
         busy = {worker.pipe: worker for worker in self._workers if not worker.is_free}
-        ready = set(wait(list(busy), _LOOKS_EVERY))
+        ready = set(wait(list(busy), _SECONDS_PER_POLL))
         for pipe, worker in busy.items():
             if pipe not in ready and worker.process.exitcode is None:
                 continue
@@ -129,7 +129,7 @@ class Workers:
                 yield number, answer
 
     def close(self) -> None:
-        """End the processes, and what they started; callable twice."""
+        """End the processes and their children; callable twice."""
         for worker in self._workers:
             worker.process.terminate()
         deadline = time.monotonic() + _SECONDS_TO_END
@@ -146,7 +146,7 @@ class Workers:
 
 @contextmanager
 def workers(answer: Answer, number: int) -> Iterator[Workers]:
-    """Processes that are ended with the block, as :class:`Workers`."""
+    """:class:`Workers` that end with the block."""
     made = Workers(answer, number)
     try:
         yield made
@@ -155,7 +155,7 @@ def workers(answer: Answer, number: int) -> Iterator[Workers]:
 
 
 class _Worker:
-    """One process, with the question that it is asked."""
+    """One process, with its current question."""
 
     def __init__(self, answer: Answer, folder: str, of_others: list[Connection]) -> None:
         context = multiprocessing.get_context("fork")
@@ -165,22 +165,22 @@ class _Worker:
         not_its_own = [self.pipe, *of_others]
         self.process = context.Process(target=_serve, args=(child_end, not_its_own, answer, folder))
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # else both processes write what is in it
+            stream.flush()  # otherwise both processes write its buffer
         self.process.start()
         assert self.process.pid is not None, "a process that is started has an id"
         self._pid = self.process.pid
-        with suppress(OSError):  # it has done so itself, or has ended
+        with suppress(OSError):  # the process has done so itself, or has ended
             os.setpgid(self._pid, self._pid)
         child_end.close()
 
     def ask(self, number: int, question: Any) -> None:
-        """Give it a question; it must be free."""
+        """Send a question; the process must be free."""
         self.is_free, self.number = False, number
-        with suppress(OSError):  # it has died: the answer says so
+        with suppress(OSError):  # a dead process shows in its answer
             self.pipe.send_bytes(pickle.dumps(question))
 
     def take(self) -> tuple[bool, Any]:
-        """Its answer, and whether it is an error to raise."""
+        """Whether the answer is an error to raise, and the answer."""
         self.is_free, self.number = True, None
         try:
             if self.pipe.poll():
@@ -194,7 +194,7 @@ class _Worker:
         return False, Died(how)
 
     def end(self) -> None:
-        """Kill it, and its children."""
+        """Kill the process and its children."""
         self.pipe.close()
         with suppress(OSError):
             os.killpg(self._pid, signal.SIGKILL)
@@ -202,7 +202,7 @@ class _Worker:
 
 
 def _serve(pipe: Connection, not_its_own: list[Connection], answer: Answer, folder: str) -> None:
-    """The process: answers until nobody asks."""
+    """Answer questions in the process, until the pipe is closed."""
     is_ending = False
 
     def end(signum: int, frame: FrameType | None) -> NoReturn:
@@ -211,11 +211,11 @@ def _serve(pipe: Connection, not_its_own: list[Connection], answer: Answer, fold
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    os.setpgid(0, 0)  # Ctrl-C is the parent's; and its children are ended with it
+    os.setpgid(0, 0)  # only the parent gets Ctrl-C, and all children end with this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, end)
     for other in not_its_own:
-        other.close()  # else the end of the parent is not seen
+        other.close()  # otherwise the end of the parent goes unnoticed
     tempfile.tempdir = folder
     try:
         while not is_ending:
@@ -226,17 +226,17 @@ def _serve(pipe: Connection, not_its_own: list[Connection], answer: Answer, fold
     except (EOFError, OSError, KeyboardInterrupt):
         pass
     finally:
-        os._exit(0)  # nothing that the parent has registered for its own end
+        os._exit(0)  # without the exit handlers of the parent
 
 
 def _answered(answer: Answer, question: Any) -> bytes:
     try:
         return pickle.dumps((False, answer(question)))
-    except BaseException as error:  # an interruption too, which a hook may raise
+    except BaseException as error:  # a hook may raise an interruption, too
         text = "".join(traceback.format_exception(error))
         try:
-            told = pickle.dumps((True, error))
-            pickle.loads(told)
-        except Exception:  # an error of theirs that does not pickle
-            told = pickle.dumps((True, RuntimeError(text)))
-        return told
+            pickled = pickle.dumps((True, error))
+            pickle.loads(pickled)
+        except Exception:  # the error does not pickle
+            pickled = pickle.dumps((True, RuntimeError(text)))
+        return pickled

@@ -1,12 +1,12 @@
 """Wrong connectors as a novice writes them: small right ones, each wrong in one place.
 
 They were written from README.md and the contract's docstrings, one family of mistakes after
-the other, before anyone looked at what the kit says of them. A mistake is an edit of the
-text of a right connector beside this file, so each is a file of its own when it is run.
+the other, before the kit was run on them. A mistake is an edit of the text of a right
+connector in this folder, so each is a file of its own when it is run.
 ``benchmarks/novices.py`` counts how many the kit kills.
 
-Eight that harm nobody were taken out when they had been seen to live, because none of them
-gives wrong bytes or events, leaks, hangs or loses an answer in any engine:
+Eight harmless mistakes were removed when they survived, because none of them gives wrong bytes
+or events, leaks, hangs or loses an answer in any engine:
 
 - "reuses a page that is being read" (at_finish), "evicts what is being loaded" (walker), "in
   use is never counted up" (each_step): these workers copy in the order of the plans, loads
@@ -17,7 +17,7 @@ gives wrong bytes or events, leaks, hangs or loses an answer in any engine:
 - "pending means loads" (walker): stores that are in flight when an idle engine stops are
   reported in its next step; their blocks are held until then.
 - "one page too many", "one page too few, the last one" (each_step): a store that touches the
-  page that is not there fails, and says so; the request computes.
+  page that does not exist fails, and reports it; the request computes.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Mistake:
 
     Args:
         base: The right one that it changes.
-        family: What kind of mistake.
-        what: In one line.
-        edits: Of the text: what stands there, and what the novice wrote.
+        family: Kind of mistake.
+        what: The mistake in one line.
+        edits: Old and new text of each edit.
     """
 
     base: str
@@ -64,7 +64,7 @@ def load_mistakes() -> list[Mistake]:
     """All of them, in the order of the files.
 
     A file ``BASE.txt`` has families (``# name``), mistakes (``## what``), and below each its
-    edits: what stands there, a line ``->``, what was written; ``--`` between two edits.
+    edits: the old text, a line ``->``, the new text; ``--`` between two edits.
     """
     found = []
     for base in BASES:

@@ -52,7 +52,7 @@ class RawEngines:
             "two connectors side by side: name MultiConnector and its children",
             num_connectors=1,
         )
-        if scenario.worker_half == "as_it_is":
+        if scenario.worker_half == "whole_plans":
             left_out.append("copies held up in a raw worker: where its threads are is not known")
             scenario = replace(scenario, worker_half="in_a_process")
         leave_out(

@@ -55,8 +55,8 @@ class RawRun(Run):
         self._transfer_config = split_options(options)
         self._raw_watch = Watch(loads=without != "loads")
         self._stand_ins = StandIns(self.scenario.fates)
-        for name in [name for name in self._coverage if name.startswith("seeds/")]:
-            del self._coverage[name]  # the ends of loads are not known
+        for name in [name for name in self.coverage if name.startswith("seeds/")]:
+            del self.coverage[name]  # the ends of loads are not known
 
     @override
     def run(self) -> SimulationResult:
@@ -72,7 +72,7 @@ class RawRun(Run):
             with watchdog.watching(), self._stand_ins.installed(classes):
                 result = super().run()
         finally:
-            if self._engine is not None:
+            if self.stage.built is not None:
                 self.harness.worker.close()
             torch.set_num_threads(num_threads)
         coverage = {**result.coverage, **self._raw_watch.coverage}

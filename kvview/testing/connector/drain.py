@@ -1,0 +1,148 @@
+"""The end of a run: all requests and jobs end, blocks are released, and the caches are reset."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from kvview.testing.connector.invariants import InvariantBroken, check_drained
+from kvview.testing.connector.stage import Stage
+
+_STEPS_BEFORE_LOST = 12  # until lost jobs are reported
+_MAX_STILL_STEPS = 80  # in which no request and no job ends
+_MAX_DRAIN_STEPS = 3000
+_STEPS_TO_REST = 3  # until a reset that nothing prevents must not be refused any more
+_SECONDS_A_LEASE_MAY_LAST = 7 * 24 * 3600.0
+
+
+def drain(stage: Stage, raise_stuck: Callable[[], None]) -> None:
+    """Step until no work is left.
+
+    Args:
+        stage: The engine and its connectors.
+        raise_stuck: Called if nothing ends any more; raises the reason.
+
+    Raises:
+        InvariantBroken: Work never ends, or blocks stay held.
+    """
+    engine = stage.engine
+    engine.squeeze(0)
+    still, ended, has_waited = 0, -1, False
+    for number in range(_MAX_DRAIN_STEPS):
+        if not engine.has_work():
+            _check_asleep(stage)
+            if not stage.num_in_flight:
+                break
+        if number >= _STEPS_BEFORE_LOST:
+            for worker in stage.workers:
+                worker.release_lost()
+        stage.step()
+        before, ended = ended, engine.stats.finished + engine.stats.aborted
+        ended += sum(worker.num_reported for worker in stage.workers)
+        still = still + 1 if ended == before else 0
+        has_waited &= still > 0
+        if still > _MAX_STILL_STEPS:
+            if has_waited or not stage.expiring_blocks():
+                raise_stuck()
+            stage.seconds += _SECONDS_A_LEASE_MAY_LAST
+            still, has_waited = 0, True
+    else:
+        raise InvariantBroken(
+            "CONN-3", f"the connector still starts jobs after {_MAX_DRAIN_STEPS} idle steps"
+        )
+    if engine.held_blocks():
+        stage.seconds += _SECONDS_A_LEASE_MAY_LAST
+        for _ in range(3):
+            stage.step()
+    check_drained(engine.held_blocks(), "when everything has ended")
+
+
+def _check_asleep(stage: Stage) -> None:
+    """Require pending work while a store holds blocks: an idle engine takes in no report."""
+    held = Counter(stage.engine.held_blocks()) - stage.expiring_blocks()
+    for worker in stage.workers:
+        for store in worker.stores_in_flight():
+            if kept := [block for block in store.gpu_blocks if block in held]:
+                raise InvariantBroken(
+                    "CONN-3",
+                    f"store job {store.job_id} is in flight and holds blocks {kept}, no request "
+                    f"is left and has_pending_work is false: the engine steps no more, and the "
+                    f"blocks stay held",
+                )
+
+
+def raise_stuck(stage: Stage) -> None:
+    """Raise the reason why nothing ends any more.
+
+    Raises:
+        InvariantBroken: Always.
+    """
+    if lost := [job for worker in stage.workers for job in worker.unreported()]:
+        raise InvariantBroken(
+            "CONN-3",
+            f"jobs {lost} were started and are never reported: get_finished of the worker half "
+            f"returns a TransferResult for each, once",
+        )
+    engine = stage.engine
+    held = engine.held_blocks()
+    unfinished = engine.unfinished()
+    if waiting := [request for request, status in unfinished.items() if status == "waiting"]:
+        law, why = "CONN-4", "too few blocks are free for them"
+        if not held:
+            law, why = "ENGINE", "match_prefix has returned a number"
+            if any(part.scheduler.unanswered.intersection(waiting) for part in stage.parts):
+                law, why = "CONN-2", "match_prefix always returns None"
+        raise InvariantBroken(
+            law,
+            f"requests {waiting} wait forever: {why}, and the connector holds {len(held)} of "
+            f"{engine.num_blocks - 1} blocks",
+        )
+    raise InvariantBroken("CONN-3", "has_pending_work is true forever, and no job is in flight")
+
+
+def check_skipped(stage: Stage, *, is_roomy: bool) -> None:
+    """Require that no block was skipped in a roomy run.
+
+    Args:
+        stage: The engine and its connectors.
+        is_roomy: Whether neither blocks nor pages nor transfers were ever short.
+
+    Raises:
+        InvariantBroken: CONN-13.
+    """
+    for part in stage.parts:
+        num_skipped = part.scheduler.num_skipped
+        if num_skipped and is_roomy:
+            raise InvariantBroken(
+                "CONN-13",
+                f"num_skipped_blocks is {num_skipped!r}, and neither blocks nor pages of the tier "
+                f"were ever short, and no transfer failed: it counts blocks that could have been "
+                f"stored and were not",
+            )
+
+
+def reset_at_rest(stage: Stage) -> None:
+    """Reset once more; a connector that refuses gets a few steps, and another reset.
+
+    Raises:
+        InvariantBroken: CONN-11, it refuses forever.
+    """
+    for part in stage.parts:
+        part.scheduler.has_refused_reset = False
+    was_reset = stage.reset()
+    for _ in range(_STEPS_TO_REST):
+        if not any(part.scheduler.has_refused_reset for part in stage.parts):
+            break
+        stage.step()
+        was_reset = stage.reset()
+    else:
+        raise InvariantBroken(
+            "CONN-11",
+            f"reset_cache refuses forever: no job was in flight and no request was left, and it "
+            f"was called {_STEPS_TO_REST + 1} times. The KV of a model that was replaced stays "
+            f"loadable",
+        )
+    if stage.parts and not was_reset:
+        raise InvariantBroken(
+            "ENGINE", "no block is in use, and the engine does not reset its prefix cache"
+        )

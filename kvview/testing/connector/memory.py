@@ -1,0 +1,357 @@
+"""The model of a run: the KV that each page of the GPU and of the tier holds, in stream order.
+
+Plain dictionaries and copies of bytes that touch no implementation. Each comparison raises
+:class:`InvariantBroken` with its law.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from kvview import (
+    CacheGeometry,
+    CanonicalKVCacheRef,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    OffloadingEvent,
+    OffloadKey,
+    RequestInfo,
+    make_offload_key,
+)
+from kvview.testing.connector.invariants import InvariantBroken, short
+from kvview.testing.connector.jobs import PlannedJob
+from kvview.testing.events.model import EventModel
+
+_JUNK = 0x5A
+_REMEMBERED_STORES = 8  # per page, to name the reason why its bytes are wrong
+
+
+class GPUPages:
+    """Bytes of the GPU blocks, of which only loads may write those that they name.
+
+    Args:
+        tensors: The KV caches, without a gate before them.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._before = [tensor.clone() for tensor in tensors]  # reused: a clone costs more
+
+    def rows(self, blocks: Iterable[int]) -> list[torch.Tensor]:
+        """Copies of the bytes of blocks, tensor by tensor."""
+        numbers = list(blocks)
+        return [tensor[numbers] for tensor in self._tensors]
+
+    def corrupt(self, blocks: Iterable[int]) -> None:
+        """Overwrite blocks with bytes that are not KV."""
+        numbers = list(blocks)
+        for tensor in self._tensors:
+            tensor[numbers] = _JUNK
+
+    @contextmanager
+    def corrupted(self, blocks: Iterable[int]) -> Iterator[None]:
+        """Corrupt blocks for the time of the block of code."""
+        numbers = list(blocks)
+        before = self.rows(numbers)
+        self.corrupt(numbers)
+        yield
+        for tensor, rows in zip(self._tensors, before, strict=True):
+            tensor[numbers] = rows
+
+    @contextmanager
+    def only_loads_write(
+        self, jobs: Sequence[PlannedJob], may_write: Callable[[], set[int]]
+    ) -> Iterator[None]:
+        """Compare all blocks before and after, except those that loads may write.
+
+        Args:
+            jobs: Jobs under way, for the message.
+            may_write: Returns the blocks that loads name; called at the end.
+
+        Raises:
+            InvariantBroken: XFER-2, a job wrote another block.
+        """
+        for tensor, rows in zip(self._tensors, self._before, strict=True):
+            rows.copy_(tensor)
+        yield
+        named = may_write()
+        skipped = sorted(named)
+        for tensor, rows in zip(self._tensors, self._before, strict=True):
+            rows[skipped] = tensor[skipped]
+            words, before = tensor.view(torch.int64), rows.view(torch.int64)
+            if torch.equal(words, before):
+                continue
+            changed = (words != before).any(dim=1).nonzero().flatten().tolist()
+            if foreign := [block for block in changed if block not in named]:
+                raise InvariantBroken(
+                    "XFER-2",
+                    f"jobs {[job.job_id for job in jobs]} wrote GPU blocks {foreign}, which none "
+                    f"of them names",
+                )
+
+    def check_source(self, store: PlannedJob) -> None:
+        """Compare the source blocks of a store with their bytes when they were computed.
+
+        Raises:
+            InvariantBroken: CONN-6, they were overwritten before the store read them.
+        """
+        blocks = store.gpu_blocks
+        for tensor, rows in zip(self._tensors, store.rows, strict=True):
+            changed = (tensor[blocks] != rows).any(dim=1).nonzero().flatten().tolist()
+            if changed:
+                raise InvariantBroken(
+                    "CONN-6",
+                    f"blocks {[blocks[i] for i in changed]} were overwritten while store job "
+                    f"{store.job_id} had yet to read them",
+                )
+
+    def check_arrived(
+        self, load: PlannedJob, group_refs: Sequence[Sequence[CanonicalKVCacheRef]]
+    ) -> None:
+        """Look for words that are the same as before a load that is reported as a success.
+
+        Raises:
+            InvariantBroken: XFER-4, a block was not written, or only in part.
+        """
+        spec = load.transfer.dst
+        if not isinstance(spec, GPULoadStoreSpec):
+            return
+        groups = [group for group, size in enumerate(spec.group_sizes) for _ in range(size)]
+        missing = {
+            block
+            for row, (block, group) in enumerate(zip(load.gpu_blocks, groups, strict=True))
+            for ref in group_refs[group]
+            if _has_equal_word(
+                self._tensors[ref.tensor_idx][block][: ref.page_size_bytes],
+                load.rows[ref.tensor_idx][row][: ref.page_size_bytes],
+            )
+        }
+        if missing:
+            raise InvariantBroken(
+                "XFER-4",
+                f"load job {load.job_id} is reported as a success, and blocks {sorted(missing)} "
+                f"are not written yet, or only in part",
+            )
+
+
+class TierPages:
+    """The last stores into each page of a host tier."""
+
+    def __init__(self) -> None:
+        self._stores: defaultdict[int, deque[PlannedJob]] = defaultdict(
+            lambda: deque(maxlen=_REMEMBERED_STORES)
+        )
+
+    def add_store(self, job: PlannedJob) -> None:
+        """Add a planned store to its pages."""
+        if isinstance(job.transfer.dst, CPULoadStoreSpec):
+            for page in job.transfer.dst.block_ids:
+                self._stores[page].append(job)
+
+    def check_load(self, job: PlannedJob, expected: Mapping[int, OffloadKey]) -> None:
+        """Compare the pages that a load reads with the keys that must come into its blocks.
+
+        Args:
+            job: The planned load.
+            expected: Key by GPU block.
+
+        Raises:
+            InvariantBroken: CONN-2, OFF-4, OFF-1 or CONN-6: the page holds no KV, the KV of a
+                failed store, of another key, or of no key.
+        """
+        source = job.transfer.src
+        if not isinstance(source, CPULoadStoreSpec):
+            return
+        if len(source.block_ids) != len(job.gpu_blocks):
+            return  # an offloaded block of several GPU blocks
+        for page, block in zip(source.block_ids, job.gpu_blocks, strict=True):
+            self._check_page(job.job_id, page, expected[block])
+
+    def _check_page(self, job_id: int, page: int, key: OffloadKey) -> None:
+        stores = self._stores[page]
+        reads = f"load job {job_id} reads host block {page} for key {short(key)}"
+        if not stores:
+            raise InvariantBroken("CONN-2", f"{reads}: nothing was ever stored there")
+        last = stores[-1]
+        if key in last.keys:
+            if last.result is not None and key not in last.stored_keys:
+                raise InvariantBroken("OFF-4", f"{reads}: the store into it failed")
+            return
+        if any(key in store.keys for store in stores):
+            raise InvariantBroken("OFF-1", f"{reads}: another key was stored over it since")
+        held = ", ".join(sorted(map(short, last.keys))) or "nothing computed"
+        raise InvariantBroken(
+            "CONN-6", f"{reads}: the blocks held {held} when they were to be copied there"
+        )
+
+
+class TierKeys:
+    """Keys that a connector stored, advertised and promised since the last reset.
+
+    Args:
+        geometry: Block sizes of the engine.
+    """
+
+    def __init__(self, geometry: CacheGeometry) -> None:
+        self._geometry = geometry
+        self.stored: set[OffloadKey] = set()
+        """Keys of stores that were reported as a success."""
+        self.failed: set[OffloadKey] = set()
+        """Keys of stores that were reported as a failure."""
+        self.num_events = 0
+        self.was_full = False
+        """Whether a key was stored again, so the tier had evicted it."""
+        self._events: EventModel[OffloadKey] = EventModel()
+        self._has_failed_loads = False
+        self._stored_once: set[OffloadKey] = set()
+        self._current: set[PlannedJob] = set()  # stores that were planned since the last reset
+        # By request: the promised keys, and the keys that were advertised at the promise; None
+        # for a tier without events.
+        self._promises: dict[str, tuple[list[OffloadKey], set[OffloadKey] | None]] = {}
+
+    @property
+    def advertised(self) -> set[OffloadKey]:
+        """Keys that some medium holds by its events."""
+        return self._events.advertised()
+
+    def on_planned(self, job: PlannedJob) -> None:
+        """Add a planned store; the keys of a store that a reset follows are not held (OFF-8)."""
+        if not job.is_load:
+            self._current.add(job)
+
+    def on_reported(self, job: PlannedJob, success: bool) -> None:
+        """Add the keys of a reported store."""
+        if job.is_load:
+            self._has_failed_loads |= not success
+        elif job in self._current:
+            self._current.discard(job)
+            stored = job.stored_keys
+            self.stored |= stored
+            self.failed |= job.keys - stored
+            # A connector rightly evicts a key whose load failed, and may store again a part of a
+            # job, or a block with two keys.
+            if success and not self._has_failed_loads:
+                once = {keys[0] for keys in job.block_keys.values() if len(keys) == 1}
+                self.was_full |= bool(once & self._stored_once)
+                self._stored_once |= once
+
+    def on_events(self, events: Iterable[OffloadingEvent]) -> None:
+        """Fold events into the advertised keys.
+
+        Raises:
+            InvariantBroken: EVENT-1, a key is removed that is not there, or stored that is.
+        """
+        for event in events:
+            self.num_events += 1
+            for key in event.keys:
+                if not self._events.change(event.medium, key, removed=event.removed):
+                    done, why = ("removed", "not") if event.removed else ("stored", "already")
+                    raise InvariantBroken(
+                        "EVENT-1",
+                        f"event {self.num_events}: key {short(key)} is {done}, with medium "
+                        f"{event.medium!r} {why} holding it",
+                    )
+
+    def check_advertised(self) -> None:
+        """Compare the advertised keys with the stored ones.
+
+        Raises:
+            InvariantBroken: EVENT-4 for a failed store, EVENT-2 for one that never ended.
+        """
+        for key in self.advertised - self.stored:
+            if key in self.failed:
+                raise InvariantBroken(
+                    "EVENT-4", f"key {short(key)} is advertised, and each of its stores has failed"
+                )
+            raise InvariantBroken(
+                "EVENT-2",
+                f"key {short(key)} is advertised, and no store of it has ended that began since "
+                f"the last reset",
+            )
+
+    def on_promise(
+        self, request: RequestInfo, num_computed: int, num_promised: int, *, is_silent: bool
+    ) -> None:
+        """Check a promise of ``match_prefix``, and remember it until its blocks are allocated.
+
+        Args:
+            request: The request.
+            num_computed: Tokens that hit on the GPU.
+            num_promised: Tokens promised beyond them.
+            is_silent: Whether they come from a tier without events.
+
+        Raises:
+            InvariantBroken: CONN-2.
+        """
+        num_tokens = num_computed + num_promised
+        if num_tokens % self._geometry.scheduler_block_size or num_tokens >= request.num_tokens:
+            return  # the engine refuses it
+        keys = self._keys_to_load(request, num_computed, num_tokens)
+        self._check_promise(request.request_id, keys, None)
+        self._promises[request.request_id] = keys, None if is_silent else self.advertised
+
+    def has_promise(self, request_id: str) -> bool:
+        """Whether keys were promised to a request since it got blocks last."""
+        return bool(self._promises.get(request_id, ((), None))[0])
+
+    def on_blocks_allocated(self, request_id: str) -> None:
+        """End a promise: its loads are planned now.
+
+        Raises:
+            InvariantBroken: CONN-2 or EVENT-2.
+        """
+        keys, advertised = self._promises.pop(request_id, ([], None))
+        if self.num_events:
+            self._check_promise(request_id, keys, advertised)
+
+    def _check_promise(
+        self,
+        request_id: str,
+        promised: Iterable[OffloadKey],
+        advertised: Collection[OffloadKey] | None,
+    ) -> None:
+        for key in promised:
+            promise = f"match_prefix promised key {short(key)} to request {request_id!r}"
+            if key not in self.stored:
+                raise InvariantBroken(
+                    "CONN-2",
+                    f"{promise}, and no store of it that began since the last reset was reported "
+                    f"as a success",
+                )
+            if advertised is not None and key not in advertised:
+                raise InvariantBroken("EVENT-2", f"{promise}, which the events do not advertise")
+
+    def on_reset(self) -> None:
+        """Forget all keys after a reset that was not refused.
+
+        Raises:
+            InvariantBroken: EVENT-5, some keys are still advertised.
+        """
+        if advertised := self.advertised:
+            keys = ", ".join(sorted(map(short, advertised))[:5])
+            raise InvariantBroken(
+                "EVENT-5", f"after a reset {len(advertised)} keys are still advertised: {keys}"
+            )
+        for forgotten in (self.stored, self.failed, self._stored_once, self._current):
+            forgotten.clear()
+        self._promises.clear()
+
+    def _keys_to_load(
+        self, request: RequestInfo, num_computed: int, num_tokens: int
+    ) -> list[OffloadKey]:
+        hashes, hash_index = request.block_hashes, self._geometry.block_hash_index
+        return [
+            make_offload_key(hashes[hash_index(index, block)], index)
+            for index, group in enumerate(self._geometry.groups)
+            for block in group.required_blocks(num_tokens)
+            if block >= num_computed // group.block_size
+        ]
+
+
+def _has_equal_word(one: torch.Tensor, other: torch.Tensor) -> bool:
+    size = len(one) - len(one) % 8
+    return bool((one[:size].view(torch.int64) == other[:size].view(torch.int64)).any())

@@ -1,0 +1,115 @@
+"""The engine of a run and its connectors: actions, each followed by the invariants."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from kvview.testing.connector.harness import ConnectorHarness
+from kvview.testing.connector.invariants import check_bytes, check_conservation, check_free_list
+from kvview.testing.connector.result import Snapshot
+from kvview.testing.connector.watched_connector import WatchedConnector
+from kvview.testing.connector.worker import WorkerHarness
+
+_STEPS_PER_LOOK_AT_KEYS = 8
+_LONGEST_TIMELINE = 2000  # steps, the last ones
+_HUGE_POOL = 1000  # blocks beyond which they are not all checked in every step
+_STEPS_PER_CHECK_OF_A_HUGE_POOL = 8
+
+
+class Stage:
+    """The engine, the connectors, and the time by which leases expire.
+
+    Args:
+        coverage: Counts of the run.
+    """
+
+    def __init__(self, coverage: Counter[str]) -> None:
+        self.coverage = coverage
+        self.parts: list[WatchedConnector] = []
+        self.built: ConnectorHarness | None = None
+        """The engine, None until it is built."""
+        self.seconds = 0.0
+        self.num_steps = 0
+        self.timeline: deque[Snapshot] = deque(maxlen=_LONGEST_TIMELINE)
+        self._num_wrong = 0
+
+    @property
+    def engine(self) -> ConnectorHarness:
+        """The engine, once it is built."""
+        assert self.built is not None, "the run builds the engine first"
+        return self.built
+
+    @property
+    def workers(self) -> list[WorkerHarness]:
+        """The harnesses of the worker halves."""
+        return [part.worker for part in self.parts]
+
+    @property
+    def num_in_flight(self) -> int:
+        """Jobs that are not reported yet."""
+        return sum(worker.num_in_flight for worker in self.workers)
+
+    def expiring_blocks(self) -> Counter[int]:
+        """References by block that leases with a deadline hold."""
+        parts = (part.scheduler.expiring_blocks() for part in self.parts)
+        return sum(parts, Counter())
+
+    def blocks_to_load(self) -> set[int]:
+        """Blocks that the loads in flight of all connectors write."""
+        return {block for worker in self.workers for block in worker.blocks_to_load()}
+
+    # --- actions ---
+
+    def step(self) -> None:
+        """Run one step; it takes a second."""
+        self.seconds += 1.0
+        self.engine.step()
+        self.check(is_step=True)
+
+    def abort(self, request_id: str) -> None:
+        """End a request early, if it is unfinished."""
+        status = self.engine.unfinished().get(request_id)
+        if status is not None:
+            self.coverage[f"aborted {status}"] += 1
+            self.engine.abort(request_id)
+            self.check()
+
+    def reset(self, *, after_reports: bool = False) -> bool:
+        """Reset the caches; False if the engine or a connector refuses."""
+        self.coverage["resets with jobs in flight"] += bool(self.num_in_flight)
+        was_reset = self.engine.reset(after_reports=after_reports)
+        self.coverage["resets"] += was_reset
+        self.check()
+        return was_reset
+
+    # --- the invariants ---
+
+    def check(self, *, is_step: bool = False) -> None:
+        """Check all invariants; those of every block are rare in a huge pool."""
+        self.num_steps += is_step
+        is_huge = self.engine.num_blocks > _HUGE_POOL
+        if not (is_huge and self.num_steps % _STEPS_PER_CHECK_OF_A_HUGE_POOL):
+            self._check_blocks(is_step=is_step)
+        before, self._num_wrong = self._num_wrong, self.engine.stats.mismatches
+        check_bytes(self._num_wrong, before)
+        for part in self.parts:
+            part.scheduler.fold_events()
+            part.record.keys.check_advertised()
+
+    def _check_blocks(self, *, is_step: bool) -> None:
+        engine = self.engine
+        held = engine.held_blocks()  # first, because it may end leases that are due
+        refs = {block: engine.ref_count(block) for block in range(1, engine.num_blocks)}
+        owned = engine.engine_refs()
+        free = engine.free_block_ids()
+        if is_step:
+            num_held = len(held.keys() - owned.keys())
+            self.timeline.append(
+                Snapshot(self.num_steps, len(free), len(owned), num_held, self.num_in_flight)
+            )
+        check_free_list(free, refs)
+        check_conservation(refs, owned, held)
+        if is_step and self.num_steps % _STEPS_PER_LOOK_AT_KEYS == 0:
+            keys = Counter(key for found in engine.block_keys(list(refs)) for key in found)
+            has_doubles = max(keys.values(), default=0) > 1
+            self.coverage["steps with one hash in two blocks"] += has_doubles
