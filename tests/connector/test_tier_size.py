@@ -14,8 +14,8 @@ from kvview.testing.connector import ConnectorRuns, check_connector
 from kvview.testing.connector.coverage import (
     FAILED_BY_THEMSELVES,
     LOADS_LEFT_ALONE,
+    loads_that_failed,
     not_exercised,
-    notes_on,
 )
 from kvview.testing.connector.generate import generate_scenario
 from kvview.testing.connector.scenario import NUM_LAYERS, PAGE_BYTES
@@ -116,11 +116,10 @@ def test_what_a_full_tier_shows(connector: type[OwnOption]) -> None:
     assert check(connector, max_blocks="{blocks}").failures
 
 
-def test_loads_that_fail_by_themselves_are_told() -> None:
-    right = {LOADS_LEFT_ALONE: 100, FAILED_BY_THEMSELVES: 10}
-    assert not list(notes_on(right))
-    (note,) = notes_on({**right, FAILED_BY_THEMSELVES: 11})
-    assert "11 of 100 loads failed" in note
+def test_loads_that_fail_by_themselves_are_a_gap() -> None:
+    assert not list(loads_that_failed({LOADS_LEFT_ALONE: 100}, ""))
+    (gap,) = loads_that_failed({LOADS_LEFT_ALONE: 100, FAILED_BY_THEMSELVES: 11}, "OSError")
+    assert gap.what == "11 of 100 loads failed without an injected failure; the first: OSError"
     runs = check(OwnOption, max_blocks="{blocks}")
     assert runs.coverage[LOADS_LEFT_ALONE] > 50
     assert not runs.coverage[FAILED_BY_THEMSELVES]

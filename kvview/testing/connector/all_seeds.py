@@ -12,7 +12,13 @@ import torch
 
 from kvview.testing import watchdog
 from kvview.testing.connector import repeat
-from kvview.testing.connector.coverage import notes_on
+from kvview.testing.connector.code_that_ran import CodeThatRan
+from kvview.testing.connector.coverage import (
+    FAILED_BY_THEMSELVES,
+    FEWEST_SEEDS,
+    Gap,
+    loads_that_failed,
+)
 from kvview.testing.connector.first_seeds import in_order
 from kvview.testing.connector.harness import EngineFactory, load_engines
 from kvview.testing.connector.play import Played, SeedPlayer
@@ -26,6 +32,7 @@ from kvview.testing.connector.result import (
 from kvview.testing.connector.scenario import Scenario, to_script
 from kvview.testing.connector.shrink import MAX_RUNS, Shrinker
 from kvview.testing.connector.workers import Died, Workers, default_processes, workers
+from kvview.testing.placeholders import in_size
 
 _MAX_TIMEOUTS = 2  # seeds whose hooks do not return: each costs all that a hook may take
 _SAMPLE = repeat.EVERY // 2
@@ -86,6 +93,7 @@ def check_connector(
     """
     check = _Check(connector_class, dict(options or {}), engines or load_engines(), steps)
     check.goes_on = keep_going if callable(keep_going) else lambda law: bool(keep_going)
+    in_size(dict(options or {}), 1, 1)  # a wrong expression is refused before anything runs
     check.max_shrink_runs, check.shrink_runs_left = max_shrink_runs, 2 * max_shrink_runs
     number = processes
     if number is None:
@@ -99,11 +107,12 @@ def check_connector(
             workers(check.player, number) as check.workers,
         ):
             check.play(in_order(first_seed, seeds), on_progress)
+            check.find_first_load_error()
             check.shrink()
     except KeyboardInterrupt:
         is_interrupted = True
+    check.notes += check.code.notes()
     check.notes += sorted(name for name in check.coverage if name.startswith("stands in"))
-    check.notes += notes_on(check.coverage)
     return ConnectorRuns(
         connector_class.__name__,
         check.engines.name,
@@ -117,6 +126,9 @@ def check_connector(
         check.notes,
         check.typical(),
         seeds,
+        check.gaps(),
+        check.code.num_statements,
+        check.code.unrun,
     )
 
 
@@ -179,11 +191,15 @@ class _Check:
         self._to_shrink: list[int] = []  # places among the failures
         self._connector_class = connector_class
         self._options = options
+        self.code = CodeThatRan(self.player.code, options)
+        self._fails_to_load: Scenario | None = None
+        self._first_load_error = ""
 
     def play(self, seeds: Sequence[int], on_progress: Callable[[int, int], None] | None) -> None:
         """Play the seeds, in order, until a failure ends it."""
         questions = (
-            ("seed", seed, place % repeat.EVERY == _SAMPLE) for place, seed in enumerate(seeds)
+            ("seed", seed, place % repeat.EVERY == _SAMPLE, self.code.measures(place))
+            for place, seed in enumerate(seeds)
         )
         with closing(self.workers.map(questions)) as answers:
             for seed, answer in zip(seeds, answers, strict=True):
@@ -199,15 +215,18 @@ class _Check:
                     self.notes.append(f"{told}: hooks do not return")
                     return
                 has_failed = bool(self.failures) and self.failures[-1].seed == seed
-                if has_failed and not self.goes_on(self.failures[-1].law):
+                if has_failed and not self.goes_on(self.failures[-1].filed_under):
                     return
 
     def _take(self, seed: int, played: Played) -> None:
+        self.code.add(played.lines)
         result = played.result
         if result is None:
             self.coverage["refused geometries"] += 1
             return
         self.coverage.update(result.coverage)
+        if result.coverage.get(FAILED_BY_THEMSELVES) and self._fails_to_load is None:
+            self._fails_to_load = result.scenario
         if played.note:
             self.notes.append(played.note)
         elif result.failure is None and len(self._green) < _MOST_SAMPLES:
@@ -215,9 +234,24 @@ class _Check:
         if result.failure is None:
             return
         self._num_timeouts += result.failure.is_timeout
-        if played.may_shrink and result.failure.law not in {one.law for one in self.failures}:
+        failure = self._told(seed, result, played.is_repeatable)
+        known = {one.filed_under for one in self.failures}
+        if played.may_shrink and failure.filed_under not in known:
             self._to_shrink.append(len(self.failures))
-        self.failures.append(self._told(seed, result, played.is_repeatable))
+        self.failures.append(failure)
+
+    def find_first_load_error(self) -> None:
+        """Find the exception behind the first load that failed by itself."""
+        if self._fails_to_load is None or self.player.code is None or self.failures:
+            return
+        answer = next(self.workers.map([("first_load_error", self._fails_to_load)]))
+        self._first_load_error = answer if isinstance(answer, str) else ""
+
+    def gaps(self) -> list[Gap]:
+        """Parts of the check that are missing besides those that the coverage shows."""
+        failed = loads_that_failed(self.coverage, self._first_load_error)
+        code = self.code.gaps() if self.num_seeds >= FEWEST_SEEDS else []
+        return [*failed, *code]
 
     def shrink(self) -> None:
         """Make the first failure of each law smaller."""

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from kvview import CacheGeometry, ConfigError, ConnectorConfig
+from kvview import CacheGeometry, ConfigError, Connector, ConnectorConfig
 from kvview.connector.hook_errors import build_connector
-from kvview.targets import is_engine_connector
+from kvview.targets import is_connector, is_engine_connector
 from kvview.testing.connector import repeat
+from kvview.testing.connector.author_code import AuthorCode
+from kvview.testing.connector.code_coverage import Lines, LineTracer
 from kvview.testing.connector.configure import configure
 from kvview.testing.connector.coverage import EVENTS_WANTED
 from kvview.testing.connector.generate import generate_scenario
 from kvview.testing.connector.harness import EngineFactory, own_runs
+from kvview.testing.connector.load_errors import first_load_error
 from kvview.testing.connector.result import SimulationResult
 from kvview.testing.connector.run import simulate
 from kvview.testing.connector.scenario import Scenario
@@ -32,11 +35,13 @@ class Played:
         result: None when the connector refuses the geometry.
         is_repeatable: Whether the same came of it twice, if it was run twice.
         note: What a reader must know, or empty.
+        lines: Lines of the author's code that ran first in this seed, where they are measured.
     """
 
     result: SimulationResult | None
     is_repeatable: bool = True
     note: str = ""
+    lines: Lines = field(default_factory=dict)
 
     @property
     def may_shrink(self) -> bool:
@@ -68,6 +73,8 @@ class SeedPlayer:
         self._options = dict(options)
         self._engines = engines
         self._steps = steps
+        self.code = AuthorCode(connector_class) if is_connector(connector_class) else None
+        self._tracer = LineTracer(self.code.paths if self.code else ())
 
     def __call__(self, question: tuple[Any, ...]) -> Any:
         """The answer of a method: its name, then its arguments."""
@@ -78,14 +85,23 @@ class SeedPlayer:
         """What happens in a seed."""
         return generate_scenario(seed, self._steps)
 
-    def seed(self, seed: int, is_sample: bool) -> Played:
+    def seed(self, seed: int, is_sample: bool, is_measured: bool = False) -> Played:
         """Play a seed.
 
         Args:
             seed: Any.
             is_sample: Whether to run it twice even if it is green, is short and loads anything.
+            is_measured: Whether to measure the lines of the author's code that run.
         """
         scenario = self.scenario(seed)
+        # Threads that yield at each line have a tracer of their own.
+        if not is_measured or scenario.threads_yield_often:
+            return self._seed(scenario, seed, is_sample)
+        with self._tracer.measuring():
+            played = self._seed(scenario, seed, is_sample)
+        return replace(played, lines=self._tracer.take())
+
+    def _seed(self, scenario: Scenario, seed: int, is_sample: bool) -> Played:
         try:
             result = self.simulate(scenario)
         except ConfigError:
@@ -108,6 +124,16 @@ class SeedPlayer:
         failure = replace(failure, message=f"{failure.message}. This is {told}")
         result = self._with_events_wanted(replace(result, failure=failure))
         return Played(result, is_repeatable=False)
+
+    def first_load_error(self, scenario: Scenario) -> str:
+        """The exception behind the first load that fails in a run, in one line."""
+        assert self.code is not None, "only connectors of kvview have loads of their own"
+        alone = replace(scenario, worker_half="job_by_job")
+
+        def play(connector_class: type[Connector]) -> SimulationResult:
+            return simulate(connector_class, alone, self._options, engines=self._engines)
+
+        return first_load_error(self._connector_class, self.code.paths, play)
 
     def judge(self, result: SimulationResult) -> SimulationResult:
         """A failing run; the law is ``ENGINE`` if it fails without the connector too."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvview.testing.checks import EXCEPTIONS
+from kvview.testing.connector.author_code import Unrun
 from kvview.testing.connector.coverage import Gap, not_exercised
 from kvview.testing.connector.scenario import Scenario
 
@@ -49,7 +51,8 @@ class Failure:
     is_hook_error: bool = False
 
     def __str__(self) -> str:
-        return f"{self.law}: {self.message} (step {self.step})"
+        law = EXCEPTIONS if self.is_hook_error else self.law
+        return f"{law}: {self.message} (step {self.step})"
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,11 @@ class ConnectorFailure:
         failure = None if self.result is None else self.result.failure
         return failure is not None and failure.is_hook_error
 
+    @property
+    def filed_under(self) -> str:
+        """The law, or :data:`EXCEPTIONS` if the connector raised, which is no law's subject."""
+        return EXCEPTIONS if self.is_hook_error else self.law
+
 
 @dataclass(frozen=True)
 class ConnectorRuns:
@@ -122,6 +130,9 @@ class ConnectorRuns:
         notes: What a reader must know and no law forbids, a line each.
         typical: Where the blocks were in a run that loaded as often as most do.
         num_asked: How many seeds were to be played.
+        gaps: Parts of the check that are missing besides those that the coverage shows.
+        num_statements: Statements in the functions of the author's code that the connector uses.
+        unrun: Those statements that no run reached.
     """
 
     connector: str
@@ -136,6 +147,9 @@ class ConnectorRuns:
     notes: Sequence[str] = ()
     typical: Sequence[Snapshot] = ()
     num_asked: int = 0
+    gaps: Sequence[Gap] = ()
+    num_statements: int = 0
+    unrun: Sequence[Unrun] = ()
 
     @property
     def is_clean(self) -> bool:
@@ -155,7 +169,7 @@ class ConnectorRuns:
     @property
     def not_exercised(self) -> Sequence[Gap]:
         """What must happen in a run and did not."""
-        return not_exercised(self.coverage)
+        return [*not_exercised(self.coverage), *self.gaps]
 
     @property
     def left_out(self) -> Sequence[str]:
@@ -166,9 +180,12 @@ class ConnectorRuns:
 
     @property
     def by_law(self) -> Mapping[str, Sequence[ConnectorFailure]]:
-        """The failures of each law, by law; the first of each is shrunk."""
-        laws = sorted({failure.law for failure in self.failures})
-        return {law: [one for one in self.failures if one.law == law] for law in laws}
+        """The failures of each law, by law, exceptions of the connector apart from them.
+
+        The first of each is shrunk.
+        """
+        laws = sorted({failure.filed_under for failure in self.failures})
+        return {law: [one for one in self.failures if one.filed_under == law] for law in laws}
 
     def summary(self) -> str:
         """What a person reads: how it went, and a paragraph and a script for each law."""

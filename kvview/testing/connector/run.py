@@ -74,6 +74,7 @@ from kvview.testing.connector.scenario import (
     Step,
 )
 from kvview.testing.connector.stream import StepStream
+from kvview.testing.connector.thread_errors import noting_thread_errors, with_thread_error
 from kvview.testing.connector.threads import ThreadWatch, leaves_threads
 from kvview.testing.connector.watch import History, WatchedScheduler
 from kvview.testing.placeholders import in_fresh_folders, is_in_bytes
@@ -132,8 +133,9 @@ def simulate(
             with (
                 new_threads_yield_often() if scenario.threads_yield_often else nullcontext(),
                 jumping_clock(connector_class, scenario.clock_jump),
+                noting_thread_errors(),
             ):
-                return run.run(), run.threads_left
+                return with_thread_error(run.run()), run.threads_left
 
     def play(scenario: Scenario) -> tuple[SimulationResult, list[str]]:
         try:
