@@ -31,9 +31,6 @@ from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.tier import is_tier_store
 from kvview.version import versions_of
 
-NOT_DECLARED = "the harness does not declare "
-"""What the reason of a check that is skipped for its capabilities begins with."""
-
 _EXPECTED = re.compile(rf"(?P<name>{COVERAGE}:\s*[^:]+(:\d+)?|[^:\s]+)\s*:\s*(?P<reason>\S.*)")
 """A line of expected failures: a check, an item of the coverage, or a place in the code."""
 
@@ -89,7 +86,7 @@ def plan_checks(
         if select and not any(_matches(pattern, check) for pattern in select):
             continue
         missing = [name.value for name in check.requires if name not in capabilities]
-        skip = f"{NOT_DECLARED}{', '.join(missing)}" if missing else ""
+        skip = f"the harness does not declare {', '.join(missing)}" if missing else ""
         planned.append(PlannedCheck(check, skip, expected.get(check.name, "")))
     return contract, planned
 

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -109,6 +110,7 @@ def check_connector(
             check.play(in_order(first_seed, seeds), on_progress)
             check.find_first_load_error()
             check.shrink()
+            check.explain()
     except KeyboardInterrupt:
         is_interrupted = True
     check.notes += check.code.notes()
@@ -273,6 +275,16 @@ class _Check:
                 self.failures[place] = before
             else:
                 self.failures[place] = self._told(before.seed, judged, True)
+
+    def explain(self) -> None:
+        """Add the exception that may be the cause to the first failure of CONN-3."""
+        for place, failure in enumerate(self.failures):
+            if failure.filed_under == "CONN-3" and failure.result is not None:
+                explained = next(self.workers.map([("explain", failure.result)]))
+                if not isinstance(explained, Died):
+                    message = explained.failure.message
+                    self.failures[place] = replace(failure, message=message, result=explained)
+                return
 
     def _play_all(self, scenarios: Iterable[Scenario]) -> Generator[SimulationResult, None, None]:
         asked: list[Scenario] = []

@@ -21,7 +21,10 @@ from typing import Any
 
 _NOT_THE_AUTHORS = {"kvview", "kvview_reference", "kvview_vllm"}
 _FOR_PEOPLE = {"__repr__", "__str__"}
-_LOGS = re.compile(r"^(self\.)?_?(log|logger|logging|warnings|print)\b", re.IGNORECASE)
+_LOGS = re.compile(
+    r"(^|\.)_?(log|logger|logging|warnings)\.(debug|info|warn\w*|error|exception|critical|log)$|^print$",
+    re.IGNORECASE,
+)
 _NEEDS_A_DEVICE = re.compile(r"cuda|\bhip\b|\bxpu\b|sys\.platform|version_info", re.IGNORECASE)
 _NO_COVER = re.compile(r"#\s*pragma:\s*no\s*cover", re.IGNORECASE)
 _IN_NORMAL_USE = {  # exceptions by which Python code asks a question

@@ -135,6 +135,18 @@ class SeedPlayer:
 
         return first_load_error(self._connector_class, self.code.paths, play)
 
+    def explain(self, result: SimulationResult) -> SimulationResult:
+        """A run whose jobs do not end, with the exception that may be the cause.
+
+        A pool of threads keeps the exceptions of its tasks, so no hook and no thread raises them.
+        """
+        failure = result.failure
+        error = self.first_load_error(result.scenario) if self.code is not None else ""
+        if failure is None or not error:
+            return result
+        message = f"{failure.message}. The first exception in its code: {error}"
+        return replace(result, failure=replace(failure, message=message))
+
     def judge(self, result: SimulationResult) -> SimulationResult:
         """A failing run; the law is ``ENGINE`` if it fails without the connector too."""
         if self._is_own:
