@@ -11,7 +11,6 @@ import ast
 import inspect
 import re
 import sys
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -137,10 +136,13 @@ class AuthorCode:
         Args:
             ran: Lines that ran, by file.
         """
+        called = self._hooks | self._used_names(ran)
         return [
             one
             for file, name, node in self._functions()
-            for one in self._unrun_in(file, name, node, ran.get(str(file.path), ()))
+            for one in self._unrun_in(
+                file, name, node, ran.get(str(file.path), ()), is_called=node.name in called
+            )
         ]
 
     def options(self) -> dict[str, object]:
@@ -226,10 +228,10 @@ class AuthorCode:
     # --- what did not run ---
 
     def _unrun_in(
-        self, file: _File, name: str, node: _Function, ran: Collection[int]
+        self, file: _File, name: str, node: _Function, ran: Collection[int], *, is_called: bool
     ) -> Iterator[Unrun]:
         body = [one for one in node.body if not _is_docstring(one)]
-        is_listed_only = node.name in _FOR_PEOPLE or not self._has_a_caller(name, node.name)
+        is_listed_only = node.name in _FOR_PEOPLE or not (is_called or node.name.startswith("__"))
         for found in _unrun(body, ran, _Above("", is_listed_only)):
             first = found.statements[0]
             line = first.lineno
@@ -251,23 +253,19 @@ class AuthorCode:
                 is_judged and not _is_trivial(found.statements),
             )
 
-    def _has_a_caller(self, name: str, own: str) -> bool:
-        """Whether the engine or any part of the code calls a function: else it is dead code."""
-        return own.startswith("__") or own in self._used_names or own in self._hooks
-
-    @cached_property
-    def _used_names(self) -> Collection[str]:
-        """Names that the code uses, outside of code for errors."""
-        found: Counter[str] = Counter()
-        for _, _, function in self._functions():
-            found.update(_names_used(function.body))
+    def _used_names(self, ran: _Ran) -> Collection[str]:
+        """Names that code uses that ran: what only other code uses did not run because of that."""
+        found: set[str] = set()
+        for file, _, function in self._functions():
+            found.update(_names_used(function.body, ran.get(str(file.path), ())))
         for node in self._parts.values():
             if isinstance(node, ast.ClassDef):
-                found.update(_names_used(node.body))
+                lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                found.update(_names_used(node.body, lines))
         return found
 
     @cached_property
-    def _hooks(self) -> Collection[str]:
+    def _hooks(self) -> set[str]:
         """Names of methods that override one of a base class that is not the author's."""
         found: set[str] = set()
         for module, name in self._parts:
@@ -435,13 +433,13 @@ def _is_constant(value: ast.expr) -> bool:
     return not any(isinstance(one, ast.Name | ast.Call | ast.Attribute) for one in ast.walk(value))
 
 
-def _names_used(statements: Sequence[ast.stmt]) -> Iterator[str]:
-    """Names and attributes in statements, except in handlers of errors and before a raise."""
+def _names_used(statements: Sequence[ast.stmt], ran: Collection[int]) -> Iterator[str]:
+    """Names and attributes in statements that ran, nested functions excluded."""
     for statement in statements:
-        if isinstance(statement, ast.Raise | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(statement, _Definition) or not _has_run(statement, ran):
             continue
-        suites = list(_branches(statement, _Above("", False)))
-        inner = {id(one) for suite, _ in suites for one in suite}
+        suites = [suite for suite, _ in _branches(statement, _Above("", False))]
+        inner = {id(one) for suite in suites for one in suite}
         todo: list[ast.AST] = [statement]
         while todo:
             node = todo.pop()
@@ -449,11 +447,6 @@ def _names_used(statements: Sequence[ast.stmt]) -> Iterator[str]:
                 yield node.id
             elif isinstance(node, ast.Attribute):
                 yield node.attr
-            todo += [
-                one
-                for one in ast.iter_child_nodes(node)
-                if id(one) not in inner and not isinstance(one, ast.ExceptHandler)
-            ]
-        for suite, above in suites:
-            if not above.is_listed_only and not (suite and isinstance(suite[-1], ast.Raise)):
-                yield from _names_used(suite)
+            todo += [one for one in ast.iter_child_nodes(node) if id(one) not in inner]
+        for suite in suites:
+            yield from _names_used(suite, ran)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from kvview import Connector, TransferResult, WorkerConnector
+from kvview import ConfigError, Connector, TransferResult, WorkerConnector
 from kvview.errors import line_of
 from kvview.testing.source_lines import with_source
 
@@ -102,6 +102,8 @@ class _Recorder:
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "exception":
             kind, value, _ = arg
+            if issubclass(kind, ConfigError):  # the check tries options that a connector may refuse
+                return self._trace
             path = frame.f_code.co_filename.removeprefix(os.getcwd() + os.sep)
             error = _Error(kind, line_of(value), with_source(f"{path}:{frame.f_lineno}"))
             known = self.errors[-1:]
