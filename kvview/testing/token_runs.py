@@ -19,7 +19,7 @@ ENGINE = "vllm"
 
 @dataclass(frozen=True)
 class TokenRuns(ConnectorRuns):
-    """The outcome of serving with a connector and without it; ``gaps`` are all that is missing."""
+    """The outcome of serving with a connector and without it; ``gaps`` are its only gaps."""
 
     @property
     @override

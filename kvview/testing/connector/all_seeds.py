@@ -35,10 +35,10 @@ from kvview.testing.connector.shrink import MAX_RUNS, Shrinker
 from kvview.testing.connector.workers import Died, Workers, default_processes, workers
 from kvview.testing.placeholders import in_size
 
-_MAX_TIMEOUTS = 2  # seeds whose hooks do not return: each costs all that a hook may take
+_MAX_TIMEOUTS = 2  # seeds whose hooks do not return, because each takes the whole limit
 _SAMPLE = repeat.EVERY // 2
 _MOST_SAMPLES = 25  # of green runs, to show a typical one
-_TRIES = 50  # of a script, for what does not happen every time
+_TRIES = 50  # of a script whose failure is not deterministic
 
 GoesOn = Callable[[str], bool]
 
@@ -59,35 +59,35 @@ def check_connector(
 ) -> ConnectorRuns:
     """Run a connector through the scenarios of many seeds, up to the first failure.
 
-    1. The seeds come in the order in which they found most failures of wrong connectors for
-       their time. What is reported does not depend on the number of processes.
+    1. Seeds that find most wrong connectors for their time come first. The report does not depend
+       on the number of processes.
     2. A seed that fails is run again: a difference between both runs is part of the message.
     3. The first failure of each law is shrunk.
     4. A hook that does not return ends its run; the second of them ends the check.
     5. A process that dies fails the seed that it played.
 
     Args:
-        connector_class: What to check: a kvview connector, or one of the engine's own kind.
-        seeds: How many.
+        connector_class: A kvview connector, or one of the engine's own kind.
+        seeds: Number of seeds.
         first_seed: The first of them.
         options: Of the connector. ``cpu_blocks`` and ``enable_events`` are added where
             it takes them and they are not given; ``{tmp}``, ``{blocks}`` and ``{bytes}`` in
             them are filled in (:mod:`~kvview.testing.placeholders`).
         on_progress: Called after each seed with the number of seeds and of failures
             so far.
-        keep_going: Whether all seeds are played, whatever fails; or whether they are after a
-            failure of the law that is given.
+        keep_going: Whether all seeds are played, whatever fails; or a function that decides it from
+            the law that failed.
         max_shrink_runs: Runs to make one failure smaller, and for all laws together twice
-            as many; a long run counts as several, and 0 leaves them as they are.
+            as many; a long run counts as several, and 0 turns shrinking off.
         engines: Builds the engines; reference engines by default.
-        steps: Fewest scheduler steps of a run; None for what the scenarios say.
+        steps: Fewest scheduler steps of a run; None for the numbers of the scenarios.
         hook_seconds: CPU seconds that one call of a hook may take
             (:mod:`~kvview.testing.watchdog`).
-        processes: That play, as forks of this one; 0 plays in this one. By default one for
-            each core; none for one seed, and none where a fork is not safe.
+        processes: Number of forked processes that play; 0 plays in this one. By default one for
+            each core, but 0 for one seed and where a fork is not safe.
 
     Returns:
-        What was found; after Ctrl-C, what was found until then.
+        The results; after Ctrl-C, those until then.
 
     Raises:
         ConfigError: The connector refuses the options.
@@ -146,12 +146,12 @@ def replay_seed(
     """Run one seed again, and make its failure smaller.
 
     Args:
-        connector_class: What to check: a kvview connector, or one of the engine's own kind.
-        seed: Of a failure.
-        options: As when it failed.
-        max_shrink_runs: Runs to make it smaller; 0 leaves it as it is.
-        engines: As when it failed.
-        steps: As when it failed.
+        connector_class: A kvview connector, or one of the engine's own kind.
+        seed: Seed of a failure.
+        options: Options of the connector when it failed.
+        max_shrink_runs: Runs to make it smaller; 0 turns shrinking off.
+        engines: Engines when it failed.
+        steps: Fewest steps when it failed.
 
     Returns:
         The failure, or None when there is none.
@@ -169,7 +169,7 @@ def replay_seed(
 
 
 class _Check:
-    """Seed after seed, and what came of them."""
+    """The seeds of a connector, played one after another, and their results."""
 
     workers: Workers
     goes_on: GoesOn
@@ -264,7 +264,7 @@ class _Check:
             shrinker = Shrinker(before.result, self._play_all, most)
             try:
                 shrinker.shrink()
-            finally:  # what was found is told, when Ctrl-C ends the search for a smaller run
+            finally:  # after Ctrl-C, the smallest run so far is reported
                 self.shrink_runs_left -= most - shrinker.runs_left
                 if shrinker.best is not before.result:
                     self.failures[place] = self._told(before.seed, shrinker.best, True)
@@ -312,7 +312,7 @@ class _Check:
         return ConnectorFailure(seed, failure.law, failure.message, script, result)
 
     def typical(self) -> Sequence[Snapshot]:
-        """Of a green run that loaded as often as most of those that loaded at all."""
+        """Snapshots of a green run that loaded as often as most of those that loaded."""
         loads = [result for result in self._green if result.coverage.get("loads")]
         shown = sorted(loads or self._green, key=lambda result: result.coverage.get("loads", 0))
         return shown[len(shown) // 2].timeline if shown else ()

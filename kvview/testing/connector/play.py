@@ -1,4 +1,4 @@
-"""One seed of a connector: its run, and what it takes to believe what came of it."""
+"""One seed of a connector: its run, and the repetitions that confirm its result."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _BLOCKS_TO_TRY = 1024
 
 @dataclass(frozen=True)
 class Played:
-    """What came of a seed.
+    """The result of a seed.
 
     Args:
-        result: None when the connector refuses the geometry.
-        is_repeatable: Whether the same came of it twice, if it was run twice.
-        note: What a reader must know, or empty.
+        result: The result of its run; None if the connector refuses the geometry.
+        is_repeatable: Whether two runs had the same result, if there were two.
+        note: Remark for the reader, or empty.
         lines: Lines of the author's code that ran first in this seed, where they are measured.
     """
 
@@ -45,7 +45,7 @@ class Played:
 
     @property
     def may_shrink(self) -> bool:
-        """Whether a smaller run may fail as well: a failure that comes again, in time."""
+        """Whether a smaller run may fail as well: the failure is repeatable and not a timeout."""
         failure = None if self.result is None else self.result.failure
         if failure is None or failure.is_timeout or not self.is_repeatable:
             return False
@@ -56,8 +56,8 @@ class SeedPlayer:
     """Plays the seeds of a connector, and scenarios.
 
     Args:
-        connector_class: What is played.
-        options: Of it.
+        connector_class: The connector.
+        options: Options of the connector.
         engines: Builds the engines.
         steps: Fewest scheduler steps of a run.
     """
@@ -77,12 +77,12 @@ class SeedPlayer:
         self._tracer = LineTracer(self.code.paths if self.code else ())
 
     def __call__(self, question: tuple[Any, ...]) -> Any:
-        """The answer of a method: its name, then its arguments."""
+        """Call a method, given its name and its arguments, and return its result."""
         name, *arguments = question
         return getattr(self, name)(*arguments)
 
     def scenario(self, seed: int) -> Scenario:
-        """What happens in a seed."""
+        """The scenario of a seed."""
         return generate_scenario(seed, self._steps)
 
     def seed(self, seed: int, is_sample: bool, is_measured: bool = False) -> Played:
@@ -178,7 +178,7 @@ class SeedPlayer:
 
     @cached_property
     def _wants_events(self) -> bool:
-        """Whether events are asked for: by an option, or one that no other name will do for."""
+        """Whether the options enable events, or the connector takes that option by name."""
         if not self._is_own:
             return False
         return _asks_for_events(self._options) or (
@@ -197,7 +197,7 @@ class SeedPlayer:
         return True
 
     def _takes_one_group(self) -> bool:
-        """Whether it is the geometry that the connector refuses, not the options."""
+        """Whether the connector refuses the geometry, and not the options."""
         if not self._is_own:
             return False
         scenario = Scenario(CacheGeometry.single(4), num_gpu_blocks=8, events=())
