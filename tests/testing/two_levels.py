@@ -178,4 +178,4 @@ class RaisesInAHelper(TwoLevels):
             super().start_plan(plan)
 
         def check(self, plan: StepPlan) -> None:
-            plan.stores += []  # type: ignore[misc]
+            plan.stores += []  # type: ignore[misc, operator]

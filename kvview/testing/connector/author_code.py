@@ -253,7 +253,7 @@ class AuthorCode:
                 is_judged and not _is_trivial(found.statements),
             )
 
-    def _used_names(self, ran: _Ran) -> Collection[str]:
+    def _used_names(self, ran: _Ran) -> set[str]:
         """Names that code uses that ran: what only other code uses did not run because of that."""
         found: set[str] = set()
         for file, _, function in self._functions():
