@@ -8,7 +8,7 @@ PROJECT_URL = "https://github.com/kvview/kvview"
 DOCS_URL = "https://kvview.github.io/kvview/"
 
 _LAW = re.compile(r"([A-Z]+)-([0-9]+|\*)")
-_NO_LAWS = {"ENGINE": "engine", "coverage": "not-checked"}
+_NO_LAWS = {"ENGINE": "engine", "coverage": "not-checked", "exceptions": "exceptions"}
 
 
 def law_url(law: str) -> str:

@@ -16,6 +16,10 @@ from typing import NoReturn, Protocol, TypeVar
 from kvview.testing import watchdog
 from kvview.testing.harness import Capability, Contract, Factory
 
+EXCEPTIONS = "exceptions"
+"""In place of a law where a hook or a thread of a connector raised an exception, or a hook
+returned a value that no engine can use."""
+
 _FAMILIES = ("CONN", "POOL", "GUARD", "GEO", "OFF", "EVENT", "XFER", "TIER")
 
 _CALL_SECONDS = 10.0
@@ -138,6 +142,8 @@ def checks_for(contract: Contract) -> Sequence[Check]:
 
 def _place(check: Check) -> tuple[bool, int, int]:
     family, _, number = check.law.partition("-")
+    if check.law == EXCEPTIONS:  # first, because exceptions are causes
+        return False, -1, 0
     if not number.isdigit():
         return True, 0, 0
     return False, _FAMILIES.index(family) if family in _FAMILIES else len(_FAMILIES), int(number)

@@ -16,6 +16,7 @@ from kvview.cli.exit_codes import ExitCode
 from kvview.cli.output import VERBOSE, JSONOption, OutputFile, Whole, naming, write_json
 from kvview.connector.hooks import TARGET_PREFIX
 from kvview.errors import ConfigError
+from kvview.testing.checks import EXCEPTIONS
 
 if TYPE_CHECKING:
     from kvview.testing import Report
@@ -220,9 +221,8 @@ def _check_in_releases(
 
 def _verdict(report: Report) -> ExitCode:
     if report.failures:
-        broken = [] if report.runs is None else report.runs.failures
-        is_raised = bool(broken) and all(failure.is_hook_error for failure in broken)
-        return ExitCode.CONNECTOR_RAISED if is_raised else ExitCode.WRONG
+        has_raised = any(result.check.law == EXCEPTIONS for result in report.failures)
+        return ExitCode.CONNECTOR_RAISED if has_raised else ExitCode.WRONG
     if report.is_interrupted:
         return ExitCode.INTERRUPTED
     return ExitCode.CLEAN if report.is_clean else ExitCode.NOT_CHECKED

@@ -130,7 +130,7 @@ def load_mutants(folder: Path | None = None) -> Sequence[PlantedFault]:
         folder: Their folder; by default next to the package, in a checkout.
 
     Raises:
-        ConfigError: They are not there: wheels do not carry them.
+        ConfigError: The mutants are not installed, because wheels do not contain them.
     """
     mutants: Sequence[PlantedFault] = _load("mutants", "kvview_planted_faults", folder).MUTANTS
     return mutants
@@ -142,12 +142,12 @@ def run_automatic_mutants(
     """Play automatic mutants of the reference and the shared code against the whole kit.
 
     Args:
-        num: How many.
-        seed: Which; a smaller number is the beginning of a larger one.
-        on_progress: Told the name of each when it is done.
+        num: Number of mutants; those of a smaller number are the first of a larger one.
+        seed: Seed of the draw.
+        on_progress: Called with the name of each mutant when it is done.
 
     Returns:
-        What to write into a report; ``"unexplained"`` lists the survivors without a reason.
+        The part of a report; ``"unexplained"`` lists the survivors without a reason.
 
     Raises:
         ConfigError: They are not there: wheels do not carry them.

@@ -200,11 +200,28 @@ def _runs(runs: ConnectorRuns, is_clean: bool) -> list[str]:
             "<p>By the KV-cache groups. Hatched: it never happened.</p>",
             wide(make_table(head, [_cells(row) for row in cells], head[1:])),
         ]
+    if runs.num_statements:
+        parts += _code(runs)
     rows = [
         (escape(n), f"{times:,}") for n, times in sorted(runs.coverage.items()) if not is_cell(n)
     ]
     table = make_table(("what", "times"), rows, ["times"])
     return [*parts, "<h2>What the runs did</h2>", wide(table)]
+
+
+def _code(runs: ConnectorRuns) -> list[str]:
+    num_unrun = sum(one.num_statements for one in runs.unrun)
+    ran = f"{runs.num_statements - num_unrun} of {runs.num_statements} statements ran"
+    rows = [
+        (
+            f"<code>{escape(one.place)}</code>",
+            f"<code>{escape(one.source)}</code><br>in {escape(one.function)}",
+            "yes" if one.is_judged else "no: for errors, a GPU, logs, or without a caller",
+        )
+        for one in runs.unrun
+    ]
+    table = [wide(make_table(("never ran", "statement", "must run"), rows))] if rows else []
+    return ["<h2>Code of the connector</h2>", f"<p>{ran}.</p>", *table]
 
 
 def _cells(row: Sequence[str]) -> list[str]:

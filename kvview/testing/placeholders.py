@@ -1,22 +1,34 @@
-"""Placeholders in options that the check fills in: fresh folders, and the size of a tier.
+"""Placeholders in options that the check fills in: fresh folders, and sizes of tiers.
 
 Data of a connector must not outlive its run. Most faults of a tier show only when the tier is
-full, and a tier of its default size never fills up in a run of seconds.
+full, and a tier of its default size never fills up in a run of seconds. A size may be an
+expression, such as ``{bytes}/4`` for the upper of two levels.
 """
 
 from __future__ import annotations
 
+import ast
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from kvview.errors import ConfigError
+
 FOLDER = "{tmp}"
 """In the text of an option: a fresh folder."""
 BLOCKS = "{blocks}"
-"""An option: how many blocks the tier holds in this run."""
+"""In an option: the number of blocks that the tier holds in this run."""
 BYTES = "{bytes}"
-"""An option: how many bytes it holds."""
+"""In an option: the number of bytes that the tier holds in this run."""
+
+_OPERATORS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 def in_folder(value: Any, folder: str) -> Any:
@@ -32,27 +44,79 @@ def in_folder(value: Any, folder: str) -> Any:
 
 
 def in_size(value: Any, num_blocks: int, block_bytes: int) -> Any:
-    """Options with :data:`BLOCKS` and :data:`BYTES` replaced.
+    """Options with sizes in place of :data:`BLOCKS`, :data:`BYTES` and expressions of them.
 
     Args:
         value: Options, or a part of them.
         num_blocks: Blocks that the tier holds in this run.
         block_bytes: Of one of them.
+
+    Raises:
+        ConfigError: An expression has other parts than numbers, ``+ - * /`` and parentheses, or
+            its value is not a size.
     """
-    if isinstance(value, str):
+    if _is_size(value):
         rest = num_blocks % 2 * block_bytes // 2  # a size need not be a whole number of blocks
-        return {BLOCKS: num_blocks, BYTES: num_blocks * block_bytes + rest}.get(value, value)
+        sizes = {"blocks": num_blocks, "bytes": num_blocks * block_bytes + rest}
+        return _evaluated(value, sizes)
     return _each(value, lambda part: in_size(part, num_blocks, block_bytes))
 
 
 def is_sized(options: Mapping[str, Any]) -> bool:
-    """Whether they leave it to the check how much a tier holds."""
-    return bool(in_size(options, 0, 0) != options)
+    """Whether options leave the size of a tier to the check."""
+    return bool(_sizes(options))
+
+
+def has_whole_size(options: Mapping[str, Any]) -> bool:
+    """Whether an option is the size of the whole tier, and not an expression."""
+    return any(text in (BLOCKS, BYTES) for text in _sizes(options))
 
 
 def is_in_bytes(options: Mapping[str, Any]) -> bool:
-    """Whether they do so in bytes: how many blocks fit, headers and all, a connector knows."""
-    return bool(in_size(options, 1, 0) != in_size(options, 1, 1))
+    """Whether only the connector knows how many blocks fit: sizes are in bytes, or expressions."""
+    return any(text != BLOCKS for text in _sizes(options))
+
+
+def _is_size(value: Any) -> bool:
+    if not isinstance(value, str) or FOLDER in value or value.startswith("/"):
+        return False  # a path
+    return BLOCKS in value or BYTES in value
+
+
+def _sizes(value: Any) -> list[str]:
+    """The texts of sizes in options."""
+    found: list[str] = [value] if _is_size(value) else []
+    if isinstance(value, Mapping | list):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            found += _sizes(part)
+    return found
+
+
+def _evaluated(text: str, sizes: Mapping[str, int]) -> int:
+    try:
+        tree = ast.parse(text.replace(BLOCKS, "blocks").replace(BYTES, "bytes"), mode="eval")
+        size = int(_value(tree.body, sizes))
+    except (SyntaxError, ValueError, OverflowError, RecursionError, ZeroDivisionError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else error
+        raise ConfigError(
+            f"size {text!r} cannot be computed ({reason}): write numbers, + - * / and parentheses "
+            f"around {BLOCKS} or {BYTES}, such as '{BYTES}/4'"
+        ) from None
+    if size < 0:
+        raise ConfigError(f"size {text!r} is {size} in a run with {sizes}, expected 0 or more")
+    return size
+
+
+def _value(node: ast.expr, sizes: Mapping[str, int]) -> float:
+    match node:
+        case ast.BinOp(op=op) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_value(node.left, sizes), _value(node.right, sizes))
+        case ast.Name(id=name) if name in sizes:
+            return sizes[name]
+        case ast.Constant(value=number) if type(number) in (int, float):
+            assert isinstance(number, int | float), "the case permits nothing else"
+            return number
+    raise ValueError(f"{ast.unparse(node)} is not a number")
 
 
 def _each(value: Any, fill: Callable[[Any], Any]) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from kvview.laws import titled
 from kvview.testing.checks import Check
 from kvview.testing.harness import Contract
 from kvview.testing.recorder import LawBroken
@@ -101,6 +102,21 @@ class Report:
         """Results by outcome; only those that occur."""
         found = Counter(result.outcome for result in self.results)
         return {outcome.value: found[outcome] for outcome in Outcome if found[outcome]}
+
+    def verdict(self) -> str:
+        """The verdict in one line: the colour, and the first reason for it with its place."""
+        for result in self.failures:
+            failure = result.failure
+            if failure is None:
+                return f"red: {result.check.name} passed, but is expected to fail"
+            return f"red: {titled(failure.law)}: {failure.what}"
+        if self.is_interrupted:
+            return f"interrupted: {self.interruption()}"
+        for result in self.not_checked:
+            return f"not checked: {result.failure.what if result.failure else result.check.name}"
+        if self.is_clean:
+            return "green: every law that was checked holds"
+        return "not checked: no check has a result"
 
     def summary(self) -> str:
         """One line: counts, profile, seed, and how far it came if it did not end."""

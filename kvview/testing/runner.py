@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import Any
 
 from kvview.errors import ConfigError, line_of
 from kvview.input_files import read_file
-from kvview.testing.checks import Check, checks_for
+from kvview.testing.checks import EXCEPTIONS, Check, checks_for
 from kvview.testing.connector_checks import (
     COVERAGE,
     LAWS,
@@ -30,8 +31,8 @@ from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.tier import is_tier_store
 from kvview.version import versions_of
 
-NOT_DECLARED = "the harness does not declare "
-"""What the reason of a check that is skipped for its capabilities begins with."""
+_EXPECTED = re.compile(rf"(?P<name>{COVERAGE}:\s*[^:]+(:\d+)?|[^:\s]+)\s*:\s*(?P<reason>\S.*)")
+"""A line of expected failures: a check, an item of the coverage, or a place in the code."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def plan_checks(
         if select and not any(_matches(pattern, check) for pattern in select):
             continue
         missing = [name.value for name in check.requires if name not in capabilities]
-        skip = f"{NOT_DECLARED}{', '.join(missing)}" if missing else ""
+        skip = f"the harness does not declare {', '.join(missing)}" if missing else ""
         planned.append(PlannedCheck(check, skip, expected.get(check.name, "")))
     return contract, planned
 
@@ -183,7 +184,8 @@ def run_checks(
 def goes_on_after(planned: Iterable[PlannedCheck], keep_going: bool) -> Callable[[str], bool]:
     """Whether runs continue after a failure of a law that no selected check looks for."""
     judged = {one.check.law for one in planned if not (one.skip_reason or one.xfail_reason)}
-    return lambda law: keep_going or (law if law in LAWS else "*") not in judged
+    named = {*LAWS, EXCEPTIONS}
+    return lambda law: keep_going or (law if law in named else "*") not in judged
 
 
 def run_planned(factory: Factory, planned: PlannedCheck, profile: Profile) -> CheckResult:
@@ -240,15 +242,12 @@ def read_expected_failures(path: str | Path) -> dict[str, str]:
         line = line.strip()
         if not line or line.startswith("#"):
             continue
-        name, colon, reason = line.partition(":")
-        if name.strip() == COVERAGE:
-            gap, colon, reason = reason.partition(":")
-            name = f"{COVERAGE}: {gap.strip()}"
-        if not colon or not reason.strip() or name.strip() in expected:
+        found = _EXPECTED.fullmatch(line)
+        if found is None or found["name"] in expected:
             raise ConfigError(
                 f"{path}:{number}: expected 'check_name: reason', each name once, got {line!r}"
             )
-        expected[name.strip()] = reason.strip()
+        expected[re.sub(r":\s*", ": ", found["name"], count=1)] = found["reason"]
     return expected
 
 

@@ -62,6 +62,20 @@ class GapModel(_Model):
     what: str
 
 
+class UnrunModel(_Model):
+    """Consecutive statements of the connector's code that no run reached."""
+
+    place: str = Field(description="file:line of the first of them.")
+    function: str
+    num_statements: int
+    source: str
+    condition: str = Field(description="The condition above them, or empty.")
+    is_judged: bool = Field(
+        description="Whether the check is incomplete without them; false for code that handles "
+        "errors, needs a GPU, logs or has no caller."
+    )
+
+
 class RunsModel(_Model):
     """The simulated runs of a connector, which its checks share."""
 
@@ -76,6 +90,12 @@ class RunsModel(_Model):
     coverage: dict[str, int] = Field(description="What happened how often.")
     not_exercised: list[GapModel]
     notes: list[str] = Field(description="For people; 'not deterministic', for example.")
+    num_statements: int = Field(
+        default=0, description="Statements of the connector's code; 0 if they were not measured."
+    )
+    unrun: list[UnrunModel] = Field(
+        default_factory=list, description="The statements that no run reached."
+    )
     typical: list[SnapshotModel] = Field(
         default_factory=list, description="A run with as many loads as most, step by step."
     )

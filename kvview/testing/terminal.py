@@ -3,112 +3,102 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from kvview.laws import titled
-from kvview.testing.connector_checks import COVERAGE
+from kvview.testing.connector_checks import COVERAGE, NotExercised
 from kvview.testing.mutants import MutantResult
 from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.urls import law_url
 
-_STYLES = {
-    Outcome.PASSED: "green",
-    Outcome.FAILED: "bold red",
-    Outcome.SKIPPED: "dim",
-    Outcome.EXPECTED_FAILURE: "yellow",
-    Outcome.UNEXPECTED_PASS: "bold red",
-    Outcome.NOT_CHECKED: "yellow",
-}
+if TYPE_CHECKING:
+    from kvview.testing.connector import ConnectorRuns
+
 _MAX_SEEDS = 20
+_MAX_GAPS = 12
 
 
 def show_report(console: Console, report: Report) -> None:
-    """Print a report: coverage of the runs, checks by law, failures, verdict."""
-    if report.runs is not None and not report.failures:
-        _show_coverage(console, report)
-    _show_checks(console, report)
-    for result in report.failures:
-        _show_failure(console, result)
-    for result in report.not_checked:
-        assert result.failure is not None, "what is not checked says what"
-        _tell(console, f"not checked: {result.failure.what}", "yellow")
-    if report.not_checked:
-        _tell(console, f"what to do: {law_url(COVERAGE)}", "yellow")
-    for note in report.runs.notes if report.runs else ():
-        _tell(console, note, "yellow")
-    _tell(console, report.summary(), "red" if report.failures else "bold")
+    """Print a report: the verdict in one line, its reasons, and the checks that did not pass."""
+    style = "green" if report.is_clean else "bold red" if report.failures else "yellow"
+    _print(console, report.verdict(), style)
+    _print(console, report.summary(), "")
     if report.runs is not None and report.runs.is_cut_short and not report.is_interrupted:
-        _tell(console, "the first failure ends the runs; --keep-going plays all seeds", "")
+        _print(console, "the first failure ends the runs; --keep-going plays all seeds", "")
+    for number, result in enumerate(report.failures):
+        _show_failure(console, result, is_in_the_verdict=number == 0)
+    for result in report.not_checked:
+        _show_gaps(console, result)
+    if report.runs is not None:
+        _show_runs(console, report.runs)
+    _show_checks(console, report)
 
 
-def _show_coverage(console: Console, report: Report) -> None:
-    assert report.runs is not None, "only a connector has runs"
-    from kvview.testing.connector.coverage import is_cell, table_of_cells
+def _show_gaps(console: Console, result: CheckResult) -> None:
+    """Print the items that no run exercised, and where to read about them."""
+    gaps = result.failure.gaps if isinstance(result.failure, NotExercised) else ()
+    console.print()
+    for gap in gaps[:_MAX_GAPS]:
+        _print(console, f"  {gap}", "")
+    if len(gaps) > _MAX_GAPS:
+        more = len(gaps) - _MAX_GAPS
+        _print(console, f"  and {more} more, listed by --json and --html", "")
+    _print(console, f"what to do: {law_url(COVERAGE)}", "yellow")
 
-    table = Table(title="what its runs did", title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for name, times in sorted(report.runs.coverage.items()):
-        if not is_cell(name):
-            table.add_row(escape(str(name)), f"{times:,}")
-    console.print(table)
-    head, *rows = table_of_cells(report.runs.coverage)
-    title = "loads, by the groups and how they ended"
-    # Ten columns fit into 80: one space between them, heads of one word a line.
-    cells = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for index, name in enumerate(head):
-        words = [name] if not index else name.replace(",", "").split()
-        cells.add_column("\n".join(words), justify="right" if index else "left", no_wrap=True)
-    for row in rows:
-        cells.add_row(*row)
-    if rows:
-        console.print(cells)
+
+def _show_runs(console: Console, runs: ConnectorRuns) -> None:
+    """Print the notes of simulated runs, and how much of the author's code they ran."""
+    for note in runs.notes:
+        _print(console, note, "yellow")
+    if runs.num_statements:
+        unrun = sum(one.num_statements for one in runs.unrun)
+        text = f"code: {runs.num_statements - unrun} of {runs.num_statements} statements ran"
+        if listed := [one.place for one in runs.unrun if not one.is_judged]:
+            text += f"; for errors, a GPU, logs or no caller, never ran: {', '.join(listed)}"
+        _print(console, text, "dim")
 
 
 def _show_checks(console: Console, report: Report) -> None:
-    title = f"{report.contract} checks of {report.target}"
-    table = Table(title=escape(title), title_justify="left", box=None)
-    for name in ("law", "outcome", "seconds", "check"):
-        table.add_column(name, justify="right" if name == "seconds" else "left", overflow="fold")
-    law = ""
+    """Print the checks that neither passed nor failed, those that were skipped by reason."""
+    skipped: dict[str, int] = {}
     for result in report:
-        shown = "" if result.check.law == law else titled(result.check.law)
-        law = result.check.law
-        outcome = f"[{_STYLES[result.outcome]}]{result.outcome.value}"
-        name = result.check.name + (f": {result.reason}" if result.reason else "")
-        table.add_row(shown, outcome, f"{result.seconds:.2f}", escape(name))
-    console.print(table)
+        if result.outcome is Outcome.SKIPPED:
+            skipped[result.reason] = skipped.get(result.reason, 0) + 1
+        elif result.outcome is Outcome.EXPECTED_FAILURE:
+            _print(console, f"{result.outcome}: {result.check.name}: {result.reason}", "yellow")
+    for reason, number in skipped.items():
+        _print(console, f"skipped: {number} checks: {reason}", "dim")
 
 
-def _show_failure(console: Console, result: CheckResult) -> None:
+def _show_failure(console: Console, result: CheckResult, *, is_in_the_verdict: bool) -> None:
     failure = result.failure
     console.print()
     if failure is None:
-        name = escape(result.check.name)
-        console.print(f"[bold red]{name} passed[/], expected: {escape(result.reason)}")
+        text = f"{result.check.name} passed, but is expected to fail: {result.reason}"
+        _print(console, text, "bold red")
         return
-    console.print(f"[bold red]{titled(failure.law)}[/] ({escape(result.check.name)}): ", end="")
-    console.print(failure.what, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"  got:      {failure.got}", markup=False, highlight=False)
-    console.print(f"  expected: {failure.expected}", markup=False, highlight=False)
-    console.print(f"  law:      {failure.law_url}", markup=False, highlight=False, soft_wrap=True)
+    text = f"{titled(failure.law)} ({result.check.name})"
+    _print(console, text if is_in_the_verdict else f"{text}: {failure.what}", "bold red")
+    rows = [("got", failure.got), ("expected", failure.expected), ("law", failure.law_url)]
     if failure.seeds:
         shown = ", ".join(map(str, failure.seeds[:_MAX_SEEDS]))
         more = len(failure.seeds) - _MAX_SEEDS
-        shown += f" and {more} more" if more > 0 else ""
-        console.print(f"  seeds:    {shown}", markup=False, highlight=False)
+        rows.append(("seeds", shown + (f" and {more} more" if more > 0 else "")))
+    for name, value in rows:
+        if value:
+            _print(console, f"  {name + ':':<9} {value}", "")
     if failure.script:
-        console.print("  to see it again:\n", style="dim")
-        # Never broken: it is to be pasted.
-        console.print(failure.script, markup=False, highlight=False, soft_wrap=True)
+        _print(console, "  to reproduce:\n", "dim")
+        _print(console, failure.script, "")
 
 
-def _tell(console: Console, line: str, style: str) -> None:
-    console.print(line, style=style, markup=False, soft_wrap=True)
+def _print(console: Console, line: str, style: str) -> None:
+    """Print a text without line breaks of its own, because scripts and paths are copied."""
+    console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def show_mutants(console: Console, results: Sequence[MutantResult]) -> None:

@@ -6,32 +6,18 @@ by law, with every other check.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from kvview.testing.checks import Check
-from kvview.testing.connector_checks import COVERAGE, check_law, require_exercised
+from kvview.testing.connector_checks import COVERAGE, check_law, law_check, require_exercised
 from kvview.testing.harness import Factory
 
-LAWS: Mapping[str, str] = {
-    "CONN-3": "Every request is answered, and the engine comes to rest.",
-    "CONN-4": "Every block is given back.",
-    "CONN-11": "After a reset nothing of other weights is loaded.",
-    "XFER-1": "The tokens are those without the connector.",
-}
+LAWS = ("CONN-3", "CONN-4", "CONN-11", "XFER-1")
 
 
 def token_checks() -> list[Check]:
     """The checks, by law."""
-    return [*(_check(law, what) for law, what in LAWS.items()), _any_other(), _coverage()]
-
-
-def _check(law: str, what: str) -> Check:
-    def run(factory: Factory) -> None:
-        check_law(factory, lambda broken: broken == law, what)
-
-    run.__doc__ = what
-    name = f"check_{law.lower().replace('-', '_')}_in_real_inference"
-    return Check(name, law, "connector", (), run)
+    runs = {law: law_check(law, "real_inference") for law in LAWS}
+    named = [Check(run.__name__, law, "connector", (), run) for law, run in runs.items()]
+    return [*named, _any_other(), _coverage()]
 
 
 def _any_other() -> Check:

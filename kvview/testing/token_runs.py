@@ -19,13 +19,7 @@ ENGINE = "vllm"
 
 @dataclass(frozen=True)
 class TokenRuns(ConnectorRuns):
-    """The outcome of serving with a connector and without it.
-
-    Args:
-        gaps: The required events that did not happen or were not proven.
-    """
-
-    gaps: Sequence[Gap] = ()
+    """The outcome of serving with a connector and without it; ``gaps`` are its only gaps."""
 
     @property
     @override

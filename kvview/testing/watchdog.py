@@ -43,6 +43,7 @@ class _Call:
     number = 0
     depth = 0
     is_watched = False
+    dead_thread = ""  # the exception that ended a thread, of which the call may wait
     may_arm = True  # a child forked while faulthandler's lock was taken can never take it
 
 
@@ -71,6 +72,15 @@ def calling() -> Iterator[None]:
 def next_call() -> None:
     """Note that a call in the block has returned and that another one starts."""
     _Call.number += 1
+
+
+def thread_died(error: str) -> None:
+    """Note that an exception ended a thread, so that a call that waits for it ends soon.
+
+    Args:
+        error: The exception; empty when a new run starts.
+    """
+    _Call.dead_thread = error
 
 
 @contextmanager
@@ -128,6 +138,8 @@ class _Watch:
         self._arm()
         self._used += self._cpu - before
         self._waited += self._tick_seconds
+        if _Call.dead_thread:
+            raise HookTimeout(f"did not return, because {_Call.dead_thread}")
         if self._used >= self.seconds or self._waited >= _WAITS * self.seconds:
             told = f"did not return within {self.seconds:g} s of CPU time"
             if self._used < self.seconds:

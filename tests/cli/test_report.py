@@ -179,7 +179,14 @@ def test_page_of_a_connector(tmp_path: Path) -> None:
     page.require_self_contained()
     assert "1 check failed. Contract connector: " in page.text
     assert "6 seeds from 0" in page.text
-    for told in ("CONN-4", "requests (engine)", "free", "blocks (and jobs)", "step", "preemptions"):
+    for told in (
+        "CONN-4 Every touch is freed",
+        "requests (engine)",
+        "free",
+        "blocks (and jobs)",
+        "step",
+        "preemptions",
+    ):
         assert told in page.texts
     assert (
         "failure = simulate(LeaksFailedStores, scenario, engines=ReferenceEngines()).failure"

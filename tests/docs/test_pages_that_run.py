@@ -79,7 +79,7 @@ def test_the_page_does_what_it_says(page: str, wanted: int, tmp_path: Path) -> N
     done: subprocess.CompletedProcess[str] | None = None
     num_commands = 0
     for kind, title, text, prose in pieces(page):
-        if kind == "python":
+        if kind == "python" and title:
             path = tmp_path / title
             path.write_text(edited(path.read_text(), text) if "    ...\n" in text else text)
         elif kind == "sh" and not text.startswith(_INSTALLS):

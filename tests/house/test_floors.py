@@ -55,7 +55,6 @@ ALLOWED_AT_IMPORT = {
     "pydantic": (
         "kvview.bridge",
         "kvview.options",
-        "kvview.testing.results",
         "kvview.testing.schema",
         "kvview_reference",
         "kvview_vllm",

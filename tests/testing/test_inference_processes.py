@@ -80,6 +80,6 @@ def test_without_a_vllm_one_line_says_what_to_install() -> None:
 def test_what_it_does_not_go_with_is_told() -> None:
     assert "leave out --vllm" in refused(EXAMPLE, "--vllm", "0.33")
     assert "engine 'reference' runs no model" in refused(EXAMPLE, "--engine", "reference")
-    assert "steps is for simulated runs" in refused(EXAMPLE, "--steps", "9")
+    assert "steps applies to simulated runs only" in refused(EXAMPLE, "--steps", "9")
     harness = "kvview_reference.harness:pool"
     assert "inference is for a connector" in refused(harness)

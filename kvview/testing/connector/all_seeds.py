@@ -6,13 +6,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from kvview.testing import watchdog
 from kvview.testing.connector import repeat
-from kvview.testing.connector.coverage import notes_on
+from kvview.testing.connector.code_that_ran import CodeThatRan
+from kvview.testing.connector.coverage import (
+    FAILED_BY_THEMSELVES,
+    FEWEST_SEEDS,
+    Gap,
+    loads_that_failed,
+)
 from kvview.testing.connector.first_seeds import in_order
 from kvview.testing.connector.harness import EngineFactory, load_engines
 from kvview.testing.connector.play import Played, SeedPlayer
@@ -26,11 +33,12 @@ from kvview.testing.connector.result import (
 from kvview.testing.connector.scenario import Scenario, to_script
 from kvview.testing.connector.shrink import MAX_RUNS, Shrinker
 from kvview.testing.connector.workers import Died, Workers, default_processes, workers
+from kvview.testing.placeholders import in_size
 
-_MAX_TIMEOUTS = 2  # seeds whose hooks do not return: each costs all that a hook may take
+_MAX_TIMEOUTS = 2  # seeds whose hooks do not return, because each takes the whole limit
 _SAMPLE = repeat.EVERY // 2
 _MOST_SAMPLES = 25  # of green runs, to show a typical one
-_TRIES = 50  # of a script, for what does not happen every time
+_TRIES = 50  # of a script whose failure is not deterministic
 
 GoesOn = Callable[[str], bool]
 
@@ -51,41 +59,42 @@ def check_connector(
 ) -> ConnectorRuns:
     """Run a connector through the scenarios of many seeds, up to the first failure.
 
-    1. The seeds come in the order in which they found most failures of wrong connectors for
-       their time. What is reported does not depend on the number of processes.
+    1. Seeds that find most wrong connectors for their time come first. The report does not depend
+       on the number of processes.
     2. A seed that fails is run again: a difference between both runs is part of the message.
     3. The first failure of each law is shrunk.
     4. A hook that does not return ends its run; the second of them ends the check.
     5. A process that dies fails the seed that it played.
 
     Args:
-        connector_class: What to check: a kvview connector, or one of the engine's own kind.
-        seeds: How many.
+        connector_class: A kvview connector, or one of the engine's own kind.
+        seeds: Number of seeds.
         first_seed: The first of them.
         options: Of the connector. ``cpu_blocks`` and ``enable_events`` are added where
             it takes them and they are not given; ``{tmp}``, ``{blocks}`` and ``{bytes}`` in
             them are filled in (:mod:`~kvview.testing.placeholders`).
         on_progress: Called after each seed with the number of seeds and of failures
             so far.
-        keep_going: Whether all seeds are played, whatever fails; or whether they are after a
-            failure of the law that is given.
+        keep_going: Whether all seeds are played, whatever fails; or a function that decides it from
+            the law that failed.
         max_shrink_runs: Runs to make one failure smaller, and for all laws together twice
-            as many; a long run counts as several, and 0 leaves them as they are.
+            as many; a long run counts as several, and 0 turns shrinking off.
         engines: Builds the engines; reference engines by default.
-        steps: Fewest scheduler steps of a run; None for what the scenarios say.
+        steps: Fewest scheduler steps of a run; None for the numbers of the scenarios.
         hook_seconds: CPU seconds that one call of a hook may take
             (:mod:`~kvview.testing.watchdog`).
-        processes: That play, as forks of this one; 0 plays in this one. By default one for
-            each core; none for one seed, and none where a fork is not safe.
+        processes: Number of forked processes that play; 0 plays in this one. By default one for
+            each core, but 0 for one seed and where a fork is not safe.
 
     Returns:
-        What was found; after Ctrl-C, what was found until then.
+        The results; after Ctrl-C, those until then.
 
     Raises:
         ConfigError: The connector refuses the options.
     """
     check = _Check(connector_class, dict(options or {}), engines or load_engines(), steps)
     check.goes_on = keep_going if callable(keep_going) else lambda law: bool(keep_going)
+    in_size(dict(options or {}), 1, 1)  # a wrong expression is refused before anything runs
     check.max_shrink_runs, check.shrink_runs_left = max_shrink_runs, 2 * max_shrink_runs
     number = processes
     if number is None:
@@ -99,11 +108,13 @@ def check_connector(
             workers(check.player, number) as check.workers,
         ):
             check.play(in_order(first_seed, seeds), on_progress)
+            check.find_first_load_error()
             check.shrink()
+            check.explain()
     except KeyboardInterrupt:
         is_interrupted = True
+    check.notes += check.code.notes()
     check.notes += sorted(name for name in check.coverage if name.startswith("stands in"))
-    check.notes += notes_on(check.coverage)
     return ConnectorRuns(
         connector_class.__name__,
         check.engines.name,
@@ -117,6 +128,9 @@ def check_connector(
         check.notes,
         check.typical(),
         seeds,
+        check.gaps(),
+        check.code.num_statements,
+        check.code.unrun,
     )
 
 
@@ -132,12 +146,12 @@ def replay_seed(
     """Run one seed again, and make its failure smaller.
 
     Args:
-        connector_class: What to check: a kvview connector, or one of the engine's own kind.
-        seed: Of a failure.
-        options: As when it failed.
-        max_shrink_runs: Runs to make it smaller; 0 leaves it as it is.
-        engines: As when it failed.
-        steps: As when it failed.
+        connector_class: A kvview connector, or one of the engine's own kind.
+        seed: Seed of a failure.
+        options: Options of the connector when it failed.
+        max_shrink_runs: Runs to make it smaller; 0 turns shrinking off.
+        engines: Engines when it failed.
+        steps: Fewest steps when it failed.
 
     Returns:
         The failure, or None when there is none.
@@ -155,7 +169,7 @@ def replay_seed(
 
 
 class _Check:
-    """Seed after seed, and what came of them."""
+    """The seeds of a connector, played one after another, and their results."""
 
     workers: Workers
     goes_on: GoesOn
@@ -179,11 +193,15 @@ class _Check:
         self._to_shrink: list[int] = []  # places among the failures
         self._connector_class = connector_class
         self._options = options
+        self.code = CodeThatRan(self.player.code, options)
+        self._fails_to_load: Scenario | None = None
+        self._first_load_error = ""
 
     def play(self, seeds: Sequence[int], on_progress: Callable[[int, int], None] | None) -> None:
         """Play the seeds, in order, until a failure ends it."""
         questions = (
-            ("seed", seed, place % repeat.EVERY == _SAMPLE) for place, seed in enumerate(seeds)
+            ("seed", seed, place % repeat.EVERY == _SAMPLE, self.code.measures(place))
+            for place, seed in enumerate(seeds)
         )
         with closing(self.workers.map(questions)) as answers:
             for seed, answer in zip(seeds, answers, strict=True):
@@ -199,15 +217,18 @@ class _Check:
                     self.notes.append(f"{told}: hooks do not return")
                     return
                 has_failed = bool(self.failures) and self.failures[-1].seed == seed
-                if has_failed and not self.goes_on(self.failures[-1].law):
+                if has_failed and not self.goes_on(self.failures[-1].filed_under):
                     return
 
     def _take(self, seed: int, played: Played) -> None:
+        self.code.add(played.lines)
         result = played.result
         if result is None:
             self.coverage["refused geometries"] += 1
             return
         self.coverage.update(result.coverage)
+        if result.coverage.get(FAILED_BY_THEMSELVES) and self._fails_to_load is None:
+            self._fails_to_load = result.scenario
         if played.note:
             self.notes.append(played.note)
         elif result.failure is None and len(self._green) < _MOST_SAMPLES:
@@ -215,9 +236,24 @@ class _Check:
         if result.failure is None:
             return
         self._num_timeouts += result.failure.is_timeout
-        if played.may_shrink and result.failure.law not in {one.law for one in self.failures}:
+        failure = self._told(seed, result, played.is_repeatable)
+        known = {one.filed_under for one in self.failures}
+        if played.may_shrink and failure.filed_under not in known:
             self._to_shrink.append(len(self.failures))
-        self.failures.append(self._told(seed, result, played.is_repeatable))
+        self.failures.append(failure)
+
+    def find_first_load_error(self) -> None:
+        """Find the exception behind the first load that failed by itself."""
+        if self._fails_to_load is None or self.player.code is None or self.failures:
+            return
+        answer = next(self.workers.map([("first_load_error", self._fails_to_load)]))
+        self._first_load_error = answer if isinstance(answer, str) else ""
+
+    def gaps(self) -> list[Gap]:
+        """Parts of the check that are missing besides those that the coverage shows."""
+        failed = loads_that_failed(self.coverage, self._first_load_error)
+        code = self.code.gaps() if self.num_seeds >= FEWEST_SEEDS else []
+        return [*failed, *code]
 
     def shrink(self) -> None:
         """Make the first failure of each law smaller."""
@@ -228,7 +264,7 @@ class _Check:
             shrinker = Shrinker(before.result, self._play_all, most)
             try:
                 shrinker.shrink()
-            finally:  # what was found is told, when Ctrl-C ends the search for a smaller run
+            finally:  # after Ctrl-C, the smallest run so far is reported
                 self.shrink_runs_left -= most - shrinker.runs_left
                 if shrinker.best is not before.result:
                     self.failures[place] = self._told(before.seed, shrinker.best, True)
@@ -239,6 +275,16 @@ class _Check:
                 self.failures[place] = before
             else:
                 self.failures[place] = self._told(before.seed, judged, True)
+
+    def explain(self) -> None:
+        """Add the exception that may be the cause to the first failure of CONN-3."""
+        for place, failure in enumerate(self.failures):
+            if failure.filed_under == "CONN-3" and failure.result is not None:
+                explained = next(self.workers.map([("explain", failure.result)]))
+                if not isinstance(explained, Died):
+                    message = explained.failure.message
+                    self.failures[place] = replace(failure, message=message, result=explained)
+                return
 
     def _play_all(self, scenarios: Iterable[Scenario]) -> Generator[SimulationResult, None, None]:
         asked: list[Scenario] = []
@@ -266,7 +312,7 @@ class _Check:
         return ConnectorFailure(seed, failure.law, failure.message, script, result)
 
     def typical(self) -> Sequence[Snapshot]:
-        """Of a green run that loaded as often as most of those that loaded at all."""
+        """Snapshots of a green run that loaded as often as most of those that loaded."""
         loads = [result for result in self._green if result.coverage.get("loads")]
         shown = sorted(loads or self._green, key=lambda result: result.coverage.get("loads", 0))
         return shown[len(shown) // 2].timeline if shown else ()

@@ -10,7 +10,7 @@ from kvview import ConfigError, Connector, ConnectorConfig
 from kvview.connector.hook_errors import build_connector
 from kvview.errors import line_of
 from kvview.testing.connector.scenario import Scenario
-from kvview.testing.placeholders import in_size, is_sized
+from kvview.testing.placeholders import has_whole_size, in_size, is_sized
 
 _ROOMIER = (16, 64, 256, 1024)  # blocks, for a tier that takes no fewer
 
@@ -68,7 +68,8 @@ def is_of_size(given: Mapping[str, Any], scenario: Scenario, options: Mapping[st
     if not is_sized(options):
         return given.get("cpu_blocks") == scenario.cpu_blocks
     sized = in_size(options, scenario.cpu_blocks, scenario.block_bytes)
-    return all(given.get(name) == value for name, value in sized.items())
+    is_given = all(given.get(name) == value for name, value in sized.items())
+    return is_given and has_whole_size(options)
 
 
 def _refuse_late(connector: Connector) -> None:

@@ -12,6 +12,7 @@ from kvview.errors import line_of, split_law
 from kvview.testing import watchdog
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.jumping_clock import jump
+from kvview.testing.source_lines import at_line
 
 _AT_START = {
     *("__init__", "make_scheduler", "make_worker", "register_kv_caches", "on_engine_ready"),
@@ -48,8 +49,7 @@ def hook(name: str, law: str) -> Iterator[None]:
             is_hook_error = True
         kind = type(error).__name__
         text = f"{kind}: {text}" if isinstance(error, KVViewError) else f"{kind} {text}"
-        at = f" at {line}" if (line := where(error)) else ""
-        message = f"{name} raised {text}{at}"
+        message = f"{name} raised {text}{at_line(error)}"
         raise InvariantBroken(law, message, is_hook_error=is_hook_error) from error
 
 

@@ -22,9 +22,9 @@ from kvview import (
     RequestInfo,
     make_offload_key,
 )
+from kvview.events.fold import EventFold
 from kvview.testing.connector.invariants import InvariantBroken, short
 from kvview.testing.connector.jobs import PlannedJob
-from kvview.testing.events.model import EventModel
 
 _JUNK = 0x5A
 _REMEMBERED_STORES = 8  # per page, to name the reason why its bytes are wrong
@@ -205,7 +205,7 @@ class TierKeys:
         self.num_events = 0
         self.was_full = False
         """Whether a key was stored again, so the tier had evicted it."""
-        self._events: EventModel[OffloadKey] = EventModel()
+        self._events: EventFold[OffloadKey] = EventFold()
         self._has_failed_loads = False
         self._stored_once: set[OffloadKey] = set()
         self._current: set[PlannedJob] = set()  # stores that were planned since the last reset

@@ -1,21 +1,24 @@
-"""One seed of a connector: its run, and what it takes to believe what came of it."""
+"""One seed of a connector: its run, and the repetitions that confirm its result."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from kvview import CacheGeometry, ConfigError, ConnectorConfig
+from kvview import CacheGeometry, ConfigError, Connector, ConnectorConfig
 from kvview.connector.hook_errors import build_connector
-from kvview.targets import is_engine_connector
+from kvview.targets import is_connector, is_engine_connector
 from kvview.testing.connector import repeat
+from kvview.testing.connector.author_code import AuthorCode
+from kvview.testing.connector.code_coverage import Lines, LineTracer
 from kvview.testing.connector.configure import configure
 from kvview.testing.connector.coverage import EVENTS_WANTED
 from kvview.testing.connector.generate import generate_scenario
 from kvview.testing.connector.harness import EngineFactory, own_runs
+from kvview.testing.connector.load_errors import first_load_error
 from kvview.testing.connector.result import SimulationResult
 from kvview.testing.connector.run import simulate
 from kvview.testing.connector.scenario import Scenario
@@ -26,21 +29,23 @@ _BLOCKS_TO_TRY = 1024
 
 @dataclass(frozen=True)
 class Played:
-    """What came of a seed.
+    """The result of a seed.
 
     Args:
-        result: None when the connector refuses the geometry.
-        is_repeatable: Whether the same came of it twice, if it was run twice.
-        note: What a reader must know, or empty.
+        result: The result of its run; None if the connector refuses the geometry.
+        is_repeatable: Whether two runs had the same result, if there were two.
+        note: Remark for the reader, or empty.
+        lines: Lines of the author's code that ran first in this seed, where they are measured.
     """
 
     result: SimulationResult | None
     is_repeatable: bool = True
     note: str = ""
+    lines: Lines = field(default_factory=dict)
 
     @property
     def may_shrink(self) -> bool:
-        """Whether a smaller run may fail as well: a failure that comes again, in time."""
+        """Whether a smaller run may fail as well: the failure is repeatable and not a timeout."""
         failure = None if self.result is None else self.result.failure
         if failure is None or failure.is_timeout or not self.is_repeatable:
             return False
@@ -51,8 +56,8 @@ class SeedPlayer:
     """Plays the seeds of a connector, and scenarios.
 
     Args:
-        connector_class: What is played.
-        options: Of it.
+        connector_class: The connector.
+        options: Options of the connector.
         engines: Builds the engines.
         steps: Fewest scheduler steps of a run.
     """
@@ -68,24 +73,35 @@ class SeedPlayer:
         self._options = dict(options)
         self._engines = engines
         self._steps = steps
+        self.code = AuthorCode(connector_class) if is_connector(connector_class) else None
+        self._tracer = LineTracer(self.code.paths if self.code else ())
 
     def __call__(self, question: tuple[Any, ...]) -> Any:
-        """The answer of a method: its name, then its arguments."""
+        """Call a method, given its name and its arguments, and return its result."""
         name, *arguments = question
         return getattr(self, name)(*arguments)
 
     def scenario(self, seed: int) -> Scenario:
-        """What happens in a seed."""
+        """The scenario of a seed."""
         return generate_scenario(seed, self._steps)
 
-    def seed(self, seed: int, is_sample: bool) -> Played:
+    def seed(self, seed: int, is_sample: bool, is_measured: bool = False) -> Played:
         """Play a seed.
 
         Args:
             seed: Any.
             is_sample: Whether to run it twice even if it is green, is short and loads anything.
+            is_measured: Whether to measure the lines of the author's code that run.
         """
         scenario = self.scenario(seed)
+        # Threads that yield at each line have a tracer of their own.
+        if not is_measured or scenario.threads_yield_often:
+            return self._seed(scenario, seed, is_sample)
+        with self._tracer.measuring():
+            played = self._seed(scenario, seed, is_sample)
+        return replace(played, lines=self._tracer.take())
+
+    def _seed(self, scenario: Scenario, seed: int, is_sample: bool) -> Played:
         try:
             result = self.simulate(scenario)
         except ConfigError:
@@ -108,6 +124,28 @@ class SeedPlayer:
         failure = replace(failure, message=f"{failure.message}. This is {told}")
         result = self._with_events_wanted(replace(result, failure=failure))
         return Played(result, is_repeatable=False)
+
+    def first_load_error(self, scenario: Scenario) -> str:
+        """The exception behind the first load that fails in a run, in one line."""
+        assert self.code is not None, "only connectors of kvview have loads of their own"
+        alone = replace(scenario, worker_half="job_by_job")
+
+        def play(connector_class: type[Connector]) -> SimulationResult:
+            return simulate(connector_class, alone, self._options, engines=self._engines)
+
+        return first_load_error(self._connector_class, self.code.paths, play)
+
+    def explain(self, result: SimulationResult) -> SimulationResult:
+        """A run whose jobs do not end, with the exception that may be the cause.
+
+        A pool of threads keeps the exceptions of its tasks, so no hook and no thread raises them.
+        """
+        failure = result.failure
+        error = self.first_load_error(result.scenario) if self.code is not None else ""
+        if failure is None or not error:
+            return result
+        message = f"{failure.message}. The first exception in its code: {error}"
+        return replace(result, failure=replace(failure, message=message))
 
     def judge(self, result: SimulationResult) -> SimulationResult:
         """A failing run; the law is ``ENGINE`` if it fails without the connector too."""
@@ -140,7 +178,7 @@ class SeedPlayer:
 
     @cached_property
     def _wants_events(self) -> bool:
-        """Whether events are asked for: by an option, or one that no other name will do for."""
+        """Whether the options enable events, or the connector takes that option by name."""
         if not self._is_own:
             return False
         return _asks_for_events(self._options) or (
@@ -159,7 +197,7 @@ class SeedPlayer:
         return True
 
     def _takes_one_group(self) -> bool:
-        """Whether it is the geometry that the connector refuses, not the options."""
+        """Whether the connector refuses the geometry, and not the options."""
         if not self._is_own:
             return False
         scenario = Scenario(CacheGeometry.single(4), num_gpu_blocks=8, events=())

@@ -32,9 +32,12 @@ from kvview import (
 )
 from kvview.connector.hook_errors import where
 from kvview.testing import watchdog
+from kvview.testing.connector import code_coverage
 from kvview.testing.connector.hook_calls import calling, hook, make_worker, require_type
 from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.thread_errors import raise_thread_error
 
+_LINES = "lines that ran"  # in place of the name of a hook
 _PATIENCE = 60.0  # seconds until a call is reported as hanging
 
 Serve = Callable[[str, tuple[Any, ...]], Any]
@@ -174,6 +177,7 @@ class RemoteWorker(WorkerConnector):
         try:
             self._call("shutdown")
             self._call("shutdown")
+            code_coverage.add_lines(self._call(_LINES))
         finally:
             self._child.close()
             self._child = None
@@ -190,10 +194,13 @@ def _make_half(
     shared = {"register_kv_caches": (kv_caches,)}  # not pickled
 
     def serve(name: str, args: tuple[Any, ...]) -> Any:
+        if name == _LINES:
+            return code_coverage.take_lines()
         with calling(name):
             answer = getattr(half, name)(*args or shared.get(name, ()))
         if name != "get_finished":
             return None
+        raise_thread_error()
         require_type(name, answer, "CONN-3")
         return answer
 

@@ -1,22 +1,24 @@
-"""What comes out of simulated runs: plain data, for people and for reports."""
+"""Results of simulated runs, as plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvview.testing.checks import EXCEPTIONS
+from kvview.testing.connector.author_code import Unrun
 from kvview.testing.connector.coverage import Gap, not_exercised
 from kvview.testing.connector.scenario import Scenario
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Where the blocks are after a step; the first three add up to the pool.
+    """Numbers of blocks after a step; the first three add up to the pool.
 
     Args:
         step: Number of the step, from 1.
         free: Blocks in the free queue.
-        engine: Blocks of requests, and those squeezed out.
+        engine: Blocks of requests and of other users of the GPU.
         held: Blocks that only the connector refers to.
         in_flight: Jobs that are not reported yet.
     """
@@ -30,11 +32,11 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a run ended, if not well.
+    """The failure of a run.
 
     Args:
         law: Number of the law that was broken.
-        message: What happened.
+        message: The event that broke it.
         step: Steps until then.
         num_events: Events of the scenario that had begun until then.
         is_timeout: Whether a hook did not return.
@@ -49,18 +51,19 @@ class Failure:
     is_hook_error: bool = False
 
     def __str__(self) -> str:
-        return f"{self.law}: {self.message} (step {self.step})"
+        law = EXCEPTIONS if self.is_hook_error else self.law
+        return f"{law}: {self.message} (step {self.step})"
 
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """What a run was like.
+    """The result of a run.
 
     Args:
-        scenario: What was run.
+        scenario: The scenario that was played.
         failure: None when every law held.
         timeline: One snapshot a step, of the last ones.
-        coverage: What happened how often: loads, stores, preemptions and so on.
+        coverage: Number of occurrences of each event: loads, stores, preemptions and so on.
         loads_of_rounds: Tokens that requests were given to load, round by round.
         kept_bytes: Bytes that the halves refer to, at the end of each third of a long run.
         allocated_at: The line that allocated most of them, where ``tracemalloc`` runs.
@@ -80,10 +83,10 @@ class ConnectorFailure:
     """A seed whose run broke a law.
 
     Args:
-        seed: Replays the run exactly.
+        seed: Number that replays the run exactly.
         law: Number of the law that was broken, ``"CONN-4"`` for example.
-        message: What happened, in the smallest run that was found.
-        script: Python that shows it again.
+        message: The event that broke it, in the smallest run that was found.
+        script: Python code that reproduces it.
         result: The simulated run that the script is of; None for one of a real model.
     """
 
@@ -104,24 +107,32 @@ class ConnectorFailure:
         failure = None if self.result is None else self.result.failure
         return failure is not None and failure.is_hook_error
 
+    @property
+    def filed_under(self) -> str:
+        """The law, or :data:`EXCEPTIONS` if the connector raised."""
+        return EXCEPTIONS if self.is_hook_error else self.law
+
 
 @dataclass(frozen=True)
 class ConnectorRuns:
-    """What many seeds said about a connector.
+    """The results of many seeds of a connector.
 
     Args:
         connector: Name of the class.
-        engine: What ran it, with its version if it has one.
-        first_seed: The seeds are those from here on.
-        num_seeds: How many of them were played.
+        engine: Name of the engine that ran it, with its version if it has one.
+        first_seed: The first of the seeds, which are consecutive.
+        num_seeds: Number of seeds that were played.
         failures: One a seed that broke a law; the first of each law is shrunk.
-        seconds: How long it took.
-        coverage: What happened how often, over all seeds.
+        seconds: Duration.
+        coverage: Number of occurrences of each event, over all seeds.
         is_interrupted: Whether it was ended before the last seed.
-        steps: Fewest scheduler steps of a run; None for what the scenarios say.
-        notes: What a reader must know and no law forbids, a line each.
-        typical: Where the blocks were in a run that loaded as often as most do.
-        num_asked: How many seeds were to be played.
+        steps: Fewest scheduler steps of a run; None for the numbers of the scenarios.
+        notes: Remarks for the reader that no law covers, a line each.
+        typical: Snapshots of a run that loaded as often as most do.
+        num_asked: Number of seeds that were to be played.
+        gaps: Parts of the check that are missing besides those that the coverage shows.
+        num_statements: Statements in the functions of the author's code that the connector uses.
+        unrun: Those statements that no run reached.
     """
 
     connector: str
@@ -136,10 +147,13 @@ class ConnectorRuns:
     notes: Sequence[str] = ()
     typical: Sequence[Snapshot] = ()
     num_asked: int = 0
+    gaps: Sequence[Gap] = ()
+    num_statements: int = 0
+    unrun: Sequence[Unrun] = ()
 
     @property
     def is_clean(self) -> bool:
-        """Whether every seed ended, none broke a law, and all that must happen did."""
+        """Whether every seed ended, none broke a law, and no part of the check is missing."""
         is_whole = not (self.is_interrupted or self.is_cut_short)
         return is_whole and not (self.failures or self.not_exercised)
 
@@ -149,29 +163,32 @@ class ConnectorRuns:
         return self.num_seeds < self.num_asked
 
     def progress(self) -> str:
-        """How far it came: ``29 of 200 seeds, 0 failed``."""
+        """Progress in words: ``29 of 200 seeds, 0 failed``."""
         return f"{self.num_seeds} of {self.num_asked} seeds, {len(self.failures)} failed"
 
     @property
     def not_exercised(self) -> Sequence[Gap]:
-        """What must happen in a run and did not."""
-        return not_exercised(self.coverage)
+        """Events that no run exercised, and code that no run reached."""
+        return [*not_exercised(self.coverage), *self.gaps]
 
     @property
     def left_out(self) -> Sequence[str]:
-        """What the engine cannot play, and what was left out of the runs therefore."""
+        """Parts of scenarios that the engine cannot play, which were left out."""
         prefix = "left out: "
         found = (name for name in sorted(self.coverage) if name.startswith(prefix))
         return [name.removeprefix(prefix) for name in found]
 
     @property
     def by_law(self) -> Mapping[str, Sequence[ConnectorFailure]]:
-        """The failures of each law, by law; the first of each is shrunk."""
-        laws = sorted({failure.law for failure in self.failures})
-        return {law: [one for one in self.failures if one.law == law] for law in laws}
+        """The failures of each law, by law, exceptions of the connector apart from them.
+
+        The first of each is shrunk.
+        """
+        laws = sorted({failure.filed_under for failure in self.failures})
+        return {law: [one for one in self.failures if one.filed_under == law] for law in laws}
 
     def summary(self) -> str:
-        """What a person reads: how it went, and a paragraph and a script for each law."""
+        """A summary for people: the outcome, and a paragraph and a script for each law."""
         seeds = f"{self.num_seeds} seeds from {self.first_seed}"
         if self.is_cut_short:
             seeds = self.progress() + ", interrupted" * self.is_interrupted

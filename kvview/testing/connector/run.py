@@ -43,6 +43,7 @@ from kvview.testing.connector.result import Failure, SimulationResult
 from kvview.testing.connector.scenario import Scenario
 from kvview.testing.connector.stage import Stage
 from kvview.testing.connector.stream import StepStream
+from kvview.testing.connector.thread_errors import noting_thread_errors, with_thread_error
 from kvview.testing.connector.threads import ThreadWatch, leaves_threads
 from kvview.testing.connector.watched_connector import WatchedConnector
 from kvview.testing.connector.worker import Shared
@@ -118,8 +119,9 @@ def _play(
             with (
                 new_threads_yield_often() if scenario.threads_yield_often else nullcontext(),
                 jumping_clock(connector_class, scenario.clock_jump),
+                noting_thread_errors(),
             ):
-                return run.run(), run.threads_left
+                return with_thread_error(run.run()), run.threads_left
     except _BudgetIgnored:
         without = replace(scenario, pin_budget=None)
         return _play(connector_class, without, options, unique_ids, engines)

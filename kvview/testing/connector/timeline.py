@@ -1,4 +1,4 @@
-"""A simulated run as a picture: blocks against steps, as SVG without a file beside it."""
+"""A simulated run as a picture: blocks against steps, as inline SVG."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IN_FLIGHT_LABEL = "jobs in flight (line)"
 
 
 def timeline_table(timeline: Sequence[Snapshot]) -> tuple[list[str], list[list[str]]]:
-    """The same in numbers: names of the columns, and a row a step."""
+    """The picture as a table: names of the columns, and one row for each step."""
     names = ("step", "engine", "held", "free", "in_flight")
     rows = [[str(getattr(snapshot, name)) for name in names] for snapshot in timeline]
     return ["step", *(label for _, label in _AREAS), "jobs in flight"], rows
@@ -28,8 +28,8 @@ def timeline_svg(timeline: Sequence[Snapshot], told_at_the_end: str = "") -> str
     """Blocks against steps, stacked, and the jobs in flight as a line.
 
     Args:
-        timeline: One snapshot a step.
-        told_at_the_end: What is wrong at the last step; empty when nothing is.
+        timeline: One snapshot for each step.
+        told_at_the_end: The fault at the last step; empty if there is none.
     """
     if not timeline:
         return "<p>It failed before the first step.</p>"

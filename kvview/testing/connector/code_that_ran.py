@@ -1,0 +1,110 @@
+"""Statements of a connector that no seed reached, and the options that might reach them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from kvview.testing.connector.author_code import AuthorCode, Unrun
+from kvview.testing.connector.code_coverage import HAS_CHEAP_LINES, Lines, why_not
+from kvview.testing.connector.coverage import Gap
+from kvview.testing.placeholders import is_sized
+
+_MEASURED_FIRST, _MEASURED_EVERY = 20, 5
+_SIZES = ("byte", "block", "page", "slot", "entr", "capacity", "size", "max", "limit")
+
+
+class CodeThatRan:
+    """Collects the lines that ran, seed after seed.
+
+    Args:
+        code: Of the author; None if the connector is of another kind.
+        options: Of the connector, as the user gave them.
+    """
+
+    def __init__(self, code: AuthorCode | None, options: Mapping[str, Any]) -> None:
+        self._code = code if code is not None and code.paths else None
+        self._options = options
+        self._ran: dict[str, set[int]] = {}
+        self._is_complete = self._code is None
+        self._why_not = why_not()
+
+    def measures(self, place: int) -> bool:
+        """Whether to measure a seed: none once all code ran, and a share where that is costly.
+
+        Args:
+            place: Of the seed among all seeds, from 0.
+        """
+        is_due = place < _MEASURED_FIRST or place % _MEASURED_EVERY == 0
+        return not self._is_complete and (is_due or HAS_CHEAP_LINES)
+
+    def add(self, lines: Lines) -> None:
+        """Add the lines that ran first in a seed."""
+        if self._code is None or not lines:
+            return
+        for path, numbers in lines.items():
+            self._ran.setdefault(path, set()).update(numbers)
+        self._is_complete = not any(one.is_judged for one in self._code.unrun(self._ran))
+
+    @property
+    def num_statements(self) -> int:
+        """Statements in the functions of the code; 0 without a measurement."""
+        return self._code.num_statements if self._code and self._ran else 0
+
+    @property
+    def unrun(self) -> Sequence[Unrun]:
+        """Statements that no seed reached; empty without a measurement."""
+        return self._code.unrun(self._ran) if self._code and self._ran else ()
+
+    def gaps(self) -> list[Gap]:
+        """The statements without which a check is incomplete, each with its name."""
+        return [
+            Gap(one.place, f"{one.place} in {one.function} never ran: {one.source}")
+            for one in self.unrun
+            if one.is_judged
+        ]
+
+    def notes(self) -> Iterator[str]:
+        """Report that the code could not be measured, or the options that might reach more."""
+        if self._code is not None and self._why_not is not None:
+            yield f"code that never ran was not looked for: {self._why_not}"
+        elif self.gaps():
+            yield f"to reach the code that never ran: {self._what_to_try()}"
+
+    def _what_to_try(self) -> str:
+        sizes = [
+            name for name, value in self._known_options.items() if self._is_a_size(name, value)
+        ]
+        tries = []
+        for name in sizes:  # the upper level of a tier usually comes first
+            unit = "{bytes}" if "byte" in name else "{blocks}"
+            tries.append(f"--option {name}='{unit if name == sizes[-1] else f'{unit}/4'}'")
+        mentioned = {name for one in self.unrun if one.is_judged for name in _words(one.condition)}
+        tries += [
+            f"--option {name}={str(not value).lower()}"
+            for name, value in self._known_options.items()
+            if isinstance(value, bool) and name in mentioned and name not in self._options
+        ]
+        first = f"give {' '.join(tries)}" if tries else "play more --seeds"
+        return f"{first}; or name lines that cannot run, with a reason, in --expected-failures"
+
+    def _is_a_size(self, name: str, default: object) -> bool:
+        is_number = isinstance(default, int | float) and not isinstance(default, bool)
+        is_given = is_sized({name: self._options.get(name)})
+        has_a_name = any(word in name.lower() for word in _SIZES)
+        return has_a_name and (is_number or default is None) and not is_given
+
+    @cached_property
+    def _known_options(self) -> Mapping[str, object]:
+        """Options that the code reads, with their defaults."""
+        return self._code.options() if self._code is not None else {}
+
+
+def _words(condition: str) -> set[str]:
+    if not condition or condition.startswith("except "):
+        return set()
+    tree = ast.parse(condition)
+    names = {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)}
+    return names | {one.attr for one in ast.walk(tree) if isinstance(one, ast.Attribute)}

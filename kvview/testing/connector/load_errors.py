@@ -1,0 +1,112 @@
+"""The exception behind a load that failed without an injected failure.
+
+A worker half turns exceptions into a :class:`~kvview.TransferResult` with a text, so the place is
+lost. A seed with such a load is therefore run once more, and each exception that passes through the
+author's code is recorded.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from kvview import ConfigError, Connector, TransferResult, WorkerConnector
+from kvview.errors import line_of
+from kvview.testing.source_lines import with_source
+
+_IN_NORMAL_USE = (LookupError, AttributeError, StopIteration, GeneratorExit)
+
+
+@dataclass(frozen=True)
+class _Error:
+    kind: type[BaseException]
+    text: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.kind.__name__}: {self.text}".removesuffix(": ") + f" at {self.place}"
+
+
+def first_load_error(
+    connector_class: type[Connector],
+    paths: Collection[str],
+    play: Callable[[type[Connector]], object],
+) -> str:
+    """Run a connector and return the exception behind its first failed transfer, in one line.
+
+    Args:
+        connector_class: Of the author.
+        paths: Files of the author.
+        play: Runs a connector class, in this process alone.
+
+    Returns:
+        The exception with its place; without one, the error of the transfer's result.
+    """
+    recorder = _Recorder(frozenset(paths))
+    texts: list[str] = []
+    recorder.run(lambda: play(_with_failures_noted(connector_class, texts)))
+    errors = recorder.errors
+    behind = (one for text in texts for one in errors if one.text and one.text in text)
+    others = (one for one in errors if not issubclass(one.kind, _IN_NORMAL_USE))
+    found = next(behind, None) or next(others, None) or next(iter(errors), None)
+    return str(found) if found else next(filter(None, texts), "")
+
+
+def _with_failures_noted(connector_class: type[Connector], texts: list[str]) -> type[Connector]:
+    """A connector whose failed results are noted."""
+
+    def make_worker(self: Connector) -> WorkerConnector:
+        half: Any = connector_class.make_worker(self)
+        get_finished: Callable[[], Sequence[TransferResult]] = half.get_finished
+
+        def noting() -> Sequence[TransferResult]:
+            results = get_finished()
+            texts.extend(line_of(result.error) for result in results if not result.success)
+            return results
+
+        half.get_finished = noting
+        made: WorkerConnector = half
+        return made
+
+    return type(connector_class.__name__, (connector_class,), {"make_worker": make_worker})
+
+
+class _Recorder:
+    """Records exceptions that pass through some files, in all threads."""
+
+    def __init__(self, paths: Collection[str]) -> None:
+        self.errors: list[_Error] = []
+        self._paths = paths
+
+    def run(self, block: Callable[[], object]) -> None:
+        before, of_threads = sys.gettrace(), threading.gettrace()
+        threading.settrace(self._enter)
+        sys.settrace(self._enter)
+        try:
+            block()
+        finally:
+            sys.settrace(before)
+            threading.settrace(of_threads)
+
+    def _enter(self, frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code.co_filename not in self._paths:
+            return None
+        frame.f_trace_lines = False
+        return self._trace
+
+    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "exception":
+            kind, value, _ = arg
+            if issubclass(kind, ConfigError):  # the check tries options that a connector may refuse
+                return self._trace
+            path = frame.f_code.co_filename.removeprefix(os.getcwd() + os.sep)
+            error = _Error(kind, line_of(value), with_source(f"{path}:{frame.f_lineno}"))
+            known = self.errors[-1:]
+            if not known or (known[0].kind, known[0].text) != (error.kind, error.text):
+                self.errors.append(error)
+        return self._trace

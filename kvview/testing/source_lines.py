@@ -1,0 +1,24 @@
+"""Places in an author's code, with their source, for messages."""
+
+from __future__ import annotations
+
+import linecache
+
+from kvview.connector.hook_errors import where
+
+
+def at_line(error: BaseException) -> str:
+    """The innermost line of the author's code that an exception passed through.
+
+    Returns:
+        ``" at file.py:12: source"``; empty if there is none.
+    """
+    place = where(error)
+    return f" at {with_source(place)}" if place else ""
+
+
+def with_source(place: str) -> str:
+    """A place, ``file.py:12``, with the source of the line."""
+    path, _, number = place.rpartition(":")
+    source = linecache.getline(path, int(number)).strip()
+    return f"{place}: {source}" if source else place

@@ -1,0 +1,135 @@
+"""Green means that the code ran, that loads arrived, and that no exception was lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvview import ConfigError, Connector
+from kvview.cli.commands import cli
+from kvview.cli.exit_codes import ExitCode
+from kvview.testing.connector import ConnectorRuns, check_connector
+from kvview.testing.connector.author_code import AuthorCode
+from kvview.testing.placeholders import in_size
+from tests.testing import two_levels
+from tests.testing.two_levels import (
+    CannotLoad,
+    PoolKeepsErrors,
+    RaisesInAHelper,
+    ThreadDies,
+    TwoLevels,
+)
+
+FILE = Path(two_levels.__file__)
+
+
+def line_of(text: str) -> int:
+    return FILE.read_text().splitlines().index(text) + 1
+
+
+def run(connector: str, *args: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["check", f"{FILE}:{connector}", *map(str, args)])
+
+
+# --- code that never ran ---
+
+
+def test_code_that_never_ran_is_not_checked_and_the_report_names_the_option(tmp_path: Path) -> None:
+    place = f"two_levels.py:{line_of('            self.shorten()')}"
+    result = run("TwoLevels", "--seeds", "15")
+    assert result.exit_code == ExitCode.NOT_CHECKED, result.output
+    assert result.output.startswith(f"not checked: {place} in Recent.add never ran: self.shorten()")
+    assert "--option recent_blocks='{blocks}/4'" in result.output
+    assert "Recent.statistics never ran" not in result.output, "no hook leads there"
+
+    expected = tmp_path / "expected"
+    expected.write_text(f"coverage: {place}: the limit is never reached\n")
+    result = run("TwoLevels", "--seeds", "15", "--expected-failures", expected)
+    assert result.exit_code == ExitCode.CLEAN, result.output
+
+
+def test_with_the_option_all_code_runs() -> None:
+    runs = check_connector(TwoLevels, seeds=15, options={"recent_blocks": "{blocks}/4"})
+    assert not [gap for gap in runs.gaps if "two_levels.py" in gap.name]
+    listed = {one.source for one in runs.unrun}
+    assert {"raise ValueError(job_id)", 'log.exception("a copy failed")'} <= listed
+
+
+def test_the_code_of_a_connector_is_found_by_name() -> None:
+    (path,) = AuthorCode(TwoLevels).paths
+    assert Path(path) == FILE
+    ran = {path: range(1, 10_000)}
+    assert AuthorCode(TwoLevels).unrun(ran) == []
+    functions = {one.function for one in AuthorCode(TwoLevels).unrun({})}
+    assert {"Recent.shorten", "TwoLevelWorker.start_plan", "TwoLevels.make_worker"} <= functions
+    assert not any("CannotRead" in name for name in functions), "part of another connector"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("{bytes}/4", 1024),
+        ("{blocks}*2", 8),
+        ("({blocks} + 2) * 3 - 1.5", 16),
+        ("{bytes}", 4096),
+        ("{tmp}/{blocks}", "{tmp}/{blocks}"),
+    ],
+)
+def test_sizes_are_expressions(text: str, size: object) -> None:
+    assert in_size({"a": [text]}, 4, 1024) == {"a": [size]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{bytes}/0",
+        "{bytes}**9",
+        "{blocks}/x",
+        "{blocks} 2",
+        "-{blocks}",
+        "f({blocks})",
+        "1-{blocks}",
+    ],
+)
+def test_wrong_expressions_are_one_line(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"size '.*") as caught:
+        in_size({"a": text}, 4, 1024)
+    assert "\n" not in str(caught.value)
+
+
+# --- loads that fail by themselves, and exceptions ---
+
+
+def test_loads_that_fail_by_themselves_are_not_green() -> None:
+    runs = check_connector(CannotLoad, seeds=2, first_seed=64)
+    assert not runs.failures
+    (gap,) = [gap for gap in runs.gaps if gap.name == "failed loads"]
+    assert "loads failed without an injected failure; the first: FileNotFoundError" in gap.what
+    line = line_of('            with open("/nonexistent/page", "rb"):')
+    assert f"two_levels.py:{line}: with open(" in gap.what
+
+
+@pytest.mark.parametrize(
+    ("connector", "line"),
+    [
+        (ThreadDies, "            self.total += len(plan.stores)  # type: ignore[attr-defined]"),
+        (RaisesInAHelper, "            plan.stores += []  # type: ignore[misc, operator]"),
+    ],
+)
+def test_an_exception_is_a_finding_of_its_own(connector: type[Connector], line: str) -> None:
+    result = run(connector.__name__, "--seeds", "3")
+    assert result.exit_code == ExitCode.CONNECTOR_RAISED, result.output
+    verdict = result.output.splitlines()[0]
+    assert verdict.startswith("red: exceptions: ")
+    assert verdict.endswith(f"two_levels.py:{line_of(line)}: {line.strip()}")
+
+
+def test_an_exception_that_a_pool_of_threads_keeps_is_named() -> None:
+    runs: ConnectorRuns = check_connector(PoolKeepsErrors, seeds=4, max_shrink_runs=10)
+    message = runs.failures[0].message
+    line = '            raise RuntimeError("no room")'
+    place = f"two_levels.py:{line_of(line)}: {line.strip()}"
+    assert "The first exception in its code: RuntimeError: no room at " in message
+    assert message.endswith(place)
