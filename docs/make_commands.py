@@ -115,7 +115,7 @@ def files() -> dict[Path, str]:
         ROOT / f"docs/{name}.schema.json": json.dumps(schema(target), indent=2) + "\n"
         for name, target in targets().items()
     }
-    codes = "\n".join(f"| {code:d} | {code.what} |" for code in ExitCode)
+    codes = "\n".join(f"| {code:d} | {code.meaning} |" for code in ExitCode)
     parts = [_HEAD.format(codes=codes)]
     for path, command in leaves():
         parts.append(f"## {path}\n\n```text\n{help_of(path, command)}\n```\n")
