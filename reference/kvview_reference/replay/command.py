@@ -80,7 +80,7 @@ def _time_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option(
     "--closed-loop",
-    type=Whole(),
+    type=Whole(1),
     metavar="N",
     help="Run N requests at once and ignore arrival times.  "
     f"[default: {_CLOSED_LOOP} without a TRACE]",
@@ -143,6 +143,7 @@ def _time_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.pass_context
 def replay(
     ctx: click.Context,
+    /,
     trace: str | None,
     connector: str,
     options: tuple[str, ...],
@@ -193,9 +194,7 @@ def replay(
             raise ConfigError("--token-bytes and --model cannot be combined")
         timed.insert(0, "--model")
     if closed_loop is not None and timed:
-        raise ConfigError(
-            f"{timed[0]} and --closed-loop cannot be combined: a closed loop has no time"
-        )
+        raise ConfigError(f"{timed[0]} needs arrival times, which --closed-loop ignores")
     publishes = True if publish is not None and connector == DEFAULT_CONNECTOR else None
     named = {"cpu_blocks": cpu_blocks, "policy": policy, "enable_events": publishes}
     connector_options = {key: value for key, value in named.items() if value is not None}
@@ -304,12 +303,11 @@ def _time_model(
     from kvview_reference.replay.run import make_geometry
     from kvview_reference.sizing.model_file import read_model
 
-    if model_file is None:
-        return groups or "full", TimeModel(**times)
-    model = read_model(model_file)
-    # Every connector stores each block of each group.
-    times["token_bytes"] = model.read_token_bytes
-    if model.is_hybrid:
-        groups = groups_of(model) if groups is None else groups
-        times["group_bytes"] = block_bytes_of(model, make_geometry(groups, block_size))
+    if model_file is not None:
+        model = read_model(model_file)
+        # Every connector stores each block of each group.
+        times["token_bytes"] = model.read_token_bytes
+        if model.is_hybrid:
+            groups = groups_of(model) if groups is None else groups
+            times["group_bytes"] = block_bytes_of(model, make_geometry(groups, block_size))
     return "full" if groups is None else groups, TimeModel(**times)

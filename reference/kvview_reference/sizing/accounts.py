@@ -87,7 +87,9 @@ class Accountant:
     ) -> None:
         self._tiers, self._num_ids, self._blocks = tiers, num_ids, blocks
         self._references = tiers.references
-        self._block_bytes = blocks and blocks.block_bytes(tiers.references.tail_shares)
+        self._block_bytes = (
+            None if blocks is None else blocks.block_bytes(tiers.references.tail_shares)
+        )
         self._prefill_blocks_per_s = prefill_tokens_per_s / block_size
         self._load_bytes_per_s = load_bandwidth_gb_per_s * 1e9
 
