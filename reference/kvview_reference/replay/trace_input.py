@@ -67,7 +67,7 @@ def open_source(
             report(f"kvview: skipped: {error}")
 
     on_error = None if strict else skip
-    title = Path(path).resolve().name
+    title = Path(path).absolute().name
     if _is_recording(path):
         from kvview_reference.sizing.recordings import RecordedTrace  # needs the extra "events"
 
