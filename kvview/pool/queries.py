@@ -71,7 +71,7 @@ class SupportsBlockKeys(Protocol):
         """The first key of each block, for those who look at thousands in every step.
 
         What :meth:`block_keys` tells costs a tuple a block; a snapshot of keys is compared
-        with this at about the price of the engine's own objects (benchmarks/clients.py).
+        with this at about the price of the engine's own objects.
 
         Args:
             block_ids: As for :meth:`block_keys`.
