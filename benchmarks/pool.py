@@ -17,7 +17,7 @@ import sys
 import time
 import tracemalloc
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -54,6 +54,9 @@ class Ours:
     def of(self, block_ids: list[int]) -> Any:
         return block_ids
 
+    def ids(self, blocks: Any) -> Any:
+        return blocks
+
     def hash(self, blocks: Any, hashes: list[bytes]) -> None:
         self.pool.cache_blocks(blocks, hashes, block_size=16)
 
@@ -77,6 +80,9 @@ class VLLMs:
     def of(self, block_ids: list[int]) -> Any:
         blocks = self.pool.blocks
         return [blocks[block_id] for block_id in block_ids]
+
+    def ids(self, blocks: Any) -> Any:
+        return [block.block_id for block in blocks]
 
     def hash(self, blocks: Any, hashes: list[bytes]) -> None:
         insert = self.pool._insert_block_hash  # the loop of cache_full_blocks
@@ -111,10 +117,12 @@ def used(kind: Any, num_blocks: int) -> Any:
 
 
 def allocation(side: Any, batch: int, hashes: list[bytes]) -> Callable[[], None]:
+    """Take and free blocks; give each its own hash, if there are hashes."""
+
     def turn() -> None:
         blocks = side.take(batch)
         if hashes:
-            side.hash(blocks, hashes)
+            side.hash(blocks, [hashes[block_id] for block_id in side.ids(blocks)])
         side.give(blocks)
 
     return turn
@@ -168,8 +176,8 @@ def scattered_touches(side: Any, num_blocks: int) -> Callable[[], None]:
     return turn
 
 
-def exhaust(iterable: Iterable[object]) -> None:
-    deque(iterable, maxlen=0)
+def exhaust_walk(side: Any) -> None:
+    deque(side.walk(), maxlen=0)
 
 
 def walks(figures: Figures, pools: list[Any], rounds: int, name: str) -> None:
@@ -177,7 +185,7 @@ def walks(figures: Figures, pools: list[Any], rounds: int, name: str) -> None:
     assert pools[0].order() == pools[1].order()
     assert list(pools[0].walk()) == list(pools[1].walk())
     calls: dict[str, list[Callable[[], object]]] = {
-        "walk": [lambda pool=pool: exhaust(pool.walk()) for pool in pools],
+        "walk": [partial(exhaust_walk, pool) for pool in pools],
         "order": [pool.order for pool in pools],
     }
     for kind, sides in calls.items():
@@ -244,7 +252,10 @@ def call_by_call(rounds: int) -> None:
             pools = [
                 used(kind, NUM_BLOCKS) if is_hashed else kind(NUM_BLOCKS) for kind in (Ours, VLLMs)
             ]
-            hashes, ids = hashes_of(0, batch) if is_hashed else [], list(range(5000, 5000 + batch))
+            hashes, ids = (
+                hashes_of(0, NUM_BLOCKS) if is_hashed else [],
+                list(range(5000, 5000 + batch)),
+            )
             touches = [partial(touch_and_free, pool, ids) for pool in pools]
             calls = {
                 "alloc free": [allocation(pool, batch, hashes) for pool in pools],

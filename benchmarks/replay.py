@@ -28,7 +28,7 @@ def replay(*args: str) -> tuple[dict[str, float], float]:
     """Run a replay; returns its report, and the peak of its resident memory in MiB."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "kvview", "replay", *args, "--quiet", "--json", report]
+        command = [sys.executable, "-m", "kvview", "replay", *args, "--quiet", f"--json={report}"]
         process = subprocess.Popen(command)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)

@@ -119,7 +119,8 @@ def main(
     add_vllm_to_path(vllm_sources)
     table = Table("trace", "GPU", "policy", "host", "kvview %", "vLLM %", "difference")
     worst = 0.0
-    for trace in traces or (None, *sorted(DATA.glob("*.jsonl*"))):
+    chosen: tuple[Path | None, ...] = traces or (None, *sorted(DATA.glob("*.jsonl*")))
+    for trace in chosen:
         source = open_trace(trace, on_error=lambda error: None) if trace else None
         block_size = source.block_size if source else 512
         rows = source or generate_trace(num_requests=12_000, seed=0, block_size=block_size)

@@ -177,8 +177,8 @@ def bind_socket(path: Path) -> None:
         bound.bind(path.name)  # a socket's name may have 107 bytes
 
 
-LINKED = ("/dev/zero", "/dev/full", "/dev/random", "/dev/tty", "/proc/self/mem", "/proc/self/fd")
-LINKED += ("/proc/self/pagemap", "/proc/self/maps", "/proc/self/environ")
+LINKED = ["/dev/zero", "/dev/full", "/dev/random", "/dev/tty", "/proc/self/mem", "/proc/self/fd"]
+LINKED += ["/proc/self/pagemap", "/proc/self/maps", "/proc/self/environ"]
 SPECIAL_FILES: list[Callable[[Path], object]] = [
     Path.mkdir,
     os.mkfifo,
@@ -191,8 +191,18 @@ SPECIAL_FILES: list[Callable[[Path], object]] = [
 
 # --- the kinds of inputs ---
 
-MOONCAKE = {"timestamp": 1500, "input_length": 600, "output_length": 3, "hash_ids": [0, 7]}
-BAILIAN = {"chat_id": 159, "parent_chat_id": 55, "timestamp": 61.1, "input_length": 33}
+MOONCAKE: dict[str, Any] = {
+    "timestamp": 1500,
+    "input_length": 600,
+    "output_length": 3,
+    "hash_ids": [0, 7],
+}
+BAILIAN: dict[str, Any] = {
+    "chat_id": 159,
+    "parent_chat_id": 55,
+    "timestamp": 61.1,
+    "input_length": 33,
+}
 BAILIAN |= {"output_length": 13, "type": "text", "turn": 2, "hash_ids": [1089, 1090, 6326]}
 CC = {"t": 0.5, "type": "n", "in": 133, "out": 9, "hash_ids": [1, 2]}
 SESSION = {

@@ -82,7 +82,7 @@ def test_blocks_evicted_from_the_gpu_are_hit_on_the_cpu(tmp_path: Path) -> None:
 
 def test_damaged_rows_are_skipped_and_reported(tmp_path: Path) -> None:
     bad = mooncake_row(7, 8, input_length="many")
-    rows = [mooncake_row(1, 2), bad, "not json", mooncake_row(3, 4)]
+    rows: list[object] = [mooncake_row(1, 2), bad, "not json", mooncake_row(3, 4)]
     trace = write_trace(tmp_path / "t.jsonl", rows)
     result = run(trace, "--json", "-")
     assert result.exit_code == 0

@@ -272,13 +272,14 @@ def test_an_empty_file(path: Path, content: bytes) -> None:
 
 def test_unreadable_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for path, message in {
+    wrong: dict[str | Path, str] = {
         tmp_path / "none.jsonl": "No such file or directory",
         tmp_path: "no file in it ends in",
         "a\0b": "null",
         tmp_path / "pipe": "not a regular file",
         "/dev/zero": "not a regular file",
-    }.items():
+    }
+    for path, message in wrong.items():
         with pytest.raises(ConfigError, match=message):
             open_trace(path)
     trace = open_trace(write(tmp_path / "gone", [MOONCAKE]))
