@@ -249,13 +249,11 @@ def call_by_call(rounds: int) -> None:
     for is_hashed in (False, True):
         suffix = " hashed" if is_hashed else ""
         for batch in BATCHES:
-            pools = [
+            pools: list[Any] = [
                 used(kind, NUM_BLOCKS) if is_hashed else kind(NUM_BLOCKS) for kind in (Ours, VLLMs)
             ]
-            hashes, ids = (
-                hashes_of(0, NUM_BLOCKS) if is_hashed else [],
-                list(range(5000, 5000 + batch)),
-            )
+            hashes = hashes_of(0, NUM_BLOCKS) if is_hashed else []
+            ids = list(range(5000, 5000 + batch))
             touches = [partial(touch_and_free, pool, ids) for pool in pools]
             calls = {
                 "alloc free": [allocation(pool, batch, hashes) for pool in pools],

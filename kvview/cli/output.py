@@ -103,28 +103,30 @@ def silence() -> Iterator[None]:
         _STDOUT.reset(before)
 
 
-class Rate(click.FloatRange):
+class Rate(click.types.FloatParamType):
     """A finite number above 0."""
 
     name = "number"
 
-    def __init__(self) -> None:
-        super().__init__(0, math.inf, min_open=True, max_open=True)
-
     @override
-    def convert(self, value: Any, *context: Any) -> Any:
-        """Refuse ``nan`` too, which passes the comparisons of every range."""
-        number = super().convert(value, *context)
-        return self.fail(f"{value!r} is not a number.", *context) if math.isnan(number) else number
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not 0 < number < math.inf:
+            self.fail(f"expected a finite number above 0, got {number:g}", param, ctx)
+        return number
 
 
-class Seconds(Rate):
+class Seconds(click.types.FloatParamType):
     """A time that a command waits: not negative, and short enough to end."""
 
     name = "seconds"
 
-    def __init__(self) -> None:
-        click.FloatRange.__init__(self, 0, 1e8)
+    @override
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        seconds = super().convert(value, param, ctx)
+        if not 0 <= seconds <= 1e8:
+            self.fail(f"expected 0 to 100,000,000 seconds, got {seconds:g}", param, ctx)
+        return seconds
 
 
 class Whole(click.types.IntParamType):

@@ -191,19 +191,11 @@ SPECIAL_FILES: list[Callable[[Path], object]] = [
 
 # --- the kinds of inputs ---
 
-MOONCAKE: dict[str, Any] = {
-    "timestamp": 1500,
-    "input_length": 600,
-    "output_length": 3,
-    "hash_ids": [0, 7],
-}
-BAILIAN: dict[str, Any] = {
-    "chat_id": 159,
-    "parent_chat_id": 55,
-    "timestamp": 61.1,
-    "input_length": 33,
-}
-BAILIAN |= {"output_length": 13, "type": "text", "turn": 2, "hash_ids": [1089, 1090, 6326]}
+MOONCAKE: dict[str, Any] = {"timestamp": 1500, "input_length": 600, "output_length": 3}
+MOONCAKE["hash_ids"] = [0, 7]
+BAILIAN: dict[str, Any] = {"chat_id": 159, "parent_chat_id": 55, "timestamp": 61.1}
+BAILIAN |= {"input_length": 33, "output_length": 13, "type": "text", "turn": 2}
+BAILIAN["hash_ids"] = [1089, 1090, 6326]
 CC = {"t": 0.5, "type": "n", "in": 133, "out": 9, "hash_ids": [1, 2]}
 SESSION = {
     "id": "trace_1",
