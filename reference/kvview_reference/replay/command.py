@@ -176,7 +176,7 @@ def replay(
     """
     from kvview.options import read_options
     from kvview_reference.replay.arrivals import by_arrival
-    from kvview_reference.replay.explain import explain, figures_of
+    from kvview_reference.replay.figures import explain, figures_of
     from kvview_reference.replay.replay_page import HitsOverTime, write_replay_page
     from kvview_reference.replay.run import ReplayConfig, ReplayFile, make_geometry
     from kvview_reference.replay.run import replay as run

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvview.version import versions_of
 from kvview.web_chart import HIT_KINDS, Chart, hit_areas, round_ticks
 from kvview.web_page import facts, made_by, make_table, share_bar, wide, write_page
-from kvview_reference.replay.explain import Figure
+from kvview_reference.replay.figures import Figure
 
 if TYPE_CHECKING:
     from kvview_reference.engine import Engine
