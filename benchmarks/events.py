@@ -1,4 +1,4 @@
-"""KV events read and written back, on one core: events a second of CPU time.
+"""Reading and writing of KV events on one core: events per second of CPU time.
 
 python benchmarks/events.py [--seconds 1]
 
@@ -12,6 +12,8 @@ import argparse
 import time
 from collections.abc import Callable
 from functools import partial
+
+from harness import Table  # type: ignore[import-not-found, unused-ignore]
 
 from kvview.events.formats import WIRE_FORMATS, WireFormat
 from kvview.events.wire import Batch, EventDecoder, codec, encode
@@ -38,11 +40,11 @@ def make_batch(wire_format: WireFormat) -> Batch:
 
 
 def rate(call: Callable[[], object], seconds: float) -> float:
-    """Events a second of CPU time: the best of twenty parts."""
+    """Measure events per second of CPU time: the best of twenty parts."""
     best = 0.0
     for _ in range(20):
-        calls, begun = 0, time.process_time()
-        while (spent := time.process_time() - begun) < seconds / 20:
+        calls, start = 0, time.process_time()
+        while (spent := time.process_time() - start) < seconds / 20:
             for _ in range(20):
                 call()
             calls += 20
@@ -54,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=1.0)
     seconds = parser.parse_args().seconds
-    print("format             events/s: strict   found by itself   lenient   written")
+    table = Table("events/s", "strict", "format detected", "lenient", "written")
     for wire_format in WIRE_FORMATS:
         batch = make_batch(wire_format)
         payload = encode(batch)
@@ -62,8 +64,8 @@ def main() -> None:
         calls: list[Callable[[], object]] = [partial(encode, batch)]
         calls[:0] = [partial(decoder.decode, payload) for decoder in decoders]
         rates = [rate(call, seconds) for call in calls]
-        told = "".join(f"{value:>14,.0f}" for value in rates)
-        print(f"{wire_format.name:<18}{told}")
+        table.add(wire_format.name, *(f"{value:,.0f}" for value in rates))
+    table.show()
 
 
 if __name__ == "__main__":

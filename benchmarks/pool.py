@@ -1,120 +1,93 @@
-"""The block pool beside vLLM's: time per block of its hot calls, and its size.
+"""The block pool compared with vLLM's: fresh, call by call, and in steady state; and its size.
 
-    python benchmarks/pool.py [--json FILE] [--vllm-sources DIR] [--rounds N]
+    python benchmarks/pool.py [--vllm-sources DIR] [--rounds N]
 
-Both pools hold 10,000 blocks and get the same calls, in turns, in one process. A
-connector names blocks by id, so vLLM's calls include looking them up in
-``pool.blocks``. ``view`` rows go through a view and its ledger, which vLLM does
-not have. ``*_speedup`` is vLLM's time over ours.
+Both pools get the same calls, in turns, in one process. A connector names blocks by id, so
+vLLM's calls include looking them up in ``pool.blocks``. ``view`` rows use a view and its ledger,
+which vLLM does not have. In steady state all blocks have hashes and were freed in random order,
+requests of 1 to 500 blocks come and go, and touches name scattered blocks in batches of 64. The
+speedup is vLLM's time over kvview's. ``worst call`` is the CPU time of one call.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import statistics
+import random
+import sys
+import time
 import tracemalloc
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import click
-from peer import (  # type: ignore[import-not-found, unused-ignore]
-    HOW_TO_GET_IT,
-    RELEASE,
-    add_vllm_to_path,
-    best_times,
+from harness import (  # type: ignore[import-not-found, unused-ignore]
+    Figures,
+    beside_vllm,
     take_turns,
 )
-from rich.console import Console
-from rich.table import Table
 
 from kvview_reference.pool import BlockPool
 
 NUM_BLOCKS = 10_001
-BLOCKS_PER_ROUND = 100_000  # enough for the reference to drop stale entries in each
+BLOCKS_PER_ROUND = 20_000
 BATCHES = (4, 64, 1000)
-HASHES = [number.to_bytes(32, "big") for number in range(NUM_BLOCKS)]
-TARGETS = {
-    "alloc_free_4_speedup": 1.0,
-    "alloc_free_1000_speedup": 3.0,
-    "touch_free_4_speedup": 1.0,
-    "touch_free_1000_speedup": 2.0,
-    "touch_free_hashed_1000_speedup": 2.0,
-    "walk_speedup": 1.0,
-    "free_order_speedup": 1.0,
-    "build_speedup": 5.0,
-    "bytes_per_block": 100.0,
-    "gc_objects_1m": 100.0,
-}
+SCATTERED_BATCH = 64
+TARGETS = {"alloc free 4": 1.0, "alloc free 1000": 3.0, "touch free 4": 1.0}
+TARGETS |= {"touch free 1000": 2.0, "touch free hashed 1000": 2.0}
 
 
-class Side(Protocol):
-    """One of the two pools, as a benchmark drives it."""
-
-    def __init__(self, num_blocks: int) -> None: ...
-    def allocate_and_free(self, num_blocks: int) -> None: ...
-    def allocate_hash_and_free(self, num_blocks: int) -> None: ...
-    def touch_and_free(self, block_ids: list[int]) -> None: ...
-    def walk(self) -> Iterator[tuple[int, bytes]]: ...
-    def free_order(self) -> list[int]: ...
-
-
-class OurSide:
-    """The reference pool."""
+class Ours:
+    """The reference pool, by block id."""
 
     def __init__(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
         self.view = self.pool.view()
+        self.take, self.give, self.touch = (
+            self.pool.allocate_blocks,
+            self.pool.free_blocks,
+            self.pool.touch_blocks,
+        )
+        self.order = self.pool.free_block_ids
 
-    def allocate_and_free(self, num_blocks: int) -> None:
-        self.pool.free_blocks(self.pool.allocate_blocks(num_blocks))
+    def of(self, block_ids: list[int]) -> Any:
+        return block_ids
 
-    def allocate_hash_and_free(self, num_blocks: int) -> None:
-        block_ids = self.pool.allocate_blocks(num_blocks)
-        self.pool.cache_blocks(block_ids, [HASHES[b] for b in block_ids], block_size=16)
-        self.pool.free_blocks(block_ids)
+    def ids(self, blocks: Any) -> Any:
+        return blocks
 
-    def touch_and_free(self, block_ids: list[int]) -> None:
-        self.pool.touch_blocks(block_ids)
-        self.pool.free_blocks(block_ids)
-
-    def view_touch_and_free(self, block_ids: list[int]) -> None:
-        self.view.touch_blocks(block_ids)
-        self.view.free_blocks(block_ids)
+    def hash(self, blocks: Any, hashes: list[bytes]) -> None:
+        self.pool.cache_blocks(blocks, hashes, block_size=16)
 
     def walk(self) -> Iterator[tuple[int, bytes]]:
         return self.view.iter_free_block_ids_with_hash()
 
-    def free_order(self) -> list[int]:
-        return self.pool.free_block_ids()
 
-
-class VLLMSide:
-    """vLLM's pool, with what a connector writes by hand on top of it."""
+class VLLMs:
+    """vLLM's pool, by block, with the code that a connector writes by hand on top of it."""
 
     def __init__(self, num_blocks: int) -> None:
         utils: Any = import_module("vllm.v1.core.kv_cache_utils")
         self.make_key = utils.make_block_hash_with_group_id
-        self.pool = vllm_pool_class()(num_blocks, True, 16)
+        self.pool = import_module("vllm.v1.core.block_pool").BlockPool(num_blocks, True, 16)
+        self.take, self.give, self.touch = (
+            self.pool.get_new_blocks,
+            self.pool.free_blocks,
+            self.pool.touch,
+        )
 
-    def allocate_and_free(self, num_blocks: int) -> None:
-        self.pool.free_blocks(self.pool.get_new_blocks(num_blocks))
+    def of(self, block_ids: list[int]) -> Any:
+        blocks = self.pool.blocks
+        return [blocks[block_id] for block_id in block_ids]
 
-    def allocate_hash_and_free(self, num_blocks: int) -> None:
-        blocks = self.pool.get_new_blocks(num_blocks)
-        for block in blocks:  # the loop of cache_full_blocks
-            self.pool._insert_block_hash(self.make_key(HASHES[block.block_id], 0), block, 16)
-        self.pool.free_blocks(blocks)
+    def ids(self, blocks: Any) -> Any:
+        return [block.block_id for block in blocks]
 
-    def touch_and_free(self, block_ids: list[int]) -> None:
-        pool = self.pool
-        pool.touch([pool.blocks[i] for i in block_ids])
-        pool.free_blocks([pool.blocks[i] for i in block_ids])
+    def hash(self, blocks: Any, hashes: list[bytes]) -> None:
+        insert = self.pool._insert_block_hash  # the loop of cache_full_blocks
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            insert(self.make_key(block_hash, 0), block, 16)
 
     def walk(self) -> Iterator[tuple[int, bytes]]:
         queue = self.pool.free_block_queue
@@ -125,148 +98,204 @@ class VLLMSide:
                 yield block.block_id, block_hash
             block = block.next_free_block
 
-    def free_order(self) -> list[int]:
+    def order(self) -> list[int]:
         return [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
 
 
-def vllm_pool_class() -> Any:
-    return import_module("vllm.v1.core.block_pool").BlockPool
+def hashes_of(first: int, number: int) -> list[bytes]:
+    return [n.to_bytes(32, "big") for n in range(first, first + number)]
 
 
-def exhaust(walk: Callable[[], Iterator[object]]) -> None:
-    deque(walk(), maxlen=0)
+def used(kind: Any, num_blocks: int) -> Any:
+    """A used pool: all blocks hashed, freed in random order."""
+    side = kind(num_blocks)
+    blocks = side.take(num_blocks - 1)
+    side.hash(blocks, hashes_of(0, num_blocks - 1))
+    random.Random(1).shuffle(blocks)
+    side.give(blocks)
+    return side
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table.
+def allocation(side: Any, batch: int, hashes: list[bytes]) -> Callable[[], None]:
+    """Take and free blocks; give each its own hash, if there are hashes."""
 
-    Args:
-        name: As in the JSON file.
-        values: Ours, then vLLM's if there is one.
-        unit: What the values count; times give a ratio.
-        spread: The lowest and the highest ratio of single rounds.
-    """
+    def turn() -> None:
+        blocks = side.take(batch)
+        if hashes:
+            side.hash(blocks, [hashes[block_id] for block_id in side.ids(blocks)])
+        side.give(blocks)
 
-    name: str
-    values: list[float]
-    unit: str = "ns/block"
-    spread: str = ""
+    return turn
 
 
-def measure_calls(sides: list[type[Side]], rounds: int) -> Iterator[Row]:
-    def in_turns(name: str, calls: list[Callable[[], object]], num_blocks: int) -> Row:
-        repeats = max(1, BLOCKS_PER_ROUND // num_blocks)
-        times = take_turns(calls, repeats=repeats, rounds=rounds)
-        values = [statistics.median(side) / num_blocks * 1e9 for side in times]
-        single = [peer / our for our, *peers in zip(*times, strict=True) for peer in peers]
-        return Row(name, values, spread=f"{min(single):.2f}-{max(single):.2f}" if single else "")
-
-    for hashed in (False, True):
-        suffix = "_hashed" if hashed else ""
-        for batch in BATCHES:
-            pools = [side(NUM_BLOCKS) for side in sides]
-            if hashed:
-                for pool in pools:
-                    pool.allocate_hash_and_free(NUM_BLOCKS - 1)
-            allocates = [
-                partial(pool.allocate_hash_and_free if hashed else pool.allocate_and_free, batch)
-                for pool in pools
-            ]
-            yield in_turns(f"alloc_free{suffix}_{batch}", list(allocates), batch)
-            block_ids = list(range(5000, 5000 + batch))
-            touches = [partial(pool.touch_and_free, block_ids) for pool in pools]
-            yield in_turns(f"touch_free{suffix}_{batch}", list(touches), batch)
-            assert isinstance(pools[0], OurSide)
-            touches[0] = partial(pools[0].view_touch_and_free, block_ids)
-            yield in_turns(f"view_touch_free{suffix}_{batch}", list(touches), batch)
-    pools = [side(NUM_BLOCKS) for side in sides]
-    for pool in pools:
-        pool.allocate_hash_and_free(NUM_BLOCKS - 1)
-    assert all(list(pool.walk()) == list(pools[0].walk()) for pool in pools)
-    assert all(pool.free_order() == pools[0].free_order() for pool in pools)
-    walks = [partial(exhaust, pool.walk) for pool in pools]
-    yield in_turns("walk", list(walks), NUM_BLOCKS - 1)
-    yield in_turns("free_order", [pool.free_order for pool in pools], NUM_BLOCKS - 1)
+def touch_and_free(side: Any, block_ids: list[int]) -> None:
+    side.touch(side.of(block_ids))
+    side.give(side.of(block_ids))
 
 
-def measure_size(builders: list[Callable[[int], object]], rounds: int) -> Iterator[Row]:
-    times = best_times([partial(build, 100_000) for build in builders], rounds=min(rounds, 5))
-    yield Row("build", [seconds / 100_000 * 1e9 for seconds in times])
-    sizes: list[float] = []
-    tracked: list[float] = []
-    for build in builders:
-        gc.collect()
-        tracemalloc.start()
-        pool = build(100_000)
-        sizes.append(tracemalloc.get_traced_memory()[0] / 100_000)
-        tracemalloc.stop()
-        del pool
-        gc.collect()
-        before = len(gc.get_objects())
-        pool = build(1_000_000)
-        tracked.append(float(len(gc.get_objects()) - before))
-        del pool
-    yield Row("bytes_per_block", sizes, "bytes")
-    yield Row("gc_objects_1m", tracked, "objects")
+def touch_and_free_in_view(side: Ours, block_ids: list[int]) -> None:
+    side.view.touch_blocks(block_ids)
+    side.view.free_blocks(block_ids)
 
 
-def show(rows: list[Row]) -> dict[str, float]:
-    """Print the table.
+def churn(side: Any, num_blocks: int) -> Callable[[], None]:
+    """Requests of mixed sizes take, hash and free blocks; half of the pool is in use."""
+    rng, running = random.Random(2), list[Any]()
+    number = num_blocks
 
-    Returns:
-        Figures by name.
-    """
-    table = Table("blocks a call", "kvview", f"vLLM {RELEASE}", "speedup", "low-high", "target", "")
-    table.title = "nanoseconds a block, where nothing else is said"
-    table.columns[0].no_wrap = True
-    figures: dict[str, float] = {}
-    for row in rows:
-        ours, *theirs = row.values
-        is_time = row.unit == "ns/block"
-        name = f"{row.name}_speedup" if is_time else row.name
-        if not is_time:
-            figures[name] = ours
-        for peer in theirs:
-            figures[name if is_time else f"{name}_vllm"] = peer / ours if is_time else peer
-        target, figure = TARGETS.get(name), figures.get(name)
-        met = ""
-        if target is not None and figure is not None:
-            met = "met" if (figure >= target) == is_time or figure == target else "missed"
-        table.add_row(
-            row.name.replace("_", " "),
-            f"{ours:,.0f}",
-            *([f"{peer:,.0f}" for peer in theirs] or [""]),
-            f"{figure:.2f}x" if is_time and figure else "",
-            row.spread,
-            f"{'>=' if is_time else '<='} {target:g}" if target is not None else "",
-            met,
+    def turn() -> None:
+        nonlocal number
+        taken = 0
+        while taken < BLOCKS_PER_ROUND:
+            size = rng.randint(1, 500)
+            blocks = side.take(size)
+            side.hash(blocks, hashes_of(number, size))
+            number += size
+            running.append(blocks)
+            taken += size
+            if len(running) > 100:
+                at = rng.randrange(len(running))
+                running[at], running[-1] = running[-1], running[at]
+                side.give(running.pop())
+
+    return turn
+
+
+def scattered_touches(side: Any, num_blocks: int) -> Callable[[], None]:
+    rng = random.Random(3)
+    batches = [
+        rng.sample(range(1, num_blocks), SCATTERED_BATCH)
+        for _ in range(4 * BLOCKS_PER_ROUND // SCATTERED_BATCH)
+    ]
+    following = iter(batches * 1000)
+
+    def turn() -> None:
+        for _ in range(BLOCKS_PER_ROUND // SCATTERED_BATCH):
+            touch_and_free(side, next(following))
+
+    return turn
+
+
+def exhaust_walk(side: Any) -> None:
+    deque(side.walk(), maxlen=0)
+
+
+def walks(figures: Figures, pools: list[Any], rounds: int, name: str) -> None:
+    num_blocks = len(pools[0].order())
+    assert pools[0].order() == pools[1].order()
+    assert list(pools[0].walk()) == list(pools[1].walk())
+    calls: dict[str, list[Callable[[], object]]] = {
+        "walk": [partial(exhaust_walk, pool) for pool in pools],
+        "order": [pool.order for pool in pools],
+    }
+    for kind, sides in calls.items():
+        times = take_turns(sides, rounds=rounds)
+        figures.ratio(f"{kind} {name}", per_block(times, num_blocks), 1.0)
+
+
+def per_block(times: list[list[float]], num_blocks: int) -> list[list[float]]:
+    return [[seconds / num_blocks for seconds in side] for side in times]
+
+
+def worst_call_ms(num_blocks: int) -> float:
+    """The longest call on a pool in which all blocks are touched, freed and allocated."""
+    pool, worst = used(Ours, num_blocks).pool, 0.0
+    gc.disable()
+    for offset in range(0, 8 * num_blocks, 1000):
+        first = 1 + offset % (num_blocks - 1001)
+        block_ids = list(range(first, first + 1000))
+        calls: tuple[Callable[[], object], ...] = (
+            partial(pool.touch_blocks, block_ids),
+            partial(pool.free_blocks, block_ids),
+            partial(pool.allocate_blocks, 1),
         )
-    Console().print(table)
-    return figures
+        for call in calls:
+            start = time.thread_time()
+            call()
+            worst = max(worst, time.thread_time() - start)
+    gc.enable()
+    return worst * 1e3
 
 
-@click.command()
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Flat named figures.")
-@click.option("--vllm-sources", type=click.Path(path_type=Path), help="Holds vLLM's package.")
-@click.option("--rounds", default=9, show_default=True, help="Turns; the median counts.")
-def main(json_file: Path | None, vllm_sources: Path | None, rounds: int) -> None:
-    """Measure the block pool beside vLLM's."""
-    sides: list[type[Side]] = [OurSide]
-    builders: list[Callable[[int], object]] = [BlockPool]
-    try:
-        if not add_vllm_to_path(vllm_sources):
-            raise ImportError("no package named vllm")
-        pool_class = vllm_pool_class()
-    except ImportError as error:
-        print(f"{HOW_TO_GET_IT} ({error})")
-    else:
-        sides.append(VLLMSide)
-        builders.append(lambda num_blocks: pool_class(num_blocks, True, 16))
-    figures = show([*measure_calls(sides, rounds), *measure_size(builders, rounds)])
-    if json_file:
-        json_file.write_text(json.dumps(figures, indent=2) + "\n")
+def bytes_per_block(num_blocks: int, num_touches: int) -> float:
+    """The most bytes of a used pool that is touched some times, without its hashes."""
+    gc.collect()
+    tracemalloc.start()
+    pool = BlockPool(num_blocks)
+    block_ids = pool.allocate_blocks(num_blocks - 1)
+    random.Random(4).shuffle(block_ids)
+    pool.free_blocks(block_ids)
+    worst = tracemalloc.get_traced_memory()[0]
+    for _ in range(num_touches):
+        for first in range(0, num_blocks, 1000):
+            pool.touch_blocks(block_ids[first : first + 1000])
+            pool.free_blocks(block_ids[first : first + 1000])
+        worst = max(worst, tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    return (worst - sys.getsizeof(block_ids)) / num_blocks
 
+
+def gc_objects(kind: Any, num_blocks: int) -> int:
+    gc.collect()
+    before = len(gc.get_objects())
+    side = kind(num_blocks)
+    number = len(gc.get_objects()) - before
+    del side
+    return number
+
+
+def call_by_call(rounds: int) -> None:
+    figures = Figures("fresh, ns a block", 1e9)
+    for is_hashed in (False, True):
+        suffix = " hashed" if is_hashed else ""
+        for batch in BATCHES:
+            pools: list[Any] = [
+                used(kind, NUM_BLOCKS) if is_hashed else kind(NUM_BLOCKS) for kind in (Ours, VLLMs)
+            ]
+            hashes = hashes_of(0, NUM_BLOCKS) if is_hashed else []
+            ids = list(range(5000, 5000 + batch))
+            touches = [partial(touch_and_free, pool, ids) for pool in pools]
+            calls = {
+                "alloc free": [allocation(pool, batch, hashes) for pool in pools],
+                "touch free": touches,
+                "view touch free": [partial(touch_and_free_in_view, pools[0], ids), touches[1]],
+            }
+            for name, sides in calls.items():
+                name = f"{name}{suffix} {batch}"
+                times = take_turns(sides, repeats=5 * BLOCKS_PER_ROUND // batch, rounds=rounds)
+                figures.ratio(name, per_block(times, batch), TARGETS.get(name))
+    builds = [partial(kind, 100_000) for kind in (Ours, VLLMs)]
+    figures.ratio("build", per_block(take_turns(builds, rounds=min(rounds, 5)), 100_000), 5.0)
+    ours, theirs = (gc_objects(kind, 1_000_000) for kind in (Ours, VLLMs))
+    figures.limit("objects of the gc, of 1,000,000 blocks", ours, 100, f"{theirs:,}")
+    figures.show()
+
+
+def steady_state(rounds: int) -> None:
+    figures = Figures("steady state, ns a block", 1e9)
+    for size in (100_000, 1_000_000):
+        for name, work in (("alloc hash free", churn), ("touch free", scattered_touches)):
+            sides = [work(used(kind, size), size) for kind in (Ours, VLLMs)]
+            times = take_turns(sides, rounds=rounds)
+            figures.ratio(f"{name} {size}", per_block(times, BLOCKS_PER_ROUND), 2.0)
+        figures.limit(f"worst call of {size}, ms", worst_call_ms(size), 5.0)
+    for share in (0.0, 0.001, 0.1, 0.49):
+        pools = [used(kind, 20_001) for kind in (Ours, VLLMs)]
+        block_ids = random.Random(5).sample(range(1, 20_001), int(share * 20_001))
+        for pool in pools:
+            touch_and_free(pool, block_ids)
+        walks(figures, pools, rounds, f"{share:.1%} touched")
+    figures.limit("bytes, once used", bytes_per_block(100_000, 0), 110.0)
+    figures.limit("bytes, at worst", bytes_per_block(100_000, 12), 150.0)
+    figures.show()
+
+
+def measure(rounds: int) -> None:
+    call_by_call(rounds)
+    steady_state(rounds)
+
+
+main = beside_vllm(measure, 5)
 
 if __name__ == "__main__":
     main()

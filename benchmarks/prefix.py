@@ -1,27 +1,28 @@
-"""The prefix search beside vLLM's: milliseconds for one long prompt, by mix of KV-cache groups.
+"""The prefix search compared with vLLM's: ms for one long prompt, by mix of KV-cache groups.
 
-    python benchmarks/prefix.py [--json FILE] [--vllm-sources DIR] [--rounds N]
+    python benchmarks/prefix.py [--vllm-sources DIR] [--rounds N]
 
-Both coordinators have the same blocks cached and are asked for the same prompt, in turns,
-in one process. Hashes are digests, the pools were used before, so that block ids lie
-scattered, and prompts are registered as they are computed, from their head; in the case
-``shuffled`` in random order, which no engine does, so that every look misses the caches.
-``*_speedup`` is vLLM's time over ours, median of the rounds.
+Both coordinators have the same blocks cached and search the same prompt, in turns, in one
+process. Hashes are digests, and the pools were used before, so that block ids are scattered.
+Prompts are registered in the order of their blocks; in the case ``shuffled`` in random order, which
+no engine does, so that every lookup misses the processor's caches. The speedup is vLLM's time over
+kvview's.
 """
 
 from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from hashlib import sha256
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from peer import (  # type: ignore[import-not-found, unused-ignore]
+from harness import (  # type: ignore[import-not-found, unused-ignore]
+    PEER,
     Figures,
+    beside_vllm,
     take_turns,
-    vllm_benchmark,
 )
 
 from kvview import (
@@ -48,7 +49,7 @@ IsCached = Callable[[int, int, int], bool]
 
 
 class Case(NamedTuple):
-    """A mix of groups, and what of a prompt is cached."""
+    """A mix of groups, and the cached part of a prompt."""
 
     groups: tuple[CacheGroup, ...]
     is_cached: IsCached
@@ -60,19 +61,19 @@ FULL, MAMBA = FullAttention(BLOCK_SIZE), Mamba(BLOCK_SIZE)
 NARROW, WIDE = SlidingWindow(BLOCK_SIZE, 1024), SlidingWindow(BLOCK_SIZE, 4096)
 CASES = {
     "full": Case((FULL,), lambda g, i, n: True, 3.0),
-    "full_shuffled": Case((FULL,), lambda g, i, n: True, 3.0, is_shuffled=True),
-    "full_nothing_cached": Case((FULL,), lambda g, i, n: False, 1.0),
-    "full_half_cached": Case((FULL,), lambda g, i, n: 2 * i < n, 3.0),
-    "full_window": Case((FULL, WIDE), lambda g, i, n: True, 1.5),
-    "full_window_half": Case((FULL, WIDE), lambda g, i, n: g == 0 or 2 * i < n, 1.5),
-    "full_two_windows": Case((FULL, NARROW, WIDE), lambda g, i, n: True, 1.5),
-    "full_mamba_every_64": Case((FULL, MAMBA), lambda g, i, n: g == 0 or i % 64 == 63, 1.5),
-    "full_mamba_first": Case((FULL, MAMBA), lambda g, i, n: g == 0 or i == 0, 1.5),
-    "full_nothing_else": Case((FULL, MAMBA), lambda g, i, n: g == 0, 1.5),
-    "window_holes": Case((WIDE,), lambda g, i, n: i % 64 != 63, 1.5),
-    "window_first": Case((WIDE,), lambda g, i, n: i < 16, 1.5),
-    "mamba_first": Case((MAMBA,), lambda g, i, n: i == 0, 1.5),
-    "interleaved_mamba": Case((FULL, MAMBA, MAMBA), lambda g, i, n: g == 0 or i % 2 == g % 2, 0.67),
+    "full shuffled": Case((FULL,), lambda g, i, n: True, 3.0, is_shuffled=True),
+    "full nothing cached": Case((FULL,), lambda g, i, n: False, 1.0),
+    "full half cached": Case((FULL,), lambda g, i, n: 2 * i < n, 3.0),
+    "full window": Case((FULL, WIDE), lambda g, i, n: True, 1.5),
+    "full window half": Case((FULL, WIDE), lambda g, i, n: g == 0 or 2 * i < n, 1.5),
+    "full two windows": Case((FULL, NARROW, WIDE), lambda g, i, n: True, 1.5),
+    "full mamba every 64": Case((FULL, MAMBA), lambda g, i, n: g == 0 or i % 64 == 63, 1.5),
+    "full mamba first": Case((FULL, MAMBA), lambda g, i, n: g == 0 or i == 0, 1.5),
+    "full nothing else": Case((FULL, MAMBA), lambda g, i, n: g == 0, 1.5),
+    "window holes": Case((WIDE,), lambda g, i, n: i % 64 != 63, 1.5),
+    "window first": Case((WIDE,), lambda g, i, n: i < 16, 1.5),
+    "mamba first": Case((MAMBA,), lambda g, i, n: i == 0, 1.5),
+    "interleaved mamba": Case((FULL, MAMBA, MAMBA), lambda g, i, n: g == 0 or i % 2 == g % 2, 0.67),
 }
 
 
@@ -81,7 +82,7 @@ def shuffled(num_blocks: int) -> list[int]:
 
 
 def cached_blocks(case: Case, group: int, n: int) -> list[int]:
-    """What is cached for a group, in the order in which it was registered."""
+    """Number the cached blocks of a group, in the order of registration."""
     numbers = shuffled(n) if case.is_shuffled else range(n)
     return [i for i in numbers if case.is_cached(group, i, n)]
 
@@ -115,7 +116,7 @@ def vllm_search(case: Case, n: int) -> Callable[[], int]:
             return interface.FullAttentionSpec(**layer)
         if isinstance(group, SlidingWindow):
             return interface.SlidingWindowSpec(**layer, sliding_window=group.sliding_window)
-        shapes = ((8 * (index + 1),),)  # specs that are equal are looked up as one
+        shapes = ((8 * (index + 1),),)  # equal specs are looked up as one
         return interface.MambaSpec(
             block_size=BLOCK_SIZE, shapes=shapes, dtypes=(half,), mamba_cache_mode="align"
         )
@@ -153,7 +154,7 @@ def vllm_search(case: Case, n: int) -> Callable[[], int]:
 
 
 def our_lookups(n: int) -> Callable[[], int]:
-    """What a connector may promise of a prompt that the CPU tier holds."""
+    """Make the search of a connector in a CPU tier that holds the prompt."""
     config = ConnectorConfig(CacheGeometry.single(BLOCK_SIZE), {"cpu_blocks": n})
     scheduler = OffloadConnector(config).make_scheduler()
     assert isinstance(scheduler, OffloadScheduler)
@@ -166,7 +167,7 @@ def our_lookups(n: int) -> Callable[[], int]:
 
 
 def vllm_lookups(n: int) -> Callable[[], int]:
-    """The same in vLLM's offloading connector, the keys made before."""
+    """Make that of vLLM's offloading connector, with the keys made before."""
     base: Any = import_module("vllm.v1.kv_offload.base")
     manager: Any = import_module("vllm.v1.kv_offload.cpu.manager").CPUOffloadingManager(n)
     keys, context = make_offload_keys(HASHES[:n], 0), base.ReqContext("r")
@@ -175,41 +176,35 @@ def vllm_lookups(n: int) -> Callable[[], int]:
     package = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
     scheduler = import_module(f"{package}.scheduler").OffloadingConnectorScheduler
     search = scheduler._maximal_prefix_lookup
-    half = object.__new__(scheduler)  # what the search reads of it
+    half = object.__new__(scheduler)  # with the attributes that the search reads
     half.manager = manager
     no_events = base.OffloadingKVEventsConfig(False, False)
     half._events_tracker = import_module(f"{package}.events").OffloadingEventsTracker(no_events)
     return lambda: search(half, keys, context, None, None, 0) * BLOCK_SIZE
 
 
-def measure(sizes: Sequence[int], rounds: int, figures: Figures) -> None:
+def measure(rounds: int) -> None:
+    figures = Figures("ms", 1e3, PEER, "blocks hit")
     for name, case in CASES.items():
-        for n in sizes:
+        for n in SIZES:
             ours, theirs = our_search(case, n), vllm_search(case, n)
             hit = ours()
             assert hit == theirs(), (name, n, hit, theirs())
-            few = rounds if name != "interleaved_mamba" else min(rounds, 3)
-            repeats = max(1, 8_000 // n)
-            figures.ratio(
-                f"{name}_{n}",
-                take_turns([ours, theirs], repeats=repeats, rounds=few),
-                case.target,
-                f"{hit // BLOCK_SIZE} hit",
+            times = take_turns(
+                [ours, theirs],
+                repeats=max(1, 8_000 // n),
+                rounds=rounds if name != "interleaved mamba" else min(rounds, 3),
             )
-    for n in sizes:
+            figures.ratio(f"{name} {n}", times, case.target, hit // BLOCK_SIZE)
+    for n in SIZES:
         ours, theirs = our_lookups(n), vllm_lookups(n)
         assert ours() == theirs() == n * BLOCK_SIZE
         times = take_turns([ours, theirs], repeats=max(1, 8_000 // n), rounds=rounds)
-        figures.ratio(f"lookups_{n}", times, 1.5, "of a manager")
+        figures.ratio(f"lookups in a manager {n}", times, 1.5, n)
+    figures.show()
 
 
-main = vllm_benchmark(
-    measure,
-    Figures("prefix search", "ms", 1e3),
-    SIZES,
-    "Measure the prefix search beside vLLM's.",
-)
-
+main = beside_vllm(measure, 5)
 
 if __name__ == "__main__":
     main()

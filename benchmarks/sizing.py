@@ -1,29 +1,26 @@
-"""The curve of `kvview size` beside vLLM's real classes, one size after the other.
+"""The curve of `kvview size` compared with vLLM's real classes, one size after another.
 
-    python benchmarks/sizing.py [TRACE ...] [--gpu-blocks 0,default] [--policies lru,arc]
+    python benchmarks/sizing.py [TRACE ...] [--vllm-sources DIR]
 
 Drives the `CPUOffloadingManager` and the `BlockPool` of vLLM 0.33.0 with every request of a
-trace as vLLM's own connector and scheduler do: the GPU's prefix first, what the host has of
-the rest, stores of all full blocks in steps of 8,192 tokens that complete one step later, and
-the request's end. Says by how many points of the prompt blocks the hits of both tiers differ
-from the curve, at eight sizes. The exit code is 1 when one differs by more than 0.5.
-
-Without vLLM there is nothing to compare with: `python tests/vllm/sources.py 0.33.0` prints a
-folder for `--vllm-sources`, and tests/vllm/requirements.txt is what it imports.
+trace like vLLM's own connector and scheduler: the GPU's prefix first, then the rest of the prefix
+on the host, stores of all full blocks in steps of 8,192 tokens that complete one step later, and
+the request's end. The table has the difference of the hits of both tiers from the curve, in points
+of the prompt blocks. The exit code is 1 if one is larger than 0.5.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import click
-from peer import HOW_TO_GET_IT, add_vllm_to_path  # type: ignore[import-not-found,unused-ignore]
+from harness import DATA, Table, add_vllm_to_path  # type: ignore[import-not-found, unused-ignore]
 
 from kvview import OffloadKey, make_offload_key
 from kvview_reference.replay.traces import open_trace
@@ -31,13 +28,12 @@ from kvview_reference.replay.workload import generate_trace
 from kvview_reference.sizing.references import References, read_references
 from kvview_reference.sizing.tier_hits import Tiers
 
-DATA = Path(__file__).parents[2] / "shared" / "data"
 STEP_TOKENS = 8192
 MOST_APART = 0.5  # points
 
 
 class RealTiers:
-    """The two tiers of vLLM, and what its scheduler and connector tell them."""
+    """The two tiers of vLLM, with the calls of its scheduler and connector."""
 
     def __init__(self, gpu_blocks: int, host_blocks: int, policy: str, block_size: int) -> None:
         manager = import_module("vllm.v1.kv_offload.cpu.manager")
@@ -45,14 +41,14 @@ class RealTiers:
         self._make_key = import_module("vllm.v1.core.kv_cache_utils").make_block_hash_with_group_id
         pool = import_module("vllm.v1.core.block_pool").BlockPool
         self._manager = manager.CPUOffloadingManager(host_blocks, policy)
-        # One more: vLLM's pool keeps the null block.
+        # One block more, because vLLM's pool keeps the null block.
         self._pool = pool(gpu_blocks + 1, True, block_size) if gpu_blocks else None
         self._block_size = block_size
         self._step = max(1, STEP_TOKENS // block_size)
         self._num_requests = 0
 
     def serve(self, hashes: Sequence[bytes], keys: Sequence[OffloadKey]) -> tuple[int, int]:
-        """One request from its arrival to its end: blocks hit on the GPU and on the host."""
+        """Serve one request to its end; returns the blocks hit on the GPU and on the host."""
         on_gpu = self._find(hashes)
         self._num_requests += 1
         manager = self._manager
@@ -100,7 +96,7 @@ class RealTiers:
 def real_hits(
     references: References, gpu_blocks: int, host_blocks: int, policy: str, block_size: int
 ) -> int:
-    """Blocks that the real classes hit in both tiers."""
+    """Count the blocks that the real classes hit in both tiers."""
     hashes = [number.to_bytes(32, "big") for number in range(references.num_blocks)]
     keys = [make_offload_key(block_hash, 0) for block_hash in hashes]
     tiers = RealTiers(gpu_blocks, host_blocks, policy, block_size)
@@ -112,7 +108,7 @@ def real_hits(
     return hits
 
 
-@click.command()
+@click.command(help=__doc__)
 @click.argument("traces", nargs=-1, type=click.Path(exists=True, path_type=Path))
 @click.option("--gpu-blocks", default="0,default", show_default=True, help="Sizes.")
 @click.option("--policies", default="lru,arc", show_default=True)
@@ -120,11 +116,8 @@ def real_hits(
 def main(
     traces: tuple[Path, ...], gpu_blocks: str, policies: str, vllm_sources: Path | None
 ) -> None:
-    """Compare at eight sizes."""
-    if not add_vllm_to_path(vllm_sources):
-        sys.exit(HOW_TO_GET_IT)
-    names = ("trace", "GPU", "policy", "host", "kvview %", "vLLM %", "apart", "s", "s vLLM")
-    print("{:20}{:>8}{:>8}{:>9}{:>10}{:>8}{:>7}{:>7}{:>8}".format(*names))
+    add_vllm_to_path(vllm_sources)
+    table = Table("trace", "GPU", "policy", "host", "kvview %", "vLLM %", "difference")
     worst = 0.0
     chosen: tuple[Path | None, ...] = traces or (None, *sorted(DATA.glob("*.jsonl*")))
     for trace in chosen:
@@ -136,26 +129,19 @@ def main(
         for gpu in gpu_blocks.split(","):
             num_gpu = 2**20 // block_size if gpu == "default" else int(gpu)
             tiers = Tiers(references, num_gpu)
-            for policy in policies.split(","):
-                for size in sizes:
-                    start = time.process_time()
-                    traffic = (
-                        tiers.lru(size) if policy == "lru" else tiers.replay(size, f"vllm-{policy}")
-                    )
-                    ours = sum(tiers.gpu_hits) + sum(traffic.loaded)
-                    between = time.process_time()
-                    real = real_hits(references, num_gpu, size, policy, block_size)
-                    took = between - start, time.process_time() - between
-                    shares = [100 * hits / references.num_ids for hits in (ours, real)]
-                    worst = max(worst, abs(shares[0] - shares[1]))
-                    name = trace.name[:19] if trace else "generated"
-                    apart = shares[0] - shares[1]
-                    print(
-                        f"{name:20}{num_gpu:>8,}{policy:>8}{size:>9,}{shares[0]:>10.2f}"
-                        f"{shares[1]:>8.2f}{apart:>+7.2f}{took[0]:>7.1f}{took[1]:>8.1f}",
-                        flush=True,
-                    )
-    print(f"at most {worst:.2f} points apart")
+            for policy, size in product(policies.split(","), sizes):
+                is_lru = policy == "lru"
+                traffic = tiers.lru(size) if is_lru else tiers.replay(size, f"vllm-{policy}")
+                ours = sum(tiers.gpu_hits) + sum(traffic.loaded)
+                real = real_hits(references, num_gpu, size, policy, block_size)
+                found, expected = (100 * hits / references.num_ids for hits in (ours, real))
+                worst = max(worst, abs(found - expected))
+                table.add(
+                    *(trace.name if trace else "generated", f"{num_gpu:,}", policy, f"{size:,}"),
+                    *(f"{found:.2f}", f"{expected:.2f}", f"{found - expected:+.2f}"),
+                )
+    table.show()
+    print(f"largest difference: {worst:.2f} points")
     sys.exit(1 if worst > MOST_APART else 0)
 
 

@@ -1,12 +1,11 @@
-"""Long runs of a connector: steps, broken laws, and whether the memory stays flat.
+"""Long runs of a connector: steps, broken laws and growth of memory.
 
 python benchmarks/soak.py --steps 1000000
 python benchmarks/soak.py --steps 20000 --engine vllm --in-flight 3
 
-One seed after the other, each run as long as is asked for, so that what grows shows. The
-memory is that of this process, from a tenth of a run to its end: before, caches fill.
-Exit code 1: a law was broken, the memory grew by more than --mib, or so many steps as
---in-flight says were never in flight.
+The steps are divided among the seeds. The memory is that of this process, from a tenth of a run to
+its end, because caches fill before. Exit code 1: a law was broken, the memory grew by more than
+--mib, or the steps in flight never reached --in-flight.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ PAGE_BYTES = 4096
 
 
 class Overlapping:
-    """Engines whose every scenario has so many steps in flight."""
+    """Engines whose every scenario has a number of steps in flight."""
 
     def __init__(self, engines: EngineFactory, steps_in_flight: int) -> None:
         self.name = f"{engines.name}, {steps_in_flight} steps in flight"
@@ -45,7 +44,7 @@ class Overlapping:
         self._built: list[ConnectorHarness] = []
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
-        """The same, overlapping."""
+        """Fit the scenario with overlapping steps."""
         return self._engines.fit(replace(scenario, steps_in_flight=self._steps_in_flight))
 
     def build(
@@ -57,18 +56,18 @@ class Overlapping:
         clock: Callable[[], float],
         stream: StepStream | None = None,
     ) -> ConnectorHarness:
-        """Build one, and keep it to ask what was in flight."""
+        """Build an engine and keep it, to count its steps in flight."""
         built = self._engines.build(scenario, connectors, owner=owner, clock=clock, stream=stream)
         self._built = [built]
         return built
 
     def most_in_flight(self) -> int:
-        """Steps that were in flight together in the last engine built."""
+        """Count the steps that were in flight together in the last engine."""
         return max((getattr(each.stats, "most_in_flight", 0) for each in self._built), default=0)
 
 
 class Memory(threading.Thread):
-    """Looks at the resident memory of this process four times a second."""
+    """Samples the resident memory of this process four times a second."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -81,7 +80,7 @@ class Memory(threading.Thread):
             self.mib.append(pages * PAGE_BYTES / 2**20)
 
     def growth(self) -> float:
-        """From a tenth of the time on, in MiB."""
+        """Compute the growth from a tenth of the time on, in MiB."""
         self.is_over.set()
         self.join()
         late = self.mib[len(self.mib) // 10 :]
@@ -89,7 +88,7 @@ class Memory(threading.Thread):
 
 
 def main() -> int:
-    """Run them all; returns whether anything was wrong."""
+    """Run all connectors; returns 1 if anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--engine", default="reference")
@@ -98,7 +97,7 @@ def main() -> int:
     parser.add_argument("--mib", type=float, default=50.0)
     parser.add_argument("--in-flight", type=int, metavar="N", help="steps in flight, in every run")
     given = parser.parse_args()
-    seeds = given.seed or [0, 9]  # any, and one of a steady load (CONN-10)
+    seeds = given.seed or [0, 9]  # an arbitrary seed, and one with a steady load (CONN-10)
     engines: EngineFactory = load_engines(given.engine)
     is_wrong = False
     overlapping = Overlapping(engines, given.in_flight) if given.in_flight else None

@@ -1,34 +1,29 @@
-"""What a connector costs a step of vLLM's real scheduler: all hooks, 256 running requests.
+"""The cost of a connector in a step of vLLM's real scheduler: all hooks, 256 running requests.
 
-    python benchmarks/step_cost.py [--runs 5] [--steps 300]   (with a vLLM importable)
+    python benchmarks/step_cost.py [--runs 3] [--steps 100]   (with vLLM installed)
 
-The scheduler is vLLM's, the model is not there: a step is ``schedule``, the calls of both
-halves, and ``update_from_output``. New requests of some hundred tokens keep coming in, so that
-prefills and decodes are mixed: about 750 tokens, two and a half requests that begin and as many
-that end. Printed are medians of interleaved runs, in microseconds: the step of the
-scheduler (to compare with that without a connector), what of it is spent in the calls of the
-connector, all hooks together, and what of that is the adapter's, which is all but the code of the
-connector itself (its hooks, and what these call). Beside both stands their share of the scheduler's
-step without a connector, on which the noise of a machine falls as well. The worker's calls, all of
-them too, are spent in another process; what they copy is next to nothing here.
+The scheduler is vLLM's, without a model: a step is ``schedule``, the calls of both halves, and
+``update_from_output``. New requests of some hundred tokens keep arriving, so that prefills and
+decodes are mixed: about 750 tokens a step, two and a half requests that start and as many that
+end. The table has medians of interleaved runs, in microseconds: the scheduler's step, the part of
+it in the calls of the connector, and the part of that in the adapter, which is all but the
+connector's own code. Next to both are their shares of the scheduler's step without a connector. The
+calls of the worker run in another process.
 
-Calls are timed by the wall's clock, which no system call reads: that of a thread's CPU time costs a
-call 5 us in a sandbox, mostly by what it throws out of the caches. Where another process came
-between, a call takes several times its median; it counts as the median then (``INTERRUPTED``). The
-scheduler's step, two looks at a clock, is CPU time.
+Calls are timed by the wall clock, because reading the CPU time of a thread costs 5 us per call in a
+sandbox. A call that another process interrupted takes several times its median, and counts as the
+median (``INTERRUPTED``). The scheduler's step is CPU time.
 
-The shares are of an engine's step of 25 ms: for 750 tokens a model of 8 billion parameters needs
-12 TFLOP, 25 ms at half of what one H100 has in bf16; one of 3 billion needs 10 ms. The peer, in
-the same run, is vLLM's own OffloadingConnector. OffloadConnector looks in each step at the
-requests that fill a block; LazyOffloadConnector does the same here, as its tier is smaller than
-the pool.
+The shares are of engine steps of 10 and 25 ms: for 750 tokens a model of 8 billion parameters needs
+12 TFLOP, 25 ms at half of one H100's bf16 speed; one of 3 billion needs 10 ms. vLLM's own
+OffloadingConnector is measured in the same run. LazyOffloadConnector stores like OffloadConnector
+here, because its tier is smaller than the pool.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import statistics
 import sys
@@ -42,6 +37,8 @@ from typing import Any
 clock = time.perf_counter
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "vllm"), str(ROOT)]
+
+from harness import Table  # type: ignore[import-not-found, unused-ignore]  # noqa: E402
 
 import engine as lane  # type: ignore[import-not-found]  # noqa: E402
 from kvview_vllm.simulation import scheduler as cpu_scheduler  # noqa: E402
@@ -78,17 +75,14 @@ INTERRUPTED = 4  # times the median of such calls
 
 
 def configurations() -> dict[str, dict[str, Any] | None]:
-    """What is compared, by name."""
+    """Name the connectors to compare."""
     here = f"{__file__}:"
     spec = {"spec_name": "KVViewOffloadingSpec", "spec_module_path": "kvview_vllm.offloading_spec"}
+    names = ("HostCacheConnector", "OffloadConnector", "LazyOffloadConnector")
     return {
         "no connector": None,
         "does nothing": lane.connector_config(here + "IdleConnector"),
-        "HostCacheConnector": lane.connector_config(here + "HostCacheConnector", cpu_blocks=4096),
-        "OffloadConnector": lane.connector_config(here + "OffloadConnector", cpu_blocks=4096),
-        "LazyOffloadConnector": lane.connector_config(
-            here + "LazyOffloadConnector", cpu_blocks=4096
-        ),
+        **{name: lane.connector_config(here + name, cpu_blocks=4096) for name in names},
         "vLLM's OffloadingConnector": {
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
@@ -103,12 +97,12 @@ TARGETS = {
     "OffloadConnector": "kvview_reference.connector:OffloadConnector",
     "LazyOffloadConnector": "kvview_reference.connector:LazyOffloadConnector",
 }
-# Seconds of the hooks that are the connector's own; a target's module is this file again.
+# Seconds in the connector's own hooks; a target's module is this file, loaded again.
 own: defaultdict[str, list[float]] = vars(sys.modules["__main__"]).get("own", defaultdict(list))
 
 
 def __getattr__(name: str) -> Any:
-    """The connectors by target, their scheduler's hooks timed."""
+    """Make the connector of a target, with timed hooks of the scheduler half."""
     if name not in TARGETS:
         raise AttributeError(name)
     from kvview import Connector, SchedulerConnector
@@ -143,11 +137,11 @@ def _timed(method: Callable[..., Any], seconds: list[float]) -> Callable[..., An
 
 
 class Load:
-    """One scheduler under a load that goes on for ever.
+    """One scheduler under a load without end.
 
     Args:
-        config: `kv_transfer_config`, None without a connector.
-        folder: For the model's configuration.
+        config: ``kv_transfer_config``; None without a connector.
+        folder: Folder of the model's configuration.
     """
 
     def __init__(self, config: dict[str, Any] | None, folder: Path) -> None:
@@ -185,11 +179,11 @@ class Load:
         while self._num_requests < RUNNING:
             self._add()
 
-    def _time(self, connector: Any, name: str, told: str) -> None:
+    def _time(self, connector: Any, name: str, key: str) -> None:
         method = getattr(connector, name, None)
         if method is None:
             return
-        seconds = self.spent[told] = []
+        seconds = self.spent[key] = []
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             began = clock()
@@ -214,7 +208,7 @@ class Load:
         self.scheduler.add_request(request)
 
     def step(self) -> float:
-        """Seconds of one step on the scheduler's side."""
+        """Run one step; returns the seconds of the scheduler."""
         while len(self.scheduler.running) + len(self.scheduler.waiting) < RUNNING:
             self._add()
         began = time.thread_time()
@@ -254,58 +248,39 @@ def measure(load: Load, steps: int) -> dict[str, float]:
     return {name: value / steps * 1e6 for name, value in spent.items()}
 
 
-def profile(load: Load, steps: int) -> None:
-    """Print where the time of a loaded scheduler goes."""
-    import cProfile
-    import pstats
-
-    profiler = cProfile.Profile()
-    profiler.runcall(lambda: [load.step() for _ in range(steps)])
-    pstats.Stats(profiler).sort_stats("cumulative").print_stats("kvview|host_cache", 40)
-
-
 def main() -> None:
-    """Measure, interleaved, and print a table and one line of JSON."""
-    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--profile", help="of one configuration, by name")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=100)
     arguments = parser.parse_args()
+    seen: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
-        make: Callable[[Any], Load] = lambda config: Load(config, Path(folder) / "model")  # noqa: E731
-        if arguments.profile:
-            profile(make(configurations()[arguments.profile]), arguments.steps)
-            return
-        loads = {name: make(config) for name, config in configurations().items()}
+        loads = {name: Load(config, Path(folder)) for name, config in configurations().items()}
         for load in loads.values():
-            measure(load, 200)  # until requests end and begin all the time
-        seen: dict[str, list[dict[str, float]]] = {name: [] for name in loads}
+            measure(load, 200)  # until requests start and end in every step
         for _ in range(arguments.runs):
             for name, load in loads.items():
                 seen[name].append(measure(load, arguments.steps))
-    table, alone = {}, 0.0
-    print(
-        f"{'microseconds a step':28} scheduler  connector   of it  10 ms  25 ms  adapter   of it"
-        "  10 ms  25 ms  worker  dearest call"
+    shares = ("of it", "10 ms", "25 ms")
+    table = Table(
+        *("microseconds a step", "scheduler", "connector", *shares, "adapter", *shares, "worker"),
+        "most expensive call",
     )
+    alone = 0.0
     for name, runs in seen.items():
         row = {key: statistics.median(run.get(key, 0.0) for run in runs) for key in runs[0]}
-        calls = {key: value for key, value in row.items() if key in CALLS}
-        if name.startswith("vLLM"):
-            row["adapter"] = 0.0  # it has hooks of its own
-        dearest = max(calls, key=lambda key: calls[key], default="")
-        table[name] = row
         alone = alone or row["step"]
-        shares = "".join(
-            f"{row[key]:{width}.1f}{row[key] / alone:7.1%}"
-            f"{row[key] / 100:6.2f}%{row[key] / 250:6.2f}%"
-            for key, width in (("connector", 11), ("adapter", 8))
-        )
-        print(
-            f"{name:28}{row['step']:10.0f}{shares}{row['worker']:8.1f}  "
-            f"{dearest} {calls.get(dearest, 0):.1f}"
-        )
-    print(json.dumps({"step_cost": table, "runs": arguments.runs, "steps": arguments.steps}))
+        cells = [name, f"{row['step']:.0f}"]
+        for part in ("connector", "adapter"):
+            if part == "adapter" and name.startswith("vLLM"):
+                cells += [""] * 4  # its hooks are not kvview's
+                continue
+            us = row[part]
+            cells += [f"{us:.1f}", f"{us / alone:.1%}", f"{us / 1e4:.2%}", f"{us / 2.5e4:.2%}"]
+        calls = {key: value for key, value in row.items() if key in CALLS}
+        slowest = max(calls, key=lambda key: calls[key], default="")
+        table.add(*cells, f"{row['worker']:.1f}", f"{slowest} {calls.get(slowest, 0):.1f}")
+    table.show()
 
 
 if __name__ == "__main__":

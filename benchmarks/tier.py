@@ -1,20 +1,18 @@
-"""The store of files: killed, damaged, opened, and how fast.
+"""The store of files: killed, damaged, opened, and its speed.
 
     python benchmarks/tier.py kill [--runs 1000] [--max-bytes 3000000]
     python benchmarks/tier.py damage [--changes 100000]
-    python benchmarks/tier.py alarms [--seeds 50] [--seed 0]
     python benchmarks/tier.py open [--entries 1000000]
     python benchmarks/tier.py cost
     python benchmarks/tier.py compare
 
-``kill``: a process that writes is killed with SIGKILL, the store opened again and looked at;
-wrong bytes, lost entries, half-written files and bytes over the budget must be 0. ``damage``: bits
-flipped, files cut, files swapped; a change that gives bytes other than those put is counted.
-``alarms``: right stores, none of which it may blame. ``cost``: microseconds a chunk
-on the caller's thread, and GB/s of one job, guarded and not, the variants taking turns.
-``compare``: the same load through vLLM's own fs tier and LMCache's fs
-adapter, as far as they are installed, without a guard as in their engines. Where vLLM can it reads
-past the page cache, and is as fast as the disk: TMPDIR=/dev/shm compares what the programs cost.
+``kill``: a process that writes is killed with SIGKILL, and the store is opened again; wrong bytes,
+lost entries, half-written files and bytes over the budget must be 0. ``damage``: bits are flipped,
+files cut and swapped; each change after which the store returns wrong bytes is counted. ``cost``:
+microseconds a chunk on the caller's thread, and GB/s of one job, guarded and not, in turns.
+``compare``: the same load through vLLM's own fs tier and LMCache's fs adapter, if they are
+installed, without a guard as in their engines. vLLM reads past the page cache if it can, so it is
+as fast as the disk; TMPDIR=/dev/shm compares the programs alone.
 """
 
 from __future__ import annotations
@@ -27,25 +25,24 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvview import KVViewError
 from kvview.targets import load_target
-from kvview.testing import GuardedStoreHarness, StoreHarness, run_checks
+from kvview.testing import StoreHarness
 from kvview.testing.tier.faulty_store import FaultyStore
 from kvview.testing.tier.model import bytes_of
 from kvview.tier import GuardedTier, Namespace, TierStore
-from kvview_reference.tier import FileStore, ObjectStore
+from kvview_reference.tier import FileStore
 from kvview_reference.tier.store_folder import SHARDS, path_of
 
 HERE = Namespace("benchmark", weights="1")
 
 
 def kill(runs: int, max_bytes: int | None) -> dict[str, Any]:
-    """Killed so often, with and without a budget."""
+    """Kill a writing process many times, with or without a budget."""
     options = {"root": "{tmp}"} | ({} if max_bytes is None else {"max_bytes": max_bytes})
     dice, found = random.Random(0), Counter[str]()
     harness = StoreHarness(FileStore, options)
@@ -74,7 +71,7 @@ def kill(runs: int, max_bytes: int | None) -> dict[str, Any]:
 
 
 def damage(changes: int) -> dict[str, Any]:
-    """One change at a time, to a file of 300 pages."""
+    """Make one change at a time to a store of 300 pages."""
     dice, found = random.Random(0), Counter[str]()
     keys = [f"key {number}".encode() for number in range(300)]
     sizes = {key: dice.choice((700, 4096, 20_000)) for key in keys}
@@ -102,14 +99,14 @@ def damage(changes: int) -> dict[str, Any]:
             page = memoryview(bytearray(sizes[one]))
             found[how] += 1
             if store.read_into(one, page) if paths[one].exists() else False:
-                found["taken for right"] += 1
+                found["wrong bytes returned"] += 1
             paths[one].write_bytes(whole[one])
         store.close()
     return dict(found)
 
 
 def open_many(entries: int) -> dict[str, Any]:
-    """A folder of so many entries, opened with a budget; then a put that has to evict."""
+    """Open a folder with a budget and many entries, and put a page that evicts others."""
     num_bytes = entries * 4096
     with tempfile.TemporaryDirectory() as root:
         FileStore(HERE, root=root).close()
@@ -121,13 +118,13 @@ def open_many(entries: int) -> dict[str, Any]:
             os.ftruncate(file, 4096)
             os.close(file)
         (folder / "budget").unlink()
-        told: dict[str, Any] = {"entries": entries}
+        found: dict[str, Any] = {"entries": entries}
 
         def opened(how: str, max_bytes: int) -> FileStore:
             wall, cpu = time.perf_counter(), time.process_time()
             store = FileStore(HERE, root=root, max_bytes=max_bytes)
             took = time.perf_counter() - wall, time.process_time() - cpu
-            told[f"{how}: s, CPU s"] = "{:.3f} {:.3f}".format(*took)
+            found[f"{how}: s, CPU s"] = "{:.3f} {:.3f}".format(*took)
             return store
 
         opened("counted anew", 1 << 40).close()
@@ -141,41 +138,14 @@ def open_many(entries: int) -> dict[str, Any]:
             wall, cpu = time.perf_counter(), time.process_time()
             assert store.write(what.encode(), memoryview(bytes(4096)))
             took = time.perf_counter() - wall, time.process_time() - cpu
-            told[f"{what}: s, CPU s"] = "{:.3f} {:.3f}".format(*took)
-        told["bytes kept of the budget"] = f"{store.usage().used_bytes} of {num_bytes + 5000}"
+            found[f"{what}: s, CPU s"] = "{:.3f} {:.3f}".format(*took)
+        found["bytes kept of the budget"] = f"{store.usage().used_bytes} of {num_bytes + 5000}"
         store.close()
-    return told
-
-
-def alarms(seeds: int, seed: int) -> dict[str, Any]:
-    """The kit on the right stores, once a seed: every failure is a false alarm."""
-    stores: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-        "files": (FileStore, {"root": "{tmp}"}),
-        "files, guarded": (GuardedStoreHarness, {"root": "{tmp}", "checksum": "none"}),
-    }
-    with suppress(KVViewError):
-        ObjectStore(HERE, url="memory:///").close()
-        stores["objects in memory"] = ObjectStore, {"url": "memory:///"}
-        stores["objects in a folder"] = ObjectStore, {"url": "file://{tmp}"}
-    found: Counter[str] = Counter()
-    for number in range(seed, seed + seeds):
-        for name, (make, options) in stores.items():
-            if make is GuardedStoreHarness:
-                report = run_checks(
-                    lambda o=options: GuardedStoreHarness(FileStore, o), seed=number
-                )
-            else:
-                report = run_checks(make, options=options, seed=number)
-            found[f"{name}: runs"] += 1
-            found[f"{name}: checks"] += report.counts()["passed"]
-            found[f"{name}: false alarms"] += not report.is_clean
-            if not report.is_clean:
-                print(f"seed {number}, {name}: {report.summary()}", flush=True)
-    return dict(found)
+    return found
 
 
 def cost(rounds: int = 15) -> dict[str, Any]:
-    """On the caller's thread a chunk, and a load of 64 pages of 1 MiB in one job."""
+    """Measure the caller's thread per chunk, and a load of 64 pages of 1 MiB in one job."""
     keys = [bytes([number]) * 36 for number in range(64)]
     page = bytes_of(b"page", 1 << 20)
     pages = [memoryview(bytearray(page)) for _ in keys]
@@ -223,10 +193,10 @@ def cost(rounds: int = 15) -> dict[str, Any]:
 
 
 def compare(rounds: int = 15) -> dict[str, Any]:
-    """One job of 64 pages of 1 MiB at a time, and eight jobs of 8, turn by turn.
+    """Load one job of 64 pages of 1 MiB at a time, and eight jobs of 8, in turns.
 
-    GB/s on the clock, and CPU seconds of all threads for a GB; the ratio of each round counts, so
-    that what else the machine does meets all of them alike.
+    Reports GB/s of wall time, CPU seconds of all threads for a GB, and the median ratio of the
+    rounds, so that other load on the machine affects all sides.
     """
     keys = [bytes([number]) * 32 for number in range(64)]
     pages = [memoryview(bytes_of(b"page", (1 << 20) - 8)) for _ in keys]
@@ -249,7 +219,7 @@ def compare(rounds: int = 15) -> dict[str, Any]:
             try:
                 made[name] = load_target(target)(HERE, **options)
             except KVViewError as error:
-                print(f"left out, {name}: {error}")
+                print(f"skipped: {name}: {error}")
         for store in made.values():
             store.put(1, keys, pages)
             store.drain(120.0)
@@ -273,13 +243,13 @@ def compare(rounds: int = 15) -> dict[str, Any]:
     num_bytes = sum(map(len, pages)) / 1e9
     for (name, jobs), times in seconds.items():
         needed = cpu[name, jobs]
-        told = f"{num_bytes / statistics.median(times):.2f} GB/s, "
-        told += f"{statistics.median(needed) / num_bytes:.3f} CPU s a GB"
+        text = f"{num_bytes / statistics.median(times):.2f} GB/s, "
+        text += f"{statistics.median(needed) / num_bytes:.3f} CPU s a GB"
         for ours in () if name.startswith("kvview") else ("guarded", "zero copy"):
             faster = _middle_ratio(times, seconds[f"kvview, {ours}", jobs])
             dearer = _middle_ratio(cpu[f"kvview, {ours}", jobs], needed)
-            told += f"; {ours} has {faster} of its speed for {dearer} of its CPU"
-        found[f"{name}, {jobs} in flight"] = told
+            text += f"; {ours} has {faster} of its speed for {dearer} of its CPU"
+        found[f"{name}, {jobs} in flight"] = text
     return found
 
 
@@ -297,7 +267,7 @@ def _load(store: TierStore, keys: list[bytes], pages: list[memoryview], jobs: in
 
 
 def _vllm_load(store: Any, keys: list[bytes], pages: list[memoryview], jobs: int) -> None:
-    """VLLM's tier alone, into rows of its own memory: nothing of ours is measured."""
+    """Load through vLLM's tier alone, into rows of its own memory."""
     made = store._tier(-(-(len(pages[0]) + 8) // 4096) * 4096)
     from kvview_vllm.releases.tiers import make_tier_job
     from kvview_vllm.secondary_tiers import _key
@@ -317,7 +287,6 @@ def _guarded(root: str, of_store: str, of_guard: str) -> GuardedTier:
 _PLAYS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "kill": lambda args: kill(args.runs, args.max_bytes),
     "damage": lambda args: damage(args.changes),
-    "alarms": lambda args: alarms(args.seeds, args.seed),
     "open": lambda args: open_many(args.entries),
     "cost": lambda args: cost(),
     "compare": lambda args: compare(),
@@ -326,12 +295,10 @@ _PLAYS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("kill", "damage", "alarms", "open", "cost", "compare"))
+    parser.add_argument("what", choices=[*_PLAYS])
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--max-bytes", type=int)
     parser.add_argument("--changes", type=int, default=100_000)
-    parser.add_argument("--seeds", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--entries", type=int, default=1_000_000)
     args = parser.parse_args(argv)
     for name, value in _PLAYS[args.what](args).items():

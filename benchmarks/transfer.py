@@ -1,33 +1,28 @@
-"""Transfers beside one plain copy of the same bytes, in the same run.
+"""Transfers compared with one plain copy of the same bytes, in the same run.
 
-    python benchmarks/transfer.py [--json FILE] [--mib 256] [--rounds 9]
+    python benchmarks/transfer.py [--mib 256] [--rounds 15]
 
-A round is one job of some MiB, and the plain copy of as many bytes before it and after it.
-Its ratio is the mean time of the two copies over ours (1.0: as fast as the plain copy); a row
-is the median of the rounds, with the quartiles as spread. The buffers are those of a tier at
-work: larger than the caches, written before, other blocks of them in every round. With a GPU
-the plain copy is ``copy_`` between pinned memory and the GPU, in wall time; without one it is
-``copy_`` inside CPU memory, and what counts is the CPU time of all threads, so that a busy
-machine tells little.
+A round is one job of some MiB, and the plain copy of as many bytes before it and after it. Its
+ratio is the mean time of the two copies over kvview's (1.0: as fast as the plain copy). The buffers
+are those of a tier at work: larger than the caches, written before, and with other blocks in every
+round. With a GPU the plain copy is ``copy_`` between pinned memory and the GPU, in wall time;
+without one it is ``copy_`` inside CPU memory, in the CPU time of all threads, so that a busy
+machine has little effect.
 
-``job/...`` rows are about the cost of a job rather than of its bytes: the same
-blocks in 1 group over the time in 8 groups, and microseconds of one small job.
+The last rows are about the cost of a job rather than of its bytes: jobs of 8 groups, with the same
+blocks in 1 group as their peer.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
+from harness import Figures, take_turns  # type: ignore[import-not-found, unused-ignore]
 
 from kvview import (
     CanonicalKVCacheRef,
@@ -39,36 +34,17 @@ from kvview import (
 )
 from kvview_reference.transfer import CPUGPUTransferWorker
 
-PAGE_SIZES = {"1KiB": 1 << 10, "16KiB": 16 << 10, "64KiB": 64 << 10, "1MiB": 1 << 20}
-SHARES = {"1KiB": 0.2, "16KiB": 0.5, "64KiB": 0.8, "1MiB": 0.9}  # wanted of scattered pages
+PAGE_SIZES = {"1 KiB": 1 << 10, "16 KiB": 16 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20}
+TARGETS = {"1 KiB": 0.2, "16 KiB": 0.5, "64 KiB": 0.8, "1 MiB": 0.9}  # of scattered pages
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLOCK = time.perf_counter if DEVICE == "cuda" else time.process_time
 
 
-@dataclass(frozen=True)
-class Row:
-    """One measured line.
-
-    Args:
-        name: As in the JSON file.
-        value: A ratio, or microseconds where the name ends in ``_us``.
-        low: Lower quartile of the rounds.
-        high: Upper quartile of the rounds.
-        note: What else there is to know.
-    """
-
-    name: str
-    value: float
-    low: float
-    high: float
-    note: str = ""
-
-
 class Bench:
-    """A worker over one tensor per group set, and jobs on it.
+    """A worker over one tensor, and jobs on it.
 
     Args:
-        page_bytes: Page size of the one tensor.
+        page_bytes: Page size of the tensor.
         num_blocks: GPU blocks, and as many host blocks.
         num_groups: Groups, all of which refer to the tensor.
     """
@@ -99,146 +75,84 @@ def spec_of(
     return (gpu, cpu) if to_host else (cpu, gpu)
 
 
-def take_turns(
-    ours: Callable[[], None], peer: Callable[[], None], rounds: int
-) -> list[list[float]]:
-    """Seconds of ``[ours, peer]`` in every round, after one turn each that does not count."""
-    times: list[list[float]] = [[], []]
-    for turn in range(rounds + 1):
-        for side, call in enumerate((ours, peer)):
-            seconds = timed(call)
-            if turn:
-                times[side].append(seconds)
-    return times
+def copy(dst: torch.Tensor, src: torch.Tensor) -> None:
+    dst.copy_(src, non_blocking=True)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
-def timed(call: Callable[[], None]) -> float:
+def seconds(call: Callable[[], object]) -> float:
     start = CLOCK()
     call()
     return CLOCK() - start
 
 
-def ratio(name: str, times: list[list[float]], note: str = "") -> Row:
-    single = [peer / ours for ours, peer in zip(*times, strict=True)]
-    low, median, high = statistics.quantiles(single, n=4)
-    return Row(name, median, low, high, note)
-
-
-def beside_copies(
-    bench: Bench, specs: Sequence[TransferSpec], plain: Callable[[int], None]
-) -> list[list[float]]:
-    """Seconds of ``[ours, the plain copy]``; each job between two plain copies."""
-    times: list[list[float]] = [[], []]
-    for turn, spec in enumerate(specs):
-        before = timed(partial(plain, turn))
-        ours = timed(partial(bench.run, spec))
-        after = timed(partial(plain, turn + 1))
-        if turn:
-            times[0].append(ours)
-            times[1].append((before + after) / 2)
-    return times
-
-
-def bandwidth(total: int, job_bytes: int, rounds: int) -> list[Row]:
-    rows = []
+def bandwidth(total: int, rounds: int) -> None:
+    job_bytes = min(total, 64 << 20)
+    figures = Figures("ms a job", 1e3, "plain copy")
     for label, page_bytes in PAGE_SIZES.items():
-        num_blocks, num_jobs = total // page_bytes, total // job_bytes
-        count = num_blocks // num_jobs
+        num_blocks, count = total // page_bytes, job_bytes // page_bytes
         bench = Bench(page_bytes, num_blocks)
         host = torch.ones_like(bench.tensor, device="cpu", pin_memory=DEVICE == "cuda")
         every = list(range(num_blocks))
-        bench.run(spec_of(every, every, to_host=True))  # the host tier is written once
-        scatter = random.Random(0)
-        shuffled = [scatter.sample(every, num_blocks) for _ in range(2)]
-        for order, (blocks, chunks) in {
-            "scattered": (shuffled[0], shuffled[1]),
-            "runs": (every, every),
-        }.items():
+        bench.run(spec_of(every, every, to_host=True))  # writes the host tier once
+        dice = random.Random(0)
+        orders = {"scattered": [dice.sample(every, num_blocks) for _ in "ab"], "runs": [every] * 2}
+        for order, (blocks, chunks) in orders.items():
             for to_host in (True, False):
-                parts = [slice(at * count, (at + 1) * count) for at in range(num_jobs)]
-                specs = [spec_of(blocks[part], chunks[part], to_host) for part in parts]
                 dst, src = (host, bench.tensor) if to_host else (bench.tensor, host)
-
-                def plain(
-                    turn: int,
-                    parts: Sequence[slice] = parts,
-                    dst: torch.Tensor = dst,
-                    src: torch.Tensor = src,
-                ) -> None:
-                    part = parts[turn % len(parts)]
-                    dst[part].copy_(src[part], non_blocking=True)
-                    if DEVICE == "cuda":
-                        torch.cuda.synchronize()
-
-                jobs = [specs[turn % num_jobs] for turn in range(rounds + 1)]
-                times = beside_copies(bench, jobs, plain)
-                speeds = [count * page_bytes / statistics.median(side) / 1e9 for side in times]
+                times: list[list[float]] = [[], []]
+                for turn in range(rounds + 1):
+                    first = turn * count % (num_blocks - count + 1)
+                    part = slice(first, first + count)
+                    plain = partial(copy, dst[part], src[part])
+                    job = partial(bench.run, spec_of(blocks[part], chunks[part], to_host))
+                    before, ours, after = map(seconds, (plain, job, plain))
+                    if not turn:
+                        continue
+                    times[0].append(ours)
+                    times[1].append((before + after) / 2)
+                target = TARGETS[label] if order == "scattered" else None
                 direction = "store" if to_host else "load"
-                note = f"{speeds[0]:.1f} of {speeds[1]:.1f} GB/s"
-                row = ratio(f"copy/{label}/{order}/{direction}", times, note)
-                if order == "scattered":
-                    met = "met" if row.value >= SHARES[label] else "missed"
-                    row = replace(row, note=f"{note}; >= {SHARES[label]:g} {met}")
-                rows.append(row)
+                figures.ratio(f"{label}, {order}, {direction}", times, target)
         bench.worker.shutdown()
-    return rows
+    figures.show()
 
 
-def cost_per_job(rounds: int) -> list[Row]:
-    num_blocks, page_bytes = 1024, 64 << 10
-    one, eight = (Bench(page_bytes, num_blocks, num_groups) for num_groups in (1, 8))
-    rows = []
+def cost_of_a_job(rounds: int) -> None:
+    figures = Figures("us a job", 1e6, "1 group")
+    one, eight = (Bench(64 << 10, 1024, num_groups) for num_groups in (1, 8))
     for count in (64, 512):
-        scatter = random.Random(0)
-        blocks, chunks = (scatter.sample(range(num_blocks), count) for _ in range(2))
-        specs = [spec_of(blocks, chunks, True, num_groups) for num_groups in (1, 8)]
-        times = take_turns(partial(eight.run, specs[1]), partial(one.run, specs[0]), rounds)
-        rows.append(ratio(f"job/{count}_blocks_in_8_groups_over_1", times, "64 KiB pages"))
-    gpu = GPULoadStoreSpec([1, 2, 3, 4], [0] * 7 + [4], [0] * 8)
+        dice = random.Random(0)
+        blocks, chunks = (dice.sample(range(1024), count) for _ in range(2))
+        jobs = [
+            partial(bench.run, spec_of(blocks, chunks, True, num_groups))
+            for bench, num_groups in ((eight, 8), (one, 1))
+        ]
+        figures.ratio(
+            f"{count} pages of 64 KiB", take_turns(jobs, rounds=rounds, clock=CLOCK), None
+        )
     small, alone = Bench(1024, 16, 8), Bench(1024, 16, 1)
-    cpu = CPULoadStoreSpec([1, 2, 3, 4])
-    repeat = 200
-    spec = spec_of([1, 2, 3, 4], [1, 2, 3, 4], True)
-
-    def one_named_of_eight() -> None:
-        for _ in range(repeat):
-            small.run((gpu, cpu))
-
-    def one_of_one() -> None:
-        for _ in range(repeat):
-            alone.run(spec)
-
-    times = take_turns(one_named_of_eight, one_of_one, rounds)
-    rows.append(ratio("job/1_named_of_8_groups_over_1", times, "4 pages of 1 KiB"))
-    micros = [seconds / repeat * 1e6 for seconds in times[1]]
-    low, median, high = statistics.quantiles(micros, n=4)
-    rows.append(Row("job/small_us", median, low, high, "4 pages of 1 KiB"))
-    for bench in (one, eight, small, alone):
-        bench.worker.shutdown()
-    return rows
+    blocks = [1, 2, 3, 4]
+    spec = (GPULoadStoreSpec(blocks, [0] * 7 + [4], [0] * 8), CPULoadStoreSpec(blocks))
+    jobs = [partial(small.run, spec), partial(alone.run, spec_of(blocks, blocks, True))]
+    times = take_turns(jobs, repeats=200, rounds=rounds, clock=CLOCK)
+    figures.ratio("4 pages of 1 KiB, in 1 of 8 groups", times, None)
+    figures.show()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path, help="write {name: value} to this file")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=256, help="MiB of the buffers")
-    parser.add_argument("--job-mib", type=int, default=64, help="MiB of each copy")
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     if DEVICE == "cpu":
-        torch.set_num_threads(1)  # CPU time of several threads is more than the time that they save
+        torch.set_num_threads(1)  # several threads need more CPU time than one
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU memory"
-    print(f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads")
-    rows = bandwidth(arguments.mib << 20, arguments.job_mib << 20, arguments.rounds)
-    rows += cost_per_job(arguments.rounds)
-    print(f"{'':40} {'value':>8} {'low':>8} {'high':>8}")
-    for row in rows:
-        print(f"{row.name:40} {row.value:8.2f} {row.low:8.2f} {row.high:8.2f}  {row.note}")
-    if arguments.json:
-        values = {row.name: round(row.value, 4) for row in rows}
-        arguments.json.write_text(json.dumps(values, indent=2) + "\n")
-    return 0
+    print(f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
+    bandwidth(arguments.mib << 20, arguments.rounds)
+    cost_of_a_job(arguments.rounds)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

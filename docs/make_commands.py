@@ -1,4 +1,4 @@
-"""Writes ``docs/commands.md`` and a JSON Schema for every report, from the commands themselves.
+"""Writes ``docs/commands.md`` and a JSON Schema for every report, from the commands.
 
 python docs/make_commands.py           # write them
 python docs/make_commands.py --check   # exit 1 when one is not up to date
@@ -31,30 +31,29 @@ _HEAD = """\
 
 <!-- Written by docs/make_commands.py from the commands; edit those and run it again. -->
 
-`kvview COMMAND`, or `python -m kvview COMMAND` where the script is not on the path. What every
-command has:
+Run `kvview COMMAND`, or `python -m kvview COMMAND` if the script is not on the path. Every command has:
 
 - `--help`, 80 columns wide.
-- `--quiet`, `-q`: nothing is printed but errors, and what an option sends to `-`, standard output.
-- `--verbose`, `-v`: the versions that run are named on standard error, and an error brings its
-  traceback. Both may stand before the command too: `kvview --quiet check ...`.
-- An error is one line on standard error that begins with `kvview: `, and an exit code:
+- `--quiet`, `-q`: only errors are printed, and reports that go to standard output (`-`).
+- `--verbose`, `-v`: the versions are printed to standard error, and errors show their traceback. Both
+  options may also come before the command: `kvview --quiet check ...`.
+- Errors in one line on standard error, which starts with `kvview: `, and an exit code:
 
 | code | meaning |
 |---|---|
 {codes}
 
-A command that writes JSON (`--json FILE`, `-` for standard output) has a schema below. Each report
-has a `schema_version`, which grows when a field goes or means something else; new fields may come
-without. The file is written where the command ends with 0, 1, 3, 4 or 130, and has come that far.
+Each JSON report (`--json FILE`, `-` for standard output) has a schema below. Its `schema_version`
+increases when a field is removed or changes its meaning; new fields do not increase it. The report is
+written if the command ends with 0, 1, 3, 4 or 130, and has reached its end.
 
-The shell completes commands and options after
-`eval "$(kvview completion bash)"`; `zsh` and `fish` can do it too (`kvview completion --help`).
+The shell completes commands and options after `eval "$(_KVVIEW_COMPLETE=bash_source kvview)"`, with
+`zsh_source` in zsh; in fish: `_KVVIEW_COMPLETE=fish_source kvview | source`.
 """
 
 
 def leaves(group: click.Group = cli, path: str = "kvview") -> Iterator[tuple[str, click.Command]]:
-    """Every command of kvview's own, below groups too, by what is typed for it."""
+    """Yield every command of kvview with its command line, those of groups included."""
     context = click.Context(group)
     for name in group.list_commands(context):
         command = group.get_command(context, name)
@@ -67,7 +66,7 @@ def leaves(group: click.Group = cli, path: str = "kvview") -> Iterator[tuple[str
 
 
 def help_of(path: str, command: click.Command) -> str:
-    """What ``--help`` prints, but for the exit codes."""
+    """Return the help of a command, without the exit codes."""
     context = click.Context(
         command,
         info_name=path,
@@ -79,7 +78,7 @@ def help_of(path: str, command: click.Command) -> str:
 
 
 def targets() -> dict[str, str]:
-    """What a report is made of, by the name of its schema."""
+    """Return the target of each report, by the name of its schema."""
     options = [option for _, command in leaves() for option in command.params]
     return {
         name: target
@@ -90,7 +89,7 @@ def targets() -> dict[str, str]:
 
 
 def schema(target: str) -> dict[str, Any]:
-    """The JSON Schema of a dataclass or a pydantic model."""
+    """Make the JSON Schema of a dataclass or a pydantic model."""
     found = TypeAdapter(load_target(target)).json_schema(mode="serialization")
     for kind in (found, *found.get("$defs", {}).values()):
         _describe(kind)
@@ -98,24 +97,24 @@ def schema(target: str) -> dict[str, Any]:
 
 
 def _describe(kind: dict[str, Any]) -> None:
-    """Docstrings of dataclasses become descriptions of their fields."""
+    """Turn the arguments in a docstring into descriptions of the fields."""
     if "properties" not in kind:
         return
     kind["additionalProperties"] = False
     text, _, fields = kind.get("description", "").partition("\n\nArgs:\n")
-    for name, what in _FIELD.findall(fields):
-        kind["properties"][name]["description"] = " ".join(what.split())
+    for name, text_of_field in _FIELD.findall(fields):
+        kind["properties"][name]["description"] = " ".join(text_of_field.split())
     if text:
         kind["description"] = text
 
 
 def files() -> dict[Path, str]:
-    """What should stand where."""
+    """Make the text of each file."""
     texts = {
         ROOT / f"docs/{name}.schema.json": json.dumps(schema(target), indent=2) + "\n"
         for name, target in targets().items()
     }
-    codes = "\n".join(f"| {code:d} | {code.what} |" for code in ExitCode)
+    codes = "\n".join(f"| {code:d} | {code.meaning} |" for code in ExitCode)
     parts = [_HEAD.format(codes=codes)]
     for path, command in leaves():
         parts.append(f"## {path}\n\n```text\n{help_of(path, command)}\n```\n")
@@ -127,7 +126,7 @@ def files() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Write them, or check that they are up to date."""
+    """Write the files, or check that they are up to date."""
     stale = [
         path
         for path, text in files().items()

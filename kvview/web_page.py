@@ -39,7 +39,7 @@ svg .told { fill: var(--bad) } .axis { fill: none; stroke: var(--axis) }
 .grid { stroke: var(--rule) } .curve { fill: none; stroke-width: 2.2 }
 .alone { stroke: var(--note); stroke-dasharray: 7 4 }
 .most { stroke: var(--axis); stroke-dasharray: 1.5 4; stroke-linecap: round }
-.enough { stroke: var(--note) } .wide { overflow-x: auto }
+.knee { stroke: var(--note) } .wide { overflow-x: auto }
 .c0 { stroke: var(--engine) } .c1 { stroke: var(--held) } .c2 { stroke: var(--good) }
 .c3 { stroke: var(--bad) } .mark { fill: var(--page); stroke-width: 1.8 }
 .never { display: inline-block; min-width: 3em;

@@ -1,4 +1,4 @@
-"""The command line: the door to every floor; nothing but commands imports it.
+"""The command line of every package; only modules named ``command`` import it.
 
 A command belongs to the package that does the work, which names it among the entry
 points ``kvview.commands``; it is imported when it is called.
@@ -28,19 +28,19 @@ def main() -> None:
     try:
         cli(prog_name="kvview")
     except SystemExit as end:
-        if lost := _not_written(sys.stdout):
-            print(f"kvview: stdout: {lost.strerror}", file=sys.stderr)
+        if refusal := _refusal_of(sys.stdout):
+            print(f"kvview: stdout: {refusal.strerror}", file=sys.stderr)
             end.code = end.code or 2
         raise
 
 
 class _Outlasting(io.FileIO):
-    """A stream whose reader may leave: ``kvview replay | head`` ends as it would without.
+    """A stream whose reader may leave: ``kvview replay | head`` runs to its end.
 
-    What else prevents writing, a full disk for example, is kept for the end of the run.
+    Any other error, such as a full disk, is kept until the end of the run.
     """
 
-    refused: OSError | None = None
+    refusal: OSError | None = None
 
     def write(self, data: object) -> int:
         try:
@@ -48,12 +48,12 @@ class _Outlasting(io.FileIO):
         except BrokenPipeError:
             pass
         except OSError as error:
-            self.refused = error
+            self.refusal = error
         return len(memoryview(data))  # type: ignore[arg-type]
 
 
 def _outlasting(stream: TextIO) -> TextIO:
-    if not isinstance(stream, io.TextIOWrapper):  # closed, or somebody's own
+    if not isinstance(stream, io.TextIOWrapper):  # closed, or replaced by the caller
         return stream
     return io.TextIOWrapper(
         io.BufferedWriter(_Outlasting(stream.fileno(), "w", closefd=False)),
@@ -64,9 +64,9 @@ def _outlasting(stream: TextIO) -> TextIO:
     )
 
 
-def _not_written(stream: TextIO) -> OSError | None:
+def _refusal_of(stream: TextIO) -> OSError | None:
     raw = getattr(getattr(stream, "buffer", None), "raw", None)
     if not isinstance(raw, _Outlasting):
         return None
     stream.flush()
-    return raw.refused
+    return raw.refusal

@@ -13,29 +13,27 @@ import click
 
 from kvview.cli.echo import echo
 from kvview.cli.exit_codes import EXIT_CODES, ExitCode
-from kvview.cli.output import VERBOSE, missing_extra, silence, tell_error
+from kvview.cli.output import VERBOSE, missing_extra, report_error, silence
 from kvview.errors import ConfigError, line_of, one_line
 from kvview.version import CONTRACT_VERSION, __version__
 
 GROUP = "kvview.commands"
 SUMMARIES = {
     "check": "Check an implementation against the laws of its contract.",
-    "completion": "Print what makes SHELL complete commands and options.",
-    "doctor": "Say which vLLM is installed, and whether kvview fits it.",
-    "events": "Hear, record, validate and play again KV events.",
-    "new": "Write a connector to begin from, its test and a CI job.",
+    "doctor": "Report which vLLM is installed, and whether kvview fits it.",
+    "events": "Receive, record, validate and replay KV events.",
+    "new": "Write a complete connector, its test and a CI job.",
     "partition": "Check that only requests with the same KV share it.",
     "replay": "Run a request trace through the reference engine.",
-    "size": "Say what a host tier of every size would be worth for a trace.",
-    "tier": "Look after tiers below the host.",
+    "size": "Compute the hits and costs of a host tier at every size.",
+    "tier": "Check and measure tiers below the host.",
 }
-"""Of kvview's own commands, for the help, which imports none of them for it."""
+"""Summaries of kvview's own commands, so that the help imports none of them."""
 
-_SUMMARY = 66  # characters: with the longest name, a line of 80
 _QUIET = "kvview.quiet"
-_FOR_ALL = (
-    (_QUIET, "-q", "--quiet", "Print nothing but errors, and what goes to '-'."),
-    (VERBOSE, "-v", "--verbose", "Name versions; show the traceback of an error."),
+_COMMON_OPTIONS = (
+    (_QUIET, "-q", "--quiet", "Print only errors, and reports that go to '-'."),
+    (VERBOSE, "-v", "--verbose", "Print versions; show the traceback of an error."),
 )
 _PACKAGES = ("vllm", "torch", "numpy", "pydantic", "msgspec", "pyzmq", "hypothesis", "click")
 
@@ -43,31 +41,31 @@ _PACKAGES = ("vllm", "torch", "numpy", "pydantic", "msgspec", "pyzmq", "hypothes
 class EntryPointGroup(click.Group):
     """A group whose commands are the entry points :data:`GROUP`.
 
-    1. Each gets ``--quiet`` and ``--verbose``, the exit codes in its help, and errors in one
-       line; so do the commands of a group.
-    2. One that does not import is named and takes no other down.
+    1. Each command, and each command of a group, gets ``--quiet`` and ``--verbose``, the exit
+       codes in its help, and errors in one line.
+    2. A command that does not import is named in the help and does not affect the others.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names of the commands, sorted."""
+        """List the names of the commands, sorted."""
         return sorted(self._points())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command; None when there is none of this name."""
+        """Import a command; None if no entry point has this name."""
         point = self._points().get(cmd_name)
         if point is None:
             return None
         try:
             command = point.load()
             if not isinstance(command, click.Command):
-                raise TypeError(f"{point.value} is no click command")
+                raise TypeError(f"{point.value} is not a click command")
         except (Exception, SystemExit) as error:
             command = _unavailable(point, error)
         _complete(command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the names and what they do; only a command of others is imported for it."""
+        """Write names and summaries; only commands of other packages are imported for it."""
         rows = []
         for name, point in sorted(self._points().items()):
             text = SUMMARIES.get(name, "") if _is_own(point) else ""
@@ -79,13 +77,13 @@ class EntryPointGroup(click.Group):
                 formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; what it raises becomes its exit code."""
+        """Run a command and turn its exception into its exit code."""
         try:
             return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
-            return tell_error(error, ctx.meta.get(VERBOSE, False))
+            return report_error(error, ctx.meta.get(VERBOSE, False))
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Run the command line; always ends in ``SystemExit``."""
@@ -95,17 +93,17 @@ class EntryPointGroup(click.Group):
             echo("kvview: interrupted", err=True)
             code = ExitCode.INTERRUPTED
         except click.ClickException as error:
-            _tell_usage(error)
+            _report_usage(error)
             code = ExitCode.COULD_NOT_RUN
         sys.exit(code if isinstance(code, int) else ExitCode.CLEAN)
 
     def _points(self) -> dict[str, EntryPoint]:
-        # Own ones last: nobody takes the place of a command of kvview's.
+        # Own entry points last, so that no other package replaces a command of kvview.
         points = sorted(entry_points(group=GROUP), key=_is_own)
         return {point.name: point for point in points}
 
 
-def _tell_usage(error: click.ClickException) -> None:
+def _report_usage(error: click.ClickException) -> None:
     text = error.format_message()
     ctx = error.ctx if isinstance(error, click.UsageError) else None
     if ctx is not None and text == ctx.get_help():  # of a group without a command
@@ -124,32 +122,32 @@ def _is_own(point: EntryPoint) -> bool:
 
 
 def _complete(command: click.Command) -> None:
-    """Give a command, and those below it, what all have; once."""
-    if any(isinstance(option, _OptionOfAll) for option in command.params):
+    """Give a command, and those below it, the common options and exit codes, once."""
+    if any(isinstance(option, _CommonOption) for option in command.params):
         return
     taken = {name for option in command.params for name in option.opts}
-    for key, short, long, text in _FOR_ALL:
+    for key, short, long, text in _COMMON_OPTIONS:
         names = [name for name in (short, long) if name not in taken]
         if long in names:
-            command.params.append(_OptionOfAll(names, key, text))
+            command.params.append(_CommonOption(names, key, text))
     command.epilog = command.epilog or EXIT_CODES
     if isinstance(command, click.Group):
         for below in command.commands.values():
             _complete(below)
     elif command.callback is not None:
-        command.callback = _heeding(command.callback)
+        command.callback = _with_common_options(command.callback)
 
 
-class _OptionOfAll(click.Option):
+class _CommonOption(click.Option):
     def __init__(self, names: list[str], key: str, text: str) -> None:
         def note(ctx: click.Context, _: click.Parameter, value: bool) -> None:
-            if value:  # it may stand before the command, or after it
+            if value:  # the option may be before the command, or after it
                 ctx.meta[key] = True
 
         super().__init__(names, is_flag=True, expose_value=False, help=text, callback=note)
 
 
-def _heeding(callback: Callable[..., Any]) -> Callable[..., Any]:
+def _with_common_options(callback: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(callback)
     def run(*args: Any, **kwargs: Any) -> Any:
         meta = click.get_current_context().meta
@@ -175,7 +173,7 @@ def _versions() -> str:
 
 
 def _unavailable(point: EntryPoint, error: BaseException) -> click.Command:
-    """Stands in for a command that does not import."""
+    """Make the stand-in for a command that does not import."""
     why = (
         missing_extra(error)
         or f"{point.value} of {_package(point)} does not import: {one_line(error)}"
@@ -200,7 +198,7 @@ def _unavailable(point: EntryPoint, error: BaseException) -> click.Command:
 )
 @click.version_option(__version__, prog_name="kvview")
 def cli() -> None:
-    """KV-cache connectors: write once, prove on a laptop, run in every engine."""
+    """KV-cache connectors: write once, check on a laptop, run in every engine."""
 
 
 _complete(cli)

@@ -1,4 +1,4 @@
-"""Tables, colours and progress on the terminal: rich, made safe for text of others."""
+"""Tables, colours and progress on the terminal: rich, made safe for untrusted text."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Console(rich_console.Console):
     """A console that prints text as text (see :mod:`kvview.cli.echo`).
 
     Args:
-        stderr: Where to print, unless ``file`` is given.
-        markup: Whether brackets in a string are markup; text of others must then be escaped.
-        file: Where to print.
-        width: Columns; None for those of the terminal.
+        stderr: Whether to print to stderr, unless ``file`` is given.
+        markup: Whether brackets in a string are markup; untrusted text must then be escaped.
+        file: The stream to print to.
+        width: Columns; None for the width of the terminal.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Console(rich_console.Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Render, with characters that a terminal would obey as escapes."""
+        """Render, with escapes in place of the characters that a terminal would obey."""
         for segment in super().render(renderable, options):
             text = segment.text
             if segment.control or text.isprintable():
@@ -50,9 +50,9 @@ class Console(rich_console.Console):
 
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[str], None]]:
-    """Show a title, and behind it the text that the yielded function was last called with."""
+    """Show a title, followed by the text that the yielded function was last called with."""
     console = Console(stderr=True)
-    if not console.is_terminal:  # it would write empty lines
+    if not console.is_terminal:  # a file or a pipe would receive empty lines
         yield lambda text: None
         return
     # No refresh by a thread, because kvview check forks the processes that play.

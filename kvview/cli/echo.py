@@ -1,9 +1,9 @@
-"""Text of a command on its way to the terminal; the only way there.
+"""The only way of a command's text to the terminal.
 
 A text may come from a file, a socket or an exception, and a terminal obeys control characters
 in it. :func:`echo` and :class:`~kvview.cli.console.Console` write them as escapes;
 ``tests/house`` refuses other ways to print. Reports are data, so
-:func:`~kvview.cli.output.write_text` writes them unchanged.
+:func:`~kvview.cli.output.write_json` writes them unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LONGEST_LINE = 4000  # characters: more than a path, less than a screen can sho
 
 
 def echo(line: str, *, err: bool = False) -> None:
-    """Print one line, a line break in it included."""
+    """Print one line; a line break in the text is printed as an escape."""
     if len(line) > _LONGEST_LINE:
         line = f"{line[:_LONGEST_LINE]}..."
     click.echo(printable(line), err=err)

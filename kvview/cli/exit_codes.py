@@ -6,7 +6,11 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """How a command ends."""
+    """The number with which a command ends.
+
+    Attributes:
+        meaning: The text of the help and of the README.
+    """
 
     CLEAN = 0, "clean"
     WRONG = 1, "the run found something wrong: a mismatch, a leak, a broken law"
@@ -16,15 +20,15 @@ class ExitCode(IntEnum):
     BUG = 5, "a bug of kvview or of a command"
     INTERRUPTED = 130, "interrupted, and nothing wrong until then"
 
-    what: str
+    meaning: str
 
-    def __new__(cls, code: int, what: str) -> ExitCode:
-        """A number that says what it means."""
+    def __new__(cls, code: int, meaning: str) -> ExitCode:
+        """Make a member with its number and its meaning."""
         member = int.__new__(cls, code)
         member._value_ = code
-        member.what = what
+        member.meaning = meaning
         return member
 
 
-EXIT_CODES = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {code.what}" for code in ExitCode)
-"""For the help of every command."""
+EXIT_CODES = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {code.meaning}" for code in ExitCode)
+"""The end of the help of every command."""

@@ -1,9 +1,9 @@
-"""``kvview new``: a connector to begin from, its test, and a CI job, which pass as they stand.
+"""``kvview new``: a complete connector, its test, and a CI job, which pass unchanged.
 
 1. The connector is ``examples/host_cache.py``, or with ``--raw`` ``examples/raw_host_cache.py``,
-   which the package carries, under a new name.
-2. Nothing is overwritten: if one of the files is there, or a link to nowhere, none is written.
-3. The name of a module that can be imported is refused: FILE would take its place in its folder.
+   under a new name; the package contains both.
+2. Nothing is overwritten: if one of the files exists, even as a dangling link, none is written.
+3. The name of a module that can be imported is refused, because FILE would hide that module.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kvview.version import __version__
 
 _HERE = Path(__file__).resolve().parent
 _TEMPLATES = (
-    _HERE / "templates",  # a wheel: pyproject.toml puts them there
-    _HERE.parents[1] / "examples",  # a checkout
+    _HERE / "templates",  # in a wheel
+    _HERE.parents[1] / "examples",  # in a checkout
 )
 _TEST = '''\
-"""The laws that a connector keeps, in simulated runs: pytest {test}"""
+"""Check the connector in simulated runs: pytest {test}"""
 
 from collections.abc import Callable
 
@@ -66,14 +66,14 @@ jobs:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What differs between a connector of kvview and one of vLLM."""
+    """The differences between a connector of kvview and one of vLLM."""
 
     template: str
     arguments: str  # of the test
     install: str
-    needs: str  # to run it here
+    needs: str  # to run the commands here
     commands: tuple[str, ...]
-    taken: tuple[str, ...]  # NAMEConnector is something that the template imports
+    taken: tuple[str, ...]  # names NAME whose class NAMEConnector the template imports
 
 
 _KVVIEW = _Kind(
@@ -81,7 +81,7 @@ _KVVIEW = _Kind(
     'options={"cpu_blocks": "{blocks}"}',
     "pip install torch --index-url https://download.pytorch.org/whl/cpu",
     "torch comes with kvview[reference], pytest with kvview[testing]",
-    # A GPU that is small beside the workload, because a large one has all that comes again.
+    # A small GPU cache, because a large one has every block that is used again.
     (
         "kvview replay --connector {target} --gpu-blocks 500 --cpu-blocks 5000",
         "kvview check {target}",
@@ -92,11 +92,11 @@ _RAW = _Kind(
     "raw_host_cache",
     'engine="vllm", options={"host_blocks": 64}',
     "pip install vllm",
-    "beside vllm; pytest comes with kvview[testing]",
+    "in the environment of vLLM; pytest comes with kvview[testing]",
     ("kvview check {target} --engine vllm",),
     (),
 )
-_OF_TOOLS = {
+_TOOLS = {  # that read a file of this name
     **dict.fromkeys(("conftest", "test_conftest"), "pytest"),
     **dict.fromkeys(("__init__", "__main__", "sitecustomize", "usercustomize"), "Python"),
     "setup": "pip",
@@ -106,17 +106,17 @@ _IN_CI = {"kvview replay": " --requests 200", "kvview check": " --report kvview.
 
 @click.command()
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--name", metavar="NAME", help="Of the classes: NAMEConnector.  [default: from FILE]")
-@click.option("--raw", is_flag=True, help="One of vLLM's own kind, which imports no kvview.")
+@click.option("--name", metavar="NAME", help="Prefix of the class names.  [default: from FILE]")
+@click.option("--raw", is_flag=True, help="Write a connector of vLLM, without kvview.")
 def new(file: Path, name: str | None, raw: bool) -> None:
-    """Write a connector to begin from: FILE, its test, and a CI job beside it.
+    """Write a complete connector to FILE, its test, and a CI job.
 
-    What is written keeps finished requests in host memory, and passes "kvview
-    check" and pytest as it stands; without --raw "kvview replay" too.
+    The connector keeps the blocks of finished requests in host memory. It
+    passes "kvview check" and pytest unchanged; without --raw, "kvview replay" too.
     """
     stem = file.stem
     if file.suffix != ".py" or not stem.isidentifier() or keyword.iskeyword(stem):
-        raise ConfigError(f"{file}: not a Python module's name; try my_connector.py")
+        raise ConfigError(f"{file}: not the name of a Python module; try my_connector.py")
     for module in (stem, f"test_{stem}"):
         if place := _place_of(module, file.parent):
             raise ConfigError(
@@ -126,7 +126,7 @@ def new(file: Path, name: str | None, raw: bool) -> None:
     name = re.sub("Connector$", "", _in_capitals(stem) if name is None else name)
     kind = _RAW if raw else _KVVIEW
     if not name.isidentifier() or name in kind.taken:
-        raise ConfigError(f"--name {name!r}: no class can have it; try --name Mine")
+        raise ConfigError(f"--name {name!r}: not usable in a class name; try --name Mine")
     test = file.with_name(f"test_{file.name}")
     workflow = file.parent / ".github" / "workflows" / f"kvview-{stem}.yml"
     words = {"module": stem, "name": name, "test": test.name, "arguments": kind.arguments}
@@ -136,7 +136,7 @@ def new(file: Path, name: str | None, raw: bool) -> None:
         workflow: _workflow(kind, f"{file.name}:{name}Connector", test.name),
     }
     if there := [str(path) for path in texts if os.path.lexists(path)]:
-        raise ConfigError(f"{', '.join(there)}: already there; nothing was written")
+        raise ConfigError(f"{', '.join(there)}: exists already; nothing was written")
     _write_all(texts)
     echo(f"{file}, {test.name} and {workflow.relative_to(file.parent)} are written. Next")
     echo(f"({kind.needs}):")
@@ -146,11 +146,11 @@ def new(file: Path, name: str | None, raw: bool) -> None:
 
 
 def _place_of(module: str, folder: Path) -> str:
-    """The module that can be imported by a name from elsewhere than a folder; empty if none."""
-    if module in _OF_TOOLS:
-        return f"a file that {_OF_TOOLS[module]} looks for"
+    """Describe the module of a name outside a folder; empty if there is none."""
+    if module in _TOOLS:
+        return f"a file that {_TOOLS[module]} reads"
     if module in sys.stdlib_module_names:
-        return "a module of Python's"
+        return "a module of Python"
     spec = find_spec(module)
     own = {folder.resolve(), Path.cwd()}
     if spec is None or spec.origin is None or Path(spec.origin).resolve().parent in own:
@@ -159,10 +159,10 @@ def _place_of(module: str, folder: Path) -> str:
 
 
 def _write_all(texts: Mapping[Path, str]) -> None:
-    """Write files that are not there, all of them or none.
+    """Write new files, all of them or none.
 
     Raises:
-        ConfigError: One of them cannot be written.
+        ConfigError: A file cannot be written.
     """
     made: list[Path] = []
     try:
@@ -170,7 +170,7 @@ def _write_all(texts: Mapping[Path, str]) -> None:
             missing = [folder for folder in path.parents if not folder.exists()]
             path.parent.mkdir(parents=True, exist_ok=True)
             made += reversed(missing)
-            with path.open("x", encoding="utf-8") as file:  # which follows no link
+            with path.open("x", encoding="utf-8") as file:  # "x" follows no link
                 made.append(path)
                 file.write(text)
     except OSError as error:
@@ -186,7 +186,7 @@ def _in_capitals(stem: str) -> str:
 def _connector(kind: _Kind, name: str, stem: str) -> str:
     path = next(path for path in _TEMPLATES if path.exists()) / f"{kind.template}.py"
     text = path.read_text(encoding="utf-8").replace(f"examples/{kind.template}", stem)
-    # vLLM is there, with its types.
+    # The user has vLLM, with its types.
     text = text.replace(kind.template, stem).replace("  # type: ignore[misc]", "")
     return text.replace("HostCache", name)
 

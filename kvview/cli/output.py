@@ -1,8 +1,9 @@
-"""What every command does alike: errors in one line, reports in files."""
+"""Errors in one line, reports in files, and types of options, for every command."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import traceback
@@ -22,7 +23,7 @@ from kvview.errors import ConfigError, ConnectorError, HookError, KVViewError, l
 VERBOSE = "kvview.verbose"
 """In ``meta`` of a command's context: whether --verbose is given."""
 
-_STDOUT: ContextVar[TextIO | None] = ContextVar("what '-' stands for; None: sys.stdout")
+_STDOUT: ContextVar[TextIO | None] = ContextVar("the stream for '-'; None: sys.stdout")
 _MOST = 2**63 - 1
 _EXTRAS = {
     "click": "cli",
@@ -38,19 +39,20 @@ _EXTRAS = {
 }
 
 
-def tell_error(error: Exception, is_verbose: bool) -> ExitCode:
-    """Say on stderr why a command ends: in one line, unless it is a bug of ours.
+def report_error(error: Exception, is_verbose: bool) -> ExitCode:
+    """Print why a command ends to stderr, in one line; a bug of kvview with its traceback.
 
     Args:
-        error: What the command raised.
+        error: The exception that the command raised.
         is_verbose: Whether the traceback is wanted.
     """
-    text = missing_extra(error) or refused_by_the_system(error) or line_of(error)
+    known = missing_extra(error) or refused_by_the_system(error)
+    text = known or line_of(error)
     if isinstance(error, HookError):
         code = ExitCode.CONNECTOR_RAISED
     elif isinstance(error, ConnectorError):
         code = ExitCode.WRONG
-    elif isinstance(error, KVViewError) or missing_extra(error) or refused_by_the_system(error):
+    elif known or isinstance(error, KVViewError):
         code = ExitCode.COULD_NOT_RUN
     else:
         code = ExitCode.BUG
@@ -64,7 +66,7 @@ def tell_error(error: Exception, is_verbose: bool) -> ExitCode:
 
 @contextmanager
 def naming(target: str) -> Iterator[None]:
-    """Say which connector an error is about."""
+    """Name the connector in every ConnectorError."""
     try:
         yield
     except ConnectorError as error:
@@ -73,17 +75,14 @@ def naming(target: str) -> Iterator[None]:
 
 
 def missing_extra(error: BaseException) -> str | None:
-    """What to install when a package of an extra is not there; None for any other error."""
+    """The extra to install if a package of one is missing; None for any other error."""
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
         return f"this needs {error.name}: pip install 'kvview[{_EXTRAS[error.name]}]'"
     return None
 
 
 def refused_by_the_system(error: BaseException) -> str | None:
-    """What the operating system did not let us do, and with which file; None for any other error.
-
-    A full disk, a name that is too long: nothing that a mended kvview would do better.
-    """
+    """The file and the reason of an OSError, such as a full disk; None for any other error."""
     if not isinstance(error, OSError) or not error.strerror:
         return None
     return line_of(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
@@ -91,7 +90,7 @@ def refused_by_the_system(error: BaseException) -> str | None:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """``--quiet``: what is printed goes nowhere, but for what an option sends to "-"."""
+    """Discard output, except for a report that an option sends to "-" (``--quiet``)."""
     before = _STDOUT.set(sys.stdout)
     try:
         with (
@@ -104,22 +103,34 @@ def silence() -> Iterator[None]:
         _STDOUT.reset(before)
 
 
-class Seconds(click.FloatRange):
-    """A time that a command may wait: not negative, and one that comes to an end."""
+class Rate(click.types.FloatParamType):
+    """A finite number above 0."""
+
+    name = "number"
+
+    @override
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not 0 < number < math.inf:
+            self.fail(f"expected a finite number above 0, got {number:g}", param, ctx)
+        return number
+
+
+class Seconds(click.types.FloatParamType):
+    """A time that a command waits: not negative, and short enough to end."""
 
     name = "seconds"
 
-    def __init__(self) -> None:
-        super().__init__(0, 1e8)
-
-    def convert(self, value: Any, *context: Any) -> Any:
-        """Refuse what is no number, ``nan`` among it: it is in every range."""
-        seconds = super().convert(value, *context)
-        return seconds if seconds == seconds else self.fail(f"{value!r} is no time.", *context)
+    @override
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        seconds = super().convert(value, param, ctx)
+        if not 0 <= seconds <= 1e8:
+            self.fail(f"expected 0 to 100,000,000 seconds, got {seconds:g}", param, ctx)
+        return seconds
 
 
 class Whole(click.types.IntParamType):
-    """A whole number that a machine can count to.
+    """A whole number of at most 64 bits.
 
     Args:
         least: The smallest one.
@@ -137,7 +148,7 @@ class Whole(click.types.IntParamType):
 
 
 class OutputFile(click.ParamType[str]):
-    """A file that a command writes at its end: refused before the run if it cannot be written.
+    """A file that a command writes at its end; refused before the run if it is not writable.
 
     Args:
         may_be_stdout: Whether "-" stands for stdout.
@@ -161,50 +172,48 @@ class OutputFile(click.ParamType[str]):
 
 
 class JSONOption(click.Option):
-    """``--json FILE``: a command's report, and what it is made of.
+    """``--json FILE``: the report of a command.
 
     Args:
-        schemas: Dataclasses or pydantic models of the reports that it may write, as targets,
-            by the name of their schema; ``docs/make_commands.py`` writes those from here.
+        schemas: Dataclasses or pydantic models of the reports that the command may write, as
+            targets, by the name of their schema; ``docs/make_commands.py`` writes the schemas.
     """
 
     def __init__(self, names: list[str], *, schemas: dict[str, str]) -> None:
-        text = "Write the report there ('-' for stdout)."
+        text = "Write the report to FILE ('-' for stdout)."
         super().__init__(names, type=OutputFile(), metavar="FILE", help=text)
         self.schemas = schemas
 
 
 def _require_writable(option: str, path: str) -> None:
-    """Open a path as the report will be opened, and leave it as it was."""
+    """Open a path as the report will be opened, and leave the file unchanged."""
     problem = ""
     try:
         if not path or Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
             problem = "not a file in an existing folder"
-        elif not Path(path).exists():  # a permission says less than a try, in /proc for example
+        elif not Path(path).exists():  # only a try shows what /proc refuses
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT))
             os.unlink(os.path.realpath(path))
         elif Path(path).is_file():
             os.close(os.open(path, os.O_WRONLY))
-        elif not os.access(path, os.W_OK):  # a pipe: its reader would see it closed
+        elif not os.access(path, os.W_OK):  # a pipe is not opened: its reader would see it closed
             problem = "not writable"
-    except (OSError, ValueError) as error:  # a name that is too long, links in a circle
+    except (OSError, ValueError) as error:  # a name that is too long, a circle of links
         problem = getattr(error, "strerror", None) or str(error)
     if problem:
         raise ConfigError(f"{option} {path!r}: {problem}")
 
 
 def write_json(path: str | None, report: dict[str, Any]) -> None:
-    """Write a report; to stdout for "-", nowhere for None."""
-    write_text("--json", path, json.dumps(report, indent=2) + "\n" if path else "")
-
-
-def write_text(option: str, path: str | None, text: str) -> None:
-    """Write what an option asked for; to stdout for "-", nowhere for None."""
+    """Write the report of ``--json`` to a file, or to stdout for "-"; None writes nothing."""
+    if path is None:
+        return
+    text = json.dumps(report, indent=2) + "\n"
     if path == "-":
         click.echo(text, nl=False, file=_STDOUT.get(None))
-    elif path is not None:
-        try:
-            # A lone surrogate, which a message may quote, must not cost the report.
-            Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
-        except OSError as error:
-            raise ConfigError(f"{option} {path!r}: {error.strerror}") from error
+        return
+    try:
+        # A lone surrogate, which a message may quote, must not prevent the report.
+        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise ConfigError(f"--json {path!r}: {error.strerror}") from error

@@ -71,7 +71,7 @@ class SupportsBlockKeys(Protocol):
         """Return the first key of each block; for connectors that read thousands per step.
 
         :meth:`block_keys` makes a tuple for each block. This method costs about as much as a
-        read of the engine's own objects (benchmarks/clients.py).
+        read of the engine's own objects.
 
         Args:
             block_ids: As for :meth:`block_keys`.

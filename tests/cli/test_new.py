@@ -1,4 +1,4 @@
-"""``kvview new``: what it writes passes as it stands, and it overwrites nothing."""
+"""``kvview new``: its files pass unchanged, and no file is overwritten."""
 
 from __future__ import annotations
 
@@ -18,110 +18,102 @@ from kvview.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 
 
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *command: str) -> str:
     paths = [folder, ROOT, ROOT / "reference"]
-    return subprocess.run(
-        [sys.executable, *command],
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
         capture_output=True,
         text=True,
         timeout=300,
     )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
-def test_what_is_written_passes_as_it_stands(tmp_path: Path) -> None:
-    made = run(tmp_path, "-m", "kvview", "new", "warm_store.py")
-    assert (made.returncode, made.stderr) == (0, "")
-    *_, replay, check, test = made.stdout.splitlines()
+def refusal(folder: Path, *arguments: str) -> str:
+    """The error of a call that writes nothing."""
+    before = sorted(folder.rglob("*"))
+    result = CliRunner().invoke(new, arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert sorted(folder.rglob("*")) == before
+    return str(result.exception)
+
+
+@pytest.mark.slow
+def test_the_files_pass_unchanged(tmp_path: Path) -> None:
+    *_, replay, check, test = run(tmp_path, "kvview", "new", "warm_store.py").splitlines()
     assert test.split() == ["python", "-m", "pytest", "test_warm_store.py"]
     target = "warm_store.py:WarmStoreConnector"
-    assert check.split() == ["kvview", "check", target]  # what the test file runs
-    program, *rest = replay.split()
-    done = run(tmp_path, "-m", program, *rest, "--json", "replay.json")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert check.split() == ["kvview", "check", target]  # the test file runs the same check
+    run(tmp_path, *replay.split(), "--json", "replay.json")
     assert json.loads((tmp_path / "replay.json").read_text())["cpu_hit_rate"] > 0.05
-    done = run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_warm_store.py")
-    assert done.returncode == 0, done.stdout
-    typed = run(tmp_path, "-m", "mypy", "--strict", "warm_store.py", "test_warm_store.py")
-    assert typed.returncode == 0, typed.stdout
-    workflow = (tmp_path / ".github" / "workflows" / "kvview-warm_store.yml").read_text()
-    assert "kvview check warm_store.py:WarmStoreConnector" in workflow
-    assert "HostCache" not in (tmp_path / "warm_store.py").read_text()
+    run(tmp_path, "pytest", "-q", "-p", "no:cacheprovider", "test_warm_store.py")
+    run(tmp_path, "mypy", "--strict", "warm_store.py", "test_warm_store.py")
 
 
-def test_one_of_vllm_s_own_kind_is_written_too(tmp_path: Path) -> None:
-    # That it passes, tests/vllm/test_raw.py says, where vLLM is.
-    result = CliRunner().invoke(new, [str(tmp_path / "warm_store.py"), "--raw"])
+@pytest.mark.parametrize("options", [[], ["--raw"]])
+def test_the_files_have_the_given_name(tmp_path: Path, options: list[str]) -> None:
+    # tests/vllm/test_raw.py runs the raw connector.
+    result = CliRunner().invoke(new, [str(tmp_path / "warm_store.py"), *options])
     assert result.exit_code == 0, result.output
-    told = result.output.splitlines()[2:]  # after what is written, and what it needs
-    assert [line.split()[:2] for line in told] == [["kvview", "check"], ["python", "-m"]]
-    text = (tmp_path / "warm_store.py").read_text()
-    compile(text, "warm_store.py", "exec")
-    assert '"kv_connector_module_path": "warm_store"' in text
-    assert "class WarmStoreConnector(KVConnectorBase_V1):\n" in text
-    assert not re.search("host_?cache|import kvview|from kvview", text, re.IGNORECASE)
-    test = (tmp_path / "test_warm_store.py").read_text()
-    assert 'engine="vllm"' in test
-    workflow = (tmp_path / ".github" / "workflows" / "kvview-warm_store.yml").read_text()
-    assert "warm_store.py:WarmStoreConnector --engine vllm" in workflow
-    assert "replay" not in workflow
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    workflow = tmp_path / ".github" / "workflows" / "kvview-warm_store.yml"
+    connector, test = tmp_path / "warm_store.py", tmp_path / "test_warm_store.py"
+    assert sorted(files) == sorted([connector, test, workflow])
+    for path in files:
+        assert not re.search("host_?cache", path.read_text(), re.IGNORECASE)
+    compile(connector.read_text(), "warm_store.py", "exec")
+    engine = " --engine vllm" if options else ""
+    assert f"kvview check warm_store.py:WarmStoreConnector{engine}" in workflow.read_text()
+    assert ("kvview replay" in workflow.read_text()) == (not options)
+    assert ('engine="vllm"' in test.read_text()) == bool(options)
+    if options:
+        assert '"kv_connector_module_path": "warm_store"' in connector.read_text()
+        assert "import kvview" not in connector.read_text()
+    assert CliRunner().invoke(new, [str(tmp_path / "other.py"), *options]).exit_code == 0
 
 
-def test_two_connectors_in_one_folder(tmp_path: Path) -> None:
-    for name in ("one.py", "two.py"):
-        assert CliRunner().invoke(new, [str(tmp_path / name)]).exit_code == 0
-    assert len(list(tmp_path.glob(".github/workflows/*.yml"))) == 2
-
-
-@pytest.mark.parametrize("there", ["mine.py", "test_mine.py", ".github/workflows/kvview-mine.yml"])
-def test_nothing_is_overwritten(tmp_path: Path, there: str) -> None:
-    kept = tmp_path / there
+@pytest.mark.parametrize(
+    "existing", ["mine.py", "test_mine.py", ".github/workflows/kvview-mine.yml"]
+)
+def test_no_file_is_overwritten(tmp_path: Path, existing: str) -> None:
+    kept = tmp_path / existing
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text("kept")
-    result = CliRunner().invoke(new, [str(tmp_path / "mine.py")])
-    assert isinstance(result.exception, ConfigError)
-    assert "already there; nothing was written" in str(result.exception)
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [kept]
+    assert "exists already; nothing was written" in refusal(tmp_path, str(tmp_path / "mine.py"))
     assert kept.read_text() == "kept"
 
 
-@pytest.mark.parametrize("there", ["mine.py", "test_mine.py", ".github", ".github/workflows"])
-def test_nothing_is_written_through_a_link_to_nowhere(tmp_path: Path, there: str) -> None:
-    link = tmp_path / "project" / there
+@pytest.mark.parametrize("existing", ["mine.py", "test_mine.py", ".github", ".github/workflows"])
+def test_no_file_is_written_through_a_dangling_link(tmp_path: Path, existing: str) -> None:
+    link = tmp_path / "project" / existing
     link.parent.mkdir(parents=True)
     link.symlink_to(tmp_path / "elsewhere")
-    before = sorted(tmp_path.rglob("*"))
-    result = CliRunner().invoke(new, [str(tmp_path / "project" / "mine.py")])
-    assert isinstance(result.exception, ConfigError)
-    assert "nothing was written" in str(result.exception)
-    assert sorted(tmp_path.rglob("*")) == before
+    assert "nothing was written" in refusal(tmp_path, str(tmp_path / "project" / "mine.py"))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["my-connector.py"], "not a Python module's name"),
-        (["class.py"], "not a Python module's name"),
-        (["connector.txt"], "not a Python module's name"),
-        (["mine.py", "--name", "a b"], "no class can have it"),
-        (["mine.py", "--name", ""], "no class can have it"),
-        (["connector.py"], "no class can have it"),  # Connector, of all names
-        (["worker.py"], "no class can have it"),
-        (["kvview.py"], "'kvview' is the name of the module at "),
-        (["torch.py"], "'torch' is the name of the module at "),
-        (["json.py"], "'json' is the name of a module of Python's"),
-        (["sys.py"], "'sys' is the name of a module of Python's"),
-        (["sub/queue.py"], "'queue' is the name of a module of Python's"),
-        (["conftest.py"], "'conftest' is the name of a file that pytest looks for"),
-        (["__init__.py"], "'__init__' is the name of a file that Python looks for"),
+        ("my-connector.py", "not the name of a Python module"),
+        ("class.py", "not the name of a Python module"),
+        ("connector.txt", "not the name of a Python module"),
+        ("mine.py --name a-b", "not usable in a class name"),
+        ("mine.py --name=", "not usable in a class name"),
+        ("connector.py", "not usable in a class name"),  # the class would be Connector
+        ("worker.py", "not usable in a class name"),
+        ("kvview.py", "'kvview' is the name of the module at "),
+        ("torch.py", "'torch' is the name of the module at "),
+        ("json.py", "'json' is the name of a module of Python"),
+        ("sub/queue.py", "'queue' is the name of a module of Python"),
+        ("conftest.py", "'conftest' is the name of a file that pytest reads"),
+        ("__init__.py", "'__init__' is the name of a file that Python reads"),
     ],
 )
-def test_what_is_no_name_is_refused(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_wrong_names(
+    arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(new, arguments)
-    assert isinstance(result.exception, ConfigError)
-    assert message in str(result.exception)
-    assert not any(tmp_path.iterdir())
+    assert message in refusal(tmp_path, *arguments.split())

@@ -1,4 +1,4 @@
-"""Targets: one module a file, the same name in every process, one clear line for what is none."""
+"""Targets: one module per file, the same name in every process, one line for each error."""
 
 from __future__ import annotations
 
@@ -38,15 +38,7 @@ def write(path: Path, source: str = SOURCE) -> Path:
     return path
 
 
-def python(code: str, *args: object, cwd: Path) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-c", code, *map(str, args)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, timeout=60, check=False)
-
-
-# --- one module a file ---
-
-
-def test_a_file_is_one_module_however_often_and_however_it_is_named(
+def test_a_file_is_one_module_under_every_spelling_of_its_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "a" / "mine.py")
@@ -60,15 +52,14 @@ def test_a_file_is_one_module_however_often_and_however_it_is_named(
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
-def test_two_files_with_one_stem_are_two_modules(tmp_path: Path) -> None:
-    one, two = (write(tmp_path / name / "mine.py") for name in "ab")
-    first, second = (load_target(f"{path}:MyPlan") for path in (one, two))
+def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
+    first, second = (load_target(f"{write(tmp_path / name / 'mine.py')}:MyPlan") for name in "ab")
     assert first is not second
     assert pickle.loads(pickle.dumps(first())) == first()
     assert type(pickle.loads(pickle.dumps(second()))) is second
 
 
-def test_a_class_in_a_class_and_names_that_are_no_identifiers(tmp_path: Path) -> None:
+def test_a_nested_class_and_a_path_that_is_not_an_identifier(tmp_path: Path) -> None:
     path = write(tmp_path / "a b" / "my-own.connector.py")
     inner = load_connector(f"{path}:Mine.Inner")
     assert inner.__qualname__ == "Mine.Inner"
@@ -78,18 +69,18 @@ def test_a_class_in_a_class_and_names_that_are_no_identifiers(tmp_path: Path) ->
     assert target_of(dict) is target_of(3) is None
 
 
-def test_a_pickle_goes_to_another_process_that_loaded_the_target(tmp_path: Path) -> None:
+def test_another_process_that_loaded_the_target_unpickles_its_objects(tmp_path: Path) -> None:
+    def python(code: str, target: str, folder: Path) -> bytes:
+        code = f"import pickle, sys; from kvview.targets import load_target\n{code}"
+        command = [sys.executable, "-c", code, target]
+        return subprocess.run(command, cwd=folder, capture_output=True, check=True).stdout
+
     write(tmp_path / "a" / "mine.py")
-    load = "import pickle, sys; from kvview.targets import load_target\n"
     dump = "sys.stdout.buffer.write(pickle.dumps(load_target(sys.argv[1])()))"
-    sent = python(load + dump, "mine.py:make_plan", cwd=tmp_path / "a")
-    assert sent.returncode == 0, sent.stderr
-    (tmp_path / "plan").write_bytes(sent.stdout)
-    take = "kind = load_target(sys.argv[1]); plan = pickle.load(open('plan', 'rb'))\n"
-    take += "assert type(plan) is kind and plan.drop == ('k',), plan"
-    # Another spelling, another working directory, another process.
-    taken = python(load + take, "./a/mine.py:MyPlan", cwd=tmp_path)
-    assert taken.returncode == 0, taken.stderr
+    (tmp_path / "plan").write_bytes(python(dump, "mine.py:make_plan", tmp_path / "a"))
+    load = "kind = load_target(sys.argv[1]); plan = pickle.load(open('plan', 'rb'))\n"
+    load += "assert type(plan) is kind and plan.drop == ('k',), plan"
+    python(load, "./a/mine.py:MyPlan", tmp_path)  # another spelling, another working directory
 
 
 def test_a_relative_path_after_a_change_of_directory(
@@ -101,15 +92,15 @@ def test_a_relative_path_after_a_change_of_directory(
     monkeypatch.chdir(tmp_path / "a")
     first = load_connector("only.py:Mine")
     monkeypatch.chdir(tmp_path / "c")
-    assert load_connector("only.py:Mine") is first  # as it was loaded before
-    with pytest.raises(ConfigError, match=f"there is no file 'other.py' in {tmp_path / 'c'}"):
+    assert load_connector("only.py:Mine") is first
+    with pytest.raises(ConfigError, match=f"no file 'other.py' in {tmp_path / 'c'}"):
         load_connector("other.py:Mine")
     monkeypatch.chdir(tmp_path / "b")
     assert load_connector("only.py:Mine") is not first
     assert first.__module__ in sys.modules
 
 
-def test_an_edited_file_is_not_loaded_again_and_this_is_said(
+def test_an_edited_file_is_not_loaded_again_and_a_warning_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path / "mine.py")
@@ -119,12 +110,12 @@ def test_an_edited_file_is_not_loaded_again_and_this_is_said(
         assert not caplog.records
         path.write_text(SOURCE + "# edited\n")
         assert load_connector(f"{path}:Mine") is first
-        assert "continues with the loaded version" in caplog.text
+        assert len(caplog.records) == 1
         path.unlink()
         assert load_connector(f"{path}:Mine") is first
 
 
-def test_a_file_that_failed_is_tried_again(tmp_path: Path) -> None:
+def test_a_file_that_failed_is_loaded_again(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.py", "1 / 0")
     with pytest.raises(ConfigError, match="ZeroDivisionError"):
         load_connector(f"{path}:Mine")
@@ -133,7 +124,7 @@ def test_a_file_that_failed_is_tried_again(tmp_path: Path) -> None:
     assert load_connector(f"{path}:Mine").__name__ == "Mine"
 
 
-def test_threads_that_load_at_once_get_one_module(tmp_path: Path) -> None:
+def test_concurrent_threads_load_one_module(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.py", "import time; time.sleep(0.2)\n" + SOURCE)
     found: list[Any] = []
     threads = [
@@ -148,11 +139,19 @@ def test_threads_that_load_at_once_get_one_module(tmp_path: Path) -> None:
     assert len(set(found)) == 1
 
 
-# --- what is no target ---
+# --- errors ---
+
+
+def error_of(target: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load_connector(target)
+    assert str(raised.value).startswith("target ")
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "shown"),
     [
         ("import sys; sys.exit(7)", "bad.py:1: SystemExit: 7"),
         ("\nraise RuntimeError('one\\ntwo')", "bad.py:2: RuntimeError: one two"),
@@ -161,29 +160,24 @@ def test_threads_that_load_at_once_get_one_module(tmp_path: Path) -> None:
         ("class E(Exception):\n def __str__(self): 1 / 0\nraise E", "text raises ZeroDivision"),
         (
             "import kvview\nclass Mine(kvview.SchedulerConnector):\n  def match_prefx(self): ...",
-            "bad.py:2: ConnectorDefinitionError: CONN-9: line 3: Mine.match_prefx is never called",
+            "bad.py:2: ConnectorDefinitionError: CONN-9: line 3: Mine.match_prefx",
         ),
     ],
 )
-def test_a_file_that_does_not_import_is_one_line(tmp_path: Path, source: str, told: str) -> None:
-    path = write(tmp_path / "bad.py", source)
-    with pytest.raises(ConfigError) as raised:
-        load_connector(f"{path}:Mine")
-    text = str(raised.value)
-    assert told in text
-    assert f"target '{path}:Mine' does not import: " in text
-    assert "\n" not in text
+def test_a_file_that_does_not_import(tmp_path: Path, source: str, shown: str) -> None:
+    target = f"{write(tmp_path / 'bad.py', source)}:Mine"
+    text = error_of(target)
+    assert shown in text
+    assert f"target '{target}' does not import: " in text
 
 
-def test_a_file_named_as_a_module_is_pointed_at(
+def test_a_file_given_as_a_module_is_suggested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "mine_here.py", "import kvview\nclass Mine(kvview.Connector): ...")
-    with pytest.raises(ConfigError, match=r"\. Did you mean the file mine_here\.py:Mine\?$"):
-        load_connector("mine_here:Mine")
-    with pytest.raises(ConfigError, match=r"No module named 'mine_there'$"):
-        load_connector("mine_there:Mine")
+    assert error_of("mine_here:Mine").endswith("mine_here.py:Mine")
+    assert error_of("mine_there:Mine").endswith("No module named 'mine_there'")
 
 
 def test_ctrl_c_at_import_passes(tmp_path: Path) -> None:
@@ -192,26 +186,22 @@ def test_ctrl_c_at_import_passes(tmp_path: Path) -> None:
         load_connector(f"{path}:Mine")
 
 
-NOT_ONE = """
+WRONG = """
 import abc, kvview
 
-class Good(kvview.Connector):
-    pass
+class Good(kvview.Connector): ...
 
 class NeedsMore(kvview.Connector):
-    def __init__(self, config, pool):
-        pass
+    def __init__(self, config, pool): ...
 
 class TakesNone(kvview.Connector):
-    def __init__(self):
-        pass
+    def __init__(self): ...
 
 class Abstract(kvview.Connector, abc.ABC):
     @abc.abstractmethod
     def _tier(self): ...
 
-class Half(kvview.SchedulerConnector):
-    pass
+class Half(kvview.SchedulerConnector): ...
 
 made = Good(None)
 number = 3
@@ -221,26 +211,21 @@ def function(config): ...
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "shown"),
     [
-        ("NeedsMore", "NeedsMore must be built from one argument, the ConnectorConfig: it takes"),
-        ("TakesNone", "must be built from one argument"),
-        ("Abstract", "is abstract: it lacks _tier"),
-        ("Half", "one half of a connector: name the class that builds both"),
-        ("made", "an object of Good: name the class"),
+        ("NeedsMore", "one argument, the ConnectorConfig"),
+        ("TakesNone", "one argument"),
+        ("Abstract", "abstract: it lacks _tier"),
+        ("Half", "one half of a connector"),
+        ("made", "an object of Good"),
         ("number", "a int, not a subclass of Connector"),
         ("function", "a function, not a subclass of Connector"),
         ("kvview", "a module, not"),
         ("Nothing", "has no 'Nothing'; it has: Good, NeedsMore"),
         ("Good.Inner", "has no 'Good.Inner'"),
-        ("kvview.Connector", "is the base class, which does nothing"),
+        ("kvview.Connector", "is the base class"),
         ("", "expected 'path/to/file.py:Name'"),
     ],
 )
-def test_what_is_no_connector_is_one_clear_line(tmp_path: Path, name: str, told: str) -> None:
-    path = write(tmp_path / "none.py", NOT_ONE)
-    with pytest.raises(ConfigError) as raised:
-        load_connector(f"{path}:{name}")
-    assert told in str(raised.value)
-    assert str(raised.value).startswith("target ")
-    assert "\n" not in str(raised.value)
+def test_a_target_that_is_not_a_connector(tmp_path: Path, name: str, shown: str) -> None:
+    assert shown in error_of(f"{write(tmp_path / 'wrong.py', WRONG)}:{name}")

@@ -1,4 +1,4 @@
-"""No text of a file, a stream or an exception reaches the terminal as more than text."""
+"""Untrusted text reaches the terminal as text, whatever control characters it has."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from kvview_reference.tier.store_folder import path_of
 
 HOSTILE = "\x1b]0;title\x07\x1b[31mred\x1b[2J\r\x9b31m\u202eabc\u2028[/red][link=x]"
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+NAME = HOSTILE.replace("/", "")
 
 
 @pytest.fixture(autouse=True)
@@ -51,24 +52,17 @@ BATCHES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["tail"],
-        ["validate"],
-        ["validate", "--consumer", "all"],
-    ],
-)
-def test_events(command: list[str]) -> None:
-    with Recording(f"{HOSTILE.replace('/', '')}.jsonl") as recording:
+@pytest.mark.parametrize("command", ["tail", "validate", "validate --consumer all"])
+def test_events(command: str) -> None:
+    path = f"{NAME}.jsonl"
+    with Recording(path) as recording:
         for number, batch in enumerate(BATCHES):
             recording.write(Message(number, msgspec.msgpack.encode(batch), HOSTILE))
-    (path,) = Path().glob("*.jsonl")
-    run("events", "validate", "--format", "vllm-0.33", str(path))
-    assert run("events", *command, str(path)).exit_code == 1
-    result = CliRunner().invoke(cli, ["events", *command, str(path), "--json", "-"], color=True)
-    assert result.stdout.isascii()
-    assert HOSTILE in json.loads(result.stdout)["held"]
+    assert run("events", *command.split(), path).exit_code == 1
+    args = ["events", *command.split(), path, "--json", "-"]
+    report = CliRunner().invoke(cli, args, color=True).stdout
+    assert report.isascii()
+    assert HOSTILE in json.loads(report)["held"]
 
 
 ROWS = [
@@ -80,17 +74,13 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("command", [["replay"], ["replay", "--closed-loop=2"], ["size"]])
-@pytest.mark.parametrize("name", ["trace.jsonl", HOSTILE.replace("/", "") + ".jsonl"])
-def test_traces(command: list[str], name: str) -> None:
-    Path(name).write_text("\n".join(map(json.dumps, ROWS)) + "\n" + HOSTILE)
-    assert run(*command, name).exit_code == 0
-
-
-def test_a_name_with_markup_is_a_name() -> None:
-    Path("[red]:x:[b].jsonl").write_text(json.dumps(ROWS[0]))
-    for command in ("replay", "size"):
-        assert "[red]:x:[b].jsonl" in run(command, "[red]:x:[b].jsonl").stdout
+@pytest.mark.parametrize("command", ["replay", "replay --closed-loop=2", "size"])
+def test_traces(command: str) -> None:
+    for name in (f"{NAME}.jsonl", "[red]:x:[b].jsonl"):
+        Path(name).write_text("\n".join(map(json.dumps, ROWS)) + "\n" + HOSTILE)
+        result = run(*command.split(), name)
+        assert result.exit_code == 0
+    assert "[red]:x:[b].jsonl" in result.stdout  # not markup
 
 
 def test_a_folder_of_pages() -> None:
@@ -99,10 +89,20 @@ def test_a_folder_of_pages() -> None:
     page = folder / path_of(b"key")
     page.parent.mkdir(parents=True)
     page.write_text("no page")
-    (folder / "namespace.json").write_text(namespace.to_json())
-    assert "it has no header" in run("tier", "fsck", "root").stderr
-    (folder / "namespace.json").write_text(HOSTILE)
-    assert run("tier", "fsck", "root").exit_code == 1
+    for text in (namespace.to_json(), HOSTILE):
+        (folder / "namespace.json").write_text(text)
+        assert run("tier", "fsck", "root").exit_code == 1
+
+
+MODEL = {"groups": [{"layers": 2, "kv_heads": 2, "head_size": 8}], "name": "[/red]\x1b[2J[bold]"}
+
+
+def test_the_name_of_a_model() -> None:
+    Path("model.json").write_text(json.dumps(MODEL))
+    result = run("size", "--requests=5", "--model", "model.json")
+    assert r"[/red]\x1b[2J[bold]: 2 (K and V)" in result.output
+    Path("model.json").write_text(json.dumps(MODEL | {"mamba\x1b[2J": 1}))
+    assert r"unknown mamba\x1b[2J" in run("size", "--model", "model.json").output
 
 
 @pytest.mark.parametrize(
@@ -114,19 +114,17 @@ def test_a_folder_of_pages() -> None:
         ["doctor", "--tier", "file"],
         ["doctor", "--tier", "tier.json"],
         ["replay", "--model", "file"],
-        ["replay", "--connector", "raises.py:Mine"],
+        ["--verbose", "replay", "--connector", "raises.py:Mine"],
         ["size", "--policies", HOSTILE],
         [f"{HOSTILE}\n"],
         ["replay", f"--{HOSTILE}\n"],
         ["replay", f"--seed={HOSTILE}\n"],
         ["new", f"{HOSTILE}\n.py"],
-        ["--verbose", "replay", "--connector", "raises.py:Mine"],
     ],
 )
 def test_errors(args: list[str]) -> None:
     Path("file").write_text(HOSTILE)
-    tier = {"tier": {"store": HOSTILE}, HOSTILE: HOSTILE}
-    Path("tier.json").write_text(json.dumps(tier))
+    Path("tier.json").write_text(json.dumps({"tier": {"store": HOSTILE}, HOSTILE: HOSTILE}))
     Path("raises.py").write_text(f"raise ValueError({HOSTILE!r})")
     assert run(*args).exit_code in (1, 2)
 
@@ -137,7 +135,7 @@ def test_submissions(capsys: pytest.CaptureFixture[str]) -> None:
     assert not OBEYED.search(capsys.readouterr().err)
 
 
-def test_what_is_shown() -> None:
+def test_escapes() -> None:
     assert printable("a b\u3000漢 é") == "a b\u3000漢 é"
     assert printable("\x1b[m\n\udc80\u202e") == r"\x1b[m\n\udc80\u202e"
     assert line_of("a\n\tb \x1b\n") == r"a b \x1b"

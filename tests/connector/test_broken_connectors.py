@@ -149,7 +149,7 @@ BROKEN: dict[str, tuple[Any, Any, str]] = {  # the halves' factories, and the me
     "more than the prompt": (lambda: Promises(400), Reports, BAD_PROMISE.format(400)),
     "all of the prompt": (lambda: Promises(36), Reports, BAD_PROMISE.format(36)),
     "no load": (lambda: Promises(16), Reports, "promised 16 tokens to request 'a' and planned no"),
-    "no answer": (lambda: Promises(None), Reports, "1 requests wait.* never answers match_prefix"),
+    "no answer": (lambda: Promises(None), Reports, "1 requests wait.* match_prefix always"),
     "holds all": (lambda: Holds(59), Reports, "1 requests wait.* holds 59 of 59 blocks"),
     "unknown job": (SchedulerConnector, lambda: Reports(1, [7]), UNKNOWN),
     "reported twice": (lambda: Plans([], [STORE]), lambda: Reports(2), UNKNOWN),

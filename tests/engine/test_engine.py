@@ -1,4 +1,4 @@
-"""The reference engine with connectors beside it: good ones, late ones, broken ones."""
+"""The reference engine with connectors: correct, late and wrong ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvview import (
-    MEDIUM_CPU,
     CacheGeometry,
     CacheGroup,
     CanonicalKVCaches,
@@ -27,10 +26,7 @@ from kvview import (
     GuardedView,
     Mamba,
     OffloadingEvent,
-    OffloadKey,
-    RequestStep,
     SlidingWindow,
-    StepInfo,
     StepPlan,
     TransferJob,
     TransferResult,
@@ -49,31 +45,24 @@ GEOMETRIES = {
     "full": FULL,
     "coarse": CacheGeometry(16, 2, (FullAttention(4),)),
     "window": CacheGeometry(4, 4, (FullAttention(4), SlidingWindow(4, 10))),
-    "chunked": CacheGeometry(4, 4, (FullAttention(4), ChunkedLocalAttention(4, 8))),
-    "mamba": CacheGeometry(8, 4, (FullAttention(4), Mamba(8))),
     "mixed": CacheGeometry(
         24,
         2,
         (FullAttention(4), SlidingWindow(6, 9), ChunkedLocalAttention(4, 10), Mamba(12)),
     ),
 }
-
-
 ENDED = {Status.FINISHED, Status.ABORTED}
-
-
-# --- connectors whose transfers go as a script says ---
 
 
 @dataclass
 class Script:
-    """How the transfers of a connector go.
+    """The course of a connector's transfers.
 
     Args:
         delay: Polls that a job waits before it moves a byte.
-        fails: Whether a job fails instead; told whether it is a load.
-        lies: Loads report success and move nothing.
-        crosses: Loads read another host block than they were told.
+        fails: Whether a job fails instead; called with whether the job is a load.
+        lies: Whether loads report success and move nothing.
+        crosses: Whether loads read another host block.
     """
 
     delay: int = 0
@@ -115,7 +104,7 @@ class ScriptedWorker(WorkerConnector):
         self.queue = [item for item in self.queue if item not in due]
         for _, is_load, job in due:
             if self.script.fails(is_load):
-                self.results.append(TransferResult(job.job_id, False, error="as the script says"))
+                self.results.append(TransferResult(job.job_id, False, error="scripted"))
             elif is_load and self.script.lies:
                 self.results.append(TransferResult(job.job_id, True))
             else:
@@ -135,7 +124,7 @@ class Scripted(OffloadConnector):
         return ScriptedWorker(super().make_worker(), self.script)
 
 
-def lazy(geometry: CacheGeometry, script: Script | None = None, **options: object) -> Scripted:
+def scripted(geometry: CacheGeometry, script: Script | None = None, **options: object) -> Scripted:
     options = {"cpu_blocks": 500, "enable_events": True, **options}
     connector = Scripted(ConnectorConfig(geometry, options))
     connector.script = script or Script()
@@ -143,18 +132,13 @@ def lazy(geometry: CacheGeometry, script: Script | None = None, **options: objec
 
 
 def multi(geometry: CacheGeometry, *scripts: Script, **options: object) -> MultiConnector:
-    child = {
-        "connector": f"{__name__}:Scripted",
-        "options": {"cpu_blocks": 500, "enable_events": True, **options},
-    }
+    child = {"connector": f"{__name__}:Scripted"}
+    child["options"] = {"cpu_blocks": 500, "enable_events": True, **options}  # type: ignore[assignment]
     connector = MultiConnector(ConnectorConfig(geometry, {"connectors": [child] * len(scripts)}))
     for made, script in zip(connector.children, scripts, strict=True):
         assert isinstance(made, Scripted)
         made.script = script
     return connector
-
-
-# --- running ---
 
 
 def build(
@@ -169,7 +153,7 @@ def build(
 
 
 def build_small(connector: Connector | None, **options: Any) -> Engine:
-    """A pool that a few requests of 33 tokens fill."""
+    """An engine whose pool is full with a few requests of 33 tokens."""
     return build(connector, num_gpu_blocks=20, max_tokens_per_step=16, **options)
 
 
@@ -199,7 +183,6 @@ def check_blocks(engine: Engine) -> None:
 
 
 def in_use(engine: Engine) -> int:
-    """Blocks that are not free."""
     return engine.kv_cache.pool.num_blocks - 1 - engine.kv_cache.pool.num_free_blocks()
 
 
@@ -213,8 +196,18 @@ def run(engine: Engine, *requests: Request) -> None:
             assert request.num_generated_tokens == request.num_output_tokens
 
 
+def run_waves(engine: Engine, num_waves: int, num_tokens: int = 33, num_output: int = 5) -> None:
+    geometry = engine.geometry
+    for wave in range(num_waves):
+        names = [f"{wave}.{i}" for i in range(8)]
+        run(
+            engine,
+            *[prompt(n, i, num_tokens + i % 3, num_output, geometry) for i, n in enumerate(names)],
+        )
+
+
 def end(engine: Engine) -> None:
-    """Nothing is held, nothing was wrong."""
+    """Nothing is held, and no byte was wrong."""
     if isinstance(engine.scheduler_connector, OffloadScheduler):
         assert engine.scheduler_connector._manager.num_protected_blocks() == 0
     assert in_use(engine) == 0
@@ -224,9 +217,9 @@ def end(engine: Engine) -> None:
 
 
 def to_loading(engine: Engine, name: str = "again", head: int = 0) -> Request:
-    """Bring a request to where its load is in flight."""
+    """Bring a request to the state in which its load is in flight."""
     run(engine, prompt("first", head, 33))
-    # Others push it out of the GPU; it is in host memory then.
+    # Further requests evict its blocks from the GPU; host memory has them.
     run(engine, *[prompt(f"filler{i}", 100 + i, 33) for i in range(8)])
     request = prompt(name, head, 33)
     engine.add_request(request)
@@ -238,16 +231,15 @@ def to_loading(engine: Engine, name: str = "again", head: int = 0) -> Request:
 CONNECTORS: dict[str, Callable[[CacheGeometry], Connector | None]] = {
     "none": lambda geometry: None,
     "default": lambda geometry: Connector(ConnectorConfig(geometry)),
-    "lazy": lazy,
-    "late": lambda geometry: lazy(geometry, Script(delay=3)),
-    "second time": lambda geometry: lazy(geometry, store_threshold=2),
+    "offload": scripted,
+    "late": lambda geometry: scripted(geometry, Script(delay=3)),
     "multi": lambda geometry: multi(geometry, Script(), Script(delay=2)),
 }
 
 
 @pytest.mark.parametrize("kind", sorted(CONNECTORS))
 @pytest.mark.parametrize("name", sorted(GEOMETRIES))
-def test_everything_finishes_and_every_byte_is_right(name: str, kind: str) -> None:
+def test_every_request_finishes_and_every_byte_is_right(name: str, kind: str) -> None:
     geometry = GEOMETRIES[name]
     engine = build(
         CONNECTORS[kind](geometry),
@@ -256,9 +248,8 @@ def test_everything_finishes_and_every_byte_is_right(name: str, kind: str) -> No
         max_tokens_per_step=24,
         num_layers=2,
     )
-    for wave in range(3):
-        run(engine, *[prompt(f"{wave}.{i}", i, 50 + i % 3, i, geometry=geometry) for i in range(8)])
-    run(engine, prompt("x", 0, 50, geometry=geometry), prompt("y", 0, 50, geometry=geometry))
+    run_waves(engine, 3, 50)
+    run(engine, *[prompt(name, 0, 50, geometry=geometry) for name in "xy"])
     stats = engine.stats
     assert stats.finished == stats.requests == 26
     assert stats.bytes_verified > 0
@@ -269,34 +260,20 @@ def test_everything_finishes_and_every_byte_is_right(name: str, kind: str) -> No
     end(engine)
 
 
-def test_preemption_when_the_pool_is_full() -> None:
-    engine = build_small(lazy(FULL, Script(delay=2)), decode_tokens=4)
-    run(engine, *[prompt(str(i), i, 20, 40) for i in range(4)])
-    assert engine.stats.preemptions > 0
-    assert engine.stats.finished == 4
-    end(engine)
-
-
-@pytest.mark.parametrize(("num_tokens", "decode"), [(33, 4), (33, 7), (17, 1), (34, 16)])
-def test_tokens_are_computed_one_step_after_they_are_generated(
-    num_tokens: int, decode: int
+@pytest.mark.parametrize(
+    ("num_tokens", "num_output", "decode"),
+    [(33, 13, 4), (33, 13, 7), (17, 13, 1), (34, 13, 16), (1, 0, 4), (40, 1, 4), (20, 40, 4)],
+)
+def test_lengths_that_leave_a_token_for_a_step_of_its_own(
+    num_tokens: int, num_output: int, decode: int
 ) -> None:
-    """Also when one token of the prompt is left over for a step of its own."""
-    engine = build_small(lazy(FULL), decode_tokens=decode)
-    for wave in range(3):
-        run(engine, *[prompt(f"{wave}.{i}", i, num_tokens, 13) for i in range(3)])
-    assert engine.stats.cpu_hit_blocks > 0
+    engine = build_small(scripted(FULL, Script(delay=2)), decode_tokens=decode)
+    run_waves(engine, 3, num_tokens, num_output)
+    assert engine.stats.preemptions > 0 or num_output < 40
     end(engine)
 
 
-@pytest.mark.parametrize("num_output", [0, 1])
-def test_requests_of_no_or_one_output_token(num_output: int) -> None:
-    engine = build(lazy(FULL))
-    run(engine, prompt("a", 0, 1, num_output), prompt("b", 1, 40, num_output))
-    end(engine)
-
-
-# --- what fits ---
+# --- sizes ---
 
 
 @pytest.mark.parametrize(
@@ -330,10 +307,9 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
     st.integers(1, 9),
 )
 @example([(0, 1, 1), (2, 1, 30)], 41, 31, 0, 1, 1)  # a chunk is longest before the prompt ends
-def test_a_request_that_was_accepted_finishes(
+def test_an_accepted_request_finishes_without_preemption(
     mix: list[tuple[int, int, int]], blocks: int, num: int, out: int, budget: int, decode: int
 ) -> None:
-    """Alone, it never asks for more blocks than ``add_request`` reckoned with."""
     kinds: list[Callable[[int, int], CacheGroup]] = [
         lambda size, span: FullAttention(size),
         SlidingWindow,
@@ -356,41 +332,29 @@ def test_a_request_that_was_accepted_finishes(
     end(engine)
 
 
-# --- abort, and ids that come again ---
+# --- aborts and reused ids ---
 
 
-def test_abort_while_waiting() -> None:
-    engine = build(lazy(FULL), max_running=1)
-    first, second = prompt("a", 0, 20), prompt("b", 1, 20)
-    engine.add_request(first)
-    engine.add_request(second)
-    engine.step()
-    assert engine.abort("b")
-    assert second.status is Status.ABORTED
-    assert not engine.abort("nobody")
-    drain(engine)
-    assert not engine.abort("a")
-    assert (engine.stats.finished, engine.stats.aborted) == (1, 1)
-    end(engine)
-
-
-def test_abort_while_running_and_after_a_preemption() -> None:
-    engine = build_small(lazy(FULL))
-    requests = [prompt(str(i), i, 20, 40) for i in range(4)]
+def test_abort_while_waiting_running_and_preempted() -> None:
+    engine = build_small(scripted(FULL), max_running=5)
+    requests = [prompt(str(i), i, 20, 40) for i in range(6)]
     for request in requests:
         engine.add_request(request)
     while not engine.stats.preemptions:
         engine.step()
-    assert engine.abort("0")  # runs
     preempted = next(r for r in requests if r.status is Status.WAITING and r.was_started)
-    assert engine.abort(preempted.request_id)
+    for name in ("0", preempted.request_id, "5"):
+        assert engine.abort(name)
+        assert not engine.abort(name)
+    assert not engine.abort("unknown")
     drain(engine)
-    assert engine.stats.aborted == 2
+    assert not engine.abort("1")
+    assert (engine.stats.finished, engine.stats.aborted) == (3, 3)
     end(engine)
 
 
-def test_abort_while_loading_keeps_the_blocks_until_the_load_has_ended() -> None:
-    engine = build_small(lazy(FULL, Script(delay=4)))
+def test_an_abort_while_loading_keeps_the_blocks_until_the_load_has_ended() -> None:
+    engine = build_small(scripted(FULL, Script(delay=4)))
     request = to_loading(engine)
     held = engine.kv_cache.block_ids("again")
     assert engine.abort("again")
@@ -404,20 +368,18 @@ def test_abort_while_loading_keeps_the_blocks_until_the_load_has_ended() -> None
 
 
 @pytest.mark.parametrize("success", [True, False])
-def test_conn5_the_id_comes_again_while_its_first_life_loads(success: bool) -> None:
+def test_conn5_an_id_is_reused_while_its_first_request_loads(success: bool) -> None:
     script = Script(delay=4)
-    engine = build_small(lazy(FULL, script))
+    engine = build_small(scripted(FULL, script))
     to_loading(engine)
     engine.abort("again")
     script.fails = lambda is_load: is_load and not success
-    second = prompt("again", 5, 29)
-    run(engine, second)
-    assert second.status is Status.FINISHED
+    run(engine, prompt("again", 5, 29))
     end(engine)
 
 
-def test_conn5_abort_of_the_second_life_leaves_the_blocks_of_the_first() -> None:
-    engine = build_small(lazy(FULL, Script(delay=4)))
+def test_conn5_an_abort_of_a_reused_id_keeps_the_blocks_of_the_first_request() -> None:
+    engine = build_small(scripted(FULL, Script(delay=4)))
     to_loading(engine)
     engine.abort("again")
     held = engine.kv_cache.block_ids("again")
@@ -431,46 +393,32 @@ def test_conn5_abort_of_the_second_life_leaves_the_blocks_of_the_first() -> None
     end(engine)
 
 
-# --- transfers that fail ---
+# --- failed transfers ---
 
 
-def test_a_failed_load_is_computed_anew() -> None:
+def test_a_failed_load_is_recomputed_and_its_gpu_hit_counts_once() -> None:
     script = Script(delay=1)
-    engine = build_small(lazy(FULL, script))
-    request = to_loading(engine)
-    script.fails = lambda is_load: is_load
-    hits = engine.stats.gpu_hit_blocks
-    drain(engine)
-    assert request.status is Status.FINISHED
-    assert engine.stats.failed_transfers == 1
-    assert engine.stats.loaded_blocks == engine.stats.cpu_hit_blocks == 0
-    assert engine.stats.gpu_hit_blocks == hits == 0
-    end(engine)
-
-
-def test_a_failed_load_counts_its_gpu_hit_once() -> None:
-    """A prefix half on the GPU and half in host memory, whose load fails."""
-    script = Script(delay=1)
-    engine = build_small(lazy(FULL, script))
+    engine = build_small(scripted(FULL, script))
     to_loading(engine)
     drain(engine)
     fifth = make_offload_key(prompt("", 0, 20).block_hashes[4], 0)
     tail = engine.kv_cache.pool.find_cached_block(fifth)
     assert tail is not None
-    engine.kv_cache.pool.evict_blocks([tail])  # of eight blocks the first four are left
-    before = engine.stats.gpu_hit_blocks
+    engine.kv_cache.pool.evict_blocks([tail])  # the first four of eight blocks remain
+    before = replace(engine.stats)
     script.fails = lambda is_load: is_load
     request = prompt("last", 0, 33)
     run(engine, request)
     assert not request.use_connector
-    assert engine.stats.gpu_hit_blocks - before == 4
+    assert engine.stats.gpu_hit_blocks - before.gpu_hit_blocks == 4
+    assert engine.stats.cpu_hit_blocks == before.cpu_hit_blocks
+    assert engine.stats.failed_transfers == 1
     end(engine)
 
 
-def test_event4_a_failed_store_leaves_no_key() -> None:
-    engine = build_small(lazy(FULL, Script(fails=lambda is_load: not is_load)))
-    for wave in range(2):
-        run(engine, *[prompt(f"{wave}.{i}", i, 33) for i in range(8)])
+def test_event4_a_failed_store_advertises_no_key() -> None:
+    engine = build_small(scripted(FULL, Script(fails=lambda is_load: not is_load)))
+    run_waves(engine, 2)
     assert engine.stats.failed_transfers > 0
     assert engine.stats.offloaded_blocks == engine.stats.cpu_hit_blocks == 0
     assert engine.take_offloading_events() == []
@@ -478,9 +426,8 @@ def test_event4_a_failed_store_leaves_no_key() -> None:
 
 
 def test_a_job_that_the_worker_refuses_is_reported_as_failed() -> None:
-    worker = lazy(FULL).make_worker()
-    engine = build(None)
-    worker.register_kv_caches(engine.kv_bytes.caches)
+    worker = scripted(FULL).make_worker()
+    worker.register_kv_caches(build(None).kv_bytes.caches)
     worker.shutdown()  # from here on the transfer worker accepts nothing
     job = TransferJob(7, GPULoadStoreSpec([1], [1], [0]), CPULoadStoreSpec([0]))
     worker.start_plan(StepPlan([], [job]))
@@ -489,46 +436,11 @@ def test_a_job_that_the_worker_refuses_is_reported_as_failed() -> None:
     assert worker.get_finished() == []
 
 
-# --- events, reset, pending work ---
+# --- resets, budgets and the view ---
 
 
-def longest_loadable(geometry: CacheGeometry, request: Request, keys: set[OffloadKey]) -> int:
-    """From the advertised keys alone: the longest prefix of which each read block is there."""
-    best = 0
-    for num in range(0, request.num_prompt_tokens, geometry.scheduler_block_size):
-        needed = [
-            make_offload_key(request.block_hashes[geometry.block_hash_index(index, block)], index)
-            for index, group in enumerate(geometry.groups)
-            for block in group.required_blocks(num)
-        ]
-        if keys.issuperset(needed):
-            best = num
-    return best
-
-
-@pytest.mark.parametrize("name", sorted(GEOMETRIES))
-def test_event2_what_is_advertised_can_be_loaded_and_nothing_else(name: str) -> None:
-    geometry = GEOMETRIES[name]
-    engine = build(lazy(geometry, cpu_blocks=60), geometry, 40 * len(geometry.groups))
-    events: list[OffloadingEvent] = []
-    for i in range(30):
-        run(engine, prompt(str(i), i * 7 % 12, 50, geometry=geometry))
-        events += engine.take_offloading_events()
-        held = fold_events(events).get(MEDIUM_CPU, set())
-        assert len(held) <= 60
-        for head in range(12):
-            probe = prompt("probe", head, 50, geometry=geometry)
-            promised = engine.scheduler_connector.match_prefix(probe.info(), 0)
-            assert promised == longest_loadable(geometry, probe, held)
-    assert any(event.removed for event in events)
-    assert engine.reset_cache()
-    events += engine.take_offloading_events()
-    assert fold_events(events) == {MEDIUM_CPU: set()}  # EVENT-5
-    end(engine)
-
-
-def test_pool9_reset_is_refused_while_blocks_are_in_use() -> None:
-    engine = build_small(lazy(FULL, Script(delay=4)))
+def test_pool9_a_reset_is_refused_while_blocks_are_in_use() -> None:
+    engine = build_small(scripted(FULL, Script(delay=4)))
     engine.add_request(prompt("a", 99, 40))
     engine.step()
     assert not engine.reset_cache()  # a request runs
@@ -536,7 +448,7 @@ def test_pool9_reset_is_refused_while_blocks_are_in_use() -> None:
     request = to_loading(engine)
     assert engine.scheduler_connector.match_prefix(request.info(), 0) == 32
     assert not engine.reset_cache()  # a load is in flight
-    assert engine.scheduler_connector.match_prefix(request.info(), 0) == 0  # it was asked
+    assert engine.scheduler_connector.match_prefix(request.info(), 0) == 0  # its part was reset
     drain(engine)
     assert request.status is Status.FINISHED
     assert engine.reset_cache()
@@ -547,7 +459,7 @@ def test_pool9_reset_is_refused_while_blocks_are_in_use() -> None:
 
 
 def test_pool9_a_store_in_flight_keeps_the_engine_stepping_and_refuses_a_reset() -> None:
-    engine = build_small(lazy(FULL, Script(delay=10)))
+    engine = build_small(scripted(FULL, Script(delay=10)))
     run(engine, prompt("a", 0, 40))
     engine.add_request(prompt("b", 1, 40))
     while engine.has_unfinished_requests() or not engine.view.held_blocks():
@@ -560,48 +472,16 @@ def test_pool9_a_store_in_flight_keeps_the_engine_stepping_and_refuses_a_reset()
     end(engine)
 
 
-# --- the lazy connector and its view ---
-
-
-def test_a_lazy_connector_that_was_never_bound_offloads_nothing() -> None:
-    half = lazy(FULL).make_scheduler()
-    assert not half.plan_step(StepInfo([RequestStep(prompt("a", 0, 8).info(), ([],), 0, 8)]))
-    half.shutdown()
-
-
-def test_a_store_names_its_blocks_group_after_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    geometry = GEOMETRIES["mixed"]
-    engine = build(lazy(geometry), geometry)
-    start = engine.worker_connector.start_plan
-    mixed = 0
-
-    def check(plan: StepPlan) -> None:
-        nonlocal mixed
-        for job in plan.stores:
-            assert isinstance(job.src, GPULoadStoreSpec)
-            hashes = [engine.kv_cache.pool.block_keys([block])[0][0] for block in job.src.block_ids]
-            groups = [int.from_bytes(key[-4:], "big") for key in hashes]
-            assert groups == sorted(groups)
-            assert list(job.src.group_sizes) == [groups.count(index) for index in range(4)]
-            mixed += len(set(groups)) > 1
-        start(plan)
-
-    monkeypatch.setattr(engine.worker_connector, "start_plan", check)
-    run(engine, *[prompt(str(i), i, 50, geometry=geometry) for i in range(8)])
-    assert mixed
-
-
-def test_a_pin_budget_is_not_an_error_for_the_lazy_connector() -> None:
-    engine = build_small(lazy(FULL))
+def test_the_default_connector_respects_a_pin_budget() -> None:
+    engine = build_small(scripted(FULL))
     guard = GuardedView(engine.kv_cache.pool.view("small"), pin_budget=0.1)
     engine.scheduler_connector.bind_gpu_block_pool_view(guard)
-    for wave in range(2):
-        run(engine, *[prompt(f"{wave}.{i}", i, 33) for i in range(8)])
-    assert guard.stats.refused == 0, "it asks how much may be held"
+    run_waves(engine, 2)
+    assert guard.stats.refused == 0
     end(engine)
 
 
-def test_pool10_the_view_is_closed_at_shutdown_and_tells_what_was_held() -> None:
+def test_pool10_shutdown_closes_the_view_and_returns_the_holds() -> None:
     engine = build(None)
     engine.view.touch_blocks([3, 3, 4])
     assert engine.shutdown() == {3: 2, 4: 1}
@@ -609,10 +489,10 @@ def test_pool10_the_view_is_closed_at_shutdown_and_tells_what_was_held() -> None
         engine.view.touch_blocks([3])
 
 
-# --- everything at once ---
+# --- random scenarios ---
 
 
-moves = st.one_of(
+MOVES = st.one_of(
     st.tuples(st.just("add"), st.integers(0, 5), st.integers(1, 60)),
     st.tuples(st.just("abort"), st.integers(0, 5), st.just(0)),
     st.tuples(st.just("step"), st.integers(1, 6), st.just(0)),
@@ -624,32 +504,32 @@ moves = st.one_of(
 @given(
     st.sampled_from(sorted(GEOMETRIES)),
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)), min_size=1, max_size=2),
-    st.lists(moves, max_size=60),
+    st.lists(MOVES, max_size=60),
     st.integers(0, 99),
 )
 def test_any_mix_of_requests_aborts_resets_and_failures_drains(
     name: str, workers: list[tuple[int, int]], scenario: list[tuple[str, int, int]], seed: int
 ) -> None:
-    """Ids come again at once, loads and stores are late or fail, the host tier is small."""
+    """Ids are reused at once, transfers are late or fail, and the host tier is small."""
     geometry, random = GEOMETRIES[name], Random(seed)
     scripts = [
         Script(delay, lambda is_load, often=often: random.randrange(4) < often)  # type: ignore[misc]
         for delay, often in workers
     ]
-    connector = multi(geometry, *scripts, cpu_blocks=12)
+    connector: Connector = multi(geometry, *scripts, cpu_blocks=12)
     if len(scripts) == 1:
-        connector = connector.children[0]  # type: ignore[assignment]
+        connector = connector.children[0]  # type: ignore[attr-defined]
     size = 20 * len(geometry.groups)
     engine = build(connector, geometry, size, max_tokens_per_step=24, max_running=4)
     alive: dict[str, Request] = {}
     events: list[OffloadingEvent] = []
     for move, number, num_tokens in scenario:
         request_id = f"r{number}"
-        if move == "add" and (request_id not in alive or alive[request_id].status in ENDED):
+        is_alive = request_id in alive and alive[request_id].status not in ENDED
+        if move == "add" and not is_alive:
             alive[request_id] = prompt(request_id, number % 3, num_tokens, 7, geometry)
             engine.add_request(alive[request_id])
         elif move == "abort":
-            is_alive = request_id in alive and alive[request_id].status not in ENDED
             assert engine.abort(request_id) == is_alive
         elif move == "step":
             for _ in range(number):
@@ -667,32 +547,31 @@ def test_any_mix_of_requests_aborts_resets_and_failures_drains(
     end(engine)
 
 
-# --- the negative control: wrong bytes are seen ---
+# --- the negative control: wrong bytes are detected ---
 
 
 @pytest.mark.parametrize("script", [Script(lies=True), Script(crosses=True)])
 @pytest.mark.parametrize("name", sorted(GEOMETRIES))
-def test_wrong_bytes_are_seen(name: str, script: Script) -> None:
+def test_wrong_bytes_are_detected(name: str, script: Script) -> None:
     geometry = GEOMETRIES[name]
-    engine = build(lazy(geometry, script), geometry, 40 * len(geometry.groups))
-    for wave in range(2):
-        run(engine, *[prompt(f"{wave}.{i}", i, 50, geometry=geometry) for i in range(8)])
+    engine = build(scripted(geometry, script), geometry, 40 * len(geometry.groups))
+    run_waves(engine, 2, 50)
     assert engine.stats.loaded_blocks > 0
     assert engine.stats.mismatches > 0
 
 
-def test_a_load_that_moves_nothing_is_seen_even_where_the_right_bytes_lie() -> None:
-    engine, request = build_small(lazy(FULL, Script(lies=True))), prompt("a", 0, 5)
+def test_a_load_that_moves_nothing_is_detected_over_the_right_bytes() -> None:
+    engine, request = build_small(scripted(FULL, Script(lies=True))), prompt("a", 0, 5)
     run(engine, request)
-    engine.step()  # idle: the connector offloads
+    engine.step()  # an idle step, in which the connector offloads
     drain(engine)
-    assert engine.kv_cache.reset_prefix_cache()  # the host keeps what it has
+    assert engine.kv_cache.reset_prefix_cache()  # the host keeps its blocks
     engine.kv_bytes.write(range(1, 20), [make_offload_key(request.block_hashes[0], 0)] * 19)
     run(engine, prompt("b", 0, 5))
     assert engine.stats.loaded_blocks == engine.stats.mismatches == 1
 
 
-def test_a_stale_block_on_the_gpu_is_seen() -> None:
+def test_a_stale_block_on_the_gpu_is_detected() -> None:
     engine = build(None)
     run(engine, prompt("a", 0, 20))
     engine.kv_bytes.poison([2])

@@ -1,4 +1,4 @@
-"""What a connector is told of requests: how much is computed, and from what."""
+"""Requests of the engine: the content and the counts that a connector receives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from kvview import (
     BlockIds,
     CacheGeometry,
-    Connector,
     ConnectorConfig,
     FinishReason,
     FullAttention,
@@ -40,41 +39,40 @@ GEOMETRIES = {
 def make(
     ids: Sequence[object], more: int = 0, output: int = 0, name: str = "a", **keys: Any
 ) -> Request:
-    """A prompt of one block an id, and some tokens more."""
+    """A prompt with a block for each id, and some tokens more."""
     num_tokens = len(ids) * SIZE + more
     return Request(name, num_tokens, output, SIZE, chain_hashes(ids), **keys)
 
 
-# --- how much is computed ---
+# --- counts ---
 
 
 class WatchingScheduler(LazyOffloadScheduler):
-    """Looks at every call, with the engine's own bytes."""
+    """Checks the request of every call against the engine's bytes."""
 
     engine: Engine
-    calls: dict[str, int]
+    calls: set[str]
     contents: dict[str, RequestContent]
+    num_prompt_tokens: dict[str, int]
 
-    def look(self, hook: str, request: RequestInfo, block_ids: BlockIds) -> None:
-        self.calls[hook] = self.calls.get(hook, 0) + 1
+    def check(self, hook: str, request: RequestInfo, block_ids: BlockIds) -> None:
+        self.calls.add(hook)
         content = self.contents.setdefault(request.request_id, request.content)
-        assert request.content is content, "one object for its whole life"
+        assert request.content is content, "a request has one content object"
         assert len(content.token_ids) >= request.num_tokens
         if any(block_ids):
             stored = list(full_blocks(self._geometry, request, block_ids))
             ids, keys = [b.block_id for b in stored], [b.key for b in stored]
             loading = self.engine._loads.get(request.request_id)
             limit = loading.num_gpu_tokens if loading else request.num_computed_tokens
-            assert request.num_computed_tokens == limit, "what is still to be loaded is not there"
-            if ids:
-                assert self.engine.kv_bytes.count_mismatches(ids, keys) == 0
+            assert request.num_computed_tokens == limit, "blocks in a load do not count"
+            assert not ids or self.engine.kv_bytes.count_mismatches(ids, keys) == 0
         else:
             assert request.num_computed_tokens == 0
 
     def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
         assert request.num_computed_tokens == num_computed_tokens
-        self.contents.setdefault(request.request_id, request.content)
-        assert self.contents[request.request_id] is request.content
+        assert self.contents.setdefault(request.request_id, request.content) is request.content
         return super().match_prefix(request, num_computed_tokens)
 
     def on_blocks_allocated(
@@ -85,41 +83,39 @@ class WatchingScheduler(LazyOffloadScheduler):
         num_external_tokens: int,
     ) -> None:
         assert request.num_computed_tokens == num_computed_tokens
-        self.look("allocated", request, block_ids)
+        self.check("loading" if num_external_tokens else "allocated", request, block_ids)
         super().on_blocks_allocated(request, block_ids, num_computed_tokens, num_external_tokens)
 
     def plan_step(self, step: StepInfo) -> StepPlan:
         for scheduled in step.scheduled:
             assert scheduled.num_computed_tokens == scheduled.request.num_computed_tokens
-            self.look("scheduled", scheduled.request, scheduled.block_ids)
+            self.check("scheduled", scheduled.request, scheduled.block_ids)
         return super().plan_step(step)
 
     def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
-        self.look("preempted", request, block_ids)
+        self.check("preempted", request, block_ids)
 
     def on_request_finished(
         self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
     ) -> None:
-        self.look(reason.name, request, block_ids)
-        self.contents.pop(request.request_id, None)  # the id may come again
+        self.check(reason.name, request, block_ids)
+        self.contents.pop(request.request_id, None)  # the id may be reused
         if reason is FinishReason.FINISHED:
-            # All but the token that was sampled last; with none sampled, all.
+            # All tokens but the last sampled one are computed.
             has_output = request.num_tokens > self.num_prompt_tokens[request.request_id]
             assert request.num_computed_tokens == request.num_tokens - has_output
-
-    num_prompt_tokens: dict[str, int]
 
 
 class Watching(LazyOffloadConnector):
     def make_scheduler(self) -> WatchingScheduler:
         half = WatchingScheduler(self.config, self.options)
-        half.calls, half.contents, half.num_prompt_tokens = {}, {}, {}
+        half.calls, half.contents, half.num_prompt_tokens = set(), {}, {}
         return half
 
 
 @pytest.mark.parametrize("decode_tokens", [1, 5])
 @pytest.mark.parametrize("name", sorted(GEOMETRIES))
-def test_every_call_says_how_much_kv_is_in_the_blocks(name: str, decode_tokens: int) -> None:
+def test_every_call_has_the_number_of_computed_tokens(name: str, decode_tokens: int) -> None:
     geometry, random = GEOMETRIES[name], Random(7)
     engine = Engine(
         geometry,
@@ -155,50 +151,20 @@ def test_every_call_says_how_much_kv_is_in_the_blocks(name: str, decode_tokens: 
         engine.step()
     assert engine.stats.loaded_blocks > 0
     assert engine.stats.mismatches == 0
-    assert {"allocated", "scheduled", "preempted", "FINISHED", "ABORTED"} <= half.calls.keys()
+    hooks = {"allocated", "loading", "scheduled", "preempted", "FINISHED", "ABORTED"}
+    assert half.calls == hooks
     assert engine.shutdown() == {}
 
 
-def test_a_request_that_loads_has_what_the_gpu_hit_and_no_more() -> None:
-    geometry = GEOMETRIES["one"]
-    engine = Engine(geometry, Watching(ConnectorConfig(geometry)), num_gpu_blocks=12, page_bytes=16)
-    half = engine.scheduler_connector
-    assert isinstance(half, WatchingScheduler)
-    half.engine = engine
-
-    def run(*requests: Request) -> None:
-        for request in requests:
-            half.num_prompt_tokens[request.request_id] = request.num_prompt_tokens
-            engine.add_request(request)
-        while engine.has_work():
-            engine.step()
-        engine.step()  # idle: what is about to go is offloaded
-        while engine.has_work():
-            engine.step()
-
-    run(make(range(8), 1))
-    run(make("stuvwxyz", 1, name="b"), make("STUVWXYZ", 1, name="c"))
-    run(make(range(3), 1, name="d"))
-    request = make(range(8), 1, name="e")
-    engine.add_request(request)
-    engine.step()
-    assert request.status is Status.LOADING
-    assert request.num_computed_tokens == 3 * SIZE
-    engine.abort(request.request_id)
-    assert half.calls["ABORTED"] == 1
-    while engine.has_work():
-        engine.step()
+# --- content ---
 
 
-# --- from what ---
-
-
-ids = st.lists(st.integers(0, 2), max_size=6)
+IDS = st.lists(st.integers(0, 2), max_size=6)
 
 
 @settings(max_examples=200)
-@given(ids, ids, st.integers(0, 3), st.integers(0, 3))
-def test_tokens_are_equal_exactly_as_far_as_the_hashes_are(
+@given(IDS, IDS, st.integers(0, 3), st.integers(0, 3))
+def test_tokens_are_equal_exactly_as_far_as_the_hashes(
     one: list[int], other: list[int], more: int, output: int
 ) -> None:
     first, second = make([9, *one], more, output), make([9, *other], more, output)
@@ -230,8 +196,7 @@ def test_tokens_grow_and_never_change() -> None:
     assert list(pickle.loads(pickle.dumps(request.content)).token_ids) == list(tokens)
 
 
-def test_a_long_request_keeps_no_tokens() -> None:
-    """A look at one token computes one, whatever the length."""
+def test_a_long_request_computes_single_tokens() -> None:
     request = Request("a", 10**9 + 1, 0, 10**6, chain_hashes(range(1000)))
     tokens = request.content.token_ids
     assert len(tokens) == 10**9 + 1
@@ -255,7 +220,7 @@ def test_a_salt_or_a_lora_changes_every_hash_and_no_token(keys: dict[str, Any]) 
     assert plain.content.extra_keys == ()
 
 
-def test_salts_loras_and_both_are_all_apart() -> None:
+def test_every_combination_of_salt_lora_and_extra_keys_has_its_own_hashes() -> None:
     kinds: list[dict[str, Any]] = [
         {},
         {"cache_salt": "s"},
@@ -269,7 +234,7 @@ def test_salts_loras_and_both_are_all_apart() -> None:
     assert len(set(hashes)) == len(hashes) == 3 * len(kinds)
 
 
-def test_an_image_tells_prompts_apart_from_its_block_on() -> None:
+def test_an_image_changes_the_hashes_from_its_block_on() -> None:
     plain = make(range(5))
     one = make(range(5), extra_keys=[None, None, ("image 1",)])
     two = make(range(5), extra_keys=[None, None, ("image 2",)])
@@ -278,21 +243,9 @@ def test_an_image_tells_prompts_apart_from_its_block_on() -> None:
     assert list(one.content.extra_keys) == [None, None, ("image 1",), None, None]
 
 
-def test_equal_tokens_with_another_salt_are_no_hit() -> None:
-    engine = Engine(GEOMETRIES["one"], None, num_gpu_blocks=40, page_bytes=16)
-    for name, salt in (("a", None), ("b", "s"), ("c", "s"), ("d", None)):
-        engine.add_request(make(range(4), 1, name=name, cache_salt=salt))
-        while engine.has_work():
-            engine.step()
-    assert engine.stats.gpu_hit_blocks == 8  # c after b, d after a
-
-
-# --- conversations ---
-
-
 @settings(max_examples=200)
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(1, 9), st.booleans())
-def test_the_next_turn_begins_with_all_tokens_of_the_last(
+def test_the_next_turn_starts_with_all_tokens_of_the_last(
     more: int, output: int, new: int, is_salted: bool
 ) -> None:
     salt = "s" if is_salted else None
@@ -309,44 +262,16 @@ def test_the_next_turn_begins_with_all_tokens_of_the_last(
     assert list(first.content.token_ids) == before
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_a_next_turn_reads_what_was_stored_of_the_last(wrong: bool) -> None:
-    """The kit's laws aside: wrong bytes come back in a conversation, and only there."""
-    from tests.mutants.connector import AtTheEnd, StoresTheLastToken
-
-    kind: type[Connector] = StoresTheLastToken if wrong else AtTheEnd
-    geometry = GEOMETRIES["one"]
-    engine = Engine(
-        geometry, kind(ConnectorConfig(geometry)), num_gpu_blocks=12, page_bytes=16, decode_tokens=1
-    )
-
-    def run(request: Request) -> Request:
-        engine.add_request(request)
-        while engine.has_work():
-            engine.step()
-        assert engine.kv_cache.reset_prefix_cache()
-        return request
-
-    first = run(make(range(2), 1, 7))
-    assert first.num_tokens == 4 * SIZE
-    assert len(first.block_hashes) == 4
-    run(make(range(2), 3, 7, name="the same prompt"))
-    assert engine.stats.mismatches == 0
-    turn = run(first.next_turn("b", 5, 2, ["new", "newer"]))
-    assert engine.stats.cpu_hit_blocks == (2 + 4 if wrong else 2 + 3)
-    assert engine.stats.mismatches == (1 if wrong else 0)
-    assert turn.status is Status.FINISHED
-
-
-# --- refusals ---
-
-
-@pytest.mark.parametrize(("num_tokens", "num_output"), [(0, 1), (-1, 1), (4, -1)])
-def test_impossible_counts_are_refused_by_their_law(num_tokens: int, num_output: int) -> None:
-    with pytest.raises(ValueError, match=r"^KEY-1: request 'a': "):
-        Request("a", num_tokens, num_output, SIZE, [])
-
-
-def test_hashes_that_are_not_those_of_full_blocks_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^KEY-1: request 'a': 3 block hashes for 2 full blocks"):
-        Request("a", 11, 1, SIZE, chain_hashes(range(3)))
+@pytest.mark.parametrize(
+    ("num_tokens", "num_output", "num_hashes", "message"),
+    [
+        (0, 1, 0, "0 prompt tokens"),
+        (4, -1, 1, "-1 output tokens"),
+        (11, 1, 3, "3 block hashes for 2 full blocks"),
+    ],
+)
+def test_key1_impossible_counts_are_refused(
+    num_tokens: int, num_output: int, num_hashes: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"^KEY-1: request 'a': .*{message}"):
+        Request("a", num_tokens, num_output, SIZE, chain_hashes(range(num_hashes)))

@@ -1,9 +1,9 @@
-"""What a replay in time must say, by a model that shares nothing with it.
+"""The expected hits of a replay in time, from a model that shares no code with the engine.
 
-Events in a heap instead of steps, names instead of hashes, dictionaries instead of pools: one
-server computes prompts, first come first served; what runs generates a token each decode step;
-two LRU caches; a link with two directions. The trace's ids name generated blocks too, where a
-later turn has them.
+It has a heap of events instead of steps, names instead of hashes, and dictionaries instead of
+pools. One server computes prompts, first come first served; running requests generate a token in
+each decode step; there are two LRU caches, and a link with two directions. The trace's ids name
+generated blocks too, if a later turn has them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvview_reference.replay.trace_schemas import TraceRequest
 @dataclass
 class _Job:
     row: TraceRequest
-    names: list[int]  # of the blocks that have KV at its end
+    names: list[int]  # of the blocks with KV at its end
     num_full: int  # of its prompt
     hits: int = 0
     is_ready: bool = False
@@ -33,11 +33,11 @@ class Oracle:
     """Two tiers and a clock.
 
     Args:
-        rows: In the order in which they come.
+        rows: Rows by arrival.
         block_size: Tokens of an id.
-        gpu_blocks: That may be used.
-        host_blocks: Of the host.
-        model: What takes how long.
+        gpu_blocks: Usable GPU blocks.
+        host_blocks: Blocks of the host.
+        model: The durations.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Oracle:
         self._gpu: OrderedDict[int, int] = OrderedDict()  # name -> users; unused in LRU order
         self._gpu_blocks, self._host_blocks = gpu_blocks, host_blocks
         self._num_used = 0
-        self._host: OrderedDict[int, float] = OrderedDict()  # name -> when it is there
+        self._host: OrderedDict[int, float] = OrderedDict()  # name -> when its store has ended
         self._now = 0.0
         self._link_free = {"load": 0.0, "store": 0.0}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -64,7 +64,7 @@ class Oracle:
         self._plan(rows)
 
     def run(self) -> tuple[float, float]:
-        """Hits of the GPU and of the host, as shares of the prompts' ids."""
+        """Run; returns the hits of the GPU and of the host, as shares of the prompts' ids."""
         while self._events:
             self._now, _, act = heapq.heappop(self._events)
             act()
@@ -100,7 +100,7 @@ class Oracle:
             self._name_output(job, len(names))
 
     def _name_output(self, job: _Job, unknown: int) -> None:
-        """The next turn says what was generated; else nobody has it."""
+        """Name the generated blocks as the next turn does; otherwise uniquely."""
         row = job.row
         num_kept = (row.num_prompt_tokens + row.num_output_tokens - 1) // self._size
         total = row.num_prompt_tokens + row.num_output_tokens
@@ -116,7 +116,7 @@ class Oracle:
         if job.may_start:
             self._queue.append(job)
         else:
-            job.may_start = True  # when the turn before it ends
+            job.may_start = True  # at the end of the previous turn
 
     # --- compute ---
 
@@ -136,7 +136,7 @@ class Oracle:
             self._at(when, lambda job=job: self._computed(job))  # type: ignore[misc]
 
     def _match(self, job: _Job) -> bool:
-        """Find its prefix and room for the rest; False: it must wait."""
+        """Find the prefix of a job and space for the rest; False if it must wait."""
         most = (job.row.num_prompt_tokens - 1) // self._size
         on_gpu = 0
         while on_gpu < most and job.names[on_gpu] in self._gpu:
@@ -150,7 +150,7 @@ class Oracle:
             return False
         for name in job.names[:on_gpu]:
             self._use(name)
-        self._num_used += total - on_gpu  # until its end, whatever their names
+        self._num_used += total - on_gpu  # until its end
         self._shrink()
         for name in reversed(job.names[:end]):
             if name in self._host:
@@ -196,7 +196,7 @@ class Oracle:
         self._gpu[name] += 1
 
     def _keep(self, job: _Job, first: int, last: int) -> None:
-        """Blocks of the request get names: a name that is there already has one block too few."""
+        """Name blocks of a request; a known name needs one block less."""
         for name in job.names[first:last]:
             if name in self._gpu:
                 self._num_used -= 1

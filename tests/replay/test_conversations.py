@@ -1,10 +1,10 @@
-"""What a request generates is part of the next turn's prompt, in a replay too."""
+"""The tokens of an answer are part of the next turn's prompt in a replay."""
 
 from __future__ import annotations
 
 from kvview_reference.engine.request import Request, Status
 from kvview_reference.replay.conversations import Conversations
-from kvview_reference.replay.trace_schemas import TraceRequest, parse
+from kvview_reference.replay.trace_schemas import TraceRequest
 from kvview_reference.replay.workload import generate_trace
 
 SIZE = 4
@@ -23,7 +23,7 @@ def end(request: Request) -> Request:
     return request
 
 
-def test_the_next_turn_has_the_names_of_what_was_generated() -> None:
+def test_the_next_turn_has_the_hashes_of_the_generated_blocks() -> None:
     turns = Conversations(SIZE)
     first = end(turns.make_request(row("1", 9, 8, "abx")))  # 17 tokens: 4 full blocks and 1
     second = turns.make_request(row("2", 30, 1, "abcdefgh", "1"))
@@ -45,7 +45,7 @@ def test_an_edited_answer_shares_the_prompt_only() -> None:
     assert same.block_hashes[:4] == second.block_hashes[:4] == first.block_hashes[:4]
 
 
-def test_other_rows_with_its_ids_share_what_was_generated() -> None:
+def test_other_rows_with_its_ids_share_the_generated_blocks() -> None:
     turns = Conversations(SIZE)
     end(turns.make_request(row("1", 9, 8, "abx")))
     second = turns.make_request(row("2", 30, 1, "abcdefgh", "1"))
@@ -54,7 +54,7 @@ def test_other_rows_with_its_ids_share_what_was_generated() -> None:
     assert branch.block_hashes[6] != second.block_hashes[6]
 
 
-def test_what_is_not_a_next_turn_is_named_by_its_ids() -> None:
+def test_a_row_that_is_not_a_next_turn_has_the_hashes_of_its_ids() -> None:
     turns = Conversations(SIZE)
     running = turns.make_request(row("1", 8, 8, "ab"))
     running.generate(4)
@@ -68,23 +68,9 @@ def test_what_is_not_a_next_turn_is_named_by_its_ids() -> None:
     assert other.block_hashes[0] != running.block_hashes[0]
 
 
-def test_traces_say_what_a_row_continues() -> None:
+def test_the_generated_workload_names_the_previous_turns() -> None:
     workload = list(generate_trace(num_requests=300))
     turns = [one for one in workload if one.continues is not None]
     assert len(turns) > 60
     rows = {one.request_id: one for one in workload}
     assert all(one.num_prompt_tokens > rows[one.continues or ""].num_prompt_tokens for one in turns)
-    bailian = (
-        b'{"chat_id":7,"parent_chat_id":5,"timestamp":1.0,"input_length":16,'
-        b'"output_length":3,"type":"text","turn":2,"hash_ids":[1]}'
-    )
-    assert parse(bailian, 1, "bailian")[1][0].continues == "5"
-    cc = (
-        b'{"id":"s","block_size":4,"requests":['
-        b'{"t":0,"type":"n","in":4,"out":1,"hash_ids":[1]},'
-        b'{"t":1,"type":"subagent","requests":[{"t":1,"type":"n","in":4,"out":1,"hash_ids":[2]},'
-        b'{"t":2,"type":"n","in":8,"out":1,"hash_ids":[2,3]}]},'
-        b'{"t":9,"type":"n","in":8,"out":1,"hash_ids":[1,4]}]}'
-    )
-    found = {one.request_id: one.continues for one in parse(cc, 1, "cc-traces")[1]}
-    assert found == {"s/0": None, "s/1.0": None, "s/1.1": "s/1.0", "s/2": "s/0"}

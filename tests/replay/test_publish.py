@@ -1,4 +1,4 @@
-"""``kvview replay --publish``: what is told is what is there, and routers take it."""
+"""``kvview replay --publish``: the events match the cached blocks, and routers accept them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ BLOCK = 32
 ANY_PORT = "tcp://127.0.0.1:*"
 
 
-class Witness:
-    """Publishes each step, and notes what the pool and the tier hold after it."""
+class Spy:
+    """Publishes each step, and notes the blocks of the pool and the tier after it."""
 
     def __init__(self, publisher: Publisher, geometry: CacheGeometry) -> None:
         self.feed = EventFeed(publisher, geometry, find_format("vllm-0.33"))
@@ -48,10 +48,10 @@ class Witness:
         if self.feed.num_events == before:
             return
         if self.number % 8 == 0:
-            self.held[self.number] = self._look(engine)
+            self.held[self.number] = self._held(engine)
         self.number += 1
 
-    def _look(self, engine: Engine) -> dict[str, set[tuple[int, int]]]:
+    def _held(self, engine: Engine) -> dict[str, set[tuple[int, int]]]:
         pool = engine.kv_cache.pool
         keys = pool.block_keys(range(pool.num_blocks))
         manager = engine.scheduler_connector._manager  # type: ignore[attr-defined]
@@ -67,24 +67,24 @@ def _named(key: OffloadKey) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("groups", ["full", "full,window:64@2"])
-def test_the_fold_is_what_is_loadable_after_every_step(groups: str) -> None:
+def test_the_fold_is_the_cached_blocks_after_every_step(groups: str) -> None:
     geometry = make_geometry(groups, BLOCK)
     rows = generate_trace(num_requests=8, seed=3, block_size=BLOCK)
     config = ReplayConfig(2500, 64, 4, groups, {"cpu_blocks": 700, "enable_events": True})
     with Publisher(ANY_PORT, ANY_PORT) as publisher:
-        witness = Witness(publisher, geometry)
-        report = replay(rows, BLOCK, OffloadConnector, config, on_step=witness)
+        spy = Spy(publisher, geometry)
+        report = replay(rows, BLOCK, OffloadConnector, config, on_step=spy)
         with Listener(publisher.endpoint, publisher.replay_endpoint) as listener:
             messages = [*listener.replay(0)]
     assert report.is_clean
-    assert len(messages) == witness.number > 20
+    assert len(messages) == spy.number > 20
     fold = StreamFold()
     seen: Counter[str] = Counter()
     for message in messages:
         batch, found = fold.apply(message.sequence, message.payload)
         assert (found, fold.knows_all) == ([], True)
         assert batch is not None
-        for medium, keys in witness.held.get(message.sequence, {}).items():
+        for medium, keys in spy.held.get(message.sequence, {}).items():
             assert set(fold.held.get(medium, ())) == keys
         for name in ("dynamo", "llm-d", "vllm"):
             for event, judgement in zip(

@@ -1,17 +1,13 @@
-"""`kvview size`: one pass against plain simulations, sampling, what it costs, bad input."""
+"""``kvview size``: one pass compared with plain simulations, sampling, costs, recordings."""
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
 import json
 import random
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from importlib.metadata import EntryPoint
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -21,25 +17,28 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvview.cli import commands
+from kvview.cli.commands import cli
 from kvview.errors import ConfigError
 from kvview.events.formats import WIRE_FORMATS
 from kvview.events.recording import Message, Recording
 from kvview.events.wire import Batch, codec, encode
-from kvview_reference.replay.traces import TraceRequest, open_trace
+from kvview_reference.replay.traces import Lost, TraceRequest, open_trace
 from kvview_reference.replay.workload import generate_trace
-from kvview_reference.sizing.curves import lru_curve, lru_reaches, optimum_hits
+from kvview_reference.sizing.accounts import PEAK_SECONDS
+from kvview_reference.sizing.curves import knee_of, lru_curve, lru_reaches, optimum_hits
+from kvview_reference.sizing.explain import explain
 from kvview_reference.sizing.model import ModelShape, attention_layers, parse_size
-from kvview_reference.sizing.model_file import read_model
 from kvview_reference.sizing.recordings import SAME_REQUEST_S, RecordedTrace
 from kvview_reference.sizing.references import References, read_references
-from kvview_reference.sizing.stored import StoredBlocks, report_model
+from kvview_reference.sizing.size_page import write_size_page
+from kvview_reference.sizing.stored import StoredBlocks
 from kvview_reference.sizing.sweep import SizeReport
 from kvview_reference.sizing.sweep import size as run_size
 from kvview_reference.sizing.tier_hits import Tiers
 from tests.traces import MOONCAKE, trace_file
 
 BLOCK_SIZE = 4
+MODEL = ModelShape((attention_layers("full", 2, 2, 8),))
 
 
 def request(number: int, ids: Sequence[int], arrival_s: float | None = None) -> TraceRequest:
@@ -53,7 +52,7 @@ def referred(prompts: Iterable[Sequence[int]], **options: Any) -> References:
 
 
 def chains(seed: int, num_requests: int) -> list[list[int]]:
-    """Prompts that branch off one another, as conversations and system prompts do."""
+    """Prompts that branch off one another, like conversations and system prompts."""
     rng = random.Random(seed)
     prompts: list[list[int]] = []
     new = 0
@@ -99,7 +98,7 @@ def plain_optimum(prompts: Sequence[Sequence[int]], size: int) -> int:
     return hits
 
 
-# --- one pass beside plain simulations ---
+# --- one pass compared with plain simulations ---
 
 
 @given(seed=st.integers(0, 10**6), num_requests=st.integers(0, 40))
@@ -117,10 +116,9 @@ def test_lru_at_every_size_in_one_pass(seed: int, num_requests: int) -> None:
 
 @given(prompts=st.lists(st.lists(st.integers(0, 8), max_size=6), max_size=12))
 @settings(max_examples=100, deadline=None)
-def test_ids_that_name_no_prefixes(prompts: list[list[int]]) -> None:
+def test_ids_that_do_not_name_prefixes(prompts: list[list[int]]) -> None:
     unique = [list(dict.fromkeys(prompt)) for prompt in prompts]
-    references = referred(prompts)
-    curve = lru_curve(lru_reaches(references))
+    curve = lru_curve(lru_reaches(referred(prompts)))
     for size in range(10):
         assert curve.hits(size) == plain_lru(unique, size)
 
@@ -129,39 +127,25 @@ def test_ids_that_name_no_prefixes(prompts: list[list[int]]) -> None:
 @settings(max_examples=60, deadline=None)
 def test_no_policy_exceeds_the_optimum(seed: int, size: int) -> None:
     prompts = chains(seed, 25)
-    references = referred(prompts)
-    (bound,) = optimum_hits(references, [size])
+    (bound,) = optimum_hits(referred(prompts), [size])
     assert bound == plain_optimum(prompts, size)
     assert bound >= plain_lru(prompts, size)
 
 
-def test_runs_hold_what_the_same_requests_use() -> None:
+def test_the_references_of_a_trace() -> None:
     references = referred([[1, 2, 3, 4], [1, 2, 9], [1, 2, 3, 4, 5]])
-    assert references.weights() == [2, 2, 1, 1]
+    assert references.weights() == [2, 2, 1, 1]  # a run has the blocks of the same requests
     assert [list(r.runs) for r in references.requests] == [[0, 1], [0, 2], [0, 1, 3]]
     assert references.num_references == 12
-
-
-def test_requests_go_by_arrival_and_sessions_interleave() -> None:
     rows = [request(0, [1, 2], 5.0), request(1, [7], 2.0), request(2, [1], 3.0)]
-    references = read_references(rows, BLOCK_SIZE)
-    assert [r.num_blocks for r in references.requests] == [1, 1, 2]
-    assert [r.arrival_s for r in references.requests] == [0.0, 1.0, 3.0]
-
-
-def test_partial_blocks_are_counted_and_not_cached() -> None:
-    row = TraceRequest("1", 0.0, BLOCK_SIZE + 1, 0, (1, 2), "", 1)
-    assert read_references([row], BLOCK_SIZE).num_blocks == 1
-    assert read_references([row], BLOCK_SIZE).num_ids == 2
-    assert read_references([row], BLOCK_SIZE, has_partial_blocks=True).num_blocks == 2
-
-
-def test_a_request_that_cannot_fit_is_counted_and_passed_over() -> None:
-    references = referred([[1], [1, 2, 3, 4], [1]], max_request_blocks=3)
-    assert (len(references.requests), references.num_too_large) == (2, 1)
-
-
-# --- tiers ---
+    by_arrival = read_references(rows, BLOCK_SIZE).requests
+    assert [(r.arrival_s, r.num_blocks) for r in by_arrival] == [(0.0, 1), (1.0, 1), (3.0, 2)]
+    partial = TraceRequest("1", 0.0, BLOCK_SIZE + 1, 0, (1, 2), "", 1)
+    for has_partial_blocks, num_blocks in ((False, 1), (True, 2)):
+        read = read_references([partial], BLOCK_SIZE, has_partial_blocks=has_partial_blocks)
+        assert (read.num_ids, read.num_blocks) == (2, num_blocks)
+    too_large = referred([[1], [1, 2, 3, 4], [1]], max_request_blocks=3)
+    assert (len(too_large.requests), too_large.num_too_large) == (2, 1)
 
 
 @pytest.mark.parametrize("gpu_blocks", [0, 40])
@@ -202,9 +186,8 @@ def report_of(prompts: Sequence[Sequence[int]], **options: Any) -> SizeReport:
 
 
 def test_the_report_adds_up() -> None:
-    model = ModelShape((attention_layers("full", 2, 2, 8),))
-    report = report_of(chains(5, 300), gpu_blocks=20, model=model, prefill_tokens_per_s=100.0)
-    assert model.token_bytes == 2 * 2 * 2 * 8 * 2
+    blocks = StoredBlocks(MODEL, BLOCK_SIZE)
+    report = report_of(chains(5, 300), gpu_blocks=20, blocks=blocks, prefill_tokens_per_s=100.0)
     for curve in report.curves:
         for point in curve.points:
             shares = point.gpu_hit_rate, point.host_hit_rate, point.computed_rate
@@ -217,57 +200,46 @@ def test_the_report_adds_up() -> None:
     lru = report.curves[0].points
     assert 1 - lru[-1].computed_rate == pytest.approx(report.unlimited_hit_rate)
     assert report.lru_curve[-1][1] == pytest.approx(report.unlimited_hit_rate)
-    assert 0 < report.enough_host_blocks <= report.full_host_blocks
-    hits = sum(moment.gpu_hit_blocks + moment.host_hit_blocks for moment in report.timeline)
-    assert hits == pytest.approx(
-        dict(report.lru_curve).get(report.full_host_blocks, 0) * report.blocks, rel=0.02
-    )
     assert sum(moment.requests for moment in report.timeline) == report.requests
+    assert sum(moment.blocks for moment in report.timeline) <= report.blocks
+    hits = sum(moment.gpu_hit_blocks + moment.host_hit_blocks for moment in report.timeline)
+    gain = report.unlimited_hit_rate - report.no_connector_hit_rate
+    at_knee = report.no_connector_hit_rate + report.knee_share * gain
+    assert hits == pytest.approx(at_knee * report.blocks)
+
+
+def test_the_knee_is_where_the_curve_bends_most() -> None:
+    assert knee_of([(10, 0.0), (20, 0.8), (30, 0.85), (100, 1.0)]) == 20
+    assert knee_of([(10, 0.0), (20, 0.1), (100, 1.0)]) == 100  # each block gains more than the last
+    assert knee_of([(10, 0.5)]) == 10
+    # Ten prompts of one block are used again at once; one long prompt is used again at the end.
+    short = [[n] for n in range(100, 110)] * 5
+    long = list(range(50))
+    report = report_of([long, *short, long])
+    assert report.knee_host_blocks == 10
+    assert report.knee_share == pytest.approx(40 / 90)
+    assert report.full_host_blocks == 60
+
+
+def test_a_peak_is_that_of_the_busiest_seconds() -> None:
+    rows = [request(0, [1, 2]), *(request(n, [1, 2], 1000.0 + n) for n in range(1, 6))]
+    rows.append(request(9, [5], 100_000.0))
+    blocks = StoredBlocks(MODEL, BLOCK_SIZE)
+    options: dict[str, Any] = {"block_size": BLOCK_SIZE, "gpu_blocks": 0, "policies": ["lru"]}
+    report = run_size(read_references(rows, BLOCK_SIZE), trace="t", blocks=blocks, **options)
+    (*_, point) = report.curves[0].points
+    assert point.loaded_blocks == 10
+    num_bytes = 10 * blocks.block_bytes(())
+    assert point.peak_load_gb_per_s == pytest.approx(num_bytes / PEAK_SECONDS / 1e9)
+    assert point.load_gb_per_s == pytest.approx(num_bytes / 100_000 / 1e9)
 
 
 @pytest.mark.parametrize("prompts", [[], [[]], [[1]], [[1, 2], [3, 4]], [[1], [1]]])
-def test_traces_in_which_little_happens(prompts: list[list[int]], tmp_path: Path) -> None:
-    from kvview_reference.sizing.explain import explain
-    from kvview_reference.sizing.size_page import write_size_page
-
+def test_traces_without_gain(prompts: list[list[int]], tmp_path: Path) -> None:
     report = report_of(prompts, gpu_blocks=8)
-    assert report.enough_host_blocks == 0
-    assert "No host wins anything" in " ".join(explain(report))
-    write_size_page(str(tmp_path / "page.html"), report)
-
-
-# --- the model ---
-
-
-@pytest.mark.parametrize(
-    ("config", "token_bytes"),
-    [
-        ({"layers": 32, "kv_heads": 8, "head_size": 128}, 131_072),
-        ({"layers": 32, "kv_heads": 8, "head_size": 128, "dtype": "fp8", "tp": 16}, 131_072),
-        (
-            {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
-            | {"hidden_size": 4096, "torch_dtype": "float32"},
-            131_072,  # float32 weights run in bfloat16
-        ),
-        (
-            {"text_config": {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}},
-            2 * 2 * 4 * 8 * 2,
-        ),
-        (
-            {"num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512}
-            | {"qk_rope_head_dim": 64, "torch_dtype": "bfloat16", "model_type": "deepseek_v3"},
-            61 * 576 * 2,
-        ),
-    ],
-)
-def test_bytes_of_a_token(config: dict[str, Any], token_bytes: int, tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    shape = read_model(str(path), {"tp": None})
-    assert shape is not None
-    assert shape.token_bytes == token_bytes
-    (layers,) = report_model(StoredBlocks(shape, 16), ()).layers
-    assert f"= {token_bytes:,} bytes a token" in layers.formula
+    assert report.knee_host_blocks == report.full_host_blocks == 0
+    assert "No host gains anything" in " ".join(explain(report))
+    write_size_page(str(tmp_path / "page.html"), report, Lost())
 
 
 def test_sizes() -> None:
@@ -282,12 +254,20 @@ def test_sizes() -> None:
 # --- recordings ---
 
 
-def record(path: Path, steps: Iterable[tuple[float, list[int], int | None]]) -> Path:
+def test_a_recording_is_a_trace(tmp_path: Path) -> None:
     wire_format = [known for known in WIRE_FORMATS if known.producer == "vllm"][-1]
-    make = codec(wire_format).make
+    soon, later = 1.0, 1.0 + 2 * SAME_REQUEST_S
+    steps: list[tuple[float, list[int], int | None]] = [
+        (0.0, [11, 12], None),
+        (soon, [13], 12),  # the same request continues
+        (soon, [21], None),
+        (later, [14, 15], 13),  # the next turn
+        (later + 1, [16], 12),  # another branch of the first request
+    ]
+    path = tmp_path / "events.jsonl"
     with Recording(str(path)) as recording:
         for number, (at, hashes, parent) in enumerate(steps):
-            event = make(
+            event = codec(wire_format).make(
                 "BlockStored",
                 block_hashes=hashes,
                 parent_block_hash=parent,
@@ -296,59 +276,41 @@ def record(path: Path, steps: Iterable[tuple[float, list[int], int | None]]) -> 
                 medium="GPU",
                 group_idx=0,
             )
-            payload = encode(Batch(at, [event], None, wire_format))
-            recording.write(Message(number, payload))
-    return path
-
-
-def test_a_recording_is_a_trace(tmp_path: Path) -> None:
-    soon, later = 1.0, 1.0 + 2 * SAME_REQUEST_S
-    path = record(
-        tmp_path / "events.jsonl",
-        [
-            (0.0, [11, 12], None),
-            (soon, [13], 12),  # the same request goes on
-            (soon, [21], None),
-            (later, [14, 15], 13),  # the next turn
-            (later + 1, [16], 12),  # another branch of the first
-        ],
-    )
+            recording.write(Message(number, encode(Batch(at, [event], None, wire_format))))
     trace = RecordedTrace(str(path), None)
     assert trace.block_size == BLOCK_SIZE
-    found = [(row.arrival_s, list(row.hash_ids)) for row in trace]
-    assert found == [
+    assert [(row.arrival_s, list(row.hash_ids)) for row in trace] == [
         (0.0, [0, 1, 2]),
         (soon, [3]),
         (later, [0, 1, 2, 4, 5]),
         (later + 1, [0, 1, 6]),
     ]
-    curve = lru_curve(lru_reaches(read_references(trace, BLOCK_SIZE)))
-    assert curve.hits(100) == 5
+    assert lru_curve(lru_reaches(read_references(trace, BLOCK_SIZE))).hits(100) == 5
+    for command in ("size", "replay"):
+        result = CliRunner().invoke(cli, [command, str(path), "--json", "-", "-q"])
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["requests"] == 4
 
 
 # --- the command ---
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    point = EntryPoint("size", "kvview_reference.sizing.command:size", commands.GROUP)
-    monkeypatch.setattr(commands, "entry_points", lambda group: [point])
-    return lambda *args: CliRunner().invoke(commands.cli, ["size", *map(str, args)])
+def run(*args: object) -> Result:
+    return CliRunner().invoke(cli, ["size", *map(str, args)])
 
 
-def test_what_it_writes(tmp_path: Path, run: Callable[..., Result]) -> None:
-    model = ("--layers", 2, "--kv-heads", 2, "--head-size", 8)
-    outputs = [tmp_path / name for name in ("r.json", "r.csv", "r.html")]
-    options = [part for path in outputs for part in (f"--{path.suffix[1:]}", path)]
-    result = run("--requests", 300, "--sizes", "500,1MiB,100%", *model, *options)
+def test_the_reports_of_the_command(tmp_path: Path) -> None:
+    model = tmp_path / "model.json"
+    model.write_text('{"groups": [{"layers": 2, "kv_heads": 2, "head_size": 8}]}')
+    outputs = ("--json", tmp_path / "r.json", "--html", tmp_path / "r.html")
+    result = run("--requests", 300, "--sizes", "500,1MiB,100%", "--model", model, *outputs)
     assert result.exit_code == 0, result.output
     assert "= 128 bytes a token; x 512 tokens" in result.output
-    report = SizeReport.model_validate_json(outputs[0].read_text())
+    assert "GiB) alone hit" in result.output
+    report = SizeReport.model_validate_json((tmp_path / "r.json").read_text())
     assert [curve.policy for curve in report.curves] == ["lru", "arc"]
     assert [point.host_blocks for point in report.curves[0].points][:2] == [16, 500]
-    rows = list(csv.DictReader(io.StringIO(outputs[1].read_text())))
-    assert [row["policy"] for row in rows] == ["lru"] * 3 + ["arc"] * 3
-    page = outputs[2].read_text()
+    page = (tmp_path / "r.html").read_text()
     assert "http" not in page.replace("http-equiv", "")
     for start in [at for at in range(len(page)) if page.startswith("<svg", at)]:
         ElementTree.fromstring(page[start : page.index("</svg>", start) + 6])
@@ -358,30 +320,24 @@ def test_what_it_writes(tmp_path: Path, run: Callable[..., Result]) -> None:
 @pytest.mark.parametrize(
     ("args", "part"),
     [
-        (["--sizes", "64GiB"], "bytes need a model"),
-        (["--sizes", "many"], "expected blocks, GiB or %"),
-        (["--policies", "mru"], "unknown cache policy 'mru'; known: arc, "),
-        (["--policies", "json:dumps"], "lacks admit, touch"),
-        (["--layers", "3"], "--kv-heads, --head-size"),
-        (["--layers", "3", "--kv-heads", "3", "--head-size", "8", "--tp", "2"], "evenly"),
-        (["--model", "no/such.json"], "No such file"),
-        (["--prefill-rate", "0"], "--prefill-rate"),
-        (["--requests", "0"], "--requests"),
-        (["--requests", str(10**400)], "--requests"),
-        (["--layers", str(10**400), "--kv-heads", "1", "--head-size", "1"], "--layers"),
-        (["--json", "-", "--csv", "-"], "stdout"),
-        (["no/such/trace.jsonl"], "no/such/trace.jsonl"),
+        ("--sizes 64GiB", "bytes need a model"),
+        ("--sizes many", "expected blocks, GiB or %"),
+        ("--policies mru", "unknown cache policy 'mru'; known: arc, "),
+        ("--policies json:dumps", "lacks admit, touch"),
+        ("--tp 2", "need --model"),
+        ("--prefill-rate 0", "--prefill-rate"),
+        (f"--requests {10**30}", "--requests"),
     ],
 )
-def test_bad_input_is_one_line(args: list[str], part: str, run: Callable[..., Result]) -> None:
-    result = run(*args)
+def test_a_run_that_cannot_start_is_one_line(args: str, part: str) -> None:
+    result = run(*args.split())
     assert result.exit_code == 2
     assert part in result.output
     assert result.output.startswith("kvview: ")
     assert result.output.count("\n") == 1
 
 
-def test_damaged_input(tmp_path: Path, run: Callable[..., Result]) -> None:
+def test_damaged_input(tmp_path: Path) -> None:
     row = {"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}
     path = tmp_path / "t.jsonl"
     path.write_text(json.dumps(row) + "\nnot json\n" + json.dumps(row) + "\n")
@@ -392,44 +348,18 @@ def test_damaged_input(tmp_path: Path, run: Callable[..., Result]) -> None:
     assert report["requests"] == 2
     assert "t.jsonl:2" in report["lost"][0]
     assert run(path, "--strict").exit_code == 2
-    rows = (
-        json.dumps(row | {"timestamp": at}) + "\n"
-        for at in random.Random(0).sample(range(9999), 999)
-    )
-    packed = gzip.compress("".join(rows).encode())
-    path.write_bytes(packed[: len(packed) // 2])
-    assert run(path, "--strict").exit_code == 2
-    assert "truncated or damaged" in run(path).stderr
 
 
-def test_a_folder_is_a_trace(tmp_path: Path, run: Callable[..., Result]) -> None:
-    turn = {"t": 1.0, "type": "n", "in": 128, "out": 1, "hash_ids": [1, 2]}
-    for name in "ab":
-        session = {"id": name, "block_size": 64, "hash_id_scope": "local", "requests": [turn, turn]}
-        (tmp_path / f"{name}.json").write_text(json.dumps(session))
-    (tmp_path / "README.md").write_text("no trace")
-    rows = list(open_trace(tmp_path))
-    assert [row.scope for row in rows] == ["a", "a", "b", "b"]
-    (tmp_path / "other.json").write_text('{"timestamp": 1}')
-    result = run(tmp_path, "--json", tmp_path.parent / "r.json")
-    assert result.exit_code == 0, result.output
-    report = json.loads((tmp_path.parent / "r.json").read_text())
-    assert (report["requests"], report["blocks"], len(report["lost"])) == (4, 8, 1)
-    assert run(tmp_path, "--strict").exit_code == 2
-    (tmp_path / "empty").mkdir()
-    assert "no file in it ends in" in run(tmp_path / "empty").output
-
-
-def test_starts_without_what_it_does_not_need() -> None:
+def test_the_command_does_not_import_torch() -> None:
     code = (
-        "import sys, kvview_reference.sizing.command as c; c.size(['--requests', '5'], "
-        "standalone_mode=False)"
+        "import sys, kvview_reference.sizing.command as c\n"
+        "try: c.size(['--requests', '5'], standalone_mode=False)\n"
+        "except SystemExit: pass\nassert 'torch' not in sys.modules"
     )
-    code = f"try:\n    {code}\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_the_real_trace_or_one_that_is_like_it() -> None:
+def test_the_mooncake_trace() -> None:
     file = trace_file(MOONCAKE)
     trace = open_trace(file.path)
     references = read_references(trace, trace.block_size, has_partial_blocks=True)
@@ -439,5 +369,4 @@ def test_the_real_trace_or_one_that_is_like_it() -> None:
     rates.append(round(100 * most / references.num_ids, 1))
     if file.is_real:
         assert rates == [21.2, 35.5, 36.6]
-    assert rates == sorted(rates)
     assert rates == pytest.approx([21.2, 35.5, 36.6], abs=5)

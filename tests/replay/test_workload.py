@@ -22,18 +22,19 @@ def digest(requests: Iterable[TraceRequest]) -> str:
     return state.hexdigest()[:16]
 
 
-def test_generator_is_the_same_everywhere() -> None:
+def test_the_workload_is_the_same_on_every_platform() -> None:
     assert digest(generate_trace(num_requests=1_000, seed=0)) == "2b2f76acca7ef151"
     assert digest(generate_trace(num_requests=1_000, seed=1)) != "2b2f76acca7ef151"
 
 
-def test_longer_trace_starts_with_the_shorter() -> None:
+def test_a_longer_workload_starts_with_the_shorter() -> None:
     short = list(generate_trace(num_requests=50, seed=3))
     assert list(itertools.islice(generate_trace(num_requests=500, seed=3), 50)) == short
+    assert list(generate_trace(num_requests=0)) == []
 
 
 @pytest.mark.parametrize("seed", [0, 7])
-def test_generator_has_the_shape_of_the_real_trace(seed: int) -> None:
+def test_the_workload_has_the_shape_of_the_real_trace(seed: int) -> None:
     requests = list(generate_trace(seed=seed))
     num_requests, references, _, hit_rate = prefix_hit_rate(requests)
     assert num_requests == 12_000
@@ -52,7 +53,7 @@ def test_generator_has_the_shape_of_the_real_trace(seed: int) -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 500, 512, 10**9])
-def test_generator_block_sizes(block_size: int) -> None:
+def test_block_sizes(block_size: int) -> None:
     requests = list(generate_trace(num_requests=200, block_size=block_size))
     for request, other in zip(requests, generate_trace(num_requests=200), strict=True):
         assert request.num_prompt_tokens == other.num_prompt_tokens
@@ -68,7 +69,7 @@ def test_equal_ids_have_equal_prefixes() -> None:
             assert before.setdefault(hash_id, previous) == previous
 
 
-def test_generator_memory_does_not_grow() -> None:
+def test_memory_does_not_grow() -> None:
     list(generate_trace(num_requests=100))
     peaks = [peak_bytes(generate_trace(num_requests=n)) for n in (4_000, 12_000)]
     assert peaks[1] < 1.5 * peaks[0]
@@ -85,10 +86,6 @@ def test_generator_memory_does_not_grow() -> None:
         ({"block_size": 1.5}, "got 1.5"),
     ],
 )
-def test_generator_arguments(arguments: dict[str, Any], part: str) -> None:
+def test_wrong_arguments(arguments: dict[str, Any], part: str) -> None:
     with pytest.raises(ConfigError, match=part):
         generate_trace(**arguments)
-
-
-def test_generator_of_nothing() -> None:
-    assert list(generate_trace(num_requests=0)) == []

@@ -1,10 +1,10 @@
-"""Traces of real traffic where they are at hand, and look-alikes of them for everybody else.
+"""Traces of real traffic if they are available, and look-alikes otherwise.
 
-    python -m tests.traces FOLDER      # writes both look-alikes there
+    python -m tests.traces FOLDER      # writes both look-alikes to FOLDER
 
-A look-alike has the schema, the number of requests and about the sizes and the sharing of the real
-file, so that every test of real traces runs anywhere; only figures that are known of the real file
-are not asserted. README.md beside this file says where the real ones come from.
+A look-alike has the schema and the number of requests of the real file, and similar sizes and
+sharing, so that every test of real traces runs anywhere; only exact figures of the real file are
+not asserted. README.md in this folder has the sources of the real files.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class TraceFile:
     """A trace for a test.
 
     Args:
-        path: Of the file.
-        is_real: Whether it is the real one.
+        path: The file.
+        is_real: Whether it is the real file.
     """
 
     path: Path
@@ -48,7 +48,7 @@ class TraceFile:
 
 @cache
 def trace_file(name: str) -> TraceFile:
-    """The real trace of this name, or a look-alike that is gone when the process ends."""
+    """Find the real trace of this name, or write a look-alike until the end of the process."""
     folders = [Path(__file__).parents[3] / "shared" / "data"]
     if given := os.environ.get("KVVIEW_TRACES"):
         folders.insert(0, Path(given))
@@ -63,7 +63,7 @@ def trace_file(name: str) -> TraceFile:
 
 
 def write_look_alike(path: Path) -> None:
-    """Write a file like the real one of this name."""
+    """Write a look-alike of the real file of this name."""
     if path.name == MOONCAKE:
         path.write_text("".join(f"{json.dumps(row)}\n" for row in _mooncake_rows()))
     else:
@@ -82,7 +82,7 @@ def _mooncake_rows() -> Iterator[dict[str, Any]]:
 
 
 def _cc_sessions(random: Random) -> Iterator[dict[str, Any]]:
-    """Sessions of a few to some hundred requests; in some, other agents begin their own."""
+    """Generate sessions of a few to some hundred requests, some with sub-agents."""
     flat = _CC_REQUESTS - _CC_NESTED
     weights = [random.paretovariate(1) for _ in range(_CC_SESSIONS)]
     spare = flat - 3 * _CC_SESSIONS
@@ -104,19 +104,19 @@ def _cc_sessions(random: Random) -> Iterator[dict[str, Any]]:
 
 
 class _CcConversation:
-    """A context that grows, and now and then is written anew because it became too long."""
+    """A context that grows, and is rewritten when it is too long."""
 
     def __init__(self, random: Random, first_id: int = 1, t: float = 0.0) -> None:
         self.random, self.t, self._next = random, t, first_id
         self._ids: list[int] = []
         self._tokens = 0
-        self._begin()
+        self._start()
 
     def turn(self) -> dict[str, Any]:
-        """The next request."""
+        """Make the next request."""
         self._tokens += int(self.random.expovariate(1 / 900)) + 1
         if self._tokens > 150_000:
-            self._begin()
+            self._start()
         while len(self._ids) < self._tokens // _CC_BLOCK:
             self._ids.append(self._next)
             self._next += 1
@@ -129,6 +129,6 @@ class _CcConversation:
             "hash_ids": self._ids.copy(),
         }
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         self._tokens = self.random.randint(16_000, 70_000)
-        del self._ids[12_000 // _CC_BLOCK :]  # what the system says stays
+        del self._ids[12_000 // _CC_BLOCK :]  # the system prompt stays

@@ -1,4 +1,4 @@
-"""A small engine: continuous batching in steps, with a connector beside it."""
+"""A small engine: continuous batching in steps, with a connector."""
 
 from kvview_reference.engine.engine import Engine
 from kvview_reference.engine.request import Request, Status, chain_hashes

@@ -1,16 +1,16 @@
-"""A small engine: continuous batching in steps, with a connector beside it.
+"""A small engine: continuous batching in steps, with a connector.
 
-One step: hear of finished transfers; give running requests room, preempting the
-youngest when the pool is full; start waiting ones (prefix match, connector
-match, allocate); let the connector plan; start the plan; launch; take the output
-in; cache what is full; finish. The KV bytes of a full block follow from its hash, so
-that what a request reads before it computes is checked byte for byte.
+One step: take in finished transfers; allocate blocks to running requests, preempting the
+youngest when the pool is full; start waiting requests (prefix match, connector match,
+allocation); let the connector plan; start the plan; launch; take in the output; cache full
+blocks; end finished requests. The KV bytes of a full block follow from its hash, so every block
+that a request reads is compared byte for byte.
 
-With several steps in flight the output of a step is taken in when later ones are launched
-already. Until then a request is scheduled past the tokens it has: what is *computed* is
-what is launched (CONN-7). Where the engine is given a stream, a step writes and reads the
-KV when its output is taken in, in the order of the launches, into the blocks that were its
-requests' at the launch, whosever they are by then.
+With several steps in flight, the output of a step is taken in after later steps were launched.
+Until then a request is scheduled past the tokens it has, because *computed* means launched
+(CONN-7). With a stream, a step writes and reads KV when its output is taken in, in the order of
+the launches, in the blocks that its requests had at the launch, even if they have other owners
+by then.
 
 Source: the order of calls follows ``vllm/v1/core/sched/scheduler.py`` and, of a step,
 ``EngineCore.step_with_batch_queue`` in ``vllm/v1/engine/core.py`` (0.33.0).
@@ -54,7 +54,7 @@ from kvview_reference.guard import guard_pool
 from kvview_reference.transfer.pages import check_host_bytes
 
 _MAX_IDLE_STEPS = 1000
-_POOL_BYTES_PER_BLOCK = 100  # what the block pool keeps beside each block
+_POOL_BYTES_PER_BLOCK = 100  # of the block pool's own state
 
 
 @dataclass
@@ -66,10 +66,10 @@ class _Load:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """What a step computes of one request."""
+    """The tokens of one request that a step computes."""
 
     request: Request
-    life: int  # of the request: another one since it has begun again
+    life: int  # of the request, which gets a new one when it is restarted
     start: int
     end: int
     num_sampled: int
@@ -77,7 +77,7 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Launched:
-    """A step whose output is not taken in yet."""
+    """A step whose output was not taken in yet."""
 
     chunks: Sequence[_Chunk]
     kernels: list[Callable[[], None]] = field(default_factory=list)
@@ -88,26 +88,26 @@ class Engine:
 
     Args:
         geometry: Block sizes and KV-cache groups.
-        connector: Both halves are built from it; None runs without.
+        connector: The connector, from which both halves are built; None for no connector.
         num_gpu_blocks: Blocks of the pool, the null block included.
         page_bytes: Bytes of one block in one layer, a multiple of 8.
-        num_layers: Layers, a page of each block in every one.
-        max_running: Requests computed at once.
+        num_layers: Layers, each with a page of every block.
+        max_running: Most requests computed at once.
         max_tokens_per_step: Token budget of one step.
         decode_tokens: Tokens that a decoding request generates in one step.
         steps_in_flight: Steps that may be launched before the output of the first is taken in.
-        stream: Told of launches and outputs; KV is then written and read when an output is
-            taken in. None: at the launch.
-        verify_hits: Whether blocks hit on the GPU are compared too, not only loaded ones.
+        stream: Notified of launches and outputs; KV is then written and read when an output is
+            taken in, and without a stream at the launch.
+        verify_hits: Whether blocks hit on the GPU are compared too, besides loaded ones.
         enable_events: Whether the pool records GPU events.
-        device: Where the KV cache is.
-        group_pages: Layout of the pages, as :class:`KVBytes` takes it; instead of
-            ``page_bytes`` and ``num_layers``.
+        device: Device of the KV cache.
+        group_pages: Layout of the pages for :class:`KVBytes`, instead of ``page_bytes`` and
+            ``num_layers``.
         pin_budget: Share of the pool's blocks that the connector may hold; None for no limit.
 
     Raises:
         ConfigError: A size is impossible, or the blocks do not fit in memory.
-        UnsupportedContractError: The connector was written to another contract.
+        UnsupportedContractError: The connector was written for another contract.
     """
 
     def __init__(
@@ -170,11 +170,11 @@ class Engine:
         self._jobs = JobTracker()
         self._preempted: list[str] = []
         self._idle_steps = 0
-        self._lone_preemptions = 0  # of a request that runs alone, since anything else happened
+        self._lone_preemptions = 0  # of a request that runs alone, in a row
 
         connector = connector or Connector(ConnectorConfig(geometry))
         require_contract(connector.contract_version, type(connector).__qualname__)
-        # The worker half first: it refuses a host tier that does not fit in memory.
+        # The worker half first, because it refuses a host tier that does not fit in memory.
         self.worker_connector = connector.make_worker()
         self.worker_connector.register_kv_caches(self.kv_bytes.caches)
         owner = type(connector).__name__
@@ -198,7 +198,7 @@ class Engine:
         """Queue a request.
 
         Raises:
-            ConfigError: It can never fit in the pool; nothing was queued.
+            ConfigError: The request can never fit in the pool; it was not queued.
         """
         num_tokens = request.num_prompt_tokens + request.num_output_tokens
         needed = sum(self._most_blocks(group, num_tokens) for group in self.geometry.groups)
@@ -212,12 +212,12 @@ class Engine:
         self.waiting.append(request)
 
     def abort(self, request_id: str) -> bool:
-        """End a request early, wherever it stands; False when it is not known."""
+        """End a request early, in any state; False if the id is unknown."""
         load = self._loads.get(request_id)
         if load is not None and load.request.status is Status.LOADING:
-            # The load still writes: its blocks are given back when it has ended.
+            # The load still writes, so its blocks are released when it has ended.
             load.request.status = Status.ABORTED
-            self._tell_ended(load.request, self.kv_cache.block_ids(request_id))
+            self._report_end(load.request, self.kv_cache.block_ids(request_id))
             return True
         for request in self.running:
             if request.request_id == request_id:
@@ -230,7 +230,7 @@ class Engine:
         return False
 
     def num_unfinished_requests(self) -> int:
-        """Requests that wait, load or run."""
+        """Count the requests that wait, load or run."""
         return len(self.waiting) + len(self.running) + len(self._loads)
 
     def has_unfinished_requests(self) -> bool:
@@ -238,7 +238,7 @@ class Engine:
         return self.num_unfinished_requests() > 0
 
     def has_work(self) -> bool:
-        """Whether ``step`` has anything to do, the connector's pending work included."""
+        """Whether ``step`` has work, the connector's pending work included."""
         return (
             self.has_unfinished_requests()
             or any(step.chunks for step in self._launched)
@@ -246,7 +246,7 @@ class Engine:
         )
 
     def held_blocks(self) -> dict[int, int]:
-        """References of the requests, ``{block_id: count}``, without the connector's."""
+        """Count the references of the requests, ``{block_id: count}``, without the connector's."""
         held: Counter[int] = Counter()
         for request_id in (*self._loads, *(request.request_id for request in self.running)):
             for table in self.kv_cache.block_tables(request_id):
@@ -255,20 +255,20 @@ class Engine:
         return dict(held)
 
     def loading_request(self, request_id: str) -> Request | None:
-        """The request that waits for loads under this id, an aborted one too."""
+        """Find the request that waits for loads under this id, even if it was aborted."""
         load = self._loads.get(request_id)
         return load.request if load else None
 
     def take_offloading_events(self) -> list[OffloadingEvent]:
-        """The connector's events since the last call."""
+        """Take the connector's events since the last call."""
         return list(self.scheduler_connector.take_events())
 
     def reset_cache(self) -> bool:
-        """Forget the GPU prefix cache and what the connector offloaded, whatever is in flight.
+        """Reset the GPU prefix cache and the connector's cache, even during transfers.
 
         Returns:
-            False when one of the two refused, the pool because blocks are in use (POOL-9);
-            the other has forgotten all the same.
+            False if one of the two refused (the pool if blocks are in use, POOL-9); the other
+            was reset nevertheless.
         """
         was_reset = self.kv_cache.reset_prefix_cache()
         return self.scheduler_connector.reset_cache() and was_reset
@@ -277,7 +277,7 @@ class Engine:
         """Stop both halves and close the view.
 
         Returns:
-            References that the connector never gave back, ``{block_id: count}``.
+            References that the connector did not release, ``{block_id: count}``.
         """
         while self._launched:
             self._run_kernels(self._launched.popleft())
@@ -288,7 +288,7 @@ class Engine:
     # --- one step ---
 
     def step(self) -> None:
-        """Schedule and launch a step; take the oldest output in when no more may be launched."""
+        """Schedule and launch a step; take in the oldest output if no more may be launched."""
         self.stats.steps += 1
         step = self._launch()
         has_more = bool(step.chunks) or self.has_unfinished_requests()
@@ -301,8 +301,8 @@ class Engine:
             raise ConnectorError(f"{law}: {why}")
 
     def take_reports(self) -> None:
-        """Take in the transfers that have ended; each step begins with it."""
-        self._hear_of_transfers(self.worker_connector.get_finished())
+        """Take in the transfers that have ended; each step starts with this."""
+        self._take_results(self.worker_connector.get_finished())
 
     def _launch(self) -> _Launched:
         self.view.release_expired()
@@ -338,7 +338,7 @@ class Engine:
         self._launched.append(step)
         if self._stream is not None and step.chunks:
             self._stream.launch()
-        if self.steps_in_flight > 1:  # else its output comes at once, tokens and hashes
+        if self.steps_in_flight > 1:  # otherwise the output is taken in at once
             self._compute(step)
             for request in scheduled:
                 self._cache(request)
@@ -355,12 +355,12 @@ class Engine:
         if self._jobs:
             return "CONN-3", (
                 f"jobs {sorted(self._jobs)[:10]} were never reported, in "
-                f"{_MAX_IDLE_STEPS} steps that did nothing but wait for them"
+                f"{_MAX_IDLE_STEPS} steps that only waited for them"
             )
         if self.waiting:
             return "CONN-4", (
                 f"{len(self.waiting)} requests wait, nothing runs and nothing is in flight for "
-                f"{_MAX_IDLE_STEPS} steps: {holds}, or never answers match_prefix"
+                f"{_MAX_IDLE_STEPS} steps: {holds}, or match_prefix always returns None"
             )
         return "CONN-3", (
             f"has_pending_work was true for {_MAX_IDLE_STEPS} steps in which nothing was planned"
@@ -393,7 +393,7 @@ class Engine:
         put_off: list[Request] = []
         while self.waiting and budget > 0 and self._num_started() < self.max_running:
             request = self.waiting.popleft()
-            if request.request_id in self._loads:  # its first life still loads
+            if request.request_id in self._loads:  # an aborted request with this id still loads
                 put_off.append(request)
                 continue
             hit_blocks, num_hit = self.kv_cache.find_computed_blocks(
@@ -449,7 +449,7 @@ class Engine:
             self._verify(request, 0, num_hit_tokens)
 
     def _num_wanted_tokens(self, request: Request) -> int:
-        """What to compute next; 0 when the outputs in flight are all that it will need."""
+        """Count the tokens to compute next; 0 if the outputs in flight complete the request."""
         uncomputed = request.num_tokens + request.num_pending_tokens - request.num_computed_tokens
         left = request.num_output_tokens - request.num_generated_tokens
         left -= request.num_pending_tokens
@@ -468,14 +468,14 @@ class Engine:
         self.waiting.appendleft(request)
         self._preempted.append(request.request_id)
 
-    # --- compute, and what comes of it ---
+    # --- compute and outputs ---
 
     def _begin(self, request: Request, num_tokens: int) -> _Chunk:
-        """Count what is launched as computed (CONN-7)."""
+        """Count launched tokens as computed (CONN-7)."""
         start = request.num_computed_tokens
         end = request.num_computed_tokens = start + num_tokens
-        # The token behind the last computed one is known then: one after a prompt,
-        # several after a decode step of several.
+        # The token after the last computed one is known then: one after a prompt, several after
+        # a decode step of several.
         expected = request.num_tokens + request.num_pending_tokens
         if expected - start > 1:
             self.stats.prefill_tokens += num_tokens
@@ -485,10 +485,10 @@ class Engine:
         return _Chunk(request, request.life, start, end, num_sampled)
 
     def _compute(self, step: _Launched) -> None:
-        """Write the blocks that a step fills: now, or when the stream is there."""
+        """Write the blocks that a step fills, now or in stream order."""
         block_ids: list[int] = []
         keys: list[OffloadKey] = []
-        junk: list[int] = []  # what follows an unforeseen end
+        junk: list[int] = []  # blocks after an unforeseen end
         for chunk in step.chunks:
             request = chunk.request
             if not (blocks := self._full_blocks(request, chunk.start, chunk.end)):
@@ -506,7 +506,7 @@ class Engine:
             self._submit(partial(self.kv_bytes.poison, junk))
 
     def _submit(self, kernel: Callable[[], None]) -> None:
-        """Touch KV bytes after all that is launched, or now where the launch does all."""
+        """Touch KV bytes after all launched steps; now, without a stream."""
         launched = [step for step in self._launched if step.chunks] if self._stream else []
         if launched:
             launched[-1].kernels.append(kernel)
@@ -520,7 +520,7 @@ class Engine:
             self._stream.take()
 
     def _take_in(self, step: _Launched) -> None:
-        """The output of a step: tokens, hashes, ends."""
+        """Take in the output of a step: tokens, hashes, ends."""
         for chunk in step.chunks:
             self._take_tokens(chunk)
         if self.steps_in_flight == 1:
@@ -539,20 +539,20 @@ class Engine:
                 self._end_waiting(request, Status.FINISHED)
 
     def _take_tokens(self, chunk: _Chunk) -> None:
-        """What a step sampled; nothing once its request has ended, or begun again."""
+        """Append the tokens that a step sampled, unless the request has ended or was restarted."""
         request = chunk.request
         if chunk.life != request.life:
             return
         if request.status is Status.RUNNING:
             request.num_pending_tokens -= chunk.num_sampled
-        elif request.status is not Status.WAITING:  # else preempted since: its tokens stay true
+        elif request.status is not Status.WAITING:  # a preempted request keeps its tokens
             return
         request.generate(
             min(chunk.num_sampled, request.num_tokens_to_come - request.num_generated_tokens)
         )
 
     def _cache(self, request: Request) -> None:
-        """Name what is computed, as far as its tokens are known."""
+        """Cache the computed blocks whose tokens are known."""
         settled = min(request.num_computed_tokens, request.num_tokens)
         self.kv_cache.cache_blocks(request.request_id, request.block_hashes, settled)
 
@@ -560,16 +560,16 @@ class Engine:
         self.running.remove(request)
         request.status = status
         self._lone_preemptions = 0
-        self._tell_ended(request, self.kv_cache.block_ids(request.request_id))
+        self._report_end(request, self.kv_cache.block_ids(request.request_id))
         self.kv_cache.free(request.request_id)
 
     def _end_waiting(self, request: Request, status: Status) -> None:
         self.waiting.remove(request)
         request.status = status
-        # It has no blocks: those under its id are of a first life that still loads.
-        self._tell_ended(request, ((),) * len(self.geometry.groups))
+        # It has no blocks: blocks under its id belong to an aborted request that still loads.
+        self._report_end(request, ((),) * len(self.geometry.groups))
 
-    def _tell_ended(self, request: Request, block_ids: BlockIds) -> None:
+    def _report_end(self, request: Request, block_ids: BlockIds) -> None:
         is_finished = request.status is Status.FINISHED
         self.stats.finished += is_finished
         self.stats.aborted += not is_finished
@@ -578,7 +578,7 @@ class Engine:
 
     # --- transfers ---
 
-    def _hear_of_transfers(self, results: Sequence[TransferResult]) -> None:
+    def _take_results(self, results: Sequence[TransferResult]) -> None:
         ended = [end for end in map(self._jobs.end, results) if end is not None]
         for end in ended:
             self.stats.count(end)
@@ -596,8 +596,8 @@ class Engine:
             self.kv_cache.free(request.request_id)
             return
         if end.load_failed:
-            # What was hit on the GPU may be skipped in a window of the longer
-            # prefix: begin again, without the connector.
+            # A block hit on the GPU may be outside the window of the longer prefix, so the
+            # request restarts, without the connector.
             self.kv_cache.free(request.request_id)
             request.num_computed_tokens = 0
             request.status = Status.WAITING
@@ -612,9 +612,9 @@ class Engine:
     # --- blocks and bytes ---
 
     def _most_blocks(self, group: CacheGroup, num_tokens: int) -> int:
-        """Upper bound of the blocks that a request of ``num_tokens`` has at once."""
-        # What is skipped is given back after compute: beside what the next token
-        # reads, a whole step must fit. A chunk is longest just before it ends.
+        """Bound the blocks that a request of ``num_tokens`` has at once."""
+        # Skipped blocks are released after compute, so a whole step must fit besides the blocks
+        # that the next token reads. A chunk is longest just before it ends.
         skipped = group.num_skipped_tokens(num_tokens)
         last_of_chunk = max(0, skipped - 1)
         reads = max(num_tokens - skipped, last_of_chunk - group.num_skipped_tokens(last_of_chunk))
@@ -633,10 +633,10 @@ class Engine:
         ]
 
     def _full_blocks(self, request: Request, start: int, end: int) -> Sequence[FullBlock]:
-        """Blocks that become full between two token counts, with the keys that they will have."""
+        """List the blocks that become full between two token counts, with their future keys."""
         size = self.geometry.hash_block_size
         if start // size == end // size:
-            return ()  # as in most steps of most requests
+            return ()  # the usual case
         tables = self.kv_cache.block_tables(request.request_id)
         info = RequestInfo(request.request_id, end, request.hashes_of(end), end)
         return list(full_blocks(self.geometry, info, tables, first_token=start))
@@ -652,6 +652,6 @@ class Engine:
 
 
 def _last_info(request: Request) -> RequestInfo:
-    """What a connector is told when a request loses its blocks: no KV without its token."""
+    """Make the info of a request that loses its blocks: only KV whose token is known counts."""
     last = request.num_tokens - (request.num_output_tokens > 0)
     return request.info(min(request.num_computed_tokens, last))

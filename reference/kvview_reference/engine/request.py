@@ -1,4 +1,4 @@
-"""A request of the reference engine: lengths, hashes, progress, and tokens that agree with them."""
+"""A request of the reference engine: lengths, hashes, progress, and matching tokens."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def chain_hashes(ids: Iterable[object], parent: bytes = b"") -> list[BlockHash]:
     """Hash ids of consecutive blocks so that each hash covers its whole prefix.
 
     Args:
-        ids: What tells one block's content from another's.
-        parent: Hash of the block before the first; or a namespace.
+        ids: Identifiers of the blocks' contents.
+        parent: Hash of the block before the first, or a namespace.
 
     Returns:
-        32 bytes a block, in order.
+        32 bytes for each block, in order.
     """
     hashes = []
     for block_id in ids:
@@ -35,7 +35,7 @@ def chain_hashes(ids: Iterable[object], parent: bytes = b"") -> list[BlockHash]:
 
 
 class Status(Enum):
-    """Where a request stands."""
+    """The state of a request."""
 
     WAITING = auto()
     LOADING = auto()
@@ -45,7 +45,7 @@ class Status(Enum):
 
 
 class _Living(Sequence[_Item]):
-    """A sequence that grows with its request; an item is computed when it is looked at."""
+    """A sequence that grows with its request; an item is computed when it is read."""
 
     @overload
     def __getitem__(self, index: int) -> _Item: ...
@@ -62,13 +62,13 @@ class _Living(Sequence[_Item]):
 
 
 class _TokenIds(_Living[int]):
-    """Token ids that follow from a hash a block.
+    """Token ids that are derived from the hashes of the blocks.
 
     Args:
-        num_tokens: How many there are.
+        num_tokens: Number of tokens.
         block_size: Tokens of a hash.
-        hashes: Of the full blocks.
-        open_hash: What the block after them will have when it is full.
+        hashes: Hashes of the full blocks.
+        open_hash: Hash that the next block will have when it is full.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class _TokenIds(_Living[int]):
 
 
 class _ExtraKeysOfBlocks(_Living[ExtraKeys]):
-    """As vLLM has them: the LoRA in each block, the salt in the first."""
+    """Extra keys as in vLLM: the LoRA in each block, the salt in the first."""
 
     def __init__(self, request: Request, hashes: Sequence[BlockHash]) -> None:
         self._lora = request.lora_id if request.lora_name is None else request.lora_name
@@ -104,7 +104,7 @@ class _ExtraKeysOfBlocks(_Living[ExtraKeys]):
         return self.of(index)
 
     def of(self, index: int) -> ExtraKeys:
-        """Of any block, one that is still to come too."""
+        """Compute the extra keys of any block, even a future one."""
         keys: tuple[object, ...] = () if self._lora is None else (self._lora,)
         if index < len(self._given):
             keys += self._given[index] or ()
@@ -117,27 +117,27 @@ class _ExtraKeysOfBlocks(_Living[ExtraKeys]):
 class Request:
     """One request.
 
-    Two requests have equal tokens exactly as far as their ``block_hashes`` were given
-    equal. LoRA, salt and extra keys are hashed on top: equal tokens, other hashes.
+    Two requests have equal tokens exactly as far as the given ``block_hashes`` are equal. LoRA,
+    salt and extra keys are hashed on top, so they change hashes and no tokens.
 
     Args:
         request_id: Unique among unfinished requests.
         num_prompt_tokens: Tokens of the prompt, at least 1.
         num_output_tokens: Tokens to generate.
         hash_block_size: Tokens of one entry of ``block_hashes``.
-        block_hashes: Of the prompt's full hash blocks; grows while generating.
+        block_hashes: Hashes of the full blocks, at first of the prompt's; grows while generating.
         lora_name: Name of the LoRA.
         lora_id: Its number.
         cache_salt: Keeps the prefix caches of tenants apart.
-        extra_keys: Per hash block of the prompt, what its hash covers beside all that,
-            images for example; may be shorter.
-        ends_in: The hash that the block will have in which the prompt ends, when its
-            other tokens are known already; by default nobody else's.
-        stops_after: Generated tokens after which it ends, which nobody foresees; None:
-            after ``num_output_tokens``.
+        extra_keys: Further content of the hash of each block of the prompt, images for example;
+            may be shorter.
+        ends_in: Hash of the block in which the prompt ends, if its other tokens are known; by
+            default a unique one.
+        stops_after: Generated tokens after which the request ends unexpectedly; None for
+            ``num_output_tokens``.
 
     Raises:
-        ValueError: A count is impossible, or the hashes are not those of full blocks (KEY-1).
+        ValueError: A count is impossible, or is not that of the hashes (KEY-1).
     """
 
     request_id: str
@@ -154,7 +154,7 @@ class Request:
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0  # sampled by steps in flight
-    life: int = 0  # how often it was given blocks
+    life: int = 0  # times that the request got blocks
     use_connector: bool = True  # False after a failed load
     was_started: bool = False
     content: RequestContent = field(init=False)
@@ -175,7 +175,7 @@ class Request:
         given = self.block_hashes
         beside_tokens = (self.lora_name, self.lora_id, self.cache_salt) != (None, None, None)
         if beside_tokens or any(self.extra_keys):
-            self.block_hashes = []  # else one list is both
+            self.block_hashes = []  # otherwise both are one list
         self._tokens = _TokenIds(
             self.num_prompt_tokens,
             self.hash_block_size,
@@ -191,7 +191,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known so far, the prompt's and those generated."""
+        """Tokens known so far: the prompt and the generated ones."""
         return self._tokens.num_tokens
 
     @property
@@ -201,23 +201,23 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """Whether everything asked for was generated."""
+        """Whether all tokens were generated."""
         return self.num_generated_tokens >= self.num_tokens_to_come
 
     @property
     def num_tokens_to_come(self) -> int:
-        """Tokens that it generates in all."""
+        """Tokens that the request generates in all."""
         stops_after = self.num_output_tokens if self.stops_after is None else self.stops_after
         return min(self.num_output_tokens, stops_after)
 
     def generate(self, num_tokens: int) -> None:
-        """Append generated tokens; what they are is nobody else's prefix."""
+        """Append generated tokens, which are unique to this request."""
         self._tokens.num_tokens += num_tokens
         self._grow(self._tokens)
         self._name(self.block_hashes, self._tokens.hashes)
 
     def hashes_of(self, num_tokens: int) -> Sequence[BlockHash]:
-        """Hashes of the full blocks of this many tokens, those of tokens to come too."""
+        """List the hashes of the full blocks of this many tokens, future tokens included."""
         num_blocks = num_tokens // self.hash_block_size
         if num_blocks <= len(self.block_hashes):
             return self.block_hashes
@@ -238,14 +238,14 @@ class Request:
         ids: Iterable[object],
         serial: int | None = None,
     ) -> Request:
-        """A request whose prompt is all that this one has by now, and more behind it.
+        """Make a request whose prompt is all tokens of this request, and more.
 
         Args:
-            request_id: Of the new request.
-            num_new_tokens: Tokens behind those of this one.
+            request_id: Id of the new request.
+            num_new_tokens: Tokens after those of this request.
             num_output_tokens: Tokens to generate.
-            ids: What tells the new blocks' content from others', at least one a block.
-            serial: Tells what it generates from what others do; None: nobody has it.
+            ids: Identifiers of the new blocks' contents, at least one for each block.
+            serial: Identifier of the generated content; None for a unique one.
         """
         num_prompt_tokens = self.num_tokens + num_new_tokens
         full = num_prompt_tokens // self.hash_block_size
@@ -271,10 +271,10 @@ class Request:
         )
 
     def info(self, num_computed_tokens: int | None = None) -> RequestInfo:
-        """What a connector may know of it.
+        """Make the part of the request that a connector receives.
 
         Args:
-            num_computed_tokens: Tokens whose KV it will have, while it has no blocks yet.
+            num_computed_tokens: Tokens whose KV the request will have, before it has blocks.
         """
         if num_computed_tokens is None:
             num_computed_tokens = self.num_computed_tokens
@@ -291,12 +291,16 @@ class Request:
             tokens.open_hash = self._hash_of_output(len(tokens.hashes), tokens.open_hash)
 
     def _name(self, named: list[BlockHash], tokens: Sequence[BlockHash]) -> None:
-        """Name the blocks that came: by their tokens, and by extra keys from the first on."""
+        """Append the hashes of new blocks, by their tokens and all extra keys before them."""
         for block in range(len(named), len(tokens)):
             keys = self._keys.of(block)
             parent = named[-1] if block else b""
             if keys is None and parent == (tokens[block - 1] if block else b""):
                 named.append(tokens[block])
             else:
-                beside = self.lora_name, self.lora_id, keys  # a LoRA may be called as a salt is
+                beside = (
+                    self.lora_name,
+                    self.lora_id,
+                    keys,
+                )  # a LoRA and a salt may have the same name
                 named += chain_hashes([(tokens[block].hex(), *beside)], parent)

@@ -1,4 +1,4 @@
-"""What the reference engine counts."""
+"""The counters of the reference engine."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from kvview.connector.job_tracker import EndedJob
 class EngineStats:
     """Counters since the engine was built.
 
-    Hits are counted in hash blocks of the prefix, once for all groups; transfers
-    in GPU blocks, of every group.
+    Hits are counted in hash blocks of the prefix, once for all groups; transfers are counted in
+    GPU blocks of every group.
 
     Args:
-        prompt_blocks: Of requests at their first start, the last one if it is partial too.
-        gpu_hit_blocks: Blocks that requests found in the GPU prefix cache at their first start.
+        prompt_blocks: Blocks of requests at their first start, partial last blocks included.
+        gpu_hit_blocks: Blocks that requests hit in the GPU prefix cache at their first start.
         cpu_hit_blocks: Blocks that they got from the connector instead.
         loaded_blocks: Blocks that load jobs moved (windows move fewer than they hit).
         offloaded_blocks: Blocks that store jobs moved.
-        prefill_tokens: Tokens computed that were known before: of prompts, and once more after a
+        prefill_tokens: Computed tokens that were known before: of prompts, and again after a
             preemption.
-        media: Where jobs moved blocks to or from, beside the GPU, in order of appearance.
-        first_failure: Of a transfer: which job, and what its result says.
-        bytes_verified: Bytes compared with what they must be.
+        media: Media other than the GPU that jobs used, in order of appearance.
+        first_failure: Job and error of the first failed transfer.
+        bytes_verified: Bytes compared with their expected values.
         mismatches: Blocks among them that differed.
     """
 
@@ -47,7 +47,7 @@ class EngineStats:
     mismatches: int = 0
 
     def count(self, end: EndedJob) -> None:
-        """Take in the end of a transfer."""
+        """Count the end of a transfer."""
         job = end.job
         here, there = (job.dst, job.src) if end.is_load else (job.src, job.dst)
         num_blocks = num_gpu_blocks(here)
@@ -57,7 +57,7 @@ class EngineStats:
             self.failed_transfers += 1
             if self.first_failure is None:
                 kind, why = "load" if end.is_load else "store", end.result.error
-                self.first_failure = f"{kind} job {job.job_id}: {why or 'it gives no reason'}"
+                self.first_failure = f"{kind} job {job.job_id}: {why or 'no reason given'}"
         elif end.is_load:
             self.loaded_blocks += num_blocks
         else:
@@ -65,10 +65,10 @@ class EngineStats:
 
 
 def num_gpu_blocks(spec: LoadStoreSpec) -> int:
-    """The blocks of a job's GPU side.
+    """Count the blocks of a job's GPU side.
 
     Raises:
-        ConnectorError: It is another medium's.
+        ConnectorError: The spec is of another medium.
     """
     if not isinstance(spec, GPULoadStoreSpec):
         raise ConnectorError(

@@ -1,4 +1,4 @@
-"""Which request of a trace comes next, and when."""
+"""The order and the times in which the requests of a trace start."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from kvview_reference.replay.trace_schemas import TraceRequest
 
 
 def by_arrival(rows: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
-    """Rows of sessions that each begin at 0, in the order in which they come.
+    """Sort the rows of sessions that each start at 0 by arrival.
 
-    All of them are in memory meanwhile, 8 bytes a block.
+    All rows are in memory meanwhile, 8 bytes per block.
     """
     packed = [replace(row, hash_ids=array("Q", row.hash_ids)) for row in rows]
     yield from sorted(packed, key=lambda row: row.arrival_s)
 
 
 class Arrivals:
-    """The requests of a trace, each when it has come and it is its turn.
+    """Releases the requests of a trace when they have arrived and may start.
 
-    1. Rows come in the order of the trace, the first one at 0.
-    2. A turn never comes before the one before it, as far as the trace says which that is,
-       has ended; nor before its own time. It then waits behind those that came meanwhile.
+    1. Rows arrive in the order of the trace, the first one at 0.
+    2. A turn starts neither before its own time nor before the previous turn has ended, if the
+       trace names that turn. It then waits behind the requests that arrived meanwhile.
 
     Args:
-        rows: Of the trace.
+        rows: Rows of the trace.
         block_size: Tokens of a hash id.
-        speed: Seconds of the trace in one second; None: all come at once.
+        speed: Seconds of the trace in one second; None lets all rows arrive at once.
 
     Attributes:
-        last_s: When the last row that has come did so.
+        last_s: Arrival of the latest row that has arrived.
     """
 
     def __init__(self, rows: Iterable[TraceRequest], block_size: int, speed: float | None) -> None:
@@ -43,29 +43,29 @@ class Arrivals:
         self._start_s = self._next.arrival_s if self._next else 0.0
         self._speed = speed
         self._conversations = Conversations(block_size)
-        # By the request that they continue: when the first was held, and all of them.
+        # By the request that they continue: the order in which it was first waited for, and rows.
         self._held: dict[str, tuple[int, list[TraceRequest]]] = {}
         self._num_held = 0
-        self._taken: set[str] = set()  # requests that others continue, and that may have ended
-        self._waiting_ids: set[str] = set()  # of rows that were read and not taken
-        self._ready: deque[tuple[TraceRequest, float]] = deque()  # since when
+        self._taken: set[str] = set()  # requests that others continue
+        self._waiting_ids: set[str] = set()  # of rows that have not started
+        self._ready: deque[tuple[TraceRequest, float]] = deque()  # and since when
         self.last_s = 0.0
 
     def next_s(self) -> float | None:
-        """When the next row comes; None when none does."""
+        """Arrival of the next row; None at the end of the trace."""
         return None if self._next is None else self._arrival_s(self._next)
 
     def advance(self, now: float) -> None:
-        """Let all come that have come by now: rows, and turns whose turn before has ended."""
+        """Take in the rows that have arrived, and the turns whose previous turn has ended."""
         while self._next is not None and self._arrival_s(self._next) <= now:
             self._read()
         self._release(now)
 
     def take(self) -> tuple[Request, TraceRequest, float] | None:
-        """The next request that may start.
+        """Take the next request that may start.
 
         Returns:
-            The request, its row, and since when it might have started; None: not now.
+            The request, its row, and the time since which it could start; None if none can.
         """
         if self._speed is None:
             self._release(0.0)

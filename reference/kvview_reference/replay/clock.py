@@ -1,4 +1,4 @@
-"""Simulated seconds: when a step has ended and a transfer is over, by a model that is stated.
+"""Simulated seconds: the ends of steps and transfers, according to the time model.
 
 No wall clock is read, so a replay gives the same figures on every machine.
 """
@@ -24,11 +24,11 @@ from kvview_reference.engine import Engine
 from kvview_reference.replay.time_model import TimeModel
 
 _DECODE_STEPS = 16
-"""Tokens of a running request in one step of the engine that computes no prompt."""
+"""Tokens that a running request generates in one engine step without a prompt."""
 
 
 class _Link:
-    """One direction of the host link: a job after the other."""
+    """One direction of the host link, which moves one job after another."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
@@ -36,7 +36,7 @@ class _Link:
         self.busy_s = 0.0
 
     def book(self, now: float, num_bytes: float) -> float:
-        """When a job that begins now has ended."""
+        """Book a job that starts now and return the time of its end."""
         seconds = num_bytes / self._bytes_per_s
         self.busy_s += seconds
         self._free_at = max(now, self._free_at) + seconds
@@ -44,11 +44,11 @@ class _Link:
 
 
 class Clock:
-    """The time of a replay, and of its transfers.
+    """The time of a replay and of its transfers.
 
     Args:
-        model: What takes how long.
-        geometry: Of the engine.
+        model: The durations.
+        geometry: Geometry of the engine.
     """
 
     def __init__(self, model: TimeModel, geometry: CacheGeometry) -> None:
@@ -60,11 +60,11 @@ class Clock:
         self._block_bytes: Sequence[float] = model.group_bytes or [
             model.token_bytes * group.block_size / len(groups) for group in groups
         ]
-        self._ends: dict[int, float] = {}  # of the jobs in flight
+        self._ends: dict[int, float] = {}  # by job in flight
         self._decoded = 0
 
     def time_transfers(self, connector: Connector) -> Connector:
-        """Have the worker half of a connector report each transfer when it is over here.
+        """Make the worker half of a connector report each transfer at its simulated end.
 
         Returns:
             The same object.
@@ -81,7 +81,7 @@ class Clock:
             self._ends[job.job_id] = self.stores.book(self.now, self._num_bytes(job.src))
 
     def take_ended(self) -> list[int]:
-        """Jobs that are over and were not taken yet, the first that ended first."""
+        """Take the jobs that have ended since the last call, in the order of their ends."""
         ended = [job_id for job_id, end in self._ends.items() if end <= self.now]
         ended.sort(key=self._ends.__getitem__)
         for job_id in ended:
@@ -89,11 +89,11 @@ class Clock:
         return ended
 
     def step(self, engine: Engine, next_arrival_s: float | None) -> None:
-        """One step of the engine, and the time that it takes.
+        """Run one step of the engine and advance the time by its duration.
 
         Args:
-            engine: Whose transfers are timed here.
-            next_arrival_s: Of a request; None when no more come.
+            engine: The engine.
+            next_arrival_s: Arrival of the next request; None at the end of the trace.
         """
         decoded = int(self.now / self.model.decode_step_s)
         engine.decode_tokens, self._decoded = decoded - self._decoded, decoded
@@ -115,12 +115,12 @@ class Clock:
 
     def _num_bytes(self, spec: LoadStoreSpec) -> float:
         if not isinstance(spec, GPULoadStoreSpec):
-            return 0.0  # the engine says what is wrong with it
+            return 0.0  # the engine reports the wrong spec
         return sum(n * size for n, size in zip(spec.group_sizes, self._block_bytes, strict=True))
 
 
 class _TimedWorker(WorkerConnector):
-    """The bytes move as ever; that they have, is said when the clock says so."""
+    """Moves the bytes at once, and reports each job at its simulated end."""
 
     def __init__(self, worker: WorkerConnector, clock: Clock) -> None:
         self._worker, self._clock = worker, clock
@@ -141,23 +141,23 @@ class _TimedWorker(WorkerConnector):
         self._ended += self._clock.take_ended()
         if not self._ended:
             return []
-        self._hear()
+        self._take_results()
         if late := [job_id for job_id in self._ended if job_id not in self._results]:
             self._worker.wait(late)
-            self._hear()
-        told = [self._results.pop(job_id) for job_id in self._ended if job_id in self._results]
-        reported = {result.job_id for result in told}
+            self._take_results()
+        due = [self._results.pop(job_id) for job_id in self._ended if job_id in self._results]
+        reported = {result.job_id for result in due}
         self._ended = [job_id for job_id in self._ended if job_id not in reported]
-        return told
+        return due
 
     @override
     def wait(self, job_ids: Sequence[int]) -> None:
-        pass  # the clock goes on to the next that ends
+        pass  # the clock advances to the next end
 
     @override
     def shutdown(self) -> None:
         self._worker.shutdown()
 
-    def _hear(self) -> None:
+    def _take_results(self) -> None:
         for result in self._worker.get_finished():
             self._results[result.job_id] = result

@@ -1,9 +1,9 @@
-"""Turns of conversations: what a request generated is part of the next turn's prompt.
+"""Turns of conversations: the tokens of an answer are part of the next turn's prompt.
 
-A trace names the blocks of prompts, not those that are generated. Where it says which
-request a row continues, the row's prompt takes the names that the engine gave to what
-that request generated, so that a block which a request leaves behind is found again by
-the next turn, as in an engine that sees tokens; and by every other row with those ids.
+A trace names the blocks of prompts, not generated blocks. If the trace names the request that a
+row continues, the row's prompt takes the hashes that the engine gave to the blocks which that
+request generated. So the next turn, and every other row with those ids, hits the generated
+blocks, as in an engine that sees tokens.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kvview_reference.engine.request import Request, Status, chain_hashes
 from kvview_reference.replay.trace_schemas import TraceRequest
 
 _MAX_TURNS = 4096
-"""Last turns that are remembered: memory does not grow with the trace."""
+"""Latest turns that are remembered, so that memory does not grow with the trace."""
 _MAX_GENERATED = 2**20
-"""Generated blocks whose ids are remembered, likewise."""
+"""Generated blocks whose ids are remembered, for the same reason."""
 
 
 @dataclass
@@ -27,16 +27,16 @@ class _Turn:
     row: TraceRequest
     request: Request
     continued_by: tuple[int, ...] | None = None
-    """Ids of the blocks that the first row which continues it has for what it generated."""
+    """Ids that the first continuing row has for the generated blocks."""
 
 
 class Conversations:
     """Makes the requests of a trace.
 
-    1. A row is a next turn when the request that it continues has come to its end, has all
-       its tokens in the row's prompt, and the ids of its own prompt agree.
-    2. Of several rows that continue one request with different blocks the first is the next
-       turn; the others (an answer that was edited, for example) share the prompt only.
+    1. A row is a next turn if the request that it continues has ended, all tokens of that
+       request are in the row's prompt, and the ids of both prompts agree.
+    2. Of several rows that continue one request with different blocks, the first is the next
+       turn; the others (an edited answer, for example) share the prompt only.
 
     Args:
         block_size: Tokens of a hash id.
@@ -46,17 +46,17 @@ class Conversations:
         self._block_size = block_size
         self._turns: OrderedDict[str, _Turn] = OrderedDict()
         self._num_requests = 0
-        # Of generated blocks, by the name before and the trace's id.
+        # Hashes of generated blocks, by the previous hash and the trace's id.
         self._generated: OrderedDict[tuple[bytes, int], BlockHash] = OrderedDict()
 
     def is_unfinished(self, request_id: str) -> bool:
-        """Whether a request of the trace was made and has not come to its end."""
+        """Whether a request of the trace was made and has not ended."""
         turn = self._turns.get(request_id)
         return turn is not None and turn.request.status not in (Status.FINISHED, Status.ABORTED)
 
     def make_request(self, row: TraceRequest) -> Request:
-        """The request of the next row."""
-        # Ids of a trace may repeat; those in flight together must not.
+        """Make the request of the next row."""
+        # Ids of a trace may repeat; ids in flight together must not.
         request_id = f"{row.request_id}#{self._num_requests}"
         self._num_requests += 1
         before = None if row.continues is None else self._turns.get(row.continues)
@@ -97,7 +97,7 @@ class Conversations:
     def _remember(
         self, hashes: Sequence[BlockHash], row: TraceRequest, first: int, last: int
     ) -> None:
-        """What the trace calls the generated blocks of a prompt."""
+        """Remember the ids that the trace has for the generated blocks of a prompt."""
         for block in range(first, min(last, len(hashes))):
             parent = hashes[block - 1] if block else row.scope.encode()
             self._generated[parent, row.hash_ids[block]] = hashes[block]

@@ -1,4 +1,4 @@
-"""The KV-cache groups of a model, and the bytes of their blocks, for a replay."""
+"""The KV-cache groups of a model and the bytes of their blocks, for a replay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ORDER = ("full", "window", "chunked", "state")
 
 
 def groups_of(model: ModelShape) -> str:
-    """The groups of a model, as ``--groups`` has them: one for each kind of layer."""
+    """Write the groups of a model in the form of ``--groups``, one for each kind of layer."""
     layers = sorted(model.layers, key=lambda layers: _ORDER.index(layers.kind))
     return ",".join(
         {"full": "full", "state": "mamba"}.get(part.kind, f"{part.kind}:{part.tokens}")
@@ -25,20 +25,20 @@ def groups_of(model: ModelShape) -> str:
 
 
 def block_bytes_of(model: ModelShape, geometry: CacheGeometry) -> tuple[int, ...]:
-    """The bytes of a block of each group, on all ranks together.
+    """Compute the bytes of a block of each group, on all ranks together.
 
     Args:
         model: The model.
-        geometry: Of the replay.
+        geometry: Geometry of the replay.
 
     Raises:
-        ConfigError: The geometry has other groups than the model.
+        ConfigError: The groups of the geometry are not those of the model.
     """
     layers = {_kind_of(part): part for part in model.layers}
     kinds = [_kind(group) for group in geometry.groups]
     if sorted(kinds) != sorted(layers):
         raise ConfigError(
-            f"--groups has other groups than --model: drop it, or give {groups_of(model)}"
+            f"--groups differs from the groups of --model: drop it, or pass {groups_of(model)}"
         )
     return tuple(
         model.tp

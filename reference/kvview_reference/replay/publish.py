@@ -1,6 +1,6 @@
-"""The events of a replay on the wire, as vLLM publishes them: a router's tests need no GPU.
+"""The events of a replay on the wire, as vLLM publishes them, to test routers without a GPU.
 
-A trace has hashes and no tokens: those of a block are made from its hash, so that equal
+A trace has hashes and no tokens. The tokens of a block are made from its hash, so that equal
 blocks have equal tokens.
 """
 
@@ -29,7 +29,7 @@ from kvview_reference.engine import Engine
 
 _VOCABULARY = 2**17
 _KNOWN_PARENTS = 2**20
-"""Blocks whose parents are remembered: memory does not grow with the trace."""
+"""Blocks whose parents are remembered, so that memory does not grow with the trace."""
 _KINDS = {
     "FullAttention": "full_attention",
     "SlidingWindow": "sliding_window",
@@ -39,12 +39,12 @@ _KINDS = {
 
 
 class EventFeed:
-    """Publishes what each step changed, in one batch.
+    """Publishes the changes of each step, in one batch.
 
     Args:
-        publisher: Where to.
-        geometry: Of the engine.
-        wire_format: In which to write.
+        publisher: The channel.
+        geometry: Geometry of the engine.
+        wire_format: Format of the batches.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class EventFeed:
         self.num_events = 0
 
     def publish(self, engine: Engine) -> None:
-        """Take the engine's events; of a step without any, nothing is said."""
+        """Take the events of the engine and publish them; a step without events has no batch."""
         events: list[WireEvent] = []
         for event in engine.kv_cache.pool.take_events():
             events.append(self._gpu_event(event))

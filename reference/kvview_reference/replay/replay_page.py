@@ -1,4 +1,4 @@
-"""A replay as one self-contained HTML page: what came of it, and its hits over time."""
+"""A replay as one self-contained HTML page: its figures, and its hits over time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvview.version import versions_of
 from kvview.web_chart import HIT_KINDS, Chart, hit_areas, round_ticks
 from kvview.web_page import facts, made_by, make_table, share_bar, wide, write_page
+from kvview_reference.replay.figures import Figure
 
 if TYPE_CHECKING:
     from kvview_reference.engine import Engine
@@ -17,29 +18,28 @@ if TYPE_CHECKING:
 
 _MOST_MOMENTS = 160
 _HEIGHT, _BOTTOM = 300, 76
-_SHOWN = 100
 
 _Moment = tuple[int, int, int, int]  # requests, GPU hits, host hits, hash blocks of prompts
 
 
 class HitsOverTime:
-    """Samples an engine as it steps; what it keeps does not grow with the trace."""
+    """Samples the counters of an engine between steps, in memory that does not grow."""
 
     def __init__(self) -> None:
         self._every = 1
         self._moments: list[_Moment] = []
 
-    def seen_before(self, then: Callable[[Engine], None] | None) -> Callable[[Engine], None]:
-        """What a replay shows its engine to: this, and then another."""
+    def sample_before(self, on_step: Callable[[Engine], None] | None) -> Callable[[Engine], None]:
+        """Make a callback for ``replay`` that samples, then calls another callback."""
 
-        def see(engine: Engine) -> None:
-            self._see(engine)
-            if then is not None:
-                then(engine)
+        def sample(engine: Engine) -> None:
+            self._sample(engine)
+            if on_step is not None:
+                on_step(engine)
 
-        return see
+        return sample
 
-    def _see(self, engine: Engine) -> None:
+    def _sample(self, engine: Engine) -> None:
         stats = engine.stats
         last = self._moments[-1][0] if self._moments else 0
         if stats.requests < last + self._every:
@@ -51,7 +51,7 @@ class HitsOverTime:
             self._every *= 2
 
     def rows(self) -> list[_Moment]:
-        """Requests so far, and what came to prompts since the row before."""
+        """List the requests so far and the hits and blocks since the row before."""
         before: _Moment = (0, 0, 0, 0)
         rows = []
         for moment in self._moments:
@@ -64,8 +64,8 @@ class HitsOverTime:
 def write_replay_page(
     path: str,
     title: str,
-    connector: object,
-    shown: Sequence[tuple[str, str]],
+    connector: type,
+    figures: Sequence[Figure],
     report: ReplayReport,
     hits: HitsOverTime,
     lost: Lost,
@@ -73,39 +73,38 @@ def write_replay_page(
     """Write the page.
 
     Args:
-        path: Where.
-        title: Of the trace.
-        connector: The class of the connector.
-        shown: The figures, as they are printed.
+        path: The file to write.
+        title: Name of the trace.
+        connector: Class of the connector.
+        figures: The lines of the table.
         report: The replay.
-        hits: Sampled while it ran.
-        lost: What of the trace could not be read.
+        hits: Samples of the run.
+        lost: Parts of the trace that could not be read.
 
     Raises:
         ConfigError: The file cannot be written.
     """
-    kind, told = ("good", "✓ every byte was right, and every block came back")
+    kind, verdict = "good", "✓ every byte was right, and every block was released"
     if not report.is_clean:
         kind = "bad"
-        told = f"✗ {report.mismatches:,} mismatches, {report.holds_at_end:,} holds left at the end"
-    name = getattr(connector, "__qualname__", str(connector))
+        verdict = (
+            f"✗ {report.mismatches:,} mismatches, {report.holds_at_end:,} holds left at the end"
+        )
     rates = [
-        ("of the prompt blocks, hit on the GPU", report.gpu_hit_rate),
-        (f"of the prompt blocks, hit on the {report.tier} tier", report.cpu_hit_rate),
+        ("prompt blocks hit on the GPU", report.gpu_hit_rate),
+        (f"prompt blocks hit on the {report.tier} tier", report.cpu_hit_rate),
     ]
     parts = [
-        f'<p><b class="{kind}">{escape(told)}</b>. {escape(name)}, {report.requests:,} requests, '
-        f"{report.blocks:,} blocks, {report.seconds:.1f} s.</p>",
+        f'<p><b class="{kind}">{escape(verdict)}</b>. {escape(connector.__qualname__)}, '
+        f"{report.requests:,} requests, {report.blocks:,} blocks, {report.seconds:.1f} s.</p>",
         "<h2>Hit rates</h2>",
-        wide(make_table(("of what", "share"), [(n, share_bar(share)) for n, share in rates])),
+        wide(make_table(("blocks", "share"), [(n, share_bar(share)) for n, share in rates])),
         "<h2>Hits over time</h2>",
         _chart(hits.rows()),
-        "<h2>What happened</h2>",
-        facts(shown),
+        "<h2>Figures</h2>",
+        facts([(figure.name, figure.value) for figure in figures]),
+        *lost.as_html(),
     ]
-    if lost.rows:
-        parts.append(f'<p class="bad">✗ {lost.num_rows:,} parts of the trace were lost:</p>')
-        parts.append("<pre>" + escape("\n".join([*lost.rows[:_SHOWN], *lost.cut])) + "</pre>")
     write_page("--html", path, f"kvview replay: {title}", parts + made_by(versions_of(connector)))
 
 

@@ -1,8 +1,8 @@
-"""The main job: a request trace, through the engine, with a connector beside it.
+"""The replay of a request trace through the engine, with a connector.
 
-Requests come when the trace says, in simulated seconds (:class:`TimeModel`); or, in a closed
-loop, as soon as others end. Memory holds the requests in flight and nothing that grows with
-the trace, but for one whose sessions must be put in order first (:func:`by_arrival`).
+Requests arrive at their recorded times, in simulated seconds (:class:`TimeModel`), or, in a
+closed loop, as soon as others end. Memory does not grow with the trace, unless its sessions must
+be sorted first (:func:`by_arrival`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvview_reference.replay.traces import TraceRequest
 
 _GROUP = re.compile(r"(?P<kind>[a-z]+)(:(?P<tokens>\d+))?(@(?P<multiple>\d+))?")
 _MAX_WAITING = 64
-"""Requests that wait in the engine; an engine that is behind leaves the others in the trace."""
+"""Most requests that wait in the engine; further ones wait in the trace."""
 _GROUP_KINDS = "full, window:TOKENS, chunked:TOKENS, mamba; each may end in @K for blocks K times"
 
 
@@ -46,13 +46,14 @@ class ReplayConfig:
     """Sizes of the engine.
 
     Args:
-        gpu_blocks: Blocks of the GPU pool, the null block included; None takes
-            as many as hold about a million tokens.
+        gpu_blocks: Blocks of the GPU pool, the null block included; None takes enough for about
+            a million tokens.
         block_bytes: Bytes of one block, a multiple of 8.
-        closed_loop: Requests in the engine at once, whenever they came; None plays time as it was.
-        groups: KV-cache groups, as :func:`parse_groups` reads them.
-        options: For the connector.
-        time: What takes how long; not of a closed loop.
+        closed_loop: Requests in the engine at once, whatever their arrival times; None replays
+            the arrival times.
+        groups: KV-cache groups, in the form that :func:`parse_groups` reads.
+        options: Options of the connector.
+        time: Durations; not used in a closed loop.
     """
 
     gpu_blocks: int | None = None
@@ -65,25 +66,27 @@ class ReplayConfig:
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """What came of a replay; the names are those of the JSON report.
+    """The result of a replay; the names are those of the JSON report.
 
     Args:
-        requests_too_large: Passed over: they do not fit on the GPU.
-        blocks: Hash ids of all prompts: what the hit rates are shares of.
-        computed_rate: What neither had.
-        cpu_hit_blocks: What came from the connector, whatever its medium.
-        failed_transfers: The connector's own: a replay makes none fail.
-        first_failure: Which of them came first, and what its result says.
-        media: Where the connector moved blocks to or from, by the names of its specs.
-        holds_at_end: GPU blocks not free when everything had drained; must be 0.
+        requests_too_large: Requests that were skipped because they do not fit on the GPU.
+        blocks: Hash ids of all prompts; the hit rates are shares of them.
+        computed_rate: Share of the blocks that neither the GPU nor the connector had.
+        cpu_hit_blocks: Blocks that came from the connector, whatever its medium.
+        failed_transfers: Failures of the connector's own; a replay injects none.
+        first_failure: The first failed transfer, and the error in its result.
+        media: Media that the connector moved blocks to or from, by the names of its specs.
+        holds_at_end: GPU blocks that were not free at the end of all work; must be 0.
         blocks_per_s: ``blocks`` over ``seconds``.
-        play: "time" (as it was) or "closed-loop"; all below is None in a closed loop.
-        closed_loop: Requests at once; None where time is as it was.
-        time: What takes how long.
-        simulated_seconds: From the first request to the end of everything.
-        trace_seconds: From the first request to the arrival of the last, at this speed.
-        mean_wait_s: From when a request might have started to when it did, loads included.
-        load_link_busy: Share of the simulated seconds; likewise of stores.
+        play: "time" (recorded arrival times) or "closed-loop"; the fields below are None in a
+            closed loop.
+        closed_loop: Requests at once; None with recorded arrival times.
+        time: The durations.
+        simulated_seconds: Time from the first request to the end of all work.
+        trace_seconds: Time from the first to the last arrival, at this speed.
+        mean_wait_s: Time for which a request could start and did not, loads included.
+        load_link_busy: Share of the simulated seconds in which the link moved loads.
+        store_link_busy: Share of the simulated seconds in which the link moved stores.
     """
 
     requests: int
@@ -119,24 +122,24 @@ class ReplayReport:
 
     @property
     def tier(self) -> str:
-        """The media of the connector, as its specs name them."""
+        """The media of the connector, by the names of its specs."""
         return "+".join(self.media) or "connector's"
 
     @property
     def is_clean(self) -> bool:
-        """Whether every byte was right and every block came back."""
+        """Whether every byte was right and every block was released."""
         return not self.mismatches and not self.holds_at_end
 
 
 @dataclass(frozen=True)
 class ReplayFile(ReplayReport):
-    """What ``kvview replay --json FILE`` writes.
+    """The report of ``kvview replay --json FILE``.
 
     Args:
         malformed_rows: Rows and files of the trace that could not be read.
-        lost: The first 10,000 of them, and why.
-        cut: Of which files all that follows a line is lost, and of which line.
-        schema_version: Grows when a field goes or means something else.
+        lost: The first 10,000 of them, with the reasons.
+        cut: Files of which all that follows a line is lost, with that line.
+        schema_version: Increased when a field is removed or changes its meaning.
     """
 
     malformed_rows: int = 0
@@ -153,7 +156,7 @@ def parse_groups(text: str, block_size: int) -> tuple[CacheGroup, ...]:
         block_size: Tokens of one block of the trace; ``@K`` makes it K times larger.
 
     Raises:
-        ConfigError: A kind or a size that is not known; lists the known ones.
+        ConfigError: A kind or a size is unknown; the message lists the known ones.
     """
     groups: list[CacheGroup] = []
     for part in text.split(","):
@@ -174,7 +177,7 @@ def parse_groups(text: str, block_size: int) -> tuple[CacheGroup, ...]:
 
 
 def make_geometry(groups: str, block_size: int) -> CacheGeometry:
-    """The geometry of a replay: the one place where the common multiple is taken."""
+    """Make the geometry of a replay, whose scheduler block is a multiple of all block sizes."""
     parsed = parse_groups(groups, block_size)
     return CacheGeometry(math.lcm(*(group.block_size for group in parsed)), block_size, parsed)
 
@@ -189,17 +192,16 @@ def replay(
     *,
     takes_events: bool = True,
 ) -> ReplayReport:
-    """Run a trace to its end, and until the connector has nothing left to do.
+    """Run a trace to its end, until the connector has no pending work.
 
     Args:
         trace: Requests, read one by one.
         block_size: Tokens of one hash id.
         connector: The connector's class.
         config: Sizes and options.
-        on_progress: Told of the requests started so far, now and then.
-        on_step: Shown the engine after each step, to take its events; without one
-            the pool records none.
-        takes_events: Whether it takes them.
+        on_progress: Called with the number of requests so far, after each step.
+        on_step: Called with the engine after each step, to take its events.
+        takes_events: Whether ``on_step`` takes the events; otherwise the pool records none.
 
     Raises:
         ConfigError: A size is impossible, or no request fits in the pool.
@@ -229,7 +231,7 @@ def replay(
         pool = engine.kv_cache.pool
         holds = pool.num_blocks - 1 - pool.num_free_blocks()
     except BaseException:
-        with suppress(ConnectorError):  # what came first is told
+        with suppress(ConnectorError):  # the first error is reported
             engine.shutdown()
         raise
     engine.shutdown()
@@ -237,7 +239,7 @@ def replay(
 
 
 class _Run:
-    """One replay, and what is counted of it beside the engine's own counters."""
+    """One replay, and the counters that the engine does not have."""
 
     def __init__(
         self,
@@ -253,11 +255,11 @@ class _Run:
         self._on_progress, self._on_step = on_progress, on_step
         self._num_blocks = self._num_too_large = 0
         self._too_large: ConfigError | None = None
-        self._queued: list[tuple[Request, float]] = []  # and since when it might have started
+        self._queued: list[tuple[Request, float]] = []  # and since when it could start
         self._waited_s = self._max_wait_s = 0.0
 
     def to_end(self) -> None:
-        """Run until the trace has ended and nothing is left to do."""
+        """Run until the trace and all work have ended."""
         engine, clock = self._engine, self._clock
         while True:
             if clock is not None:
@@ -318,7 +320,7 @@ class _Run:
         self._queued = still
 
     def report(self, seconds: float, holds_at_end: int) -> ReplayReport:
-        """What came of it."""
+        """Make the report."""
         stats, clock = self._engine.stats, self._clock
         blocks = self._num_blocks
         report = ReplayReport(

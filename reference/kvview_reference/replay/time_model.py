@@ -1,4 +1,4 @@
-"""What takes how long in a replay that plays time as it was."""
+"""The durations in a replay with recorded arrival times."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from kvview.errors import ConfigError
 
 @dataclass(frozen=True)
 class TimeModel:
-    """What takes how long; the defaults are about an 8B model on an A100.
+    """Durations; the defaults are about those of an 8B model on an A100.
 
     1. Prompts are computed at a rate, first come first served, at most ``step_tokens`` in
-       one step. What was hit is not computed.
-    2. Each running request generates a token every ``decode_step_s``. Neither slows the other.
-    3. Each direction of the host link moves one job after the other. A block has
-       ``token_bytes`` for each of its tokens, which several KV-cache groups share evenly;
-       or, of a hybrid model, ``group_bytes``.
-    4. A request starts, and a transfer is heard of, between two steps.
+       one step. Tokens that were hit are not computed.
+    2. Each running request generates a token every ``decode_step_s``. Prompts do not slow it
+       down, and it does not slow prompts down.
+    3. Each direction of the host link moves one job after another. A block has ``token_bytes``
+       for each of its tokens, shared evenly by several KV-cache groups; the blocks of a hybrid
+       model have ``group_bytes``.
+    4. A request starts, and the end of a transfer is reported, between two steps.
 
     Args:
-        prefill_tokens_per_s: Prompt tokens a second.
-        decode_step_s: Seconds.
-        load_gb_per_s: From the host to the GPU, 10**9 bytes a second.
-        store_gb_per_s: From the GPU to the host.
-        token_bytes: Of one token's KV, all ranks together; in all layers of attention.
-        step_tokens: Prompt tokens of one step.
-        max_running: Requests computed at once.
+        prefill_tokens_per_s: Prompt tokens computed per second.
+        decode_step_s: Seconds per generated token.
+        load_gb_per_s: Bandwidth from the host to the GPU, 10**9 bytes per second.
+        store_gb_per_s: Bandwidth from the GPU to the host.
+        token_bytes: KV bytes of one token in all attention layers, all ranks together.
+        step_tokens: Most prompt tokens in one step.
+        max_running: Most requests computed at once.
         speed: Seconds of the trace in one simulated second.
-        group_bytes: Of a block of each KV-cache group, all ranks together; None shares
+        group_bytes: Bytes of a block of each KV-cache group, all ranks together; None shares
             ``token_bytes`` evenly.
     """
 

@@ -1,4 +1,4 @@
-"""One row of a request trace: the known schemas, and the requests that a row holds.
+"""The schemas of a row of a request trace, and the requests in a row.
 
 Lengths are tokens. How many hash ids a prompt has differs: Mooncake and Bailian
 give the partial last block an id, cc-traces does not; both are accepted.
@@ -27,15 +27,15 @@ class TraceRequest:
 
     Args:
         request_id: The trace's own id, or the line for a schema without ids.
-        arrival_s: Seconds from the start of the trace; of the session for ``cc-traces``; 0.0 in
-            a trace without times.
+        arrival_s: Seconds from the start of the trace, or of the session for ``cc-traces``; 0.0
+            in a trace without times.
         num_prompt_tokens: Prompt length in tokens, at least 1.
         num_output_tokens: Generated tokens, 0 or more.
         hash_ids: One id per prompt block, first block first; equal ids of one
             scope mean reusable KV. The last block may be partial.
         scope: Namespace of ``hash_ids``; "" when they hold for the whole trace.
         line: Line of the file, from 1.
-        continues: ``request_id`` of the turn before it, where the trace says so.
+        continues: ``request_id`` of the previous turn, if the trace has it.
     """
 
     request_id: str
@@ -49,10 +49,17 @@ class TraceRequest:
 
 
 class RowError(ValueError):
-    """What is wrong with a row, and in which field, while file and line are unknown."""
+    """An error in a row, raised where file and line are unknown.
 
-    def __init__(self, what: str, field: str = "") -> None:
-        super().__init__(f"field '{field}': {what}" if field else what)
+    Args:
+        problem: The error.
+        field: The field that has it, if one has.
+        ends_file: Whether nothing after the row can be read.
+    """
+
+    def __init__(self, problem: str, field: str = "", *, ends_file: bool = False) -> None:
+        super().__init__(f"field '{field}': {problem}" if field else problem)
+        self.ends_file = ends_file
 
 
 _Tokens = Annotated[int, Field(ge=0, lt=2**31)]
@@ -73,12 +80,12 @@ def _check_num_blocks(field: str, hash_ids: Sequence[int], tokens: int, block_si
 
 
 class _Model(BaseModel):
-    # strict: a bool is no int and "1" is no number. Other fields are ignored.
+    # strict refuses a bool as an int and "1" as a number. Unknown fields are ignored.
     model_config = ConfigDict(strict=True)
 
 
 class _FlatRow(_Model):
-    """A row that is one request."""
+    """A row with one request."""
 
     tokens_per_block: ClassVar[int]
 
@@ -158,7 +165,7 @@ class _CcSession(_Model):
         return self.block_size
 
     def requests(self, line: int) -> list[TraceRequest]:
-        """Requests of the session and of its sub-agents by arrival."""
+        """List the requests of the session and of its sub-agents by arrival."""
         scope = self.id if self.hash_id_scope == "local" else ""
         found: list[TraceRequest] = []
         last: dict[str, str] = {}  # of the session's and each sub-agent's requests
@@ -178,7 +185,7 @@ class _CcSession(_Model):
 def _flatten(
     entries: Sequence[_CcEntry], start_s: float, path: str, field: str
 ) -> Iterator[tuple[float, str, str, _CcRequest]]:
-    """Arrival, path ("3", or "1.0" inside a sub-agent), field and request, depth first."""
+    """Yield arrival, path ("3", or "1.0" in a sub-agent), field and request, depth first."""
     for index, entry in enumerate(entries):
         where = f"{field}[{index}]"
         if isinstance(entry, _CcRequest):
@@ -220,7 +227,7 @@ def _load(row: bytes) -> dict[str, Any]:
 
 
 def _nearest_schema(fields: dict[str, Any]) -> SchemaName | None:
-    """The schema with the most of its fields in a row, if that is half of them."""
+    """Find the schema with the most of its fields in a row, if the row has half of them."""
     shared = {name: len(fields.keys() & known) for name, known in _FIELDS.items()}
     nearest = max(shared, key=lambda name: shared[name])
     return nearest if 2 * shared[nearest] >= len(_FIELDS[nearest]) else None
@@ -228,26 +235,26 @@ def _nearest_schema(fields: dict[str, Any]) -> SchemaName | None:
 
 def _explain(error: ValidationError) -> RowError:
     first, *others = error.errors(include_url=False)
-    # Numbers are places in a list; "n", "s" and "subagent" name a kind, not a field.
+    # Numbers are indices of a list; "n", "s" and "subagent" name a kind, not a field.
     parts = (part for part in first["loc"] if part not in ("n", "s", "subagent"))
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     if first["type"].startswith("union_tag"):
         field += ".type"
     if first["type"] in ("missing", "union_tag_not_found"):
-        what = "missing"
+        problem = "missing"
     elif first["type"] == "union_tag_invalid":
-        what = f"should be one of {first['ctx']['expected_tags']}, got {first['ctx']['tag']!r}"
+        problem = f"should be one of {first['ctx']['expected_tags']}, got {first['ctx']['tag']!r}"
     else:
-        what = f"{first['msg'].removeprefix('Input ')}, got {reprlib.repr(first['input'])}"
+        problem = f"{first['msg'].removeprefix('Input ')}, got {reprlib.repr(first['input'])}"
     more = f" (and {len(others)} more in this row)" if others else ""
-    return RowError(what + more, field.removeprefix("."))
+    return RowError(problem + more, field.removeprefix("."))
 
 
 def recognise(row: bytes) -> SchemaName:
-    """The schema of a row, by its fields; the row may still be malformed.
+    """Recognise the schema of a row by its fields; the row may still be malformed.
 
     Raises:
-        RowError: Not a JSON object, or no schema has half of its fields there.
+        RowError: The row is not a JSON object, or has less than half of the fields of any schema.
     """
     fields = _load(row)
     schema = _nearest_schema(fields)
@@ -267,10 +274,10 @@ def parse(row: bytes, line: int, schema: SchemaName) -> tuple[int, list[TraceReq
         schema: The schema of the trace.
 
     Returns:
-        Block size in tokens, the row's requests by arrival, and whether it says when they came.
+        Block size in tokens, the row's requests by arrival, and whether it has arrival times.
 
     Raises:
-        RowError: The row is malformed, or of another schema.
+        RowError: The row is malformed, or has another schema.
     """
     try:
         valid = _MODELS[schema].model_validate_json(row)

@@ -1,6 +1,6 @@
 """Request traces of real LLM traffic, read as a stream.
 
-A trace is JSON Lines, gzip-compressed or not (told by the first bytes, not by the
+A trace is JSON Lines, gzip-compressed or not (recognised by the first bytes, not by the
 name), in one of the schemas of ``trace_schemas``. Every row is validated before any
 of its requests is yielded, and memory holds one row at a time.
 """
@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from html import escape
 from typing import BinaryIO, get_args
 
 from kvview.errors import ConfigError, KVViewError, TraceError
@@ -27,7 +28,7 @@ from kvview_reference.replay.trace_schemas import (
 __all__ = ["MAX_ROW_BYTES", "Lost", "OnError", "SchemaName", "Trace", "TraceRequest", "open_trace"]
 
 OnError = Callable[[TraceError], object]
-"""Told of each malformed row; the reader then goes on with the next one."""
+"""Called with the error of each malformed row; the reader then continues with the next row."""
 
 MAX_ROW_BYTES = 32 * 2**20
 """Longest row that is read: a file without newlines must not fill the memory."""
@@ -38,17 +39,20 @@ MAX_ROW_VALUES = 2**22
 _UNITS = {b",": 1, b'"': 2, b"[": 2, b"{": 8}
 _MAX_LOST = 10_000
 _SHOWN = 20
+_SHOWN_ON_PAGE = 100
 
 
 class TraceCutError(TraceError):
-    """From a line on, nothing of a file can be read."""
+    """From a line on, nothing of a file can be read.
 
-    rest: str = ""
-    """What is lost, beside the line itself."""
+    Args:
+        message: The reason.
+        rest: The part that is lost besides the line itself.
+    """
 
-
-class _CutError(RowError):
-    """The same, while file and line are unknown."""
+    def __init__(self, message: str, rest: str) -> None:
+        super().__init__(message)
+        self.rest = rest
 
 
 @dataclass
@@ -57,8 +61,8 @@ class Lost:
 
     Args:
         rows: The first 10,000 rows and files, and the reason of each.
-        cut: Files of which all that follows a line is lost too: how much is not known.
-        num_rows: All rows and files that could not be read.
+        cut: Files of which all that follows a line is lost too, in an unknown amount.
+        num_rows: Number of all rows and files that could not be read.
     """
 
     rows: list[str] = field(default_factory=list)
@@ -66,7 +70,7 @@ class Lost:
     num_rows: int = 0
 
     def add(self, error: KVViewError) -> bool:
-        """Note one; True for the first few, which are worth a line on the terminal."""
+        """Note a part; True for the first few, which are worth a line on the terminal."""
         self.num_rows += 1
         if self.num_rows <= _MAX_LOST:
             self.rows.append(str(error))
@@ -75,11 +79,21 @@ class Lost:
         return self.num_rows <= _SHOWN
 
     def summary(self, title: str) -> str:
-        """The last line of a command."""
+        """Summarise the losses in the last line of a command."""
         num_cut = len(self.cut)
         rest = self.cut[0] if num_cut == 1 else f"the rest of {num_cut} files"
-        told = f"lost: {self.num_rows} of {title} could not be read"
-        return f"{told}, nor {rest}" if num_cut else told
+        summary = f"lost: {self.num_rows} of {title} could not be read"
+        return f"{summary}, nor {rest}" if num_cut else summary
+
+    def as_html(self) -> list[str]:
+        """List the losses as parts of a page; no part if nothing was lost."""
+        if not self.rows:
+            return []
+        listed = escape("\n".join([*self.rows[:_SHOWN_ON_PAGE], *self.cut]))
+        return [
+            f'<p class="bad">✗ {self.num_rows:,} parts of the trace were lost:</p>',
+            f"<pre>{listed}</pre>",
+        ]
 
 
 _FIELDS_ARE_IN = f"The schemas {', '.join(get_args(SchemaName))}: {DOCS_URL}replay/#the-trace"
@@ -88,7 +102,7 @@ _SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
 @contextmanager
 def _reading(path: str) -> Iterator[tuple[InputFile, BinaryIO]]:
-    """The file, and the decompressed rows in it."""
+    """Open a file, and the decompressed rows in it."""
     try:
         with open_rows(path) as opened:
             yield opened
@@ -97,15 +111,15 @@ def _reading(path: str) -> Iterator[tuple[InputFile, BinaryIO]]:
 
 
 class Trace:
-    """A trace of a known schema; made by :func:`open_trace`. Each iteration reads it anew.
+    """A trace of a known schema, made by :func:`open_trace`; each iteration reads it again.
 
     Attributes:
         path: The file.
         schema: Name of the schema.
         block_size: Tokens per hash id.
-        has_times: Whether its rows say when they came.
-        total_bytes: Size of the file, compressed if it is.
-        bytes_read: How many of ``total_bytes`` the latest iteration has read.
+        has_times: Whether its rows have arrival times.
+        total_bytes: Size of the file, compressed if the file is.
+        bytes_read: Part of ``total_bytes`` that the latest iteration has read.
     """
 
     def __init__(self, path: str, on_error: OnError | None, max_row_bytes: int) -> None:
@@ -118,7 +132,7 @@ class Trace:
             self.schema, self.block_size, self.has_times = self._find_schema(rows)
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """Requests in file order; inside a ``cc-traces`` session by arrival.
+        """Yield requests in file order; inside a ``cc-traces`` session by arrival.
 
         Raises:
             TraceError: A row is malformed and ``on_error`` is None.
@@ -140,18 +154,20 @@ class Trace:
             raise row
         block_size, requests, has_time = parse(row, line, self.schema)
         if has_time != self.has_times:
-            what = (
-                "missing, and the first row has one" if self.has_times else "the first row has none"
+            raise RowError(
+                "missing, but the first row has one"
+                if self.has_times
+                else "present, but the first row has none",
+                "timestamp",
             )
-            raise RowError(what, "timestamp")
         if block_size != self.block_size:
             raise RowError(f"{block_size} in a trace of {self.block_size}", "block_size")
         return requests
 
     def _find_schema(self, rows: BinaryIO) -> tuple[SchemaName, int, bool]:
-        """Schema, block size and whether there are times, of the first whole row.
+        """Find schema, block size and whether there are times, in the first whole row.
 
-        Iterating reports those before it.
+        Malformed rows before it are reported by the iterations.
         """
         problem = "no rows"
         for line, row in self._rows(rows):
@@ -170,16 +186,17 @@ class Trace:
         raise ConfigError(f"cannot read trace {self.path!r}: {problem}. {_FIELDS_ARE_IN}")
 
     def _report(self, line: int, error: RowError) -> None:
-        where = f"{self.path}:{line}: {error}"
-        report = TraceCutError(where) if isinstance(error, _CutError) else TraceError(where)
-        if isinstance(report, TraceCutError):
-            report.rest = f"all that follows line {line - 1} of {os.path.basename(self.path)}"
+        message = f"{self.path}:{line}: {error}"
+        report = TraceError(message)
+        if error.ends_file:
+            rest = f"all that follows line {line - 1} of {os.path.basename(self.path)}"
+            report = TraceCutError(message, rest)
         if self._on_error is None:
             raise report from None
         self._on_error(report)
 
     def _rows(self, rows: BinaryIO) -> Iterator[tuple[int, bytes | RowError]]:
-        """Line, from 1, and row; blank lines are skipped, damaged gzip data is the end."""
+        """Yield line number and row; blank lines are skipped, damaged gzip data is the end."""
         line = 0
         try:
             for line, row in enumerate(read_rows(rows, self._max_row_bytes), 1):
@@ -193,18 +210,20 @@ class Trace:
                 elif row and not row.isspace():
                     yield line, row.rstrip(b"\r\n")
         except DAMAGED_GZIP as error:
-            yield line + 1, _CutError(f"gzip data truncated or damaged from here on: {error}")
+            problem = f"gzip data truncated or damaged from here on: {error}"
+            yield line + 1, RowError(problem, ends_file=True)
 
 
 def _num_values(row: bytes) -> int:
-    """Values of a row of JSON, counted without parsing it, in units of what a number takes."""
+    """Count the values of a row of JSON without parsing it, in units of a number's memory."""
     return sum(row.count(mark) * units for mark, units in _UNITS.items())
 
 
 class TraceFolder(Trace):
-    """The files of a folder as one trace, by name: as cc-traces come, a session each.
+    """The files of a folder as one trace, in the order of their names.
 
-    A file that cannot be read, or is of another schema or block size, is a malformed row.
+    cc-traces are published so, one session per file. A file that cannot be read, or has another
+    schema or block size, counts as a malformed row.
     """
 
     def __init__(self, path: str, on_error: OnError | None, max_row_bytes: int) -> None:
@@ -218,8 +237,7 @@ class TraceFolder(Trace):
         self._errors: list[TraceError] = []
         for name in names:
             try:
-                file = Trace(os.path.join(path, name), on_error, max_row_bytes)
-                self._add(file)
+                self._add(Trace(os.path.join(path, name), on_error, max_row_bytes))
             except ConfigError as error:
                 if on_error is None:
                     raise
@@ -235,14 +253,14 @@ class TraceFolder(Trace):
             raise ConfigError(f"{file.path}: only some files of this trace have timestamps")
         if (file.schema, file.block_size) != (self.schema, self.block_size):
             raise ConfigError(
-                f"{file.path}: {file.schema} in blocks of {file.block_size}, and {self.schema} in "
-                f"blocks of {self.block_size} before it"
+                f"{file.path}: {file.schema} in blocks of {file.block_size}, but the files before "
+                f"it are {self.schema} in blocks of {self.block_size}"
             )
         self._files.append(file)
         self.total_bytes += file.total_bytes
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """Requests, a file after the other."""
+        """Yield the requests of each file, one file after another."""
         for error in self._errors:
             if self._on_error is not None:
                 self._on_error(error)
@@ -265,8 +283,8 @@ def open_trace(
 
     Args:
         path: JSON Lines, gzip-compressed or not; or a folder of such files.
-        on_error: Told of each malformed row, once per iteration, and the row is
-            skipped; None raises at the first.
+        on_error: Called with the error of each malformed row, once per iteration, and the row
+            is skipped; None raises at the first.
         max_row_bytes: Longer rows, decompressed, are malformed.
 
     Returns:

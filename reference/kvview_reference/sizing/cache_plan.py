@@ -1,12 +1,12 @@
 """The KV-cache groups that vLLM makes of a model's layers, and the bytes of their blocks.
 
-1. Each group has a block table of its own over one pool, so a block has the same bytes in all.
+1. Each group has its own block table over one pool, so a block has the same bytes in all.
 2. A state takes one block: where it is larger, the blocks of attention get more tokens, and the
    state is padded to them.
-3. Layers with smaller pages get blocks of more tokens; where that does not come out even, their
-   pages are padded.
-4. Groups have the same number of layers: as many as the kind with the fewest, or as the one with
-   the most, where these are not many more.
+3. Layers with smaller pages get blocks of more tokens; if the sizes do not divide, their pages
+   are padded.
+4. Groups have the same number of layers: that of the kind with the fewest, or that of the kind
+   with the most, if the latter is not many more.
 
 Source: vLLM 0.32.0, ``v1/core/kv_cache_utils.py`` (``get_kv_cache_groups``) and
 ``platforms/interface.py`` (``_align_hybrid_block_size``).
@@ -21,7 +21,7 @@ from kvview.errors import ConfigError
 from kvview_reference.sizing.model import Kind, LayerSet, ModelShape
 
 GPU_BLOCK_SIZE = 16
-"""Tokens of a block of vLLM on GPUs, unless a state or a user asks for more."""
+"""Tokens of a block of vLLM on GPUs, unless a state or a user requires more."""
 
 _LATENT_BLOCK_SIZE = 128
 _MANY_MORE = 1.5
@@ -32,10 +32,10 @@ class PlannedGroup:
     """One KV-cache group.
 
     Args:
-        layers: The set that its layers are of.
-        count: Layers in it.
+        layers: The set that its layers belong to.
+        count: Number of its layers.
         block_size: Tokens of a block.
-        page_bytes: Of a block in one layer, on one rank.
+        page_bytes: Bytes of a block in one layer, on one rank.
     """
 
     layers: LayerSet
@@ -49,9 +49,9 @@ class CachePlan:
     """All groups of a model.
 
     Args:
-        block_size: Tokens of a block of attention, before pages are made alike.
+        block_size: Tokens of a block of attention, before pages are made equal.
         groups: The groups.
-        block_bytes: Of a block, on one rank: of the group with the most.
+        block_bytes: Bytes of a block on one rank, in the group with the most layers.
     """
 
     block_size: int
@@ -59,12 +59,12 @@ class CachePlan:
     block_bytes: int
 
     def token_bytes(self, kind: Kind) -> Fraction:
-        """Bytes in blocks of one token in the layers of a kind, on one rank."""
+        """Compute the bytes of a token in the blocks of a kind of layers, on one rank."""
         sizes = [group.block_size for group in self.groups if group.layers.kind == kind]
         return sum((Fraction(self.block_bytes, size) for size in sizes), Fraction(0))
 
     def state_bytes(self) -> int:
-        """Bytes in blocks of all states, on one rank."""
+        """Compute the bytes of the blocks of all states, on one rank."""
         return self.block_bytes * sum(group.layers.kind == "state" for group in self.groups)
 
 
@@ -75,8 +75,8 @@ def plan_cache(
 
     Args:
         model: The model.
-        block_size: Tokens of a block that the engine would take.
-        kernel_block_size: Blocks have a multiple of so many tokens.
+        block_size: Tokens of a block that the engine would choose.
+        kernel_block_size: Tokens of which blocks have a multiple.
 
     Raises:
         ConfigError: vLLM cannot group such layers.
@@ -85,7 +85,7 @@ def plan_cache(
     states = [layers.state_bytes for layers in model.layers if layers.kind == "state"]
     if states and attention:
         block_size = _block_that_holds(max(states), attention[0], block_size, kernel_block_size)
-    # A state fills a block of attention; without attention it is as large as it is.
+    # A state fills a block of attention; without attention it is not padded.
     smallest = block_size * attention[0].token_bytes if states and attention else 0
     pages = [
         max(layers.state_bytes, smallest)
@@ -111,14 +111,14 @@ def plan_cache(
 
 
 def _block_that_holds(state: int, attention: LayerSet, block_size: int, kernel: int) -> int:
-    """Tokens of the smallest block of attention in which a state has room."""
+    """Find the tokens of the smallest block of attention that has room for a state."""
     step = max(kernel, block_size, _LATENT_BLOCK_SIZE if attention.is_latent else 0)
     tokens = step * -(-state // (step * attention.token_bytes))
     return max(block_size, kernel * -(-tokens // kernel))
 
 
 def _ratio(layers: LayerSet, page: int, largest: int) -> int:
-    """How many blocks of these layers make one of the largest page; 1 where pages are padded."""
+    """Count the blocks of these layers in the largest page; 1 if pages are padded."""
     if layers.kind == "state" or page == largest:
         return 1
     ratio, rest = divmod(largest, page)

@@ -1,8 +1,8 @@
-"""Hits of a cache of every size in one pass: LRU, and what no policy can exceed.
+"""Hits of a cache of every size in one pass: LRU, and the optimum of all policies.
 
-Both go through runs (:mod:`kvview_reference.sizing.references`) and count blocks. A hit needs
-the whole prefix before it: with LRU a prefix is always used at least as recently as what
-follows it, so counting the blocks within reach of a size counts just those.
+Both read runs (:mod:`kvview_reference.sizing.references`) and count blocks. A hit needs
+the whole prefix before it. With LRU a prefix is always used at least as recently as the blocks
+that follow it, so the blocks within reach of a size are the hits.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kvview_reference.sizing.references import References
 
 
 class Curve:
-    """Hits against size; exact at every size.
+    """Hits against size, exact at every size.
 
     Args:
-        reached: Pairs of a size and blocks: from that size on, each block more of capacity
-            gives so many hits more (or, negative, so many fewer).
+        reached: By size, the change of the slope: from that size on, each further block of
+            capacity gives this many more (or, if negative, fewer) hits than before.
     """
 
     def __init__(self, reached: dict[int, int]) -> None:
@@ -32,35 +32,39 @@ class Curve:
 
     @property
     def full_size(self) -> int:
-        """The smallest size with which nothing more is won."""
+        """The smallest size beyond which nothing is gained."""
         return self._sizes[-1] if self._sizes else 0
 
     def hits(self, size: int) -> int:
-        """Blocks that a cache of this size hits."""
+        """Count the blocks that a cache of this size hits."""
         at = bisect_right(self._sizes, size) - 1
         if at < 0:
             return 0
         return self._hits[at] + (size - self._sizes[at]) * self._slopes[at]
 
-    def size_for(self, hits: float) -> int:
-        """The smallest size with at least so many hits; ``full_size`` if there is none."""
-        low, high = 0, self.full_size
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.hits(middle) >= hits else (middle + 1, high)
-        return low
+
+def knee_of(curve: Sequence[tuple[int, float]]) -> int:
+    """Find the size at which a curve bends most: farthest above the line between its ends.
+
+    Source: V. Satopaa et al., "Finding a 'Kneedle' in a Haystack", ICDCS Workshops 2011.
+    """
+    (low, first), (high, last) = curve[0], curve[-1]
+    slope = (last - first) / max(1, high - low)
+    distances = {size: rate - first - slope * (size - low) for size, rate in curve}
+    knee = max(distances, key=distances.__getitem__)
+    return knee if distances[knee] > 0 else high
 
 
 Reach = tuple[int, int]
-"""A stack distance, and how many blocks lie from there on without a gap: ``(d, n)`` is hit
-by a cache of ``d + 1`` blocks with one block, by one of ``d + n`` with all."""
+"""A stack distance, and the number of adjacent blocks from there on: a cache of ``d + 1`` blocks
+hits one block of ``(d, n)``, a cache of ``d + n`` blocks hits all ``n``."""
 
 
 def lru_reaches(references: References) -> Iterator[list[Reach]]:
-    """For each request the stack distances of what it uses again, in prefix order.
+    """Yield the stack distances of the blocks that each request uses again, in prefix order.
 
-    A request's blocks become the most recent ones, the first block foremost: as engines
-    free a chain from its tail. It ends at the first block that was never used before.
+    The list of a request ends at its first new block. The blocks of a request become the most
+    recent ones, the first block foremost, because engines free a chain from its tail.
 
     Source: R. Mattson et al., "Evaluation techniques for storage hierarchies", IBM Systems
     Journal 9(2), 1970; the tree is P. Fenwick's.
@@ -105,7 +109,7 @@ def lru_reaches(references: References) -> Iterator[list[Reach]]:
 
 
 def lru_curve(reaches: Iterable[Iterable[Reach]]) -> Curve:
-    """The hits of LRU at every size."""
+    """Add up the hits of LRU at every size."""
     reached: dict[int, int] = {}
     for request in reaches:
         for distance, weight in request:
@@ -115,20 +119,19 @@ def lru_curve(reaches: Iterable[Iterable[Reach]]) -> Curve:
 
 
 def hits_within(reaches: Iterable[Reach], size: int) -> int:
-    """Blocks of one request that an LRU cache of this size hits."""
+    """Count the blocks of one request that an LRU cache of this size hits."""
     return sum(min(weight, max(0, size - distance)) for distance, weight in reaches)
 
 
 def optimum_hits(references: References, sizes: Sequence[int]) -> list[int]:
-    """Hits of MIN with bypass: what a cache that knows the future has at most.
+    """Count the hits of MIN with bypass, the optimum of a cache that knows the future.
 
-    After each request the blocks that are asked for again the soonest are kept, of the
-    request and of the cache alike; what is never asked for again is not kept. No policy
-    exceeds it, whatever it stores and when.
+    After each request, the blocks of request and cache whose next use is soonest are kept;
+    blocks without a next use are not. No policy has more hits.
 
     Args:
-        references: Of the trace.
-        sizes: In blocks.
+        references: The trace.
+        sizes: Sizes in blocks.
 
     Source: L. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM
     Systems Journal 5(2), 1966.

@@ -1,47 +1,46 @@
-"""What a report says, in sentences: for the terminal and the page."""
+"""The sentences of a report, for the terminal and the page."""
 
 from __future__ import annotations
 
-from kvview_reference.sizing.sweep import ENOUGH, SizeReport
+from kvview_reference.sizing.accounts import PEAK_SECONDS
+from kvview_reference.sizing.sweep import SizeReport
 
 
 def explain(report: SizeReport) -> list[str]:
-    """The answer first, then what it rests on."""
-    return [*_answer(report), *report.notes, *_basis(report)]
+    """State the result first, then its basis."""
+    return [*conclusions(report), *_basis(report)]
 
 
-def _answer(report: SizeReport) -> list[str]:
+def conclusions(report: SizeReport) -> list[str]:
+    """State the gain of a host, and the warnings."""
     alone, most = report.no_connector_hit_rate, report.unlimited_hit_rate
-    lines = ["There is no GPU cache: all hits are the host's."]
+    lines = ["Without a GPU cache, the host has all hits."]
     if report.gpu_blocks:
-        lines = [
-            f"The GPU's {_gpu_size(report)} alone: {alone:.1%} of the prompt blocks are hits; a "
-            "host adds to that."
-        ]
-    if report.enough_host_blocks:
-        enough = blocks_and_gib(report, report.enough_host_blocks)
+        size = blocks_and_gib(report, report.gpu_blocks, "GPU")
+        lines = [f"{size} alone hit {alone:.1%} of the prompt blocks; a host adds to that."]
+    if report.knee_host_blocks:
         lines += [
-            f"{enough} are enough: with LRU they win {ENOUGH:.0%} of what any host can win "
-            f"({most - alone:.1%} of the prompt blocks).",
-            f"Beyond {blocks_and_gib(report, report.full_host_blocks)} nothing is won.",
+            f"Knee: {blocks_and_gib(report, report.knee_host_blocks)} with LRU gain "
+            f"{report.knee_share:.0%} of the gain of any host ({most - alone:.1%} of the prompt "
+            "blocks). Beyond the knee a block gains less than on average.",
+            f"Beyond {blocks_and_gib(report, report.full_host_blocks)} nothing is gained.",
         ]
     else:
-        lines.append("No host wins anything: what is asked for again, the GPU has.")
-    return lines
+        lines.append("No host gains anything: the GPU has every block that is used again.")
+    return [*lines, *report.notes]
 
 
 def _basis(report: SizeReport) -> list[str]:
     lines = [
-        "Order, not time: requests are served one after another, as they came; kvview replay TRACE "
-        "plays a size in time.",
-        "At most: what no policy exceeds with GPU and host together, knowing the future (MIN "
-        f"with bypass, {'exact' if report.sampling_rate == 1 else 'sampled'}).",
-        "Of LRU: blocks stored out of the GPU for each one loaded in again; seconds of prefill "
-        f"saved, at {report.prefill_tokens_per_s:,.0f} tokens/s; GB/s in the busiest sixtieth of "
-        f"the trace ({report.trace_seconds / 60:,.0f} s).",
+        "Order, not time: requests are served one after another, in the order of arrival; "
+        "'kvview replay TRACE' simulates one size in time.",
+        "At most: the hits that no policy exceeds with GPU and host together, even if it knows the "
+        f"future (MIN with bypass, {'exact' if report.sampling_rate == 1 else 'sampled'}).",
+        "With LRU: blocks stored to the host for each block loaded; seconds of prefill saved, at "
+        f"{report.prefill_tokens_per_s:,.0f} tokens/s; GB/s in the busiest {PEAK_SECONDS:.0f} s.",
     ]
     if report.model is None:
-        lines.append("Sizes in GiB need a model: --model config.json, or --layers and so on.")
+        lines.append("Sizes in GiB need a model: --model config.json.")
     else:
         name = f"{report.model.name}: " if report.model.name else ""
         lines += [f"{name}{part.formula}." for part in report.model.layers]
@@ -49,18 +48,14 @@ def _basis(report: SizeReport) -> list[str]:
         lines.append(f"Sampled by block: {report.sampling_rate:.2%} of the blocks (SHARDS).")
     if report.requests_too_large:
         lines.append(
-            f"{report.requests_too_large:,} requests do not fit on the GPU and were passed over."
+            f"{report.requests_too_large:,} requests do not fit on the GPU and were skipped."
         )
     return lines
 
 
-def _gpu_size(report: SizeReport) -> str:
-    blocks = f"{report.gpu_blocks:,} blocks"
-    return blocks if report.gpu_gib is None else f"{blocks} ({report.gpu_gib:,.1f} GiB)"
-
-
-def blocks_and_gib(report: SizeReport, blocks: int) -> str:
-    """A size, in GiB too where a model is known."""
+def blocks_and_gib(report: SizeReport, blocks: int, tier: str = "host") -> str:
+    """Write a size in blocks, and in GiB with a model."""
+    text = f"{blocks:,} {tier} blocks"
     if report.model is None:
-        return f"{blocks:,} host blocks"
-    return f"{blocks:,} host blocks ({blocks * report.model.block_bytes / 2**30:,.1f} GiB)"
+        return text
+    return f"{text} ({blocks * report.model.block_bytes / 2**30:,.1f} GiB)"

@@ -14,7 +14,7 @@ _T = TypeVar("_T", int, str)
 
 
 def shown(value: object) -> str:
-    """A value in an error: on one line, and short."""
+    """Write a value for an error, on one line and short."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no integer of more than 4,300 digits
@@ -22,15 +22,10 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def printable(text: str) -> str:
-    """A text of a file on one line of a terminal: short, and without control characters."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text[: 2 * _SHOWN])
-
-
 def require_number(
     name: str, value: object, where: str, *, least: int = 1, most: int = _MOST
 ) -> int:
-    """Check a number that somebody wrote.
+    """Check a number of a file.
 
     Raises:
         ConfigError: It is not a whole number from ``least`` to ``most``.
@@ -47,7 +42,7 @@ class Fields:
 
     Args:
         values: The object.
-        where: Names it in errors.
+        where: The name of the object in errors.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -55,20 +50,20 @@ class Fields:
         self._read: set[str] = set()
 
     def get(self, name: str) -> Any:
-        """The value of a field, unchecked; None where it is missing or null."""
+        """Return a field, unchecked; None if it is missing or null."""
         self._read.add(name)
         return self._values.get(name)
 
     def number(
         self, name: str, *, least: int = 1, most: int = _MOST, missing: int | None = None
     ) -> int:
-        """A whole number.
+        """Return a whole number.
 
         Args:
             name: Field.
             least: Lowest value allowed.
             most: Highest value allowed.
-            missing: Value where the field is missing or null; None makes that an error.
+            missing: Default for a field that is missing or null; None makes that an error.
         """
         value = self.get(name)
         if value is None:
@@ -78,7 +73,7 @@ class Fields:
         return require_number(name, value, self.where, least=least, most=most)
 
     def text(self, name: str, missing: str) -> str:
-        """A text; ``missing`` where the field is missing or null."""
+        """Return a text; ``missing`` if the field is missing or null."""
         value = self.get(name)
         if value is None:
             return missing
@@ -87,7 +82,7 @@ class Fields:
         return value
 
     def sequence(self, name: str, kind: type[_T]) -> list[_T] | None:
-        """A list of numbers or of texts; None where the field is missing or null."""
+        """Return a list of numbers or of texts; None if the field is missing or null."""
         value = self.get(name)
         if value is None:
             return None
@@ -98,5 +93,5 @@ class Fields:
         return value
 
     def unread(self) -> Iterator[tuple[str, Any]]:
-        """Fields that were never read, and their values."""
+        """Yield the fields that were never read, and their values."""
         return ((name, v) for name, v in self._values.items() if name not in self._read)

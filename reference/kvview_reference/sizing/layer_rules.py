@@ -1,19 +1,16 @@
-"""Which layer of a model stores what: the ways in which a ``config.json`` says so."""
+"""The ways in which a ``config.json`` lists the kinds of its layers."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
-
-from typing_extensions import override
 
 from kvview.errors import ConfigError
 from kvview_reference.sizing.fields import Fields, shown
 
 Stored = Literal["full", "window", "chunked", "state", "full and state", "nothing"]
-"""What a layer stores; "full and state" is attention and a state-space half side by side."""
+"""The kind of a layer; "full and state" is attention next to a state-space half."""
 
 WORDS: Mapping[str, Stored] = {
     "full_attention": "full",
@@ -34,122 +31,92 @@ LETTERS: Mapping[str, Stored] = {"M": "state", "*": "full", "-": "nothing", "E":
 
 
 @dataclass(frozen=True)
-class Rule(ABC):
-    """One way to say it.
+class Rule:
+    """One way to list the kinds.
 
     Args:
-        field: Read to decide; "" where nothing is read.
+        field: The field that decides; "" if no field is read.
+        stored: Lists the kind of each layer, from the fields and the number of layers; returns
+            None if the field is not set, and raises ConfigError if it is wrong or unknown.
     """
 
     field: str
-
-    @abstractmethod
-    def stored(self, fields: Fields, num_layers: int) -> list[Stored] | None:
-        """What each layer stores; None where the field is not set.
-
-        Raises:
-            ConfigError: The field is wrong, or says something that nothing here understands.
-        """
+    stored: Callable[[Fields, int], list[Stored] | None]
 
 
-@dataclass(frozen=True)
-class Listed(Rule):
+def listed(field: str = "layer_types") -> Rule:
     """A list with a word for each layer."""
-
-    field: str = "layer_types"
-
-    @override
-    def stored(self, fields: Fields, num_layers: int) -> list[Stored] | None:
-        words = fields.sequence(self.field, str)
-        if not words:
-            return None
-        return [_meaning(self.field, word, WORDS, fields) for word in words]
+    return Rule(
+        field,
+        lambda fields, _: _meanings(field, fields.sequence(field, str) or (), WORDS, fields),
+    )
 
 
-@dataclass(frozen=True)
-class Lettered(Rule):
+def lettered(field: str) -> Rule:
     """A text with a letter for each layer."""
-
-    @override
-    def stored(self, fields: Fields, num_layers: int) -> list[Stored] | None:
-        letters = fields.text(self.field, "")
-        return [_meaning(self.field, letter, LETTERS, fields) for letter in letters] or None
+    return Rule(field, lambda fields, _: _meanings(field, fields.text(field, ""), LETTERS, fields))
 
 
-@dataclass(frozen=True)
-class Every(Rule):
-    """All layers alike."""
-
-    field: str = ""
-    alike: Stored = "full"
-
-    @override
-    def stored(self, fields: Fields, num_layers: int) -> list[Stored]:
-        return [self.alike] * num_layers
+def every(kind: Stored = "full") -> Rule:
+    """The same kind for all layers."""
+    return Rule("", lambda _, num_layers: [kind] * num_layers)
 
 
-@dataclass(frozen=True)
-class _TwoKinds(Rule):
-    there: Stored
-    elsewhere: Stored
+def period(field: str, kind: Stored, other: Stored, *, offset: str = "") -> Rule:
+    """One layer of each period has its own kind: the layer at ``offset``, or else the last."""
 
-    def _where(self, is_there: list[bool]) -> list[Stored]:
-        return [self.there if there else self.elsewhere for there in is_there]
-
-
-@dataclass(frozen=True)
-class Period(_TwoKinds):
-    """One layer in so many differs: the one at ``offset``, or the last where that is empty."""
-
-    offset: str = ""
-
-    @override
-    def stored(self, fields: Fields, num_layers: int) -> list[Stored] | None:
-        length = fields.number(self.field)
-        at = fields.number(self.offset, least=0) if self.offset else length - 1
+    def stored(fields: Fields, num_layers: int) -> list[Stored]:
+        length = fields.number(field)
+        at = fields.number(offset, least=0) if offset else length - 1
         if at >= length:
             raise ConfigError(
-                f"{fields.where}: {self.offset} must be below {self.field} ({length}), got {at}"
+                f"{fields.where}: {offset} must be below {field} ({length}), got {at}"
             )
-        return self._where([layer % length == at for layer in range(num_layers)])
+        return [kind if layer % length == at else other for layer in range(num_layers)]
+
+    return Rule(field, stored)
 
 
-@dataclass(frozen=True)
-class Numbered(_TwoKinds):
-    """A list of numbers of layers, from 0."""
+def numbered(field: str, kind: Stored, other: Stored) -> Rule:
+    """A list with the numbers of some layers, from 0."""
 
-    @override
-    def stored(self, fields: Fields, num_layers: int) -> list[Stored] | None:
-        numbers = fields.sequence(self.field, int)
+    def stored(fields: Fields, num_layers: int) -> list[Stored] | None:
+        numbers = fields.sequence(field, int)
         if numbers is None:
             return None
-        return self._where([layer in numbers for layer in range(num_layers)])
+        return [kind if layer in numbers else other for layer in range(num_layers)]
+
+    return Rule(field, stored)
 
 
-@dataclass(frozen=True)
-class Flagged(_TwoKinds):
+def flagged(field: str, kind: Stored, other: Stored) -> Rule:
     """A list of 0 and 1, one for each layer."""
 
-    @override
-    def stored(self, fields: Fields, num_layers: int) -> list[Stored] | None:
-        flags = fields.sequence(self.field, int)
-        return self._where([bool(flag) for flag in flags]) if flags else None
+    def stored(fields: Fields, _: int) -> list[Stored] | None:
+        return [kind if flag else other for flag in fields.sequence(field, int) or ()] or None
+
+    return Rule(field, stored)
 
 
-@dataclass(frozen=True)
-class From(_TwoKinds):
+def starting_at(field: str, kind: Stored, other: Stored) -> Rule:
     """All layers from a number on."""
 
-    @override
-    def stored(self, fields: Fields, num_layers: int) -> list[Stored] | None:
-        first = fields.number(self.field, least=0)
-        return self._where([layer >= first for layer in range(num_layers)])
+    def stored(fields: Fields, num_layers: int) -> list[Stored]:
+        first = fields.number(field, least=0)
+        return [kind if layer >= first else other for layer in range(num_layers)]
+
+    return Rule(field, stored)
 
 
-def _meaning(field: str, word: str, meanings: Mapping[str, Stored], fields: Fields) -> Stored:
-    if word not in meanings:
-        raise ConfigError(
-            f"{fields.where}: {field} has {shown(word)}, which is not understood; known: "
-            f"{', '.join(meanings)}"
-        )
-    return meanings[word]
+def _meanings(
+    field: str, words: Iterable[str], meanings: Mapping[str, Stored], fields: Fields
+) -> list[Stored] | None:
+    kinds = []
+    for word in words:
+        if word not in meanings:
+            raise ConfigError(
+                f"{fields.where}: {field} has {shown(word)}, which is not understood; known: "
+                f"{', '.join(meanings)}"
+            )
+        kinds.append(meanings[word])
+    return kinds or None

@@ -1,8 +1,8 @@
-"""How many bytes each layer of a model stores, for each token or once for a prefix.
+"""The bytes that each layer of a model stores, for each token or once for a prefix.
 
 1. A layer of full attention (``"full"``) stores a key and a value for every token.
 2. A layer with a sliding window (``"window"``) or with chunked local attention (``"chunked"``)
-   stores the same for a token, and needs no token that it cannot read any more.
+   stores the same for a token, and needs only the tokens that it can still read.
 3. A Mamba or linear-attention layer (``"state"``) stores one state, however long the prefix is.
 """
 
@@ -38,10 +38,10 @@ _NAMES = {
 
 
 def dtype_name(dtype: object) -> str:
-    """The known name of a type: ``"fp8_e5m2"`` is ``"fp8"``.
+    """Map a type to its known name: ``"fp8_e5m2"`` is ``"fp8"``.
 
     Raises:
-        ConfigError: It is not known.
+        ConfigError: The type is unknown.
     """
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, str) else ""
     if name.startswith(("fp8_e", "float8")):
@@ -53,10 +53,10 @@ def dtype_name(dtype: object) -> str:
 
 
 def bytes_of(elements: int, dtype: str) -> int:
-    """Bytes of so many elements.
+    """Compute the bytes of a number of elements.
 
     Raises:
-        ConfigError: They do not fill whole bytes.
+        ConfigError: The elements do not fill whole bytes.
     """
     size, rest = divmod(elements * _BYTES_OF_16[dtype], 16)
     if rest:
@@ -66,16 +66,16 @@ def bytes_of(elements: int, dtype: str) -> int:
 
 @dataclass(frozen=True)
 class LayerSet:
-    """Layers of a model that store alike.
+    """Layers of a model that store the same.
 
     Args:
-        kind: Which tokens they keep.
-        count: Layers.
-        token_bytes: Of one token in one layer, on one rank; 0 for a state.
-        state_bytes: Of the state of one layer, on one rank; 0 for attention.
-        tokens: Of the window or chunk; None where there is none.
-        formula: How the bytes of all layers on all ranks come about.
-        is_latent: Whether there is one vector for key and value (MLA).
+        kind: Kind of the layers, which determines the tokens that they keep.
+        count: Number of layers.
+        token_bytes: Bytes of one token in one layer, on one rank; 0 for a state.
+        state_bytes: Bytes of the state of one layer, on one rank; 0 for attention.
+        tokens: Tokens of the window or chunk; None for other kinds.
+        formula: Formula of the bytes of all layers on all ranks.
+        is_latent: Whether key and value share one vector (MLA).
     """
 
     kind: Kind
@@ -88,18 +88,18 @@ class LayerSet:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The kind in words."""
         return _NAMES[self.kind].format(tokens=self.tokens)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a model stores.
+    """The KV cache of a model.
 
     Args:
         layers: Sets of layers, of different kinds.
         tp: Ranks that share a layer; each stores its part.
-        name: For people.
+        name: Name of the model.
     """
 
     layers: tuple[LayerSet, ...]
@@ -108,12 +108,12 @@ class ModelShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that every token adds: those of full attention, all ranks together."""
+        """Bytes that every token adds in full attention, all ranks together."""
         return self.bytes_of_kinds("full")
 
     @property
     def read_token_bytes(self) -> int:
-        """Bytes of a token that all attention layers still read, all ranks together."""
+        """Bytes of a token that all attention layers can still read, all ranks together."""
         return self.bytes_of_kinds("full", "window", "chunked")
 
     @property
@@ -123,11 +123,11 @@ class ModelShape:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether some layers keep other tokens than all."""
+        """Whether some layers do not keep every token."""
         return any(layers.kind != "full" for layers in self.layers)
 
     def bytes_of_kinds(self, *kinds: Kind) -> int:
-        """Bytes of one token in the layers of some kinds, all ranks together."""
+        """Compute the bytes of a token in the layers of some kinds, all ranks together."""
         chosen = (layers for layers in self.layers if layers.kind in kinds)
         return self.tp * sum(layers.count * layers.token_bytes for layers in chosen)
 
@@ -143,35 +143,36 @@ def attention_layers(
     tokens: int | None = None,
     is_latent: bool = False,
 ) -> LayerSet:
-    """Layers of attention.
+    """Make layers of attention.
 
     Args:
-        kind: Which tokens they keep.
-        count: Layers.
-        kv_heads: Key-value heads; with multi-head latent attention 1.
-        head_size: Elements of a head; of the latent vector and its rotary part together.
-        dtype: Of the KV cache.
-        tp: Ranks. Where there are more ranks than heads, ranks hold copies; a latent vector is
-            copied to each.
-        tokens: Of the window or chunk.
-        is_latent: Whether there is one vector for key and value (MLA).
+        kind: Kind of the layers.
+        count: Number of layers.
+        kv_heads: Key-value heads; 1 for multi-head latent attention.
+        head_size: Elements of a head, or of the latent vector and its rotary part together.
+        dtype: Type of the KV cache.
+        tp: Ranks. More ranks than heads hold copies; a latent vector is copied to each rank.
+        tokens: Tokens of the window or chunk.
+        is_latent: Whether key and value share one vector (MLA).
 
     Raises:
-        ConfigError: A number is impossible, or the heads do not go evenly onto the ranks.
+        ConfigError: A number is impossible, or the heads do not divide evenly onto the ranks.
     """
     numbers = {"layers": count, "kv_heads": kv_heads, "head_size": head_size, "tp": tp}
     for name, value in numbers.items():
         require_number(name, value, "model")
     if max(kv_heads, tp) % min(kv_heads, tp):
-        raise ConfigError(f"model: {kv_heads} KV heads do not go evenly onto {tp} ranks (tp)")
+        raise ConfigError(f"model: {kv_heads} KV heads do not divide evenly onto {tp} ranks (tp)")
     size = bytes_of(head_size, dtype_name(dtype))
     parts = 1 if is_latent else 2
     token_bytes = parts * max(1, kv_heads // tp) * size
-    what = "1 (latent)" if is_latent else "2 (K and V)"
+    vectors = "1 (latent)" if is_latent else "2 (K and V)"
     heads = f"{max(kv_heads, tp)} KV heads"
     if tp > kv_heads:
         heads += f" ({kv_heads} on {tp} ranks: copies)"
-    formula = f"{what} x {count} layers x {heads} x {head_size} elements of {dtype} ({size} bytes)"
+    formula = (
+        f"{vectors} x {count} layers x {heads} x {head_size} elements of {dtype} ({size} bytes)"
+    )
     return LayerSet(kind, count, token_bytes, 0, tokens, formula, is_latent)
 
 
@@ -185,19 +186,19 @@ def state_layers(
     tp: int,
     missing: Callable[[str], ConfigError],
 ) -> LayerSet:
-    """Layers that keep a state: the end of a convolution, and a recurrent part.
+    """Make layers with a state: the end of a convolution, and a recurrent part.
 
     Args:
         kind: ``"mamba1"``, ``"mamba2"``, ``"delta_net"`` or ``"convolution"``.
-        sizes: What the shapes of that kind consist of.
-        count: Layers.
-        conv_dtype: Of the convolution's part.
-        state_dtype: Of the recurrent part.
+        sizes: Sizes that the shapes of that kind consist of.
+        count: Number of layers.
+        conv_dtype: Type of the convolution's part.
+        state_dtype: Type of the recurrent part.
         tp: Ranks that share a state.
-        missing: Makes the error for a size that is missing.
+        missing: Makes the error for a missing size.
 
     Raises:
-        ConfigError: A size is missing, or does not go evenly onto the ranks.
+        ConfigError: A size is missing, or does not divide evenly onto the ranks.
 
     Source: vLLM 0.32.0, ``model_executor/layers/mamba/mamba_utils.py``.
     """
@@ -209,7 +210,7 @@ def state_layers(
 
     def on_rank(name: str, value: int) -> int:
         if value % tp:
-            raise ConfigError(f"model: {name} of {value} do not go evenly onto {tp} ranks (tp)")
+            raise ConfigError(f"model: {name} of {value} do not divide evenly onto {tp} ranks (tp)")
         return value // tp
 
     if kind == "delta_net":
@@ -228,7 +229,7 @@ def state_layers(
         if kind == "mamba1":
             recurrent = on_rank("channels", inner) * size("states")
         elif kind == "mamba2":
-            # Each rank needs a group of its own.
+            # Each rank needs its own group.
             groups = size("groups") if size("groups") % tp == 0 else tp
             channels += 2 * groups * size("states")
             head = sizes.get("size") or inner // size("heads")
@@ -245,16 +246,16 @@ def state_layers(
 def parse_size(
     text: str, option: str, block_bytes: Callable[[], int] | None, num_blocks: int
 ) -> int:
-    """A size of a tier, in blocks.
+    """Parse a size of a tier, in blocks.
 
     Args:
         text: ``"5000"`` blocks, ``"64GiB"``, or ``"50%"`` of the trace's different blocks.
-        option: Named in the error.
-        block_bytes: Called for a size in bytes; None where no model is known.
+        option: The option, for the error.
+        block_bytes: Computes the bytes of a block, for a size in bytes; None without a model.
         num_blocks: Different blocks of the trace.
 
     Raises:
-        ConfigError: It is none of them, or in bytes while no model is known.
+        ConfigError: The text has another form, or is in bytes without a model.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or (not match["unit"] and not match["number"].isdigit()):
@@ -265,5 +266,5 @@ def parse_size(
     if not match["unit"]:
         return int(text)
     if block_bytes is None:
-        raise ConfigError(f"{option} {text!r}: bytes need a model: --model, or --layers and so on")
+        raise ConfigError(f"{option} {text!r}: bytes need a model: pass --model")
     return int(number * _UNITS[match["unit"]] / block_bytes())

@@ -1,12 +1,12 @@
-"""A ``config.json`` of Hugging Face: its layers, and what each of them stores.
+"""The layers in a ``config.json`` of Hugging Face.
 
-1. A model that sees pictures too has its language half in ``text_config``, which may lack any
-   field whose value is the default of its class.
+1. A model with image input has its language half in ``text_config``, which may lack any field
+   whose value is the default of its class.
 2. Each number and name is checked where it is read.
 3. A field that may change the KV cache and was not read is an error, because a wrong size would
    go unnoticed.
 
-:data:`~kvview_reference.sizing.model_facts.FACTS` has all that differs between model types.
+:data:`~kvview_reference.sizing.model_facts.FACTS` has the differences between model types.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvview.errors import ConfigError
-from kvview_reference.sizing.fields import Fields, printable, shown
+from kvview_reference.sizing.fields import Fields, shown
 from kvview_reference.sizing.model import (
     Kind,
     LayerSet,
@@ -29,18 +29,19 @@ from kvview_reference.sizing.model_facts import CUES, FACTS, HARMLESS, PLAIN
 
 _NESTED = ("text_config", "llm_config", "language_config")
 _DTYPES = ("dtype", "torch_dtype")
+LONGEST_NAME = 80
 _MAX_LAYERS = 10_000
 _CACHE_DTYPES = {"fp8": "fp8", "nvfp4": "nvfp4", 8: "fp8", 4: "nvfp4"}
 _INSTEAD = 'describe its layers in a file with "groups" instead (docs/sizing.md)'
 
 
 def read_config(config: Mapping[str, Any], where: str, dtype: str | None, tp: int) -> ModelShape:
-    """The layers of a ``config.json``.
+    """Read the layers of a ``config.json``.
 
     Args:
         config: The file.
-        where: Names it in errors.
-        dtype: Of the KV cache; None takes the one that the file asks for.
+        where: The name of the file in errors.
+        dtype: Type of the KV cache; None for the type that the file has.
         tp: Ranks that share a layer.
 
     Raises:
@@ -74,20 +75,20 @@ class _Reader:
         if not layers:
             raise ConfigError(f"{self._where}: no layer of this model has a KV cache")
         name = self._outer.text("_name_or_path", "") or self._type
-        return ModelShape(layers, self._tp, printable(name))
+        return ModelShape(layers, self._tp, name[:LONGEST_NAME])
 
-    # --- which layers store what ---
+    # --- the kinds of the layers ---
 
     def _kinds(self) -> list[Kind]:
-        """Kinds of all caches that layers have of their own."""
+        """List the kinds of the caches that layers do not share with others."""
         pattern = self._fields.get("hybrid_override_pattern")
         num_layers = self._fields.number(
             "num_hidden_layers",
             most=_MAX_LAYERS,
             missing=len(pattern) if isinstance(pattern, str) and pattern else None,
         )
-        answers = [rule.stored(self._fields, num_layers) for rule in self._facts.rules]
-        stored = next((answer for answer in answers if answer is not None), None)
+        lists = [rule.stored(self._fields, num_layers) for rule in self._facts.rules]
+        stored = next((each for each in lists if each is not None), None)
         if stored is None:
             names = " or ".join(rule.field for rule in self._facts.rules)
             raise ConfigError(f"{self._where}: {names} is missing")
@@ -107,7 +108,7 @@ class _Reader:
         return kinds
 
     def _tokens(self, kind: Kind) -> int | None:
-        """Tokens of a window or chunk; None where the file says that there is none."""
+        """Read the tokens of a window or chunk; None if the file has no window or chunk."""
         if kind == "chunked":
             return self._fields.number("attention_chunk_size", missing=0) or None
         uses = self._fields.get("use_sliding_window")
@@ -116,7 +117,7 @@ class _Reader:
             return None
         return window + self._facts.extra_window
 
-    # --- how large it is ---
+    # --- the sizes of the layers ---
 
     def _attention(self, kind: Kind, count: int) -> LayerSet:
         if self._facts.is_latent:
@@ -152,7 +153,7 @@ class _Reader:
         return hidden // heads
 
     def _name_for(self, name: str, kind: Kind) -> str:
-        """The field of a number that may differ between full attention and windows."""
+        """Find the field of a number that may differ between full attention and windows."""
         other = self._facts.global_fields.get(name, "")
         if kind == "full" and self._fields.get(other) is not None:
             return other
@@ -189,7 +190,7 @@ class _Reader:
     # --- types ---
 
     def _read_model_dtype(self) -> str:
-        """The type of the weights; vLLM runs float32 weights in bfloat16."""
+        """Read the type of the weights; vLLM runs float32 weights in bfloat16."""
         named = [
             fields.text(name, "") for fields in (self._fields, self._outer) for name in _DTYPES
         ]
@@ -197,7 +198,7 @@ class _Reader:
         return "bfloat16" if dtype in ("float32", "float") else dtype
 
     def _quantised(self) -> str | None:
-        """The type of a KV cache that was quantised with the weights."""
+        """Read the type of a KV cache that was quantised with the weights."""
         quantised = self._outer.get("quantization_config")
         if quantised is None:
             quantised = self._fields.get("quantization_config") or {}
@@ -220,22 +221,22 @@ class _Reader:
             dtype = _CACHE_DTYPES.get(key) if type(key) in (str, int) else None
             if dtype is None:
                 raise ConfigError(
-                    f"{self._where}: quantization_config.{printable(name)} is not understood: "
-                    f"{shown(value)}; give --dtype"
+                    f"{self._where}: quantization_config.{name[:LONGEST_NAME]} is not understood: "
+                    f"{shown(value)}; pass --dtype"
                 )
         return dtype
 
     # --- the rest ---
 
     def _require_understood(self) -> None:
-        """Refuse a file that says more about the cache than was read."""
+        """Refuse a file with an unread field that may change the cache."""
         has_window = self._tokens("window") is not None
         for name, value in self._fields.unread():
             if not value or name in self._facts.ignored or HARMLESS.search(name):
                 continue
             if CUES.search(name) and (has_window or name != "max_window_layers"):
                 raise ConfigError(
-                    f"{self._where}: {printable(name)} is not understood for model_type "
+                    f"{self._where}: {name[:LONGEST_NAME]} is not understood for model_type "
                     f"{shown(self._type)} "
                     f"and may change what a KV cache stores; {_INSTEAD}"
                 )

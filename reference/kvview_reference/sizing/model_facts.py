@@ -1,8 +1,8 @@
-"""Facts about model types: which fields of a ``config.json`` say what a layer stores.
+"""The fields of a ``config.json`` that determine a KV cache, by model type.
 
-A row is a ``model_type``. A type that is missing here is read like :data:`PLAIN`: every layer
-attends, within ``sliding_window`` tokens where that is set. Whatever else its file has that
-changes a KV cache (:data:`CUES`) is refused, because nothing here understands it.
+Each row is a ``model_type``. A type without a row is read as :data:`PLAIN`: every layer
+attends, within ``sliding_window`` tokens if that is set. Any other field of its file that may
+change a KV cache (:data:`CUES`) is refused, because its meaning is unknown.
 
 Source: the configuration classes of transformers 5.19 (defaults of fields that a file may lack);
 the models of vLLM 0.32.0, whose specifications ``tests/replay/model_specs.json`` pins.
@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvview_reference.sizing.layer_rules import (
-    Every,
-    Flagged,
-    From,
-    Lettered,
-    Listed,
-    Numbered,
-    Period,
     Rule,
+    every,
+    flagged,
+    lettered,
+    listed,
+    numbered,
+    period,
+    starting_at,
 )
 
 
@@ -33,8 +33,8 @@ class State:
 
     Args:
         kind: The shapes: Mamba 1, Mamba 2, gated delta net, or a short convolution alone.
-        sizes: Field by the name that the shapes have for it.
-        dtype: Field with the type of the recurrent part; None or missing is the model's.
+        sizes: Field of each size of the shapes.
+        dtype: Field with the type of the recurrent part; without it the model's type.
     """
 
     kind: Literal["mamba1", "mamba2", "delta_net", "convolution"]
@@ -44,20 +44,20 @@ class State:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the fields of one model type mean.
+    """The meaning of the fields of one model type.
 
     Args:
-        rules: Which layer stores what; the first whose field is set decides.
-        defaults: Of fields that a file may lack.
-        state: Of its layers that keep one.
+        rules: Ways to list the kinds of the layers; the first whose field is set decides.
+        defaults: Values of fields that a file may lack.
+        state: State of the layers that have one.
         is_latent: Whether attention is multi-head latent attention.
-        head_size: Field with the elements of a head; without it hidden size over heads.
+        head_size: Field with the elements of a head; without it, hidden size over heads.
         global_fields: Fields of full attention that replace those of sliding windows.
         extra_window: Tokens that the model's window has beyond its field.
-        ignored: Fields that look as if they changed the cache, and do not.
+        ignored: Fields that match :data:`CUES` but do not change the cache.
     """
 
-    rules: tuple[Rule, ...] = (Listed(), Every())
+    rules: tuple[Rule, ...] = (listed(), every())
     defaults: Mapping[str, Any] = field(default_factory=dict)
     state: State | None = None
     is_latent: bool = False
@@ -81,16 +81,16 @@ HARMLESS = re.compile(
     r"^_|^mtp_|_dtype$|_bias$|_norm$|_norms$|layernorms$|_act$|_init$|_kernels$|multipliers?$"
     r"|mamba_chunk_size|chunk_size_feed_forward"
 )
-"""Of those, names that never do: types, biases, norms, initial values, kernels, private names."""
+"""Names among them that never do: types, biases, norms, initial values, kernels, private names."""
 
-PLAIN = Facts(rules=(Listed(), Every(alike="window")))
+PLAIN = Facts(rules=(listed(), every("window")))
 
 _LATENT = Facts(is_latent=True, ignored=("v_head_dim",))
 _QWEN = Facts(
-    rules=(Listed(), From("max_window_layers", "window", "full")),
+    rules=(listed(), starting_at("max_window_layers", "window", "full")),
     defaults={"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
 )
-_EVERY_FOURTH_FULL = (Listed(), Period("full_attention_interval", "full", "state"))
+_EVERY_FOURTH_FULL = (listed(), period("full_attention_interval", "full", "state"))
 _DELTA_NET = Facts(
     rules=_EVERY_FOURTH_FULL,
     defaults={"full_attention_interval": 4, "head_dim": 256}
@@ -116,7 +116,7 @@ _MAMBA_2 = {
     "states": "mamba_d_state",
 }
 _GEMMA = {"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
-_PATTERN = (Listed(), Period("sliding_window_pattern", "full", "window"))
+_PATTERN = (listed(), period("sliding_window_pattern", "full", "window"))
 
 FACTS: Mapping[str, Facts] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"), _LATENT),
@@ -167,17 +167,17 @@ FACTS: Mapping[str, Facts] = {
     "olmo3": Facts(rules=_PATTERN, defaults={"sliding_window": 4096, "sliding_window_pattern": 4}),
     "llama4_text": Facts(
         rules=(
-            Listed(),
-            Flagged("no_rope_layers", "chunked", "full"),
-            Period("no_rope_layer_interval", "full", "chunked"),
+            listed(),
+            flagged("no_rope_layers", "chunked", "full"),
+            period("no_rope_layer_interval", "full", "chunked"),
         ),
         defaults={"attention_chunk_size": 8192, "no_rope_layer_interval": 4, "head_dim": 128},
     ),
-    "exaone4": Facts(rules=(Listed(),), ignored=("sliding_window_pattern",)),
+    "exaone4": Facts(rules=(listed(),), ignored=("sliding_window_pattern",)),
     "smollm3": Facts(rules=PLAIN.rules, ignored=("no_rope_layers", "no_rope_layer_interval")),
-    "minimax_m2": Facts(rules=(Flagged("attn_type_list", "full", "state"), Every())),
+    "minimax_m2": Facts(rules=(flagged("attn_type_list", "full", "state"), every())),
     "jamba": Facts(
-        rules=(Period("attn_layer_period", "full", "state", offset="attn_layer_offset"),),
+        rules=(period("attn_layer_period", "full", "state", offset="attn_layer_offset"),),
         defaults={"attn_layer_period": 8, "attn_layer_offset": 4, "num_key_value_heads": 8}
         | {"mamba_d_conv": 4, "mamba_d_state": 16, "mamba_expand": 2},
         state=State(
@@ -187,12 +187,12 @@ FACTS: Mapping[str, Facts] = {
         ignored=("mamba_dt_rank",),
     ),
     "falcon_h1": Facts(
-        rules=(Every(alike="full and state"),),
+        rules=(every("full and state"),),
         state=State("mamba2", {**_MAMBA_2, "inner": "mamba_d_ssm"}),
         ignored=("mamba_expand", "mamba_use_mlp", "mamba_norm_before_gate", "attn_layer_indices"),
     ),
     "nemotron_h": Facts(
-        rules=(Lettered("hybrid_override_pattern"), Listed("layers_block_type"), Listed()),
+        rules=(lettered("hybrid_override_pattern"), listed("layers_block_type"), listed()),
         defaults={"mamba_ssm_cache_dtype": "float32", "head_dim": 128, "num_key_value_heads": 8}
         | {"ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64}
         | {"n_groups": 8, "conv_kernel": 4},
@@ -210,12 +210,12 @@ FACTS: Mapping[str, Facts] = {
         ignored=("chunk_size",),
     ),
     "granitemoehybrid": Facts(
-        rules=(Listed(), Listed("layers_block_type")),
+        rules=(listed(), listed("layers_block_type")),
         defaults={"mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2},
         state=State("mamba2", {**_MAMBA_2, "expand": "mamba_expand"}),
     ),
     "zamba2": Facts(
-        rules=(Listed("layers_block_type"),),
+        rules=(listed("layers_block_type"),),
         defaults={"mamba_ngroups": 1, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_d_state": 64},
         state=State(
             "mamba2",
@@ -236,7 +236,7 @@ FACTS: Mapping[str, Facts] = {
     **dict.fromkeys(
         ("lfm2", "lfm2_moe"),
         Facts(
-            rules=(Listed(), Numbered("full_attn_idxs", "full", "state")),
+            rules=(listed(), numbered("full_attn_idxs", "full", "state")),
             state=State("convolution", {"kernel": "conv_L_cache", "inner": "conv_dim"}),
             ignored=("conv_dim_out",),
         ),

@@ -1,12 +1,12 @@
 """A recording of a server's KV events as a trace.
 
-1. An event that stores blocks on the GPU is a request that computed them; what it found
-   before them is the chain of their parents. Other media, and all KV-cache groups but the
-   first, say nothing about requests.
-2. Blocks that follow the last ones of a request within ``SAME_REQUEST_S`` are the same
-   request's: its next prefill step, or what it generated.
-3. What an engine computes again after it was evicted is stored again, so it is seen. A
-   request that finds all of its full blocks stores none, and is not.
+1. An event that stores blocks on the GPU is a request that computed them; the prefix that it
+   hit is the chain of their parents. Other media, and all KV-cache groups but the first, are
+   ignored.
+2. Blocks that follow the last blocks of a request within ``SAME_REQUEST_S`` belong to the same
+   request: its next prefill step, or its generated blocks.
+3. A block that is computed again after its eviction is stored again, so the request is visible.
+   A request that hits all of its full blocks stores none and is invisible.
 
 Source: ``kvview events record``; the fields are those of vLLM's ``BlockStored``.
 """
@@ -25,7 +25,7 @@ from kvview.events.wire import EventDecoder, Hash, StoredEvent
 from kvview_reference.replay.trace_schemas import TraceRequest
 
 SAME_REQUEST_S = 5.0
-"""A turn that comes sooner than this is taken for the one before it, which the GPU still has."""
+"""A turn that comes sooner counts as the previous turn, whose blocks the GPU still has."""
 
 
 @dataclass(slots=True)
@@ -37,11 +37,11 @@ class _Request:
 
 
 class RecordedTrace:
-    """The requests that a recording shows.
+    """The requests in a recording.
 
     Args:
-        path: Of the recording.
-        on_error: Told of messages that cannot be read; None raises at the first.
+        path: The recording.
+        on_error: Called with the error of each unreadable message; None raises at the first.
 
     Attributes:
         block_size: Tokens of a block.
@@ -96,7 +96,7 @@ class RecordedTrace:
                     if isinstance(event, StoredEvent):
                         yield batch.ts, event
         except WireFormatError as error:
-            self._report(error)  # and nothing can be read after it
+            self._report(error)  # nothing can be read after it
 
     def _report(self, error: WireFormatError) -> None:
         if self._on_error is None:

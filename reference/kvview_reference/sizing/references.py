@@ -1,15 +1,15 @@
-"""The block references of a trace, by arrival, small enough to go through many times.
+"""The block references of a trace, by arrival, small enough to be read many times.
 
 1. Blocks that the same requests use make one *run*: a prefix that every turn of a session
-   repeats is one reference a turn, not thousands. Nothing is lost by it: in a trace whose
-   ids name prefixes such blocks lie side by side in every request. Where they do not, each
-   block is a run.
-2. Runs are numbered as they first come, and their blocks without gaps: run ``r`` holds the
+   repeats is one reference per turn, not thousands. This is exact, because in a trace whose
+   ids name prefixes such blocks are adjacent in every request. If they are not, each block is
+   a run.
+2. Runs are numbered by first use, and their blocks without gaps: run ``r`` holds the
    blocks ``starts[r]`` to ``starts[r + 1] - 1``, in prefix order.
 3. A trace of more than ``max_references`` is sampled by block: half of the blocks are
-   dropped, with all their references, until the rest fits. A cache of ``n`` blocks is then
-   as one of ``n * rate`` is for the sample. A few blocks that every request uses may be in
-   it or not: by how much their uses are too many is taken off the hits (:attr:`excess`).
+   dropped, with all their references, until the rest fits. A cache of ``n`` blocks then
+   corresponds to one of ``n * rate`` for the sample. A few blocks that every request uses may be
+   in the sample or not; their surplus of uses is subtracted from the hits (:attr:`excess`).
 
 Source: C. Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST '15 (sampling by
 block, fixed size); "Cache Modeling and Optimization using Miniature Simulations", ATC '17.
@@ -27,7 +27,7 @@ from kvview_reference.replay.trace_schemas import TraceRequest
 from kvview_reference.sizing.tails import Tail, TailCount
 
 MAX_REFERENCES = 2**26
-"""Of 4 bytes each."""
+"""References that are kept, 4 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Reference:
 
     Args:
         arrival_s: Seconds from the first request of the trace.
-        runs: The runs of its full blocks, in prefix order.
+        runs: Runs of its full blocks, in prefix order.
         num_blocks: Blocks in these runs.
     """
 
@@ -50,14 +50,14 @@ class References:
     """All requests of a trace.
 
     Args:
-        requests: By arrival.
+        requests: Requests by arrival.
         starts: First block of each run, and at the end the number of blocks.
-        num_ids: Hash ids of all prompts, dropped ones too: what hit rates are shares of.
-        num_full_blocks: Of those the ids that a cache may hold.
-        rate: Share of the blocks that is here; 1.0 unless sampled.
-        num_too_large: Requests that were passed over.
-        tail_shares: Share of the different blocks that are in a tail, for each of the tails
-            asked for; of all blocks, not of the sample.
+        num_ids: Hash ids of all prompts, dropped ones included; hit rates are shares of them.
+        num_full_blocks: Ids among them that a cache may hold.
+        rate: Share of the blocks in the sample; 1.0 unless sampled.
+        num_too_large: Requests that were skipped.
+        tail_shares: Share of the different blocks in each requested tail, of all blocks, not of
+            the sample.
     """
 
     requests: Sequence[Reference]
@@ -80,16 +80,16 @@ class References:
 
     @property
     def excess(self) -> float:
-        """Uses that a sample shows and the trace does not have; 0.0 unless sampled."""
+        """Surplus uses in the sample, in blocks of the trace; 0.0 unless sampled."""
         return self.num_references / self.rate - self.num_full_blocks if self.rate < 1.0 else 0.0
 
     @property
     def seconds(self) -> float:
-        """From the first request to the last."""
+        """Time from the first request to the last."""
         return self.requests[-1].arrival_s if self.requests else 0.0
 
     def weights(self) -> list[int]:
-        """Blocks of each run."""
+        """Count the blocks of each run."""
         return [end - start for start, end in pairwise(self.starts)]
 
 
@@ -107,10 +107,10 @@ def read_references(
     Args:
         trace: Requests in any order.
         block_size: Tokens of one hash id.
-        max_request_blocks: Requests whose prompt and output need more are passed over.
-        has_partial_blocks: Whether the partial last block of a prompt counts as one that a
-            cache holds; no engine's prefix cache does.
-        max_references: Kept in memory.
+        max_request_blocks: Requests whose prompt and output need more are skipped.
+        has_partial_blocks: Whether a cache holds the partial last block of a prompt; no engine's
+            prefix cache does.
+        max_references: References that are kept in memory.
         tails: Ends of prompts whose different blocks are counted.
     """
     reader = _Reader(max_references, TailCount(tails, block_size))
@@ -133,7 +133,7 @@ def read_references(
 
 
 class _Names(dict[int, int]):
-    """Numbers for the ids of one scope, from one list for all scopes."""
+    """Numbers of the ids of one scope, unique among all scopes."""
 
     def __init__(self, reader: _Reader) -> None:
         self._reader = reader
@@ -149,7 +149,7 @@ class _Reader:
         self.tails = tails
         self._scopes: dict[str, _Names] = {}
         self._random = Random(12)
-        self._tickets: list[int] = []  # of each block; those of the highest stay the longest
+        self._tickets: list[int] = []  # by block; the highest stay in the sample longest
         self._level = 0
         self._arrivals = array("d")
         self._blocks: list[array[int]] = []
@@ -160,7 +160,7 @@ class _Reader:
         return 0.5**self._level
 
     def new_block(self) -> int:
-        # A coin a block: heads in a row until the first tails.
+        # The number of trailing zeros of random bits is the level up to which a block stays.
         bits = self._random.getrandbits(62) | 1 << 62
         self._tickets.append((bits & -bits).bit_length() - 1)
         return len(self._tickets) - 1
@@ -201,7 +201,7 @@ class _Reader:
         ], starts
 
     def _signatures(self, in_order: Iterable[array[int]]) -> list[int]:
-        """A number a block, equal for blocks that the same requests use."""
+        """Give the same number to blocks that the same requests use."""
         signatures = [0] * len(self._tickets)
         draw = self._random.getrandbits
         for blocks in in_order:
@@ -214,7 +214,7 @@ class _Reader:
 def _runs(
     in_order: Sequence[array[int]], signatures: Sequence[int]
 ) -> tuple[list[array[int]], array[int]]:
-    """The runs of each request, -1 where one is in pieces, and where each begins."""
+    """List the runs of each request, -1 for a partial run, and the first block of each run."""
     numbers = [-1] * len(signatures)
     run_of = [-1] * len(signatures)  # by the number of a first block
     starts = array("I")
@@ -249,7 +249,7 @@ def _runs(
 
 
 def _are_prefixes(requests: Iterable[array[int]]) -> bool:
-    """Whether each run always follows the same one: the ids then name prefixes."""
+    """Whether each run always follows the same run, so that the ids name prefixes."""
     before: dict[int, int] = {}
     for runs in requests:
         last = -2

@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML page: the curves, the timeline, and the numbers."""
+"""The report as one self-contained HTML page: the curves, the timeline and the figures."""
 
 from __future__ import annotations
 
@@ -8,42 +8,47 @@ from math import log10
 from kvview.version import versions_of
 from kvview.web_chart import HIT_KINDS, LEFT, TOP, Chart, Point, hit_areas, points_of
 from kvview.web_page import made_by, make_table, wide, write_page
-from kvview_reference.sizing.explain import blocks_and_gib, explain
+from kvview_reference.replay.traces import Lost
+from kvview_reference.sizing.explain import blocks_and_gib, conclusions, explain
 from kvview_reference.sizing.sweep import PolicyCurve, SizeReport
 
 _HEIGHT, _BOTTOM = 400, 84
 _TIMELINE_HEIGHT, _TIMELINE_BOTTOM = 260, 70
 _NUM_COLOURS = 4
-_DASHES = ("", "9 3", "9 3 2 3", "4 3")  # not by colour alone: dashes, and marks
+_DASHES = ("", "9 3", "9 3 2 3", "4 3")  # besides colours
 _MARKS = ("", "M-4,-4 h8 v8 h-8 z", "M0,-5 L5,4 H-5 z", "M0,-5 L5,0 L0,5 L-5,0 z")
 _SHARE = "share of the prompt blocks"
 
 
-def write_size_page(path: str, report: SizeReport) -> None:
+def write_size_page(path: str, report: SizeReport, lost: Lost) -> None:
     """Write the page.
+
+    Args:
+        path: The file to write.
+        report: The report.
+        lost: Parts of the trace that could not be read.
 
     Raises:
         ConfigError: The file cannot be written.
     """
-    num_first = 3 + len(report.notes)
-    parts = [f"<p>{escape(line)}</p>" for line in explain(report)[:num_first]]
-    parts += [
+    paragraphs = [f"<p>{escape(line)}</p>" for line in explain(report)]
+    num_first = len(conclusions(report))
+    parts = [
+        *paragraphs[:num_first],
         "<h2>Hits against the size of the host</h2>",
         _curves(report),
-        "<h2>What each size costs</h2>",
+        "<h2>Costs by size</h2>",
         *(_table(report, curve) for curve in report.curves),
         "<h2>Over time</h2>",
-        f"<p>With LRU and {escape(blocks_and_gib(report, report.enough_host_blocks))}.</p>",
+        f"<p>With LRU and {escape(blocks_and_gib(report, report.knee_host_blocks))}.</p>",
         _timeline(report),
-        "<h2>What it rests on</h2>",
-        *(f"<p>{escape(line)}</p>" for line in explain(report)[num_first:]),
+        "<h2>Basis</h2>",
+        *paragraphs[num_first:],
         f"<p>{report.requests:,} requests, {report.blocks:,} blocks of {report.block_size} "
         f"tokens, {report.different_blocks:,} different ones, {report.trace_seconds:,.0f} s.</p>",
+        *lost.as_html(),
+        *made_by(versions_of()),
     ]
-    if report.lost:
-        parts.append(f'<p class="bad">{report.malformed_rows:,} parts of the trace were lost:</p>')
-        parts.append("<pre>" + escape("\n".join([*report.lost[:100], *report.cut])) + "</pre>")
-    parts += made_by(versions_of())
     write_page("--html", path, f"kvview size: {report.trace}", parts)
 
 
@@ -51,7 +56,7 @@ def _curves(report: SizeReport) -> str:
     sizes = [size for size, _ in report.lru_curve if size]
     shown = [point.host_blocks for point in report.curves[0].points if point.host_blocks]
     low, high = min(sizes + shown), max(sizes + shown)
-    # Where the GPU has it all anyway there is nothing to see.
+    # Far below the size of the GPU cache, the host gains nothing.
     low = min(max(low, report.gpu_blocks // 4, high // 1000, 1), high)
     top = min(1.0, 1.08 * max(report.unlimited_hit_rate, *(rate for _, rate in report.optimum)))
     name = "hit rate against the size of the host"
@@ -74,10 +79,10 @@ def _curves(report: SizeReport) -> str:
     bound = [(float(size), rate) for size, rate in report.optimum if size >= low]
     lines.append(("at most (MIN)", "curve most", "", bound))
     parts = [*chart.shares(_SHARE), *_sizes(report, chart, low, high)]
-    if report.enough_host_blocks > low:
-        at = chart.x(log10(report.enough_host_blocks))
-        parts.append(f'<path class="enough" d="M{at},{TOP} V{chart.bottom}"/>')
-        parts.append(f'<text x="{at - 6}" y="{chart.bottom - 8}" text-anchor="end">enough</text>')
+    if report.knee_host_blocks > low:
+        at = chart.x(log10(report.knee_host_blocks))
+        parts.append(f'<path class="knee" d="M{at},{TOP} V{chart.bottom}"/>')
+        parts.append(f'<text x="{at - 6}" y="{chart.bottom - 8}" text-anchor="end">knee</text>')
     legend_x = LEFT
     for number, (label, kind, dash, points) in enumerate(lines):
         style = f' stroke-dasharray="{dash}"' if dash else ""
@@ -97,7 +102,7 @@ def _curves(report: SizeReport) -> str:
 
 
 def _sizes(report: SizeReport, chart: Chart, low: int, high: int) -> list[str]:
-    """The axis of sizes: blocks, and GiB below where a model is known."""
+    """Draw the axis of sizes, in blocks, and in GiB with a model."""
     parts = []
     decades = range(int(log10(low)), int(log10(high)) + 1)
     ticks = [factor * 10**decade for decade in decades for factor in (1, 2, 5)]
@@ -118,7 +123,7 @@ def _sizes(report: SizeReport, chart: Chart, low: int, high: int) -> list[str]:
 
 def _table(report: SizeReport, curve: PolicyCurve) -> str:
     has_bytes = report.model is not None
-    names = ["host blocks", *["GiB"] * has_bytes, "all hits", "of the host", "offloaded"]
+    names = ["host blocks", *["GiB"] * has_bytes, "all hits", "host hits", "offloaded"]
     names += ["per loaded", "prefill s saved", "load s", *["GB/s in", "GB/s out"] * has_bytes]
     if not has_bytes:
         names.remove("load s")

@@ -1,13 +1,13 @@
 """The bytes that a host tier stores for a block of a trace, layer by layer.
 
-1. Full attention is stored for every token, and so are chunks, of which vLLM's connector leaves
-   out none.
-2. Of a sliding window the tokens that a prefix still reads are stored, at the end of each prompt;
-   of a state, the state there.
+1. Full attention is stored for every token, and so are chunks, because vLLM's connector skips
+   none of them.
+2. Sliding windows are stored for the tokens that the end of each prompt still reads; states are
+   stored at the end of each prompt.
 3. Blocks have the bytes that they have in vLLM, padding included, on all ranks together.
 
-How many ends there are for a block depends on the trace, so the bytes of a block are a mean over
-its different blocks: the total of a host that holds the whole trace is exact.
+The number of prompt ends depends on the trace, so the bytes of a block are a mean over its
+different blocks; the total of a host that holds the whole trace is exact.
 
 Source: vLLM 0.32.0, ``reachable_block_mask`` in ``v1/core/single_type_kv_cache_manager.py``, with
 the default retention: the end of the prompt, and nothing between.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from kvview_reference.sizing.cache_plan import CachePlan, plan_cache
 from kvview_reference.sizing.model import Kind, LayerSet, ModelShape
@@ -32,12 +32,12 @@ LARGEST_GPU_GB = 288
 
 @dataclass(frozen=True)
 class StoredLayers:
-    """What the host stores of one set of layers.
+    """The part of one set of layers that the host stores.
 
     Args:
         layers: The set.
-        share: Of the different blocks for which it is stored; 1.0 for all.
-        block_bytes: Of one block where it is stored, all ranks together.
+        share: Share of the different blocks for which it is stored.
+        block_bytes: Bytes of one such block, all ranks together.
     """
 
     layers: LayerSet
@@ -60,7 +60,7 @@ class StoredBlocks:
 
     @property
     def tails(self) -> list[Tail]:
-        """The ends of prompts that windows and states need counted, in this order."""
+        """The ends of prompts that must be counted for windows and states, in this order."""
         return [
             Tail(1, self.plan.block_size)
             if layers.kind == "state"
@@ -69,10 +69,10 @@ class StoredBlocks:
         ]
 
     def layers(self, tail_shares: Sequence[float]) -> list[StoredLayers]:
-        """Each set of layers.
+        """Compute the stored part of each set of layers.
 
         Args:
-            tail_shares: Of the different blocks, in the order of ``tails``.
+            tail_shares: Shares of the different blocks, in the order of ``tails``.
         """
         shares = dict(zip(map(id, self._ends), tail_shares, strict=True))
         stored: list[StoredLayers] = []
@@ -85,13 +85,13 @@ class StoredBlocks:
         return stored
 
     def block_bytes(self, tail_shares: Sequence[float]) -> int:
-        """Mean bytes of a block, rounded up."""
+        """Compute the mean bytes of a block, rounded up."""
         return max(
             1, ceil(sum(s.block_bytes * Fraction(s.share) for s in self.layers(tail_shares)))
         )
 
     def dense_block_bytes(self, tail_shares: Sequence[float]) -> int:
-        """The same for a connector that stores the window's layers for every token too."""
+        """Compute them for a connector that stores windows for every token too."""
         return ceil(
             sum(
                 stored.block_bytes
@@ -101,7 +101,7 @@ class StoredBlocks:
         )
 
     def load_bytes(self, num_blocks: float) -> float:
-        """Bytes that a hit of so many blocks moves to the GPUs."""
+        """Compute the bytes that a hit of some blocks moves to the GPUs."""
         if not num_blocks:
             return 0.0
         loaded = 0.0
@@ -117,43 +117,49 @@ class StoredBlocks:
 
 
 class LayersReport(BaseModel):
-    """Layers of the model that store alike."""
+    """Layers of the model that store the same.
+
+    Args:
+        tokens: Tokens of the window or chunk.
+        token_bytes: Bytes of one token in all of them, all ranks of TP together.
+        state_bytes: Bytes of their states, all ranks together; 0 for attention.
+        stored_share: Share of the trace's different blocks for which the host stores them.
+        stored_block_bytes: Bytes of one such block in vLLM, padding included.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Kind
     layers: int
-    tokens: int | None = Field(description="Of the window or chunk.")
-    token_bytes: int = Field(description="Of one token in all of them, all ranks of TP together.")
-    state_bytes: int = Field(description="Of their states, likewise; 0 for attention.")
-    stored_share: float = Field(
-        description="Share of the trace's different blocks for which the host stores them."
-    )
-    stored_block_bytes: int = Field(
-        description="Of one such block as vLLM lays it out, padding included."
-    )
+    tokens: int | None
+    token_bytes: int
+    state_bytes: int
+    stored_share: float
+    stored_block_bytes: int
     formula: str
 
 
 class ModelReport(BaseModel):
-    """The model whose KV is stored."""
+    """The model whose KV is stored.
+
+    Args:
+        token_bytes: Bytes that every token adds in full attention, all ranks of TP together.
+        block_bytes: Bytes that the host stores for a block, a mean over the trace.
+        dense_block_bytes: Those of a connector that stores windows for every token.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    token_bytes: int = Field(
-        description="That every token adds: of full attention, all ranks of TP together."
-    )
-    block_bytes: int = Field(description="That the host stores for a block, a mean over the trace.")
-    dense_block_bytes: int = Field(
-        description="The same for a connector that stores windows for every token."
-    )
+    token_bytes: int
+    block_bytes: int
+    dense_block_bytes: int
     formula: str
     layers: list[LayersReport]
 
 
 def report_model(blocks: StoredBlocks, tail_shares: Sequence[float]) -> ModelReport:
-    """What the report says of the model."""
+    """Make the report of the model."""
     model, tp = blocks.model, blocks.model.tp
     parts = [
         LayersReport(
@@ -179,7 +185,7 @@ def report_model(blocks: StoredBlocks, tail_shares: Sequence[float]) -> ModelRep
 
 
 def _formula(stored: StoredLayers, blocks: StoredBlocks) -> str:
-    """How the bytes of a set of layers come about, as a line."""
+    """Write the formula of the bytes of a set of layers."""
     layers, tp = stored.layers, blocks.model.tp
     mib = float(stored.block_bytes) / 2**20
     if layers.kind == "state":
@@ -193,12 +199,12 @@ def _formula(stored: StoredLayers, blocks: StoredBlocks) -> str:
         )
     if not blocks.model.is_hybrid:
         return text
-    where = "all" if stored.share == 1.0 else f"{stored.share:.1%} of the"
-    return f"{layers.name}: {text}, for {where} blocks"
+    share = "all" if stored.share == 1.0 else f"{stored.share:.1%} of the"
+    return f"{layers.name}: {text}, for {share} blocks"
 
 
 def notes_on_model(report: ModelReport, gpu_gib: float, tp: int) -> list[str]:
-    """What a reader must know of the figures of this model."""
+    """Warn about the figures of this model."""
     notes: list[str] = []
     if any(part.kind in ("window", "state") for part in report.layers):
         mean, dense = (size / 2**20 for size in (report.block_bytes, report.dense_block_bytes))
@@ -211,13 +217,13 @@ def notes_on_model(report: ModelReport, gpu_gib: float, tp: int) -> list[str]:
         notes.append(
             "Hybrid model: windows and states are stored for the end of each prompt, as vLLM's "
             f"OffloadingConnector does by default; {mean:,.2f} MiB a block is the mean over this "
-            f"trace.{every} Hits are those of full attention: an engine resumes only where it kept "
+            f"trace.{every} Hits are those of full attention: an engine resumes only where it has "
             "windows and states, so it may hit fewer."
         )
     if gpu_gib / tp > LARGEST_GPU_GB * 1e9 / 2**30:
         notes.append(
             f"The GPU cache takes {gpu_gib / tp:,.0f} GiB{' on each GPU' if tp > 1 else ''}, "
-            f"more than any GPU has ({LARGEST_GPU_GB} GB at most): give its size, --gpu-blocks "
-            "40GiB for example, or more ranks, --tp."
+            f"more than any GPU has ({LARGEST_GPU_GB} GB at most): pass its size, for example "
+            "--gpu-blocks 40GiB, or more ranks (--tp)."
         )
     return notes

@@ -1,20 +1,16 @@
-"""What a host tier is worth at every size: the run, and the JSON of ``kvview size --json``.
+"""The value of a host tier at every size: the run, and the JSON of ``kvview size --json``.
 
 ``docs/sizing.md`` describes it; ``python docs/make_commands.py`` writes its JSON Schema.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from pydantic import Field
-
-from kvview.errors import ConfigError
+from kvview_reference.replay.traces import Lost
 from kvview_reference.sizing.accounts import Accountant, Moment, Point, ReportPart
-from kvview_reference.sizing.curves import optimum_hits
-from kvview_reference.sizing.model import ModelShape
+from kvview_reference.sizing.curves import knee_of, optimum_hits
 from kvview_reference.sizing.references import References
 from kvview_reference.sizing.stored import (
     ModelReport,
@@ -25,58 +21,79 @@ from kvview_reference.sizing.stored import (
 from kvview_reference.sizing.tier_hits import Tiers
 
 SCHEMA_VERSION: Literal[1] = 1
-"""Grows when a field goes or means something else; new fields may come without."""
-
-ENOUGH = 0.99
-"""Share of what the largest host wins, for the size that is said to be enough."""
+"""Increased when a field is removed or changes its meaning; new fields do not increase it."""
 
 _CURVE_POINTS = 120
+_KNEE_POINTS = 1000
 _DEFAULT_SIZES = 8
 
 
 class PolicyCurve(ReportPart):
-    """One policy."""
+    """The points of one policy.
+
+    Args:
+        method: The way in which the points were computed.
+    """
 
     policy: str
-    method: str = Field(description="How the points came about.")
+    method: str
     points: list[Point]
 
 
 class SizeReport(ReportPart):
-    """All of it."""
+    """The report of ``kvview size``.
+
+    Args:
+        play: Requests are served one after another, in the order of arrival, without time.
+        block_size: Tokens of a block.
+        requests: Requests that were served.
+        requests_too_large: Requests that were skipped because they do not fit on the GPU.
+        malformed_rows: Rows and files of the trace that could not be read.
+        lost: The first 10,000 of them, with the reasons.
+        cut: Files of which all that follows a line is lost.
+        blocks: Hash ids of all prompts; the rates are shares of them.
+        sampling_rate: Share of the blocks in the sample; 1.0 without sampling.
+        gpu_gib: Size of the GPU cache, all ranks together.
+        notes: Warnings about the figures of the model.
+        no_connector_hit_rate: Hit rate of the GPU's prefix cache alone.
+        unlimited_hit_rate: Hit rate with a host that holds every block.
+        full_host_blocks: Size beyond which an LRU host gains nothing.
+        knee_host_blocks: Size at which the LRU curve bends most: beyond it a block gains less
+            than on average.
+        knee_share: Share of the gain of the largest host that LRU has at the knee.
+        optimum: Host blocks, and the hit rate that no policy exceeds with GPU and host: MIN
+            with bypass, which knows the future.
+        lru_curve: Host blocks and hit rate, exact.
+    """
 
     schema_version: Literal[1] = SCHEMA_VERSION
     trace: str
-    play: Literal["order"] = Field(
-        default="order", description="One request after another, as they came: no time."
-    )
-    block_size: int = Field(description="Tokens of a block.")
-    requests: int = Field(description="That were served.")
-    requests_too_large: int = Field(description="Passed over: they do not fit on the GPU.")
-    malformed_rows: int = Field(description="Rows and files of the trace that could not be read.")
-    lost: list[str] = Field(description="The first 10,000 of them, and why.")
-    cut: list[str] = Field(description="Of which files all that follows a line is lost.")
-    blocks: int = Field(description="Hash ids of all prompts: what rates are shares of.")
+    play: Literal["order"] = "order"
+    block_size: int
+    requests: int
+    requests_too_large: int
+    malformed_rows: int
+    lost: list[str]
+    cut: list[str]
+    blocks: int
     different_blocks: int
-    sampling_rate: float = Field(description="Share of the blocks that was looked at.")
+    sampling_rate: float
     trace_seconds: float
     gpu_blocks: int
-    gpu_gib: float | None = Field(description="Of the GPU cache, on all ranks together.")
-    notes: list[str] = Field(description="What a reader must know of the model's figures.")
+    gpu_gib: float | None
+    notes: list[str]
     model: ModelReport | None
     prefill_tokens_per_s: float
     load_bandwidth_gb_per_s: float
-    no_connector_hit_rate: float = Field(description="The GPU's prefix cache alone.")
-    unlimited_hit_rate: float = Field(description="With a host that holds everything.")
-    full_host_blocks: int = Field(description="Beyond it an LRU host wins nothing.")
-    enough_host_blocks: int = Field(description="LRU wins 99 % of what any host can win.")
-    enough_host_gib: float | None
+    no_connector_hit_rate: float
+    unlimited_hit_rate: float
+    full_host_blocks: int
+    knee_host_blocks: int
+    knee_host_gib: float | None
+    knee_share: float
     curves: list[PolicyCurve]
-    optimum: list[tuple[int, float]] = Field(
-        description="Host blocks, and the hit rate that no policy exceeds with GPU and host: MIN "
-        "with bypass, which knows the future."
-    )
-    lru_curve: list[tuple[int, float]] = Field(description="Host blocks and hit rate, exact.")
+    optimum: list[tuple[int, float]]
+    lru_curve: list[tuple[int, float]]
     timeline: list[Moment]
 
 
@@ -88,72 +105,57 @@ def size(
     gpu_blocks: int,
     policies: Sequence[str],
     host_sizes: Sequence[int] | None = None,
-    model: ModelShape | None = None,
+    blocks: StoredBlocks | None = None,
     prefill_tokens_per_s: float = 10_000.0,
     load_bandwidth_gb_per_s: float = 20.0,
-    malformed_rows: int = 0,
-    lost: Sequence[str] = (),
-    cut: Sequence[str] = (),
-    on_progress: Callable[[str], object] = lambda what: None,
+    lost: Lost | None = None,
+    on_progress: Callable[[str], object] = lambda text: None,
 ) -> SizeReport:
-    """Hits, and what they cost, at every size of the host.
+    """Compute hits and costs at every size of the host.
 
     Args:
-        references: Of the trace; of a hybrid model read with the ``tails`` of its blocks.
-        trace: Its name.
+        references: The trace, read with the ``tails`` of ``blocks``.
+        trace: Name of the trace.
         block_size: Tokens of a block.
-        gpu_blocks: That the GPU's prefix cache holds; 0 for none.
-        policies: Of the host, by name; "lru" comes first, whether named or not.
-        host_sizes: In blocks; None chooses some.
-        model: Turns blocks into bytes.
-        prefill_tokens_per_s: What the engine computes.
-        load_bandwidth_gb_per_s: From the host to the GPUs, 10**9 bytes a second.
-        malformed_rows: Rows and files of the trace that could not be read.
-        lost: The first of them, and why.
-        cut: Of which files all that follows a line is lost.
-        on_progress: Told what is being done.
+        gpu_blocks: Blocks that the GPU's prefix cache holds; 0 for no cache.
+        policies: Policies of the host, by name; "lru" is added in front.
+        host_sizes: Sizes in blocks; None chooses some.
+        blocks: The bytes of blocks; None without a model.
+        prefill_tokens_per_s: Prompt tokens that the engine computes per second.
+        load_bandwidth_gb_per_s: Bandwidth from the host to the GPUs, 10**9 bytes per second.
+        lost: Parts of the trace that could not be read.
+        on_progress: Called with the name of each stage.
 
     Raises:
-        ConfigError: A rate or a policy is impossible.
+        ConfigError: A policy is unknown.
     """
-    for name, rate in (
-        ("--prefill-rate", prefill_tokens_per_s),
-        ("--load-bandwidth", load_bandwidth_gb_per_s),
-    ):
-        if not 0 < rate < math.inf:
-            raise ConfigError(f"{name} must be above 0, got {rate}")
     on_progress("stack distances")
     tiers = Tiers(references, gpu_blocks)
-    rate = references.rate
+    rate, excess = references.rate, references.excess
     num_ids = max(1, references.num_ids)
     full = round(tiers.curve.full_size / rate)
-    excess = references.excess
 
     def rate_of(hits: int) -> float:
-        """As a share of the prompt blocks: the sample's hits as the trace's."""
+        """Turn hits of the sample into a share of the prompt blocks of the trace."""
         return max(0.0, hits / rate - (excess if hits else 0.0)) / num_ids
 
     def lru_rate(host: int) -> float:
         return rate_of(tiers.curve.hits(max(tiers.sampled(host), tiers.sampled(gpu_blocks))))
 
-    gpu_hits = rate_of(sum(tiers.gpu_hits)) * num_ids
-
-    unlimited = lru_rate(full)
-    wanted = gpu_hits + ENOUGH * (unlimited * num_ids - gpu_hits)
-    has_gain = unlimited * num_ids > gpu_hits
-    enough = 0
-    if has_gain:
-        enough = round(tiers.curve.size_for((wanted + excess) * rate) / rate)
-    sizes = sorted(set(host_sizes or _default_sizes(gpu_blocks, full)))
-    blocks = None if model is None else StoredBlocks(model, block_size)
-    model_report = None if blocks is None else report_model(blocks, references.tail_shares)
+    alone, unlimited = rate_of(sum(tiers.gpu_hits)), lru_rate(full)
+    knee, knee_share = 0, 0.0
+    if unlimited > alone:
+        sizes_between = range(gpu_blocks, full, max(1, (full - gpu_blocks) // _KNEE_POINTS))
+        knee = knee_of([(host, lru_rate(host)) for host in (*sizes_between, full)])
+        knee_share = (lru_rate(knee) - alone) / (unlimited - alone)
     accountant = Accountant(
         tiers, num_ids, block_size, blocks, prefill_tokens_per_s, load_bandwidth_gb_per_s
     )
-    gpu_gib = accountant.gib(gpu_blocks)
-    notes = []
-    if model is not None and model_report is not None and gpu_gib is not None:
-        notes = notes_on_model(model_report, gpu_gib, model.tp)
+    model_report, notes, gpu_gib = None, [], accountant.gib(gpu_blocks)
+    if blocks is not None and gpu_gib is not None:
+        model_report = report_model(blocks, references.tail_shares)
+        notes = notes_on_model(model_report, gpu_gib, blocks.model.tp)
+    sizes = sorted(set(host_sizes or _default_sizes(gpu_blocks, full)))
     on_progress("optimum")
     bounds = optimum_hits(references, [tiers.sampled(gpu_blocks + host) for host in sizes])
     curves = []
@@ -163,18 +165,19 @@ def size(
             on_progress(f"{policy} with {host:,} blocks")
             traffic = tiers.lru(host) if policy == "lru" else tiers.replay(host, policy)
             points.append(accountant.point(host, traffic))
-        how = "stack distances, exact" if policy == "lru" else "a replay a size"
+        method = "stack distances, exact" if policy == "lru" else "one replay per size"
         if rate < 1.0:
-            how = f"{how.removesuffix(', exact')}, sampled at {rate:g}"
-        curves.append(PolicyCurve(policy=policy, method=how, points=points))
+            method = f"{method.removesuffix(', exact')}, sampled at {rate:g}"
+        curves.append(PolicyCurve(policy=policy, method=method, points=points))
+    lost = lost or Lost()
     return SizeReport(
         trace=trace,
         block_size=block_size,
         requests=len(references.requests),
         requests_too_large=references.num_too_large,
-        malformed_rows=malformed_rows,
-        lost=list(lost),
-        cut=list(cut),
+        malformed_rows=lost.num_rows,
+        lost=lost.rows,
+        cut=lost.cut,
         blocks=references.num_ids,
         different_blocks=round(references.num_blocks / rate),
         sampling_rate=rate,
@@ -185,20 +188,21 @@ def size(
         model=model_report,
         prefill_tokens_per_s=prefill_tokens_per_s,
         load_bandwidth_gb_per_s=load_bandwidth_gb_per_s,
-        no_connector_hit_rate=gpu_hits / num_ids,
+        no_connector_hit_rate=alone,
         unlimited_hit_rate=unlimited,
-        full_host_blocks=full if has_gain else 0,
-        enough_host_blocks=enough,
-        enough_host_gib=accountant.gib(enough),
+        full_host_blocks=full if unlimited > alone else 0,
+        knee_host_blocks=knee,
+        knee_host_gib=accountant.gib(knee),
+        knee_share=knee_share,
         curves=curves,
         optimum=[(host, rate_of(hits)) for host, hits in zip(sizes, bounds, strict=True)],
         lru_curve=[(host, lru_rate(host)) for host in _curve_sizes(full)],
-        timeline=accountant.timeline(tiers.lru(enough)),
+        timeline=accountant.timeline(tiers.lru(knee)),
     )
 
 
 def _default_sizes(gpu_blocks: int, full: int) -> list[int]:
-    """Up to the size beyond which nothing is won, from where something may be."""
+    """Choose sizes from the GPU's size up to the size beyond which nothing is gained."""
     top = max(full, 1)
     low = min(max(gpu_blocks, top // 200, 1), top)
     factor = top / low

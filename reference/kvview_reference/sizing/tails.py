@@ -1,4 +1,4 @@
-"""The ends of prompts: the blocks for which sliding windows and states are stored."""
+"""The ends of prompts, for whose blocks sliding windows and states are stored."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tail:
-    """The end of a prompt, of which some layers store something.
+    """The end of a prompt, for which some layers store KV.
 
     Args:
-        tokens: Stored, counted back from the end; 1 for a state.
-        alignment: The end is rounded down to a multiple of so many tokens.
+        tokens: Stored tokens, counted back from the end; 1 for a state.
+        alignment: Tokens to a multiple of which the end is rounded down.
     """
 
     tokens: int
@@ -20,7 +20,7 @@ class Tail:
 
 
 def blocks_in_tail(tail: Tail, block_size: int, num_blocks: int) -> range:
-    """Numbers of the blocks that a tail of a prompt has.
+    """Number the blocks in the tail of a prompt.
 
     Args:
         tail: The tail.
@@ -33,10 +33,10 @@ def blocks_in_tail(tail: Tail, block_size: int, num_blocks: int) -> range:
 
 
 class TailCount:
-    """Counts the different blocks that are in tails.
+    """Counts the different blocks in tails.
 
     Args:
-        tails: Each is counted for itself.
+        tails: The tails, each counted separately.
         block_size: Tokens of a block.
     """
 
@@ -55,5 +55,5 @@ class TailCount:
             held.update(blocks[ends.start : ends.stop])
 
     def shares(self) -> tuple[float, ...]:
-        """Shares of the different blocks that are in a tail."""
+        """Compute the share of the different blocks in each tail."""
         return tuple(len(held) / max(1, self._num_blocks) for _, held in self._held)

@@ -1,12 +1,12 @@
-"""What the GPU's prefix cache and a host tier do for each request of a trace.
+"""The hits of the GPU's prefix cache and of a host tier for each request of a trace.
 
 1. Requests are served one after another, by arrival. The GPU holds the blocks used last
-   (LRU, chains from their tail). What it does not have the host gives, as far as the prefix
-   goes without a gap; the rest is computed.
-2. Every block of a request is offered to the host, and counts as used there, hit or not: as
-   vLLM's connector does, so the host holds what the GPU holds too.
-3. Any policy is replayed through the reference's manager, with stores in steps as a
-   chunked prefill makes them. LRU needs no replay: one pass has every size.
+   (LRU, chains from their tail). The host adds the blocks that follow in the prefix without a
+   gap; the rest is computed.
+2. Every block of a request is offered to the host and counts as used there, hit or not, as in
+   vLLM's connector. So the host also holds the blocks that the GPU holds.
+3. A policy is replayed through the reference's manager, with stores in the steps of a chunked
+   prefill. LRU needs no replay, because one pass has every size.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from kvview_reference.sizing.curves import Curve, Reach, hits_within, lru_curve,
 from kvview_reference.sizing.references import References
 
 STEP_BLOCKS = 128
-"""Blocks of one store at most: what a step of a chunked prefill computes."""
+"""Most blocks of one store: those that a step of a chunked prefill computes."""
 
 
 @dataclass(frozen=True)
 class HostTraffic:
-    """Blocks that a host tier moves, a request each.
+    """Blocks that a host tier moves for each request.
 
     Args:
-        loaded: From the host: its hits.
-        stored: To the host.
+        loaded: Blocks loaded from the host, which are its hits.
+        stored: Blocks stored to the host.
     """
 
     loaded: Sequence[int]
@@ -38,14 +38,14 @@ class HostTraffic:
 
 
 class Tiers:
-    """A trace, a GPU of one size, and hosts of any.
+    """A trace, a GPU of one size, and hosts of any size.
 
     Args:
-        references: Of the trace.
-        gpu_blocks: Blocks that the GPU's prefix cache may hold; 0 for none.
+        references: The trace.
+        gpu_blocks: Blocks that the GPU's prefix cache may hold; 0 for no cache.
 
     Attributes:
-        gpu_hits: Blocks hit on the GPU, a request each: the same with every host.
+        gpu_hits: Blocks hit on the GPU for each request, the same with every host.
         curve: Hits of one LRU cache against its size.
     """
 
@@ -59,12 +59,12 @@ class Tiers:
         self._keys: list[OffloadKey] = []
 
     def sampled(self, num_blocks: int) -> int:
-        """What a size of blocks is for the sample."""
+        """Scale a number of blocks to the sample."""
         rate = self.references.rate
         return num_blocks if rate == 1.0 else max(bool(num_blocks), round(num_blocks * rate))
 
     def lru(self, host_blocks: int) -> HostTraffic:
-        """The traffic of an LRU host, without a replay."""
+        """Compute the traffic of an LRU host, without a replay."""
         size = self.sampled(host_blocks)
         hits = [hits_within(reaches, size) for reaches in self._reaches]
         requests = self.references.requests
@@ -74,12 +74,12 @@ class Tiers:
         )
 
     def replay(self, host_blocks: int, policy: str) -> HostTraffic:
-        """The traffic of a host under any policy known by name.
+        """Compute the traffic of a host under a policy, by its name.
 
         Raises:
-            ConfigError: There is no such policy.
+            ConfigError: The policy is unknown.
         """
-        # A host with room for every block evicts none: more room is the same, and costs memory.
+        # A host with room for every block evicts none, so more room changes nothing.
         size = min(self.sampled(host_blocks), self.references.starts[-1])
         if not size:
             none = array("I", bytes(4 * len(self.gpu_hits)))
@@ -93,7 +93,7 @@ class Tiers:
         return HostTraffic(loaded, stored)
 
     def _requests(self) -> Iterator[list[OffloadKey]]:
-        """The keys of each request, one by one: all at once would be large."""
+        """Yield the keys of each request, one by one, because all at once would be large."""
         starts, keys = self.references.starts, self._keys
         if not keys:
             keys += (make_offload_key(n.to_bytes(32, "big"), 0) for n in range(starts[-1]))
@@ -105,7 +105,7 @@ class Tiers:
 
 
 def _serve(manager: CPUOffloadingManager, keys: list[OffloadKey], on_gpu: int) -> tuple[int, int]:
-    """One request from its arrival to its end: blocks loaded, and stored."""
+    """Serve one request from its arrival to its end; returns blocks loaded and stored."""
     ctx, lookup, hit = ReqContext(), manager.lookup, LookupResult.HIT
     end = on_gpu
     while end < len(keys) and lookup(keys[end], ctx) is hit:

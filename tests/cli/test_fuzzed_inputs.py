@@ -1,0 +1,553 @@
+"""Fuzzing of every command with every file and option that it reads (SECURITY.md).
+
+    PYTHONPATH=. python tests/cli/test_fuzzed_inputs.py 20000 [--seed 7] [--kind trace]
+
+Each input is a valid file of its kind with a few things made wrong: its bytes, its values, its
+name, or the kind of file at its path. A command that reads it
+
+1. ends with an exit code that an input may cause, and prints one line if that is 2,
+2. prints no traceback, and no character that a terminal obeys,
+3. writes valid JSON if it writes any,
+4. needs bounded memory and CPU time, and waits for nothing.
+
+The process stops at the first input that violates a rule, and prints how to repeat it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gzip
+import importlib
+import json
+import os
+import random
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from docs.make_commands import leaves
+from kvview.cli.commands import cli
+from kvview.cli.output import OutputFile
+from kvview.events.formats import WIRE_FORMATS
+from kvview.events.recording import Message, Recording
+from kvview.events.wire import Batch, codec, encode
+from kvview.testing import results
+from kvview.tier import Namespace
+from kvview_reference.tier import FileStore
+
+ROOT = Path(__file__).parents[2]
+MEMORY = 3 << 30  # bytes of an input, besides the imported packages
+CPU_SECONDS, SECONDS = 60, 300  # a hundred times the usual, so only loops and pipes reach them
+OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+HOSTILE = "\x1b[31m\x07\r\n\x9b2J\u202e[/red]\ud800\x00'\"<script>"
+VALUES: list[Any] = [
+    *(None, True, False, -1, 0, 1, 2, 16, 512, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63, 2**64),
+    *(10**400, -(10**400), 1.5, -0.5, -0.0, 1e308, float("nan"), float("inf"), -float("inf")),
+    *("", "x", "1", "GPU", HOSTILE, "x" * 5000, [], {}, [[]], [None], [1, "2"], {"": 0}),
+]
+POOL_CHECK = "check kvview_reference.harness:pool --select check_pool_4_numpy_ids"
+RAW = [b"1e999", b"1" * 5000, b"[" * 50_000, b'{"a":' * 5000, b"\xff\xfe", b"\x00", b"\\ud800"]
+
+
+@pytest.mark.slow
+def test_a_few_hundred_inputs() -> None:
+    command = [sys.executable, __file__, "300", "--seed", str(random.randrange(10**6))]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@dataclass
+class Input:
+    """A command line, and the files that it names.
+
+    Args:
+        args: The command line.
+        codes: Exit codes that the input may cause.
+        report: File of the JSON report; None if the command writes none.
+        run: Runs the input instead of the command line, and returns an exit code.
+    """
+
+    args: Sequence[str]
+    codes: Sequence[int] = (0, 1, 2, 4)
+    report: Path | None = None
+    run: Callable[[Sequence[str]], int] | None = None
+
+
+def reporting(folder: Path, args: str, *files: object, codes: Sequence[int] = (0, 2)) -> Input:
+    """The input of a command that writes a report."""
+    report = folder / "report.json"
+    return Input([*args.split(), f"--json={report}", "--", *map(str, files)], codes, report)
+
+
+# --- mutations ---
+
+
+def damaged(content: bytes, dice: random.Random) -> bytes:
+    """Change, delete, repeat or insert a few bytes."""
+    wrong = bytearray(content)
+    for _ in range(dice.randint(1, 4)):
+        at = dice.randrange(len(wrong) + 1)
+        to = min(len(wrong), at + dice.choice((0, 1, 1, 2, 8, 40)))
+        wrong[at:to] = dice.choice(
+            (b"", dice.randbytes(to - at), wrong[at:to] * 2, b"\xff\xdd", dice.choice(RAW))
+        )
+    return bytes(wrong)
+
+
+def changed(value: Any, dice: random.Random) -> Any:
+    """Replace, delete, double or rename one part of a value."""
+    if dice.random() < 0.25 or not isinstance(value, list | dict) or not value:
+        return copy.deepcopy(dice.choice(VALUES))
+    key = dice.choice([*value] if isinstance(value, dict) else [*range(len(value))])
+    choice = dice.random()
+    if choice < 0.15:
+        del value[key]
+    elif choice >= 0.25:
+        value[key] = changed(value[key], dice)
+    elif isinstance(value, list):
+        value.insert(key, value[key])
+    else:
+        value[dice.choice(("", "x", HOSTILE))] = value.pop(key)
+    return value
+
+
+def wrong_json(value: Any, dice: random.Random) -> bytes:
+    """JSON with wrong values, or wrong bytes."""
+    value = json.loads(json.dumps(value))
+    for _ in range(dice.choice((0, 1, 1, 1, 2, 5))):
+        value = changed(value, dice)
+    text = json.dumps(value).encode()
+    if dice.random() < 0.2:
+        text = re.sub(rb"\b\d+\b", lambda _: dice.choice(RAW[:2]), text, count=1)
+    return damaged(text, dice) if dice.random() < 0.25 else text
+
+
+def to_lines(rows: Sequence[Any]) -> bytes:
+    return b"\n".join(json.dumps(row).encode() for row in rows)
+
+
+def wrong_rows(rows: Sequence[Any], dice: random.Random) -> bytes:
+    """JSON lines, most of them right, compressed or not."""
+    lines = [wrong_json(row, dice) if dice.random() < 0.3 else to_lines([row]) for row in rows]
+    if dice.random() < 0.3:
+        dice.shuffle(lines)
+    content = dice.choice((b"\n", b"\n", b"\n", b"\r\n", b"", b"\n\n")).join(lines)
+    if dice.random() < 0.3:
+        content = gzip.compress(content, 1)
+        content = damaged(content, dice) if dice.random() < 0.5 else content
+    return content
+
+
+def put(path: Path, content: bytes, dice: random.Random) -> Path:
+    """Write a file, or in some cases something else, or under another name."""
+    if dice.random() < 0.05:
+        path = path.with_name(dice.choice(("[red]x[b]", "a\x1b[31m\n\u202e", "\udce9", "-", " ")))
+    if dice.random() < 0.92:
+        path.write_bytes(content)
+    else:
+        with contextlib.suppress(OSError):
+            dice.choice(SPECIAL_FILES)(path)
+    return path
+
+
+def bind_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(path.parent):
+        bound.bind(path.name)  # a socket's name may have 107 bytes
+
+
+LINKED = ["/dev/zero", "/dev/full", "/dev/random", "/dev/tty", "/proc/self/mem", "/proc/self/fd"]
+LINKED += ["/proc/self/pagemap", "/proc/self/maps", "/proc/self/environ"]
+SPECIAL_FILES: list[Callable[[Path], object]] = [
+    Path.mkdir,
+    os.mkfifo,
+    bind_socket,
+    lambda path: path.symlink_to(random.choice(LINKED)),
+    lambda path: path.symlink_to(path.name),
+    lambda path: os.truncate(path.touch() or path, 1 << 31),  # type: ignore[func-returns-value]
+    lambda path: None,
+]
+
+# --- the kinds of inputs ---
+
+MOONCAKE: dict[str, Any] = {"timestamp": 1500, "input_length": 600, "output_length": 3}
+MOONCAKE["hash_ids"] = [0, 7]
+BAILIAN: dict[str, Any] = {"chat_id": 159, "parent_chat_id": 55, "timestamp": 61.1}
+BAILIAN |= {"input_length": 33, "output_length": 13, "type": "text", "turn": 2}
+BAILIAN["hash_ids"] = [1089, 1090, 6326]
+CC = {"t": 0.5, "type": "n", "in": 133, "out": 9, "hash_ids": [1, 2]}
+SESSION = {
+    "id": "trace_1",
+    "block_size": 64,
+    "hash_id_scope": "local",
+    "requests": [CC, {"t": 1.0, "type": "subagent", "agent_id": "a", "requests": [CC]}, CC],
+}
+TRACES: list[list[dict[str, Any]]] = [
+    [{**MOONCAKE, "timestamp": 100 * n, "hash_ids": [0, n]} for n in range(8)],
+    [{**BAILIAN, "chat_id": n, "parent_chat_id": n - 1} for n in range(8)],
+    [{**SESSION, "id": f"trace_{n}"} for n in range(3)],
+]
+
+
+def trace(folder: Path, dice: random.Random) -> Input:
+    rows = dice.choice(TRACES)
+    path = folder / dice.choice(("trace.jsonl", "trace.jsonl.gz", "trace"))
+    if dice.random() < 0.1:
+        path = folder / "traces"
+        path.mkdir()
+        for number in range(3):
+            put(path / f"{number}.jsonl", wrong_rows(rows, dice), dice)
+    else:
+        path = put(path, wrong_rows(rows, dice), dice)
+    command = dice.choice(
+        (
+            "replay --gpu-blocks 40",
+            f"replay --closed-loop 3 --gpu-blocks 40 --html {folder}/r.html",
+            "size --sizes 10,50%",
+            f"size --html {folder}/r.html",
+            "size --max-references 5",
+        )
+    )
+    return reporting(folder, command + " --strict" * (dice.random() < 0.2), path)
+
+
+FIELDS: dict[str, Any] = {
+    "block_hashes": [1, b"h" * 32],
+    "parent_block_hash": 2,
+    "token_ids": [*range(32)],
+    "block_size": 16,
+    "lora_name": "a",
+    "extra_keys": [["s"], None],
+    "group_idx": 1,
+    "kv_cache_spec_kind": "sliding_window",
+    "locality": "LOCAL",
+}
+BATCHES = [
+    encode(Batch(1.0, [codec(form).make(tag, **FIELDS, medium=m) for m in ("CPU", "GPU")], 0, form))
+    for form in WIRE_FORMATS
+    for tag in ("BlockStored", "BlockRemoved", "AllBlocksCleared")
+]
+
+
+def recording(folder: Path, dice: random.Random) -> Input:
+    source = folder / "whole.jsonl"
+    with Recording(str(source)) as written:
+        for number, payload in enumerate(dice.sample(BATCHES, 6)):
+            if dice.random() < 0.4:
+                with contextlib.suppress(ValueError, OverflowError, RecursionError):
+                    value = changed(msgspec.msgpack.decode(payload), dice)
+                    payload = msgspec.msgpack.encode(value)
+            elif dice.random() < 0.3:
+                payload = damaged(payload, dice)
+            topic = dice.choice(("kv", "", "\x1b[31m\n"))
+            written.write(Message(number + (dice.random() < 0.1), payload, topic, 1.5))
+    rows = [json.loads(line) for line in source.read_bytes().splitlines()]
+    path = put(folder / "recording.jsonl", wrong_rows(rows, dice), dice)
+    commands = ["events tail", "events validate --consumer all", "size", "replay --gpu-blocks 90"]
+    commands += ["events validate --format vllm-0.33", "events replay --wait=0"]
+    if (command := dice.choice(commands)).startswith("events replay"):
+        return Input([*command.split(), "--", str(path), "tcp://127.0.0.1:*"], (0, 2, 4))
+    return reporting(folder, command, path, codes=(0, 1, 2, 4))
+
+
+LLAMA = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8}
+LLAMA |= {"num_key_value_heads": 2, "hidden_size": 512, "torch_dtype": "bfloat16"}
+GEMMA = {**LLAMA, "head_dim": 256, "sliding_window": 1024}
+GEMMA["layer_types"] = ["sliding_attention"] * 3 + ["full_attention"]
+FULL_LAYERS = {"kind": "full", "layers": 4, "kv_heads": 2, "head_size": 64}
+STATES = {"kind": "state", "layers": 4, "state_bytes": 4096}
+MODELS: list[dict[str, Any]] = [
+    {"groups": [FULL_LAYERS, STATES], "dtype": "fp8", "tp": 2, "name": "m"},
+    LLAMA,
+    {**LLAMA, "model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    {"model_type": "gemma3", "text_config": GEMMA},
+    {**LLAMA, "model_type": "qwen3_next", "full_attention_interval": 4, "head_dim": 64},
+]
+
+
+def model(folder: Path, dice: random.Random) -> Input:
+    path = put(folder / "config.json", wrong_json(dice.choice(MODELS), dice), dice)
+    (folder / "t.jsonl").write_bytes(to_lines([MOONCAKE] * 3))
+    command = "size --sizes 1GiB" if dice.random() < 0.7 else "replay --gpu-blocks 40"
+    made = reporting(folder, command, folder / "t.jsonl")
+    return Input(
+        [*command.split(), "--model", str(path), *made.args[len(command.split()) :]],
+        (0, 2),
+        made.report,
+    )
+
+
+def expectations(folder: Path, dice: random.Random) -> Input:
+    name = "check_pool_4_numpy_ids"
+    lines = [f"{name}: a reason {HOSTILE[:3]}", "# why", "", f"{name}:x", "coverage: x: y", "a: b"]
+    text = "\n".join([lines[0], *dice.sample(lines[1:], dice.choice((0, 1, 2))), ""]).encode()
+    path = put(folder / "expected", damaged(text, dice) if dice.random() < 0.5 else text, dice)
+    return Input([*POOL_CHECK.split(), "--expected-failures", str(path)])
+
+
+def submission(folder: Path, dice: random.Random) -> Input:
+    whole = json.loads(dice.choice(sorted((ROOT / "results").glob("*.json"))).read_bytes())
+    if dice.random() < 0.5:
+        path = put(folder / "r.json", wrong_json(whole, dice), dice)
+        return Input(["check", "--", str(path)], (0, 2), run=results.main)
+    path = put(folder / "r.json", wrong_json(whole["report"], dice), dice)
+    given = ["add", "--name=n", "--version=1", "--url=https://x.y", "--command=c"]
+    written = folder / "made.json"
+    return Input([*given, f"--file={written}", "--", str(path)], (0, 2), written, results.main)
+
+
+TIERS: list[dict[str, Any]] = [
+    {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"secondary_tiers": [1]}},
+    {"type": "plugin", "adapter_params": {"store": "kvview.tier.trial:MemoryStore"}},
+    {"tier": {"store": "kvview.tier.trial:MemoryStore", "weights": "x"}},
+]
+
+
+def tier_text(folder: Path, dice: random.Random) -> Input:
+    content = wrong_json(dice.choice(TIERS), dice)
+    text = content.decode(errors="surrogateescape").replace("\x00", "")
+    if dice.random() < 0.5 or len(content) > 50_000:
+        text = str(put(folder / "tier.json", content, dice))
+    report = folder / "report.json"
+    return Input(["doctor", f"--json={report}", f"--tier={text}"], (0, 1, 2), report)
+
+
+def tier_folder(folder: Path, dice: random.Random) -> Input:
+    root = folder / "root"
+    with contextlib.closing(FileStore(Namespace("m", "w"), root=str(root))) as store:
+        for key in (bytes([n]) * 32 for n in range(4)):
+            store.store(key, memoryview(key * 9), is_replaced=False)
+    for path in sorted(root.rglob("*")):
+        if path.is_file() and dice.random() < 0.4:
+            content = path.read_bytes()
+            is_json = path.suffix == ".json"
+            wrong = wrong_json(json.loads(content), dice) if is_json else damaged(content, dice)
+            path.unlink()
+            put(path, wrong, dice)
+    return reporting(folder, "tier fsck", root, codes=(0, 1, 2))
+
+
+NUMBERS = [
+    *("", " ", "x", "-1", "0", "1", "2", "1.5", "1e3", "0x10", "nan", "inf", "-inf", "1e308"),
+    *("2147483648", "9223372036854775807", "9223372036854775808", "1" + "0" * 30, "9" * 5000),
+    *("1_000", "\u0663", "\ud800", "\x1b[31m", "1\n2"),
+]
+TEXTS = [
+    *("full@0", "window:" + "9" * 30, "window:2147483648", "full@9223372036854775808", "mamba@3"),
+    *("1PiB", "99999999TiB", "1e9%", "50%,", ",", "lru,lru", "arc", "kvview:", "json:loads"),
+    *("a=1", "cpu_blocks=1e400", "cpu_blocks=" + "9" * 400, "cpu_blocks=[]", "policy={}"),
+    *("cpu_blocks=NaN", "enable_events=2", "tcp://[", "ipc://", "reference", "0.33.0", "POOL-1"),
+]
+COMMANDS = ("replay --gpu-blocks=40", "size", POOL_CHECK, "events validate")
+OPTIONS = {
+    path.removeprefix("kvview "): [
+        option.opts[0]
+        for option in command.params
+        if isinstance(option, click.Option)
+        and not option.is_flag
+        and not isinstance(option.type, OutputFile)
+    ]
+    for path, command in leaves()
+}
+
+
+def options(folder: Path, dice: random.Random) -> Input:
+    (folder / "t.jsonl").write_bytes(to_lines([{**MOONCAKE, "hash_ids": [0, n]} for n in range(4)]))
+    with Recording(str(folder / "recording.jsonl")) as written:
+        written.write(Message(0, BATCHES[0]))
+    command = dice.choice(COMMANDS)
+    (known,) = (names for name, names in OPTIONS.items() if command.startswith(name))
+    given = [
+        f"{name}={dice.choice(TEXTS if dice.random() < 0.4 else NUMBERS)}"
+        for name in dice.sample(known, dice.choice((1, 1, 2, 3)))
+    ]
+    files = {"check": [], "events": ["recording.jsonl"]}.get(command.split()[0], ["t.jsonl"])
+    report = folder / "report.json"
+    tail = ["--", *files] if files else []
+    return Input([*command.split(), *given, f"--json={report}", *tail], report=report)
+
+
+def connector_options(folder: Path, dice: random.Random) -> Input:
+    """Options of a connector and of a store, which are read as JSON."""
+    (folder / "t.jsonl").write_bytes(to_lines([MOONCAKE] * 4))
+    wrong = wrong_json(dice.choice([*VALUES[:3], 40, "lru"]), dice).decode(errors="replace")
+    wrong = wrong.replace("\x00", "")[:2000]
+    if dice.random() < 0.3:
+        name = dice.choice(("root", "max_bytes", "threads", "checksum", "x", HOSTILE[:3]))
+        store = "tier bench kvview_reference.tier:FileStore --pages=1 --rounds=1 --page-bytes=64"
+        given = [f"--option=root={folder}/root", f"--option={name}={wrong}"]
+        return Input([*store.split(), *given], (0, 1, 2))  # 1: a budget too small for a page
+    kind = dice.choice(("Offload", "LazyOffload", "Multi"))
+    names = ("cpu_blocks", "policy", "enable_events", "connectors", "threads", "x", "cpu_bytes")
+    args = f"replay --gpu-blocks=40 --connector=kvview_reference.connector:{kind}Connector"
+    option = f"--option={dice.choice(names)}={wrong}"
+    return Input([*args.split(), option, "--", "t.jsonl"], (0, 1, 2))
+
+
+def messages(numbers: Sequence[int], payload: bytes = b"\x93\x01\x90\x00") -> bytes:
+    return b"\n".join(msgspec.json.encode(Message(number, payload)) for number in numbers)
+
+
+LARGE: list[tuple[str, Callable[[], bytes]]] = [
+    ("replay", lambda: to_lines([MOONCAKE]) + b"\n{}" * 300_000),
+    ("size", lambda: to_lines([MOONCAKE]) + b"\n{}" * 300_000),
+    ("size", lambda: to_lines([MOONCAKE]) + b'\n{"hash_ids":[' + b"1," * 15_000_000 + b"1]}"),
+    (
+        "size",
+        lambda: gzip.compress(to_lines([MOONCAKE]) + b'\n{"hash_ids":[' + b"1," * 60_000_000, 1),
+    ),
+    ("size", lambda: gzip.compress(b" " * (400 << 20), 1)),
+    ("events tail", lambda: gzip.compress(b"1" * (400 << 20), 1)),
+    ("events validate", lambda: messages([*range(0, 60_000, 2), *range(1, 60_000, 2)])),
+    (
+        "events validate",
+        lambda: messages([0], b"\x93\x01\xdd" + (10**7).to_bytes(4, "big") + b"\x90" * 10**7),
+    ),
+    (
+        "replay --gpu-blocks=100",
+        lambda: to_lines(
+            [{**BAILIAN, "chat_id": n, "parent_chat_id": n - 1} for n in range(20_000)]
+        ),
+    ),
+]
+
+
+def large(folder: Path, dice: random.Random) -> Input:
+    """Many of one thing: a superlinear cost exceeds the limits."""
+    command, content = dice.choice(LARGE)
+    (folder / "large.jsonl").write_bytes(content())
+    return reporting(folder, command, folder / "large.jsonl", codes=(0, 1, 2, 4))
+
+
+KINDS: dict[str, Callable[[Path, random.Random], Input]] = {
+    make.__name__: make
+    for make in (
+        *(trace, recording, model, expectations, submission, tier_text, tier_folder, options),
+        *(connector_options, large),
+    )
+}
+
+# --- the rules ---
+
+
+class TooLongError(BaseException):
+    """Raised by a signal; neither a hook nor a command catches it."""
+
+
+def too_long(number: int, _: object) -> None:
+    raise TooLongError(f"more than {CPU_SECONDS} s of CPU time, or {SECONDS} s")
+
+
+def problem_with(given: Input) -> tuple[int, str]:
+    """Run an input; returns its exit code and the rule that it violates, empty if none."""
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        code, stdout, stderr = run_input(given)
+    except TooLongError as error:
+        return -1, f"{error}: {traceback.format_exc(limit=-4)}"
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    output = stdout + stderr
+    if code not in given.codes:
+        return code, f"exit code {code}, expected one of {given.codes}"
+    if "Traceback" in output:
+        return code, "a traceback"
+    if found := OBEYED.search(output):
+        return code, f"a character that a terminal obeys: {found[0]!r}"
+    if "enough memory" in output:
+        return code, "more memory than the limit"
+    lines = [line for line in stderr.splitlines() if line]
+    if code == 2 and (
+        not lines[-1].startswith("kvview: ")
+        or any("Error" in line and not line.startswith("kvview: skipped: ") for line in lines[:-1])
+    ):
+        return code, "exit code 2 without one line with the reason"
+    if given.report is not None and given.report.is_file():
+        try:
+            json.loads(given.report.read_bytes(), parse_constant=refuse_constant)
+        except ValueError as error:
+            return code, f"a report that is not JSON: {error}"
+    return code, ""
+
+
+def refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def run_input(given: Input) -> tuple[int, str, str]:
+    if given.run is not None:
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                code = given.run(given.args)
+            out.seek(0)
+            err.seek(0)
+            return code, out.read(), err.read()
+    result = CliRunner().invoke(cli, given.args, color=True)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        traceback.print_exception(result.exception)
+        return 5, result.stdout, f"{result.stderr}{result.exception!r}"
+    return result.exit_code, result.stdout, result.stderr
+
+
+def main() -> int:
+    """Run a number of inputs; returns 1 at the first that violates a rule."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("number", type=int)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first input")
+    parser.add_argument("--kind", choices=[*KINDS], action="append")
+    given = parser.parse_args()
+    kinds = given.kind or [*KINDS]
+    if "tier_text" in kinds:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("lmcache.v1")  # its first import prints in colours
+    signal.signal(signal.SIGPROF, too_long)
+    signal.signal(signal.SIGALRM, too_long)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, resource.RLIM_INFINITY))
+    codes = Counter[str]()
+    for seed in range(given.seed, given.seed + given.number):
+        kind = kinds[seed % len(kinds)]
+        random.seed(seed)
+        with (
+            tempfile.TemporaryDirectory(
+                prefix="kvview-fuzz-", ignore_cleanup_errors=True
+            ) as folder,
+            contextlib.chdir(folder),
+        ):
+            made = KINDS[kind](Path(folder), random.Random(seed))
+            code, problem = problem_with(made)
+        codes[f"{kind}: {code}"] += 1
+        if problem:
+            print(f"{kind}, seed {seed}: {problem}\n  {ascii(made.args)[:3000]}")
+            print(f"  repeat it with: 1 --seed {seed} --kind {kind}")
+            return 1
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    print(f"{given.number} inputs, {peak} MiB at most: {dict(sorted(codes.items()))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,291 @@
+"""``kvview replay``: reports, timing, damaged traces, wrong connectors."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvview.cli.commands import cli
+from tests.traces import NAMES, trace_file
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = f"{ROOT / 'examples' / 'host_cache.py'}:HostCacheConnector"
+MODEL = {"groups": [{"layers": 2, "kv_heads": 2, "head_size": 8}]}
+
+
+def run(*args: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["replay", *map(str, args)])
+
+
+def replay(tmp_path: Path, *args: str | Path) -> dict[str, Any]:
+    report = tmp_path / "report.json"
+    result = run(*args, "--json", report)
+    assert result.exit_code == 0, result.output
+    values: dict[str, Any] = json.loads(report.read_text())
+    assert values["mismatches"] == values["holds_at_end"] == 0
+    return values
+
+
+def write_trace(path: Path, rows: list[object]) -> Path:
+    path.write_text(
+        "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+    )
+    return path
+
+
+def mooncake_row(*hash_ids: int, **changes: object) -> dict[str, object]:
+    row = {"timestamp": 0, "input_length": 512 * len(hash_ids), "output_length": 5}
+    return {**row, "hash_ids": hash_ids, **changes}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--gpu-blocks 500",
+        "--gpu-blocks 500 --policy arc --cpu-blocks 700",
+        "--gpu-blocks 900 --groups full,window:4096,chunked:8192@2,mamba@2",
+        f"--gpu-blocks 500 --connector {EXAMPLE} --cpu-blocks 3000",
+        "--gpu-blocks 300 --closed-loop 40 --block-bytes 64",
+    ],
+)
+def test_generated_workload(tmp_path: Path, options: str) -> None:
+    report = replay(tmp_path, "--requests", "150", *options.split())
+    assert report["requests"] == 150
+    assert report["loaded_blocks"] > 0
+    assert report["bytes_verified"] > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_part_of_a_real_trace(tmp_path: Path, name: str) -> None:
+    report = replay(tmp_path, trace_file(name).path, "--requests", "100", "--gpu-blocks", "8000")
+    assert report["requests"] == 100
+    assert report["gpu_hit_blocks"] > 0
+
+
+def test_blocks_evicted_from_the_gpu_are_hit_on_the_cpu(tmp_path: Path) -> None:
+    # One long prompt, then enough others to evict it, then the same prompt again.
+    rows: list[object] = [mooncake_row(*range(n, n + 20)) for n in (0, 100, 200, 300, 400, 500, 0)]
+    trace = tmp_path / "t.jsonl.gz"
+    trace.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    report = replay(tmp_path, trace, "--gpu-blocks", "60", "--closed-loop", "1")
+    assert report["blocks"] == 140
+    assert report["gpu_hit_blocks"] == 0
+    assert report["cpu_hit_blocks"] == 19  # the last block of a prompt is always computed
+    assert report["loaded_blocks"] == 19
+    assert report["bytes_verified"] == 19 * 1024
+
+
+def test_damaged_rows_are_skipped_and_reported(tmp_path: Path) -> None:
+    bad = mooncake_row(7, 8, input_length="many")
+    rows: list[object] = [mooncake_row(1, 2), bad, "not json", mooncake_row(3, 4)]
+    trace = write_trace(tmp_path / "t.jsonl", rows)
+    result = run(trace, "--json", "-")
+    assert result.exit_code == 0
+    assert f"{trace}:2: field 'input_length'" in result.stderr
+    assert result.stderr.splitlines()[-1] == "kvview: lost: 2 of t.jsonl could not be read"
+    report = json.loads(result.stdout[result.stdout.index("{") :])
+    assert (report["requests"], report["blocks"], report["malformed_rows"]) == (2, 4, 2)
+    assert "t.jsonl:3" in report["lost"][1]
+    assert run(trace, "--strict").exit_code == 2
+
+
+def test_truncated_gzip_loses_the_rest_of_the_file(tmp_path: Path) -> None:
+    rows = [json.dumps(mooncake_row(place, place + 99)) + "\n" for place in range(40)]
+    packed = gzip.compress("".join(rows).encode())
+    (tmp_path / "t.gz").write_bytes(packed[: len(packed) // 2])
+    result = run(tmp_path / "t.gz", "--json", tmp_path / "r.json")
+    assert result.exit_code == 0
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert 0 < report["requests"] < 39
+    assert report["cut"] == [f"all that follows line {report['requests']} of t.gz"]
+    last = result.stderr.splitlines()[-1]
+    assert last == f"kvview: lost: 1 of t.gz could not be read, nor {report['cut'][0]}"
+
+
+def test_a_tier_without_hits_is_explained(tmp_path: Path) -> None:
+    rows: list[object] = [mooncake_row(*range(n, n + 9)) for n in (0, 20, 40, 0)]
+    trace = write_trace(tmp_path / "t.jsonl", rows)
+    arguments = ("--connector", EXAMPLE, "--gpu-blocks", "24", "--closed-loop", "1")
+    assert "Nothing was hit on the CPU" in run(trace, "--cpu-blocks", "9", *arguments).stdout
+    assert "Nothing was hit" not in run(trace, *arguments).stdout
+
+
+def test_recorded_arrival_times(tmp_path: Path) -> None:
+    rows: list[object] = [mooncake_row(*range(9), timestamp=1000 * at) for at in (5, 7, 65)]
+    trace, model = write_trace(tmp_path / "t.jsonl", rows), tmp_path / "model.json"
+    model.write_text(json.dumps(MODEL))
+    report = replay(tmp_path, trace, "--speed", "2", "--model", model)
+    assert (report["play"], report["closed_loop"], report["trace_seconds"]) == ("time", None, 30.0)
+    assert report["time"]["token_bytes"] == 128
+    text = run(trace, "--prefill-rate", "5000").stdout
+    assert "Recorded arrival times: 5,000 prompt tokens/s, 0.02 s per generated token" in text
+    assert "Requests arrived for 60 s and were done after 60 s." in text
+    result = run(trace, "--model", model, "--token-bytes", "8")
+    assert result.exit_code == 2
+    assert "cannot be combined" in result.stderr
+    assert "One such engine is too slow" in run(trace, "--prefill-rate", "10").stdout
+    closed = replay(tmp_path, trace, "--closed-loop", "1")
+    assert (closed["play"], closed["closed_loop"], closed["time"]) == ("closed-loop", 1, None)
+    assert replay(tmp_path, "--requests", "20")["closed_loop"] == 16
+    assert replay(tmp_path, "--requests", "20", "--speed", "1")["play"] == "time"
+
+
+def test_a_trace_without_timestamps_runs_in_a_closed_loop(tmp_path: Path) -> None:
+    plain = mooncake_row(1, 2)
+    del plain["timestamp"]
+    trace = write_trace(tmp_path / "t.jsonl", [plain, plain])
+    result = run(trace, "--json", tmp_path / "r.json")
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("\n") == 1
+    assert "t.jsonl has no timestamps" in result.stderr
+    assert json.loads((tmp_path / "r.json").read_text())["closed_loop"] == 16
+    result = run(trace, "--speed", "2")
+    assert result.exit_code == 2
+    assert "has no timestamps" in result.stderr
+    assert run(trace, "--closed-loop", "2").stderr == ""
+    write_trace(trace, [plain, mooncake_row(1, 2), plain])
+    assert ":2: field 'timestamp': present, but the first row has none" in run(trace).stderr
+    assert run(trace, "--strict").exit_code == 2
+
+
+def test_a_request_that_cannot_fit_is_skipped(tmp_path: Path) -> None:
+    rows: list[object] = [mooncake_row(1), mooncake_row(*range(90)), mooncake_row(1, 2)]
+    trace = write_trace(tmp_path / "t.jsonl", rows)
+    for mode in ([], ["--closed-loop", "1"]):
+        report = replay(tmp_path, trace, "--gpu-blocks", "20", *mode)
+        assert (report["requests"], report["requests_too_large"], report["blocks"]) == (2, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        ("no/such/trace.jsonl", "no/such/trace.jsonl"),
+        (str(ROOT / "kvview"), "no file in it ends in"),
+        ("--connector json:loads", "is a function, not a subclass"),
+        ("--option cpu_blokcs=5", "cpu_blokcs"),
+        ("--policy mru", "lru"),
+        ("--cpu-blocks -1", "cpu_blocks"),
+        ("--cpu-blocks 1000000000000", "host"),
+        ("--gpu-blocks 1000000000000", "GPU blocks"),
+        ("--gpu-blocks 1", "num_blocks"),
+        ("--gpu-blocks 2", "use more GPU blocks"),
+        ("--closed-loop 4 --speed 2", "--speed needs arrival times"),
+        ("--closed-loop 4 --model x", "--model needs arrival times"),
+        ("--closed-loop 0", "--closed-loop"),
+        ("--speed 0", "--speed"),
+        ("--max-running 0", "--max-running"),
+        ("--model no/such.json", "No such file"),
+        ("--block-bytes 12", "multiple of 8"),
+        ("--requests 0", "--requests"),
+        ("--seed -1", "seed"),
+        ("--groups full,windov:4096", "window:TOKENS"),
+        ("--groups window:0", "sliding_window"),
+        ("--publish-replay tcp://127.0.0.1:*", "--publish"),
+    ],
+)
+def test_a_run_that_cannot_start_is_one_line_and_exit_code_2(args: str, part: str) -> None:
+    result = run("--requests", "50", *args.split())
+    assert result.exit_code == 2, result.output
+    assert part in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+WRONG = f"""
+from dataclasses import replace
+from kvview import CPULoadStoreSpec, StepPlan
+from kvview.targets import load_connector
+from kvview_reference.connector import OffloadConnector, OffloadScheduler, OffloadWorker
+
+class LeakyScheduler(OffloadScheduler):
+    def _free(self, block_ids):
+        super()._free(block_ids[1:])
+
+class Leaky(OffloadConnector):
+    def make_scheduler(self):
+        return LeakyScheduler(self.config, self.options)
+
+class CorruptWorker(OffloadWorker):
+    def register_kv_caches(self, kv_caches):
+        super().register_kv_caches(kv_caches)
+        self.gpu = kv_caches.tensors[0].tensor
+
+    def start_plan(self, plan):
+        super().start_plan(plan)
+        for job in plan.loads:
+            self.wait([job.job_id])
+            self.gpu[job.dst.block_ids[0], 3] += 1
+
+class Corrupt(OffloadConnector):
+    def make_worker(self):
+        return CorruptWorker(self.options)
+
+class Disk(CPULoadStoreSpec):
+    medium = "DISK"
+
+class FailingDisk(load_connector({EXAMPLE!r})):
+    def make_scheduler(self):
+        half = super().make_scheduler()
+        plan_step = half.plan_step
+        def on_disk(step):
+            plan = plan_step(step)
+            return StepPlan(
+                [replace(job, src=Disk(job.src.block_ids)) for job in plan.loads],
+                [replace(job, dst=Disk(job.dst.block_ids)) for job in plan.stores],
+            )
+        half.plan_step = on_disk
+        return half
+
+    def make_worker(self):
+        half = super().make_worker()
+        start_plan, get_finished, loads = half.start_plan, half.get_finished, set()
+        def start(plan):
+            loads.update(job.job_id for job in plan.loads)
+            start_plan(plan)
+        def finished():
+            return [
+                replace(result, success=False, error="row 3 is gone")
+                if result.job_id in loads else result
+                for result in get_finished()
+            ]
+        half.start_plan, half.get_finished = start, finished
+        return half
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"),
+    [("Leaky", "holds_at_end", "mismatches"), ("Corrupt", "mismatches", "holds_at_end")],
+)
+def test_a_wrong_connector_has_exit_code_1(
+    tmp_path: Path, name: str, wrong: str, right: str
+) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG)
+    # Enough room that a leak does not stop the run before its end.
+    result = run(
+        *("--requests", "300", "--gpu-blocks", "3000", "--json", tmp_path / "r.json"),
+        *("--connector", f"{tmp_path / 'wrong.py'}:{name}"),
+    )
+    assert result.exit_code == 1, result.output
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report[wrong] > 0
+    assert report[right] == 0
+
+
+def test_media_and_failures_are_the_connectors_own(tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG)
+    rows: list[object] = [mooncake_row(*range(n, n + 9)) for n in (0, 20, 40, 0)]
+    result = run(
+        *(write_trace(tmp_path / "t.jsonl", rows), "--closed-loop", "1", "--gpu-blocks", "24"),
+        *("--connector", f"{tmp_path / 'wrong.py'}:FailingDisk", "--json", tmp_path / "r.json"),
+    )
+    assert result.exit_code == 0  # a reported failure costs time and breaks no law
+    assert "hit on the DISK tier" in result.stdout
+    assert "1 transfers failed" in result.stdout
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert (report["media"], report["failed_transfers"]) == (["DISK"], 1)
+    assert report["first_failure"].endswith("row 3 is gone")
