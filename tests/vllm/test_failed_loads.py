@@ -9,7 +9,7 @@ import pytest
 from kvview.targets import load_connector
 from kvview.testing.connector import check_connector
 
-vllm = pytest.importorskip(  # a submodule: this very folder is named vllm
+vllm = pytest.importorskip(  # a submodule, because this folder is named vllm too
     "vllm.version",
     reason="needs vLLM's Python sources: tests/vllm/sources.py",
     exc_type=ImportError,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip(  # a submodule: this very folder is named vllm
+pytest.importorskip(  # a submodule, because this folder is named vllm too
     "vllm.version",
     reason="needs vLLM's Python sources: tests/vllm/sources.py",
     exc_type=ImportError,

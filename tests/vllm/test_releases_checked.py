@@ -10,7 +10,7 @@ from kvview.testing.upgrade import Verdict, check_releases, load_releases
 from kvview_vllm.comparison import surfaces
 from kvview_vllm.releases.versions import LATEST_OF_MINORS, NEWEST_TESTED
 
-vllm = pytest.importorskip(  # a submodule: this very folder is named vllm
+vllm = pytest.importorskip(  # a submodule, because this folder is named vllm too
     "vllm.version",
     reason="needs vLLM's Python sources: tests/vllm/sources.py",
     exc_type=ImportError,

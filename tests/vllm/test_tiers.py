@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip(  # a submodule: this very folder is named vllm
+pytest.importorskip(  # a submodule, because this folder is named vllm too
     "vllm.version",
     reason="needs vLLM's Python sources: tests/vllm/sources.py",
     exc_type=ImportError,
