@@ -131,7 +131,7 @@ class BareARCTier(BareTier):
 class ConnectorPlayer(ManagerPlayer):
     """Makes the calls of vLLM's OffloadingConnector alone.
 
-    It names a key once, completes the transfers that it started, and leaves resets to its scheduler.
+    It names a key once, completes the transfers that it started, and never resets.
     """
 
     be_refused = finish_twice_in_one_call = reset = use_keys_alone = None  # type: ignore[assignment]

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from typing import Any
 
 import pytest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    pytest.importorskip("vllm.version", reason="needs a vLLM release", exc_type=ImportError)
-
 from kvview import FullAttention, SlidingWindow, UnsupportedEngineError
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.releases import installed
-from kvview_vllm.simulation import scheduler
 from kvview_vllm.simulation.engine import Configs
-
-
-@pytest.fixture(autouse=True)
-def prepared() -> None:
-    scheduler.prepare()
 
 
 def test_vgeo_1_block_sizes_are_those_that_vllm_resolved() -> None:

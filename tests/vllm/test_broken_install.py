@@ -9,12 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip(  # a submodule, because this folder is named vllm too
-    "vllm.version",
-    reason="needs vLLM's Python sources: tests/vllm/sources.py",
-    exc_type=ImportError,
-)
-
 # A name that torch does not have, asked for while a module of vLLM's is imported.
 _SCRIPT = """
 import contextlib, importlib, io, json, sys

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -33,14 +32,9 @@ from kvview.testing import (
 from kvview.testing.geometry.player import Sizes
 from kvview.testing.search import search
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    pytest.importorskip("vllm", reason="needs a vLLM release", exc_type=ImportError)
-    coordinators = pytest.importorskip(
-        "vllm.v1.core.kv_cache_coordinator", reason="needs a vLLM release", exc_type=ImportError
-    )
-    torch = importlib.import_module("torch")
-    interface: Any = importlib.import_module("vllm.v1.kv_cache_interface")
+coordinators: Any = importlib.import_module("vllm.v1.core.kv_cache_coordinator")
+torch = importlib.import_module("torch")
+interface: Any = importlib.import_module("vllm.v1.kv_cache_interface")
 
 MAKE = coordinators.get_kv_cache_coordinator
 if "allow_partial_hash_hits" not in inspect.signature(MAKE).parameters:

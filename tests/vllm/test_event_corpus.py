@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip(  # a submodule, because this folder is named vllm too
-    "vllm.version",
-    reason="needs vLLM's Python sources: tests/vllm/sources.py",
-    exc_type=ImportError,
-)
-
 import make_event_corpus as golden  # type: ignore[import-not-found]
 import msgspec
+import pytest
 
 import engine as lane  # type: ignore[import-not-found]
 from kvview import MEDIUM_CPU, OffloadingEvent, make_offload_key
@@ -24,11 +16,9 @@ from kvview.events.formats import WIRE_FORMATS, find_format
 from kvview.events.wire import Batch, codec, decode, encode
 from kvview_vllm.releases.versions import engine_version
 
-with warnings.catch_warnings():  # of torch, at its first import
-    warnings.simplefilter("ignore")
-    importlib.import_module("vllm.distributed.kv_events")
+importlib.import_module("vllm.distributed.kv_events")
 
-TOLD = f"{Path(__file__).parent / 'told_connectors.py'}:ToldConnector"
+RECORDING = f"{Path(__file__).with_name('recording_connectors.py')}:RecordingConnector"
 TOKENS = range(10, 10 + 6 * lane.BLOCK_SIZE + 4)
 NEWER = {"session_id", "lookahead_token_ids"}  # of requests and engines, not of blocks
 
@@ -111,7 +101,7 @@ class Recorder:
 def make_engine(folder: Path, windows: tuple[int | None, ...] = (None,), **extra: Any) -> Any:
     if release() == "0.11.0":
         pytest.skip("its scheduler cannot be made with events and without a publisher")
-    config = lane.connector_config(TOLD)
+    config = lane.connector_config(RECORDING)
     config["kv_connector_extra_config"] |= extra
     engine = lane.Engine(folder / "model", config, windows=windows, publishes_events=True)
     engine.scheduler.kv_event_publisher = engine.recorder = Recorder()

@@ -10,13 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip(  # a submodule, because this folder is named vllm too
-    "vllm.version",
-    reason="needs vLLM's Python sources: tests/vllm/sources.py",
-    exc_type=ImportError,
-)
-
 from front_end import PROM, FrontEnd  # type: ignore[import-not-found]
 
 import engine as lane  # type: ignore[import-not-found]

@@ -8,11 +8,24 @@ from __future__ import annotations
 
 import re
 import threading
-import warnings
 from typing import Any
 
 import pytest
+from offloading_tiers import (  # type: ignore[import-not-found]
+    CAPACITY,
+    SEAM,
+    TRANSFERS_ARE_USES,
+    ARCTier,
+    BareARCTier,
+    BareTier,
+    ConnectorPlayer,
+    KeyedTier,
+    Tier,
+    make_keyed_manager,
+    make_manager,
+)
 
+import vllm
 from kvview import (
     LookupResult,
     ReqContext,
@@ -24,29 +37,6 @@ from kvview import (
 )
 from kvview.testing import PROFILES, BoundCheck, ManagerPlayer, parametrize_with_checks
 from kvview.testing.search import search
-from kvview_vllm.simulation import scheduler as cpu_scheduler
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    vllm = pytest.importorskip("vllm", reason="needs a vLLM release", exc_type=ImportError)
-    pytest.importorskip(  # a submodule, because this folder is named vllm too
-        "vllm.version", reason="needs a vLLM release", exc_type=ImportError
-    )
-    cpu_scheduler.prepare()
-    from offloading_tiers import (  # type: ignore[import-not-found]
-        CAPACITY,
-        SEAM,
-        TRANSFERS_ARE_USES,
-        ARCTier,
-        BareARCTier,
-        BareTier,
-        ConnectorPlayer,
-        KeyedTier,
-        Tier,
-        make_keyed_manager,
-        make_manager,
-    )
-
 from kvview_vllm.offloading import VLLMOffloadingManager
 from kvview_vllm.releases import NEWEST_TESTED
 from kvview_vllm.releases.release import find_class

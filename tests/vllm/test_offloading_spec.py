@@ -10,12 +10,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip(  # a submodule, because this folder is named vllm too
-    "vllm.version",
-    reason="needs vLLM's Python sources: tests/vllm/sources.py",
-    exc_type=ImportError,
-)
-
 import engine as lane  # type: ignore[import-not-found]
 from kvview import ConfigError, CPULoadStoreSpec, OffloadingEvent, make_offload_key
 from kvview_vllm.releases.calls import make_known

@@ -12,6 +12,7 @@ from dataclasses import replace
 from importlib import import_module
 
 import pytest
+import vllm.version as vllm
 from click.testing import CliRunner
 
 from kvview import UnsupportedEngineError
@@ -36,13 +37,6 @@ from kvview_vllm.releases.probes import ConnectorSurface
 from kvview_vllm.releases.release import ConnectorSeam, Seam, find_class
 from kvview_vllm.releases.shapes import SHAPES, check_shapes
 from kvview_vllm.releases.versions import number
-
-vllm = pytest.importorskip(  # a submodule, because this folder is named vllm too
-    "vllm.version",
-    reason="needs vLLM's Python sources: tests/vllm/sources.py",
-    exc_type=ImportError,
-)
-
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 

@@ -12,11 +12,6 @@ import pytest
 from kvview_vllm.releases.versions import engine_version
 
 pytest.importorskip(
-    "vllm.version",
-    reason="needs vLLM's Python sources: tests/vllm/sources.py",
-    exc_type=ImportError,
-)
-pytest.importorskip(
     "lmcache.v1.storage_backend",
     reason="needs LMCache and what it imports",
     exc_type=ImportError,

@@ -5,16 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import vllm.version as vllm
 
 from kvview.testing.upgrade import Verdict, check_releases, load_releases
 from kvview_vllm.comparison import surfaces
 from kvview_vllm.releases.versions import LATEST_OF_MINORS, NEWEST_TESTED
 
-vllm = pytest.importorskip(  # a submodule, because this folder is named vllm too
-    "vllm.version",
-    reason="needs vLLM's Python sources: tests/vllm/sources.py",
-    exc_type=ImportError,
-)
 HERE = Path(vllm.__file__).parents[1]
 EXAMPLE = f"{Path(__file__).parents[2]}/examples/host_cache.py:HostCacheConnector"
 RAW = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector:OffloadingConnector"

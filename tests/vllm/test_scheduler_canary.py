@@ -13,15 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvview import UnsupportedEngineError
-
-pytest.importorskip(
-    "vllm.version",
-    reason="needs vLLM's Python sources: tests/vllm/sources.py",
-    exc_type=ImportError,
-)
-
 import engine  # type: ignore[import-not-found]  # noqa: F401 - before what needs vLLM
+from kvview import UnsupportedEngineError
 from kvview_vllm.connector import scheduler_canary
 from kvview_vllm.connector.connector import KVViewConnector
 from kvview_vllm.doctor import diagnose

@@ -6,7 +6,6 @@ import json
 import random
 import threading
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib import import_module
@@ -15,13 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip(  # a submodule, because this folder is named vllm too
-    "vllm.version",
-    reason="needs vLLM's Python sources: tests/vllm/sources.py",
-    exc_type=ImportError,
-)
-pytest.importorskip("torch")
 
 from kvview_vllm.releases.tiers import has_tiers, make_tier_job, tier_seam
 
@@ -33,11 +25,8 @@ from kvview.tier import Namespace
 from kvview.tier.trial import MemoryStore
 from kvview_vllm.doctor import diagnose, diagnose_tier
 from kvview_vllm.releases.tier_specs import make_tiering_spec
+from kvview_vllm.tier import KVViewTier
 from tests.tier.shown import expected, shown
-
-with warnings.catch_warnings():  # of torch, when vLLM's kernels are imported
-    warnings.simplefilter("ignore")
-    from kvview_vllm.tier import KVViewTier
 
 PAGE = 65_536
 NUM_HOST_CHUNKS = 8
@@ -490,12 +479,10 @@ def test_what_the_page_shows_of_vllms_file_tier() -> None:
 
     if not release.startswith("0.33."):
         pytest.skip("docs/tier.md says what was found on 0.33.0")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from kvview_vllm.secondary_tiers import SecondaryTierStore
+    from kvview_vllm.secondary_tiers import SecondaryTierStore
 
-        options = {"type": "fs", "root_dir": "{tmp}"}
-        assert shown(0, STORE=SecondaryTierStore, OPTIONS=options) == expected(1)
+    options = {"type": "fs", "root_dir": "{tmp}"}
+    assert shown(0, STORE=SecondaryTierStore, OPTIONS=options) == expected(1)
 
 
 def test_doctor_sees_a_store_that_does_not_keep_a_page() -> None:

@@ -14,12 +14,12 @@ import pytest
 from test_conformance import VLLMPool, block_pool  # type: ignore[import-not-found]
 
 import kvview
+import vllm
 from kvview import UnsupportedEngineError
 from kvview_vllm import view
 from kvview_vllm.pool import VLLMBlockPoolView
 from kvview_vllm.releases import TESTED, probe_pool
 
-vllm = pytest.importorskip("vllm", reason="needs a vLLM release", exc_type=ImportError)
 OPTIONAL = {"SupportsGiveBack": "free_prepend", "SupportsReuseNotice": "reuse_watchers"}
 
 
