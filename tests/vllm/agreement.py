@@ -193,9 +193,7 @@ class Traffic:
             self.ask("x", [*self.conversation("bdac"[number] + "2"), *range(100, 120)])
             self.step(2)
             self.drop("x")
-            self.until(
-                lambda: "x" not in self.server.scheduler.requests
-            )  # the id is free again
+            self.until(lambda: "x" not in self.server.scheduler.requests)  # the id is free again
         self.ask("x", [*self.conversation("c2"), *range(150, 170)])
         self.rest()
         self.ask("y", range(250, 450), 30)
@@ -455,9 +453,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results here")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page here")
     parser.add_argument("--no-kit", action="store_true", help="real inference only")
-    parser.add_argument(
-        "--reality", type=Path, metavar="FILE", help="of an earlier --json")
-    )
+    parser.add_argument("--reality", type=Path, metavar="FILE", help="of an earlier --json")
     arguments = parser.parse_args(argv)
     connectors = [*wrong_connectors.RIGHT, *wrong_connectors.WRONG]
     if arguments.select:
