@@ -249,11 +249,11 @@ def _in_child(work: Callable[[], Any]) -> Any:
 class _Harness(SourceFileLoader):
     """Imports the harness with the names of the drifted sources."""
 
-    changes: ClassVar[Sequence[tuple[str, str]]] = ()
+    changes: ClassVar[Mapping[str, str]] = {}
 
     def get_code(self, fullname: str) -> Any:
         text = Path(self.path).read_text()
-        for pattern, new in self.changes:
+        for pattern, new in self.changes.items():
             text = re.sub(pattern, new, text)
         return compile(text, self.path, "exec")
 

@@ -86,11 +86,11 @@ def arrangements(folder: Path, models: Mapping[str, Path], seed: int) -> list[Ar
     file = Path(__file__).with_name("disk_connector.py")
     one = _offload(f"{_REFERENCE}:OffloadConnector")
     two = multi_config(one, _offload(f"{file}:DiskConnector"))
-    wrong = _offload(f"{file}:TellsNoEviction")
+    wrong = _offload(f"{file}:HidesEvictions")
     made = [
         ("two groups", "gemma", one, (MEDIUM_CPU,)),
         ("two connectors", "llama", two, (MEDIUM_CPU, _DISK)),
-        ("evictions untold", "llama", wrong, (_DISK,)),
+        ("hidden evictions", "llama", wrong, (_DISK,)),
     ]
     return [
         Arrangement(name, kind, config, media, folder, models[kind], seed)
@@ -352,7 +352,7 @@ def main() -> None:
         for job, served in zip(
             jobs, run_engines(jobs, serve, 240.0, lambda text: None), strict=True
         ):
-            is_wrong |= (served.law == "EVENT-2") != (job.name == "evictions untold")
+            is_wrong |= (served.law == "EVENT-2") != (job.name == "hidden evictions")
             is_wrong |= served.law not in ("", "EVENT-2")
             told = {"name": job.name, "law": served.law, "message": served.message}
             print(json.dumps({**told, "coverage": served.coverage}), flush=True)

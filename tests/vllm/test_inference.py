@@ -149,7 +149,7 @@ def test_events_say_what_can_be_loaded(processes: list[Future[Any]]) -> None:
         assert coverage["BlockRemoved"] > 20
         for medium in ("GPU", *media):
             assert coverage[f"blocks compared in {medium}"] > 1000
-    assert told["evictions untold"]["law"] == "EVENT-2"
+    assert told["hidden evictions"]["law"] == "EVENT-2"
 
 
 def test_a_connector_that_fails() -> None:
