@@ -315,9 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--serve", action="store_true", help="with `vllm serve`")
     parser.add_argument("--policy", choices=("recompute", "fail"), default="recompute")
     parser.add_argument("--hooks", nargs="+", choices=HOOKS, default=HOOKS, metavar="NAME")
-    parser.add_argument(
-        "--verbose", action="store_true", help="print the output of wrong cases"
-    )
+    parser.add_argument("--verbose", action="store_true", help="print the output of wrong cases")
     arguments = parser.parse_args(argv)
     prepare()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends all servers
