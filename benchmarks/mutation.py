@@ -144,7 +144,7 @@ def read_verdicts(
 @click.option("--mutants", "num_mutants", default=400, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option(
-    "--fresh", multiple=True, metavar="SEED:MUTANTS", help="Another draw, reported separately."
+    "--fresh", multiple=True, metavar="SEED:MUTANTS", help="Another draw, reported apart."
 )
 @click.option("--processes", default=2, show_default=True)
 @click.option("--seeds", default=judges.SEEDS, show_default=True, help="Of each connector.")
@@ -154,7 +154,7 @@ def read_verdicts(
     "--known",
     "known_survivors",
     is_flag=True,
-    help="Do not run mutants that have a reason to live.",
+    help="Skip mutants that have a reason.",
 )
 @click.option("--earlier", is_flag=True, help="Accept kills by an earlier state of the sources.")
 def main(

@@ -31,13 +31,16 @@ class HostConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
     Options: ``within_step`` (the step waits for its loads), ``delay`` (most steps of a copy).
     """
 
+    takes_groups: ClassVar = False
+
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, *([kv_cache_config] if TAKES_CONFIG else []))
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self.within_step = bool(extra.get("within_step", False))
         self.delay = int(extra.get("delay", 3))
         self.block_size = int(vllm_config.cache_config.block_size)
-        groups = kv_cache_config.kv_cache_groups if kv_cache_config else []
+        # For a connector of one group, vLLM makes windows full attention, and keeps their size.
+        groups = kv_cache_config.kv_cache_groups if self.takes_groups else []
         self.windows = [getattr(g.kv_cache_spec, "sliding_window", None) for g in groups] or [None]
         self.layer_names = [group.layer_names for group in groups]
         # scheduler
@@ -197,6 +200,8 @@ class HostConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
 
 class GroupsConnector(HostConnector, SupportsHMA):  # type: ignore[misc]
     """The same for several KV-cache groups, of full attention and of windows."""
+
+    takes_groups = True
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Kept:
         return self.keep(request, block_ids)
