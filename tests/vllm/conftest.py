@@ -31,6 +31,24 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return made
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "newest: runs on the newest tested release alone")
+    config.addinivalue_line("markers", "ends: runs on the oldest and the newest tested minor alone")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests whose result does not depend on the release, except on some releases."""
+    from kvview_vllm.releases.versions import LATEST_OF_MINORS, NEWEST_TESTED, engine_version
+
+    release = engine_version().partition("+")[0]
+    for name, releases in (
+        ("newest", (NEWEST_TESTED,)),
+        ("ends", (LATEST_OF_MINORS[0], NEWEST_TESTED)),
+    ):
+        if item.get_closest_marker(name) and release not in releases:
+            pytest.skip(f"runs on {' and '.join(releases)} alone")
+
+
 @pytest.fixture(scope="session")
 def engines() -> Any:
     """vLLM's scheduler as ``kvview check --engine vllm`` drives it."""

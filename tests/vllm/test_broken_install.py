@@ -48,6 +48,9 @@ print(json.dumps(ways))
 """
 
 
+pytestmark = pytest.mark.ends
+
+
 @pytest.fixture(scope="module")
 def ways() -> dict[str, Any]:
     example = "examples/host_cache.py:HostCacheConnector"

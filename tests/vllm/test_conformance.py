@@ -11,6 +11,8 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from kvview import GPUBlockPoolView, GuardedView, SupportsGiveBack
 from kvview.testing import BoundCheck, Capability, Outcome, parametrize_with_checks, run_checks
 from kvview_vllm.pool import view as make_view
@@ -141,6 +143,7 @@ class GuardedVLLMPool(VLLMPool):
         return type(self)(self.num_blocks, pin_budget=num_blocks / self.num_blocks)
 
 
+@pytest.mark.newest  # the guarded pool has the same checks
 @parametrize_with_checks(VLLMPool)
 def test_the_bare_pool_satisfies_the_laws(check: BoundCheck) -> None:
     check()

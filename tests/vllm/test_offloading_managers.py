@@ -93,6 +93,7 @@ def test_lru_satisfies_the_laws(check: BoundCheck) -> None:
     check()
 
 
+@pytest.mark.ends
 @parametrize_with_checks(KeyedTier)
 def test_a_tier_addressed_by_key_satisfies_the_laws(check: BoundCheck) -> None:
     check()

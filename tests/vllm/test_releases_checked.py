@@ -9,7 +9,6 @@ import vllm.version as vllm
 
 from kvview.testing.upgrade import Verdict, check_releases, load_releases
 from kvview_vllm.comparison import surfaces
-from kvview_vllm.releases.versions import LATEST_OF_MINORS, NEWEST_TESTED
 
 HERE = Path(vllm.__file__).parents[1]
 EXAMPLE = f"{Path(__file__).parents[2]}/examples/host_cache.py:HostCacheConnector"
@@ -17,10 +16,7 @@ RAW = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector:Offload
 
 
 # It starts a process that imports vLLM again; the matrix proves each release.
-@pytest.mark.skipif(
-    vllm.__version__.partition("+")[0] not in (LATEST_OF_MINORS[0], NEWEST_TESTED),
-    reason="runs on the oldest and the newest release",
-)
+@pytest.mark.ends
 def test_a_connector_is_checked_on_this_release() -> None:
     releases = load_releases("vllm")
     (release,) = releases.resolve([vllm.__version__.partition("+")[0]])
