@@ -3,9 +3,9 @@
     pip install 'kvview[reference,testing]'
     pytest test_kv_connectors.py
 
-They need a CPU, vLLM's Python files and less than a minute, but no GPU, server, model or network. They
-test behaviour alone: no signature and no private name. Each check of right behaviour has a control
-with an injected fault that must be seen. A test that is known to fail names its issue.
+They need a CPU, vLLM's Python files and less than a minute, but no GPU, server, model or network.
+They test behaviour alone: no signature and no private name. Each check of right behaviour has a
+control with an injected fault that must be seen. A test that is known to fail names its issue.
 """
 
 from __future__ import annotations
