@@ -124,10 +124,10 @@ def _child(run: Callable[[JobT, Say], None], job: JobT, pipe: Connection, second
     _limit_cpu(seconds)
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
 
-    def say(what: object) -> None:
-        if isinstance(what, Limit):
-            _limit_cpu(what.seconds)
-        pipe.send(what)
+    def say(message: object) -> None:
+        if isinstance(message, Limit):
+            _limit_cpu(message.seconds)
+        pipe.send(message)
 
     run(job, say)
     pipe.close()

@@ -22,7 +22,7 @@ class NeedsVLLM(pytest.Module):
             )
             from kvview_vllm.simulation.scheduler import prepare
 
-            prepare()  # before any test file imports what needs a platform
+            prepare()  # before the imports that need a platform
             return [*super().collect()]
 
 

@@ -123,7 +123,7 @@ def _edit_of(row: Mapping[str, str]) -> Edit:
 
 
 def read_drifts(name: str = "drifts.toml") -> dict[str, Drift]:
-    """Return the drifts of a file beside this one, by name."""
+    """Return the drifts of a file in this folder, by name."""
     return {drift.name: drift for drift in _drifts(Path(__file__).with_name(name))}
 
 

@@ -25,7 +25,7 @@ from kvview_vllm.simulation.scheduler import (  # for the tests, under one name
 from kvview_vllm.simulation.scheduler import multi_config as multi_config
 from kvview_vllm.simulation.scheduler import refuses_several_groups as refuses_several_groups
 
-cpu_scheduler.prepare()  # before any test imports what needs it
+cpu_scheduler.prepare()  # before the imports that need it
 
 BLOCK_SIZE = 16
 WINDOW = 32

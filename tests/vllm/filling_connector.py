@@ -24,7 +24,7 @@ seen: Counter[str] = Counter()
 
 
 class ComparesFilling(HostCacheConnector):
-    """Compares the requests that fill a block with all that are scheduled, in every step."""
+    """Compares the requests that fill a block with all scheduled requests, in every step."""
 
     def make_scheduler(self) -> SchedulerConnector:
         half = super().make_scheduler()

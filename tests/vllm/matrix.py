@@ -121,7 +121,7 @@ passed / skipped / failed. A test is skipped where the release lacks the feature
 needs the CPU build of vLLM, and `.ci/inference-lane` runs it.
 """
 DIFFERENCES = """
-## What differs between releases
+## Differences between releases
 
 The table that the adapter probes (`kvview_vllm/releases/release.py`), seam by seam.
 """

@@ -72,7 +72,11 @@ def broken_laws(policy: str) -> set[str]:
     if RELEASE < (0, 18):
         broken |= {"OFF-3", "OFF-1", "OFF-5"}  # a store evicts its own input: vLLM PR #35846
     if RELEASE < (0, 30) and policy == "arc":
-        broken |= {"OFF-3", "OFF-5", "EVENT-2"}  # ARC refuses what fits, up to 0.18 after evictions
+        broken |= {
+            "OFF-3",
+            "OFF-5",
+            "EVENT-2",
+        }  # ARC refuses stores that fit, up to 0.18 after evictions
     return broken
 
 
@@ -104,8 +108,8 @@ def test_arc_breaks_its_published_order_only() -> None:
     """It evicts from T1 at its target size too, and stores keys found in B1 or B2 into T1."""
     broken = search(ManagerPlayer, ARCTier, PROFILES["ci"]).failures
     assert "OFF-11" in broken
-    refuses_what_fits = {"OFF-3"} if RELEASE < (0, 30) else set()
-    assert broken.keys() <= {"OFF-11"} | refuses_what_fits, broken
+    refuses_fitting_stores = {"OFF-3"} if RELEASE < (0, 30) else set()
+    assert broken.keys() <= {"OFF-11"} | refuses_fitting_stores, broken
 
 
 @pytest.mark.parametrize("policy", BareTier.policies)

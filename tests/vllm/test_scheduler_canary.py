@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import engine  # type: ignore[import-not-found]  # noqa: F401 - before what needs vLLM
+import engine  # type: ignore[import-not-found]  # noqa: F401 - before the imports that need it
 from kvview import UnsupportedEngineError
 from kvview_vllm.connector import scheduler_canary
 from kvview_vllm.connector.connector import KVViewConnector

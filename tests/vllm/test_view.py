@@ -1,6 +1,6 @@
-"""The view of the real BlockPool: what the kit's pool checks (``test_conformance.py``) do not see.
+"""The view of the real BlockPool: its methods on this release, and the pools that it refuses.
 
-That is: what the view offers on this release, and which pools and releases it refuses.
+The laws of the pool are in ``test_conformance.py``.
 """
 
 from __future__ import annotations

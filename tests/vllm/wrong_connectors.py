@@ -3,7 +3,7 @@
 Each is a small change to ``examples/host_cache.py``. The first line of its docstring is the
 mistake; a second paragraph is the reason why an engine may not show it. The mistakes cover the
 ways in which a connector can be wrong (names, geometry, lifetimes, order, failures, resets,
-aborts, threads, processes), independently of what the kit checks. Mistakes that are known to do
+aborts, threads, processes), independently of the checks of the kit. Mistakes that are known to do
 no harm in an engine stay in the list. ``agreement.py`` serves with each connector in vLLM and
 checks it with the kit.
 
@@ -200,7 +200,7 @@ class ShortKeys(Late):
             return wanted if wanted in self.slots else next(alike, wanted)
 
 
-# --- what is computed ---
+# --- computed tokens ---
 
 
 class StoresTheLastToken(Late):
