@@ -118,10 +118,10 @@ def draw(files: Sources, seed: int, number: int, known: str) -> dict[str, Drift]
     ours: set[str] = set()
     read: set[str] = set()
     for folder in ("kvview", "reference", "adapters"):
-        for path in sorted((_ROOT / folder).rglob("*.py")):
-            tree = ast.parse(path.read_text())
+        for file in sorted((_ROOT / folder).rglob("*.py")):
+            tree = ast.parse(file.read_text())
             ours |= _fields(tree) | _methods(tree)
-            if folder == "adapters" and not _NOT_THE_ADAPTER & set(path.parts):
+            if folder == "adapters" and not _NOT_THE_ADAPTER & set(file.parts):
                 read.update(_named(tree))
     seams = {path: ast.parse(files.read(path)) for path in SEAMS}
     hooks = {name for tree in seams.values() for name in _methods(tree)} & read - _OF_PYTHON
@@ -133,8 +133,8 @@ def draw(files: Sources, seed: int, number: int, known: str) -> dict[str, Drift]
     for word in sorted(hooks | fields):
         if word not in ours and not word.startswith("__") and not re.search(rf"\b{word}\b", known):
             new = f"{word}_drifted"
-            edits = (rename(word, new),)
-            choices.append(Drift(f"drawn: {word} renamed", edits, {rf"\b{word}\b": new}))
+            harness = {rf"\b{word}\b": new}
+            choices.append(Drift(f"drawn: {word} renamed", (rename(word, new),), harness))
     for word in sorted(hooks - of_harness):
         if not word.startswith("__"):
             choices.append(Drift(f"drawn: {word} takes another argument", (_argument(word),)))

@@ -76,7 +76,7 @@ def broken_laws(policy: str) -> set[str]:
             "OFF-3",
             "OFF-5",
             "EVENT-2",
-        }  # ARC refuses stores that fit, up to 0.18 after evictions
+        }  # ARC refuses stores that fit
     return broken
 
 
