@@ -1,15 +1,14 @@
-"""How many automatic mutants the kit kills, by module; what survives, and why.
+"""Counts the automatic mutants that the kit kills, by module, and lists the survivors.
 
     python benchmarks/mutation.py [--area engine] [--mutants 400] [--seed 0] [--fresh 7:120]
         [--processes 2] [--seeds 40] [--verdicts FILE.jsonl] [--page FILE.md]
 
-The mutants, and who judges them, are those of tests/mutation; ``kvview check --self-test``
-plays a few of the same. --area tier: those of the store of files and of the guard before a
-store. With --verdicts each verdict is written as it comes, and a run
-that was ended goes on from there; with more --seeds than before only the survivors are
-played, from the first seed that is new. --fresh draws once more, with another seed: none of
-the checks was written for what lives of that. Exit code 1: a survivor has no reason in
-tests/mutation/survivors.toml, which this prints as it would stand there.
+The mutants and the steps of the kit are those of tests/mutation; ``kvview check --self-test`` runs
+a few of the same. ``--area tier`` has those of the store of files and of the guard before a store.
+With ``--verdicts`` each verdict is written at once, and an interrupted run continues there; with
+more ``--seeds`` than before only the survivors run, from the first new seed. ``--fresh`` draws
+again with another seed, for which no check was written. The exit code is 1 if a survivor has no
+reason in tests/mutation/survivors.toml; the missing entries are printed.
 """
 
 from __future__ import annotations
@@ -36,76 +35,76 @@ HEADS = {
 
 <!-- Written by benchmarks/mutation.py --page. -->
 
-Mutants are the reference and the shared code with one place made wrong, drawn with a
-seed and spread evenly over the functions. Only `kvview check` decides, over every harness
-of the reference and its connectors; the project's own tests are never asked. A mutant
-counts as killed when a check or a run fails, when what must be exercised never happens
-("not checked"), when it cannot be imported, or when it does not end.
+A mutant is the reference or the shared code with one place made wrong. Mutants are drawn with a
+seed and spread evenly over the functions. Only `kvview check` decides, over every harness of the
+reference and its connectors; the project's own tests do not count. A mutant is killed if a check
+or a run fails, if a required event never happens ("not checked"), if its import fails, or if it
+does not end.
 
-A connector is run here with fewer seeds than the 200 of `kvview check`, so that the rate is
-a lower bound. Equivalent mutants count as alive: the rate is of all that were drawn. A kill
-stands when checks were added since; what has a reason to live is believed to, and what
-lived before is played with what was added since. Checks were added for what lived of the first
-draw, so that a fresh one is the fairer question.
+The rate is a lower bound, because a connector runs with fewer seeds here than the 200 of `kvview
+check`, and because equivalent mutants count as alive. A kill remains valid when checks are added.
+Mutants with a reason to live do not run again; earlier survivors run with the new checks. The fresh
+draw is the fairer figure, because checks were added for the survivors of the first draw.
 """,
     "tier": """\
 # How much the kit sees of a store
 
 <!-- Written by benchmarks/mutation.py --area tier --page. -->
 
-Mutants are the store of files, what it is built on, and the guard before a store, with one place
-made wrong, drawn with a seed and spread evenly over the functions. Only `kvview check` decides,
-over the store alone and with the guard in front; processes that a check starts and kills are wrong
-in the same place. Of the random sequences of calls a quarter is played, so that the rate is a
-lower bound. The project's own tests are never asked. A mutant counts as killed when a check
-fails, when it cannot be imported, or when it does not end. Equivalent mutants count as alive: the
-rate is of all that were drawn. Checks were added for what lived of the first draw, so that a fresh
-one is the fairer question. The rest of the project has [a page of its own](mutation.md).
+A mutant is the store of files, its modules, or the guard before a store, with one place made
+wrong. Mutants are drawn with a seed and spread evenly over the functions. Only `kvview check`
+decides, over the store alone and with the guard in front; processes that a check starts and kills
+are wrong in the same place. The project's own tests do not count. A mutant is killed if a check
+fails, if its import fails, or if it does not end.
+
+The rate is a lower bound, because a quarter of the random sequences of calls runs, and because
+equivalent mutants count as alive. The fresh draw is the fairer figure, because checks were added
+for the survivors of the first draw. The other modules have [a page of their own](mutation.md).
 """,
 }
 
 Draws = Mapping[int, Sequence[trial.Verdict]]
-"""The verdicts on what was drawn, by the seed; the first is the one that checks grow from."""
+"""The verdicts of each draw, by seed; checks were added for the first draw."""
 
 
 def rate_of(name: str, seed: int, verdicts: Sequence[trial.Verdict]) -> str:
-    """How many of a draw were killed, and how."""
+    """Return the rate of kills of a draw, by the kind of kill."""
     hows = Counter(verdict.how for verdict in verdicts if verdict.is_killed)
     killed = hows.total()
-    told = ", ".join(f"{how} {times}" for how, times in hows.most_common())
+    kinds = ", ".join(f"{how} {times}" for how, times in hows.most_common())
     rate = f"{killed} of {len(verdicts)} killed, {killed / len(verdicts):.1%}"
-    return f"**{name}: {rate}** (seed {seed}; {told}).\n"
+    return f"**{name}: {rate}** (seed {seed}; {kinds}).\n"
 
 
 def describe(head: str, draws: Draws, account: survivors.Account, *, num_sites: int) -> str:
-    """The page."""
+    """Return the page."""
     by_id = {one.site.id: one for drawn in draws.values() for one in drawn}
     verdicts = list(by_id.values())
     lived = Counter(one.num_seeds for one in verdicts if not one.is_killed)
     lines = [
         head,
-        "Never made wrong:\n",
-        *(f"- {what}: {why}." for what, why in operators.LEFT_OUT.items()),
+        "These places are never made wrong:\n",
+        *(f"- {places}: {reason}." for places, reason in operators.LEFT_OUT.items()),
         "",
         *(
-            rate_of("A fresh draw" if number else "The draw that checks grew from", seed, drawn)
+            rate_of("The fresh draw" if number else "The first draw", seed, drawn)
             for number, (seed, drawn) in enumerate(draws.items())
         ),
-        f"Of {num_sites:,} possible ones; below, all that were drawn.\n",
+        f"There are {num_sites:,} possible mutants. The table has all drawn ones.\n",
         "| module | mutants | killed | rate |",
         "|---|---|---|---|",
     ]
     played = [f"{times} with {seeds}" for seeds, times in sorted(lived.items()) if seeds]
     if head == HEADS["engine"]:
         lines.insert(
-            -2, f"Seeds of each connector that survivors were played with: {'; '.join(played)}.\n"
+            -2, f"Survivors by the number of seeds of each connector: {'; '.join(played)}.\n"
         )
     by_module = defaultdict(list)
     for verdict in verdicts:
         by_module[verdict.site.module].append(verdict.is_killed)
-    for module, fates in sorted(by_module.items()):
-        rate = sum(fates) / len(fates)
-        lines.append(f"| `{module}` | {len(fates)} | {sum(fates)} | {rate:.0%} |")
+    for module, kills in sorted(by_module.items()):
+        rate = sum(kills) / len(kills)
+        lines.append(f"| `{module}` | {len(kills)} | {sum(kills)} | {rate:.0%} |")
     lines.append("\n## Survivors\n")
     for kind, meaning in survivors.KINDS.items():
         of_kind = [(one, entry) for one, entry in account.explained if entry.kind == kind]
@@ -124,9 +123,9 @@ def describe(head: str, draws: Draws, account: survivors.Account, *, num_sites: 
 def read_verdicts(
     log: Path | None, sites: Sequence[operators.Site], sources: str = "", earlier: bool = True
 ) -> dict[str, trial.Verdict]:
-    """The last verdict on each mutant, of these sources; with ``earlier`` also kills by others.
+    """Return the last verdict on each mutant for these sources, or for any if there are none.
 
-    Without ``sources`` the last one of any.
+    With ``earlier``, kills for other sources count too.
     """
     by_id = {site.id: site for site in sites}
     verdicts = {}
@@ -144,13 +143,20 @@ def read_verdicts(
 @click.option("--area", "name", type=click.Choice([*trial.AREAS]), default="engine")
 @click.option("--mutants", "num_mutants", default=400, show_default=True)
 @click.option("--seed", default=0, show_default=True)
-@click.option("--fresh", multiple=True, metavar="SEED:MUTANTS", help="Another draw, told apart.")
+@click.option(
+    "--fresh", multiple=True, metavar="SEED:MUTANTS", help="Another draw, reported apart."
+)
 @click.option("--processes", default=2, show_default=True)
 @click.option("--seeds", default=judges.SEEDS, show_default=True, help="Of each connector.")
 @click.option("--page", type=click.Path(path_type=Path), help="Write docs/mutation.md there.")
 @click.option("--verdicts", "log", type=click.Path(path_type=Path))
-@click.option("--known", "known_survivors", is_flag=True, help="Believe what has a reason to live.")
-@click.option("--earlier", is_flag=True, help="Believe kills by an earlier state of the sources.")
+@click.option(
+    "--known",
+    "known_survivors",
+    is_flag=True,
+    help="Skip mutants that have a reason.",
+)
+@click.option("--earlier", is_flag=True, help="Accept kills by an earlier state of the sources.")
 def main(
     name: str,
     num_mutants: int,
@@ -163,7 +169,7 @@ def main(
     known_survivors: bool,
     earlier: bool,
 ) -> None:
-    """Play the mutants and tell."""
+    """Run the mutants, and print the verdicts."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends its processes too
     start = time.monotonic()
     trial.warm_up()
@@ -180,9 +186,9 @@ def main(
     lived = {name: one.num_seeds for name, one in read_verdicts(log, sites).items()}
     done = {name: one for name, one in known.items() if one.is_killed or one.num_seeds >= seeds}
 
-    def tell(verdict: trial.Verdict) -> None:
-        fate = verdict.killed_by if verdict.is_killed else "SURVIVES"
-        click.echo(f"{verdict.seconds:5.1f} s  {verdict.site.id}: {verdict.site.change}: {fate}")
+    def record(verdict: trial.Verdict) -> None:
+        outcome = verdict.killed_by if verdict.is_killed else "SURVIVES"
+        click.echo(f"{verdict.seconds:5.1f} s  {verdict.site.id}: {verdict.site.change}: {outcome}")
         done[verdict.site.id] = verdict
         if log is not None:
             with log.open("a") as file:
@@ -206,7 +212,7 @@ def main(
             num_processes=processes,
             num_seeds=seeds,
             green={name: one.num_seeds for name, one in known.items()},
-            on_verdict=tell,
+            on_verdict=record,
         )
     verdicts = [done[site.id] for site in chosen]
     account = survivors.compare(verdicts, sites, entries)
@@ -215,9 +221,9 @@ def main(
     if page is not None:
         page.write_text(text)
     click.echo(text[len(HEADS[name]) :])
-    for title, ended in (("killed now", account.dead), ("no longer there", account.gone)):
+    for title, ended in (("killed now", account.dead), ("no longer in the sources", account.gone)):
         for entry in ended:
-            click.echo(f"survivors.toml: {entry.id} is {title}: take it out")
+            click.echo(f"survivors.toml: {entry.id} is {title}; remove it")
     for verdict in account.unexplained:
         click.echo(f'\n[[survivor]]\nid = "{verdict.site.id}"')
         click.echo(f'change = {json.dumps(verdict.site.change)}\nkind = ""\nreason = ""')

@@ -1,13 +1,13 @@
-"""How many wrong connectors, as a novice writes them, the kit kills.
+"""Counts the wrong connectors of a novice that the kit kills.
 
     python benchmarks/novices.py [--select TEXT] [--seeds 200] [--json FILE] [--processes 2]
 
-The connectors are those of ``tests/mutants/novice``: each a small right one with one mistake,
-in a file of its own, checked like any file of a user, in a process of its own. Killed is one
-that broke a law, raised, ended the process or was refused; "not exercised" is one that ran and
-never did a thing that must be checked (exit code 4), and counts as killed. Prints the share,
-the survivors by family, and how long a check took. The target: 95 % of at least 100 in 200
-seeds, none longer than 120 s. The right ones must be clean.
+The connectors are those of ``tests/mutants/novice``: each is a small right connector with one
+mistake, in a file of its own, which is checked like a user's file in a process of its own. A
+connector is killed if it breaks a law, raises, ends the process or is refused; it is "not
+exercised", and counts as killed, if a required event never happens (exit code 4). The script prints
+the share, the survivors by family, and the time of a check. The target is 95 % of at least 100
+connectors in 200 seeds, with no check over 120 s. The right connectors must be clean.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TARGET = 0.95
 sys.path.insert(0, str(ROOT))
 from tests.mutants.novice import BASES, Mistake, load_mistakes  # noqa: E402
 
-# One seed after the other, up to the first that says something.
+# Seed by seed, up to the first finding.
 _CHECK = """
 import sys
 from kvview.targets import load_connector
@@ -54,7 +54,7 @@ else:
 
 @dataclass
 class Outcome:
-    """What the kit said of one connector; ``verdict`` is empty when it is green."""
+    """The finding of the kit for one connector; ``verdict`` is empty when it is green."""
 
     base: str
     family: str
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="of one check")
     given = parser.parse_args(argv)
-    right = [Mistake(base, "right", f"{base}, as it is", ()) for base in BASES]
+    right = [Mistake(base, "right", f"{base}, unmodified", ()) for base in BASES]
     wanted = [
         mistake
         for mistake in (*right, *load_mistakes())

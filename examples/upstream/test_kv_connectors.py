@@ -1,11 +1,11 @@
-"""What KV connectors rely on, tried in the vLLM that can be imported. See docs/upstream.md.
+"""Tests the behaviour of vLLM that KV connectors rely on. See docs/upstream.md.
 
     pip install 'kvview[reference,testing]'
     pytest test_kv_connectors.py
 
-It needs a CPU, vLLM's Python files and under a minute; no GPU, server, model or network. Only
-behaviour is looked at: no signature, no private name. Beside each check that nothing goes wrong
-stands one that plants the fault and must see it; what is known to fail names its issue.
+They need a CPU, vLLM's Python files and less than a minute, but no GPU, server, model or network.
+They test behaviour alone: no signature and no private name. Each check of right behaviour has a
+control with an injected fault that must be seen. A test that is known to fail names its issue.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvview_vllm.offloading.translated import TranslatedManager, make_cpu_manage
 from kvview_vllm.pool import view as view_of
 from kvview_vllm.simulation import VLLMEngines
 
-with warnings.catch_warnings():  # of what vLLM imports
+with warnings.catch_warnings():  # of vLLM's imports
     warnings.simplefilter("ignore")
     ENGINES = VLLMEngines()
     V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
@@ -48,23 +48,23 @@ with warnings.catch_warnings():  # of what vLLM imports
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 logging.getLogger("vllm").setLevel(logging.ERROR)
 
-Copies = list[tuple[bytes, int]]  # name of a block, and where it is on the GPU
+Copies = list[tuple[bytes, int]]  # (key of a block, its place on the GPU) pairs
 SEEDS = range(8)
 
 
-# --- a right connector: 60 lines, and what the faults below are planted into ---
+# --- a right connector, the base of the faults below ---
 
 
 @dataclass
 class Meta(base.KVConnectorMetadata):  # type: ignore[misc]
-    """What the scheduler's half tells the worker's half."""
+    """The jobs that the scheduler's half passes to the worker's half."""
 
     stores: dict[str, Copies] = field(default_factory=dict)
     loads: dict[str, Copies] = field(default_factory=dict)
 
 
 class HostConnector(base.KVConnectorBase_V1):  # type: ignore[misc]
-    """Keeps what requests leave behind in host memory; loads and stores end some steps later."""
+    """Keeps the blocks of finished requests in host memory; copies end some steps later."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -113,8 +113,8 @@ class HostConnector(base.KVConnectorBase_V1):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         for request_id in connector_output.finished_sending or ():
-            begun, copies = self.storing.pop(request_id, (-1, []))
-            self.stored.update(name for name, _ in copies if begun == self.num_resets)
+            began, copies = self.storing.pop(request_id, (-1, []))
+            self.stored.update(name for name, _ in copies if began == self.num_resets)
         self.loading.difference_update(connector_output.finished_recving or ())
 
     def reset_cache(self) -> bool:
@@ -158,14 +158,14 @@ class HostConnector(base.KVConnectorBase_V1):  # type: ignore[misc]
 
 
 class ForgetsStores(HostConnector):
-    """Says that it will tell when it has stored, and never does."""
+    """Announces its stores, and never reports their end."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, super().get_finished(finished_req_ids)[1]
 
 
 class LoadsTheNextBlock(HostConnector):
-    """Off by one block."""
+    """Loads each page into the next block."""
 
     def put(self, request_id: str, is_load: bool, copies: Copies) -> None:
         names = [name for name, _ in copies]
@@ -175,7 +175,7 @@ class LoadsTheNextBlock(HostConnector):
 
 
 class StoresAgain(HostConnector):
-    """Looks nothing up, and stores what others have: the other child of a MultiConnector."""
+    """Loads nothing, and stores the blocks again: the other child of a MultiConnector."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> tuple[int, bool]:
         return 0, False
@@ -186,7 +186,7 @@ class StoresAgain(HostConnector):
 
 
 class FreesWhatItStores(HostConnector):
-    """Leaves the blocks to the engine while they are yet to be stored."""
+    """Releases the blocks to the engine before they are stored."""
 
     def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, None]:
         if super().request_finished(request, block_ids)[0]:
@@ -199,20 +199,20 @@ class FreesWhatItStores(HostConnector):
 
 
 class StoresHalf(HostConnector):
-    """Keeps the first half of what it could: a child that has less than the other."""
+    """Stores the first half of the blocks: a child that has less than the other."""
 
     def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, None]:
         return super().request_finished(request, block_ids[: (len(block_ids) + 1) // 2])
 
 
 def shipped(module: str, name: str) -> type[Any]:
-    """A connector of vLLM's own."""
+    """Return a connector of vLLM's own."""
     kind: type[Any] = getattr(importlib.import_module(f"{V1}.{module}"), name)
     return kind
 
 
 def promising_more(kind: type[Any]) -> type[Any]:
-    """The same with a fault: it promises a block more than it has, where a block is left."""
+    """Return the same with a fault: it promises a block more than it has."""
 
     class Broken(kind):  # type: ignore[misc]
         def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> Any:
@@ -223,33 +223,33 @@ def promising_more(kind: type[Any]) -> type[Any]:
 
 
 def multi(*children: str) -> dict[str, Any]:
-    """Options of a MultiConnector over connectors of this file."""
-    told = [
+    """Return the options of a MultiConnector over connectors of this file."""
+    connectors = [
         {"kv_connector": name, "kv_connector_module_path": __name__, "kv_role": "kv_both"}
         for name in children
     ]
-    return {"kv_transfer_config": {"kv_connector_extra_config": {"connectors": told}}}
+    return {"kv_transfer_config": {"kv_connector_extra_config": {"connectors": connectors}}}
 
 
 def play(
-    kind: type[Any], what: Scenario | int, options: dict[str, Any] | None = None
+    kind: type[Any], scenario: Scenario | int, options: dict[str, Any] | None = None
 ) -> SimulationResult:
     """Run a scenario, or that of a seed, in vLLM's scheduler."""
-    scenario = generate_scenario(what) if isinstance(what, int) else what
+    scenario = generate_scenario(scenario) if isinstance(scenario, int) else scenario
     return simulate(kind, scenario, options or {}, engines=ENGINES)
 
 
 def require_right(
-    kind: type[Any], what: Scenario | int, options: dict[str, Any] | None = None
+    kind: type[Any], scenario: Scenario | int, options: dict[str, Any] | None = None
 ) -> None:
-    """It breaks nothing, and did not get through by doing nothing."""
-    result = play(kind, what, options)
+    """Require a run without a failure, in which the connector has loaded."""
+    result = play(kind, scenario, options)
     assert result.failure is None, result.failure
-    assert result.coverage.get("loads"), "nothing was loaded: nothing was tried"
+    assert result.coverage.get("loads"), "the connector never loaded, so the run proves nothing"
 
 
 def turns(*between: Any, prompt: int = 66, **changes: Any) -> Scenario:
-    """A prompt, what happens then, its eviction from the GPU, and the same prompt again."""
+    """A prompt, some events, its eviction from the GPU, and the same prompt again."""
     events = (Add("first", 1, prompt, 2), Step(12), *between, Squeeze(100), Squeeze(0))
     return replace(
         Scenario(
@@ -263,7 +263,7 @@ def turns(*between: Any, prompt: int = 66, **changes: Any) -> Scenario:
     )
 
 
-# --- the scheduler: requests come, go, are preempted and aborted, caches are reset ---
+# --- the scheduler: requests start, end, are preempted and aborted, caches are reset ---
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -276,7 +276,7 @@ def test_a_wrong_connector_is_seen(fault: type[Any]) -> None:
     assert any(play(fault, seed).failure for seed in SEEDS)
 
 
-def test_an_abort_while_loading_gives_the_blocks_back() -> None:
+def test_an_abort_while_loading_frees_the_blocks() -> None:
     scenario = turns()
     require_right(HostConnector, scenario)
     for steps in (0, 1, 2):
@@ -285,8 +285,8 @@ def test_an_abort_while_loading_gives_the_blocks_back() -> None:
         assert result.failure is None, result.failure
 
 
-def test_what_is_being_loaded_is_not_hit_by_another() -> None:
-    """Control: the twin that comes when the load has ended hits it."""
+def test_blocks_that_are_being_loaded_are_not_hit() -> None:
+    """Control: an equal prompt hits them after the load has ended."""
     scenario = turns()
     for steps, hits in ((0, False), (6, True)):
         events = (*scenario.events, Step(steps), Add("twin", 1, 66, 2), Step(12))
@@ -295,10 +295,10 @@ def test_what_is_being_loaded_is_not_hit_by_another() -> None:
         assert bool(result.coverage.get("tokens hit on the GPU")) is hits
 
 
-def test_after_a_reset_nothing_is_found() -> None:
+def test_a_reset_removes_every_key() -> None:
     result = play(HostConnector, turns(Reset(), Step(2)))
     assert result.failure is None, result.failure
-    assert not result.coverage.get("loads"), "what was stored before the reset is gone"
+    assert not result.coverage.get("loads"), "keys from before the reset are removed"
     require_right(HostConnector, turns(Step(2)))
 
 
@@ -306,16 +306,16 @@ def test_after_a_reset_nothing_is_found() -> None:
 
 
 class LosesReports(OffloadConnector):
-    """Says nothing of the first copy that has ended."""
+    """Does not report the first copy that has ended."""
 
     def make_worker(self) -> Any:
         worker: Any = super().make_worker()
-        told = worker.get_finished
-        worker.get_finished = lambda: list(told())[1:]
+        get_finished = worker.get_finished
+        worker.get_finished = lambda: list(get_finished())[1:]
         return worker
 
 
-@pytest.mark.parametrize("seed", [2, 3, 4, 6, 7])  # those that load
+@pytest.mark.parametrize("seed", [2, 3, 4, 6, 7])  # seeds with loads
 def test_a_connector_of_several_groups_runs_to_the_end(seed: int) -> None:
     require_right(OffloadConnector, seed)
 
@@ -363,7 +363,7 @@ def test_a_fault_in_a_shipped_connector_is_seen(kind: type[Any], options: dict[s
     assert any(play(promising_more(kind), seed, options).failure for seed in range(4))
 
 
-@pytest.mark.parametrize("between", [(), (Reset(),)], ids=["in peace", "reset"])
+@pytest.mark.parametrize("between", [(), (Reset(),)], ids=["without a reset", "reset"])
 def test_a_reset_with_jobs_in_flight(between: tuple[Any, ...]) -> None:  # vLLM #48090
     """Control: the same without the reset."""
     kind, options = SHIPPED[0].values
@@ -381,7 +381,7 @@ def test_a_reset_with_jobs_in_flight(between: tuple[Any, ...]) -> None:  # vLLM 
         ),
     ],
 )
-def test_example_connector_loads_what_a_prefill_left(chunk: int) -> None:
+def test_the_example_connector_loads_the_whole_prefill(chunk: int) -> None:
     """Control: a prefill in one step."""
     kind = shipped("example_connector", "ExampleConnector")
     scenario = turns(prompt=75, max_tokens_per_step=chunk)
@@ -416,7 +416,7 @@ def test_an_abort_under_a_multi_connector(children: list[str]) -> None:
 
 
 class Pool:
-    """vLLM's pool with its own public moves; asked for by the checks of kvview."""
+    """vLLM's pool with its own public methods, for the checks of kvview."""
 
     null_block_id = 0
     capabilities = (
@@ -451,7 +451,7 @@ class Pool:
 
 
 class ForgetfulPool(Pool):
-    """With a fault: it takes back all but the last of several."""
+    """With a fault: it frees all but the last of several blocks."""
 
     def release(self, block_ids: Sequence[int]) -> None:
         super().release(block_ids[:-1] or block_ids)
@@ -460,8 +460,8 @@ class ForgetfulPool(Pool):
 LAWS = [f"POOL-{number}" for number in ("*", 1, 2, 3, 5, 6, 7, 10)]
 
 
-def test_the_pool_counts_holds_and_keeps_its_order() -> None:
-    """Double naming in one free among it: vLLM #42571."""
+def test_the_pool_counts_holds_and_has_a_fixed_order() -> None:
+    """This includes a block that one free names twice: vLLM #42571."""
     report = run_checks(Pool, select=LAWS)
     assert not report.failures, [str(one.failure) for one in report.failures]
     assert sum(one.outcome is Outcome.PASSED for one in report) > 25
@@ -478,13 +478,13 @@ HIT, MISS = LookupResult.HIT, LookupResult.MISS
 
 
 class Manager:
-    """vLLM's, of four pages, asked in words that no release changes."""
+    """vLLM's manager of four pages, with calls that no release changes."""
 
     def __init__(self) -> None:
         self.own = TranslatedManager(make_cpu_manager(4, "lru", enable_events=True))
 
     def store(self, *keys: Any, success: bool = True) -> list[Any] | None:
-        """Keys that were evicted; None when there was no room."""
+        """Return the evicted keys; None if the store is refused."""
         with self.own.lock:
             output = self.own.prepare_store(keys)
             if output is not None:
@@ -496,7 +496,7 @@ class Manager:
             return [key for key in KEYS if self.own.lookup(key) is HIT]
 
 
-def test_what_is_stored_is_found_and_what_failed_is_not() -> None:
+def test_stored_keys_are_found_and_failed_ones_are_not() -> None:
     manager = Manager()
     manager.store(*KEYS[:2])
     assert manager.found() == KEYS[:2]  # vLLM #53498
@@ -504,32 +504,32 @@ def test_what_is_stored_is_found_and_what_failed_is_not() -> None:
     assert manager.found() == KEYS[:2]
 
 
-def test_what_was_used_longest_ago_goes_first() -> None:
+def test_the_least_recently_used_key_is_evicted_first() -> None:
     manager = Manager()
     manager.store(*KEYS[:4])
     assert manager.store(KEYS[4]) == KEYS[:1]
     assert manager.found() == KEYS[1:5]
 
 
-def test_what_is_being_loaded_stays() -> None:
+def test_keys_that_are_being_loaded_stay() -> None:
     manager = Manager()
     manager.store(*KEYS[:4])
     with manager.own.lock:
         spec = manager.own.prepare_load(KEYS[:4])
     assert isinstance(spec, CPULoadStoreSpec)
-    assert len(set(spec.block_ids)) == 4, "a page a key"
-    assert manager.store(KEYS[4]) is None, "there is no page to take"
+    assert len(set(spec.block_ids)) == 4, "each key has a page"
+    assert manager.store(KEYS[4]) is None, "no page may be taken"
     with manager.own.lock:
         manager.own.complete_load(KEYS[:4])
-    assert manager.store(KEYS[4]) is not None, "control: afterwards there is"
+    assert manager.store(KEYS[4]) is not None, "control: afterwards one may"
 
 
-def test_events_tell_what_is_found() -> None:
+def test_events_advertise_the_keys_that_are_found() -> None:
     manager = Manager()
     events: list[Any] = []
     for keys in (KEYS[:3], KEYS[3:5], KEYS[5:], KEYS[:1]):
         manager.store(*keys)
         with manager.own.lock:
             events += manager.own.take_events()
-        (told,) = fold_events(events).values()
-        assert sorted(told) == manager.found()
+        (advertised,) = fold_events(events).values()
+        assert sorted(advertised) == manager.found()

@@ -1,1 +1,1 @@
-"""Clients of the block pool as they are in the world, ported to the view."""
+"""Real clients of the block pool, ported to the view."""

@@ -1,9 +1,8 @@
-"""LMCache's lazy-offload manager over a view: its own code, and what it takes to run it.
+"""LMCache's lazy-offload manager over a view.
 
-:class:`PoolShim` is the plain way: the manager unmodified, and a pool that looks to it
-like vLLM's. It asks for the hash of one block at a time, though, which costs.
-:class:`ViewManager` is what a port would do: where the manager reads the pool, it asks
-for all that it needs in one call. Nothing private of a pool is reached either way.
+:class:`PoolShim` lets the unmodified manager run on a pool that has the methods of vLLM's. The
+manager then reads the hash of one block at a time, which is slow. :class:`ViewManager` is a port,
+which reads all blocks that it needs in one call. Neither uses a private name of a pool.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _policy: Any = import_module("lmcache.integration.vllm.lazy_offload_policy.evict
 
 
 class Block:
-    """What the manager reads of a block."""
+    """The attributes of a block that the manager reads."""
 
     __slots__ = ("_next", "_queue", "_view", "block_id")
 
@@ -35,7 +34,7 @@ class Block:
 
     @property
     def next_free_block(self) -> Block | None:
-        """The next victim, found when it is asked for first; the last one has none."""
+        """The next victim, read at the first access; the last block has none."""
         if self._queue is not None:
             block_id = next(self._queue, -1)
             self._next = Block(self._view, block_id, self._queue if block_id >= 0 else None)
@@ -44,7 +43,7 @@ class Block:
 
 
 class PoolShim:
-    """A view, in the shape of the part of vLLM's BlockPool that the manager uses."""
+    """A view with the methods of vLLM's BlockPool that the manager uses."""
 
     def __init__(self, view: Any) -> None:
         self.view = view
@@ -66,7 +65,7 @@ class PoolShim:
 
 
 class ReadBlock:
-    """A block whose hash was read together with those of others."""
+    """A block whose hash is read together with those of other blocks."""
 
     __slots__ = ("block_hash", "block_id")
 
@@ -76,7 +75,7 @@ class ReadBlock:
 
 
 class ReadPool(PoolShim):
-    """The same for :class:`ViewManager`, which says when it will read."""
+    """The same for :class:`ViewManager`, which announces its reads."""
 
     def __init__(self, view: Any) -> None:
         super().__init__(view)
@@ -94,7 +93,7 @@ class ReadPool(PoolShim):
 
 
 class ViewStoreQueue(_policy.EvictionAwareStoreQueue):  # type: ignore[misc]
-    """LMCache's policy, with its two looks at the pool in one call each."""
+    """LMCache's policy, with one call for each of its two reads of the pool."""
 
     def _free_queue_ranks(self, depth: int) -> dict[int, int]:
         victims = islice(self._pool.view.iter_free_block_ids(), max(0, depth))
@@ -132,7 +131,7 @@ class AllWorkersAtOnce:
 
 
 def make_manager(pool: Any, *, max_drain_per_step: int = 64) -> Any:
-    """LMCache's manager over vLLM's own pool or a :class:`PoolShim`, or the port of it."""
+    """Make LMCache's manager over vLLM's own pool or a :class:`PoolShim`, or its port."""
     configs = {"lmcache.mp.lazy_offload_max_drain_per_step": max_drain_per_step}
     kind = ViewManager if isinstance(pool, ReadPool) else _manager.LazyOffloadManager
     manager = kind(configs, [16], AllWorkersAtOnce())

@@ -24,7 +24,7 @@ class Run:
         self.seconds = 0.0
 
     def steps(self, num_steps: int) -> None:
-        """Go on, and add what the client decides."""
+        """Step the engine, and record the decisions of the client."""
         for _ in range(num_steps):
             step = self.serving.step()
             start = time.process_time()
@@ -36,7 +36,7 @@ class Run:
 
 
 class SimpleOffloadRun(Run):
-    """The host cache in the manner of SimpleCPUOffload."""
+    """A host cache like SimpleCPUOffload."""
 
     def __init__(self, serving: Serving, client: SimpleOffload) -> None:
         super().__init__(serving)
@@ -58,12 +58,12 @@ class SimpleOffloadRun(Run):
 
 
 class LMCacheRun(Run):
-    """LMCache's lazy-offload manager, told what its connector would tell it.
+    """LMCache's lazy-offload manager, with the calls of its connector.
 
     Args:
         serving: The engine.
         manager: LMCache's, bound to a pool.
-        store: Makes LMCache's metadata of a store of some blocks of a request.
+        store: Makes LMCache's metadata for a store of some blocks of a request.
         chunk: Blocks of one store; LMCache's default is 256 tokens.
     """
 
@@ -114,10 +114,10 @@ class LMCacheRun(Run):
 
 
 def guarded(view: Any) -> GuardedView:
-    """What a connector gets by default."""
+    """Return the view that a connector gets by default."""
     return GuardedView(view, owner="client")
 
 
 def serving_over(pool: EnginePool, num_blocks: int, seed: int, *, large: bool = False) -> Serving:
-    """An engine over a pool; ``large`` for pools of thousands of blocks."""
+    """Make an engine over a pool; ``large`` is for pools of thousands of blocks."""
     return Serving(pool, num_blocks, seed, (40, 200) if large else (4, 40))

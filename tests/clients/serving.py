@@ -1,8 +1,8 @@
-"""A random engine over a block pool, real or reference: the moves that clients live with.
+"""A random engine over a block pool, real or reference, for clients of the pool.
 
-Requests share prefixes, are hit, computed, cached, grow and end in reverse order, as
-vLLM's KV-cache manager frees them. Two pools that keep the same order get the same
-block ids from it, so what clients decide over them can be compared.
+Requests share prefixes, hit, compute, cache and grow, and free their blocks in reverse order, as
+vLLM's KV-cache manager does. Two pools with the same order allocate the same block ids, so the
+decisions of their clients can be compared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK_SIZE = 16
 
 
 class EnginePool(Protocol):
-    """What the engine does with its pool."""
+    """The calls of the engine."""
 
     def num_free(self) -> int: ...
     def allocate(self, num_blocks: int) -> list[int]: ...
@@ -32,7 +32,7 @@ class EnginePool(Protocol):
 
 
 class ReferenceEnginePool:
-    """The reference pool, moved by an engine."""
+    """The reference pool, as an engine uses it."""
 
     def __init__(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
@@ -49,7 +49,7 @@ class ReferenceEnginePool:
 
 
 class VLLMEnginePool:
-    """A real vLLM pool of 0.14 or later, moved by an engine."""
+    """A real vLLM pool of 0.14 or later, as an engine uses it."""
 
     def __init__(self, num_blocks: int) -> None:
         block_pool: Any = import_module("vllm.v1.core.block_pool")
@@ -77,7 +77,7 @@ class VLLMEnginePool:
 
 @dataclass
 class Request:
-    """A running request: its blocks, and what is computed of it."""
+    """A running request and its blocks."""
 
     request_id: str
     block_hashes: list[BlockHash]
@@ -89,7 +89,7 @@ class Request:
 
 @dataclass
 class Step:
-    """What the scheduler did in one step."""
+    """The requests that one step started, extended and finished."""
 
     arrived: list[Request] = field(default_factory=list)
     grown: dict[str, list[int]] = field(default_factory=dict)
@@ -119,14 +119,14 @@ class Serving:
         self.blocks_per_request = blocks_per_request
         self.running: dict[str, Request] = {}
         self.num_requests = 0
-        # Prompts begin with one of these documents, the first ones most often.
+        # Prompts start with one of these documents, most often with the first ones.
         self.documents = [self.hashes(f"document {i}", blocks_per_request[1]) for i in range(40)]
 
     def hashes(self, name: str, num_blocks: int) -> list[BlockHash]:
         return [BlockHash(f"{name}:{i}".encode().rjust(32, b".")[-32:]) for i in range(num_blocks)]
 
     def step(self) -> Step:
-        """End, start and go on with some requests."""
+        """End, extend and start some requests."""
         step = Step()
         for request in list(self.running.values()):
             request.steps_left -= 1

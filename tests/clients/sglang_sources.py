@@ -1,6 +1,6 @@
 """The Python sources of SGLang, without its dependencies, which need a GPU.
 
-python tests/clients/sglang_sources.py     fetches them once, and prints where they are
+``python tests/clients/sglang_sources.py`` fetches them once, and prints their folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PAGE_METHODS = ("get_data_page", "get_dummy_flat_data_page", "set_from_flat_dat
 
 
 def fetch() -> Path:
-    """Download the wheel, and keep the part that is Python."""
+    """Download the wheel, and keep its Python files."""
     if (FOLDER / "sglang").is_dir():
         return FOLDER
     with tempfile.TemporaryDirectory() as folder:
@@ -37,14 +37,14 @@ def fetch() -> Path:
 
 
 def make_importable() -> None:
-    """``sglang`` without its own ``__init__``, which patches transformers for serving."""
+    """Import ``sglang`` without its own ``__init__``, which patches transformers for serving."""
     if not (FOLDER / "sglang").is_dir():
         raise ImportError("needs SGLang's sources: python tests/clients/sglang_sources.py")
     if "sglang" not in sys.modules:
         package = types.ModuleType("sglang")
         package.__path__ = [str(FOLDER / "sglang")]
         sys.modules["sglang"] = package
-        # It imports triton; HiCacheFile takes from it how a size is read from a command line.
+        # The module imports triton; HiCacheFile uses only its parser of sizes.
         common = types.ModuleType("sglang.srt.utils.common")
         common.human_readable_int = int  # type: ignore[attr-defined]
         sys.modules["sglang.srt.utils"] = types.ModuleType("sglang.srt.utils")
@@ -52,7 +52,7 @@ def make_importable() -> None:
 
 
 def page_methods(file: str, pool: str) -> dict[str, Any]:
-    """SGLang's own methods for the pages of a host pool; the module would want kernels."""
+    """Return SGLang's own methods for the pages of a host pool, whose module needs kernels."""
     import torch
 
     path = FOLDER / "sglang/srt/mem_cache/pool_host" / file

@@ -1,13 +1,12 @@
-"""The scheduler half of a host cache like vLLM's SimpleCPUOffloadConnector, anew.
+"""The scheduler half of a host cache like vLLM's SimpleCPUOffloadConnector.
 
-Eager: the computed blocks of each request are stored as soon as they have a key. Lazy:
-the next victims of the free queue are. Both hold what is being copied and register
-every key that a block has when its copy is done. :class:`SimpleOffload` is written
-against the contract and reaches nothing else; :class:`RawSimpleOffload` makes the same
-decisions on vLLM's own objects, as the connector there does.
+The eager mode stores the blocks of each request as soon as they have a key; the lazy mode stores
+the next victims of the free queue. Both hold blocks during a copy, and register every key that a
+block has at its end. :class:`SimpleOffload` uses only the contract; :class:`RawSimpleOffload` makes
+the same decisions on vLLM's own objects, as the connector there does.
 
-Source: ``SimpleCPUOffloadScheduler``, vllm/v1/simple_kv_offload/manager.py, 0.33.0 (what
-it decides; no code of it).
+Source: ``SimpleCPUOffloadScheduler``, vllm/v1/simple_kv_offload/manager.py, 0.33.0 (its decisions,
+not its code).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Decision = tuple[str, tuple[int, ...]]
 class ClientView(
     GPUBlockPoolView, SupportsBlockKeys, SupportsFindCachedBlock, SupportsResumableWalk, Protocol
 ):
-    """All that the client needs of a view."""
+    """The methods of a view that the client needs."""
 
 
 class SimpleOffload:
@@ -64,10 +63,10 @@ class SimpleOffload:
         self.view = view
         self.walk = view.walk_free_blocks()
 
-    # --- what the engine calls ---
+    # --- calls of the engine ---
 
     def match(self, block_hashes: Sequence[BlockHash], num_hit: int) -> list[int]:
-        """Host blocks that follow a GPU hit, up to the first miss."""
+        """Return the host blocks after a GPU hit, up to the first miss."""
         found = []
         for block_hash in block_hashes[num_hit:]:
             host_block = self.host.find_cached_block(make_offload_key(block_hash, 0))
@@ -83,7 +82,7 @@ class SimpleOffload:
         self.jobs.append((self.now + self.latency, False, gpu_blocks, host_blocks))
 
     def plan(self, running: dict[str, list[int]]) -> Decision:
-        """Finish what is due, and store: all running requests, or the next victims."""
+        """Finish due copies, and store the blocks of running requests or the next victims."""
         self.now += 1
         while self.jobs and self.jobs[0][0] <= self.now:
             _, is_store, gpu_blocks, host_blocks = self.jobs.popleft()
@@ -110,7 +109,7 @@ class SimpleOffload:
         return ("store", tuple(chosen))
 
     def forget(self, request_id: str) -> None:
-        """The request ended; its jobs go on."""
+        """End a request; its jobs continue."""
         self.num_stored.pop(request_id, None)
 
     def is_new(self, block_id: int, key: OffloadKey) -> bool:
@@ -120,7 +119,7 @@ class SimpleOffload:
         block_hash, group_idx = get_offload_block_hash(key), get_offload_group_idx(key)
         self.host.cache_blocks([host_block], [block_hash], block_size=16, group_idx=group_idx)
 
-    # --- all that reaches the GPU pool ---
+    # --- access to the GPU pool ---
 
     def touch(self, block_ids: list[int]) -> None:
         self.view.touch_blocks(block_ids)

@@ -11,7 +11,7 @@ import pytest
 from .runs import LMCacheRun, guarded, serving_over
 from .serving import ReferenceEnginePool, Request, VLLMEnginePool
 
-with warnings.catch_warnings():  # importing vLLM and LMCache warns; those are not ours
+with warnings.catch_warnings():  # imports of vLLM and LMCache warn
     warnings.simplefilter("ignore")
     try:
         shim = import_module(".lmcache_shim", __package__)

@@ -1,4 +1,4 @@
-"""A tier store under LMCache: its own check and benchmark, damage, and stores that fail."""
+"""A tier store under LMCache: LMCache's own check and benchmark, damage, and stores that fail."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvview.testing import run_checks
 from kvview_vllm.doctor import diagnose_tier
 from tests.tier.shown import expected, shown
 
-# LMCache's logging takes what newer releases of OpenTelemetry are to drop.
+# LMCache's logging uses a class that OpenTelemetry has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.LoggingHandler:DeprecationWarning")
 
 FILES = "examples/folder_store.py:FolderStore"
@@ -56,24 +56,25 @@ def ran(*command: str) -> str:
 
 def test_lmcaches_own_check_passes(tmp_path: Path) -> None:
     adapter = configured(store=FILES, options={"root": str(tmp_path)})
-    said = ran("-m", "lmcache.v1.basic_check", "--mode", "test_l2_adapter", "--model", "m",
+    output = ran("-m", "lmcache.v1.basic_check", "--mode", "test_l2_adapter", "--model", "m",
                "--num-keys", "8", "--l2-adapter", adapter)  # fmt: skip
-    assert said.count("8/8") == 8, said
-    assert "FAIL" not in said
+    assert output.count("8/8") == 8, output
+    assert "FAIL" not in output
 
 
-def test_lmcaches_own_benchmark_verifies_what_it_loads(tmp_path: Path) -> None:
+def test_lmcaches_own_benchmark_verifies_its_loads(tmp_path: Path) -> None:
     adapter = configured(store=FILES, options={"root": str(tmp_path)})
     main = "import sys; from lmcache.cli.main import main; sys.argv[0] = 'lmcache'; main()"
-    said = ran("-c", main, "bench", "l2", "--l2-adapter", adapter, "--num-keys", "8",
+    output = ran("-c", main, "bench", "l2", "--l2-adapter", adapter, "--num-keys", "8",
                "--data-size-kb", "64", "--rounds", "2", "--in-flight", "3",
                "--no-skip-verify")  # fmt: skip
-    assert said.count("Rounds timed out:") == said.count("Rounds timed out:" + " " * 46 + "0"), said
-    assert "mismatch" not in said.lower(), said
+    no_timeout = "Rounds timed out:" + " " * 46 + "0"
+    assert output.count("Rounds timed out:") == output.count(no_timeout), output
+    assert "mismatch" not in output.lower(), output
 
 
 class Driven:
-    """The adapter as LMCache makes it, driven as its controllers do."""
+    """The adapter as LMCache makes it, called as LMCache's controllers do."""
 
     def __init__(self, **params: Any) -> None:
         import lmcache.v1.check.check_mode_test_l2_adapter as checks
@@ -107,7 +108,7 @@ class Driven:
 
         poll = select.poll()
         poll.register(fd, select.POLLIN)
-        assert poll.poll(60_000), "it is never signalled"
+        assert poll.poll(60_000), "no event is signalled"
         consume_fd(fd)
 
     def store(self, *numbers: int) -> bool:
@@ -117,7 +118,7 @@ class Driven:
         self.wait(self.adapter.get_store_event_fd())
         return bool(self.adapter.pop_completed_store_tasks()[task].is_successful())
 
-    def look(self, *keys: Any) -> list[bool]:
+    def lookup(self, *keys: Any) -> list[bool]:
         task = self.adapter.submit_lookup_and_lock_task([*keys], {})
         self.wait(self.adapter.get_lookup_and_lock_event_fd())
         bits = self.adapter.query_lookup_and_lock_result(task)
@@ -125,7 +126,7 @@ class Driven:
         return [bits.test(n) for n in range(len(keys))]
 
     def load(self, *numbers: int) -> list[bool]:
-        """Whether each was loaded; those that were are exact."""
+        """Return whether each page was loaded, and check the loaded ones."""
         pages = [self.page(30 + n, 0.0) for n in numbers]
         task = self.adapter.submit_load_task([self.key(n) for n in numbers], pages)
         self.wait(self.adapter.get_load_event_fd())
@@ -144,16 +145,16 @@ def driven(tmp_path: Path) -> Iterator[Driven]:
     made.adapter.close()
 
 
-def test_what_is_stored_is_found_by_its_whole_key(driven: Driven) -> None:
+def test_a_page_is_found_by_its_whole_key(driven: Driven) -> None:
     assert driven.store(0, 1, 2)
     keys = [driven.key(0), driven.key(9), driven.key(1, "salt"), driven.key(2)]
-    assert driven.look(*keys) == [True, False, False, True]
+    assert driven.lookup(*keys) == [True, False, False, True]
     assert driven.load(2, 9, 0) == [True, False, True]
     assert driven.adapter.get_usage().total_bytes_used == 3 * NUM_FLOATS * 4
-    assert driven.store(0), "again"
+    assert driven.store(0), "a second time"
     assert driven.adapter.get_usage().total_bytes_used == 3 * NUM_FLOATS * 4
     driven.adapter.delete([driven.key(0), driven.key(9)])
-    assert driven.look(driven.key(0), driven.key(1)) == [False, True]
+    assert driven.lookup(driven.key(0), driven.key(1)) == [False, True]
     assert driven.adapter.get_usage().total_bytes_used == 2 * NUM_FLOATS * 4
     assert driven.adapter.report_status()["is_healthy"]
 
@@ -166,7 +167,7 @@ def test_a_damaged_file_is_a_miss(driven: Driven, tmp_path: Path) -> None:
             content[500] ^= 1
             path.write_bytes(content)
     assert driven.load(0, 1) == [False, False]
-    assert driven.look(driven.key(0)) == [False]
+    assert driven.lookup(driven.key(0)) == [False]
     assert driven.store(0, 1)
     assert driven.load(0, 1) == [True, True]
     assert driven.adapter.report_status()["damaged"] == 2
@@ -190,7 +191,7 @@ def test_a_faulty_store_ends_every_task_and_gives_no_wrong_bytes(fault: str) -> 
     under = driven.adapter.guard.store
     under.fault = fault
     driven.store(4, 5)
-    driven.look(*(driven.key(n) for n in range(6)), driven.key(20))
+    driven.lookup(*(driven.key(n) for n in range(6)), driven.key(20))
     for number in range(4):
         driven.load(number, 20)
     under.heal()
@@ -198,28 +199,37 @@ def test_a_faulty_store_ends_every_task_and_gives_no_wrong_bytes(fault: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("params", "said"),
+    ("params", "message"),
     [
         ({"store": FILES, "weights": ""}, "set 'weights' to their revision"),
         ({"store": FILES, "rot": 1}, "rot: Extra inputs are not permitted"),
         ({"store": "kvview.tier:Namespace"}, "is not a class of tier stores"),
+        ({"store": FILES}, ""),  # without a root
+        ({}, ""),
     ],
 )
-def test_what_cannot_start_says_why(params: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=f"kvview_lmcache, adapter_params: .*{said}"):
+def test_a_wrong_setting_is_an_error_in_lmcache_and_in_doctor(
+    params: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(
+        ConfigError, match=message and f"kvview_lmcache, adapter_params: .*{message}"
+    ):
         Driven(**params)
+    found = diagnose_tier(configured(**params))
+    assert not found.is_healthy
+    assert "\n" not in found.seams[0].detail
 
 
-def test_what_the_store_evicts_is_counted_no_longer(tmp_path: Path) -> None:
+def test_evicted_pages_are_not_counted(tmp_path: Path) -> None:
     entry = NUM_FLOATS * 4
     options = {"root": str(tmp_path), "max_bytes": 5 * (entry + 1024), "threads": 1}
     driven = Driven(store="kvview_reference.tier:FileStore", options=options)
     for number in range(12):
         assert driven.store(number)
-    driven.load(0)  # the last evictions are taken with it
-    there = sum(1 for path in tmp_path.rglob("??/*") if path.is_file())
-    assert 1 <= there < 12
-    assert driven.adapter.get_usage().total_bytes_used == there * entry
+    driven.load(0)  # it processes the last evictions
+    num_files = sum(1 for path in tmp_path.rglob("??/*") if path.is_file())
+    assert 1 <= num_files < 12
+    assert driven.adapter.get_usage().total_bytes_used == num_files * entry
     driven.adapter.close()
 
 
@@ -247,34 +257,23 @@ for scope in resource.scope_metrics:
 for tier in tiers:
     tier.adapter.close()
 """
-    said = ran("-c", code, str(tmp_path)).splitlines()
+    lines = ran("-c", code, str(tmp_path)).splitlines()
     for line in ("puts True 6", "gets True 1", "failed True 1", "trips True 0"):
-        assert f"lmcache_mp.kvview_tier_{line}" in said
+        assert f"lmcache_mp.kvview_tier_{line}" in lines
 
 
-@pytest.mark.parametrize(
-    "params", [{"store": FILES, "weights": ""}, {"store": FILES, "rot": 1}, {"store": FILES}, {}]
-)
-def test_doctor_is_never_healthier_than_lmcache(params: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        Driven(**params)
-    found = diagnose_tier(configured(**params))
-    assert not found.is_healthy
-    assert "\n" not in found.seams[0].detail
-
-
-def test_doctor_takes_a_page_through_lmcaches_adapter(tmp_path: Path) -> None:
+def test_doctor_stores_and_loads_a_page_through_lmcaches_adapter(tmp_path: Path) -> None:
     found = diagnose_tier(configured(store=FILES, options={"root": str(tmp_path)}))
     assert found.is_healthy, found
     assert found.seams[0].seam == "tier under LMCache"
 
 
-def test_the_kit_names_what_is_wrong_with_lmcaches_own_file_adapter() -> None:
+def test_the_kit_finds_the_faults_of_lmcaches_own_file_adapter() -> None:
     from kvview_lmcache.l2_adapter_store import L2AdapterStore
 
     options = {"adapter": "fs", "base_path": "{tmp}"}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of pages that cannot be written
+        warnings.simplefilter("ignore")  # torch warns of read-only pages
         assert shown(0, STORE=L2AdapterStore, OPTIONS=options) == expected(2)
         report = run_checks(L2AdapterStore, options=options, select=["TIER-1"])
     assert "check_tier_1" in {result.check.name for result in report.failures}

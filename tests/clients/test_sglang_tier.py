@@ -1,4 +1,4 @@
-"""A tier store under SGLang's HiCache: its factory, its page methods in its layouts, faults."""
+"""A tier store under SGLang's HiCache: its factory, its page methods in each layout, and faults."""
 
 from __future__ import annotations
 
@@ -42,10 +42,16 @@ except ImportError as error:
 FILES = "examples/folder_store.py:FolderStore"
 FAULTY = "kvview.testing.tier.faulty_store:FaultyStore"
 PAGE_SIZE, NUM_PAGES = 4, 12
+NAMED = {
+    "backend_name": "kvview",
+    "module_path": "kvview_sglang",
+    "class_name": "KVViewHiCache",
+    "interface_v1": 1,
+}
 
 
 class HostPool:
-    """The memory of a host pool; what touches its pages is SGLang's own (``page_methods``)."""
+    """The memory of a host pool, with SGLang's own methods for its pages (``page_methods``)."""
 
     def __init__(self, layout: str, *, is_mla: bool = False, dtype: Any = torch.bfloat16) -> None:
         self.layout, self.dtype, self.page_size = layout, dtype, PAGE_SIZE
@@ -77,8 +83,7 @@ def backend(pool: HostPool, *, extra: dict[str, Any], **changes: Any) -> Any:
         "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0,
         "attn_cp_size": 1, "is_mla_model": False, "enable_storage_metrics": False,
         "is_page_first_layout": "page_first" in pool.layout, "model_name": "m",
-        "extra_config": {"backend_name": "kvview", "module_path": "kvview_sglang",
-                         "class_name": "KVViewHiCache", "interface_v1": 1, "tier": extra},
+        "extra_config": NAMED | {"tier": extra},
     } | changes  # fmt: skip
     made: Any = StorageBackendFactory.create_backend(
         "dynamic", HiCacheStorageConfig(**fields), pool
@@ -107,7 +112,7 @@ def pool(request: pytest.FixtureRequest) -> HostPool:
 
 
 def is_same(pool: HostPool, before: Any, page: int, source: int) -> bool:
-    """Whether a page of the pool is now what another one was."""
+    """Return whether a page of the pool has the bytes that another page had before."""
     now = pool.get_data_page(page * PAGE_SIZE, flat=True)  # type: ignore[attr-defined]
     pool.kv_buffer, after = before, pool.kv_buffer
     then = pool.get_data_page(source * PAGE_SIZE, flat=True)  # type: ignore[attr-defined]
@@ -115,7 +120,7 @@ def is_same(pool: HostPool, before: Any, page: int, source: int) -> bool:
     return bool(torch.equal(now, then))
 
 
-def test_pages_go_out_and_come_back_by_every_interface(pool: HostPool, tmp_path: Path) -> None:
+def test_every_interface_stores_and_loads_pages(pool: HostPool, tmp_path: Path) -> None:
     storage = backend(pool, extra=files(tmp_path))
     before = pool.kv_buffer.clone()
     assert storage.batch_set_v1(["a", "b"], indices(0, 1)) == [True, True]
@@ -142,7 +147,7 @@ def test_pages_go_out_and_come_back_by_every_interface(pool: HostPool, tmp_path:
 
 
 def test_other_weights_layouts_dtypes_and_ranks_share_nothing(tmp_path: Path) -> None:
-    """Pages of two layouts have as many bytes, in another order."""
+    """Pages of two layouts have the same size, and another order of bytes."""
     first = HostPool("layer_first")
     first.fill()
     storage = backend(first, extra=files(tmp_path))
@@ -168,7 +173,7 @@ def test_other_weights_layouts_dtypes_and_ranks_share_nothing(tmp_path: Path) ->
         each.close()
 
 
-def test_prefixes_of_several_pools_are_as_sglangs_own_backend_says(
+def test_prefixes_of_several_pools_are_those_of_sglangs_own_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang.srt.mem_cache.hicache_storage import HiCacheFile
@@ -250,23 +255,25 @@ def test_a_faulty_store_ends_every_call_and_gives_no_wrong_bytes(fault: str, fau
 
 
 @pytest.mark.parametrize(
-    ("extra", "said"),
+    ("extra", "message"),
     [
         ({"store": FILES}, "set 'weights' to their revision"),
         ({"store": FILES, "weights": "1", "rot": 1}, "rot: Extra inputs are not permitted"),
         (None, "it needs an object 'tier' with 'store' and 'weights'"),
     ],
 )
-def test_what_cannot_start_says_why(extra: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"kvview_sglang, extra config: .*{said}"):
+def test_a_wrong_setting_is_an_error_in_sglang_and_in_doctor(extra: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"kvview_sglang, extra config: .*{message}"):
         backend(HostPool("layer_first"), extra=extra)
+    if extra is not None:
+        assert not diagnose_tier(json.dumps(NAMED | {"tier": extra})).is_healthy
 
 
 def test_jobs_and_counters_are_among_sglangs_own_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prometheus: Any = pytest.importorskip("prometheus_client")
-    kind = make_dataclass(  # the module wants a GPU
+    kind = make_dataclass(  # the module needs a GPU
         "StorageMetrics",
         [
             (name, list[float], field(default_factory=list))
@@ -295,27 +302,21 @@ def test_jobs_and_counters_are_among_sglangs_own_metrics(
     storage.close()
 
 
-def test_doctor_is_never_healthier_than_sglang(tmp_path: Path) -> None:
-    names = {"backend_name": "kvview", "module_path": "kvview_sglang", "interface_v1": 1}
-    given = {**names, "class_name": "KVViewHiCache"}
-    for tier, is_healthy in (
-        (files(tmp_path), True),
-        ({"store": FILES}, False),
-        ({"store": FILES, "weights": "1", "rot": 1}, False),
-        (files(tmp_path) | {"weights": ""}, False),
-    ):
-        found = diagnose_tier(json.dumps({**given, "tier": tier}))
-        assert found.is_healthy is is_healthy, found
-        assert found.seams[0].seam == "tier under SGLang"
-    other = {**given, "class_name": "X", "tier": files(tmp_path)}
-    assert not diagnose_tier(json.dumps(other)).is_healthy
+def test_doctor_finds_a_right_configuration_healthy_and_an_unknown_class_not(
+    tmp_path: Path,
+) -> None:
+    named = NAMED | {"tier": files(tmp_path)}
+    found = diagnose_tier(json.dumps(named))
+    assert found.is_healthy, found
+    assert found.seams[0].seam == "tier under SGLang"
+    assert not diagnose_tier(json.dumps(named | {"class_name": "X"})).is_healthy
 
 
-def test_what_the_page_shows_of_sglangs_file_backend() -> None:
+def test_the_page_shows_the_output_for_sglangs_file_backend() -> None:
     assert shown(0, STORE=HiCacheFileStore, OPTIONS={"root": "{tmp}"}) == expected(3)
 
 
-def test_the_kit_names_what_is_wrong_with_sglangs_own_file_backend() -> None:
+def test_the_kit_finds_the_faults_of_sglangs_own_file_backend() -> None:
     report = run_checks(
         HiCacheFileStore, options={"root": "{tmp}"}, select=("TIER-1", "TIER-2", "TIER-10")
     )

@@ -1,4 +1,4 @@
-"""A host cache like vLLM's own, over raw pool, view, guard and reference: one decision."""
+"""A host cache like vLLM's own decides alike over raw pool, view, guard and reference."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-
-from kvview import SupportsResumableWalk
 
 from .runs import Decisions, Run, SimpleOffloadRun, guarded, serving_over
 from .serving import ReferenceEnginePool, VLLMEnginePool
@@ -17,25 +15,20 @@ NUM_BLOCKS = 600
 LATENCY = 3
 
 
-def over_reference(stores: int | None, seed: int, *, guard: bool) -> Run:
-    pool = ReferenceEnginePool(NUM_BLOCKS)
-    view: Any = pool.pool.view("client")
-    if guard:
+def run_over(kind: str, stores: int | None, seed: int) -> Run:
+    """Make a run over ``raw``, ``view``, ``guard`` (of vLLM), ``reference`` or its guard."""
+    make = ReferenceEnginePool if "reference" in kind else VLLMEnginePool
+    pool: Any = make(NUM_BLOCKS)
+    view: Any = pool.pool
+    if "reference" in kind:
+        view = view.view("client")
+    elif kind != "raw":
+        view = import_module("kvview_vllm").view(view, owner="client")
+    if "guard" in kind:
         view = guarded(view)
-    assert isinstance(view, SupportsResumableWalk)
-    client = SimpleOffload(view, 20_000, stores_per_step=stores, latency=LATENCY)
-    return SimpleOffloadRun(serving_over(pool, NUM_BLOCKS, seed), client)
-
-
-def over_vllm(kind: str, stores: int | None, seed: int) -> Run:
-    pool = VLLMEnginePool(NUM_BLOCKS)
-    options: dict[str, Any] = {"stores_per_step": stores, "latency": LATENCY}
-    if kind == "raw":
-        client: SimpleOffload = RawSimpleOffload(pool.pool, 20_000, **options)
-    else:
-        view: Any = import_module("kvview_vllm").view(pool.pool, owner="client")
-        client = SimpleOffload(guarded(view) if kind == "guard" else view, 20_000, **options)
-    return SimpleOffloadRun(serving_over(pool, NUM_BLOCKS, seed), client)
+    client = RawSimpleOffload if kind == "raw" else SimpleOffload
+    made = client(view, 20_000, stores_per_step=stores, latency=LATENCY)
+    return SimpleOffloadRun(serving_over(pool, NUM_BLOCKS, seed), made)
 
 
 def decisions(run: Run, num_steps: int = 150) -> Decisions:
@@ -48,8 +41,8 @@ def decisions(run: Run, num_steps: int = 150) -> Decisions:
 @pytest.mark.parametrize("stores", [None, 8, 30])
 @pytest.mark.parametrize("seed", range(3))
 def test_guard_and_view_decide_alike(stores: int | None, seed: int) -> None:
-    bare = decisions(over_reference(stores, seed, guard=False))
-    assert decisions(over_reference(stores, seed, guard=True)) == bare
+    bare = decisions(run_over("reference", stores, seed))
+    assert decisions(run_over("guarded reference", stores, seed)) == bare
 
 
 @pytest.mark.parametrize("kind", ["raw", "view", "guard"])
@@ -62,12 +55,12 @@ def test_real_pool_and_reference_decide_alike(kind: str, stores: int | None, see
     queue = block_pool.BlockPool(4, True, 16).free_block_queue
     if not hasattr(queue, "iter_blocks_after"):
         pytest.skip("this release has no cursor, and an order of its own")
-    expected = decisions(over_reference(stores, seed, guard=False))
-    assert decisions(over_vllm(kind, stores, seed)) == expected
+    expected = decisions(run_over("reference", stores, seed))
+    assert decisions(run_over(kind, stores, seed)) == expected
 
 
-def test_a_block_as_cursor_skips_what_stayed() -> None:
-    """What POOL-13 is for: the block that the cursor stands at comes back at the tail."""
+def test_a_walk_finds_blocks_that_a_block_as_cursor_skips() -> None:
+    """POOL-13: the block of the cursor returns to the tail of the queue."""
     pytest.importorskip(
         "vllm.v1.core.block_pool", reason="needs a vLLM release", exc_type=ImportError
     )

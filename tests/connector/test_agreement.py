@@ -39,7 +39,7 @@ def test_all_are_in_the_table() -> None:
 
 @pytest.mark.parametrize("connector", RIGHT, ids=lambda connector: connector.__name__)
 def test_the_control_is_right(connector: Any) -> None:
-    assert table()[connector.__name__] == "right answers"
+    assert table()[connector.__name__] == "right responses"
     report = check_connector(connector, seeds=16)
     assert report.is_clean, report.summary()
 
@@ -47,7 +47,7 @@ def test_the_control_is_right(connector: Any) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of theirs
 @pytest.mark.parametrize(
     "connector",
-    [connector for connector in WRONG if table().get(connector.__name__) != "right answers"],
+    [connector for connector in WRONG if table().get(connector.__name__) != "right responses"],
     ids=lambda connector: connector.__name__,
 )
 def test_wrong_in_vllm_is_red_here(connector: Any) -> None:

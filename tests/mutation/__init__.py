@@ -1,21 +1,20 @@
-"""Automatic mutants: the reference and the shared code, wrong in one place each.
+"""Automatic mutants: the reference and the shared code, each wrong in one place.
 
-What the kit says of them is how far its verdict can be trusted: ``kvview check
---self-test`` plays a few, ``benchmarks/mutation.py`` many, and writes docs/mutation.md.
+The share that the kit kills shows how far its verdict can be trusted: ``kvview check --self-test``
+runs a few mutants, ``benchmarks/mutation.py`` many, and writes docs/mutation.md.
 
-1. Only the kit decides: the checks over each harness of the reference, and the runs of
-   its connectors and of the example. The project's own tests are never asked.
-2. Each mutant runs in a process of its own, forked from one in which torch is imported
-   already; only the copy that this process imports is wrong.
-3. Names and sampling depend on a function's own source, so that the same seed asks for
-   nearly the same mutants after an edit elsewhere.
+1. Only the kit decides: its checks over each harness of the reference, and its runs of the
+   reference's connectors and of the example. The project's own tests do not count.
+2. Each mutant runs in a process of its own, forked from a process that has imported torch; only
+   the copy that this process imports is wrong.
+3. Names and sampling depend on a function's own source, so that the same seed draws nearly the
+   same mutants after an edit elsewhere.
 
-Why a mutator of our own: mutmut 3.8.1 takes its verdict from pytest alone and has no
-sampling by seed. cosmic-ray 8.7.0 would take a command, but it starts a cold process for
-each mutant (1.5 s before the first check), writes into the sources, and 41 % of its 6,103
-mutants of this code put one arithmetic operator for another (550 of them in annotations,
-which nothing evaluates), while no operator of it removes a statement, empties a return
-value, cuts a slice or drops an ``else``.
+Other mutators do not fit. mutmut 3.8.1 takes its verdict from pytest alone and cannot sample by
+seed. cosmic-ray 8.7.0 runs any command, but it starts a cold process for each mutant (1.5 s before
+the first check) and writes into the sources. Of its 6,103 mutants of this code, 41 % exchange
+arithmetic operators (550 in annotations, which are never evaluated), and it cannot remove a
+statement, empty a return value, cut a slice or drop an ``else``.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ SEEDS = 20  # of each connector
 
 
 def summarize(num: int, seed: int, on_progress: Callable[[str], None]) -> dict[str, Any]:
-    """Play some mutants; what to write into a report.
+    """Run some mutants, and return the figures for a report.
 
-    What has a reason to live in ``survivors.toml`` counts as alive without being played.
+    A mutant with a reason in ``survivors.toml`` counts as alive and does not run.
     """
     trial.warm_up()
     num_processes = min(2, os.cpu_count() or 1)

@@ -1,4 +1,4 @@
-"""What the kit has to say: every check over every harness, every run of every connector."""
+"""The verdict of the kit: every check over every harness, every run of every connector."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 SEEDS = 40  # of each connector; `kvview check` runs 200 by default
 STEADY = 109  # of the 200, the first steady run without resets
-FEW, SLICE = 6, 20  # seeds that are run in one step: first few, then up to each multiple
+FEW, SLICE = 6, 20  # seeds of one step: first a few, then up to each multiple
 _MULTI = "kvview_reference.connector:MultiConnector"
 _LAZY = "kvview_reference.connector:LazyOffloadConnector"
 _OFFLOAD = "kvview_reference.connector:OffloadConnector"
@@ -23,7 +23,7 @@ class Subject:
     """A target of ``kvview check``.
 
     Args:
-        target: As it is named there.
+        target: Its name there.
         options: Of a connector.
     """
 
@@ -84,10 +84,10 @@ TIER_SUBJECTS = [Subject(f"kvview_reference.harness:{name}") for name in ("tier"
 
 @dataclass(frozen=True)
 class Step:
-    """The smallest part of the kit that is run alone.
+    """The smallest part of the kit that runs alone.
 
     Args:
-        subject: Of which target.
+        subject: The target.
         name: Of the check; empty for runs of a connector.
         seeds: Of the runs.
     """
@@ -101,10 +101,10 @@ class Step:
         return f"{self.subject} {self.name}{seeds}"
 
     def run(self, coverage: Counter[str]) -> str | None:
-        """What the kit finds; None when it is green.
+        """Return the finding of the kit; None when it is green.
 
         Args:
-            coverage: What happened in runs is added to it.
+            coverage: The events of the runs are added to it.
         """
         return self._simulate(coverage) if self.seeds else self._check()
 
@@ -113,7 +113,7 @@ class Step:
         from kvview.testing.runner import plan_checks, run_planned
 
         factory = self.subject.load()
-        # The verdict is wanted, no script.
+        # Only the verdict counts, so no script is made.
         profile = replace(make_profile(Effort()), is_brief=True)
         if self.subject in TIER_SUBJECTS:
             profile = replace(profile, num_examples=TIER_EXAMPLES)
@@ -138,7 +138,7 @@ class Step:
 
 
 def steps_of(subject: Subject, num_seeds: int) -> Iterator[Step]:
-    """All that the kit runs over a target.
+    """Yield every step of the kit over a target.
 
     Args:
         subject: The target.
@@ -162,7 +162,7 @@ def steps_of(subject: Subject, num_seeds: int) -> Iterator[Step]:
 
 
 def not_checked(coverage: Counter[str]) -> str | None:
-    """What all the runs of a connector did not exercise; None when that is nothing."""
+    """Return an event that no run of a connector exercised; None when there is none."""
     from kvview.testing.connector.coverage import not_exercised
 
     gaps = not_exercised(coverage)

@@ -1,6 +1,6 @@
-"""What can be made wrong in a source: one comparison, constant, statement ... at a time.
+"""Makes a source wrong in one place: a comparison, a constant, a statement, and so on.
 
-Left out, since no behaviour of right code depends on it (:data:`LEFT_OUT`): the page says so.
+Places on which no behaviour of right code depends are excluded (:data:`LEFT_OUT`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from itertools import pairwise
 from typing import Any
 
 LEFT_OUT = {
-    "annotations, docstrings, strings, and what stands under TYPE_CHECKING": "nothing runs them",
+    "annotations, docstrings, strings, and code under TYPE_CHECKING": "they never run",
     "type aliases, any | outside of functions": "annotations with a name",
-    "assert, and strict=True of a zip": "they state what right code never breaks",
+    "assert, and strict=True of a zip": "they state a condition that right code never breaks",
     "the text and arguments of errors, log lines, warnings, __repr__, __str__": "people read them",
     "numbers from 8 on, and sums of numbers, at module level or as a default": (
-        "sizes and thresholds that are set once: how fast, not what"
+        "sizes and thresholds, which affect speed and not results"
     ),
 }
-"""What is never made wrong, and why."""
+"""Places that are never made wrong, with the reason."""
 
 _TUNED_FROM = 8
 
@@ -79,11 +79,11 @@ class Site:
     Args:
         module: Name of the module.
         function: Qualified name of the function or class; ``""`` at module level.
-        operator: How it is made wrong.
+        operator: The kind of change.
         number: Counts the sites of the operator in the function.
-        line: Of the statement, to be looked up in what a check reaches.
-        change: ``old -> new``, for people; also tells when the code has become another.
-        is_in_function: Not executed by the import.
+        line: Of the statement, to find the checks that reach it.
+        change: ``old -> new``, for people, and to notice that the code has changed.
+        is_in_function: Whether the import does not execute it.
     """
 
     module: str
@@ -96,7 +96,7 @@ class Site:
 
     @property
     def id(self) -> str:
-        """Stable while the function itself stays as it is."""
+        """Stable while the function itself is unchanged."""
         return f"{self.module}:{self.function}:{self.operator}:{self.number}"
 
 
@@ -111,12 +111,12 @@ class _Edit:
 
 
 def find_sites(module: str, source: str) -> list[Site]:
-    """Every mutant of a module, in the order of its source."""
+    """Return every mutant of a module, in the order of its source."""
     return [site for site, _ in _sites(module, ast.parse(source))]
 
 
 def mutate(module: str, source: str, site_id: str) -> ast.Module:
-    """The module with one site made wrong.
+    """Return the module with one site made wrong.
 
     Raises:
         KeyError: There is no such site.
@@ -130,9 +130,9 @@ def mutate(module: str, source: str, site_id: str) -> ast.Module:
 
 
 def sample(sites: list[Site], num: int, seed: int) -> list[Site]:
-    """Some of the sites, spread evenly over the functions.
+    """Return some of the sites, spread evenly over the functions.
 
-    A smaller sample is the beginning of a larger one.
+    A smaller sample is the start of a larger one.
     """
 
     def rank(site: Site) -> str:
@@ -148,7 +148,7 @@ def sample(sites: list[Site], num: int, seed: int) -> list[Site]:
 
 
 def statement_lines(tree: ast.Module) -> Iterator[tuple[list[ast.stmt], int]]:
-    """Each statement inside a function, as the list that it stands in and its index."""
+    """Yield each statement inside a function, as its list and its index."""
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             for node in ast.walk(function):
@@ -171,7 +171,7 @@ def _sites(module: str, tree: ast.Module) -> Iterator[tuple[Site, _Edit]]:
 
 
 class _Finder:
-    """Goes through a tree; yields edits, which change it in place when they are applied."""
+    """Walks a tree and yields edits, which change the tree in place when they are applied."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -179,7 +179,7 @@ class _Finder:
         self._line = 0
 
     def find(self, node: ast.AST) -> Iterator[_Edit]:
-        """The edits of what is below a node."""
+        """Yield the edits below a node."""
         for field, value in ast.iter_fields(node):
             if field in ("annotation", "returns", "type_params", "decorator_list"):
                 continue
@@ -210,7 +210,7 @@ class _Finder:
             yield from self.find(node)
             self._returns.append(inner)
             return
-        if isinstance(node, ast.Assert | ast.JoinedStr) or _is_for_types(node) or _is_told(node):
+        if isinstance(node, ast.Assert | ast.JoinedStr) or _is_for_types(node) or _is_message(node):
             return
         if _is_strict(node) or _is_error(node) or (not self._returns and _is_tuned_or_alias(node)):
             return
@@ -230,7 +230,7 @@ class _Finder:
         return ".".join(self._names), operator, self._line
 
     def _mutations(self, node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
-        """What a whole node can be replaced by."""
+        """Yield the replacements of a whole node."""
 
         def to(operator: str, new: ast.AST) -> tuple[str, ast.AST, str]:
             return operator, new, f"{_text(node)} -> {_text(new)}"
@@ -284,7 +284,7 @@ class _Finder:
 
 
 def _inside(node: ast.AST) -> Iterator[tuple[str, str, Callable[[], None]]]:
-    """What can be put wrong in a part of a node."""
+    """Yield the changes of a part of a node."""
     if isinstance(node, ast.Compare):
         for at, op in enumerate(node.ops):
             new = _COMPARE[type(op)]()
@@ -308,7 +308,7 @@ def _inside(node: ast.AST) -> Iterator[tuple[str, str, Callable[[], None]]]:
 
 
 def _negates_itself(test: ast.expr) -> bool:
-    """Whether another operator says the opposite already."""
+    """Return whether another operator already makes the opposite."""
     if isinstance(test, ast.Compare) and len(test.ops) == 1:
         return not isinstance(test.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE)
     return isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
@@ -327,7 +327,7 @@ def _is_strict(node: ast.AST) -> bool:
 
 
 def _is_tuned_or_alias(node: ast.AST) -> bool:
-    """Whether, outside of functions, it is a size, a threshold or a type alias."""
+    """Return whether a node outside of functions is a size, a threshold or a type alias."""
     if isinstance(node, ast.BinOp):
         is_number = isinstance(node.left, ast.Constant) and isinstance(node.right, ast.Constant)
         return is_number or isinstance(node.op, ast.BitOr)
@@ -335,8 +335,8 @@ def _is_tuned_or_alias(node: ast.AST) -> bool:
     return is_int and node.value >= _TUNED_FROM  # type: ignore[attr-defined]
 
 
-def _is_told(node: ast.AST) -> bool:
-    """Whether it is a log line or a warning."""
+def _is_message(node: ast.AST) -> bool:
+    """Return whether a node is a log line or a warning."""
     return (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Call)

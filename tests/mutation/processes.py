@@ -1,4 +1,4 @@
-"""Runs a function in a forked process, with an end to its time."""
+"""Runs functions in forked processes, with a limit on their time."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from typing import Any, Generic, TypeVar
 JobT = TypeVar("JobT")
 Say = Callable[[object], None]
 
-_WALL_PER_CPU = 8  # a machine that is shared; a process that waits for itself uses no CPU
-_PATIENCE = 20.0  # seconds on a clock, whatever is done
-_MAX_BYTES = 12 << 30  # of address space: an endless list must not take the machine
+_WALL_PER_CPU = 8  # for a shared machine, and for a process that waits
+_PATIENCE = 20.0  # seconds of wall-clock time in addition
+_MAX_BYTES = 12 << 30  # of address space, because an endless list must not exhaust the machine
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Said by a job before a part of it: how long that may take.
+    """A message of a job: the time that its next part may take.
 
     Args:
-        seconds: CPU time from now on; :data:`_WALL_PER_CPU` times as much on a clock.
+        seconds: CPU time from now on; :data:`_WALL_PER_CPU` times as much wall-clock time.
     """
 
     seconds: float
 
 
 class Ended(Generic[JobT]):
-    """What came of a job.
+    """The end of a job.
 
     Args:
         job: The job.
-        said: All that its process sent, in order.
-        why: Empty when it came to its end; ``"timeout"``, or how the process died.
+        said: The messages of its process, in order.
+        why: Empty for a regular end; otherwise ``"timeout"``, or how the process died.
     """
 
     def __init__(self, job: JobT, said: list[Any], why: str) -> None:
@@ -59,9 +59,9 @@ def run_forked(
 
     Args:
         jobs: Taken as processes become free.
-        run: Called in the process with the job and what to send results with.
-        num_processes: At a time.
-        seconds: CPU time that one may take, until it says a :class:`Limit` of its own.
+        run: Called in the process with the job and a function that sends results.
+        num_processes: Number at a time.
+        seconds: CPU time of a job, until it sends a :class:`Limit`.
     """
     context = multiprocessing.get_context("fork")
     running: dict[Connection, tuple[JobT, Any, list[Any], float]] = {}
@@ -124,14 +124,14 @@ def _child(run: Callable[[JobT, Say], None], job: JobT, pipe: Connection, second
     _limit_cpu(seconds)
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
 
-    def say(what: object) -> None:
-        if isinstance(what, Limit):
-            _limit_cpu(what.seconds)
-        pipe.send(what)
+    def say(message: object) -> None:
+        if isinstance(message, Limit):
+            _limit_cpu(message.seconds)
+        pipe.send(message)
 
     run(job, say)
     pipe.close()
-    os._exit(0)  # whatever threads a mutant has left behind
+    os._exit(0)  # does not wait for threads that a mutant has left
 
 
 def _limit_cpu(seconds: float) -> None:
@@ -140,14 +140,14 @@ def _limit_cpu(seconds: float) -> None:
 
 
 def forget(packages: Sequence[str]) -> None:
-    """Have these packages imported anew."""
+    """Make the next import load these packages again."""
     for name in list(sys.modules):
         if name.partition(".")[0] in packages:
             del sys.modules[name]
 
 
 def import_instead(code_of: Callable[[str, Path], CodeType | None]) -> None:
-    """Have modules compiled by a function of their name and path; None leaves one as it is."""
+    """Compile modules with a function of their name and path; None leaves a module unchanged."""
     sys.meta_path.insert(0, _Finder(code_of))
 
 

@@ -1,4 +1,4 @@
-"""The mutants that the kit does not see, each with the reason why."""
+"""The mutants that the kit does not find, each with a reason."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .trial import Verdict
 FILE = Path(__file__).with_name("survivors.toml")
 KINDS = {
     "equivalent": "no caller can see a difference",
-    "performance": "the same answers, slower or in more memory",
+    "performance": "the same results, slower or in more memory",
     "freedom": "a connector stores, promises or holds less or later; no law obliges it to more",
     "outside": "of no contract: constructors, the engine's own calls, numbers for people",
-    "message": "only what people read is another",
-    "hole": "a real fault that the kit does not see",
+    "message": "only a text for people differs",
+    "hole": "a real fault that the kit does not find",
 }
 
 
@@ -27,9 +27,9 @@ class Survivor:
 
     Args:
         id: Of the mutant.
-        change: What it changed when the reason was written.
+        change: The change, for which the reason was written.
         kind: One of :data:`KINDS`.
-        reason: Why the kit need not see it, or what the kit lacks.
+        reason: Why the kit need not find it, or the check that the kit lacks.
     """
 
     id: str
@@ -40,11 +40,11 @@ class Survivor:
 
 @dataclass(frozen=True)
 class Account:
-    """How a run and the file agree.
+    """The differences between a run and the file.
 
     Args:
         explained: Survivors with their entries.
-        unexplained: Survivors that have none, or whose entry is about other code.
+        unexplained: Survivors without an entry, or with an entry about other code.
         dead: Entries whose mutant was killed in this run.
         gone: Entries whose mutant is no longer in the sources.
     """
@@ -56,7 +56,7 @@ class Account:
 
 
 def read_survivors(path: Path = FILE) -> dict[str, Survivor]:
-    """The entries of the file, by id.
+    """Return the entries of the file, by id.
 
     Raises:
         ValueError: An entry is twice in it, has no reason or an unknown kind.
@@ -71,19 +71,19 @@ def read_survivors(path: Path = FILE) -> dict[str, Survivor]:
 
 
 def of_modules(entries: Mapping[str, Survivor], modules: Collection[str]) -> dict[str, Survivor]:
-    """The entries that are about some modules."""
+    """Return the entries about some modules."""
     return {name: entry for name, entry in entries.items() if name.partition(":")[0] in modules}
 
 
 def believed(
     sites: Iterable[Site], entries: Mapping[str, Survivor], seeds: Mapping[str, int]
 ) -> list[Verdict]:
-    """Those that have a reason to live, taken as alive without being played.
+    """Return the mutants with a reason as alive, without running them.
 
     Args:
         sites: Mutants.
         entries: From :func:`read_survivors`.
-        seeds: Of each connector, by mutant, with which it was seen to live; 0 if not told.
+        seeds: The seeds of each connector with which a mutant lived; 0 if unknown.
     """
     return [
         Verdict(site, "", "", 0, 0.0, seeds.get(site.id, 0))
@@ -95,11 +95,11 @@ def believed(
 def compare(
     verdicts: Iterable[Verdict], sites: Collection[Site], entries: Mapping[str, Survivor]
 ) -> Account:
-    """Hold what survived against what is known to.
+    """Compare the survivors of a run with the entries of the file.
 
     Args:
         verdicts: Of a run.
-        sites: All mutants that the sources have now.
+        sites: All mutants of the current sources.
         entries: From :func:`read_survivors`.
     """
     account = Account([], [], [], [])

@@ -1,4 +1,4 @@
-"""Plays mutants against the kit, and says which live."""
+"""Runs the kit on mutants, and reports those that live."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ TIER_MODULES = (
 )
 
 _HITS = "_lines_reached"
-_SLOWER = 8  # a mutant may be so many times slower than what is right
+_SLOWER = 8  # factor by which a mutant may be slower than the right code
 _AT_LEAST = 10.0
 _CACHE = Path.home() / ".cache" / "kvview" / "mutation"
-_AT_START = Path(__file__).with_name("at_start")  # of processes that a check starts itself
+_AT_START = Path(__file__).with_name("at_start")  # for processes that a check starts itself
 _MUTANT, _REACHED = "KVVIEW_MUTANT", "KVVIEW_REACHED"
 
 Place = tuple[str, int]  # module, line of a statement
@@ -75,11 +75,11 @@ Place = tuple[str, int]  # module, line of a statement
 
 @dataclass(frozen=True)
 class Area:
-    """Sources, and who judges them.
+    """Modules that are made wrong, and the targets of the kit.
 
     Args:
-        modules: That are made wrong.
-        subjects: Over which the kit is run.
+        modules: The modules.
+        subjects: The targets.
     """
 
     modules: Sequence[str]
@@ -87,18 +87,18 @@ class Area:
 
 
 AREAS = {"engine": Area(MODULES, SUBJECTS), "tier": Area(TIER_MODULES, TIER_SUBJECTS)}
-"""What is judged apart: what is wrong in one is not seen over the subjects of another."""
+"""Separate areas, because the targets of one do not execute the modules of another."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """What one step of the kit executes, and what it costs.
+    """The statements that one step of the kit executes, and its cost.
 
     Args:
         step: The step.
-        places: Statements inside functions that it executes.
-        seconds: That it takes, CPU time.
-        coverage: What happened in its runs.
+        places: The statements inside functions.
+        seconds: CPU time.
+        coverage: The events of its runs.
     """
 
     step: Step
@@ -108,27 +108,27 @@ class Reach:
 
     @property
     def cost(self) -> tuple[int, float]:
-        """What comes first is cheaper: a check, the first seeds of any connector, the next."""
+        """The order of steps: checks, the first seeds of every connector, later seeds."""
         return self.step.seeds.start if self.step.seeds else -1, self.seconds
 
     @property
     def limit(self) -> Limit:
-        """How long it may take with a mutant."""
+        """The time that it may take with a mutant."""
         return Limit(_AT_LEAST + _SLOWER * self.seconds)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the kit says of a mutant.
+    """The verdict of the kit on a mutant.
 
     Args:
         site: The mutant.
-        killed_by: What was found first; empty for a survivor.
+        killed_by: The first finding; empty for a survivor.
         how: ``"check"``, ``"run"``, ``"not checked"`` (a run that was not exercised),
             ``"import"``, ``"timeout"`` or ``"died"``; empty for a survivor.
-        num_steps: Of the kit, that execute what was made wrong.
-        seconds: That it took.
-        num_seeds: Of each connector, that were to be run.
+        num_steps: The number of steps that execute the mutant.
+        seconds: Wall-clock time.
+        num_seeds: The number of seeds of each connector.
     """
 
     site: Site
@@ -145,7 +145,7 @@ class Verdict:
 
 
 def source_of(module: str) -> str:
-    """The text of a module, without importing it."""
+    """Return the text of a module, without an import."""
     spec = importlib.util.find_spec(module)
     assert spec is not None, f"there is no module {module}"
     assert spec.origin is not None, f"{module} has no source"
@@ -153,31 +153,31 @@ def source_of(module: str) -> str:
 
 
 def all_sites(modules: Sequence[str] = MODULES) -> list[Site]:
-    """Every mutant of these modules."""
+    """Return every mutant of these modules."""
     return [site for module in modules for site in find_sites(module, source_of(module))]
 
 
 def warm_up() -> None:
-    """Import what is slow to import and is not ours, once for all forked processes."""
+    """Import slow packages once for all forked processes."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     slow = ("torch", "numpy", "hypothesis.stateful", "pydantic", "click", "rich.table", "xxhash")
     for name in slow:
         importlib.import_module(name)
-    sys.modules["torch"].set_num_threads(1)  # a pool of threads does not live through a fork
+    sys.modules["torch"].set_num_threads(1)  # a pool of threads does not survive a fork
 
 
 def fingerprint() -> str:
-    """Of all sources that a verdict depends on."""
-    told = sha256(Path(judges.__file__).read_bytes())
+    """Return a fingerprint of all sources that a verdict depends on."""
+    digest = sha256(Path(judges.__file__).read_bytes())
     for package in OWN:
         spec = importlib.util.find_spec(package)
         assert spec is not None, f"there is no package {package}"
         for folder in spec.submodule_search_locations or ():
             for path in sorted(Path(folder).rglob("*.py")):
-                told.update(f"{path.relative_to(folder)} {path.stat().st_size} ".encode())
-                told.update(path.read_bytes())
-    return told.hexdigest()[:16]
+                digest.update(f"{path.relative_to(folder)} {path.stat().st_size} ".encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def measure_reach(
@@ -189,18 +189,18 @@ def measure_reach(
     cache: Path | None = _CACHE,
     cache_name: str = "engine",
 ) -> list[Reach]:
-    """Which statements each step of the kit executes, found by running it once.
+    """Run each step of the kit once, and return the statements that it executes.
 
     Args:
         subjects: The targets.
         num_seeds: Of each connector.
-        num_processes: At a time.
-        modules: That are looked at.
-        cache: Folder for what was found; one file for each state of the sources.
+        num_processes: Number at a time.
+        modules: The modules with the statements.
+        cache: Folder for the results, with one file for each state of the sources.
         cache_name: Of the area.
 
     Raises:
-        RuntimeError: A step is not green on what is right.
+        RuntimeError: A step is not green on the right code.
     """
     file = cache / f"reach-{cache_name}-{fingerprint()}.json" if cache else None
     known = {str(one.step): one for one in _read(file, subjects)} if file else {}
@@ -261,47 +261,47 @@ def _read(file: Path, subjects: Sequence[Subject]) -> Iterator[Reach]:
 
 
 class Hits(set[Place]):
-    """Places that were executed, also in processes that were forked or started since.
+    """Places that were executed, in this process and in those that it forked or started.
 
     Args:
-        path: Of another process's, which is told; None for a new one.
+        path: File of the process that collects them; None in that process.
     """
 
     def __init__(self, path: str | None = None) -> None:
         self._home = 0 if path else os.getpid()
-        self._away: Any = (  # as long as this lives
+        self._away: Any = (  # open as long as this object
             open(path, "ab", 0) if path else tempfile.NamedTemporaryFile("a+b", 0)  # noqa: SIM115
         )
         self.path: str = self._away.name
 
     def add(self, place: Place) -> None:
-        """Note one."""
+        """Add a place."""
         if place not in self:
             super().add(place)
             if os.getpid() != self._home:
                 self._away.write(f"{place[0]} {place[1]}\n".encode())
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all places."""
         super().clear()
         self._away.seek(0)
         self._away.truncate()
 
     def all(self) -> frozenset[Place]:
-        """All of them."""
+        """Return all places."""
         self._away.seek(0)
         lines = (line.decode().split() for line in self._away.read().splitlines())
         return frozenset(self) | {(module, int(line)) for module, line in lines}
 
 
 def _tell_processes(name: str, value: str) -> None:
-    """Processes that this one starts import ``sitecustomize`` of a folder of ours first."""
+    """Make processes that this one starts import ``at_start/sitecustomize.py`` first."""
     os.environ[name] = value
     sys.path.insert(0, str(_AT_START))
 
 
 def begin_as_told() -> None:
-    """In a process that a check has started: be as wrong, or count as much, as that one."""
+    """Apply the mutant, or count statements, in a process that a check has started."""
     if site_id := os.environ.get(_MUTANT):
         module = site_id.partition(":")[0]
         import_instead(lambda name, path: _wrong(name, site_id, path) if name == module else None)
@@ -312,7 +312,7 @@ def begin_as_told() -> None:
 
 
 def counting(name: str, path: Path, hits: set[Place]) -> CodeType:
-    """A module that notes each statement of its functions when it is executed."""
+    """Compile a module that records each statement of its functions when it is executed."""
     import builtins
 
     setattr(builtins, _HITS, hits.add)
@@ -337,22 +337,20 @@ def play(
     green: Mapping[str, int] | None = None,
     on_verdict: Callable[[Verdict], None] | None = None,
 ) -> list[Verdict]:
-    """Run the kit on each mutant until it finds something.
+    """Run the kit on each mutant, up to the first finding.
 
-    1. A step that does not execute the statement that is wrong has nothing to say, and is
-       left out.
-    2. Checks come before runs, the first seeds of each connector before the next ones of
-       any, and what is quick before what is slow.
-    3. What must be exercised is counted over all seeds of a connector, when nothing else
-       was found.
+    1. A step that does not execute the wrong statement is skipped.
+    2. Checks run before connectors, the first seeds of every connector before later seeds, and
+       quick steps before slow ones.
+    3. Without another finding, the events of all seeds of a connector are checked for gaps.
 
     Args:
         sites: The mutants.
         reach: From :func:`measure_reach`.
-        num_processes: At a time.
+        num_processes: Number at a time.
         num_seeds: Of each connector.
-        green: Mutants, by id, that are known to live with so many seeds: only more are run.
-        on_verdict: Told of each as it comes.
+        green: Numbers of seeds with which mutants are known to live, by id; only later seeds run.
+        on_verdict: Called with each verdict.
     """
     started: dict[str, float] = {}
     green = green or {}
@@ -379,7 +377,7 @@ def play(
         for one in steps:
             seen = coverage.get(str(one.step.subject), Counter())
             if before and one.step.seeds.stop <= before:
-                seen.update(one.coverage)  # what it exercised then is not known any more
+                seen.update(one.coverage)  # the coverage of that run is unknown
                 continue
             say(one.limit)
             say(("step", str(one.step)))
@@ -403,7 +401,7 @@ def play(
 
 
 def steps_for(site: Site, reach: Sequence[Reach]) -> list[Reach]:
-    """The steps that execute a mutant, the quickest first."""
+    """Return the steps that execute a mutant, the quickest first."""
     place = site.module, site.line
     steps = [one for one in reach if not site.is_in_function or place in one.places]
     return sorted(steps, key=lambda one: one.cost)

@@ -1,15 +1,14 @@
-"""Does the kit say what real inference shows? A table of wrong connectors, for the docs.
+"""Compares the kit with real inference, by wrong connectors, and writes the table of the docs.
 
     python -m tests.vllm.agreement [--select NAME ...] [--json FILE] [--markdown FILE]
 
-Each connector of ``wrong_connectors.py`` serves one and the same traffic in the CPU build
-of vLLM: turns of conversations side by side, whose prompts hold the tokens that were
-generated before; branches; equal prompts; requests that are aborted while they wait, load
-and run, under ids that come again; resets with copies in flight; and in between the KV
-cache is dropped and overwritten, so that only what the connector loads back can give the
-right answers. Those are the answers without a connector. Then the kit is asked (200 seeds
-of ``kvview check``). The exit code is 1 if the control is not clean, or if a connector is
-wrong in vLLM and green in the kit.
+Each connector of ``wrong_connectors.py`` serves the same traffic in the CPU build of vLLM:
+conversations side by side, whose prompts contain the tokens that were generated before; branches;
+equal prompts; requests that are aborted while they wait, load and run, under ids that are reused;
+resets with copies in flight. In between the KV cache is dropped and overwritten, so that only
+loaded KV can give the right responses, which are those of a run without a connector. Then the kit
+checks the connector (200 seeds of ``kvview check``). The exit code is 1 if a right connector is
+not clean, or if a connector is wrong in vLLM and green in the kit.
 """
 
 from __future__ import annotations
@@ -44,35 +43,51 @@ SEEDS = 200
 PROCESSES = 2
 LIMIT_S = 150
 MAX_STEPS = 400
-NUM_BLOCKS, CPU_BLOCKS = 36, 56  # of two groups; neither has room for everything
+NUM_BLOCKS, CPU_BLOCKS = 36, 56  # of two groups; neither is large enough for everything
 TOKENS_PER_STEP = 64  # prompts take several steps
 WITHOUT = "without a connector"
+HEAD = """\
+# Agreement with real engines
+
+Written by `python -m tests.vllm.agreement --markdown docs/agreement.md`. Each connector of
+[`wrong_connectors.py`](../tests/vllm/wrong_connectors.py) and
+[`wrong_jobs.py`](../tests/vllm/wrong_jobs.py) runs twice: in real inference on the CPU build
+of vLLM {version} (conversations side by side, aborts, resets, the KV cache overwritten in
+between), and in the kit (`kvview check`, {seeds} seeds). The kit must find every connector
+that gives wrong tokens, loses a response, leaks blocks or ends the engine.
+
+{num_wrong} wrong connectors: {num_shown} show their mistake in vLLM, and the kit finds
+{num_found} of these. The kit finds
+{num_others_found} of the other {num_others}.
+
+| connector | mistake | in vLLM | in the kit |
+|---|---|---|---|"""
 
 
 @dataclass
 class Reality:
-    """What vLLM showed of one connector.
+    """The behaviour of one connector in vLLM.
 
     Args:
-        answers: Tokens of each answer, by its name in the traffic.
+        answers: Tokens of each response, by its name in the traffic.
         hits: Prompt tokens that were not computed, in the last round.
-        leaked: Blocks that were not free when nothing was left to do; the most of all times.
-        told: What the log said of holds at shutdown.
-        error: What ended the engine.
-        seconds: How long it took.
+        leaked: Most blocks that were not free while the engine was idle.
+        holds: The log line about holds at shutdown.
+        error: The error that ended the engine.
+        seconds: Wall-clock time.
     """
 
     answers: dict[str, list[int]] = field(default_factory=dict)
     hits: int = 0
     leaked: int = 0
-    told: str = ""
+    holds: str = ""
     error: str = ""
     seconds: float = 0.0
 
 
 @dataclass
 class Verdict:
-    """What the kit said of it: the first seed that broke a law; no law when it is green."""
+    """The first seed with which the kit finds a broken law; no law when it is green."""
 
     law: str = ""
     seed: int | None = None
@@ -80,7 +95,7 @@ class Verdict:
     seconds: float = 0.0
 
 
-def ask_kit(connector: type[Connector], seeds: int = SEEDS) -> Verdict:
+def check(connector: type[Connector], seeds: int = SEEDS) -> Verdict:
     """Check a connector, up to the first seed that breaks a law."""
     start = time.perf_counter()
     verdict = Verdict()
@@ -98,7 +113,7 @@ def ask_kit(connector: type[Connector], seeds: int = SEEDS) -> Verdict:
 
 
 class Traffic:
-    """Plays the traffic on one server, and writes down what comes out."""
+    """Plays the traffic on one server, and records the responses."""
 
     def __init__(self, server: Any, seen: Reality) -> None:
         self.server = server
@@ -107,7 +122,7 @@ class Traffic:
         self.prompts: dict[str, list[int]] = {}
 
     def ask(self, name: str, prompt: Sequence[int], num_tokens: int = 12) -> None:
-        """Send a request; its answer is written down under its name."""
+        """Send a request; its response is recorded under its name."""
         vllm: Any = importlib.import_module("vllm")
         params = vllm.SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
         self.prompts[name] = list(prompt)
@@ -122,19 +137,19 @@ class Traffic:
                     self.seen.hits += output.num_cached_tokens or 0
 
     def rest(self) -> None:
-        """Step until nobody has anything to do."""
+        """Step until the engine is idle."""
         self.until(lambda: not self.server.scheduler.has_requests())
         self.seen.leaked = max(self.seen.leaked, self.server.leaked_blocks())
 
     def until(self, is_so: Callable[[], bool]) -> None:
-        """Step until something is so; for ever is a failure."""
+        """Step until a condition holds; too many steps are a failure."""
         for _ in range(MAX_STEPS):
             if is_so():
                 return
             self.step()
             time.sleep(0.002)  # a thread may have to copy
         waiting = {r.request_id: r.status.name for r in self.server.scheduler.requests.values()}
-        raise TimeoutError(f"no end after {MAX_STEPS} steps: {waiting or 'nothing waits'}")
+        raise TimeoutError(f"no end after {MAX_STEPS} steps: {waiting or 'no request waits'}")
 
     def drop(self, name: str) -> None:
         self.engine.abort_request([name])
@@ -146,12 +161,12 @@ class Traffic:
         if self.server.llm.reset_prefix_cache() is not False:
             self.server.llm.collective_rpc(fill_kv_caches, args=(17,))
 
-    def said(self, name: str) -> list[int]:
-        """A conversation so far: prompt and answer."""
+    def conversation(self, name: str) -> list[int]:
+        """Return a conversation so far: prompt and response."""
         return self.prompts[name] + self.seen.answers.get(name, [9] * 12)
 
     def play(self) -> None:
-        """All of it."""
+        """Play all of it."""
         system = list(range(10, 74))
         first = {
             "a": [*system, *range(80, 100)],  # 84 + 12: the last token fills a block
@@ -163,23 +178,23 @@ class Traffic:
             self.ask(name, prompt)
         self.rest()
         for name in first:  # with hits on the GPU
-            self.ask(f"{name}2", [*self.said(name), *range(440, 460)])
+            self.ask(f"{name}2", [*self.conversation(name), *range(440, 460)])
         self.rest()
         self.forget()
-        for name in first:  # nothing is on the GPU; equal prompts, and a branch
-            self.ask(f"{name}3", [*self.said(f"{name}2"), *range(460, 473)])
-        self.ask("a3 again", [*self.said("a2"), *range(460, 473)])
-        self.ask("a2 branch", [*self.said("a"), *range(30, 60)], 20)
+        for name in first:  # without KV on the GPU; equal prompts, and a branch
+            self.ask(f"{name}3", [*self.conversation(f"{name}2"), *range(460, 473)])
+        self.ask("a3 again", [*self.conversation("a2"), *range(460, 473)])
+        self.ask("a2 branch", [*self.conversation("a"), *range(30, 60)], 20)
         self.rest()
 
-        # Aborts: while it loads, while it computes, while it waits. Their ids come again.
+        # Aborts: while a request loads, computes and waits. Their ids are reused.
         for number in range(4):
             self.forget()
-            self.ask("x", [*self.said("bdac"[number] + "2"), *range(100, 120)])
+            self.ask("x", [*self.conversation("bdac"[number] + "2"), *range(100, 120)])
             self.step(2)
             self.drop("x")
-            self.until(lambda: "x" not in self.server.scheduler.requests)  # vLLM takes it then
-        self.ask("x", [*self.said("c2"), *range(150, 170)])
+            self.until(lambda: "x" not in self.server.scheduler.requests)  # the id is free again
+        self.ask("x", [*self.conversation("c2"), *range(150, 170)])
         self.rest()
         self.ask("y", range(250, 450), 30)
         self.step(2)
@@ -198,7 +213,7 @@ class Traffic:
         self.ask("whole blocks again", range(60, 156))
         self.rest()
 
-        # Resets, of the connector too: with copies in flight, and when it rests.
+        # Resets, of the connector too: with copies in flight, and while it is idle.
         self.forget()
         self.ask("w", range(60, 170))
         self.rest()
@@ -209,15 +224,15 @@ class Traffic:
         self.rest()
         self.server.llm.reset_prefix_cache(reset_connector=True)
         self.ask("w", range(60, 170))
-        self.ask("g", [*self.said("e"), *range(5, 25)])
-        self.ask("h", [*self.said("b3"), *range(5, 25)])
+        self.ask("g", [*self.conversation("e"), *range(5, 25)])
+        self.ask("h", [*self.conversation("b3"), *range(5, 25)])
         self.rest()
         self.forget()
-        self.ask("g2", [*self.said("g"), *range(5, 25)])
-        self.ask("h2", [*self.said("b3"), *range(5, 35)])
+        self.ask("g2", [*self.conversation("g"), *range(5, 25)])
+        self.ask("h2", [*self.conversation("b3"), *range(5, 35)])
         self.rest()
 
-        # More than there is room for, again and again: evictions in both tiers, preemptions.
+        # More than fits, again and again: evictions in both tiers, preemptions.
         for time_ in range(3):
             for number in range(6):
                 start = 40 * number
@@ -229,13 +244,13 @@ class Traffic:
             self.forget()
         self.seen.hits = 0
         for name in ("a3", "b3", "c3", "d3"):
-            self.ask(f"{name}.4", [*self.said(name), *range(480, 490)])
+            self.ask(f"{name}.4", [*self.conversation(name), *range(480, 490)])
             self.rest()
         for number in range(3, 6):
-            self.ask(f"q{number}", [*self.said(f"p{number}.2"), *range(480, 490)])
+            self.ask(f"q{number}", [*self.conversation(f"p{number}.2"), *range(480, 490)])
             self.rest()
             self.forget()
-            self.ask(f"r{number}", [*self.said(f"p{number}.2"), *range(480, 500)])
+            self.ask(f"r{number}", [*self.conversation(f"p{number}.2"), *range(480, 500)])
             self.rest()
 
 
@@ -253,11 +268,11 @@ def serve(target: str | None, needs: str, model: Path, seen: Reality) -> None:
 
     Args:
         target: The connector; None serves without.
-        needs: "processes" for workers of their own, "async" for steps in flight.
+        needs: "processes" for workers in processes, "async" for steps in flight.
         model: Folder of the model.
-        seen: Filled as it goes.
+        seen: Filled while the traffic runs.
     """
-    torch.set_num_threads(1)  # two that wait for each other are 20 times slower
+    torch.set_num_threads(1)  # threads of two engines wait for each other, 20 times as long
     config: dict[str, Any] | None = None
     more: dict[str, Any] = {"max_num_batched_tokens": TOKENS_PER_STEP}
     if target is not None:
@@ -273,12 +288,12 @@ def serve(target: str | None, needs: str, model: Path, seen: Reality) -> None:
     server = Server(model, config, NUM_BLOCKS, **more)
     traffic = Traffic(server, seen)
     traffic.play()
-    # The end of a server, with copies in flight.
+    # A shutdown with copies in flight.
     traffic.ask("end", range(30, 130), 2)
     traffic.until(lambda: not server.scheduler.get_num_unfinished_requests())
     del log.lines[:]
     server.scheduler.shutdown()
-    seen.told = next((line for line in log.lines if "hold" in line), "")
+    seen.holds = next((line for line in log.lines if "hold" in line), "")
 
 
 def _child(pipe: Any, target: str | None, needs: str, model: Path) -> None:
@@ -288,7 +303,7 @@ def _child(pipe: Any, target: str | None, needs: str, model: Path) -> None:
     seen, start = Reality(), time.perf_counter()
     try:
         serve(target, needs, model, seen)
-    except BaseException as error:  # whatever ended it is the result
+    except BaseException as error:  # any error is a result
         cause: BaseException = error
         while cause.__cause__ is not None and type(cause).__name__ != "HookError":
             cause = cause.__cause__
@@ -324,66 +339,71 @@ def serve_apart(target: str | None, needs: str, model: Path) -> Reality:
 
 @dataclass
 class Row:
-    """One connector, twice judged."""
+    """One connector, in vLLM and in the kit."""
 
     name: str
-    what: str
-    why: str
+    mistake: str
+    excuse: str
     is_right: bool
     reality: Reality
     verdict: Verdict
     wrong: list[str]
     lost: list[str]
-    usual_hits: int  # of the right one that it changes
+    usual_hits: int  # of the right connector that it changes
 
     @property
     def is_wrong_in_vllm(self) -> bool:
-        """Whether real inference shows that something is wrong."""
+        """Whether real inference shows the mistake."""
         return bool(self.wrong or self.lost or self.reality.error or self.leak)
 
     @property
     def leak(self) -> str:
-        """What was held that must not be."""
+        """The blocks that leaked, or the hits that were lost."""
         if self.reality.leaked:
             return f"{self.reality.leaked} GPU blocks leaked"
-        if self.reality.told:
+        if self.reality.holds:
             return "holds left at shutdown"
         if not self.reality.error and 2 * self.reality.hits < self.usual_hits:
-            return f"{self.reality.hits} prompt tokens hit at the end, not {self.usual_hits}"
+            return f"{self.reality.hits} instead of {self.usual_hits} prompt tokens hit at the end"
         return ""
 
     def shown(self) -> str:
-        """What vLLM did, in one line."""
-        said = []
+        """The behaviour in vLLM, in one line."""
+        found = []
         if self.wrong:
-            said.append(f"{len(self.wrong)} answers with other tokens")
+            found.append(f"wrong responses: {len(self.wrong)}")
         if self.reality.error.startswith("TimeoutError"):
-            said.append("it never comes to rest")
+            found.append("the engine hangs")
         elif self.reality.error:
-            said.append(f"the engine ended: {_short(self.reality.error)}")
+            found.append(f"the engine ends: {_short(self.reality.error)}")
         if self.lost:
-            said.append(f"{len(self.lost)} answers lost")
+            found.append(f"lost responses: {len(self.lost)}")
         if self.leak:
-            said.append(self.leak)
-        return "; ".join(said) or "right answers"
+            found.append(self.leak)
+        return "; ".join(found) or "right responses"
 
 
 def _short(error: str) -> str:
-    """An error without what is of this machine or of this run."""
+    """Return an error without the parts that differ between machines."""
     for module in (wrong_connectors, wrong_jobs):
         error = error.replace(f"{module.__name__}:", "")
     return error if len(error) <= 90 else f"{error[:90].rpartition(' ')[0]} ..."
 
 
+def mistake_of(connector: type[Connector]) -> tuple[str, str]:
+    """Return the first sentence of its docstring, and the reason why vLLM may not show it."""
+    first, _, more = (connector.__doc__ or "").strip().partition("\n")
+    return first.partition(". ")[0].rstrip("."), " ".join(more.split())
+
+
 def judge(connector: type[Connector], reality: Mapping[str, Reality], verdict: Verdict) -> Row:
-    """Compare what it answered with the truth."""
+    """Compare the responses with those of a run without a connector."""
     seen, truth = reality[connector.__name__], reality[WITHOUT].answers
     answers = seen.answers
     bases = [base for base in connector.__mro__ if base in wrong_connectors.RIGHT]
     return Row(
         connector.__name__,
-        wrong_connectors.what_is_wrong(connector),
-        wrong_connectors.why_not_shown(connector),
+        *mistake_of(connector),
         connector in wrong_connectors.RIGHT,
         seen,
         verdict,
@@ -394,35 +414,29 @@ def judge(connector: type[Connector], reality: Mapping[str, Reality], verdict: V
 
 
 def page(rows: Sequence[Row], version: str) -> str:
-    """The table as a page of the docs."""
+    """Return the table as a page of the docs."""
     wrong = [row for row in rows if not row.is_right]
     shown = [row for row in wrong if row.is_wrong_in_vllm]
     red = [row for row in shown if row.verdict.law]
     lines = [
-        "# Agreement with real engines",
-        "",
-        "Written by `python -m tests.vllm.agreement --markdown docs/agreement.md`: connectors of",
-        "[`wrong_connectors.py`](../tests/vllm/wrong_connectors.py) and",
-        "[`wrong_jobs.py`](../tests/vllm/wrong_jobs.py), each in real inference on",
-        f"the CPU build of vLLM {version} (turns of conversations side by side, aborts, resets,",
-        f"the KV cache overwritten in between) and in the kit (`kvview check`, {SEEDS} seeds). One",
-        "that gives other tokens, loses an answer, leaks or ends the engine must be red in both.",
-        "",
-        f"{len(wrong)} wrong connectors: {len(shown)} show it in vLLM, {len(red)} of those are red",
-        f"in the kit. Of the {len(wrong) - len(shown)} that vLLM did not show,",
-        f"{sum(bool(row.verdict.law) for row in wrong if row not in shown)} are red in the kit.",
-        "",
-        "| connector | what is wrong | in vLLM | in the kit |",
-        "|---|---|---|---|",
+        HEAD.format(
+            version=version,
+            seeds=SEEDS,
+            num_wrong=len(wrong),
+            num_shown=len(shown),
+            num_found=len(red),
+            num_others=len(wrong) - len(shown),
+            num_others_found=sum(bool(row.verdict.law) for row in wrong if row not in shown),
+        )
     ]
     for row in sorted(rows, key=lambda row: not row.is_right):
         verdict = row.verdict
         kit = f"{verdict.law}, seed {verdict.seed}" if verdict.law else "green"
-        what = f"right: {row.what}" if row.is_right else row.what
-        if not (row.is_right or row.is_wrong_in_vllm) and row.why:
-            what += f" ({row.why.rstrip('.')})"
-        done = row.shown().replace("|", "\\|")
-        lines.append(f"| {row.name} | {what} | {done} | {kit} |")
+        mistake = f"none: {row.mistake}" if row.is_right else row.mistake
+        if not (row.is_right or row.is_wrong_in_vllm) and row.excuse:
+            mistake += f" ({row.excuse.rstrip('.')})"
+        shown_in_vllm = row.shown().replace("|", "\\|")
+        lines.append(f"| {row.name} | {mistake} | {shown_in_vllm} | {kit} |")
     return "\n".join(lines) + "\n"
 
 
@@ -433,10 +447,10 @@ def _model() -> Iterator[Path]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve with all of them, ask the kit about all of them, print the table."""
+    """Serve with each connector, check each with the kit, and print the table."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("--select", nargs="+", metavar="NAME", help="connectors; default: all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results here")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page here")
     parser.add_argument("--no-kit", action="store_true", help="real inference only")
     parser.add_argument("--reality", type=Path, metavar="FILE", help="of an earlier --json")
@@ -468,11 +482,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     assert not truth.error, truth.error
     rows = []
     for connector in connectors:
-        verdict = Verdict() if arguments.no_kit else ask_kit(connector)
+        verdict = Verdict() if arguments.no_kit else check(connector)
         row = judge(connector, reality, verdict)
         rows.append(row)
-        said = f"{verdict.law} seed {verdict.seed}" if verdict.law else "green"
-        print(f"{row.name}: {row.shown()}; kit: {said}", flush=True)
+        kit = f"{verdict.law} seed {verdict.seed}" if verdict.law else "green"
+        print(f"{row.name}: {row.shown()}; kit: {kit}", flush=True)
     if arguments.json:
         record = {WITHOUT: {"reality": asdict(truth)}} | {row.name: asdict(row) for row in rows}
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""A connector whose tier has another name than host memory, in a file of its own."""
+"""A connector whose tier is not host memory, in a file of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvview_reference.connector.offload import OffloadScheduler
 
 
 class DiskConnector(OffloadConnector):
-    """``OffloadConnector``, and its medium is DISK."""
+    """``OffloadConnector`` with the medium DISK."""
 
     def make_scheduler(self) -> SchedulerConnector:
         return DiskScheduler(self.config, self.options)
@@ -24,8 +24,8 @@ class DiskScheduler(OffloadScheduler):
         return [replace(event, medium="DISK") for event in super().take_events()]
 
 
-class TellsNoEviction(DiskConnector):
-    """What it evicts stays advertised."""
+class HidesEvictions(DiskConnector):
+    """Keeps evicted blocks advertised."""
 
     def make_scheduler(self) -> SchedulerConnector:
         return SilentScheduler(self.config, self.options)

@@ -1,8 +1,8 @@
-"""Drifts that a seed draws, beside those that somebody thought of (``drifts.py --draw N``).
+"""Drifts that a seed draws, in addition to those of ``drifts.toml`` (``drifts.py --draw N``).
 
-What is drawn from: names that vLLM defines in the files that the adapter reads or overrides, and
-that the adapter's code names. A name that kvview defines itself is left out, since the harness
-would be renamed with it. Each draw is consistent in itself: vLLM's own uses follow.
+They are drawn from the names that vLLM defines in the files that the adapter reads or overrides,
+and that the adapter's code names. A name that kvview defines itself is excluded, because the
+harness would be renamed with it. vLLM's own uses of a name follow each draw.
 """
 
 from __future__ import annotations
@@ -10,37 +10,28 @@ from __future__ import annotations
 import ast
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from drift_edits import (  # type: ignore[import-not-found]
-    BASE,
-    BLOCKS,
-    CPU,
-    DRIFTS,
-    EVENTS,
-    OFFLOAD,
-    OUTPUT,
-    OUTPUTS,
-    POOL,
-    SCHEDULER,
-    UTILS,
+    Drift,
     Edit,
     Files,
     Sources,
-    drift,
-    field,
+    add_field,
     rename,
 )
 
 SEAMS = (
-    *(BASE, BLOCKS, CPU, EVENTS, OFFLOAD, OUTPUT, OUTPUTS, POOL, SCHEDULER, UTILS),
-    "vllm/v1/request.py",
-    "vllm/v1/kv_cache_interface.py",
-    "vllm/config/cache.py",
+    *("vllm/v1/core/sched/output.py", "vllm/v1/core/sched/scheduler.py"),
+    *("vllm/v1/core/kv_cache_utils.py", "vllm/v1/core/block_pool.py"),
+    *("vllm/v1/core/kv_cache_manager.py", "vllm/v1/outputs.py", "vllm/v1/request.py"),
+    *("vllm/v1/kv_cache_interface.py", "vllm/config/cache.py", "vllm/distributed/kv_events.py"),
+    "vllm/distributed/kv_transfer/kv_connector/v1/base.py",
+    *("vllm/v1/kv_offload/base.py", "vllm/v1/kv_offload/cpu/manager.py"),
 )
 _ROOT = Path(__file__).parents[2]
-_NOT_THE_ADAPTER = ("simulation", "inference", "comparison", "doctor")
+_NOT_THE_ADAPTER = {"simulation", "inference", "comparison", "doctor"}
 _HARNESS = ("tests/vllm/engine.py", "adapters/kvview_vllm/simulation/scheduler.py")
 _OF_PYTHON = {name for kind in (dict, list, set, str, float) for name in dir(kind)}
 
@@ -51,110 +42,104 @@ def _called(tree: ast.AST) -> set[str]:
     return names | {one.id for one in calls if isinstance(one, ast.Name)}
 
 
-def _trees(folder: Path) -> Iterator[tuple[Path, ast.AST]]:
-    for path in sorted(folder.rglob("*.py")):
-        yield path, ast.parse(path.read_text())
+def _named(tree: ast.AST) -> Iterator[str]:
+    """Yield attributes, keywords, classes, and strings that are names."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.keyword(arg=str(name)):
+                yield name
+            case ast.Constant(value=str(name)) if name.isidentifier():
+                yield name
 
 
-def _named(tree: ast.AST) -> set[str]:
-    """Attributes, keywords and strings that are names."""
-    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    names |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg}
-    return names | {
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and node.value.isidentifier()
-    }
-
-
-def _defined(tree: ast.AST) -> tuple[set[str], set[str]]:
-    """Fields and methods of the classes of a file."""
-    bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    fields = {
+def _fields(tree: ast.AST) -> set[str]:
+    return {
         node.target.id
-        for body in bodies
-        for node in body
+        for kind in _classes(tree)
+        for node in kind.body
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
-    methods = {
+
+
+def _methods(tree: ast.AST) -> set[str]:
+    return {
         node.name
-        for body in bodies
-        for node in body
+        for kind in _classes(tree)
+        for node in kind.body
         if isinstance(node, ast.FunctionDef) and not node.decorator_list and node.args.args
     }
-    return fields, methods
 
 
-def _argument(word: str) -> Edit:
-    """A new first argument of a method, which vLLM's own callers give."""
+def _classes(tree: ast.AST) -> Iterator[ast.ClassDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
 
+
+def _is_dataclass(kind: ast.ClassDef) -> bool:
+    return any("dataclass" in ast.unparse(one) for one in kind.decorator_list)
+
+
+def _in_every_file(change: Callable[[str], str]) -> Edit:
     def edit(files: Sources, changed: Files) -> None:
         for path, text in files.all().items():
-            found = re.sub(rf"(\bdef {word}\(\s*(?:self|cls)\b,?)", r"\1 drifted,", text)
-            found = re.sub(rf"(?<=\.){word}\((?!\))", f"{word}(None, ", found)
-            found = re.sub(rf"(?<=\.){word}\(\)", f"{word}(None)", found)
-            if found != text:
+            if (found := change(text)) != text:
                 changed[path] = found
 
     return edit
 
 
-def _required(kind: str, path: str) -> Edit:
-    """A new field that a class requires, which vLLM itself gives."""
-    add: Edit = field(path, kind, "drifted: int")
+def _argument(word: str) -> Edit:
+    """Add a first argument to a method, which vLLM's own callers pass."""
 
-    def edit(files: Sources, changed: Files) -> None:
-        for where, text in files.all().items():
-            found = re.sub(rf"(?<!class )(?<!\w){kind}\((?=\s*\w+=)", f"{kind}(drifted=0, ", text)
-            if found != text:
-                changed[where] = found
-        add(files, changed)
+    def change(text: str) -> str:
+        text = re.sub(rf"(\bdef {word}\(\s*(?:self|cls)\b,?)", r"\1 drifted,", text)
+        text = re.sub(rf"(?<=\.){word}\((?!\))", f"{word}(None, ", text)
+        return re.sub(rf"(?<=\.){word}\(\)", f"{word}(None)", text)
 
-    return edit
+    return _in_every_file(change)
 
 
-def _dataclasses(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) and any(
-            "dataclass" in ast.unparse(one) for one in node.decorator_list
-        ):
-            yield node.name
+def _required(kind: str) -> Edit:
+    """Pass a new field wherever vLLM makes a class."""
+    pattern = rf"(?<!class )(?<!\w){kind}\((?=\s*\w+=)"
+    return _in_every_file(lambda text: re.sub(pattern, f"{kind}(drifted=0, ", text))
 
 
-def draw(files: Sources, seed: int, number: int) -> list[str]:
-    """Add so many drifts, and return their names."""
+def draw(files: Sources, seed: int, number: int, known: str) -> dict[str, Drift]:
+    """Draw drifts.
+
+    Args:
+        files: Of the newest release.
+        seed: Of the draw.
+        number: Of drifts.
+        known: Names of other drifts; a word in it is not renamed again.
+    """
     ours: set[str] = set()
     read: set[str] = set()
     for folder in ("kvview", "reference", "adapters"):
-        for file, tree in _trees(_ROOT / folder):
-            ours.update(*_defined(tree))
-            if folder == "adapters" and not set(file.parts) & set(_NOT_THE_ADAPTER):
-                read |= _named(tree)
-                read.update(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+        for file in sorted((_ROOT / folder).rglob("*.py")):
+            tree = ast.parse(file.read_text())
+            ours |= _fields(tree) | _methods(tree)
+            if folder == "adapters" and not _NOT_THE_ADAPTER & set(file.parts):
+                read.update(_named(tree))
     seams = {path: ast.parse(files.read(path)) for path in SEAMS}
-    hooks = {name for tree in seams.values() for name in _defined(tree)[1]} & read
-    fields = {name for tree in seams.values() for name in _defined(tree)[0]} & read
-    kinds = {(k, path) for path, tree in seams.items() for k in _dataclasses(tree)}
-    of_kinds = {(kind, path) for kind, path in kinds if kind in read}
-    taken = " ".join(DRIFTS)
-    of_harness: set[str] = set()  # what it calls or builds: it would have to be written anew
-    for name in _HARNESS:
-        of_harness |= _called(ast.parse((_ROOT / name).read_text()))
-    choices: list[tuple[str, Edit, dict[str, str]]] = []
-    for word in sorted((hooks | fields) - ours - _OF_PYTHON):
-        if not word.startswith("__") and not re.search(rf"\b{word}\b", taken):
+    hooks = {name for tree in seams.values() for name in _methods(tree)} & read - _OF_PYTHON
+    fields = {name for tree in seams.values() for name in _fields(tree)} & read - _OF_PYTHON
+    kinds = {(k.name, path) for path, t in seams.items() for k in _classes(t) if _is_dataclass(k)}
+    # A drift of a name that the harness calls or makes would need an edit of the harness.
+    of_harness = set().union(*(_called(ast.parse((_ROOT / n).read_text())) for n in _HARNESS))
+    choices: list[Drift] = []
+    for word in sorted(hooks | fields):
+        if word not in ours and not word.startswith("__") and not re.search(rf"\b{word}\b", known):
             new = f"{word}_drifted"
-            choices.append((f"{word} renamed", rename(word, new), {rf"\b{word}\b": new}))
-    for word in sorted(hooks - of_harness - _OF_PYTHON):
+            harness = {rf"\b{word}\b": new}
+            choices.append(Drift(f"drawn: {word} renamed", (rename(word, new),), harness))
+    for word in sorted(hooks - of_harness):
         if not word.startswith("__"):
-            choices.append((f"{word} takes one more", _argument(word), {}))
-    for kind, path in sorted(of_kinds):
-        if kind not in of_harness:
-            choices.append((f"{kind} needs one more", _required(kind, path), {}))
-    names = []
-    for name, edit, harness in random.Random(seed).sample(choices, number):
-        drift(f"drawn: {name}", f"seed {seed}", edit, harness=harness)
-        names.append(f"drawn: {name}")
-    return names
+            choices.append(Drift(f"drawn: {word} takes another argument", (_argument(word),)))
+    for kind, path in sorted(kinds):
+        if kind in read - of_harness:
+            edits = (_required(kind), add_field(path, kind, "drifted: int"))
+            choices.append(Drift(f"drawn: {kind} requires another field", edits))
+    return {drift.name: drift for drift in random.Random(seed).sample(choices, number)}

@@ -1,37 +1,23 @@
-"""Drifts: what a later vLLM could rename, reorder, add or take away (``drifts.py``).
-
-Each says what vLLM did like it between 0.11 and 0.33. The texts to replace are those of the
-newest release; where it no longer has them, the drift must be written anew.
-"""
+"""Edits of vLLM's sources, as ``drifts.toml`` and ``upstream_faults.toml`` list them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 Files = dict[str, str]
 """Texts of changed files, by path in the sources."""
 
 _ROOTS = ("vllm/v1", "vllm/distributed", "vllm/config", "vllm/platforms")
-OUTPUT = "vllm/v1/core/sched/output.py"
-SCHEDULER = "vllm/v1/core/sched/scheduler.py"
-UTILS = "vllm/v1/core/kv_cache_utils.py"
-POOL = "vllm/v1/core/block_pool.py"
-BLOCKS = "vllm/v1/core/kv_cache_manager.py"
-BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
-EVENTS = "vllm/distributed/kv_events.py"
-OUTPUTS = "vllm/v1/outputs.py"
-OFFLOAD = "vllm/v1/kv_offload/base.py"
-CPU = "vllm/v1/kv_offload/cpu/manager.py"
-OFFLOAD_SCHEDULER = "vllm/distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py"
-OFFLOAD_WORKER = "vllm/distributed/kv_transfer/kv_connector/v1/offloading/worker.py"
 
 
 class DriftError(Exception):
-    """A drift does not fit the sources: it must be written anew for the newest release."""
+    """A drift does not fit the sources, so it must be written again for the newest release."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +27,12 @@ class Sources:
     folder: Path
 
     def read(self, path: str) -> str:
-        """Text of one file."""
+        """Return the text of one file."""
         return (self.folder / path).read_text()
 
     @cache  # noqa: B019 - one object, for the length of the script
     def all(self) -> dict[str, str]:
-        """Texts of all files that a rename may touch."""
+        """Return the texts of all files that a rename may touch."""
         return {
             str(path.relative_to(self.folder)): path.read_text()
             for root in _ROOTS
@@ -55,52 +41,7 @@ class Sources:
 
 
 Edit = Callable[[Sources, Files], None]
-
-
-def rename(word: str, new: str) -> Edit:
-    """Another name, wherever vLLM uses the old one."""
-
-    def edit(files: Sources, changed: Files) -> None:
-        pattern = re.compile(rf"\b{word}\b")
-        for path, text in files.all().items():
-            if pattern.search(found := changed.get(path, text)):
-                changed[path] = pattern.sub(new, found)
-        if not changed:
-            raise DriftError(f"nothing is named {word}")
-
-    return edit
-
-
-def swap(path: str, *texts: str) -> Edit:
-    """Replace texts of one file: old, new, old, new, each found once."""
-
-    def edit(files: Sources, changed: Files) -> None:
-        text = changed.get(path) or files.read(path)
-        for old, new in zip(texts[::2], texts[1::2], strict=True):
-            if text.count(old) != 1:
-                raise DriftError(f"{path}: {text.count(old)} times {old!r}")
-            text = text.replace(old, new)
-        changed[path] = text
-
-    return edit
-
-
-def field(path: str, kind: str, line: str) -> Edit:
-    """A new first field of a class, which it requires."""
-
-    def edit(files: Sources, changed: Files) -> None:
-        text = changed.get(path) or files.read(path)
-        pattern = re.compile(rf'^class {kind}\b[^:]*:\n(?:    """(?:.|\n)*?"""\n)?', re.M)
-        if not (found := pattern.search(text)):
-            raise DriftError(f"{path}: no class {kind}")
-        changed[path] = f"{text[: found.end()]}    {line}\n{text[found.end() :]}"
-
-    return edit
-
-
-def method(path: str, kind: str, line: str) -> Edit:
-    """A new abstract method of a class."""
-    return field(path, kind, f"@abstractmethod\n    def {line}: ...\n")
+"""Changes the texts of some files."""
 
 
 @dataclass(frozen=True)
@@ -108,29 +49,85 @@ class Drift:
     """One change to vLLM.
 
     Args:
-        name: What it is.
-        like: What vLLM did like it.
-        edits: What changes in the sources.
-        harness: What changes with them in what stands for the model runner and the front end,
-            none of which runs in a server: patterns, and what they become.
+        name: Of the drift.
+        edits: Of the sources.
+        harness: Edits of the harness, which stands in for the model runner and the front end:
+            patterns, and their new text.
+        like: A change of vLLM that it resembles.
+        kind: ``"fact"``, ``"simulated"`` or empty.
     """
 
     name: str
-    like: str
     edits: tuple[Edit, ...]
-    harness: tuple[tuple[str, str], ...] = ()
+    harness: Mapping[str, str] = field(default_factory=dict)
+    like: str = ""
+    kind: str = ""
 
     def apply(self, files: Sources) -> Files:
-        """Texts of the files that change."""
+        """Return the texts of the files that change.
+
+        Raises:
+            DriftError: An edit does not fit.
+        """
         changed: Files = {}
         for edit in self.edits:
             edit(files, changed)
         return changed
 
 
-DRIFTS: dict[str, Drift] = {}
+def rename(word: str, new: str) -> Edit:
+    """Replace a name wherever vLLM uses it."""
+
+    def edit(files: Sources, changed: Files) -> None:
+        pattern = re.compile(rf"\b{word}\b")
+        for path, text in files.all().items():
+            if pattern.search(found := changed.get(path, text)):
+                changed[path] = pattern.sub(new, found)
+        if not changed:
+            raise DriftError(f"no name matches {word}")
+
+    return edit
 
 
-def drift(name: str, like: str, *edits: Edit, harness: Mapping[str, str] | None = None) -> None:
-    assert name not in DRIFTS, name
-    DRIFTS[name] = Drift(name, like, edits, tuple((harness or {}).items()))
+def add_field(path: str, kind: str, line: str) -> Edit:
+    """Add a line as the first field of a class."""
+
+    def edit(files: Sources, changed: Files) -> None:
+        text = changed.get(path) or files.read(path)
+        pattern = re.compile(rf'^class {kind}\b[^:]*:\n(?:    """(?:.|\n)*?"""\n)?', re.M)
+        if not (found := pattern.search(text)):
+            raise DriftError(f"{path} has no class {kind}")
+        changed[path] = f"{text[: found.end()]}    {line}\n{text[found.end() :]}"
+
+    return edit
+
+
+def _swap(files: Sources, changed: Files, *, path: str, old: str, new: str) -> None:
+    text = changed.get(path) or files.read(path)
+    if text.count(old) != 1:
+        raise DriftError(f"{path} has {text.count(old)} times {old!r}, expected once")
+    changed[path] = text.replace(old, new)
+
+
+def _edit_of(row: Mapping[str, str]) -> Edit:
+    match row:
+        case {"rename": word, "to": new}:
+            return rename(word, new)
+        case {"file": path, "old": old, "new": new}:
+            return partial(_swap, path=path, old=old, new=new)
+        case {"file": path, "class": kind, "field": line}:
+            return add_field(path, kind, line)
+        case {"file": path, "class": kind, "method": line}:
+            return add_field(path, kind, f"@abstractmethod\n    def {line}: ...\n")
+    raise DriftError(f"{dict(row)} is not an edit")
+
+
+def read_drifts(name: str = "drifts.toml") -> dict[str, Drift]:
+    """Return the drifts of a file in this folder, by name."""
+    return {drift.name: drift for drift in _drifts(Path(__file__).with_name(name))}
+
+
+def _drifts(file: Path) -> Iterator[Drift]:
+    rows: list[dict[str, Any]] = tomllib.loads(file.read_text())["drift"]
+    for row in rows:
+        yield Drift(**row | {"edits": tuple(map(_edit_of, row["edits"]))})

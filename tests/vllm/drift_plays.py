@@ -1,9 +1,9 @@
-"""What is played on drifted sources of vLLM, each in a process of its own (``drifts.py``).
+"""Plays on drifted sources of vLLM, each in a process of its own (``drifts.py``).
 
-A *play* is one way in: a connector under the real scheduler, the offloading spec under vLLM's
-OffloadingConnector, a wrapped manager of vLLM's, and ``kvview doctor``. It answers how far it
-came, what it raised, and what it saw; what it saw is compared with the same play on the
-sources as they are, so that what is swallowed shows.
+A *play* is one way to use the adapter: a connector under the real scheduler, the offloading spec
+under vLLM's OffloadingConnector, a wrapped manager of vLLM's, ``kvview check`` and ``kvview
+doctor``. It reports its stage, its error and the values that it saw. These are compared with the
+same play on the unchanged sources, so that a swallowed drift shows.
 
 Third-party packages are imported once, in the process that forks.
 """
@@ -33,9 +33,9 @@ Answer = dict[str, Any]
 _HERE = Path(__file__).parent
 _OURS = ("vllm", "kvview", "kvview_vllm", "kvview_reference", "tests", "engine", "drift_plays")
 _VLLM = ("vllm.config", "vllm.v1.core.sched.async_scheduler", "vllm.v1.outputs", "vllm.v1.request")
-_MADE_UP = ("tests/vllm/engine.py", "kvview_vllm/simulation/")
+_STAND_INS = ("tests/vllm/engine.py", "kvview_vllm/simulation/")
 HARNESS = "kvview-harness.json"
-"""In drifted sources: what the harness says otherwise there."""
+"""Name of a file in drifted sources: the edits of the harness."""
 
 _HARNESS = {
     "engine": _HERE / "engine.py",
@@ -49,7 +49,7 @@ _OTHERS = range(200, 200 + 6 * 16 + 4)
 # --- the plays ---
 
 
-def _connector(bound: Callable[[], None]) -> Any:
+def _play_connector(bound: Callable[[], None]) -> Any:
     import engine as lane  # type: ignore[import-not-found]
 
     target = f"{_HERE / 'drift_spy.py'}:"
@@ -57,7 +57,9 @@ def _connector(bound: Callable[[], None]) -> Any:
         folder = Path(name)
 
         def build(kind: str, **options: Any) -> Any:
-            return _listen(lane.Engine(folder, lane.connector_config(target + kind), **options))
+            return _record_events(
+                lane.Engine(folder, lane.connector_config(target + kind), **options)
+            )
 
         engines = [
             build("SpyConnector"),
@@ -67,9 +69,7 @@ def _connector(bound: Callable[[], None]) -> Any:
             build("SpyConnector", num_blocks=16),
         ]
         bound()
-        saw: list[Any] = []
-        for engine in engines[:4]:
-            saw.append(_serve_twice(engine))
+        saw = [_serve_twice(engine) for engine in engines[:4]]
         crowded = engines[4]
         for number, first in enumerate((10, 200)):
             crowded.add(f"r{number}", range(first, first + 100), max_tokens=24)
@@ -98,27 +98,27 @@ def _saw(engine: Any) -> Any:
     return [side.half.saw, sorted(engine.hits.items()), engine.num_free_blocks(), engine.published]
 
 
-def _listen(engine: Any) -> Any:
-    """Note the events that the engine takes, as a subscriber reads them."""
+def _record_events(engine: Any) -> Any:
+    """Record the events that the engine takes, as a subscriber reads them."""
     take, engine.published = engine.scheduler.connector.take_events, []
 
     def taken() -> Any:
         events = list(take())
         for event in events:
-            said = [type(event).__name__, list(map(str, event.block_hashes)), event.medium]
-            size = event.block_size if said[0] == "BlockStored" else None
-            engine.published.append([*said, size, event.group_idx])
+            fields = [type(event).__name__, list(map(str, event.block_hashes)), event.medium]
+            size = event.block_size if fields[0] == "BlockStored" else None
+            engine.published.append([*fields, size, event.group_idx])
         return events
 
     engine.scheduler.connector.take_events = taken
     return engine
 
 
-def _spec(bound: Callable[[], None]) -> Any:
+def _play_spec(bound: Callable[[], None]) -> Any:
     import engine as lane
     from kvview_vllm.releases import installed
 
-    _ = installed().connector  # the worker that is made up asks for it at its first step
+    _ = installed().connector  # the stand-in of a worker reads it at its first step
     config = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -129,7 +129,7 @@ def _spec(bound: Callable[[], None]) -> Any:
         },
     }
     with tempfile.TemporaryDirectory() as folder:
-        engine = _listen(lane.Engine(Path(folder), config))
+        engine = _record_events(lane.Engine(Path(folder), config))
         bound()
         for number, tokens in enumerate((_TOKENS, _OTHERS, _TOKENS, range(400, 500))):
             engine.add(f"r{number}", tokens)
@@ -142,7 +142,7 @@ def _spec(bound: Callable[[], None]) -> Any:
         return [sorted(engine.hits.items()), engine.published]
 
 
-def _manager(bound: Callable[[], None]) -> Any:
+def _play_manager(bound: Callable[[], None]) -> Any:
     from kvview import ReqContext, make_offload_key
     from kvview_vllm.offloading import VLLMOffloadingManager
     from kvview_vllm.releases.calls import make_cpu_manager
@@ -172,22 +172,22 @@ def _manager(bound: Callable[[], None]) -> Any:
     return saw
 
 
-def _check(bound: Callable[[], None]) -> Any:
-    """Run ``kvview check --engine vllm``: a verdict, or one line (VSIM-7)."""
+def _play_check(bound: Callable[[], None]) -> Any:
+    """Run ``kvview check --engine vllm``: it gives a verdict, or one line (VSIM-7)."""
     if _Harness in sys.meta_path:
         sys.meta_path.remove(_Harness)
     from kvview.targets import load_connector
     from kvview.testing.connector import check_connector
     from kvview_vllm.simulation import VLLMEngines
 
-    # A process of a pool may have no children, and runs have worker halves in one of their own.
+    # Runs start worker halves in processes, and a process of a pool may have no children.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     target = load_connector(f"{_HERE.parents[1] / 'examples' / 'host_cache.py'}:HostCacheConnector")
     report = check_connector(target, seeds=4, engines=VLLMEngines(), max_shrink_runs=0)
     return [str(failure) for failure in report.failures]
 
 
-def _doctor(bound: Callable[[], None]) -> Any:
+def _play_doctor(bound: Callable[[], None]) -> Any:
     from kvview_vllm.doctor import diagnose
 
     found = diagnose()
@@ -196,11 +196,11 @@ def _doctor(bound: Callable[[], None]) -> Any:
 
 
 PLAYS: Mapping[str, Callable[[Callable[[], None]], Any]] = {
-    "connector": _connector,
-    "spec": _spec,
-    "manager": _manager,
-    "check": _check,
-    "doctor": _doctor,
+    "connector": _play_connector,
+    "spec": _play_spec,
+    "manager": _play_manager,
+    "check": _play_check,
+    "doctor": _play_doctor,
 }
 
 
@@ -219,19 +219,19 @@ def _answer_of(play: Callable[[Callable[[], None]], Any]) -> Answer:
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
         while frames[-1].filename.endswith("releases/calls.py"):
-            frames.pop()  # called with what the release takes: by whom?
+            frames.pop()  # it calls as the release requires: find its caller
         where = frames[-1]
-        said = f"{error} ({Path(where.filename).name}:{where.lineno})"
+        message = f"{error} ({Path(where.filename).name}:{where.lineno})"
         if type(error).__name__ == "UnsupportedEngineError":
-            said = str(error)
-        elif any(part in where.filename for part in _MADE_UP):
-            stage = "not played"  # what stands for the model reads it, nothing of vLLM or ours
-        return {"stage": stage, "kind": type(error).__name__, "error": said, "saw": None}
+            message = str(error)
+        elif any(part in where.filename for part in _STAND_INS):
+            stage = "not played"  # only the stand-in of the model reads it
+        return {"stage": stage, "kind": type(error).__name__, "error": message, "saw": None}
     return {"stage": "done", "kind": "", "error": "", "saw": json.loads(json.dumps(saw))}
 
 
 def _in_child(work: Callable[[], Any]) -> Any:
-    """What some work answers, done in a fork of this process."""
+    """Return the result of some work, done in a fork of this process."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -247,13 +247,13 @@ def _in_child(work: Callable[[], Any]) -> Any:
 
 
 class _Harness(SourceFileLoader):
-    """What stands for the rest of vLLM, in the words of the drifted sources."""
+    """Imports the harness with the names of the drifted sources."""
 
-    changes: ClassVar[Sequence[tuple[str, str]]] = ()
+    changes: ClassVar[Mapping[str, str]] = {}
 
     def get_code(self, fullname: str) -> Any:
         text = Path(self.path).read_text()
-        for pattern, new in self.changes:
+        for pattern, new in self.changes.items():
             text = re.sub(pattern, new, text)
         return compile(text, self.path, "exec")
 
@@ -265,7 +265,7 @@ class _Harness(SourceFileLoader):
 
 
 def _play_all(path: Path) -> dict[str, Answer]:
-    """All plays on the sources in a folder; vLLM is imported once for them."""
+    """Play all ways on the sources in a folder; vLLM is imported once for them."""
     if (path / HARNESS).exists() and (changes := json.loads((path / HARNESS).read_text())):
         _Harness.changes = changes
         sys.meta_path.insert(0, _Harness)
@@ -286,11 +286,11 @@ def prepare(sources: Path, ways: Sequence[str]) -> dict[str, Answer]:
     """Make this process one that forks plays.
 
     Args:
-        sources: Of vLLM, as they are.
-        ways: Which plays, by name.
+        sources: Of vLLM, unchanged.
+        ways: Names of plays.
 
     Returns:
-        What every play answers there.
+        The answer of every play there.
     """
     _ways[:] = ways
     os.environ.update(PYTHONHASHSEED="0", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
@@ -309,7 +309,7 @@ def prepare(sources: Path, ways: Sequence[str]) -> dict[str, Answer]:
         try:
             importlib.import_module(name)
         except Exception:
-            continue  # made by its parent at run time
+            continue  # its parent makes it at run time
     found: dict[str, Answer] = answers
     return found
 
@@ -320,9 +320,9 @@ def play_each(
     """Play on trees of sources, some at a time.
 
     Args:
-        trees: Name, and what writes the tree into a new folder.
+        trees: Names, and functions that write a tree into a new folder.
         scratch: A folder for trees and compiled files.
-        processes: How many at a time.
+        processes: The number that run at a time.
     """
     sys.pycache_prefix = str(scratch / "compiled")
     context = multiprocessing.get_context("fork")
@@ -338,9 +338,9 @@ _trees: dict[str, Callable[[Path], None]] = {}
 
 def _play_tree(task: tuple[str, str, int]) -> tuple[str, dict[str, Answer]]:
     name, scratch, slots = task
-    # Always the same paths: what was compiled of them is found again.
+    # The same paths again and again, so that their compiled files are found again.
     for slot in range(slots):
-        lock = os.open(Path(scratch, f"slot{slot}.lock"), os.O_CREAT)  # held until we end
+        lock = os.open(Path(scratch, f"slot{slot}.lock"), os.O_CREAT)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

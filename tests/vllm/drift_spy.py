@@ -1,4 +1,4 @@
-"""The example connector, noting what it is told; ``drift_plays.py`` compares the notes."""
+"""The example connector, which records its calls; ``drift_plays.py`` compares the records."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _example: Any = sys.modules[_HostCache.__module__]
 
 
 class SpyConnector(_HostCache):  # type: ignore[misc]
-    """Notes every call."""
+    """Records every call."""
 
     def make_scheduler(self) -> SchedulerConnector:
         half: SchedulerConnector = _Scheduler(self.config, 64)
@@ -32,7 +32,7 @@ class SpyConnector(_HostCache):  # type: ignore[misc]
 
 
 class FailingSpy(SpyConnector):
-    """The same, and all loads fail."""
+    """Records every call; all its loads fail."""
 
     def make_worker(self) -> WorkerConnector:
         half: WorkerConnector = _FailingWorker(64)
@@ -52,9 +52,9 @@ class _Scheduler(_example.HostCacheScheduler):  # type: ignore[misc]
     def match_prefix(self, request: Any, num_computed_tokens: int) -> int:
         found: int = super().match_prefix(request, num_computed_tokens)
         content = request.content
-        said = [content.lora_name, content.lora_id, content.cache_salt, list(content.extra_keys)]
+        facts = [content.lora_name, content.lora_id, content.cache_salt, list(content.extra_keys)]
         tokens = [int(token) for token in content.token_ids[:3]]
-        self.saw.append(["match", _name(request), num_computed_tokens, found, said, tokens])
+        self.saw.append(["match", _name(request), num_computed_tokens, found, facts, tokens])
         return found
 
     def on_blocks_allocated(self, request: Any, block_ids: Any, *numbers: int) -> None:

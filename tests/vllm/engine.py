@@ -1,9 +1,8 @@
-"""A real vLLM Scheduler of whatever release is importable, with the worker simulated.
+"""The real Scheduler of the vLLM release that can be imported, with a simulated worker.
 
-The scheduler, its pool and the connector are vLLM's and ours; what computes is a
-few lines that write, into real CPU tensors, bytes that follow from a block's hash.
-So a loaded block with other bytes is seen at once. Nothing is patched: the
-platform is chosen by the `+cpu` in the version of the unpacked sources.
+The scheduler and its pool are vLLM's, the connector is kvview's. The worker writes bytes that
+follow from a block's hash into real CPU tensors, so that a wrong load is seen at once. Nothing
+is patched: vLLM chooses the platform by the `+cpu` in the version of the unpacked sources.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from kvview_vllm.simulation.scheduler import (  # for the tests, under one name
 from kvview_vllm.simulation.scheduler import multi_config as multi_config
 from kvview_vllm.simulation.scheduler import refuses_several_groups as refuses_several_groups
 
-cpu_scheduler.prepare()  # before any test imports what needs it
+cpu_scheduler.prepare()  # before the imports that need it
 
 BLOCK_SIZE = 16
 WINDOW = 32
@@ -37,7 +36,7 @@ EXAMPLE_CONNECTOR = f"{EXAMPLE}:HostCacheConnector"
 
 
 def connector_config(target: str = EXAMPLE_CONNECTOR, **options: Any) -> dict[str, Any]:
-    """The `kv_transfer_config` of a kvview connector, by default the example."""
+    """Return the `kv_transfer_config` of a kvview connector, by default the example."""
     return cpu_scheduler.connector_config(target, **options)
 
 
@@ -45,14 +44,14 @@ class Engine:
     """Scheduler and simulated worker, stepped by hand.
 
     Args:
-        folder: Where the model's configuration is written.
+        folder: Folder for the model's configuration.
         transfer_config: Arguments of `KVTransferConfig`.
         windows: Sliding windows in tokens, a KV-cache group each; None is full attention.
         num_blocks: Blocks of the pool.
-        depth: Batches in flight; several take the asynchronous scheduler, in the order of
-            `EngineCore.step_with_batch_queue`, and no byte is checked.
+        depth: Batches in flight; with several, the asynchronous scheduler steps in the order of
+            `EngineCore.step_with_batch_queue`, and bytes are not checked.
         tokens_per_step: Token budget of one step.
-        publishes_events: Whether the scheduler gathers KV events.
+        publishes_events: Whether the scheduler collects KV events.
     """
 
     def __init__(
@@ -99,10 +98,10 @@ class Engine:
         self.kv_caches = dict.fromkeys(layers, tensor)
         self.worker.register_kv_caches(self.kv_caches)
         self.requests: dict[str, Any] = {}
-        self.hits: dict[str, int] = {}  # tokens that a request never computed
+        self.hits: dict[str, int] = {}  # prompt tokens that were not computed
         self.hold_loads = False
         self.depth = depth
-        self.in_flight: deque[Any] = deque()  # outputs of the scheduler, and their answers
+        self.in_flight: deque[Any] = deque()  # outputs of the scheduler and of the model
         self._metadata: list[Any] = []
 
     def add(self, request_id: str, tokens: Iterable[int], max_tokens: int = 4) -> Any:
@@ -112,37 +111,37 @@ class Engine:
         return request
 
     def abort(self, request_id: str) -> None:
-        """End a request as a client that went away does."""
+        """End a request as a disconnected client does."""
         from vllm.v1.request import RequestStatus
 
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> Any:
-        """Schedule, compute and take the oldest output in."""
+        """Schedule, compute, and process the oldest output."""
         output = self.scheduler.schedule()
         transfers = self._run_worker(output)
         if self.depth == 1:
             self._compute(output, cpu_scheduler.invalid_blocks(transfers))
         if not self.hold_loads:
             cpu_scheduler.end_transfers(self.worker)
-        answer = make_model_output(self.scheduler, output, transfers)
-        self.in_flight.append((output, answer))
+        model_output = make_model_output(self.scheduler, output, transfers)
+        self.in_flight.append((output, model_output))
         if len(self.in_flight) >= self.depth or not output.total_num_scheduled_tokens:
             self.scheduler.update_from_output(*self.in_flight.popleft())
         return output
 
     def run(self, limit: int = 50) -> None:
-        """Step until every request has ended and the connector rests."""
+        """Step until every request has ended and the connector is idle."""
         for _ in range(limit):
             if not self.step().total_num_scheduled_tokens:
-                time.sleep(0.01)  # a worker with threads of its own gets its turn
+                time.sleep(0.01)  # gives way to the threads of a worker
             if not self.scheduler.has_unfinished_requests() and not self._is_busy():
                 self.step()  # the last acknowledgement
                 return
-        raise AssertionError(f"not done after {limit} steps")
+        raise AssertionError(f"requests or transfers are left after {limit} steps")
 
     def num_free_blocks(self) -> int:
-        """Free blocks of the real pool."""
+        """Return the number of free blocks of the real pool."""
         return int(self.pool.get_num_free_blocks())
 
     def scribble(self) -> None:
@@ -151,16 +150,16 @@ class Engine:
             tensor.fill_(-1.0)
 
     def _is_busy(self) -> bool:
-        ask = getattr(self.scheduler.connector, "has_pending_push_work", None)  # before 0.24: ours
+        is_pending = getattr(self.scheduler.connector, "has_pending_push_work", None)
         children = getattr(self.scheduler.connector, "_connectors", None)
         if children is not None:
             return any(child.has_pending_push_work() for child in children)
-        return bool(ask and ask())
+        return bool(is_pending and is_pending())
 
     def _run_worker(self, output: Any) -> Any:
-        """The calls of a model runner up to the forward pass, and its report.
+        """Make the calls of a model runner up to the forward pass, and return its report.
 
-        It reports after the pass; what a connector saves then is reported a step later here.
+        A model runner reports after the pass; saves of the pass are reported a step later here.
         """
         if self.hold_loads:
             self._metadata.append(output.kv_connector_metadata)
@@ -173,9 +172,9 @@ class Engine:
         return cpu_scheduler.take_transfers(self.worker, output)
 
     def _compute(self, output: Any, invalid: Collection[int]) -> None:
-        """Check what earlier steps or loads brought, then write what this one computes.
+        """Check the blocks of earlier steps and loads, then write those of this step.
 
-        Blocks reported invalid are not checked: the scheduler computes them anew.
+        Blocks reported invalid are not checked, because the scheduler computes them again.
         """
         manager = self.scheduler.kv_cache_manager
         starts = cpu_scheduler.computed_before(output)
@@ -201,7 +200,7 @@ class Engine:
 
 
 def make_model_output(scheduler: Any, output: Any, transfers: Any = None) -> Any:
-    """One token, always the same, for each request past its prompt."""
+    """Sample one token, always the same, for each request past its prompt."""
     requests = {
         request_id: scheduler.requests[request_id] for request_id in output.num_scheduled_tokens
     }
@@ -225,7 +224,7 @@ def _groups(windows: Sequence[int | None]) -> list[CacheGroup]:
 
 
 def _register_layers(vllm_config: Any, layers: Sequence[str]) -> None:
-    """Layers that say how their tensors lie: vLLM's OffloadingConnector asks up to 0.28."""
+    """Register layers with the shape of their tensors: OffloadingConnector reads it up to 0.28."""
     kv_connector = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
     kind = getattr(importlib.import_module(kv_connector), "Attention", None)  # up to 0.17
     if kind is None:
@@ -254,10 +253,10 @@ def _register_layers(vllm_config: Any, layers: Sequence[str]) -> None:
 def make_scheduler(
     folder: Path, transfer_config: dict[str, Any] | None, *, num_blocks: int, max_num_seqs: int
 ) -> Any:
-    """A real Scheduler alone, of one full-attention group.
+    """Make a real Scheduler alone, of one full-attention group.
 
     Args:
-        folder: Where the model's configuration is written.
+        folder: Folder for the model's configuration.
         transfer_config: Arguments of `KVTransferConfig`; None for no connector.
         num_blocks: Blocks of the pool.
         max_num_seqs: Requests that may run together.
@@ -279,7 +278,7 @@ _hashes_are_ready = False
 
 
 def make_request(request_id: str, tokens: list[int], max_tokens: int) -> Any:
-    """A `Request` with greedy sampling and vLLM's own hashes."""
+    """Make a `Request` with greedy sampling and vLLM's own hashes."""
     global _hashes_are_ready
     utils: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
     if not _hashes_are_ready:

@@ -1,4 +1,4 @@
-"""The example connector with planted faults, in a file of its own as users write them."""
+"""The example connector with faults, in a file of its own as users write them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _FailingWorker(_HostCacheWorker):  # type: ignore[misc]
 
 
 class FailingAtLastConnector(FailingConnector):
-    """All its loads fail, and so does its hook at the end of the request ``last``."""
+    """All its loads fail, and its hook for the end of the request ``last`` raises."""
 
     def make_scheduler(self) -> SchedulerConnector:
         half: SchedulerConnector = super().make_scheduler()
@@ -58,7 +58,7 @@ class FailingAtLastConnector(FailingConnector):
 
 
 class SlowConnector(_HostCache):  # type: ignore[misc]
-    """Its jobs are reported some steps late."""
+    """Reports its jobs some steps late."""
 
     def make_worker(self) -> WorkerConnector:
         worker: WorkerConnector = _SlowWorker(self.cpu_blocks)
@@ -86,7 +86,7 @@ class _SlowWorker(_HostCacheWorker):  # type: ignore[misc]
 
 
 class BrokenConnector(_HostCache):  # type: ignore[misc]
-    """One hook of one half raises, from the first call on; option ``fails_in``: its name."""
+    """Raises in every call of one hook; option ``fails_in`` is its name."""
 
     def __init__(self, config: ConnectorConfig) -> None:
         options = dict(config.options)
@@ -97,14 +97,14 @@ class BrokenConnector(_HostCache):  # type: ignore[misc]
     def make_scheduler(self) -> SchedulerConnector:
         self.fail("make_scheduler")
         scheduler: SchedulerConnector = super().make_scheduler()
-        return self.plant(scheduler)
+        return self.break_hook(scheduler)
 
     def make_worker(self) -> WorkerConnector:
         self.fail("make_worker")
         worker: WorkerConnector = super().make_worker()
-        return self.plant(worker)
+        return self.break_hook(worker)
 
-    def plant(self, half: HalfT) -> HalfT:
+    def break_hook(self, half: HalfT) -> HalfT:
         name = self.fails_in.partition(".")[2]
         if self.fails_in.startswith(type(half).__mro__[1].__name__):
             object.__setattr__(half, name, lambda *_: self.fail(self.fails_in))

@@ -1,4 +1,4 @@
-"""A connector that compares what ``StepInfo.filling`` leaves out with what is scheduled."""
+"""A connector that compares ``StepInfo.filling`` with all scheduled requests."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from kvview import (
 )
 
 SKIPPED = 7
-"""One step in so many is not looked at."""
+"""One step in this many is not compared."""
 
 seen: Counter[str] = Counter()
 
 
-class LooksTwice(HostCacheConnector):
-    """Compares what fills a block with what is scheduled, in every step."""
+class ComparesFilling(HostCacheConnector):
+    """Compares the requests that fill a block with all scheduled requests, in every step."""
 
     def make_scheduler(self) -> SchedulerConnector:
         half = super().make_scheduler()
-        return _Looking(half, self.config.geometry)
+        return _Comparing(half, self.config.geometry)
 
 
-class _Looking(SchedulerConnector):
+class _Comparing(SchedulerConnector):
     def __init__(self, half: SchedulerConnector, geometry: Any) -> None:
         self._geometry = geometry
         self._full: dict[str, set[tuple[int, int]]] = {}  # of each request, group and number
-        self._is_new = True  # or not looked at in the last step
+        self._is_new = True  # or the last step was not compared
         self._steps = 0
         self._plan_step, self._finished = half.plan_step, half.on_request_finished
         for name in vars(SchedulerConnector):

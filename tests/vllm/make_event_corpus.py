@@ -1,11 +1,11 @@
-"""The golden corpus of KV events: what the real classes of each release write, and what it means.
+"""Writes the golden corpus of KV events: the bytes that each release encodes, and their meaning.
 
     python tests/vllm/make_event_corpus.py FOLDER [RELEASE ...]
 
-writes ``FOLDER/RELEASE.jsonl``, a row for each case: its name, its meaning, and the bytes in
-base64; and compares the digests with ``event_corpus.json`` beside this file, which is
-committed while the corpus is not (``--update`` writes it). Sources are those of
-``tests/vllm/sources.py``; each release is one process.
+writes ``FOLDER/RELEASE.jsonl``: for each case its name, its meaning, and the bytes in base64. It
+also compares the digests with ``event_corpus.json``, which is committed while the corpus is not
+(``--update`` writes it). Each release runs in a process of its own, on the sources of
+``tests/vllm/sources.py``.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """The corpus of the installed release: ``case``, ``meaning``, ``payload``.
+    """Yield the corpus of the installed release: ``case``, ``meaning``, ``payload``.
 
     Raises:
         ValueError: An event has a field that no case sets.
@@ -109,11 +109,11 @@ def rows() -> Iterator[dict[str, Any]]:
         kind = getattr(kv_events, tag)
         if new := set(kind.__struct_fields__) - known:
             raise ValueError(f"{tag} has fields that no case sets: {', '.join(sorted(new))}")
-        said = {name: values.get(name) for name in kind.__struct_fields__}
-        made.append((case, kind(**said), {"type": tag, **said}))
+        fields = {name: values.get(name) for name in kind.__struct_fields__}
+        made.append((case, kind(**fields), {"type": tag, **fields}))
     batches: list[tuple[str, list[Any], list[Any], int | None]]
-    batches = [(case, [event], [said], 0) for case, event, said in made]
-    events, meanings = [event for _, event, _ in made], [said for _, _, said in made]
+    batches = [(case, [event], [meaning], 0) for case, event, meaning in made]
+    events, meanings = [event for _, event, _ in made], [meaning for _, _, meaning in made]
     batches.append(("all in one batch", events, meanings, 7))
     batches.append(("a rank that is not said", events[:1], meanings[:1], None))
     batches.append(("an empty batch", [], [], 0))
@@ -124,12 +124,12 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 def digests(corpus: list[dict[str, Any]]) -> dict[str, str]:
-    """The manifest's part of a release: a digest for each case."""
+    """Return the digest of each case."""
     return {row["case"]: hashlib.sha256(row["payload"]).hexdigest()[:32] for row in corpus}
 
 
 def manifest_of(release: str) -> dict[str, str]:
-    """What the manifest says of a release; nothing of one that it does not have."""
+    """Return the digests of a release in the manifest, empty for an unknown release."""
     manifest = json.loads(MANIFEST.read_text())
     found: dict[str, str] = manifest["digests"].get(manifest["releases"].get(release), {})
     return found
@@ -173,16 +173,16 @@ def main() -> None:
         )
         found[release] = json.loads(done.stdout.splitlines()[-1])
         is_same = found[release] == manifest_of(release)
-        state = "as the manifest says" if is_same else "not as the manifest says"
+        state = "as in the manifest" if is_same else "not as in the manifest"
         print(f"{release}: {len(found[release])} cases, {state}", flush=True)
     if options.update:
-        first: dict[str, str] = {}  # the first release that writes so
+        first: dict[str, str] = {}  # the first release with these bytes
         named = {
             release: first.setdefault(json.dumps(cases), release)
             for release, cases in found.items()
         }
-        told = {name: found[name] for name in first.values()}
-        MANIFEST.write_text(json.dumps({"releases": named, "digests": told}, indent=1) + "\n")
+        by_first = {name: found[name] for name in first.values()}
+        MANIFEST.write_text(json.dumps({"releases": named, "digests": by_first}, indent=1) + "\n")
     elif any(cases != manifest_of(release) for release, cases in found.items()):
         sys.exit(1)
 

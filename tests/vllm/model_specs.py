@@ -1,19 +1,18 @@
-"""The KV-cache specifications that real vLLM computes for ``model_configs.json``.
+"""Computes the KV-cache specifications of ``model_configs.json`` with real vLLM.
 
     python tests/vllm/model_specs.py [MODEL ...] [--write]
 
-The configs are the fields of published ``config.json`` files that decide what a KV cache stores;
-numbers that do not (vocabulary, experts, the width of an MLP) are small, so that models are built
-in seconds. Needs vLLM's CPU build. Builds each model whole, with all its layers, on the meta
-device (Gemma 3n on the CPU, because it reads values while it is built), so no weight is loaded;
-some of them once more in four processes, as ranks of tensor parallelism. The specification of
-each layer, the block size that the platform aligns, the layout and the groups come from vLLM's
-functions, in the order in which its engine calls them. ``--write`` pins the figures in
-``tests/replay/model_specs.json``.
+The configs have the fields of published ``config.json`` files that determine the KV cache; other
+numbers (vocabulary, experts, the width of an MLP) are small, so that models are built in seconds.
+Needs vLLM's CPU build. Each model is built with all its layers on the meta device (Gemma 3n on the
+CPU, because it reads values while it is built), so that no weight is loaded. Some models are built
+again in four processes, as ranks of tensor parallelism. The specification of each layer, the block
+size that the platform aligns, the layout and the groups come from vLLM's functions, in the order in
+which its engine calls them. ``--write`` pins the figures in ``tests/replay/model_specs.json``.
 
-Two things differ from a server on this machine: the state of Mamba layers keeps the type that the
-model asks for (vLLM makes it float32 on CPUs that have AVX512 BF16), and of a model that sees
-pictures only the language half is built, which is the half that has a KV cache.
+There are two differences from a server on this machine. The state of Mamba layers has the type of
+the model (vLLM makes it float32 on CPUs with AVX512 BF16). Of a model for images only the language
+half is built, because only this half has a KV cache.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ CONFIGS: dict[str, dict[str, Any]] = json.loads((REPLAY / "model_configs.json").
 PINNED = REPLAY / "model_specs.json"
 RELEASE = "0.32.0"
 OF_TEXT = {"gemma3": "Gemma3ForCausalLM", "llama4": "Llama4ForCausalLM"}
-"""Class of the language half of a model that sees pictures too."""
+"""The class of the language half of a model for images."""
 ON_CPU = ("Gemma 3n E4B",)
 NUM_RANKS = 4
 OF_RANKS = ("Llama 3.1 8B", "DeepSeek V3", "Qwen3-Next 80B", "Jamba v0.1", "Falcon-H1 7B")
-"""Models that four ranks share: heads and states divided, copied, and groups that each needs."""
+"""Models that four ranks share: heads and states divided, copied, and in groups of their own."""
 
 
 def specs_of(name: str, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
-    """Build a model and return the figures of one rank, as JSON has them.
+    """Build a model, and return the figures of one rank as JSON has them.
 
     Args:
         name: One of ``CONFIGS``.
@@ -108,7 +107,7 @@ def specs_of(name: str, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
 
 
 def _layer(spec: Any) -> list[Any]:
-    """The kind of a layer, its window, and the bytes of a token, or of a state."""
+    """Return the kind of a layer, its window, and the bytes of a token or a state."""
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         MambaSpec,
@@ -127,7 +126,7 @@ def _layer(spec: Any) -> list[Any]:
 
 
 def figures_of(names: Sequence[str], rank: int = 0, ranks: int = 1) -> dict[str, Any]:
-    """The figures of several models."""
+    """Return the figures of several models."""
     import torch
 
     # Otherwise the platform of this machine decides the type of states, not the model.
@@ -137,7 +136,7 @@ def figures_of(names: Sequence[str], rank: int = 0, ranks: int = 1) -> dict[str,
 
 
 def figures_of_ranks(names: Sequence[str], ranks: int) -> dict[str, Any]:
-    """The figures of the first of several ranks, which are processes."""
+    """Return the figures of the first of several ranks, which are processes."""
     with tempfile.TemporaryDirectory() as place:
         environment = {**os.environ, "KVVIEW_RENDEZVOUS": place, "VLLM_DIST_IDENT": "kvview"}
         processes = [

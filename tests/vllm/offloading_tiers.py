@@ -1,4 +1,4 @@
-"""vLLM's real offloading managers of whichever release, as harnesses of the kit."""
+"""The offloading managers of the vLLM release that can be imported, as harnesses of the kit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POLICIES = ("lru", "arc")
 
 
 def make_manager(policy: str = "lru", capacity: int = CAPACITY, **options: Any) -> Any:
-    """A manager of the release, with events."""
+    """Make a manager of the release, with events."""
     return make_cpu_manager(capacity, policy, enable_events=True, **options)
 
 
@@ -27,7 +27,7 @@ SEAM = probe_offloading(make_manager())
 
 
 def known_policies() -> tuple[str, ...]:
-    """What this release can evict by; 0.11.0 has no ARC."""
+    """Return the eviction policies of this release; 0.11.0 has no ARC."""
     try:
         make_manager("arc")
     except ConfigError:
@@ -37,11 +37,11 @@ def known_policies() -> tuple[str, ...]:
 
 _policy = getattr(make_manager(), "_policy", None)
 TRANSFERS_ARE_USES = "Load job completion" in str(type(_policy).__doc__)
-"""Whether LRU takes the end of a transfer for a use, as its docstring says from 0.24 to 0.30."""
+"""Whether LRU counts the end of a transfer as a use, as its docstring states in 0.24 to 0.30."""
 
 
 class BareTier:
-    """The manager as it is, in kvview's words."""
+    """The bare manager, translated to kvview's calls."""
 
     policy = "lru"
     policies = known_policies()
@@ -81,14 +81,14 @@ class Tier(BareTier):
 
 
 class KeysSpec:
-    """What a worker of files is told, as llm-d's: keys, and nothing that is a page."""
+    """A spec for a worker of files, such as llm-d's: keys, and no pages."""
 
     def __init__(self, keys: Iterable[Any]) -> None:
         self.keys = list(keys)
 
 
 def make_keyed_manager(capacity: int = CAPACITY) -> Any:
-    """The release's manager, if it were one that names its blocks by key."""
+    """Make the release's manager, changed so that its specs name blocks by key."""
     manager = make_manager(capacity=capacity)
     kind = type(manager)
 
@@ -106,7 +106,7 @@ def make_keyed_manager(capacity: int = CAPACITY) -> Any:
                 output.store_spec = KeysSpec(stored)
             return output
 
-    # The adapter looks at signatures.
+    # The adapter reads signatures.
     for name in ("prepare_load", "prepare_store"):
         getattr(Keyed, name).__signature__ = inspect.signature(getattr(kind, name))
     manager.__class__ = Keyed
@@ -131,7 +131,7 @@ class BareARCTier(BareTier):
 class ConnectorPlayer(ManagerPlayer):
     """Makes the calls of vLLM's OffloadingConnector alone.
 
-    It names a key once, completes what it began, and leaves resets to its scheduler.
+    It names a key once, completes the transfers that it started, and never resets.
     """
 
     be_refused = finish_twice_in_one_call = reset = use_keys_alone = None  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The port of docs/porting.md: a raw connector that holds blocks while it stores, twice."""
+"""The port of docs/porting.md: a raw connector that holds blocks while it stores."""
 
 from __future__ import annotations
 
@@ -7,40 +7,32 @@ from typing import Any
 
 from kvview import Lease
 from kvview_vllm.binding import BlockPoolViewMixin
-from tests.vllm.raw_connectors import HostConnector
-
-Finished = tuple[bool, dict[str, Any] | None]
+from tests.vllm.raw_connectors import Ended, HostConnector, Kept
 
 
 class HoldsWhileItStores(HostConnector):
-    """Requests do not wait for their stores: the blocks are held in place of them."""
+    """Holds the blocks that it stores, so that requests do not wait for their stores."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.delay = 0  # a store is over with the step that it is sent in
         self.within_step = True
         self.to_send: list[Any] = []
         self.sent: list[Any] = []
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         for held in self.sent:
-            self.let_go(held)
+            self.release(held)
         self.sent, self.to_send = self.to_send, []
         return super().build_connector_meta(scheduler_output)
 
-    def request_finished(self, request: Any, block_ids: Sequence[int]) -> Finished:
-        copies = [
-            (request.block_hashes[n], block_ids[n])
-            for n in range(min(self.num_full_blocks(request), len(block_ids)))
-            if request.block_hashes[n] not in self.stored and block_ids[n]
-        ]
-        if copies:
+    def request_finished(self, request: Any, block_ids: Sequence[int]) -> Kept:
+        if copies := self.copies_of(request, (block_ids,)):
             self.to_send.append(self.hold(list(block_ids), [block for _, block in copies]))
             self.meta.stores[request.request_id] = copies
             self.stored.update(key for key, _ in copies)
         return False, None
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+    def get_finished(self, finished_req_ids: set[str]) -> Ended:
         for copies in self._get_connector_metadata().stores.values():
             self.store(copies)
         return None, None
@@ -48,12 +40,12 @@ class HoldsWhileItStores(HostConnector):
     def hold(self, table: list[int], to_copy: list[int]) -> Any:
         raise NotImplementedError
 
-    def let_go(self, held: Any) -> None:
+    def release(self, held: Any) -> None:
         raise NotImplementedError
 
 
 class Before(HoldsWhileItStores):
-    """Holds the table, lets go of what it copied."""
+    """Holds the whole table, and releases only the blocks that it copied."""
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self.pool = gpu_block_pool
@@ -62,12 +54,12 @@ class Before(HoldsWhileItStores):
         self.pool.touch([self.pool.blocks[block_id] for block_id in table])
         return to_copy
 
-    def let_go(self, held: list[int]) -> None:
+    def release(self, held: list[int]) -> None:
         self.pool.free_blocks([self.pool.blocks[block_id] for block_id in held])
 
 
 class After(BlockPoolViewMixin, HoldsWhileItStores):
-    """The same with the view: a lease is what is let go of, whole and once."""
+    """The same with the view: a lease is released as a whole, and once."""
 
     def bind_gpu_block_pool_view(self, view: Any) -> None:
         self.view = view
@@ -76,5 +68,5 @@ class After(BlockPoolViewMixin, HoldsWhileItStores):
         lease: Lease = self.view.lease(to_copy)
         return lease
 
-    def let_go(self, held: Lease) -> None:
+    def release(self, held: Lease) -> None:
         held.release()

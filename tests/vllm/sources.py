@@ -1,4 +1,4 @@
-"""The sources of vLLM releases, by `kvview_vllm.releases.sources`, for the shell.
+"""Prints the folders of the sources of vLLM releases (`kvview_vllm.releases.sources`).
 
 PYTHONPATH=$(python tests/vllm/sources.py 0.33.0) python ...
 """
@@ -14,7 +14,7 @@ __all__ = ["LATEST_OF_MINORS", "RELEASES", "SourcesError", "main", "sources"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the folder of each release asked for, one a line.
+    """Print the folder of each release, one per line.
 
     Args:
         argv: The command line's arguments; those of the process if None.
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     names = [*arguments.releases, *(["all"] if arguments.all_minors else ())]
     if not names:
-        parser.error("name a release, or say --all-minors")
+        parser.error("no release is given; name one, or use --all-minors")
     try:
         for release in resolve_all(names):
             print(sources(release), flush=True)

@@ -1,4 +1,4 @@
-"""A kvview manager that looks at what vLLM's OffloadingConnector asks of it."""
+"""A kvview manager that checks the calls of vLLM's OffloadingConnector."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvview_reference.offloading import CPUOffloadingManager
 
 
 class StrictManager(CPUOffloadingManager):
-    """The reference manager; a key named twice in one call is an error."""
+    """The reference manager, which refuses a call that names a key twice."""
 
     def __init__(self, num_blocks: int, **options: Any) -> None:
         super().__init__(num_blocks, **options)

@@ -1,30 +1,19 @@
-"""What the adapter reads of a release's KV-cache configuration."""
+"""The geometry that the adapter reads from a release's KV-cache configuration."""
 
 from __future__ import annotations
 
 import importlib
-import warnings
 from typing import Any
 
 import pytest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    pytest.importorskip("vllm.version", reason="needs a vLLM release", exc_type=ImportError)
-
 from kvview import FullAttention, SlidingWindow, UnsupportedEngineError
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.releases import installed
-from kvview_vllm.simulation import scheduler
 from kvview_vllm.simulation.engine import Configs
 
 
-@pytest.fixture(autouse=True)
-def prepared() -> None:
-    scheduler.prepare()
-
-
-def test_vgeo_1_block_sizes_are_those_that_vllm_resolved() -> None:
+def test_vgeo_1_block_sizes_are_those_of_vllm() -> None:
     configs = Configs([FullAttention(16), SlidingWindow(16, 40)])
     sizes = configs.geometry.scheduler_block_size, configs.geometry.hash_block_size
     if installed().geometry.block_sizes_resolved:
@@ -34,7 +23,7 @@ def test_vgeo_1_block_sizes_are_those_that_vllm_resolved() -> None:
         assert sizes == (16, 16)
 
 
-def test_vgeo_2_a_group_that_cannot_be_said_is_refused() -> None:
+def test_vgeo_2_a_group_of_unknown_attention_is_refused() -> None:
     configs = Configs([FullAttention(16)])
 
     class CrossAttentionSpec:

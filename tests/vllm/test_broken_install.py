@@ -1,4 +1,4 @@
-"""A vLLM that cannot be imported beside what else is installed: one line, on every way in."""
+"""A vLLM that cannot be imported with the installed torch is refused in one line, everywhere."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip(  # a submodule: this very folder is named vllm
-    "vllm.version",
-    reason="needs vLLM's Python sources: tests/vllm/sources.py",
-    exc_type=ImportError,
-)
-
-# A name that torch does not have, asked for while a module of vLLM's is imported.
+# A module of vLLM's reads a name that torch does not have.
 _SCRIPT = """
 import contextlib, importlib, io, json, sys
 from importlib.machinery import ModuleSpec
@@ -33,13 +27,13 @@ _, broken, target = sys.argv
 from kvview.cli import main
 
 def command(*arguments):
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             sys.argv = ["kvview", *arguments]
             main()
         except SystemExit as end:
-            return [end.code, said.getvalue()]
+            return [end.code, output.getvalue()]
 
 def imported(name):
     try:
@@ -54,6 +48,9 @@ print(json.dumps(ways))
 """
 
 
+pytestmark = pytest.mark.ends
+
+
 @pytest.fixture(scope="module")
 def ways() -> dict[str, Any]:
     example = "examples/host_cache.py:HostCacheConnector"
@@ -64,15 +61,15 @@ def ways() -> dict[str, Any]:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return said
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 LINE = "is installed and cannot be imported beside torch "
 
 
 @pytest.mark.parametrize("way", ["kvview_vllm.connector", "kvview_vllm.scheduler"])
-def test_modules_are_refused(ways: dict[str, Any], way: str) -> None:
+def test_an_import_is_refused(ways: dict[str, Any], way: str) -> None:
     if ways[way] is None:
         pytest.skip("it does not import the scheduler on this release")
     kind, text = ways[way]
@@ -82,14 +79,14 @@ def test_modules_are_refused(ways: dict[str, Any], way: str) -> None:
     assert "no_such_name" in text
 
 
-def test_doctor_says_it_once(ways: dict[str, Any]) -> None:
+def test_doctor_reports_it_once(ways: dict[str, Any]) -> None:
     code, text = ways["doctor"]
     assert code == 1
     assert "Traceback" not in text
     assert " ".join(text.split()).count("no_such_name") == 1
 
 
-def test_a_check_could_not_run(ways: dict[str, Any]) -> None:
+def test_a_check_cannot_run(ways: dict[str, Any]) -> None:
     code, text = ways["check"]
     assert code == 2
     assert "Traceback" not in text

@@ -1,4 +1,4 @@
-"""The conformance kit on vLLM's real BlockPool, of whichever release can be imported.
+"""The conformance kit on the real BlockPool of the vLLM release that can be imported.
 
 The harness makes the engine's moves with the pool's own public methods.
 """
@@ -6,8 +6,8 @@ The harness makes the engine's moves with the pool's own public methods.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +17,7 @@ from kvview import GPUBlockPoolView, GuardedView, SupportsGiveBack
 from kvview.testing import BoundCheck, Capability, Outcome, parametrize_with_checks, run_checks
 from kvview_vllm.pool import view as make_view
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    pytest.importorskip("vllm", reason="needs a vLLM release", exc_type=ImportError)
-    block_pool = pytest.importorskip(
-        "vllm.v1.core.block_pool", reason="needs a vLLM release", exc_type=ImportError
-    )
+block_pool: Any = import_module("vllm.v1.core.block_pool")
 
 HASH_BLOCK_SIZE = 16
 
@@ -36,27 +31,27 @@ class VLLMPool:
 
     null_block_id = 0
 
-    def __init__(self, num_blocks: int = 24) -> None:
+    def __init__(self, num_blocks: int = 24, *, enable_caching: bool = True) -> None:
         arguments = {}
         if "hash_block_size" in inspect.signature(block_pool.BlockPool).parameters:
             arguments["hash_block_size"] = HASH_BLOCK_SIZE
         self.num_blocks = num_blocks
-        self.pool: Any = block_pool.BlockPool(num_blocks, True, **arguments)
+        self.pool: Any = block_pool.BlockPool(num_blocks, enable_caching, **arguments)
         self.plain_view: Any = make_view(self.pool)
         self.view: GPUBlockPoolView = self.guard(self.plain_view)
 
     def guard(self, plain_view: Any) -> GPUBlockPoolView:
-        """The view under test, over the adapter's."""
+        """Return the view under test, which may wrap the adapter's."""
         view: GPUBlockPoolView = plain_view
         return view
 
     def another_view(self) -> GPUBlockPoolView:
-        """Another view of the same pool."""
+        """Open another view of the same pool."""
         return make_view(self.pool)
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """All of a pool's but those that a release has no method for."""
+        """All capabilities of a pool for which the release has a method."""
         has = {
             *(Capability.CACHE, Capability.RESET, Capability.CLOSE, Capability.SIZED),
             *(Capability.POOL_SIZE, Capability.FREE_COUNT, Capability.IS_FREE),
@@ -107,7 +102,7 @@ class VLLMPool:
 
 
 class GuardedVLLMPool(VLLMPool):
-    """The same behind a guard, with a clock that stands still until it is moved."""
+    """The real pool behind a guard, with a clock that only ``advance`` moves."""
 
     def __init__(self, num_blocks: int = 24, pin_budget: float | None = None) -> None:
         self.seconds = 0.0
@@ -148,17 +143,18 @@ class GuardedVLLMPool(VLLMPool):
         return type(self)(self.num_blocks, pin_budget=num_blocks / self.num_blocks)
 
 
+@pytest.mark.newest  # the guarded pool has the same checks
 @parametrize_with_checks(VLLMPool)
-def test_bare_pool(check: BoundCheck) -> None:
+def test_the_bare_pool_satisfies_the_laws(check: BoundCheck) -> None:
     check()
 
 
 @parametrize_with_checks(GuardedVLLMPool)
-def test_guarded_pool(check: BoundCheck) -> None:
+def test_the_guarded_pool_satisfies_the_laws(check: BoundCheck) -> None:
     check()
 
 
-def test_only_what_the_release_lacks_is_skipped() -> None:
+def test_only_missing_features_of_the_release_are_skipped() -> None:
     report = run_checks(GuardedVLLMPool, select=["check_pool_*", "check_guard_1"])
     skipped = {result.reason for result in report if result.outcome is Outcome.SKIPPED}
     pool = VLLMPool().pool

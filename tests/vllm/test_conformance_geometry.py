@@ -1,4 +1,4 @@
-"""The geometry checks on vLLM's real coordinators, of a release that has them.
+"""The geometry checks on the real coordinators of a vLLM release that has them.
 
 Blocks are cached with the real pool's own public methods; nothing is patched.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -33,14 +32,9 @@ from kvview.testing import (
 from kvview.testing.geometry.player import Sizes
 from kvview.testing.search import search
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    pytest.importorskip("vllm", reason="needs a vLLM release", exc_type=ImportError)
-    coordinators = pytest.importorskip(
-        "vllm.v1.core.kv_cache_coordinator", reason="needs a vLLM release", exc_type=ImportError
-    )
-    torch = importlib.import_module("torch")
-    interface: Any = importlib.import_module("vllm.v1.kv_cache_interface")
+coordinators: Any = importlib.import_module("vllm.v1.core.kv_cache_coordinator")
+torch = importlib.import_module("torch")
+interface: Any = importlib.import_module("vllm.v1.kv_cache_interface")
 
 MAKE = coordinators.get_kv_cache_coordinator
 if "allow_partial_hash_hits" not in inspect.signature(MAKE).parameters:
@@ -51,7 +45,7 @@ MAX_TOKENS = 512
 
 
 def make_spec(group: CacheGroup) -> Any:
-    """What vLLM calls a group's attention."""
+    """Return vLLM's specification of a group's attention."""
     heads = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
     size = group.block_size
     if isinstance(group, SlidingWindow):
@@ -67,7 +61,7 @@ def make_spec(group: CacheGroup) -> Any:
 
 
 class Ids:
-    """The real coordinator, with block ids for its blocks."""
+    """The real coordinator, which returns block ids instead of blocks."""
 
     def __init__(self, coordinator: Any) -> None:
         self.real = coordinator
@@ -115,7 +109,7 @@ class VLLMGeometry:
                 pcp_world_size=1,
                 scheduler_block_size=scheduler_block_size,
                 hash_block_size=hash_block_size,
-                allow_partial_hash_hits=False,  # else Mamba's end with a hash, by design
+                allow_partial_hash_hits=False,  # otherwise hits of Mamba end with a hash, by design
             )
         )
         self.pool = self.coordinator.real.block_pool
@@ -141,20 +135,20 @@ class VLLMGeometry:
 
 
 EXPECTED_FAILURES = {
-    "check_geo_2": "asserts that sizes divide, and names no number: no error under python -O",
-    "check_geo_3": "a window of one token wants the last block cached, and a chunk that begins "
-    "inside a block is taken for skipped",
-    "check_geo_4": "the same, of several groups",
+    "check_geo_2": "asserts that sizes divide, so that python -O raises no error",
+    "check_geo_3": "a window of one token requires the last block to be cached, and a chunk that "
+    "starts inside a block counts as skipped",
+    "check_geo_4": "the same for several groups",
 }
 
 
 @parametrize_with_checks(VLLMGeometry, EXPECTED_FAILURES)
-def test_coordinators(check: BoundCheck) -> None:
+def test_coordinators_satisfy_the_laws(check: BoundCheck) -> None:
     check()
 
 
 class VLLMGeometryPlayer(GeometryPlayer):
-    """Plays the geometries in which no difference of vLLM's is known."""
+    """Plays the geometries in which vLLM is not known to differ."""
 
     @override
     def draw_sizes(self) -> Sizes:
@@ -167,7 +161,7 @@ class VLLMGeometryPlayer(GeometryPlayer):
 
     @override
     def refuse(self) -> None:
-        """Leave wrong sizes out: vLLM asserts."""
+        """Skip wrong sizes, because vLLM asserts."""
 
 
 def differs(group: CacheGroup) -> bool:
@@ -176,7 +170,7 @@ def differs(group: CacheGroup) -> bool:
     return isinstance(group, ChunkedLocalAttention) or is_one_token
 
 
-def test_all_else_keeps_the_contract() -> None:
+def test_all_other_geometries_satisfy_the_contract() -> None:
     result = search(VLLMGeometryPlayer, VLLMGeometry, PROFILES["ci"])
     assert not result.failures, next(iter(result.failures.values()))
 

@@ -1,22 +1,14 @@
-"""Events of this release: the golden corpus both ways, and what our connector's say of blocks."""
+"""Events of this release: the golden corpus, and the events of kvview's connector."""
 
 from __future__ import annotations
 
 import importlib
-import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip(  # a submodule: this very folder is named vllm
-    "vllm.version",
-    reason="needs vLLM's Python sources: tests/vllm/sources.py",
-    exc_type=ImportError,
-)
-
 import make_event_corpus as golden  # type: ignore[import-not-found]
 import msgspec
+import pytest
 
 import engine as lane  # type: ignore[import-not-found]
 from kvview import MEDIUM_CPU, OffloadingEvent, make_offload_key
@@ -24,11 +16,9 @@ from kvview.events.formats import WIRE_FORMATS, find_format
 from kvview.events.wire import Batch, codec, decode, encode
 from kvview_vllm.releases.versions import engine_version
 
-with warnings.catch_warnings():  # of torch, at its first import
-    warnings.simplefilter("ignore")
-    importlib.import_module("vllm.distributed.kv_events")
+importlib.import_module("vllm.distributed.kv_events")
 
-TOLD = f"{Path(__file__).parent / 'told_connectors.py'}:ToldConnector"
+RECORDING = f"{Path(__file__).with_name('recording_connectors.py')}:RecordingConnector"
 TOKENS = range(10, 10 + 6 * lane.BLOCK_SIZE + 4)
 NEWER = {"session_id", "lookahead_token_ids"}  # of requests and engines, not of blocks
 
@@ -37,11 +27,11 @@ def release() -> str:
     return engine_version().partition("+")[0]
 
 
-def test_the_corpus_is_that_of_the_manifest() -> None:
+def test_the_corpus_has_the_digests_of_the_manifest() -> None:
     assert golden.digests([*golden.rows()]) == golden.manifest_of(release())
 
 
-def test_the_corpus_is_read_and_written_back() -> None:
+def test_the_corpus_is_decoded_and_encoded_again() -> None:
     wire_format = find_format(f"vllm-{release()}")
     for row in golden.rows():
         for named in (wire_format, None):
@@ -57,11 +47,11 @@ def test_the_corpus_is_read_and_written_back() -> None:
 
 
 def _listed(value: object) -> object:
-    """As msgpack has it: without tuples."""
+    """Return a value as msgpack decodes it, without tuples."""
     return [_listed(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def test_what_we_write_vllm_reads() -> None:
+def test_vllm_decodes_the_events_that_kvview_encodes() -> None:
     kv_events: Any = importlib.import_module("vllm.distributed.kv_events")
     wire_format = find_format(f"vllm-{release()}")
     writer = codec(wire_format)
@@ -94,7 +84,7 @@ def test_a_format_has_the_fields_of_the_release() -> None:
         ]
 
 
-# --- our connector's ---
+# --- the events of kvview's connector ---
 
 
 class Recorder:
@@ -110,8 +100,8 @@ class Recorder:
 
 def make_engine(folder: Path, windows: tuple[int | None, ...] = (None,), **extra: Any) -> Any:
     if release() == "0.11.0":
-        pytest.skip("its scheduler cannot be made with events and without a publisher")
-    config = lane.connector_config(TOLD)
+        pytest.skip("its scheduler needs a publisher for events")
+    config = lane.connector_config(RECORDING)
     config["kv_connector_extra_config"] |= extra
     engine = lane.Engine(folder / "model", config, windows=windows, publishes_events=True)
     engine.scheduler.kv_event_publisher = engine.recorder = Recorder()
@@ -119,7 +109,7 @@ def make_engine(folder: Path, windows: tuple[int | None, ...] = (None,), **extra
 
 
 def advertise(engine: Any, stored: list[Any], *, removed: bool = False) -> list[Any]:
-    """What our connector publishes for the blocks of the GPU's events."""
+    """Return the events that kvview's connector publishes for the blocks of the GPU's events."""
     utils: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
     hashes = {
         utils.maybe_convert_block_hash(block_hash): bytes(block_hash)
@@ -137,7 +127,7 @@ def advertise(engine: Any, stored: list[Any], *, removed: bool = False) -> list[
 
 
 def by_block(events: list[Any]) -> dict[Any, dict[str, Any]]:
-    """Each block of the events by itself: hash to fields."""
+    """Return the fields of each block of the events, by hash and group."""
     found = {}
     for event in events:
         fields = {name: getattr(event, name) for name in event.__struct_fields__}
@@ -158,11 +148,11 @@ def gpu_stores(engine: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, lane.WINDOW)])
-def test_an_event_says_of_a_block_what_the_gpus_event_said(
+def test_an_event_has_the_fields_of_the_gpus_event_for_a_block(
     tmp_path: Path, windows: tuple[int | None, ...]
 ) -> None:
     if len(windows) > 1 and lane.refuses_several_groups():
-        pytest.skip("this release has no several groups for a connector")
+        pytest.skip("with a connector this release takes one KV-cache group only")
     engine = make_engine(tmp_path, windows)
     request = engine.add("r", TOKENS, max_tokens=20)
     request.cache_salt = "tenant"
@@ -186,7 +176,7 @@ def test_an_event_says_of_a_block_what_the_gpus_event_said(
     assert {fields["token_ids"][0] for fields in finished.values()} >= {10, 500 + 40 % 16}
 
 
-def test_a_run_of_blocks_is_one_event(tmp_path: Path) -> None:
+def test_consecutive_blocks_are_one_event(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     engine.add("r", TOKENS)
     engine.run()
@@ -199,7 +189,7 @@ def test_a_run_of_blocks_is_one_event(tmp_path: Path) -> None:
     assert removal.block_hashes == event.block_hashes
 
 
-def test_the_place_alone_by_choice(tmp_path: Path) -> None:
+def test_events_may_have_the_location_alone(tmp_path: Path) -> None:
     engine = make_engine(tmp_path, events="location_only")
     engine.add("r", TOKENS)
     engine.run()
@@ -208,7 +198,7 @@ def test_the_place_alone_by_choice(tmp_path: Path) -> None:
     assert (event.block_size, event.medium) == (lane.BLOCK_SIZE, "CPU")
 
 
-def test_what_is_forgotten_is_not_guessed(tmp_path: Path) -> None:
+def test_forgotten_blocks_are_advertised_by_location_alone(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     for number in range(30):
         engine.add(f"r{number}", range(1000 * number, 1000 * number + 50))
@@ -217,7 +207,7 @@ def test_what_is_forgotten_is_not_guessed(tmp_path: Path) -> None:
     events = advertise(engine, stored)
     described = by_block([event for event in events if event.token_ids])
     wanted = by_block(stored)
-    # As many hashes as the pool has blocks; an event more is of no request we still know.
+    # Up to the size of the pool; older blocks belong to requests that are forgotten.
     assert lane.NUM_BLOCKS - 3 <= len(described) <= lane.NUM_BLOCKS
     assert all(
         fields["token_ids"] == wanted[block]["token_ids"] for block, fields in described.items()

@@ -1,4 +1,4 @@
-"""Real tokens in vLLM's CPU build: right connectors are green, wrong ones are not."""
+"""Real tokens in vLLM's CPU build: right connectors are clean, wrong ones are found."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ARRANGEMENTS = (
     "tensor parallel 2",
     "a step ahead",
 )
-# One arrangement is enough to show a fault; a process for all of them imports vLLM once.
+# One arrangement shows each fault; one process for all faults imports vLLM once.
 ONE_GROUP = """
 import json, sys
 from kvview.targets import load_target
@@ -42,8 +42,8 @@ for target, options, seconds in json.loads(sys.argv[1]):
     )
     broken = [(failure.law, failure.message) for failure in runs.failures]
     gaps = [gap.name for gap in runs.not_exercised]
-    said = {"target": target, "broken": broken, "gaps": gaps, "coverage": runs.coverage}
-    print("said " + json.dumps(said), flush=True)
+    row = {"target": target, "broken": broken, "gaps": gaps, "coverage": runs.coverage}
+    print("row " + json.dumps(row), flush=True)
 """
 TARGETS: tuple[tuple[str, dict[str, Any], int], ...] = (
     ("tests.vllm.wrong_tokens:LosesTheLastToken", {}, 30),
@@ -79,16 +79,16 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Future[
 
 
 @pytest.fixture(scope="module")
-def said(processes: list[Future[Any]]) -> dict[str, dict[str, Any]]:
-    """What was said of each target in one group."""
+def found(processes: list[Future[Any]]) -> dict[str, dict[str, Any]]:
+    """The findings for each target in one group."""
     done = processes[1].result()
-    lines = [line[5:] for line in done.stdout.splitlines() if line.startswith("said ")]
+    lines = [line[4:] for line in done.stdout.splitlines() if line.startswith("row ")]
     assert len(lines) == len(TARGETS), done.stderr[-3000:]
-    found = [json.loads(line) for line in lines]
-    return {one["target"].rpartition(":")[2]: one for one in found}
+    rows = [json.loads(line) for line in lines]
+    return {row["target"].rpartition(":")[2]: row for row in rows}
 
 
-def test_the_example_is_green_in_every_arrangement(processes: list[Future[Any]]) -> None:
+def test_the_example_is_clean_in_every_arrangement(processes: list[Future[Any]]) -> None:
     done = processes[0].result()
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(processes[2].result().read_text())
@@ -104,44 +104,44 @@ def test_the_example_is_green_in_every_arrangement(processes: list[Future[Any]])
         assert coverage[name] > 0, name
 
 
-def test_the_kv_of_one_token_changes_tokens(said: dict[str, Any]) -> None:
-    ((law, message),) = said["LosesTheLastToken"]["broken"]
+def test_wrong_kv_of_one_token_is_found(found: dict[str, Any]) -> None:
+    ((law, message),) = found["LosesTheLastToken"]["broken"]
     assert law == "XFER-1"
     assert "Without the connector the run is green, with its loads off as well" in message
 
 
-def test_kv_of_other_weights_is_found(said: dict[str, Any]) -> None:
-    ((law, message),) = said["RemembersOtherWeights"]["broken"]
+def test_kv_of_other_weights_is_found(found: dict[str, Any]) -> None:
+    ((law, message),) = found["RemembersOtherWeights"]["broken"]
     assert law == "CONN-11"
     assert "after other weights and a reset" in message
 
 
-def test_a_method_that_does_not_return_is_named(said: dict[str, Any]) -> None:
-    ((law, message),) = said["NeverReturns"]["broken"]
+def test_a_method_that_never_returns_is_named(found: dict[str, Any]) -> None:
+    ((law, message),) = found["NeverReturns"]["broken"]
     assert law == "CONN-3"
     assert "start_load_kv did not return" in message
     assert "wrong_tokens.py:" in message
 
 
-def test_a_connector_that_did_nothing_is_not_checked(said: dict[str, Any]) -> None:
-    assert said["DoesNothing"]["broken"] == []
-    assert said["DoesNothing"]["gaps"] == ["hits", "loads"]
+def test_a_connector_that_does_nothing_is_not_checked(found: dict[str, Any]) -> None:
+    assert found["DoesNothing"]["broken"] == []
+    assert found["DoesNothing"]["gaps"] == ["hits", "loads"]
 
 
-def test_what_stands_in_for_cuda_is_named(said: dict[str, Any]) -> None:
-    found = said["OffloadingConnector"]
-    assert (found["broken"], found["gaps"]) == ([], [])
-    assert found["coverage"]["loads"] > 20
-    assert any(name.startswith("stands in: for the copies of vLLM") for name in found["coverage"])
+def test_stand_ins_for_cuda_are_listed(found: dict[str, Any]) -> None:
+    row = found["OffloadingConnector"]
+    assert (row["broken"], row["gaps"]) == ([], [])
+    assert row["coverage"]["loads"] > 20
+    assert any(name.startswith("stands in: for the copies of vLLM") for name in row["coverage"])
 
 
-def test_events_say_what_can_be_loaded(processes: list[Future[Any]]) -> None:
-    """Of vLLM's own publisher, after every step; what is dropped is found and replayed."""
+def test_events_advertise_the_loadable_blocks(processes: list[Future[Any]]) -> None:
+    """With vLLM's own publisher, after every step; dropped messages are found and replayed."""
     done = processes[3].result()
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    told = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
+    rows = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
     for name, media in (("two groups", ("CPU",)), ("two connectors", ("CPU", "DISK"))):
-        coverage = told[name]["coverage"]
+        coverage = rows[name]["coverage"]
         assert coverage["steps compared"] > 300
         assert coverage["messages dropped and found"] > 20
         assert coverage["messages replayed"] >= coverage["messages dropped and found"]
@@ -149,14 +149,14 @@ def test_events_say_what_can_be_loaded(processes: list[Future[Any]]) -> None:
         assert coverage["BlockRemoved"] > 20
         for medium in ("GPU", *media):
             assert coverage[f"blocks compared in {medium}"] > 1000
-    assert told["evictions untold"]["law"] == "EVENT-2"
+    assert rows["hidden evictions"]["law"] == "EVENT-2"
 
 
-def test_a_connector_that_fails() -> None:
-    """One hook at the start, of the scheduler and of a worker; the script has all of them."""
+def test_an_error_of_a_hook_ends_the_engine_or_the_connector() -> None:
+    """One hook each of the start, the scheduler and a worker; the script has all hooks."""
     hooks = ("__init__", "SchedulerConnector.plan_step", "WorkerConnector.start_plan")
     script = str(Path(__file__).with_name("inference_faults.py"))
     command = [sys.executable, script, "--hooks", *hooks]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("as it must") == len(hooks)
+    assert done.stdout.count("as required") == len(hooks)

@@ -1,4 +1,4 @@
-"""KV in a tier below the host outlives real engines, and no store changes a token."""
+"""KV in a tier below the host survives real engines, and no store changes a token."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LIVES = {"restarts": 9, "failures": 10}
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What was seen of each life, and what its processes printed."""
+def lives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of each life, and the output of its processes."""
     folder = tmp_path_factory.mktemp("tiers")
 
     def run(group: str) -> tuple[Any, str]:
@@ -41,17 +41,17 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("group", LIVES)
-def test_every_life_ends_as_it_must(said: dict[str, Any], group: str) -> None:
-    seen, output = said[group]
+def test_every_life_ends_as_required(lives: dict[str, Any], group: str) -> None:
+    seen, output = lives[group]
     assert len(seen) == LIVES[group]
     wrong = {name: one["wrong"] for name, one in seen.items() if one["wrong"]}
     assert not wrong, output[-5000:]
 
 
 @pytest.mark.parametrize("group", LIVES)
-def test_no_exception_reaches_an_engine(said: dict[str, Any], group: str) -> None:
-    """The controls answer wrong tokens without one, too; what may not start says why."""
-    seen, output = said[group]
+def test_no_exception_reaches_an_engine(lives: dict[str, Any], group: str) -> None:
+    """The controls have none either; an engine that may not start has the only one."""
+    seen, output = lives[group]
     for life in output.split("== ")[1:]:
         name = life.splitlines()[0]
         assert ("Traceback" in life) == ("broken" in seen[name]), life[-5000:]

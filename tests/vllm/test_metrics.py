@@ -10,18 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip(  # a submodule: this very folder is named vllm
-    "vllm.version",
-    reason="needs vLLM's Python sources: tests/vllm/sources.py",
-    exc_type=ImportError,
-)
-
 from front_end import PROM, FrontEnd  # type: ignore[import-not-found]
 
 import engine as lane  # type: ignore[import-not-found]
-from kvview_vllm.connector.messages import stats_of
-from kvview_vllm.metrics import COUNTERS, GAUGES, Meter, Reporter, configured_children, merge
+from kvview_vllm.metrics import COUNTERS, GAUGES, Meter, configured_children
 from kvview_vllm.releases import installed
 
 FAULTY = Path(__file__).with_name("faulty_connectors.py")
@@ -43,16 +35,16 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., tuple[lane.Engine, FrontEnd]
 
 def needs_prometheus() -> None:
     if PROM is None:
-        pytest.skip("0.11.0 has no metrics of connectors, only the log line")
+        pytest.skip("0.11.0 has only the log line of a connector, and no metrics")
 
 
-def test_what_was_moved_is_seen(serve: Any) -> None:
+def test_loads_and_stores_are_counted(serve: Any) -> None:
     engine, front = serve(lane.connector_config(cpu_blocks=64))
     engine.add("first", TOKENS)
     engine.run()
     assert engine.scheduler.reset_prefix_cache()
     engine.scribble()
-    engine.worker._worker_side._next_stats = 0.0  # up to 0.23 it is asked once a second
+    engine.worker._worker_side._next_stats = 0.0  # up to 0.23 its stats are read once a second
     engine.add("again", TOKENS)
     engine.run()
     engine.worker._worker_side._next_stats = 0.0
@@ -69,7 +61,7 @@ def test_what_was_moved_is_seen(serve: Any) -> None:
         assert front.value(name) in (None, 0)
 
 
-def test_what_is_held_while_the_engine_rests(serve: Any) -> None:
+def test_holds_are_reported_while_the_engine_is_idle(serve: Any) -> None:
     # METRIC-2
     needs_prometheus()
     engine, front = serve(lane.connector_config(cpu_blocks=64))
@@ -90,10 +82,10 @@ def test_what_is_held_while_the_engine_rests(serve: Any) -> None:
     assert before - 1 <= since <= time.time()
 
 
-def test_what_is_told_at_most_once_a_second_is_told_at_the_end(serve: Any) -> None:
-    # METRIC-2: while requests run, and at once when none is left
+def test_stats_that_wait_for_their_second_are_reported_at_the_end(serve: Any) -> None:
+    # METRIC-2: once a second while requests run, and at once after the last one
     if not installed().connector.asked_for_stats:
-        pytest.skip("asked beside a worker's stats only, which come once a second")
+        pytest.skip("read together with the stats of a worker, once a second")
     engine, front = serve(lane.connector_config(cpu_blocks=64))
     connector = engine.scheduler.connector
     connector._scheduler_side._next_stats = math.inf
@@ -118,7 +110,7 @@ def test_every_series_starts_before_its_first_event(serve: Any) -> None:
 
 
 def test_series_of_vllms_multi_connector_start_at_the_first_step(serve: Any) -> None:
-    # METRIC-3: up to 0.21 with the front end; later releases name one child of a class to it
+    # METRIC-3: up to 0.21 with the front end; later releases pass it one child of a class
     needs_prometheus()
     other = f"{FAULTY}:SlowConnector"
     children = (lane.connector_config(cpu_blocks=64), lane.connector_config(other, cpu_blocks=64))
@@ -146,10 +138,10 @@ def test_a_wrong_configuration_does_not_end_the_front_end(extra: dict[str, Any])
     assert configured_children(extra) == ("",)
 
 
-def test_failed_loads_and_what_was_skipped(serve: Any) -> None:
+def test_failed_loads_and_skipped_blocks_are_counted(serve: Any) -> None:
     needs_prometheus()
     if not lane.can_fail_loads():
-        pytest.skip("0.11.0 has no word for a load that failed")
+        pytest.skip("0.11.0 cannot report a failed load")
     target = f"{FAULTY}:FailingConnector"
     engine, front = serve(lane.connector_config(target, cpu_blocks=4))
     for name in ("first", "again", "last"):
@@ -161,7 +153,7 @@ def test_failed_loads_and_what_was_skipped(serve: Any) -> None:
     assert front.value("skipped_blocks", target) >= 2
 
 
-def test_children_of_kvviews_own_connector(serve: Any) -> None:
+def test_children_of_kvviews_multi_connector_have_series(serve: Any) -> None:
     # METRIC-1
     needs_prometheus()
     children = [{"connector": EXAMPLE, "options": {"cpu_blocks": 64}}] * 2
@@ -176,14 +168,14 @@ def test_children_of_kvviews_own_connector(serve: Any) -> None:
         assert front.value("held_references", target, child) in (None, 0)
 
 
-def test_children_of_vllms_multi_connector(serve: Any) -> None:
-    """Two of one target are one series: counters and what is held are added up."""
+def test_children_of_vllms_multi_connector_have_one_series(serve: Any) -> None:
+    """Two children of one target are one series: counters and holds are added."""
     needs_prometheus()
     child = lane.connector_config(cpu_blocks=64)
     engine, front = serve(lane.multi_config(child, child))
     for one in engine.scheduler.connector._connectors:
         if one._bound_view is None:
-            pytest.skip("this release binds no children: a ViewScheduler does")
+            pytest.skip("only a ViewScheduler binds children in this release")
         one.block_pool_view.touch_blocks([40])
     for name in ("first", "last"):
         for one in engine.worker._connectors:
@@ -195,36 +187,8 @@ def test_children_of_vllms_multi_connector(serve: Any) -> None:
     assert "stores': 2" in front.logged()
 
 
-def test_stats_are_joined_in_place() -> None:
-    """Of two workers, of the scheduler's side, of an interval: counters add, gauges follow."""
-    first, second = (  # of one half
-        {"half": {"connector": "c", "children": {"": {"loads": loads, "held_references": held}}}}
-        for loads, held in ((2.0, 5.0), (3.0, 1.0))
-    )
-    stats = stats_of([], first)
-    assert stats.aggregate(stats_of([], second)) is stats
-    assert stats.reduce() == {"c loads": 5, "c held_references": 1}
-    assert not stats.is_empty()
-    stats.reset()
-    assert stats.is_empty()
-    assert stats.aggregate(stats_of([])).is_empty()
-    assert stats_of([], first).reduce()["c loads"] == 2, "what was said stays as it was"
-    assert merge({}, second) == second
-
-
-def test_only_news_are_sent() -> None:
-    reporter = Reporter("half", "c")
-    values = {"": {"loads": 2.0, "held_references": 1.0}}
-    said = reporter.say(values)
-    assert said == {"half": {"connector": "c", "children": values}}
-    assert reporter.say(values) is None
-    said = reporter.say({"": {"loads": 3.0, "held_references": 1.0}, "child": {"loads": 0.0}})
-    assert said is not None
-    assert said["half"]["children"] == {"": {"loads": 1.0}, "child": {}}, "METRIC-3"
-
-
 def test_every_metric_has_a_source(serve: Any) -> None:
-    """What is exported is counted somewhere: nothing stays at zero for ever by a typo."""
+    """Every exported metric is counted: a typo would keep it at zero forever."""
     engine, _ = serve(lane.connector_config(cpu_blocks=64))
     connector = engine.scheduler.connector
     side = connector._scheduler_side
@@ -239,7 +203,7 @@ def test_every_metric_has_a_source(serve: Any) -> None:
     assert not Meter(1).values(side.half, None, {})[""].keys() - COUNTERS.keys()
 
 
-def test_a_hold_that_is_old_is_told(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_old_hold_is_logged(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
     engine, _ = serve(lane.connector_config(cpu_blocks=64))
     connector = engine.scheduler.connector
     view = connector.block_pool_view
@@ -265,22 +229,22 @@ def test_a_hold_that_is_old_is_told(serve: Any, caplog: pytest.LogCaptureFixture
     engine.run()
     lease = view.lease([42], job="peer")
     assert not steps(20.0)
-    told = sorted(steps(75.0), key=lambda line: "peer" in line)
-    assert len(told) == 2
-    assert all(f"held for long: {EXAMPLE!r} holds 1 references for" in line for line in told)
-    assert "request 'careless', job 'none in flight'" in told[0]
-    assert "job 'peer'" in told[1]
-    assert not steps(100.0), "a minute after"
+    lines = sorted(steps(75.0), key=lambda line: "peer" in line)
+    assert len(lines) == 2
+    assert all(f"held for long: {EXAMPLE!r} holds 1 references for" in line for line in lines)
+    assert "request 'careless', job 'none in flight'" in lines[0]
+    assert "job 'peer'" in lines[1]
+    assert not steps(100.0), "less than a minute later"
     assert len(steps(140.0)) == 2
-    assert not steps(220.0), "two minutes after"
+    assert not steps(220.0), "less than two minutes later"
     assert len(steps(270.0)) == 2
     view.free_blocks([next(iter(set(view.held_blocks()) - {42}))])
     assert len(steps(520.0)) == 1
     lease.release()
 
 
-def test_a_job_that_never_ends_is_told(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Of a worker half that has died quietly."""
+def test_a_job_that_never_ends_is_logged(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The worker half died without an error."""
     engine, _ = serve(lane.connector_config(cpu_blocks=64))
     connector = engine.scheduler.connector
     engine.worker._worker_side._half.get_finished = list
@@ -294,4 +258,4 @@ def test_a_job_that_never_ends_is_told(serve: Any, caplog: pytest.LogCaptureFixt
     connector.block_pool_view.now = lambda: later
     engine.step()
     assert f"job 0 of {EXAMPLE} (request None) has not ended for 75." in caplog.text
-    assert "[0] in flight" in caplog.text, "the hold names the job that reads it"
+    assert "[0] in flight" in caplog.text, "the line of the hold names its job"

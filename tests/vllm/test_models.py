@@ -1,4 +1,4 @@
-"""A ``config.json`` has the same specifications here as in vLLM, layer by layer and by group."""
+"""``kvview size`` derives the same specifications from a ``config.json`` as vLLM."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _cpu_build() -> str | None:
 
 
 @pytest.mark.skipif(_cpu_build() != RELEASE, reason=f"needs the CPU build of vLLM {RELEASE}")
-def test_what_vllm_computes_is_what_is_pinned() -> None:
+def test_the_pinned_specifications_are_those_of_vllm() -> None:
     # tests/replay/test_model_sizes.py compares the reader with the same file, without vLLM.
     run = subprocess.run(
         [sys.executable, "tests/vllm/model_specs.py"],
@@ -44,17 +44,16 @@ MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
 
 
 def _manager(name: str) -> type:
-    pytest.importorskip("vllm.v1")  # not "vllm", because the folder of these tests has that name
     manager: type = getattr(import_module(MANAGERS), name)
     mask = getattr(manager, "reachable_block_mask", None)
     if mask is None or "reachable_boundaries" not in signature(mask).parameters:
-        pytest.skip("this release does not say which blocks of a window it stores")
+        pytest.skip("this release does not select the blocks of a window that it stores")
     return manager
 
 
 @pytest.mark.parametrize("window", [2, 15, 16, 17, 128, 1000])
 @pytest.mark.parametrize("num_blocks", [1, 2, 7, 40])
-def test_the_blocks_of_a_window_that_vllm_stores(window: int, num_blocks: int) -> None:
+def test_vllm_stores_the_same_blocks_of_a_window(window: int, num_blocks: int) -> None:
     manager = _manager("SlidingWindowManager")
     import torch
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
@@ -67,7 +66,7 @@ def test_the_blocks_of_a_window_that_vllm_stores(window: int, num_blocks: int) -
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 7, 40])
-def test_the_states_that_vllm_stores(num_blocks: int) -> None:
+def test_vllm_stores_the_same_states(num_blocks: int) -> None:
     manager = _manager("MambaManager")
     import torch
     from vllm.v1.kv_cache_interface import MambaSpec
@@ -78,7 +77,7 @@ def test_the_states_that_vllm_stores(num_blocks: int) -> None:
 
 
 def _mask(manager: type, spec: object, num_blocks: int, alignment: int) -> list[int]:
-    """Numbers of the blocks that vLLM keeps of a prompt, with its default retention."""
+    """Return the numbers of the blocks of a prompt that vLLM keeps, with its default retention."""
     mask = manager.reachable_block_mask(  # type: ignore[attr-defined]
         start_block=0,
         end_block=num_blocks,

@@ -1,59 +1,47 @@
-"""vLLM's own offloading managers under the kit: as they are, and behind the adapter.
+"""vLLM's own offloading managers under the kit, bare and behind the adapter.
 
-What a release breaks is an expected failure of the bare manager; behind the
-adapter nothing fails.
+The laws that a release breaks are expected failures of the bare manager; behind the adapter
+nothing fails.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-import warnings
 from typing import Any
 
 import pytest
+from offloading_tiers import (  # type: ignore[import-not-found]
+    CAPACITY,
+    SEAM,
+    TRANSFERS_ARE_USES,
+    ARCTier,
+    BareARCTier,
+    BareTier,
+    ConnectorPlayer,
+    KeyedTier,
+    Tier,
+    make_keyed_manager,
+    make_manager,
+)
 
+import vllm
 from kvview import (
-    KeyNotLoadableError,
     LookupResult,
     ReqContext,
     SupportsRequestHooks,
     SupportsStepHooks,
-    TransferNotInFlightError,
     UnsupportedEngineError,
     fold_events,
     make_offload_key,
 )
 from kvview.testing import PROFILES, BoundCheck, ManagerPlayer, parametrize_with_checks
 from kvview.testing.search import search
-from kvview_vllm.simulation import scheduler as cpu_scheduler
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    vllm = pytest.importorskip("vllm", reason="needs a vLLM release", exc_type=ImportError)
-    pytest.importorskip(  # a submodule: this very folder is named vllm
-        "vllm.version", reason="needs a vLLM release", exc_type=ImportError
-    )
-    cpu_scheduler.prepare()
-    from offloading_tiers import (  # type: ignore[import-not-found]
-        CAPACITY,
-        SEAM,
-        TRANSFERS_ARE_USES,
-        ARCTier,
-        BareARCTier,
-        BareTier,
-        ConnectorPlayer,
-        KeyedTier,
-        Tier,
-        make_keyed_manager,
-        make_manager,
-    )
-
 from kvview_vllm.offloading import VLLMOffloadingManager
 from kvview_vllm.releases import NEWEST_TESTED
 from kvview_vllm.releases.release import find_class
 
-HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
 CTX = ReqContext("r")
 _RELEASE = re.match(r"\d+\.\d+\.\d+", vllm.__version__)
 
@@ -64,18 +52,18 @@ def number(release: str) -> tuple[int, ...]:
 
 RELEASE = number(_RELEASE[0]) if _RELEASE else number(NEWEST_TESTED)
 
-_NO_ROOM = "up to 0.29 ARC finds no room where there is some: vLLM PR #55461"
+_NO_ROOM = "up to 0.29 ARC evicts no key although some are idle: vLLM PR #55461"
 
 ANY_CALLER = {"OFF-2", "OFF-3", "OFF-5", "OFF-6", "OFF-8", "OFF-9", "EVENT-1", "EVENT-2"}
-"""Laws that the bare managers break when they get calls that vLLM does not make.
+"""Laws that the bare managers break in calls that vLLM does not make.
 
-They assert where OFF-2 raises, after protecting keys; a completion too many is asserted at
-best; and a key that one ``prepare_store`` names twice is stored twice.
+They assert where OFF-2 raises, after they have protected keys; they assert a completion too many
+at best; and they store a key twice if one ``prepare_store`` names it twice.
 """
 
 
 def broken_laws(policy: str) -> set[str]:
-    """The laws that the bare manager of this release may break by the calls of its connector."""
+    """Return the laws that the bare manager of this release breaks in calls of its connector."""
     broken = {"OFF-11"} if policy == "arc" else set()
     if TRANSFERS_ARE_USES and policy == "lru":
         broken |= {"OFF-10"}  # the end of a transfer is a use: 0.24 to 0.30
@@ -84,7 +72,11 @@ def broken_laws(policy: str) -> set[str]:
     if RELEASE < (0, 18):
         broken |= {"OFF-3", "OFF-1", "OFF-5"}  # a store evicts its own input: vLLM PR #35846
     if RELEASE < (0, 30) and policy == "arc":
-        broken |= {"OFF-3", "OFF-5", "EVENT-2"}  # ARC refuses what fits, up to 0.18 after evictions
+        broken |= {
+            "OFF-3",
+            "OFF-5",
+            "EVENT-2",
+        }  # ARC refuses stores that fit
     return broken
 
 
@@ -97,49 +89,45 @@ def store(manager: Any, *numbers: int) -> None:
     manager.complete_store(output.keys_to_store, CTX)
 
 
-@pytest.fixture(params=BareTier.policies)
-def manager(request: pytest.FixtureRequest) -> VLLMOffloadingManager:
-    return VLLMOffloadingManager(lambda: make_manager(request.param))
-
-
 # --- the kit ---
 
 
 @parametrize_with_checks(Tier)
-def test_lru(check: BoundCheck) -> None:
+def test_lru_satisfies_the_laws(check: BoundCheck) -> None:
     check()
 
 
+@pytest.mark.ends
 @parametrize_with_checks(KeyedTier)
-def test_addressed_by_key(check: BoundCheck) -> None:
+def test_a_tier_addressed_by_key_satisfies_the_laws(check: BoundCheck) -> None:
     check()
 
 
 @pytest.mark.skipif("arc" not in BareTier.policies, reason="this release has no ARC")
-def test_arc() -> None:
-    """It evicts from T1 at its target size too, and stores what is found in B1 or B2 into T1."""
+def test_arc_breaks_its_published_order_only() -> None:
+    """It evicts from T1 at its target size too, and stores keys found in B1 or B2 into T1."""
     broken = search(ManagerPlayer, ARCTier, PROFILES["ci"]).failures
     assert "OFF-11" in broken
-    refuses_what_fits = {"OFF-3"} if RELEASE < (0, 30) else set()
-    assert broken.keys() <= {"OFF-11"} | refuses_what_fits, broken
+    refuses_fitting_stores = {"OFF-3"} if RELEASE < (0, 30) else set()
+    assert broken.keys() <= {"OFF-11"} | refuses_fitting_stores, broken
 
 
 @pytest.mark.parametrize("policy", BareTier.policies)
-def test_bare_manager(policy: str) -> None:  # VOFF-1
+def test_a_bare_manager_breaks_the_known_laws_only(policy: str) -> None:  # VOFF-1
     tier = BareTier if policy == "lru" else BareARCTier
     broken = broken_laws(policy)
     of_connector = search(ConnectorPlayer, tier, PROFILES["ci"]).failures
     assert of_connector.keys() <= broken, of_connector
     assert bool(of_connector) is bool(broken)
-    of_anyone = search(ManagerPlayer, tier, PROFILES["ci"]).failures
-    assert of_anyone.keys() & {"OFF-2", "OFF-9"}
-    assert of_anyone.keys() <= broken | ANY_CALLER, of_anyone
+    of_any_caller = search(ManagerPlayer, tier, PROFILES["ci"]).failures
+    assert of_any_caller.keys() & {"OFF-2", "OFF-9"}
+    assert of_any_caller.keys() <= broken | ANY_CALLER, of_any_caller
 
 
-# --- what the kit does not ask ---
+# --- behaviour that the kit does not check ---
 
 
-def test_unknown_shape_is_refused() -> None:
+def test_a_manager_with_an_unknown_signature_is_refused() -> None:
     class Fork(type(make_manager())):  # type: ignore[misc]
         def prepare_store(self, keys: Any, deadline: float) -> None: ...
 
@@ -151,7 +139,7 @@ def test_unknown_shape_is_refused() -> None:
         assert part in str(caught.value)
 
 
-def test_spec_without_pages_is_handed_on() -> None:  # VOFF-2
+def test_a_spec_without_pages_is_passed_on() -> None:  # VOFF-2
     manager = VLLMOffloadingManager(make_keyed_manager)
     output = manager.prepare_store(keys(0, 1), CTX)
     assert output is not None
@@ -161,7 +149,7 @@ def test_spec_without_pages_is_handed_on() -> None:  # VOFF-2
 
 
 @pytest.mark.skipif(not hasattr(make_manager(), "lock"), reason="no lock before 0.33")
-def test_the_lock_is_held_in_every_call_but_shutdown() -> None:
+def test_every_call_but_shutdown_holds_the_lock() -> None:
     lock = threading.Lock()
     held: dict[str, bool] = {}
 
@@ -174,81 +162,29 @@ def test_the_lock_is_held_in_every_call_but_shutdown() -> None:
 
     manager = make_manager()
     manager.__class__ = Locked
-    kept = VLLMOffloadingManager(lambda: manager)
+    adapted = VLLMOffloadingManager(lambda: manager)
     held.clear()
-    store(kept, 0)
-    kept.prepare_load(keys(0), CTX)
-    kept.complete_load(keys(0), CTX)
-    kept.touch(keys(0), CTX)
-    kept.on_new_request(CTX)
-    kept.on_request_finished(CTX)
-    kept.on_schedule_end()
-    kept.has_pending_work()
-    list(kept.take_events())
-    kept.lookup(keys(0)[0], CTX)
-    kept.prepare_store(keys(1), CTX)
-    kept.reset()
-    kept.shutdown()
+    store(adapted, 0)
+    for method, *given in (
+        ("prepare_load", keys(0), CTX),
+        ("complete_load", keys(0), CTX),
+        ("touch", keys(0), CTX),
+        ("on_new_request", CTX),
+        ("on_request_finished", CTX),
+        ("on_schedule_end",),
+        ("has_pending_work",),
+        ("lookup", keys(0)[0], CTX),
+        ("reset",),
+    ):
+        getattr(adapted, method)(*given)
+    list(adapted.take_events())
+    adapted.shutdown()
     entered = {name for name in vars(find_class("OffloadingManager")) if name in held}
     assert {name for name in entered if not held[name]} == {"lock", "shutdown"}
     assert {"lookup", "prepare_load", "prepare_store", "reset_cache"} <= entered
 
 
-def test_key_offered_twice_is_stored_once(manager: VLLMOffloadingManager) -> None:
-    output = manager.prepare_store(keys(1, 1, 2, 1), CTX)
-    assert output is not None
-    assert output.keys_to_store == keys(1, 2)
-    manager.complete_store(keys(1, 2), CTX)
-    store(manager, *range(10, 10 + CAPACITY))
-    assert all(manager.lookup(key) is HIT for key in keys(*range(10, 10 + CAPACITY)))
-
-
-def test_transfers_are_completed_once(manager: VLLMOffloadingManager) -> None:
-    store(manager, 0)
-    manager.prepare_load(keys(0, 0), CTX)
-    with pytest.raises(TransferNotInFlightError, match="OFF-9"):
-        manager.complete_load(keys(0, 0, 0), CTX)
-    manager.complete_load(keys(0), CTX)
-    manager.complete_load(keys(0), CTX)
-    for again in (manager.complete_load, manager.complete_store):
-        with pytest.raises(TransferNotInFlightError, match="OFF-9"):
-            again(keys(0), CTX)
-    assert manager.lookup(keys(0)[0]) is HIT
-
-
-def test_completion_that_names_one_wrong_key_ends_nothing(manager: VLLMOffloadingManager) -> None:
-    manager.prepare_store(keys(0, 1), CTX)
-    with pytest.raises(TransferNotInFlightError):
-        manager.complete_store(keys(0, 7, 1), CTX)
-    assert [manager.lookup(key) for key in keys(0, 1)] == [PENDING, PENDING]
-
-
-def test_touch_of_a_key_being_stored_keeps_it(manager: VLLMOffloadingManager) -> None:
-    manager.prepare_store(keys(0, 1), CTX)
-    manager.touch(keys(0, 1), CTX)
-    manager.complete_store(keys(0, 1), CTX)
-    assert [manager.lookup(key) for key in keys(0, 1)] == [HIT, HIT]
-
-
-def test_reset_after_reset_still_keeps_pages_in_flight(manager: VLLMOffloadingManager) -> None:
-    store(manager, 0, 1)
-    busy = set(manager.prepare_load(keys(1), CTX).block_ids)  # type: ignore[attr-defined]
-    manager.reset()
-    manager.reset()
-    output = manager.prepare_store(keys(*range(10, 10 + CAPACITY - 1)), CTX)
-    assert output is not None
-    assert not busy & set(output.store_spec.block_ids)  # type: ignore[attr-defined]
-    manager.complete_store(output.keys_to_store, CTX)
-    assert manager.prepare_store(keys(1, 30), CTX).evicted_keys  # type: ignore[union-attr]
-    with pytest.raises(KeyNotLoadableError):
-        manager.prepare_load(keys(1), CTX)
-    manager.complete_load(keys(1), CTX)
-    manager.complete_store(keys(30), CTX)
-    store(manager, 1)
-    assert manager.lookup(keys(1)[0]) is HIT
-
-
-def test_reset_holds_pages_below_a_store_threshold() -> None:
+def test_a_reset_keeps_pages_below_a_store_threshold() -> None:
     if "store_threshold" not in vars(make_manager()):
         pytest.skip("this release filters stores in a manager of its own")
     manager = VLLMOffloadingManager(lambda: make_manager(store_threshold=3))
@@ -262,23 +198,20 @@ def test_reset_holds_pages_below_a_store_threshold() -> None:
     assert [manager.lookup(key) for key in keys(0, 1)] == [MISS, MISS]
 
 
-def test_hooks_reach_every_release(manager: VLLMOffloadingManager) -> None:
+def test_every_release_accepts_the_hooks() -> None:
+    manager = VLLMOffloadingManager(make_manager)
     assert isinstance(manager, SupportsRequestHooks)
     assert isinstance(manager, SupportsStepHooks)
-    for name in ("a", "b", "a"):
+    for name in ("a", "b", "a"):  # an id is reused
         context = ReqContext(name, {"hint": 1})
         manager.on_new_request(context)
-        manager.prepare_store(keys(ord(name)), context)
         manager.on_schedule_end()
         assert not manager.has_pending_work()
         manager.on_request_finished(context)
-        if manager.lookup(keys(ord(name))[0]) is PENDING:
-            manager.complete_store(keys(ord(name)), context)
-    assert [manager.lookup(key) for key in keys(ord("a"), ord("b"))] == [HIT, HIT]
 
 
 def starved_arc() -> VLLMOffloadingManager:
-    """ARC that wants a larger T1 than it has, all of T2 being loaded; five keys are idle."""
+    """Make an ARC manager whose T1 should grow while all of T2 is being loaded; 5 keys are idle."""
     if "arc" not in BareTier.policies:
         pytest.skip("this release has no ARC")
     manager = VLLMOffloadingManager(lambda: make_manager("arc"))
@@ -292,11 +225,11 @@ def starved_arc() -> VLLMOffloadingManager:
 
 
 @pytest.mark.xfail(RELEASE < (0, 30), reason=_NO_ROOM, strict=True)
-def test_arc_makes_room_where_there_is_some() -> None:
+def test_arc_evicts_idle_keys() -> None:
     assert starved_arc().prepare_store(keys(20, 21, 22), CTX) is not None
 
 
-def test_arc_that_refuses_advertises_only_what_is_loadable() -> None:
+def test_an_arc_that_refuses_advertises_only_loadable_keys() -> None:
     manager = starved_arc()
     manager.prepare_store(keys(20, 21, 22), CTX)
     loadable = {key for key in keys(*range(30)) if manager.lookup(key) is HIT}

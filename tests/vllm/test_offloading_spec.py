@@ -10,12 +10,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip(  # a submodule: this very folder is named vllm
-    "vllm.version",
-    reason="needs vLLM's Python sources: tests/vllm/sources.py",
-    exc_type=ImportError,
-)
-
 import engine as lane  # type: ignore[import-not-found]
 from kvview import ConfigError, CPULoadStoreSpec, OffloadingEvent, make_offload_key
 from kvview_vllm.releases.calls import make_known
@@ -51,7 +45,7 @@ def make_engine(tmp_path: Path) -> MakeEngine:
 
 
 def tier(engine: lane.Engine) -> Any:
-    """The kvview manager."""
+    """Return the kvview manager."""
     return engine.scheduler.connector.connector_scheduler.manager.manager
 
 
@@ -63,7 +57,7 @@ def serve(engine: lane.Engine, name: str, tokens: range = TOKENS) -> Any:
 
 
 def settle(engine: lane.Engine) -> None:
-    """Stores go out a step late, and are reported a step later; a worker may have a thread."""
+    """Step until all stores are reported; they start a step late, perhaps in a thread."""
     for _ in range(2000):
         if not tier(engine).num_protected_blocks():
             return
@@ -73,23 +67,29 @@ def settle(engine: lane.Engine) -> None:
 
 
 def forget(engine: lane.Engine) -> None:
-    """Only the tier still has the KV."""
+    """Leave the KV in the tier alone."""
     assert engine.scheduler.reset_prefix_cache()
     engine.scribble()
 
 
-def takes_several_groups() -> bool:
-    base: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
-    connector: Any = importlib.import_module(
-        "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
-    )
-    return issubclass(connector.OffloadingConnector, getattr(base, "SupportsHMA", ()))
+_V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+_HMA = getattr(importlib.import_module(f"{_V1}.base"), "SupportsHMA", ())
+_OFFLOADING: Any = importlib.import_module(f"{_V1}.offloading_connector").OffloadingConnector
+WINDOWS = [
+    (None,),
+    pytest.param(
+        (None, lane.WINDOW),
+        marks=pytest.mark.skipif(
+            not issubclass(_OFFLOADING, _HMA), reason="OffloadingConnector takes one group"
+        ),
+    ),
+]
 
 
-@pytest.mark.parametrize("windows", [(None,), (None, lane.WINDOW)], ids=["one group", "two groups"])
-def test_stored_reset_loaded(make_engine: MakeEngine, windows: tuple[int | None, ...]) -> None:
-    if len(windows) > 1 and not takes_several_groups():
-        pytest.skip("OffloadingConnector of this release takes one KV-cache group")
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
+def test_stored_kv_is_loaded_after_a_reset(
+    make_engine: MakeEngine, windows: tuple[int | None, ...]
+) -> None:
     engine = make_engine(windows=windows)
     free = engine.num_free_blocks()
     serve(engine, "first")
@@ -100,7 +100,7 @@ def test_stored_reset_loaded(make_engine: MakeEngine, windows: tuple[int | None,
     assert engine.num_free_blocks() == free
 
 
-def test_chunks_of_two_blocks_from_the_middle(make_engine: MakeEngine) -> None:
+def test_a_hit_may_end_inside_a_chunk(make_engine: MakeEngine) -> None:
     engine = make_engine(extra={"block_size": 2 * lane.BLOCK_SIZE})
     serve(engine, "first")
     forget(engine)
@@ -125,7 +125,7 @@ def test_wrong_pages_are_seen(make_engine: MakeEngine) -> None:
         engine.run()
 
 
-def test_eviction_pressure(make_engine: MakeEngine) -> None:
+def test_requests_end_under_eviction_pressure(make_engine: MakeEngine) -> None:
     engine = make_engine(num_blocks=16)
     for number in range(12):
         start = 100 * (number % 4)
@@ -139,7 +139,7 @@ def test_eviction_pressure(make_engine: MakeEngine) -> None:
     assert any(engine.hits.values())
 
 
-def test_used_keys_are_touched_head_first(make_engine: MakeEngine) -> None:
+def test_the_keys_of_a_hit_are_touched_in_order(make_engine: MakeEngine) -> None:
     # VOFF-4
     engine = make_engine()
     serve(engine, "first")
@@ -152,7 +152,7 @@ def test_used_keys_are_touched_head_first(make_engine: MakeEngine) -> None:
     assert any(touched[:6] == keys for touched in tier(engine).touched)
 
 
-def test_no_key_is_named_twice(make_engine: MakeEngine) -> None:
+def test_no_call_names_a_key_twice(make_engine: MakeEngine) -> None:
     # VOFF-3
     engine = make_engine()
     shown = engine.scheduler.connector.connector_scheduler.manager
@@ -164,12 +164,12 @@ def test_no_key_is_named_twice(make_engine: MakeEngine) -> None:
     assert tier(engine).touched == [[b"k", b"l"]]
 
 
-def test_reset_leaves_nothing_in_flight(make_engine: MakeEngine) -> None:
+def test_a_reset_leaves_no_job_in_flight(make_engine: MakeEngine) -> None:
     # VOFF-5
     if not hasattr(find_class("OffloadingManager"), "reset_cache"):
         pytest.skip("on this release a reset does not reach the manager")
     engine = make_engine()
-    # Of one token: 0.25 breaks down when a request with jobs in flight lives through a reset.
+    # One token, because 0.25 fails if a request with jobs in flight survives a reset.
     first = engine.add("first", TOKENS, max_tokens=1)
     while not first.is_finished():
         engine.step()
@@ -196,7 +196,7 @@ def test_events_reach_the_publisher(make_engine: MakeEngine) -> None:
 
 
 class Publisher:
-    """Takes what the engine publishes."""
+    """Collects the events that the engine publishes."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
@@ -206,7 +206,7 @@ class Publisher:
 
 
 def keyed(**ours: Any) -> dict[str, Any]:
-    """A tier that is addressed by key, in a medium of its own."""
+    """Return the options of a tier that is addressed by key, in a medium of its own."""
     manager, worker = f"{KEYED}:KeyedManager", f"{KEYED}:KeyedWorker"
     return {
         "manager": manager,
@@ -217,10 +217,10 @@ def keyed(**ours: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("windows", [(None,), (None, lane.WINDOW)], ids=["one group", "two groups"])
-def test_a_tier_addressed_by_key(make_engine: MakeEngine, windows: tuple[int | None, ...]) -> None:
-    if len(windows) > 1 and not takes_several_groups():
-        pytest.skip("OffloadingConnector of this release takes one KV-cache group")
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
+def test_a_tier_may_be_addressed_by_key(
+    make_engine: MakeEngine, windows: tuple[int | None, ...]
+) -> None:
     engine = make_engine(windows=windows, extra={"block_size": 2 * lane.BLOCK_SIZE}, **keyed())
     engine.scheduler.kv_event_publisher = publisher = Publisher()
     serve(engine, "first")
@@ -232,22 +232,22 @@ def test_a_tier_addressed_by_key(make_engine: MakeEngine, windows: tuple[int | N
     assert media == {"STORAGE"}
 
 
-def test_a_medium_that_vllm_does_not_know_is_refused_at_start(make_engine: MakeEngine) -> None:
+def test_a_medium_unknown_to_vllm_is_refused_at_start(make_engine: MakeEngine) -> None:
     # VOFF-6
     if find_class("Medium") is None:  # up to 0.26
         make_engine(**keyed(media={}))
         return
     with pytest.raises(ConfigError) as caught:
         make_engine(**keyed(media={}))
-    said = str(caught.value)
-    assert "knows no medium 'DISK', it knows CPU, STORAGE" in said
-    assert '"media": {"DISK": "STORAGE"}' in said
-    assert "\n" not in said
+    message = str(caught.value)
+    assert "knows no medium 'DISK', it knows CPU, STORAGE" in message
+    assert '"media": {"DISK": "STORAGE"}' in message
+    assert "\n" not in message
     with pytest.raises(ConfigError, match="knows no medium 'FLASH'"):
         make_engine(**keyed(media={DISK: "FLASH"}))
 
 
-def test_events_are_taken_when_they_are_asked_for(make_engine: MakeEngine) -> None:
+def test_take_events_returns_only_new_events(make_engine: MakeEngine) -> None:
     engine = make_engine(manager_options={"enable_events": True})
     shown = engine.scheduler.connector.connector_scheduler.manager
     a, b = make_offload_key(b"a", 0), make_offload_key(b"b", 0)
@@ -264,7 +264,7 @@ def test_events_are_taken_when_they_are_asked_for(make_engine: MakeEngine) -> No
     assert named == [[[a]], [[b]]]
 
 
-def test_a_medium_that_was_never_named_ends_no_engine(
+def test_an_undeclared_medium_does_not_end_the_engine(
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine(manager_options={"enable_events": True})
@@ -289,7 +289,7 @@ def test_a_medium_that_was_never_named_ends_no_engine(
     if medium_class is None:
         assert [medium for _, medium, _ in named] == ["CPU", "TAPE", "CPU", "TAPE"]
         return
-    cpu = medium_class("CPU")  # where a is until both have lost it
+    cpu = medium_class("CPU")  # the medium of a until both tiers have lost it
     assert named == [([a, b], cpu, False), ([b], cpu, True), ([a], cpu, True)]
     assert [record.message.count("'TAPE'") for record in caplog.records] == [1]
 
@@ -312,11 +312,11 @@ def test_a_medium_that_was_never_named_ends_no_engine(
         ),
     ],
     ids=[
-        *("unknown key", "no room", "no such target", "unknown policy"),
+        *("unknown key", "no blocks", "unknown target", "unknown policy"),
         *("unknown option", "option given twice", "unknown option of the worker"),
     ],
 )
-def test_a_typo_is_an_error_at_start(
+def test_a_wrong_setting_is_an_error_at_start(
     make_engine: MakeEngine, wrong: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

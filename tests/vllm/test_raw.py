@@ -1,21 +1,15 @@
-"""Connectors that have never heard of kvview, under the simulation."""
+"""Raw connectors of vLLM, which do not know kvview, under the simulation."""
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from dataclasses import replace
+from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip(  # a submodule: this very folder is named vllm
-    "vllm.version",
-    reason="needs vLLM's Python sources: tests/vllm/sources.py",
-    exc_type=ImportError,
-)
 
 from kvview import CacheGeometry, ConfigError, FullAttention, SlidingWindow
 from kvview.targets import load_target
@@ -38,42 +32,47 @@ from kvview_vllm.simulation import VLLMEngines
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.raw import RawRun
 from kvview_vllm.simulation.raw.fit import can_load_in_groups
-
-with warnings.catch_warnings():  # of torch, as vLLM imports it
-    warnings.simplefilter("ignore")
-    from tests.vllm.raw_connectors import (
-        FAULTS,
-        FAULTS_OF_GROUPS,
-        FAULTS_OF_STEPS_AND_PROCESSES,
-        FAULTS_WITH_A_POOL,
-        TAKES_CONFIG,
-        DoesNothing,
-        ForgetsAStore,
-        GroupsConnector,
-        HashesWhatIsScheduled,
-        HostConnector,
-        PromisesAllTokens,
-        Raises,
-        WantsDelivery,
-    )
-
-    loads_in_groups = can_load_in_groups()
+from tests.vllm.ported import After, Before
+from tests.vllm.raw_connectors import (
+    FAULTS,
+    FAULTS_OF_GROUPS,
+    FAULTS_OF_STEPS_AND_PROCESSES,
+    FAULTS_OF_THE_POOL,
+    TAKES_CONFIG,
+    DoesNothing,
+    ForgetsAStore,
+    GroupsConnector,
+    HashesScheduledBlocks,
+    HostConnector,
+    PromisesAllTokens,
+    Raises,
+    RequiresDelivery,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+BASE: Any = import_module(f"{V1}.base").KVConnectorBase_V1
+OFFLOADING: Any = import_module(f"{V1}.offloading_connector").OffloadingConnector
+OFFLOADING_OPTIONS = {"cpu_bytes_to_use": 1_000_000, "num_cpu_blocks": 30}
 SEEDS = range(8)
-EXAMPLE = Path(__file__).parents[2] / "examples" / "raw_host_cache.py"
+ROOT = Path(__file__).parents[2]
+EVICTED = (Squeeze(100), Squeeze(0))
 has_pool = pytest.mark.skipif(
     not hasattr(HostConnector, "bind_gpu_block_pool"),
-    reason="no connector is given the pool in this release",
+    reason="this release passes the pool to no connector",
 )
-has_groups = pytest.mark.skipif(not loads_in_groups, reason="one group is played in this release")
+has_groups = pytest.mark.skipif(
+    not can_load_in_groups(), reason="this release simulates one group only"
+)
 
 
-@pytest.fixture(scope="module")
-def engines() -> VLLMEngines:
-    return VLLMEngines()
+def failure_of(connector: type, seed: int, engines: VLLMEngines) -> Any:
+    return simulate(connector, generate_scenario(seed), engines=engines).failure
+
+
+def first_failure(connector: type, engines: VLLMEngines, seeds: range = SEEDS) -> Any:
+    return next((f for seed in seeds if (f := failure_of(connector, seed, engines))), None)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +80,7 @@ def runs(engines: VLLMEngines) -> ConnectorRuns:
     return check_connector(HostConnector, seeds=len(SEEDS), engines=engines)
 
 
-def test_a_right_connector_is_green_and_has_loaded(runs: ConnectorRuns) -> None:
+def test_a_right_connector_is_clean_and_has_loaded(runs: ConnectorRuns) -> None:
     assert runs.is_clean, runs.summary()
     assert runs.coverage["with the worker half in_a_process"]
     if ended_requests_take_no_output():
@@ -90,59 +89,57 @@ def test_a_right_connector_is_green_and_has_loaded(runs: ConnectorRuns) -> None:
     assert runs.coverage["loads beside a GPU hit"] > 10
 
 
-def test_what_kvview_new_writes_is_green_and_has_loaded(engines: VLLMEngines) -> None:
-    if not TAKES_CONFIG:
-        pytest.skip("it is written to 0.11.1 and later, which give the KVCacheConfig")
-    target = load_target(f"{EXAMPLE}:HostCacheConnector")
+@pytest.mark.skipif(not TAKES_CONFIG, reason="the template needs the KVCacheConfig of 0.11.1")
+def test_the_template_of_kvview_new_is_clean_and_has_loaded(engines: VLLMEngines) -> None:
+    target = load_target(f"{ROOT / 'examples' / 'raw_host_cache.py'}:HostCacheConnector")
     runs = check_connector(target, seeds=4, options={"host_blocks": 20}, engines=engines)
     assert runs.is_clean, runs.summary()
     assert runs.coverage["loads"] > 10
 
 
-def test_vsim_2_what_is_not_played_is_named(runs: ConnectorRuns) -> None:
+def test_vsim_2_every_event_that_is_not_simulated_is_listed(runs: ConnectorRuns) -> None:
     left_out = {name for name in runs.coverage if name.startswith("left out: ")}
     assert "left out: an end with transfers in flight" in left_out
     assert ("left out: several steps in flight" in left_out) != ended_requests_take_no_output()
     assert ("left out: resets of the connector" in left_out) != cpu_scheduler.can_reset_connectors()
 
 
-def test_loads_within_a_step_are_right_too(engines: VLLMEngines) -> None:
+def test_loads_within_a_step_are_clean(engines: VLLMEngines) -> None:
     for seed in SEEDS[:3]:
-        result = simulate(
-            HostConnector, generate_scenario(seed), {"within_step": True}, engines=engines
-        )
+        scenario = generate_scenario(seed)
+        result = simulate(HostConnector, scenario, {"within_step": True}, engines=engines)
         assert result.failure is None, result.failure
         assert result.coverage["loads within a step"]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_planted_fault_is_found(fault: type, engines: VLLMEngines) -> None:
+def test_an_injected_fault_is_found(fault: type, engines: VLLMEngines) -> None:
     if fault is Raises and not cpu_scheduler.can_load_between_steps():
         pytest.skip("loads end within a step")
-    assert any(_failure(fault, seed, engines) is not None for seed in SEEDS)
+    assert first_failure(fault, engines) is not None
 
 
 @pytest.mark.parametrize("fault", FAULTS_OF_STEPS_AND_PROCESSES, ids=lambda fault: fault.__name__)
-def test_what_only_steps_in_flight_and_processes_show(fault: type, engines: VLLMEngines) -> None:
-    if fault is HashesWhatIsScheduled and not ended_requests_take_no_output():
-        pytest.skip("one step in flight is played")
-    failed = [(seed, f) for seed in SEEDS if (f := _failure(fault, seed, engines)) is not None]
-    assert failed
-    seed, _ = failed[0]
+def test_only_steps_in_flight_or_processes_show_some_faults(
+    fault: type, engines: VLLMEngines
+) -> None:
+    if fault is HashesScheduledBlocks and not ended_requests_take_no_output():
+        pytest.skip("one step in flight is simulated")
+    seed = next(seed for seed in SEEDS if failure_of(fault, seed, engines) is not None)
     scenario = replace(
         generate_scenario(seed), steps_in_flight=1, worker_half="job_by_job", compute_lags=False
     )
-    assert simulate(fault, scenario, engines=engines).failure is None, "alone it is hidden"
+    assert simulate(fault, scenario, engines=engines).failure is None, "hidden without them"
 
 
 @has_groups
-def test_a_right_connector_of_several_groups_is_green(engines: VLLMEngines) -> None:
+def test_a_right_connector_of_several_groups_is_clean(engines: VLLMEngines) -> None:
     coverage: Counter[str] = Counter()
     for seed in range(10):
         result = simulate(GroupsConnector, generate_scenario(seed), engines=engines)
         assert result.failure is None, result.failure
         coverage.update(result.coverage)
-    assert coverage["with several groups"], "the release keeps them apart"
+    assert coverage["with several groups"]
     assert coverage["loads"]
 
 
@@ -157,88 +154,95 @@ def test_a_connector_of_one_group_gets_one(engines: VLLMEngines) -> None:
 @has_groups
 @pytest.mark.parametrize("fault", FAULTS_OF_GROUPS, ids=lambda fault: fault.__name__)
 def test_a_fault_of_several_groups_is_found(fault: type, engines: VLLMEngines) -> None:
-    assert any(_failure(fault, seed, engines) is not None for seed in range(20))
+    assert first_failure(fault, engines, range(20)) is not None
 
 
 @has_groups
-def test_offloading_stores_what_left_the_window_when_it_was_reset(engines: VLLMEngines) -> None:
-    """Its blocks are others' by then; with one group, or no reset, or a right one, all is well."""
-    from importlib import import_module
-
-    connector = import_module(f"{V1}.offloading_connector").OffloadingConnector
-    options = {"cpu_bytes_to_use": 1_000_000, "num_cpu_blocks": 30}
+def test_offloading_stores_blocks_that_left_the_window_before_a_reset(engines: VLLMEngines) -> None:
+    """Other requests own these blocks by then. Controls: no reset, one group, a right connector."""
     before = (Add("long", 1, 81, 44), Step(34), Add("other", 2, 94, 12), Step(3))
-    after = (Step(40), *_evicted(), Add("again", 1, 81, 2), Step(10))
+    after = (Step(40), *EVICTED, Add("again", 1, 81, 2), Step(10))
     scenario = Scenario(
         CacheGeometry(16, 16, (FullAttention(16), SlidingWindow(16, 24))),
         num_gpu_blocks=24,
         events=(*before, Reset(), *after),
         max_tokens_per_step=64,
     )
-    failure = simulate(connector, scenario, options, engines=engines).failure
+    failure = simulate(OFFLOADING, scenario, OFFLOADING_OPTIONS, engines=engines).failure
     assert failure is not None
     assert failure.law == "XFER-1"
     assert "of request 'other'" in failure.message
-    for control, kind in (
-        (replace(scenario, events=(*before, *after)), connector),
-        (replace(scenario, geometry=CacheGeometry.single(16), num_gpu_blocks=20), connector),
-        (scenario, GroupsConnector),
+    for control in (
+        replace(scenario, events=(*before, *after)),
+        replace(scenario, geometry=CacheGeometry.single(16), num_gpu_blocks=20),
     ):
-        given = options if kind is connector else {}
-        assert simulate(kind, control, given, engines=engines).failure is None
+        assert simulate(OFFLOADING, control, OFFLOADING_OPTIONS, engines=engines).failure is None
+    assert simulate(GroupsConnector, scenario, engines=engines).failure is None
 
 
 @has_pool
-@pytest.mark.parametrize("fault", FAULTS_WITH_A_POOL, ids=lambda fault: fault.__name__)
-def test_what_is_done_to_the_raw_pool_is_seen(fault: type, engines: VLLMEngines) -> None:
-    failure = _failure(fault, 0, engines)
+@pytest.mark.parametrize("fault", FAULTS_OF_THE_POOL, ids=lambda fault: fault.__name__)
+def test_a_misuse_of_the_raw_pool_is_seen(fault: type, engines: VLLMEngines) -> None:
+    failure = failure_of(fault, 0, engines)
     assert failure is not None
     assert failure.law in ("CONN-4", "POOL-4")
     assert "update_state_after_alloc" in failure.message, "the call is named"
     assert "view." in failure.message, "the view's method is suggested"
 
 
-def test_the_method_that_raises_is_named_with_its_line(engines: VLLMEngines) -> None:
-    failure = next(f for seed in SEEDS if (f := _failure(Raises, seed, engines)))
-    assert "update_connector_output raised KeyError" in failure.message
-    assert "raw_connectors.py:" in failure.message
+@has_pool
+def test_the_port_of_a_connector_fixes_its_leak(engines: VLLMEngines) -> None:
+    runs = check_connector(Before, seeds=3, engines=engines, max_shrink_runs=12)
+    assert {failure.law for failure in runs.failures} == {"CONN-4"}
+    page = (ROOT / "docs" / "porting.md").read_text()
+    for text in (
+        "are held when everything has ended",
+        "view.touch_blocks(ids) and view.lease(ids)",
+    ):
+        assert text in runs.failures[0].message
+        assert text in page
+    runs = check_connector(After, seeds=8, engines=engines)
+    assert runs.is_clean, runs.summary()
 
 
-def test_a_promise_of_more_than_there_is_names_the_method(engines: VLLMEngines) -> None:
-    failure = next(f for seed in SEEDS if (f := _failure(PromisesAllTokens, seed, engines)))
-    assert failure.law in ("CONN-2", "XFER-1", "CONN-3")
+def test_an_error_names_the_method_and_its_line(engines: VLLMEngines) -> None:
+    message = first_failure(Raises, engines).message
+    assert "update_connector_output raised KeyError" in message
+    assert "raw_connectors.py:" in message
 
 
-def test_a_connector_that_did_nothing_is_not_green(engines: VLLMEngines) -> None:
+def test_a_promise_of_too_many_tokens_names_the_law(engines: VLLMEngines) -> None:
+    assert first_failure(PromisesAllTokens, engines).law in ("CONN-2", "XFER-1", "CONN-3")
+
+
+def test_a_connector_that_does_nothing_is_not_clean(engines: VLLMEngines) -> None:
     runs = check_connector(DoesNothing, seeds=2, engines=engines)
     assert not runs.failures
     assert not runs.is_clean
     assert {gap.name for gap in runs.not_exercised} == {"hits", "loads", "stores"}
 
 
-def test_vsim_6_a_failure_says_what_the_controls_said(engines: VLLMEngines) -> None:
+def test_vsim_6_a_failure_has_the_result_of_its_controls(engines: VLLMEngines) -> None:
     runs = check_connector(ForgetsAStore, seeds=1, engines=engines, max_shrink_runs=12)
     (failure,) = runs.failures
     assert failure.law == "CONN-4"
     assert "Without the connector the run is green" in failure.message
     assert "ForgetsAStore" in failure.script
-    namespace: dict[str, Any] = {}
     with pytest.raises(AssertionError, match="CONN-4"):
-        exec(failure.script, namespace)
+        exec(failure.script, {})
 
 
-def test_vsim_6_what_fails_without_the_connector_is_the_engines(
+def test_vsim_6_a_failure_without_the_connector_is_the_engines(
     engines: VLLMEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = "kvview_vllm.simulation.raw.token_bytes.TokenCompute.write"
     monkeypatch.setattr(target, lambda *args: None)
-    runs = check_connector(HostConnector, seeds=1, engines=engines)
-    (failure,) = runs.failures
+    (failure,) = check_connector(HostConnector, seeds=1, engines=engines).failures
     assert failure.law == "ENGINE"
     assert "without the connector too" in failure.message
 
 
-def test_vsim_3_without_a_connector_every_seed_is_green() -> None:
+def test_vsim_3_runs_without_a_connector_are_clean() -> None:
     for seed in SEEDS[:3]:
         result = RawRun(HostConnector, generate_scenario(seed), {}, without="connector").run()
         assert result.failure is None, result.failure
@@ -251,23 +255,20 @@ def test_vsim_3_without_a_connector_every_seed_is_green() -> None:
         (0, "fit", "ended_requests_take_no_output"),  # vLLM PR 33377
     ],
 )
-def test_vsim_2_what_is_left_out_is_wrong_in_this_release(
+def test_vsim_2_an_event_is_skipped_only_where_the_release_is_wrong(
     seed: int, where: str, name: str, engines: VLLMEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_right = getattr(calls, name)()
     monkeypatch.setattr(f"kvview_vllm.simulation.raw.{where}.{name}", lambda: True)
-    failure = _failure(HostConnector, seed, engines)
+    failure = failure_of(HostConnector, seed, engines)
     assert (failure is None) == is_right, failure
 
 
 def test_a_cache_that_requires_delivery_hangs_in_some_releases(engines: VLLMEngines) -> None:
-    """vLLM #49674: blocks of the preempted are free steps later, what they computed is dropped."""
-    from importlib import import_module
-
-    hangs = hasattr(import_module(f"{V1}.base").KVConnectorBase_V1, "requires_kv_delivery") and (
-        not hasattr(
-            import_module("vllm.v1.core.sched.scheduler").Scheduler, "_request_blocks_can_be_freed"
-        )
+    """vLLM #49674: blocks of preempted requests are freed later, so they compute in vain."""
+    scheduler: Any = import_module("vllm.v1.core.sched.scheduler").Scheduler
+    hangs = hasattr(BASE, "requires_kv_delivery") and not hasattr(
+        scheduler, "_request_blocks_can_be_freed"
     )
     scenario = Scenario(
         CacheGeometry.single(16),
@@ -276,111 +277,96 @@ def test_a_cache_that_requires_delivery_hangs_in_some_releases(engines: VLLMEngi
         max_tokens_per_step=64,
         steps_in_flight=2,
     )
+    alone = replace(scenario, steps_in_flight=1)
     assert simulate(HostConnector, scenario, engines=engines).failure is None
-    assert (
-        simulate(WantsDelivery, replace(scenario, steps_in_flight=1), engines=engines).failure
-        is None
-    )
-    failure = simulate(WantsDelivery, scenario, engines=engines).failure
+    assert simulate(RequiresDelivery, alone, engines=engines).failure is None
+    failure = simulate(RequiresDelivery, scenario, engines=engines).failure
     assert (failure is not None) == hangs
     if failure is not None:
         assert failure.law == "ENGINE"
         assert "['one', 'two'] preempt each other for ever" in failure.message
 
 
-def test_late_stores_of_preempted_requests_are_right_or_waited_for(engines: VLLMEngines) -> None:
-    """Up to 0.13 nobody tells the worker of preemptions, and OffloadingConnector copies blocks of
-    others (vLLM PR 29870)."""
-    from importlib import import_module
-
-    base = import_module(f"{V1}.base").KVConnectorBase_V1
-    connector = import_module(f"{V1}.offloading_connector").OffloadingConnector
+def test_late_stores_of_preempted_requests_corrupt_releases_up_to_0_13(
+    engines: VLLMEngines,
+) -> None:
+    """The worker is not notified, and OffloadingConnector copies reused blocks (PR 29870)."""
     three = tuple(Add(f"a{number}", number, 31, 8) for number in (1, 2, 3))
     scenario = Scenario(
         CacheGeometry.single(16),
         num_gpu_blocks=8,
-        events=(*three, Add("b", 4, 49, 3), Step(20), *_evicted(), Add("again", 4, 49, 3), Step(8)),
+        events=(*three, Add("b", 4, 49, 3), Step(20), *EVICTED, Add("again", 4, 49, 3), Step(8)),
         max_tokens_per_step=160,
         max_running=4,
         fates=(Fate(move_after=4),),
     )
-    options = {"cpu_bytes_to_use": 1_000_000, "num_cpu_blocks": 30}
-    failure = simulate(connector, scenario, options, engines=engines).failure
-    assert (failure is None) == hasattr(base, "handle_preemptions")
+    failure = simulate(OFFLOADING, scenario, OFFLOADING_OPTIONS, engines=engines).failure
+    assert (failure is None) == hasattr(BASE, "handle_preemptions")
     if failure is not None:
         assert failure.law == "XFER-1"
         assert "of request 'a3'" in failure.message
     prompt = replace(scenario, fates=(Fate(move_after=1),))
-    assert simulate(connector, prompt, options, engines=engines).failure is None
+    assert simulate(OFFLOADING, prompt, OFFLOADING_OPTIONS, engines=engines).failure is None
 
 
-def test_vsim_3_preemptions_are_told_as_the_release_tells_them(engines: VLLMEngines) -> None:
-    """Not as the connector has it, which may have been written for another release."""
-    from importlib import import_module
-
-    told: list[object] = []
+def test_vsim_3_preemptions_are_passed_as_the_release_passes_them(engines: VLLMEngines) -> None:
+    """The signature of the connector does not count: it may be written for another release."""
+    seen: set[str] = set()
 
     class NamesIt(HostConnector):
-        def handle_preemptions(self, whatever: object) -> None:
-            told.append(type(whatever).__name__)
+        def handle_preemptions(self, argument: object) -> None:
+            seen.add(type(argument).__name__)
 
     scenario = replace(generate_scenario(1), worker_half="job_by_job", compute_lags=False)
     assert simulate(NamesIt, scenario, engines=engines).failure is None
-    base = import_module(f"{V1}.base").KVConnectorBase_V1
-    if not hasattr(base, "handle_preemptions"):
-        assert not told
-    elif "preempted_req_ids" in signature(base.handle_preemptions).parameters:
-        assert {*told} <= {"set"}
+    if not hasattr(BASE, "handle_preemptions"):
+        assert not seen
+    elif "preempted_req_ids" in signature(BASE.handle_preemptions).parameters:
+        assert seen <= {"set"}
     else:
-        assert {*told} == {"Meta"}
+        assert seen == {"Meta"}
 
 
-def test_the_reference_engine_refuses_it_in_one_line() -> None:
+def test_the_reference_engine_refuses_a_raw_connector_in_one_line() -> None:
     scenario = Scenario(CacheGeometry.single(4), 8, (Step(1),))
     with pytest.raises(ConfigError, match="give --engine vllm"):
         simulate(HostConnector, scenario, engines=load_engines())
 
 
-def test_a_bad_transfer_config_is_told(engines: VLLMEngines) -> None:
+def test_a_wrong_transfer_config_is_refused(engines: VLLMEngines) -> None:
     scenario = Scenario(CacheGeometry.single(4), 8, (Step(1),))
+    options = {"kv_transfer_config": {"kv_role": "nobody"}}
     with pytest.raises(ConfigError, match="kv_transfer_config"):
-        simulate(
-            HostConnector,
-            scenario,
-            {"kv_transfer_config": {"kv_role": "nobody"}},
-            engines=engines,
-        )
+        simulate(HostConnector, scenario, options, engines=engines)
 
 
-def test_vllms_example_connector_loses_what_a_chunked_prefill_left(
-    engines: VLLMEngines,
-) -> None:
-    """Only the first chunk is saved (vLLM #16928, PR 53314), and loaded as if it were all."""
+def test_the_example_connector_loses_a_chunked_prefill(engines: VLLMEngines) -> None:
+    """vLLM #16928, PR 53314: only the first chunk is saved, and loaded as if it were all."""
+    first, again = (Add("first", 1, 75, 2), Step(6)), (Add("again", 1, 75, 2), Step(4))
     scenario = Scenario(
         CacheGeometry.single(16),
         num_gpu_blocks=40,
-        events=(
-            Add("first", 1, 75, 2),
-            Step(6),
-            Add("again", 1, 75, 2),
-            Step(4),
-        ),
+        events=(*first, *again),
         max_tokens_per_step=32,
     )
     options = {"shared_storage_path": "{tmp}"}
     failure = simulate(_example_connector(), scenario, options, engines=engines).failure
     assert failure is None, "a GPU hit needs no load"
-    events = (*scenario.events[:2], *_evicted(), *scenario.events[2:])
-    failure = simulate(
-        _example_connector(), replace(scenario, events=events), options, engines=engines
-    ).failure
+    evicted = replace(scenario, events=(*first, *EVICTED, *again))
+    failure = simulate(_example_connector(), evicted, options, engines=engines).failure
     assert failure is not None
     assert failure.law in ("XFER-1", "CONN-2", "CONN-3")
 
 
+def _example_connector() -> Any:
+    try:
+        return import_module(f"{V1}.example_connector").ExampleConnector
+    except ImportError:  # its name up to 0.12
+        return import_module(f"{V1}.shared_storage_connector").SharedStorageConnector
+
+
 def test_vsim_4_tensors_are_those_of_the_gpu_backend() -> None:
-    scenario = replace(generate_scenario(3), worker_half="job_by_job")
-    run = RawRun(HostConnector, scenario, {})
+    run = RawRun(HostConnector, replace(generate_scenario(3), worker_half="job_by_job"), {})
     assert run.run().failure is None
     caches = run.harness.worker.caches
     assert len({tensor.data_ptr() for tensor in caches.tensors.values()}) == len(caches.slots)
@@ -390,29 +376,8 @@ def test_vsim_4_tensors_are_those_of_the_gpu_backend() -> None:
         assert slots.numel() == tensor.numel()
 
 
-def test_vsim_5_what_stands_in_for_cuda_is_named(engines: VLLMEngines) -> None:
-    from importlib import import_module
-
-    connector = import_module(f"{V1}.offloading_connector").OffloadingConnector
-    options = {"cpu_bytes_to_use": 1_000_000, "num_cpu_blocks": 30}
+def test_vsim_5_stand_ins_for_cuda_are_listed(engines: VLLMEngines) -> None:
     scenario = replace(generate_scenario(3), events=())
-    result = simulate(connector, scenario, options, engines=engines)
+    result = simulate(OFFLOADING, scenario, OFFLOADING_OPTIONS, engines=engines)
     assert result.failure is None, result.failure
     assert any(name.startswith("stands in: for the copies of vLLM") for name in result.coverage)
-
-
-def _evicted() -> tuple[Any, ...]:
-    return Squeeze(100), Squeeze(0)
-
-
-def _example_connector() -> Any:
-    from importlib import import_module
-
-    try:
-        return import_module(f"{V1}.example_connector").ExampleConnector
-    except ImportError:  # its name up to 0.12
-        return import_module(f"{V1}.shared_storage_connector").SharedStorageConnector
-
-
-def _failure(connector_class: type, seed: int, engines: VLLMEngines) -> Any:
-    return simulate(connector_class, generate_scenario(seed), engines=engines).failure

@@ -1,4 +1,4 @@
-"""LMCache's connector as it is: only its GPU connector is stood in for."""
+"""LMCache's connector, unmodified except for its GPU connector, which has a stand-in."""
 
 from __future__ import annotations
 
@@ -12,17 +12,12 @@ import pytest
 from kvview_vllm.releases.versions import engine_version
 
 pytest.importorskip(
-    "vllm.version",
-    reason="needs vLLM's Python sources: tests/vllm/sources.py",
-    exc_type=ImportError,
-)
-pytest.importorskip(
     "lmcache.v1.storage_backend",
-    reason="needs LMCache and what it imports",
+    reason="needs LMCache and its imports",
     exc_type=ImportError,
 )
 
-pytest.importorskip("uvicorn", reason="needs what LMCache's connector imports")
+pytest.importorskip("uvicorn", reason="needs the imports of LMCache's connector")
 if not engine_version().startswith(("0.24.", "0.28.", "0.33.")):
     pytest.skip("LMCache 0.5.6 was tried with 0.24, 0.28 and 0.33", allow_module_level=True)
 
@@ -49,7 +44,7 @@ print([result.failure and result.failure.law for result in results])
 print(sum(result.coverage["loads"] for result in results))
 print(sorted(name for name in results[0].coverage if name.startswith("stands in")))
 sys.stdout.flush()
-os._exit(0)  # not all of its threads end
+os._exit(0)  # some of its threads never end
 """
 
 
@@ -68,13 +63,13 @@ def run(tmp_path: Path, *args: str) -> list[str]:
     return done.stdout.splitlines()[-3:]
 
 
-def test_it_runs_and_loads(tmp_path: Path) -> None:
+def test_lmcaches_connector_is_clean_and_has_loaded(tmp_path: Path) -> None:
     laws, loads, stood_in = run(tmp_path)
     assert laws == "[None, None, None]"
     assert int(loads) > 50
     assert stood_in == '["stands in: for LMCache\'s GPU connector, copies at once"]'
 
 
-def test_a_copy_that_goes_astray_is_seen(tmp_path: Path) -> None:
+def test_a_misplaced_copy_is_seen(tmp_path: Path) -> None:
     laws, _, _ = run(tmp_path, "broken")
     assert laws == "['XFER-1', 'XFER-1', 'XFER-1']"

@@ -1,4 +1,7 @@
-"""KVViewConnector under the real Scheduler of the installed vLLM, worker simulated."""
+"""KVViewConnector under the real Scheduler of vLLM, with a simulated worker.
+
+Late, failed and lost transfers, aborts, preemptions and resets are in ``test_simulation.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +13,30 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip(  # a submodule: this very folder is named vllm
-    "vllm.version",
-    reason="needs vLLM's Python sources: tests/vllm/sources.py",
-    exc_type=ImportError,
-)
-
 import engine as lane  # type: ignore[import-not-found]
 from kvview import (
-    MEDIUM_CPU,
     ConfigError,
     ConnectorError,
     GuardedView,
-    OffloadingEvent,
     PinBudgetExceeded,
     StepInfo,
     StepPlan,
     UnsupportedEngineError,
     ViewClosedError,
     ViewNotBoundError,
-    make_offload_key,
 )
 
 FAULTY = Path(__file__).with_name("faulty_connectors.py")
 TOKENS = range(10, 10 + 6 * lane.BLOCK_SIZE + 4)
 HIT_TOKENS = 6 * lane.BLOCK_SIZE
 OTHER_TOKENS = range(200, 200 + 6 * lane.BLOCK_SIZE + 4)
+WINDOWS = [
+    (None,),
+    pytest.param(
+        (None, lane.WINDOW),
+        marks=pytest.mark.skipif(lane.refuses_several_groups(), reason="one KV-cache group only"),
+    ),
+]
 
 MakeEngine = Callable[..., lane.Engine]
 
@@ -54,17 +55,17 @@ def side(engine: lane.Engine) -> Any:
 
 
 def serve_and_forget(engine: lane.Engine, tokens: range = TOKENS) -> None:
-    """One request leaves its KV with the connector; the GPU's is overwritten."""
+    """Store the KV of one request with the connector, and overwrite the KV on the GPU."""
     engine.add("first", tokens)
     engine.run()
     assert engine.scheduler.reset_prefix_cache()
     engine.scribble()
 
 
-@pytest.mark.parametrize("windows", [(None,), (None, lane.WINDOW)], ids=["one group", "two groups"])
-def test_stored_reset_loaded(make_engine: MakeEngine, windows: tuple[int | None, ...]) -> None:
-    if len(windows) > 1 and lane.refuses_several_groups():
-        pytest.skip("this release takes one KV-cache group only beside a connector")
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
+def test_stored_kv_is_loaded_after_a_reset(
+    make_engine: MakeEngine, windows: tuple[int | None, ...]
+) -> None:
     engine = make_engine(windows=windows)
     free = engine.num_free_blocks()
     serve_and_forget(engine)
@@ -81,21 +82,7 @@ def test_stored_reset_loaded(make_engine: MakeEngine, windows: tuple[int | None,
     assert not side(engine)._tracked
 
 
-def test_late_reports(make_engine: MakeEngine) -> None:
-    # MSG-1, WORK-1
-    engine = make_engine(lane.connector_config(f"{FAULTY}:SlowConnector", cpu_blocks=64))
-    free = engine.num_free_blocks()
-    serve_and_forget(engine)
-    for index in range(3):
-        engine.add(f"again {index}", TOKENS)
-        engine.add(f"other {index}", OTHER_TOKENS)
-    engine.run()
-    assert engine.hits["again 0"] == HIT_TOKENS
-    assert engine.num_free_blocks() == free
-    assert not side(engine).has_pending_work()
-
-
-def test_a_corrupt_block_is_seen(make_engine: MakeEngine) -> None:
+def test_a_corrupted_block_is_seen(make_engine: MakeEngine) -> None:
     engine = make_engine()
     serve_and_forget(engine)
     engine.worker._worker_side._half.host[0].zero_()
@@ -104,46 +91,10 @@ def test_a_corrupt_block_is_seen(make_engine: MakeEngine) -> None:
         engine.run()
 
 
-def test_abort_during_a_load(make_engine: MakeEngine) -> None:
-    # LOAD-1
-    engine = make_engine()
-    if not side(engine).asynchronous:
-        pytest.skip("on this release a load ends within its step")
-    free = engine.num_free_blocks()
-    serve_and_forget(engine)
-    engine.hold_loads = True
-    engine.add("again", TOKENS)
-    engine.step()
-    engine.abort("again")
-    assert engine.num_free_blocks() < free, "the load still writes"
-    engine.step()
-    engine.hold_loads = False
-    engine.step()
-    engine.add("other", OTHER_TOKENS)
-    engine.run()
-    assert engine.num_free_blocks() == free
-    assert not side(engine).has_pending_work()
-
-
-def test_a_failed_load_is_computed_instead(make_engine: MakeEngine) -> None:
-    # LOAD-2, WORK-2
-    if not lane.can_fail_loads():
-        pytest.skip("0.11.0 has no word for a load that failed")
-    engine = make_engine(lane.connector_config(f"{FAULTY}:FailingConnector", cpu_blocks=64))
-    free = engine.num_free_blocks()
-    serve_and_forget(engine)
-    again = engine.add("again", TOKENS)
-    engine.run()
-    assert again.is_finished()
-    if side(engine).asynchronous:  # else the step that loads has begun to compute
-        assert engine.hits["again"] == 0
-    assert engine.num_free_blocks() == free
-
-
-def test_a_failed_load_is_not_tried_again_by_a_sibling(make_engine: MakeEngine) -> None:
+def test_another_child_does_not_retry_a_failed_load(make_engine: MakeEngine) -> None:
     # SCHED-2
     if not lane.can_fail_loads():
-        pytest.skip("0.11.0 has no word for a load that failed")
+        pytest.skip("0.11.0 cannot report a failed load")
     failing = lane.connector_config(f"{FAULTY}:FailingConnector", cpu_blocks=64)
     engine = make_engine(lane.multi_config(failing, lane.connector_config(cpu_blocks=64)))
     free = engine.num_free_blocks()
@@ -157,42 +108,17 @@ def test_a_failed_load_is_not_tried_again_by_a_sibling(make_engine: MakeEngine) 
     assert engine.num_free_blocks() == free
 
 
-@pytest.mark.parametrize("connector", ["", "SlowConnector"], ids=["at once", "late"])
-def test_preempted_requests_come_back(make_engine: MakeEngine, connector: str) -> None:
-    target = f"{FAULTY}:{connector}" if connector else lane.EXAMPLE_CONNECTOR
-    engine = make_engine(lane.connector_config(target, cpu_blocks=64), num_blocks=16)
-    free = engine.num_free_blocks()
-    half = side(engine).half
-    preempted: list[str] = []
-    tell = half.on_request_preempted
-
-    def heard(request: Any, block_ids: Any) -> None:
-        preempted.append(request.request_id)
-        tell(request, block_ids)
-
-    half.on_request_preempted = heard
-    for index in range(3):
-        engine.add(f"r{index}", range(index * 100, index * 100 + 80), max_tokens=40)
-    engine.run(limit=400)
-    assert all(request.is_finished() for request in engine.requests.values())
-    assert preempted
-    assert engine.num_free_blocks() == free
-    assert not side(engine).has_pending_work()
-
-
-@pytest.mark.parametrize("windows", [(None,), (None, lane.WINDOW)], ids=["one group", "two groups"])
-def test_a_step_shows_the_real_block_tables(
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
+def test_a_step_has_the_real_block_tables(
     make_engine: MakeEngine, windows: tuple[int | None, ...]
 ) -> None:
     # SCHED-1
-    if len(windows) > 1 and lane.refuses_several_groups():
-        pytest.skip("this release takes one KV-cache group only beside a connector")
     engine = make_engine(windows=windows)
     half = side(engine).half
     plan_step = half.plan_step
     seen = 0
 
-    def look(step: StepInfo) -> StepPlan:
+    def compare(step: StepInfo) -> StepPlan:
         nonlocal seen
         for shown in step.scheduled:
             request_id = shown.request.request_id
@@ -200,21 +126,21 @@ def test_a_step_shows_the_real_block_tables(
             for mine, theirs in zip(shown.block_ids, real, strict=True):
                 assert len(mine) == len(theirs)
                 wrong = [block for block, is_ in zip(mine, theirs, strict=True) if block != is_]
-                assert not any(wrong), "a block that the request does not have any more"
+                assert not any(wrong), "the request no longer has this block"
             assert all(block_ids[-1] for block_ids in shown.block_ids)
             assert shown.num_scheduled_tokens > 0
             seen += 1
         plan: StepPlan = plan_step(step)
         return plan
 
-    half.plan_step = look
+    half.plan_step = compare
     engine.add("long", range(40), max_tokens=120)
     engine.add("short", TOKENS, max_tokens=40)
     engine.run(limit=200)
     assert seen >= 150
 
 
-def test_what_another_request_computes_in_this_step_is_not_there_yet(
+def test_blocks_that_the_step_computes_are_not_counted_as_computed(
     make_engine: MakeEngine,
 ) -> None:
     # SCHED-3
@@ -223,12 +149,12 @@ def test_what_another_request_computes_in_this_step_is_not_there_yet(
     plan_step = half.plan_step
     computed: list[dict[str, int]] = []
 
-    def look(step: StepInfo) -> StepPlan:
+    def record(step: StepInfo) -> StepPlan:
         computed.append({s.request.request_id: s.num_computed_tokens for s in step.scheduled})
         plan: StepPlan = plan_step(step)
         return plan
 
-    half.plan_step = look
+    half.plan_step = record
     engine.add("one", TOKENS)
     engine.add("other", OTHER_TOKENS)
     engine.add("same", TOKENS)
@@ -254,21 +180,7 @@ def test_a_job_id_in_flight_cannot_be_planned_again(make_engine: MakeEngine) -> 
         engine.run()
 
 
-def test_events_carry_the_block_size(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    keys = [make_offload_key(bytes([number]) * 32, 0) for number in range(2)]
-    side(engine).half.take_events = lambda: [
-        OffloadingEvent(keys, MEDIUM_CPU, removed=False),
-        OffloadingEvent(keys[:1], MEDIUM_CPU, removed=True),
-    ]
-    stored, removed = engine.scheduler.connector.take_events()
-    assert (type(stored).__name__, stored.block_size) == ("BlockStored", lane.BLOCK_SIZE)
-    assert type(removed).__name__ == "BlockRemoved"
-    assert removed.block_hashes == stored.block_hashes[:1]
-    assert stored.medium == removed.medium == MEDIUM_CPU
-
-
-def test_children_of_multi_connector_are_bound(make_engine: MakeEngine) -> None:
+def test_the_children_of_multi_connector_are_bound(make_engine: MakeEngine) -> None:
     # BIND-1
     child = lane.connector_config(cpu_blocks=64)
     engine = make_engine(lane.multi_config(child, child))
@@ -285,8 +197,8 @@ def test_children_of_multi_connector_are_bound(make_engine: MakeEngine) -> None:
     assert engine.num_free_blocks() == free
 
 
-def test_binding_again_is_harmless_and_another_pool_closes_the_view(
-    make_engine: MakeEngine, tmp_path: Path
+def test_binding_another_pool_closes_the_view_and_binding_again_does_not(
+    make_engine: MakeEngine,
 ) -> None:
     # BIND-2
     engine = make_engine()
@@ -316,7 +228,7 @@ def test_the_view_is_guarded(make_engine: MakeEngine) -> None:
     assert not view.leaks()
 
 
-def test_what_is_held_at_shutdown_is_logged(
+def test_holds_at_shutdown_are_logged(
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine()
@@ -335,7 +247,7 @@ def test_what_is_held_at_shutdown_is_logged(
         half.view.free_blocks([7])
 
 
-def test_a_lease_expires_with_the_steps(make_engine: MakeEngine) -> None:
+def test_a_step_ends_expired_leases(make_engine: MakeEngine) -> None:
     engine = make_engine()
     free = engine.num_free_blocks()
     view = side(engine).half.view
@@ -351,7 +263,7 @@ def test_a_lease_expires_with_the_steps(make_engine: MakeEngine) -> None:
     assert engine.num_free_blocks() == free
 
 
-def test_the_proposed_scheduler_context_binds(make_engine: MakeEngine) -> None:
+def test_a_scheduler_context_is_bound(make_engine: MakeEngine) -> None:
     engine = make_engine()
     connector = engine.scheduler.connector
     connector.close_block_pool_view()
@@ -361,7 +273,7 @@ def test_the_proposed_scheduler_context_binds(make_engine: MakeEngine) -> None:
     assert connector.block_pool_view.num_blocks == len(engine.pool.blocks)
 
 
-def test_a_missing_view_names_the_flag(make_engine: MakeEngine) -> None:
+def test_an_unbound_connector_names_the_flag(make_engine: MakeEngine) -> None:
     # BIND-3
     engine = make_engine()
     engine.scheduler.connector.close_block_pool_view()
@@ -378,9 +290,9 @@ def test_a_missing_view_names_the_flag(make_engine: MakeEngine) -> None:
         ({"connector": "no.such.module:Connector"}, "does not import"),
         ({"connector": f"{lane.EXAMPLE}:HostCacheConnector", "options": {"cpu": 1}}, "cpu_blocks"),
     ],
-    ids=["unknown key", "no such share", "no such target", "unknown option"],
+    ids=["unknown key", "wrong share", "unknown target", "unknown option"],
 )
-def test_a_typo_is_an_error_at_start(
+def test_a_wrong_setting_is_an_error_at_start(
     make_engine: MakeEngine, wrong: dict[str, Any], message: str
 ) -> None:
     config = {**lane.connector_config(), "kv_connector_extra_config": wrong}
@@ -388,7 +300,7 @@ def test_a_typo_is_an_error_at_start(
         make_engine(config)
 
 
-def test_a_promise_without_a_load_is_an_error(make_engine: MakeEngine) -> None:
+def test_a_promise_without_a_load_is_refused(make_engine: MakeEngine) -> None:
     # SCHED-4
     config = lane.connector_config(cpu_blocks=64)
     config["kv_connector_extra_config"]["contain_faults"] = False

@@ -1,4 +1,4 @@
-"""The dry run of a scheduler: what it compares, in the release that is importable, and leaves."""
+"""The dry run of a scheduler: it sees changed facts, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -13,15 +13,8 @@ from typing import Any
 
 import pytest
 
+import engine  # type: ignore[import-not-found]  # noqa: F401 - before the imports that need it
 from kvview import UnsupportedEngineError
-
-pytest.importorskip(
-    "vllm.version",
-    reason="needs vLLM's Python sources: tests/vllm/sources.py",
-    exc_type=ImportError,
-)
-
-import engine  # type: ignore[import-not-found]  # noqa: F401 - before what needs vLLM
 from kvview_vllm.connector import scheduler_canary
 from kvview_vllm.connector.connector import KVViewConnector
 from kvview_vllm.doctor import diagnose
@@ -33,7 +26,7 @@ UTILS = "vllm.v1.core.kv_cache_utils"
 
 
 def wrapped(owner: Any, name: str, change: Callable[..., Any]) -> tuple[Any, str, Any]:
-    """A method that is given to ``change``, with what it is called with."""
+    """Return a method that ``change`` wraps, with the arguments of the call."""
     method = getattr(owner, name)
 
     def drifted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +104,7 @@ def adapter_fails() -> tuple[Any, str, Any]:
     return KVViewConnector, "build_connector_meta", fail
 
 
-def test_the_installed_release_is_as_the_table_says() -> None:
+def test_the_installed_release_has_the_expected_facts() -> None:
     assert play(KVViewConnector) == ""
 
 
@@ -129,7 +122,7 @@ def test_the_installed_release_is_as_the_table_says() -> None:
         (adapter_fails, r"steps of a scheduler fails: RuntimeError: two lines at test_sched"),
     ],
 )
-def test_another_fact_is_refused_in_one_line(
+def test_a_changed_fact_is_refused_in_one_line(
     drift: Callable[[], tuple[Any, str, Any]], fact: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if drift is key_in_another_order and cpu_scheduler.refuses_several_groups():
@@ -140,7 +133,7 @@ def test_another_fact_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_scheduler_that_serves_nobody_is_no_reason_to_refuse(
+def test_a_scheduler_that_cannot_run_dry_is_used_unchecked(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def needs_more(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -159,7 +152,7 @@ def test_a_scheduler_that_serves_nobody_is_no_reason_to_refuse(
     assert "KVViewConnector is used unchecked" in caplog.text
 
 
-def surroundings() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     gc.collect()
     return {
         "threads": set(threading.enumerate()),
@@ -170,8 +163,8 @@ def surroundings() -> dict[str, Any]:
     }
 
 
-def test_nothing_outlasts_the_play() -> None:
-    play(KVViewConnector)  # imports what it needs
-    before = surroundings()
+def test_a_dry_run_leaves_nothing_behind() -> None:
+    play(KVViewConnector)  # imports vLLM's modules
+    before = environment()
     play(KVViewConnector)
-    assert surroundings() == before
+    assert environment() == before

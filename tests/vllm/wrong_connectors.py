@@ -1,19 +1,20 @@
-"""Wrong connectors, and right ones as a control, for real inference and for the kit alike.
+"""Wrong connectors, and right ones as a control, for real inference and for the kit.
 
-Each is a small change to ``examples/host_cache.py`` and says in its docstring what is wrong.
-They were drawn from the ways in which a connector can be wrong (names, geometry, lifetimes,
-order, failures, resets, aborts, threads, processes), not from what the kit looks at; where a
-fault is known to do no harm in an engine, it stays in the list. ``agreement.py`` serves with
-each of them in vLLM, and asks the kit about it.
+Each is a small change to ``examples/host_cache.py``. The first line of its docstring is the
+mistake; a second paragraph is the reason why an engine may not show it. The mistakes cover the
+ways in which a connector can be wrong (names, geometry, lifetimes, order, failures, resets,
+aborts, threads, processes), independently of the checks of the kit. Mistakes that are known to do
+no harm in an engine stay in the list. ``agreement.py`` serves with each connector in vLLM and
+checks it with the kit.
 
-Their copies are late: those of a plan are run some steps later, unless somebody waits.
+Their copies are late: those of a plan run some steps later, unless a caller waits for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 from examples.host_cache import HostCacheConnector, HostCacheScheduler, HostCacheWorker
 from kvview import (
@@ -43,34 +44,10 @@ LATE_POLLS = 3
 
 RIGHT: list[type[Connector]] = []
 WRONG: list[type[Connector]] = []
-ConnectorT = TypeVar("ConnectorT", bound=type[Connector])
-
-
-def right(connector: ConnectorT) -> ConnectorT:
-    """Add to the control."""
-    RIGHT.append(connector)
-    return connector
-
-
-def wrong(connector: ConnectorT) -> ConnectorT:
-    """Add to the list."""
-    WRONG.append(connector)
-    return connector
-
-
-def why_not_shown(connector: type[Connector]) -> str:
-    """The second paragraph: why an engine may not show it."""
-    _, _, more = (connector.__doc__ or "").partition("\n\n")
-    return " ".join(more.split())
-
-
-def what_is_wrong(connector: type[Connector]) -> str:
-    """The first line of its docstring."""
-    return (connector.__doc__ or "").strip().partition("\n")[0].rstrip(".")
 
 
 class LateWorker(HostCacheWorker):
-    """Copies some polls after it was told to, or when it is waited for."""
+    """Copies some polls later, or when a caller waits."""
 
     def __init__(self, cpu_blocks: int) -> None:
         super().__init__(cpu_blocks)
@@ -113,18 +90,21 @@ class LateWorker(HostCacheWorker):
 
 
 def jobs_of(plan: StepPlan) -> list[TransferJob]:
-    """All of a plan, loads first."""
+    """Return all jobs of a plan, loads first."""
     return [*plan.loads, *plan.stores]
 
 
-@right
 class Late(HostCacheConnector):
-    """The example, with late copies."""
+    """The example, with late copies. A subclass is wrong, unless it is defined as right."""
 
     scheduler: ClassVar[type[HostCacheScheduler]] = HostCacheScheduler
     worker: ClassVar[type[HostCacheWorker]] = LateWorker
     needs: ClassVar[Literal["", "processes", "async"]] = ""
-    """How vLLM must run for it to show: workers of their own process, steps in flight."""
+    """How vLLM must run so that the mistake shows: workers in processes, or steps in flight."""
+
+    def __init_subclass__(cls, *, is_right: bool = False) -> None:
+        super().__init_subclass__()
+        (RIGHT if is_right else WRONG).append(cls)
 
     def make_scheduler(self) -> SchedulerConnector:
         return self.scheduler(self.config, self.cpu_blocks)
@@ -134,7 +114,7 @@ class Late(HostCacheConnector):
 
 
 class FlakyWorker(LateWorker):
-    """Every third copy brings half of its pages, and says so."""
+    """Copies half of the pages in every third job, and reports that it failed."""
 
     def __init__(self, cpu_blocks: int) -> None:
         super().__init__(cpu_blocks)
@@ -152,31 +132,31 @@ class FlakyWorker(LateWorker):
         return self.failed(job_id)
 
     def failed(self, job_id: int) -> TransferResult:
-        return TransferResult(job_id, success=False, error="planted: every third copy fails")
+        return TransferResult(job_id, success=False, error="injected: every third copy fails")
 
 
-@right
-class Flaky(Late):
+class Flaky(Late, is_right=True):
     """The example, with a medium that fails every third time."""
 
     worker = FlakyWorker
 
 
-@right
 class Offload(OffloadConnector):
     """The default connector."""
 
 
-@right
 class Lazy(LazyOffloadConnector):
     """The lazy connector."""
+
+
+RIGHT[:] = [Late, Flaky, Offload, Lazy]
 
 
 # --- names ---
 
 
 class OneName(CacheGeometry):
-    """Names the blocks of all groups as those of the first."""
+    """Names the blocks of all groups like those of the first."""
 
     def block_key(
         self, block_hashes: Sequence[BlockHash], group_idx: int, block: int
@@ -185,9 +165,8 @@ class OneName(CacheGeometry):
         return key if key is None else make_offload_key(BlockHash(key[:-4]), 0)
 
 
-@wrong
 class KeyWithoutGroup(Late):
-    """Names a block by its hash alone, in every group the same."""
+    """Names a block by its hash alone, the same in every group."""
 
     class scheduler(HostCacheScheduler):
         def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
@@ -203,7 +182,6 @@ class KeyWithoutGroup(Late):
             return key
 
 
-@wrong
 class NamesTheBlockBefore(Late):
     """Looks a block up by the hash at its start, not at its end."""
 
@@ -212,9 +190,8 @@ class NamesTheBlockBefore(Late):
             return super().key(request, group, max(0, block - 1))
 
 
-@wrong
 class ShortKeys(Late):
-    """Looks up four bits of a hash: prompts that differ are the same to it."""
+    """Looks up four bits of a hash, so that it confuses prompts."""
 
     class scheduler(HostCacheScheduler):
         def key(self, request: RequestInfo, group: int, block: int) -> OffloadKey:
@@ -223,26 +200,22 @@ class ShortKeys(Late):
             return wanted if wanted in self.slots else next(alike, wanted)
 
 
-# --- what is computed ---
+# --- computed tokens ---
 
 
-@wrong
 class StoresTheLastToken(Late):
     """Stores the block whose last token was sampled and not computed."""
 
     class scheduler(HostCacheScheduler):
-        def on_request_finished(
-            self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
-        ) -> None:
+        def on_request_finished(self, request: RequestInfo, tables: BlockIds, reason: Any) -> None:
             computed = replace(request, num_computed_tokens=request.num_tokens)
-            super().on_request_finished(computed, block_ids, reason)
+            super().on_request_finished(computed, tables, reason)
 
 
-@wrong
 class StoresBeforeCompute(Late):
-    """Stores prompt blocks in the step that computes them, with a copy at once.
+    """Stores prompt blocks in the step that computes them, and copies at once.
 
-    From 0.29 on, a plan starts when its step was launched.
+    From 0.29 on, a plan starts after its step was launched.
     """
 
     worker = HostCacheWorker
@@ -260,29 +233,25 @@ class StoresBeforeCompute(Late):
             return super().plan_step(step)
 
 
-@wrong
 class CountsPromptAsComputed(Late):
-    """At a preemption and an abort, stores all of the prompt, computed or not.
+    """Stores the whole prompt of a preempted or aborted request, computed or not.
 
-    vLLM gives a request blocks for what is scheduled only, so its table ends there.
+    vLLM allocates blocks for scheduled tokens only, so the table ends there.
     """
 
     class scheduler(HostCacheScheduler):
-        def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
+        def on_request_preempted(self, request: RequestInfo, tables: BlockIds) -> None:
             computed = replace(request, num_computed_tokens=request.num_tokens)
-            super().on_request_preempted(computed, block_ids)
+            super().on_request_preempted(computed, tables)
 
-        def on_request_finished(
-            self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
-        ) -> None:
-            if reason is FinishReason.ABORTED and any(block_ids):
+        def on_request_finished(self, request: RequestInfo, tables: BlockIds, reason: Any) -> None:
+            if reason is FinishReason.ABORTED and any(tables):
                 request = replace(request, num_computed_tokens=request.num_tokens)
-            super().on_request_finished(request, block_ids, reason)
+            super().on_request_finished(request, tables, reason)
 
 
-@wrong
 class ReadsHashesOfTheStep(Late):
-    """Takes the hash of every block that the step fills, there or not.
+    """Reads the hash of every block that the step fills, whether it exists or not.
 
     On the CPU no step is ever in flight.
     """
@@ -303,40 +272,24 @@ class ReadsHashesOfTheStep(Late):
 # --- geometry ---
 
 
-def edit_loads(
-    half: HostCacheScheduler, edit: Callable[[GPULoadStoreSpec, list[int]], tuple[Any, Any]]
-) -> None:
-    """Change GPU blocks and host pages of the load that was planned last."""
-    if half.planned_loads:
-        job = half.planned_loads[-1]
-        assert isinstance(job.dst, GPULoadStoreSpec)
-        assert isinstance(job.src, CPULoadStoreSpec)
-        target, pages = edit(job.dst, list(job.src.block_ids))
-        half.planned_loads[-1] = replace(job, src=CPULoadStoreSpec(pages), dst=target)
-
-
 class EditsLoads(HostCacheScheduler):
-    """Plans a load and then changes it."""
+    """Plans a load, and then changes its GPU blocks and host pages."""
 
-    def on_blocks_allocated(
-        self,
-        request: RequestInfo,
-        block_ids: BlockIds,
-        num_computed_tokens: int,
-        num_external_tokens: int,
-    ) -> None:
-        super().on_blocks_allocated(request, block_ids, num_computed_tokens, num_external_tokens)
-        if num_external_tokens:
-            edit_loads(self, lambda target, pages: self.edit(target, pages, block_ids))
+    def on_blocks_allocated(self, request: RequestInfo, tables: BlockIds, *numbers: int) -> None:
+        super().on_blocks_allocated(request, tables, *numbers)
+        if numbers[1] and self.planned_loads:
+            job = self.planned_loads[-1]
+            assert isinstance(job.dst, GPULoadStoreSpec)
+            assert isinstance(job.src, CPULoadStoreSpec)
+            target, pages = self.edit(job.dst, list(job.src.block_ids), tables)
+            self.planned_loads[-1] = replace(job, src=CPULoadStoreSpec(pages), dst=target)
 
-    def edit(
-        self, target: GPULoadStoreSpec, pages: list[int], block_ids: BlockIds
-    ) -> tuple[GPULoadStoreSpec, list[int]]:
+    def edit(self, target: GPULoadStoreSpec, pages: list[int], tables: BlockIds) -> Any:
         raise NotImplementedError
 
     @staticmethod
     def pick(target: GPULoadStoreSpec, pages: list[int], kept: list[list[int]]) -> Any:
-        """Only some positions of each group."""
+        """Return only some positions of each group."""
         ids, chosen, sizes, start = [], [], [], 0
         for size, numbers in zip(target.group_sizes, kept, strict=True):
             ids += [target.block_ids[start + number] for number in numbers]
@@ -346,22 +299,20 @@ class EditsLoads(HostCacheScheduler):
         return GPULoadStoreSpec(ids, sizes, list(target.block_indices)), chosen
 
 
-@wrong
-class LeavesOutTheLastBlock(Late):
-    """Loads one block less than it promised, at the end."""
+class SkipsTheLastBlock(Late):
+    """Does not load the last block that it promised."""
 
     class scheduler(EditsLoads):
-        def edit(self, target: GPULoadStoreSpec, pages: list[int], block_ids: BlockIds) -> Any:
+        def edit(self, target: GPULoadStoreSpec, pages: list[int], tables: BlockIds) -> Any:
             kept = [list(range(size))[: max(1, size - 1)] for size in target.group_sizes]
-            return self.pick(target, pages, [k[:size] for k, size in zip(kept, target.group_sizes)])  # noqa: B905
+            return self.pick(target, pages, kept)
 
 
-@wrong
-class LeavesOutTheFirstOfAWindow(Late):
-    """Off by one in required_blocks: begins a window one block late."""
+class SkipsTheFirstOfAWindow(Late):
+    """Starts a window one block late: an error by one in required_blocks."""
 
     class scheduler(EditsLoads):
-        def edit(self, target: GPULoadStoreSpec, pages: list[int], block_ids: BlockIds) -> Any:
+        def edit(self, target: GPULoadStoreSpec, pages: list[int], tables: BlockIds) -> Any:
             kept = [
                 list(range(size))[1 if first and size > 1 else 0 :]
                 for first, size in zip(target.block_indices, target.group_sizes, strict=True)
@@ -369,40 +320,37 @@ class LeavesOutTheFirstOfAWindow(Late):
             return self.pick(target, pages, kept)
 
 
-@wrong
 class LoadsIntoAnotherGroup(Late):
-    """Takes the GPU blocks of the first group for those of every group."""
+    """Loads every group into the GPU blocks of the first."""
 
     class scheduler(EditsLoads):
-        def edit(self, target: GPULoadStoreSpec, pages: list[int], block_ids: BlockIds) -> Any:
+        def edit(self, target: GPULoadStoreSpec, pages: list[int], tables: BlockIds) -> Any:
             ids: list[int] = []
             for first, size in zip(target.block_indices, target.group_sizes, strict=True):
-                ids += block_ids[0][first : first + size]
+                ids += tables[0][first : first + size]
             return replace(target, block_ids=ids), pages[: len(ids)]
 
 
-@wrong
 class LoadsBackwards(Late):
-    """Pairs the pages with the blocks from the end."""
+    """Pairs the pages with the blocks in reverse order."""
 
     class scheduler(EditsLoads):
-        def edit(self, target: GPULoadStoreSpec, pages: list[int], block_ids: BlockIds) -> Any:
+        def edit(self, target: GPULoadStoreSpec, pages: list[int], tables: BlockIds) -> Any:
             return target, pages[::-1]
 
 
-@wrong
 class WindowAsFullAttention(Late):
-    """Loads what a window has left behind too, where there are no blocks."""
+    """Loads the blocks before a window too, where the table has none."""
 
     class scheduler(EditsLoads):
-        def edit(self, target: GPULoadStoreSpec, pages: list[int], block_ids: BlockIds) -> Any:
+        def edit(self, target: GPULoadStoreSpec, pages: list[int], tables: BlockIds) -> Any:
             ids: list[int] = []
             sizes: list[int] = []
             more: list[int] = []
             start = 0
             for index, size in enumerate(target.group_sizes):
                 end = target.block_indices[index] + size
-                own = list(block_ids[index][:end])
+                own = list(tables[index][:end])
                 ids += own
                 sizes.append(len(own))
                 skipped = len(own) - size
@@ -411,36 +359,28 @@ class WindowAsFullAttention(Late):
             return GPULoadStoreSpec(ids, sizes, [0] * len(sizes)), more
 
 
-@wrong
 class FullAttentionAsWindow(Late):
-    """Loads the last two blocks of every group only."""
+    """Loads only the last two blocks of every group."""
 
     class scheduler(EditsLoads):
-        def edit(self, target: GPULoadStoreSpec, pages: list[int], block_ids: BlockIds) -> Any:
+        def edit(self, target: GPULoadStoreSpec, pages: list[int], tables: BlockIds) -> Any:
             return self.pick(target, pages, [list(range(n))[-2:] for n in target.group_sizes])
 
 
-@wrong
 class LoadsIntoHits(Late):
-    """Loads a prompt from its first block, over what the GPU has.
+    """Loads a prompt from its first block, over the blocks that the GPU hit.
 
-    The bytes are the same; others may be reading them.
+    The bytes are the same, but other requests may be reading them.
     """
 
     class scheduler(HostCacheScheduler):
         def on_blocks_allocated(
-            self,
-            request: RequestInfo,
-            block_ids: BlockIds,
-            num_computed_tokens: int,
-            num_external_tokens: int,
+            self, request: RequestInfo, tables: BlockIds, *numbers: int
         ) -> None:
-            known = num_computed_tokens
-            if num_external_tokens and self.has_all(request, num_computed_tokens):
-                num_external_tokens, num_computed_tokens = num_external_tokens + known, 0
-            super().on_blocks_allocated(
-                request, block_ids, num_computed_tokens, num_external_tokens
-            )
+            num_hit, num_loaded = numbers
+            if num_loaded and self.has_all(request, num_hit):
+                num_hit, num_loaded = 0, num_hit + num_loaded
+            super().on_blocks_allocated(request, tables, num_hit, num_loaded)
 
         def has_all(self, request: RequestInfo, num_tokens: int) -> bool:
             return all(
@@ -450,7 +390,6 @@ class LoadsIntoHits(Late):
             )
 
 
-@wrong
 class CopiesHalfTheLayers(Late):
     """Copies every second tensor."""
 
@@ -460,9 +399,8 @@ class CopiesHalfTheLayers(Late):
             self.gpu, self.host = self.gpu[::2], self.host[::2]
 
 
-@wrong
 class CopiesHalfAPage(Late):
-    """Copies keys and no values: half of each page."""
+    """Copies half of each page: keys and no values."""
 
     class worker(LateWorker):
         def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
@@ -471,19 +409,18 @@ class CopiesHalfAPage(Late):
             self.host = [tensor[:, : tensor.shape[1] // 2] for tensor in self.host]
 
 
-@wrong
-class InventsWhatAWindowLeft(Late):
-    """Says of blocks that a window has left behind that it has them: in the page of another."""
+class InventsBlocksBeforeAWindow(Late):
+    """Claims to have the blocks before a window, in the page of another block."""
 
     class scheduler(HostCacheScheduler):
-        def store(self, request: RequestInfo, block_ids: BlockIds) -> None:
+        def store(self, request: RequestInfo, tables: BlockIds) -> None:
             before = len(self.planned_stores)
-            super().store(request, block_ids)
+            super().store(request, tables)
             for job in self.planned_stores[before:]:
                 assert isinstance(job.dst, CPULoadStoreSpec)
                 slots, _ = self.stores[job.job_id]
                 for index in range(len(self.geometry.groups)):
-                    table = block_ids[index]
+                    table = tables[index]
                     null = [number for number, block in enumerate(table) if not block]
                     for number in null:
                         key = self.geometry.block_key(request.block_hashes, index, number)
@@ -491,9 +428,8 @@ class InventsWhatAWindowLeft(Late):
                             slots[key] = next(iter(slots.values()))
 
 
-@wrong
 class PromisesTheLastToken(Late):
-    """Promises the whole prompt, and leaves no token to compute."""
+    """Promises the whole prompt, so that no token is left to compute."""
 
     class scheduler(HostCacheScheduler):
         def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int:
@@ -504,9 +440,8 @@ class PromisesTheLastToken(Late):
 # --- lifetimes of GPU blocks ---
 
 
-@wrong
 class FreesAtPlan(Late):
-    """Gives the hold of a store back when the store is planned."""
+    """Releases the hold of a store when the store is planned."""
 
     class scheduler(HostCacheScheduler):
         def plan_step(self, step: StepInfo) -> StepPlan:
@@ -517,18 +452,16 @@ class FreesAtPlan(Late):
             return super().plan_step(step)
 
 
-@wrong
 class NeverFrees(Late):
-    """Holds what it has stored for ever."""
+    """Holds the stored blocks forever."""
 
     class scheduler(HostCacheScheduler):
         def release(self, gpu_blocks: list[int]) -> None:
             pass
 
 
-@wrong
 class NeverFreesAfterFailure(Flaky):
-    """Holds what it could not store for ever."""
+    """Holds the blocks of a failed store forever."""
 
     class scheduler(HostCacheScheduler):
         def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
@@ -538,22 +471,18 @@ class NeverFreesAfterFailure(Flaky):
             super().on_transfers_finished(results)
 
 
-@wrong
 class FreesOfAborted(Late):
-    """Frees the blocks of an aborted request, which the engine frees."""
+    """Frees the blocks of an aborted request, which the engine frees too."""
 
     class scheduler(HostCacheScheduler):
-        def on_request_finished(
-            self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
-        ) -> None:
-            super().on_request_finished(request, block_ids, reason)
+        def on_request_finished(self, request: RequestInfo, tables: BlockIds, reason: Any) -> None:
+            super().on_request_finished(request, tables, reason)
             if reason is FinishReason.ABORTED:
-                self.release([block for table in block_ids for block in table if block])
+                self.release([block for table in tables for block in table if block])
 
 
-@wrong
 class FreesTwiceAtReset(Late):
-    """A reset gives back what is in flight, and so does the report."""
+    """Releases the holds of jobs in flight at a reset, and again at their report."""
 
     class scheduler(HostCacheScheduler):
         def reset_cache(self) -> bool:
@@ -562,9 +491,8 @@ class FreesTwiceAtReset(Late):
             return super().reset_cache()
 
 
-@wrong
 class LeavesHoldsAtShutdown(Late):
-    """Forgets at shutdown what it still holds."""
+    """Forgets its holds at shutdown."""
 
     class scheduler(HostCacheScheduler):
         def shutdown(self) -> None:

@@ -24,48 +24,50 @@ from kvview import (
     TransferResult,
     WorkerConnector,
 )
-from tests.vllm.wrong_connectors import Flaky, FlakyWorker, Late, LateWorker, wrong
+from tests.vllm.wrong_connectors import Flaky, FlakyWorker, Late, LateWorker, jobs_of
 
 # --- order ---
 
 
-@wrong
+class EarlyWorker(LateWorker):
+    """Reports some jobs when their plan starts, and runs them later."""
+
+    def is_early(self, plan: StepPlan) -> bool:
+        raise NotImplementedError
+
+    def start_plan(self, plan: StepPlan) -> None:
+        super().start_plan(plan)
+        parts = (StepPlan(loads=plan.loads), StepPlan(stores=plan.stores))
+        for job in (job for part in parts if self.is_early(part) for job in jobs_of(part)):
+            self.finished.append(TransferResult(job.job_id, success=True))
+
+    def copy_now(self, plan: StepPlan) -> None:
+        before = len(self.finished)
+        super().copy_now(plan)
+        if self.is_early(plan):
+            del self.finished[before:]
+
+
 class ReportsLoadsEarly(Late):
-    """Reports a load when it is told to run it, and runs it later."""
+    """Reports a load when its plan starts, and runs it later."""
 
-    class worker(LateWorker):
-        def start_plan(self, plan: StepPlan) -> None:
-            super().start_plan(plan)
-            self.finished += [TransferResult(job.job_id, success=True) for job in plan.loads]
-
-        def copy_now(self, plan: StepPlan) -> None:
-            before = len(self.finished)
-            super().copy_now(plan)
-            if plan.loads:
-                del self.finished[before:]
+    class worker(EarlyWorker):
+        def is_early(self, plan: StepPlan) -> bool:
+            return bool(plan.loads)
 
 
-@wrong
 class ReportsStoresEarly(Late):
-    """Reports a store when it is told to run it, and runs it later."""
+    """Reports a store when its plan starts, and runs it later."""
 
-    class worker(LateWorker):
-        def start_plan(self, plan: StepPlan) -> None:
-            super().start_plan(plan)
-            self.finished += [TransferResult(job.job_id, success=True) for job in plan.stores]
-
-        def copy_now(self, plan: StepPlan) -> None:
-            before = len(self.finished)
-            super().copy_now(plan)
-            if plan.stores:
-                del self.finished[before:]
+    class worker(EarlyWorker):
+        def is_early(self, plan: StepPlan) -> bool:
+            return bool(plan.stores)
 
 
-@wrong
 class LoadableAtPlan(Late):
-    """Takes a block for stored as soon as its store is planned; loads overtake stores.
+    """Finds a block as soon as its store is planned, and runs loads before stores.
 
-    What is being stored is held, and so hit on the GPU.
+    A block that is being stored is held, and therefore hit on the GPU.
     """
 
     class scheduler(HostCacheScheduler):
@@ -80,11 +82,10 @@ class LoadableAtPlan(Late):
             self.copy_if(lambda due, plan: bool(plan.loads))
 
 
-@wrong
 class UnorderedThread(Late):
-    """Copies in a thread that does not wait for what is being computed.
+    """Copies in a thread that does not wait for the computation of the step.
 
-    On the CPU, and from 0.29 on, a plan starts when its step is computed.
+    On the CPU, and from 0.29 on, a plan starts after its step was computed.
     """
 
     class worker(LateWorker):
@@ -107,9 +108,8 @@ class UnorderedThread(Late):
                 self.threads.pop().join()
 
 
-@wrong
 class ThreadLosesReports(Late):
-    """Its thread adds reports to a list that is being handed out."""
+    """Adds reports from a thread to a list that another thread takes."""
 
     class worker(HostCacheWorker):
         def start_plan(self, plan: StepPlan) -> None:
@@ -123,9 +123,8 @@ class ThreadLosesReports(Late):
 # --- the connector's own pages ---
 
 
-@wrong
 class ReusesPagesBeingLoaded(Late):
-    """Gives a host page to another key while a load reads it; stores do not wait for loads."""
+    """Reuses a host page while a load reads it, and runs stores before loads."""
 
     class scheduler(HostCacheScheduler):
         def take_slot(self) -> int | None:
@@ -139,9 +138,8 @@ class ReusesPagesBeingLoaded(Late):
             self.copy_if(lambda due, plan: bool(plan.stores))
 
 
-@wrong
 class KeepsEvictedKeys(Late):
-    """Gives the page of a key to another, and still finds the old key."""
+    """Reuses the page of a key, and still finds the old key."""
 
     class scheduler(HostCacheScheduler):
         def take_slot(self) -> int | None:
@@ -151,9 +149,8 @@ class KeepsEvictedKeys(Late):
             return slot
 
 
-@wrong
 class OnePageTwice(Late):
-    """Stores every second block of a job into the page of the one before."""
+    """Stores every second block of a job into the page of the block before."""
 
     class scheduler(HostCacheScheduler):
         last: int | None = None
@@ -165,9 +162,8 @@ class OnePageTwice(Late):
             return again
 
 
-@wrong
 class ResetKeepsKeys(Late):
-    """A reset gives the pages back and still finds their keys."""
+    """Frees the pages at a reset, and still finds their keys."""
 
     class scheduler(HostCacheScheduler):
         def reset_cache(self) -> bool:
@@ -177,9 +173,8 @@ class ResetKeepsKeys(Late):
             return done
 
 
-@wrong
-class PromiseOverAReset(Late):
-    """Remembers what it has answered a request, over a reset too."""
+class PromisesOverAReset(Late):
+    """Remembers the promise for a request, even over a reset."""
 
     class scheduler(HostCacheScheduler):
         def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
@@ -193,9 +188,8 @@ class PromiseOverAReset(Late):
             return self.answers[asked]
 
 
-@wrong
 class LosesPagesOfFailedStores(Flaky):
-    """The pages of a failed store are never used again."""
+    """Never reuses the pages of a failed store."""
 
     class scheduler(HostCacheScheduler):
         def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
@@ -204,18 +198,15 @@ class LosesPagesOfFailedStores(Flaky):
             self.free_slots = kept
 
 
-@wrong
 class PinsPagesOfAborted(Late):
-    """Pages that an aborted request was loading are protected for ever.
+    """Protects the pages that an aborted request was loading forever.
 
-    There were pages enough.
+    There were enough other pages.
     """
 
     class scheduler(HostCacheScheduler):
-        def on_request_finished(
-            self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
-        ) -> None:
-            super().on_request_finished(request, block_ids, reason)
+        def on_request_finished(self, request: RequestInfo, tables: BlockIds, reason: Any) -> None:
+            super().on_request_finished(request, tables, reason)
             if reason is FinishReason.ABORTED:
                 for keys in self.loads.values():
                     keys.clear()
@@ -224,36 +215,32 @@ class PinsPagesOfAborted(Late):
 # --- failures ---
 
 
-@wrong
-class CallsFailedCopiesGood(Flaky):
-    """Reports a copy that failed as done."""
+class ReportsFailuresAsSuccess(Flaky):
+    """Reports a failed copy as a success."""
 
     class worker(FlakyWorker):
         def failed(self, job_id: int) -> TransferResult:
             return TransferResult(job_id, success=True)
 
 
-@wrong
 class KeepsFailedStores(Flaky):
-    """Takes a failed store for a good one."""
+    """Treats a failed store as a success."""
 
     class scheduler(HostCacheScheduler):
         def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
             super().on_transfers_finished([replace(result, success=True) for result in results])
 
 
-@wrong
 class RaisesWhenACopyFails(Flaky):
-    """Lets the error of a copy out of its worker half."""
+    """Raises the error of a failed copy out of its worker half."""
 
     class worker(FlakyWorker):
         def failed(self, job_id: int) -> TransferResult:
             raise OSError(f"the copy of job {job_id} failed")
 
 
-@wrong
 class ForgetsFailedCopies(Flaky):
-    """Says nothing of a copy that failed."""
+    """Does not report a failed copy."""
 
     class worker(FlakyWorker):
         def get_finished(self) -> list[TransferResult]:
@@ -263,31 +250,23 @@ class ForgetsFailedCopies(Flaky):
 # --- requests, jobs, reports ---
 
 
-@wrong
 class JobIdsByRequest(Late):
-    """Counts the jobs of each request for itself, from 0."""
+    """Numbers the jobs of each request from 0."""
 
     class scheduler(HostCacheScheduler):
         def on_blocks_allocated(
-            self,
-            request: RequestInfo,
-            block_ids: BlockIds,
-            num_computed_tokens: int,
-            num_external_tokens: int,
+            self, request: RequestInfo, tables: BlockIds, *numbers: int
         ) -> None:
             self.job_ids = count()
-            super().on_blocks_allocated(
-                request, block_ids, num_computed_tokens, num_external_tokens
-            )
+            super().on_blocks_allocated(request, tables, *numbers)
 
-        def store(self, request: RequestInfo, block_ids: BlockIds) -> None:
+        def store(self, request: RequestInfo, tables: BlockIds) -> None:
             self.job_ids = count(1)
-            super().store(request, block_ids)
+            super().store(request, tables)
 
 
-@wrong
 class HoldsByRequest(Late):
-    """Keeps what it holds by request id: a second life takes the place of the first."""
+    """Keeps its holds by request id, so that a reused id replaces the first."""
 
     class scheduler(HostCacheScheduler):
         def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
@@ -295,9 +274,9 @@ class HoldsByRequest(Late):
             self.held: dict[str, list[int]] = {}
             self.request_of: dict[int, str] = {}
 
-        def store(self, request: RequestInfo, block_ids: BlockIds) -> None:
+        def store(self, request: RequestInfo, tables: BlockIds) -> None:
             before = len(self.planned_stores)
-            super().store(request, block_ids)
+            super().store(request, tables)
             for job in self.planned_stores[before:]:
                 slots, gpu_blocks = self.stores[job.job_id]
                 self.held[request.request_id] = gpu_blocks
@@ -311,35 +290,28 @@ class HoldsByRequest(Late):
                     self.release(self.held.pop(self.request_of.pop(result.job_id), []))
 
 
-@wrong
 class DropsJobsOfAborted(Late):
-    """Forgets the load of a request that is aborted, and raises at its report."""
+    """Forgets the load of an aborted request, and raises at its report."""
 
     class scheduler(HostCacheScheduler):
-        def on_request_finished(
-            self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
-        ) -> None:
-            super().on_request_finished(request, block_ids, reason)
+        def on_request_finished(self, request: RequestInfo, tables: BlockIds, reason: Any) -> None:
+            super().on_request_finished(request, tables, reason)
             if reason is FinishReason.ABORTED:
                 self.loading.clear()
                 self.loads.clear()
 
 
-@wrong
-class RaisesForTheUnknown(Late):
-    """Raises when a request ends that never got blocks."""
+class RaisesForUnknownRequests(Late):
+    """Raises when a request ends that never had blocks."""
 
     class scheduler(HostCacheScheduler):
-        def on_request_finished(
-            self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
-        ) -> None:
+        def on_request_finished(self, request: RequestInfo, tables: BlockIds, reason: Any) -> None:
             self.num_reused[request.request_id] += 0
-            super().on_request_finished(request, block_ids, reason)
+            super().on_request_finished(request, tables, reason)
 
 
-@wrong
 class NeverAnswers(Late):
-    """Waits for a prefix that once was there, and does not come back."""
+    """Waits forever for a prefix that it once had and has evicted."""
 
     class scheduler(HostCacheScheduler):
         def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
@@ -357,9 +329,8 @@ class NeverAnswers(Late):
             return answer
 
 
-@wrong
 class NothingPending(Late):
-    """Says that nothing is pending while copies are in flight.
+    """Reports no pending work while copies are in flight.
 
     The adapter keeps the engine stepping while jobs are in flight.
     """
@@ -369,7 +340,6 @@ class NothingPending(Late):
             return False
 
 
-@wrong
 class LosesAReport(Late):
     """Loses every fifth report."""
 
@@ -384,7 +354,6 @@ class LosesAReport(Late):
             return [result for result in super().get_finished() if next(self.numbers) % 5]
 
 
-@wrong
 class ReportsTwice(Late):
     """Reports every job a second time in the next step.
 
@@ -401,9 +370,8 @@ class ReportsTwice(Late):
             return [*again, *self.last]
 
 
-@wrong
 class PlansTwice(Late):
-    """Plans the loads of a step in the next one once more."""
+    """Plans the loads of a step again in the next step."""
 
     class scheduler(HostCacheScheduler):
         last: Sequence[TransferJob] = ()
@@ -414,9 +382,8 @@ class PlansTwice(Late):
             return replace(plan, loads=[*again, *plan.loads])
 
 
-@wrong
 class DropsLoadsWithoutCompute(Late):
-    """Plans loads only in steps that compute something, and forgets the others."""
+    """Plans loads only in steps that schedule a request, and forgets the other loads."""
 
     class scheduler(HostCacheScheduler):
         def plan_step(self, step: StepInfo) -> StepPlan:
@@ -429,9 +396,8 @@ class DropsLoadsWithoutCompute(Late):
 _PLANS: list[StepPlan] = []
 
 
-@wrong
 class SharedGlobal(Late):
-    """The worker half takes its plans from a global of the module."""
+    """Passes plans to the worker half in a global of the module."""
 
     needs = "processes"
 
@@ -451,9 +417,8 @@ class SharedGlobal(Late):
             pass
 
 
-@wrong
 class SharedSelf(Late):
-    """The halves share a table of the connector that built them."""
+    """Shares a table of the connector between its halves."""
 
     def make_scheduler(self) -> SchedulerConnector:
         half = super().make_scheduler()

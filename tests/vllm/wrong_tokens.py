@@ -1,4 +1,4 @@
-"""Raw connectors with faults that real tokens show, and one that hangs."""
+"""Raw connectors with faults that only real tokens show, and one that hangs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.vllm.raw_connectors import HostConnector
 
 
 class LosesTheLastToken(HostConnector):
-    """The KV of the last token of each block is not the one that was stored."""
+    """Loads zeros as the KV of the last token of each block."""
 
     def load(self, copies: Any) -> None:
         super().load(copies)
@@ -20,14 +20,14 @@ class LosesTheLastToken(HostConnector):
 
 
 class RemembersOtherWeights(HostConnector):
-    """A reset forgets nothing."""
+    """Keeps its KV over a reset."""
 
     def reset_cache(self) -> bool:
         return True
 
 
 class NeverReturns(HostConnector):
-    """Its worker waits for a store that nobody makes."""
+    """Waits in a hook of the worker for an event that never comes."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         while self._get_connector_metadata().loads:

@@ -1,4 +1,4 @@
-"""Imported by Python when it starts, in processes that a check starts while a mutant is judged."""
+"""Imported at the start of Python, in processes that a check starts while a mutant runs."""
 
 from tests.mutation.trial import begin_as_told
 

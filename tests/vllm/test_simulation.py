@@ -1,17 +1,12 @@
-"""The simulation of connectors on the real Scheduler of the installed vLLM, a few seeds of it."""
+"""A few seeds of ``kvview check --engine vllm`` on this release."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
-
-pytest.importorskip(  # a submodule: this very folder is named vllm
-    "vllm.version",
-    reason="needs vLLM's Python sources: tests/vllm/sources.py",
-    exc_type=ImportError,
-)
 
 from examples.host_cache import HostCacheConnector
 from kvview import CacheGeometry, Connector, ConnectorConfig, FullAttention, SlidingWindow
@@ -27,6 +22,7 @@ from kvview.testing.connector import (
 )
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview_reference.connector import LazyOffloadConnector
+from kvview_vllm.connector.scheduler import SchedulerSide
 from kvview_vllm.releases import installed
 from kvview_vllm.simulation import VLLMEngines
 from kvview_vllm.simulation import scheduler as cpu_scheduler
@@ -39,14 +35,9 @@ from tests.mutants.connector import (
     LoadsElsewhere,
 )
 from tests.mutants.several import BindsOneChild, Two
-from tests.vllm.filling_connector import LooksTwice
+from tests.vllm.filling_connector import ComparesFilling, seen
 
 SEEDS = 10
-
-
-@pytest.fixture(scope="module")
-def engines() -> VLLMEngines:
-    return VLLMEngines()
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +47,8 @@ def coverage(engines: VLLMEngines) -> Mapping[str, int]:
     return report.coverage
 
 
-def test_what_should_happen_happens(coverage: Mapping[str, int]) -> None:
+def test_the_runs_exercise_every_event(coverage: Mapping[str, int]) -> None:
+    # LOAD-1, LOAD-2, MSG-1, WORK-1, WORK-2
     names = {"loads", "stores", "failed loads", "failed stores", "hits", "preemptions", "resets"}
     names |= {"ids again", "aborted running", "aborted waiting", "with two connectors"}
     names.add("with an abrupt end")
@@ -71,7 +63,9 @@ def test_what_should_happen_happens(coverage: Mapping[str, int]) -> None:
     assert not {name for name in names if not coverage.get(name)}
 
 
-def test_what_is_left_out_is_named(engines: VLLMEngines, coverage: Mapping[str, int]) -> None:
+def test_every_event_that_is_not_simulated_is_listed(
+    engines: VLLMEngines, coverage: Mapping[str, int]
+) -> None:
     # VSIM-2
     assert coverage["left out: decode steps of several tokens"] == SEEDS
     if not coverage.get("second hashes"):
@@ -80,26 +74,26 @@ def test_what_is_left_out_is_named(engines: VLLMEngines, coverage: Mapping[str, 
         given = generate_scenario(seed)
         fitted, left_out = engines.fit(given)
         lost = [group for group in given.geometry.groups if group not in fitted.geometry.groups]
-        assert len(lost) <= sum(" group: " in what for what in left_out)
+        assert len(lost) <= sum(" group: " in reason for reason in left_out)
         again, left_out_again = engines.fit(fitted)
-        assert again == fitted, "a script of it plays the same"
-        assert not [what for what in left_out_again if " group: " in what]
+        assert again == fitted, "a printed script plays the same"
+        assert not [reason for reason in left_out_again if " group: " in reason]
 
 
-@pytest.mark.parametrize("connector", [LooksTwice, EagerConnector, Two, Connector])
-def test_no_false_alarm(engines: VLLMEngines, connector: type[Connector]) -> None:
-    report = check_connector(connector, seeds=7, engines=engines)
+@pytest.mark.parametrize("connector", [ComparesFilling, EagerConnector, Two, Connector])
+def test_right_connectors_are_clean(engines: VLLMEngines, connector: type[Connector]) -> None:
+    report = check_connector(connector, seeds=5, engines=engines)
     assert not report.failures, report.failures[0].script
 
 
 def test_a_load_within_a_step_that_fails_after_a_preemption(engines: VLLMEngines) -> None:
-    """SCHED-5: up to 0.17 this seed read what was never loaded."""
+    """SCHED-5: up to 0.17 this seed read blocks that were never loaded."""
     result = simulate(LazyOffloadConnector, generate_scenario(47), engines=engines)
     assert result.failure is None
 
 
 def test_a_load_beside_a_hit_of_several_groups(engines: VLLMEngines) -> None:
-    """SCHED-5: from 0.14 to 0.23 the last request was given one block in two tables."""
+    """SCHED-5: from 0.14 to 0.23 the last request got one block in two tables."""
     scenario = Scenario(
         CacheGeometry(2, 2, (FullAttention(2), SlidingWindow(2, 6))),
         32,
@@ -114,8 +108,8 @@ def test_a_load_beside_a_hit_of_several_groups(engines: VLLMEngines) -> None:
     assert simulate(HostCacheConnector, scenario, engines=engines).failure is None
 
 
-def test_blocks_of_a_window_are_counted_before_they_are_taken(engines: VLLMEngines) -> None:
-    """0.20.0 and 0.20.1 end the engine where others preempt, with a connector that does nothing."""
+def test_blocks_of_a_window_are_counted_before_they_are_allocated(engines: VLLMEngines) -> None:
+    """0.20.0 and 0.20.1 end the engine where others preempt, even with an idle connector."""
     given = Scenario(
         CacheGeometry(4, 4, (FullAttention(4), SlidingWindow(4, 8))),
         42,
@@ -125,14 +119,14 @@ def test_blocks_of_a_window_are_counted_before_they_are_taken(engines: VLLMEngin
     )
     fitted, left_out = engines.fit(given)
     is_defect = installed().connector.uncounted_window_blocks
-    assert any("with windows or chunks" in what for what in left_out) == is_defect
+    assert any("with windows or chunks" in reason for reason in left_out) == is_defect
     assert play_long_requests(engines, fitted).startswith("preempted")
     found = play_long_requests(engines, replace(fitted, max_tokens_per_step=16))
     assert ("ValueError Cannot get 1 free blocks from the pool" in found) == is_defect, found
 
 
 def play_long_requests(engines: VLLMEngines, scenario: Scenario) -> str:
-    """Decode until the pool is full and longer."""
+    """Decode until the pool is full and longer, and return the result."""
     connector = Connector(ConnectorConfig(scenario.geometry))
     engine = engines.build(scenario, [connector], owner="", clock=lambda: 0.0)
     assert isinstance(engine, VLLMConnectorHarness)
@@ -170,7 +164,7 @@ def test_a_wrong_connector_is_found(
 
 def test_a_seed_gives_the_same_run_twice(engines: VLLMEngines) -> None:
     others = VLLMEngines()
-    for seed in range(4):
+    for seed in range(2):
         scenario = generate_scenario(seed)
         first = simulate(LazyOffloadConnector, scenario, engines=engines)
         assert first == simulate(LazyOffloadConnector, scenario, engines=others)
@@ -181,7 +175,7 @@ def test_a_seed_gives_the_same_run_twice(engines: VLLMEngines) -> None:
             assert blocks == first.scenario.num_gpu_blocks - 1
 
 
-def test_what_vllm_raises_is_not_laid_at_the_connectors_door(engines: VLLMEngines) -> None:
+def test_an_error_of_vllm_is_not_attributed_to_the_connector(engines: VLLMEngines) -> None:
     # VSIM-1
     scenario, _ = engines.fit(replace(generate_scenario(0), steps_in_flight=1))
     connector = Connector(ConnectorConfig(scenario.geometry))
@@ -193,3 +187,34 @@ def test_what_vllm_raises_is_not_laid_at_the_connectors_door(engines: VLLMEngine
     engine.abort("r")  # frees them again
     with pytest.raises(InvariantBroken, match=r"ENGINE: squeezing raised AssertionError .*\(vllm"):
         engine.squeeze(engine.num_blocks)
+
+
+@pytest.mark.parametrize("connector", [HostCacheConnector, Two])
+def test_no_request_hits_blocks_that_a_failed_load_left_unfilled(
+    engines: VLLMEngines, connector: type[Connector]
+) -> None:
+    """SCHED-6: the request that was to compute them is aborted or preempted before it does."""
+    if cpu_scheduler.can_load_between_steps() or not cpu_scheduler.can_fail_loads():
+        pytest.skip("no load fails within a step in this release")
+    report = check_connector(connector, first_seed=8, seeds=1, engines=engines, max_shrink_runs=0)
+    assert report.is_clean, report.summary()
+    assert report.coverage["failed loads"]
+
+
+@pytest.mark.newest
+def test_a_block_that_filling_misses_is_seen(
+    engines: VLLMEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hash that comes later, and blocks that were hit while they were written."""
+    steps_that_fill = SchedulerSide._steps_that_fill
+
+    def forget_late(side: SchedulerSide, output: Any) -> Any:
+        steps = steps_that_fill(side, output)
+        side._unshown = set()
+        return steps
+
+    seen.clear()
+    monkeypatch.setattr(SchedulerSide, "_steps_that_fill", forget_late)
+    runs = (simulate(ComparesFilling, generate_scenario(s), engines=engines) for s in range(16))
+    assert any("became full" in run.failure.message for run in runs if run.failure)
+    assert 0 < seen["shown"] < seen["scheduled"]

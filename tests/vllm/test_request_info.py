@@ -1,4 +1,4 @@
-"""What a connector is told on vLLM: what is computed, from what, and while steps are in flight."""
+"""The facts that a connector gets of a request on vLLM: its content and its computed tokens."""
 
 from __future__ import annotations
 
@@ -9,15 +9,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip(  # a submodule: this very folder is named vllm
-    "vllm.version",
-    reason="needs vLLM's Python sources: tests/vllm/sources.py",
-    exc_type=ImportError,
-)
-
 import engine as lane  # type: ignore[import-not-found]
 from kvview import (
-    ConfigError,
     OffloadingEvent,
     TransferResult,
     UnsupportedContractError,
@@ -25,8 +18,7 @@ from kvview import (
 )
 from kvview_vllm.releases.calls import request_content
 
-FOLDER = Path(__file__).parent
-TOLD = f"{FOLDER / 'told_connectors.py'}:ToldConnector"
+RECORDING = f"{Path(__file__).with_name('recording_connectors.py')}:RecordingConnector"
 TOKENS = range(10, 10 + 6 * lane.BLOCK_SIZE + 4)
 
 MakeEngine = Callable[..., Any]
@@ -34,7 +26,7 @@ MakeEngine = Callable[..., Any]
 
 @pytest.fixture
 def make_engine(tmp_path: Path) -> MakeEngine:
-    def make(target: str = TOLD, **options: Any) -> Any:
+    def make(target: str = RECORDING, **options: Any) -> Any:
         return lane.Engine(tmp_path / "model", lane.connector_config(target), **options)
 
     return make
@@ -44,18 +36,18 @@ def half(engine: Any) -> Any:
     return engine.scheduler.connector._scheduler_side.half
 
 
-def told(engine: Any, when: str) -> list[Any]:
-    return [request for name, request in half(engine).told if name == when]
+def requests_in(engine: Any, call: str) -> list[Any]:
+    return [request for name, request in half(engine).calls if name == call]
 
 
-# --- from what KV is computed ---
+# --- the content that KV is computed from ---
 
 
-def test_content_is_one_living_object(make_engine: MakeEngine) -> None:
+def test_the_content_is_one_living_object(make_engine: MakeEngine) -> None:
     engine = make_engine()
     request = engine.add("r", TOKENS, max_tokens=20)
     engine.run()
-    contents = {id(info.content): info.content for _, info in half(engine).told}
+    contents = {id(info.content): info.content for _, info in half(engine).calls}
     (content,) = contents.values()
     assert content.token_ids is request.all_token_ids
     assert len(content.token_ids) == len(TOKENS) + 20
@@ -63,7 +55,7 @@ def test_content_is_one_living_object(make_engine: MakeEngine) -> None:
     assert list(content.extra_keys) == [None] * len(request.block_hashes)
 
 
-def test_what_hashes_cover_beside_tokens() -> None:
+def test_the_content_has_everything_that_hashes_cover() -> None:
     request = lane.make_request("r", list(TOKENS), 4)
     request.cache_salt = "tenant"
     lora: Any = importlib.import_module("vllm.lora.request")
@@ -93,44 +85,44 @@ def test_the_last_token_of_a_finished_request_is_not_computed(make_engine: MakeE
     # The last block is full of tokens, and its last one has no KV.
     request = engine.add("r", range(2 * lane.BLOCK_SIZE - 3), max_tokens=3)
     engine.run()
-    (info,) = told(engine, "finished")
+    (info,) = requests_in(engine, "finished")
     assert info.num_tokens == 2 * lane.BLOCK_SIZE
     assert info.num_computed_tokens == request.num_computed_tokens == info.num_tokens - 1
     assert len(info.block_hashes) == 2
     assert [block.number for name, block in half(engine).full] == [0, 0, 0]
 
 
-def test_an_aborted_request_says_what_was_computed(make_engine: MakeEngine) -> None:
+def test_an_aborted_request_has_its_computed_tokens(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add("ran", TOKENS)
     engine.step()
     engine.add("waits", TOKENS)
     for request_id in ("ran", "waits"):
         engine.abort(request_id)
-    ran, waits = told(engine, "finished")
+    ran, waits = requests_in(engine, "finished")
     assert (ran.num_computed_tokens, waits.num_computed_tokens) == (len(TOKENS), 0)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_preempted_request_says_what_was_computed(make_engine: MakeEngine, depth: int) -> None:
+def test_a_preempted_request_has_its_computed_tokens(make_engine: MakeEngine, depth: int) -> None:
     engine = make_engine(num_blocks=16, depth=depth)
     before: dict[str, tuple[int, int]] = {}
     schedule = engine.scheduler.schedule
 
-    def look_and_schedule() -> Any:
+    def record_and_schedule() -> Any:
         for request in engine.scheduler.running:
             before[request.request_id] = request.num_computed_tokens, request.num_tokens
         return schedule()
 
-    engine.scheduler.schedule = look_and_schedule
-    tell = half(engine).on_request_preempted
+    engine.scheduler.schedule = record_and_schedule
+    preempted = half(engine).on_request_preempted
     seen = []
 
     def compare(request: Any, block_ids: Any) -> None:
         num_computed_tokens, num_tokens = before[request.request_id]
         assert request.num_computed_tokens == min(num_computed_tokens, num_tokens - 1) > 0
         seen.append(request.num_computed_tokens < num_computed_tokens)
-        tell(request, block_ids)
+        preempted(request, block_ids)
 
     half(engine).on_request_preempted = compare
     for index in range(3):
@@ -141,24 +133,9 @@ def test_a_preempted_request_says_what_was_computed(make_engine: MakeEngine, dep
         assert not any(seen), "without steps in flight the count is vLLM's own"
 
 
-def test_a_request_preempted_in_its_prefill_has_a_part_of_it(make_engine: MakeEngine) -> None:
-    # The long one just fits when it starts; the first grows meanwhile.
-    engine = make_engine(num_blocks=12, tokens_per_step=8)
-    engine.add("first", range(20), max_tokens=60)
-    long = engine.add("long", range(200, 340), max_tokens=2)
-    before = 0
-    for _ in range(60):
-        if not told(engine, "preempted"):
-            before = long.num_computed_tokens
-            engine.step()
-    info = told(engine, "preempted")[0]
-    assert info.request_id == "long"
-    assert 0 < info.num_computed_tokens == before < info.num_tokens - 1
-
-
-def test_after_a_failed_load_nothing_counts_until_it_is_scheduled(make_engine: MakeEngine) -> None:
+def test_a_failed_load_resets_the_count_until_the_next_step(make_engine: MakeEngine) -> None:
     if not lane.can_fail_loads():
-        pytest.skip("0.11.0 has no word for a load that failed")
+        pytest.skip("0.11.0 cannot report a failed load")
     engine = make_engine(num_blocks=16)
     outputs: Any = importlib.import_module("vllm.v1.outputs")
     for index in range(3):
@@ -167,12 +144,12 @@ def test_after_a_failed_load_nothing_counts_until_it_is_scheduled(make_engine: M
         engine.step()
         failed = outputs.KVConnectorOutput(invalid_block_ids={1})
         engine.scheduler.connector.update_connector_output(failed)
-    preempted = told(engine, "preempted")
+    preempted = requests_in(engine, "preempted")
     assert preempted
     assert not any(info.num_computed_tokens for info in preempted)
 
 
-def test_an_aborted_load_counts_for_nothing(make_engine: MakeEngine) -> None:
+def test_an_aborted_load_is_not_counted(make_engine: MakeEngine) -> None:
     engine = make_engine(lane.EXAMPLE_CONNECTOR)
     if not engine.scheduler.connector._scheduler_side.asynchronous:
         pytest.skip("on this release a load ends within its step")
@@ -184,7 +161,7 @@ def test_an_aborted_load_counts_for_nothing(make_engine: MakeEngine) -> None:
     half(engine).on_request_finished = lambda request, *_: finished.append(request)
     again = engine.add("again", TOKENS)
     engine.step()
-    assert again.num_computed_tokens > 0, "vLLM counts what is still to come"
+    assert again.num_computed_tokens > 0, "vLLM counts the load before it ends"
     engine.abort("again")
     assert [request.num_computed_tokens for request in finished] == [0]
 
@@ -193,7 +170,7 @@ def test_an_aborted_load_counts_for_nothing(make_engine: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize("depth", [2, 3])
-def test_full_blocks_while_batches_are_in_flight(  # CONN-7
+def test_full_blocks_have_their_keys_while_steps_are_in_flight(  # CONN-7
     make_engine: MakeEngine, depth: int
 ) -> None:
     engine = make_engine(depth=depth)
@@ -217,7 +194,7 @@ def test_full_blocks_while_batches_are_in_flight(  # CONN-7
     assert connector.full
     for request_id, block in connector.full:
         assert block.key == make_offload_key(hashes[request_id][block.number], 0)
-    for info in told(engine, "finished"):
+    for info in requests_in(engine, "finished"):
         assert info.num_computed_tokens == info.num_tokens - 1
     stored = {(name, block.number) for name, block in connector.full}
     assert len(stored) == sum((r.num_tokens - 1) // lane.BLOCK_SIZE for r in requests)
@@ -234,19 +211,13 @@ def test_a_plan_without_jobs_reaches_the_worker(make_engine: MakeEngine) -> None
     assert plan.dropped == ["a key"]
 
 
-def test_a_connector_of_a_later_contract_is_refused(make_engine: MakeEngine) -> None:
-    target = TOLD.replace("ToldConnector", "LaterConnector")
+def test_a_connector_for_a_later_contract_is_refused(make_engine: MakeEngine) -> None:
+    target = RECORDING.replace("RecordingConnector", "LaterConnector")
     with pytest.raises(UnsupportedContractError, match=r"LaterConnector was written to .* 1\.7"):
         make_engine(target)
 
 
-def test_a_refused_option_names_the_connector(tmp_path: Path) -> None:
-    config = lane.connector_config(cpu_block=3)
-    with pytest.raises(ConfigError, match=r"options of connector .*HostCacheConnector: .*cpu_bl"):
-        lane.Engine(tmp_path / "model", config)
-
-
-def test_a_report_of_no_job_is_dropped(  # MSG-2
+def test_a_report_of_an_unknown_job_is_dropped(  # MSG-2
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine()
@@ -255,18 +226,8 @@ def test_a_report_of_no_job_is_dropped(  # MSG-2
     request = engine.add("r", TOKENS)
     engine.run()
     assert request.is_finished()
-    assert f"CONN-3: connector {TOLD}: ToldWorker reported job 99" in caplog.text
-    assert not worker.reports(), "it would be sent for ever: nobody can acknowledge it"
-
-
-def test_reports_name_the_users_connector(
-    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = make_engine()
-    half(engine).view.touch_blocks([7])
-    engine.scheduler.connector.shutdown()
-    assert f"{TOLD!r} holds 1 references" in caplog.text
-    assert "trace_holds" in caplog.text
+    assert f"CONN-3: connector {RECORDING}: RecordingWorker reported job 99" in caplog.text
+    assert not worker.reports(), "no scheduler could acknowledge it, so it would be sent forever"
 
 
 @pytest.mark.parametrize("medium", ["CPU", "STORAGE", "s3://bucket/é"])
