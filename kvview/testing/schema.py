@@ -75,6 +75,10 @@ class RunsModel(_Model):
     seconds: float
     coverage: dict[str, int] = Field(description="What happened how often.")
     not_exercised: list[GapModel]
+    replaced: list[str] = Field(
+        default_factory=list,
+        description="Parts of the connector that the engine replaced; they were not checked.",
+    )
     notes: list[str] = Field(description="For people; 'not deterministic', for example.")
     typical: list[SnapshotModel] = Field(
         default_factory=list, description="A run with as many loads as most, step by step."

@@ -27,7 +27,7 @@ def token_checks() -> list[Check]:
 
 def _check(law: str, what: str) -> Check:
     def run(factory: Factory) -> None:
-        check_law(factory, lambda broken: broken == law, what)
+        check_law(factory, lambda broken: broken == law, what, law)
 
     run.__doc__ = what
     name = f"check_{law.lower().replace('-', '_')}_in_real_inference"

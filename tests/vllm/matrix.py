@@ -180,7 +180,8 @@ def make_page(record: Record) -> str:
         "|---|---|---|---|---|---|",
     ]
     for flag in differences():
-        row = (flag.seam, f"`{flag.name}`", flag.what, flag.first_release, flag.last_release or "")
+        until = flag.last_release or ""
+        row = (flag.seam, f"`{flag.name}`", flag.description, flag.first_release, until)
         lines.append(f"| {' | '.join(row)} | {flag.source} |")
     return "\n".join(lines) + "\n"
 

@@ -99,7 +99,7 @@ def test_the_example_is_green_in_every_arrangement(processes: list[Future[Any]])
         assert coverage[f"answers compared in {name}"] > 50
         assert coverage[f"loads in {name}"] > 20
     for name in ARRANGEMENTS[:2]:
-        assert coverage[f"answers that a planted fault changed in {name}"] > 10
+        assert coverage[f"answers that an injected fault changed in {name}"] > 10
     for name in ("preemptions", "aborted while loading", "weights changed", "hits"):
         assert coverage[name] > 0, name
 
@@ -132,7 +132,7 @@ def test_what_stands_in_for_cuda_is_named(said: dict[str, Any]) -> None:
     found = said["OffloadingConnector"]
     assert (found["broken"], found["gaps"]) == ([], [])
     assert found["coverage"]["loads"] > 20
-    assert any(name.startswith("stands in: for the copies of vLLM") for name in found["coverage"])
+    assert any(name.startswith("replaced: the copies of vLLM") for name in found["coverage"])
 
 
 def test_events_say_what_can_be_loaded(processes: list[Future[Any]]) -> None:

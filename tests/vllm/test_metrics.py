@@ -215,10 +215,10 @@ def test_stats_are_joined_in_place() -> None:
 def test_only_news_are_sent() -> None:
     reporter = Reporter("half", "c")
     values = {"": {"loads": 2.0, "held_references": 1.0}}
-    said = reporter.say(values)
+    said = reporter.update(values)
     assert said == {"half": {"connector": "c", "children": values}}
-    assert reporter.say(values) is None
-    said = reporter.say({"": {"loads": 3.0, "held_references": 1.0}, "child": {"loads": 0.0}})
+    assert reporter.update(values) is None
+    said = reporter.update({"": {"loads": 3.0, "held_references": 1.0}, "child": {"loads": 0.0}})
     assert said is not None
     assert said["half"]["children"] == {"": {"loads": 1.0}, "child": {}}, "METRIC-3"
 

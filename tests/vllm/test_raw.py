@@ -398,7 +398,7 @@ def test_vsim_5_what_stands_in_for_cuda_is_named(engines: VLLMEngines) -> None:
     scenario = replace(generate_scenario(3), events=())
     result = simulate(connector, scenario, options, engines=engines)
     assert result.failure is None, result.failure
-    assert any(name.startswith("stands in: for the copies of vLLM") for name in result.coverage)
+    assert any(name.startswith("replaced: the copies of vLLM") for name in result.coverage)
 
 
 def _evicted() -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from traceback import walk_tb
+from typing import Any
 
 from kvview import KVViewError, UnsupportedEngineError
 from kvview.errors import one_line
@@ -90,6 +91,11 @@ def importing() -> Iterator[None]:
         raise
 
 
+def vllm(module: str) -> Any:
+    """A module of the installed vLLM, by its name below ``vllm``."""
+    return import_module(f"vllm.{module}")
+
+
 def engine_version() -> str:
     """The version string of the installed vLLM.
 
@@ -111,6 +117,14 @@ def number(version: str) -> Number | None:
     """The three numbers that a version string begins with, None without."""
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
     return (int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
+
+
+def is_between(version: str, since: str, until: str | None) -> bool:
+    """Whether a version is in a range of releases; False for a version that names no release."""
+    found, last = number(version), number(until or "")
+    return (
+        found is not None and found >= (number(since) or found) and (last is None or found <= last)
+    )
 
 
 def is_newer(version: str) -> bool:

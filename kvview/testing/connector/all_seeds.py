@@ -102,7 +102,6 @@ def check_connector(
             check.shrink()
     except KeyboardInterrupt:
         is_interrupted = True
-    check.notes += sorted(name for name in check.coverage if name.startswith("stands in"))
     check.notes += notes_on(check.coverage)
     return ConnectorRuns(
         connector_class.__name__,

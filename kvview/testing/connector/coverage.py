@@ -178,8 +178,19 @@ def table_of_cells(coverage: Mapping[str, int]) -> list[list[str]]:
     return table
 
 
+REPLACED = "replaced: "
+"""Prefix, in the coverage, of the name of a part of the connector that the engine replaced."""
+
+
+def replaced_parts(coverage: Mapping[str, int]) -> Sequence[str]:
+    """The parts of the connector that the engine replaced, so that they were not checked."""
+    return [name.removeprefix(REPLACED) for name in sorted(coverage) if name.startswith(REPLACED)]
+
+
 def notes_on(coverage: Mapping[str, int]) -> Iterator[str]:
-    """What breaks no law, and may well be a mistake."""
+    """Facts that break no law and that a reader must know."""
+    for part in replaced_parts(coverage):
+        yield f"the check replaced a part of the connector, which is therefore not checked: {part}"
     num_failed, num_loads = coverage.get(FAILED_BY_THEMSELVES, 0), coverage.get(LOADS_LEFT_ALONE, 0)
     if num_failed * _MANY > num_loads:
         yield (

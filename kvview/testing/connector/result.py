@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvview.testing.connector.coverage import Gap, not_exercised
+from kvview.testing.connector.coverage import Gap, not_exercised, replaced_parts
 from kvview.testing.connector.scenario import Scenario
 
 
@@ -156,6 +156,11 @@ class ConnectorRuns:
     def not_exercised(self) -> Sequence[Gap]:
         """What must happen in a run and did not."""
         return not_exercised(self.coverage)
+
+    @property
+    def replaced(self) -> Sequence[str]:
+        """The parts of the connector that the engine replaced, so that they were not checked."""
+        return replaced_parts(self.coverage)
 
     @property
     def left_out(self) -> Sequence[str]:
