@@ -277,7 +277,7 @@ def test_vtier_1_a_root_that_turns_out_to_be_random_takes_the_tier_out_of_use(
     assert tiering.store(range(8))
     assert tiering.store(range(8, 16))
     assert tiering.fetch(range(8)) == (0, 0)
-    assert caplog.text.count("VTIER-1: the block hashes of this server begin at random") == 1
+    assert caplog.text.count("VTIER-1: the block hashes of this server start at random") == 1
 
 
 def test_vtier_2_a_job_that_is_refused_is_reported(tiering: Tiering) -> None:

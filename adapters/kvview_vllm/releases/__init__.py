@@ -1,11 +1,11 @@
-"""What differs between vLLM releases, probed once: nothing outside decides by a release.
+"""The differences between vLLM releases, probed once: no other package decides by a release.
 
-``python tests/vllm/add_release.py <it>`` adds a release: it says what differs, writes it
-into the list of those that are tested, and runs the matrix. Three places are left:
+``python tests/vllm/add_release.py RELEASE`` adds a release: it lists the differences, writes
+the release into the list of tested ones, and runs the matrix. Three places remain:
 
-1. Where a member has another shape: a row in :mod:`.shapes`.
-2. Where the adapter does something else: a field of its seam in :mod:`.release`.
-3. Where it is called differently: :mod:`.calls`.
+1. A member with another shape: a row in ``shapes.txt``.
+2. Another behaviour of the adapter: a field of its seam in :mod:`.release`.
+3. Another way to call it: :mod:`.calls`.
 """
 
 from kvview_vllm.releases.probes import (

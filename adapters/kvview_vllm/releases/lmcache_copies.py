@@ -57,7 +57,9 @@ def replace_gpu_connector(note: Callable[[str], None], stack: ExitStack) -> None
     def create(
         config: Any, metadata: Any, engine: Any = None, layout_hints: Any = None, **_: Any
     ) -> Any:
-        return _on_cpu(note).from_metadata(metadata, layout_hints=layout_hints)
+        # Without a hint LMCache takes the layout of vLLM's CPU attention, and on CUDA NHD.
+        hints = {"kv_layout": "NHD"} | (layout_hints or {})
+        return _on_cpu(note).from_metadata(metadata, layout_hints=hints)
 
     replacements: list[tuple[Any, str, Any]] = [
         (state, "get_tp_group", lambda: alone),

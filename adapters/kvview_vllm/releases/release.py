@@ -72,18 +72,19 @@ class Difference:
         return is_between(version, self.first_release, self.last_release)
 
 
-def difference(
-    description: str,
-    source: str,
-    probe: Probe,
-    *,
-    since: str = OLDEST_TESTED,
-    until: str | None = None,
-    is_defect: bool = False,
-) -> Any:
-    """Declare a field of a seam; the arguments are those of :class:`Difference`."""
-    row = (description, source, probe, since, until, is_defect)
-    return field(metadata={"row": row})
+def difference(row: str, probe: Probe, source: str = "", *, is_defect: bool = False) -> Any:
+    """Declare a field of a seam.
+
+    Args:
+        row: ``SINCE..UNTIL description``; an empty end is the oldest or the newest tested release.
+        probe: As in :class:`Difference`.
+        source: As in :class:`Difference`; that of the seam by default.
+        is_defect: As in :class:`Difference`.
+    """
+    releases, _, description = row.partition(" ")
+    since, _, until = releases.partition("..")
+    facts = (description, source, probe, since or OLDEST_TESTED, until or None, is_defect)
+    return field(metadata={"facts": facts})
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,16 @@ class Seam:
     """
 
     seam: ClassVar[str]
+    source: ClassVar[str]
     version: str
 
     @classmethod
     def differences(cls) -> tuple[Difference, ...]:
         """The fields of this seam, as lines of the table."""
+        facts = {f.name: f.metadata["facts"] for f in fields(cls) if f.metadata}
         return tuple(
-            Difference(f.name, cls.seam, *f.metadata["row"]) for f in fields(cls) if f.metadata
+            Difference(name, cls.seam, description, source or cls.source, *others)
+            for name, (description, source, *others) in facts.items()
         )
 
     @classmethod
@@ -220,41 +224,34 @@ class PoolSeam(Seam):
     """``vllm.v1.core.block_pool.BlockPool``."""
 
     seam: ClassVar[str] = "pool"
+    source: ClassVar[str] = _BLOCK_POOL
 
     touch_nested: bool = difference(
-        "touch takes a tuple of lists, one per KV-cache group; later a flat sequence",
-        _BLOCK_POOL,
+        "..0.13.0 touch takes a tuple of lists, one per KV-cache group; later a flat sequence",
         # The flat form reads the reference count of the inner list, and fails.
         lambda pool: takes(pool.touch, ([],)),
-        until="0.13.0",
     )
     free_prepend: bool = difference(
-        "free_blocks(prepend=True) puts blocks at the front of the free queue",
-        _BLOCK_POOL,
+        "0.23.0..0.23.0 free_blocks(prepend=True) puts blocks at the front of the free queue",
         lambda pool: "prepend" in signature_of(pool, "free_blocks"),
-        since="0.23.0",
-        until="0.23.0",
     )
     unhashed_first: bool = difference(
-        "freed blocks without a hash go to the front of the free queue; before, to the tail",
-        "vllm-project/vllm PR #42656",
+        "0.24.0.. freed blocks without a hash go to the front of the free queue; before, to the "
+        "tail",
         lambda pool: (
             hasattr(pool.free_block_queue, "prepend_n")
             and "prepend" not in signature_of(pool, "free_blocks")
         ),
-        since="0.24.0",
+        "vllm-project/vllm PR #42656",
     )
     several_hashes: bool = difference(
-        "a block may have more hashes than its primary one",
-        "vllm-project/vllm PR #45939",
+        "0.24.0.. a block may have more hashes than its primary one",
         has("cached_block_hashes_by_block"),
-        since="0.24.0",
+        "vllm-project/vllm PR #45939",
     )
     reuse_watchers: bool = difference(
-        "unpin_blocks frees blocks and calls back when they are allocated again",
-        _BLOCK_POOL,
+        "0.30.0.. unpin_blocks frees blocks and calls back when they are allocated again",
         has("unpin_blocks"),
-        since="0.30.0",
     )
 
     @property
@@ -268,24 +265,21 @@ class BindingSeam(Seam):
     """How ``KVConnectorBase_V1`` gets the pool."""
 
     seam: ClassVar[str] = "binding"
+    source: ClassVar[str] = _BASE
 
     optional_pool_hook: bool = difference(
-        "the scheduler binds its block pool to a connector that has bind_gpu_block_pool",
-        _SCHEDULER,
+        "0.19.0.. the scheduler binds its block pool to a connector that has bind_gpu_block_pool",
         lambda base: hasattr(base, "bind_kv_cache_manager") or _scheduler_names_pool_hook(),
-        since="0.19.0",
+        _SCHEDULER,
     )
     pool_hook: bool = difference(
-        "the scheduler binds its block pool to every connector, including children",
-        "vllm-project/vllm PR #39654",
+        "0.22.0.. the scheduler binds its block pool to every connector, including children",
         has("bind_gpu_block_pool"),
-        since="0.22.0",
+        "vllm-project/vllm PR #39654",
     )
     manager_hook: bool = difference(
-        "the scheduler binds its KV-cache manager, which has the pool",
-        _BASE,
+        "0.30.0.. the scheduler binds its KV-cache manager, which has the pool",
         has("bind_kv_cache_manager"),
-        since="0.30.0",
     )
 
 
@@ -294,36 +288,31 @@ class GeometrySeam(Seam):
     """Block sizes and the specs of KV-cache groups, ``vllm/v1/kv_cache_interface.py``."""
 
     seam: ClassVar[str] = "geometry"
+    source: ClassVar[str] = _INTERFACE
 
     prefill_context_parallel: bool = difference(
-        "a block's tokens may be spread over several workers from the prefill on",
-        "vllm/config/parallel.py",
+        "0.12.0.. a block's tokens may be spread over several workers from the prefill on",
         has_field("config.parallel", "ParallelConfig", "prefill_context_parallel_size"),
-        since="0.12.0",
+        "vllm/config/parallel.py",
     )
     mamba_cache_modes: bool = difference(
-        "states of Mamba layers may be cached",
-        _INTERFACE,
+        "0.15.0.. states of Mamba layers may be cached",
         has_field("v1.kv_cache_interface", "MambaSpec", "mamba_cache_mode"),
-        since="0.15.0",
     )
     block_sizes_resolved: bool = difference(
-        "a function resolves the block sizes; before, only the coordinator computed them",
-        _UTILS,
+        "0.20.0.. a function resolves the block sizes; before, only the coordinator computed them",
         lambda _: hasattr(vllm("v1.core.kv_cache_utils"), "resolve_kv_cache_block_sizes"),
-        since="0.20.0",
+        _UTILS,
     )
     named_by_last_hash: bool = difference(
-        "the key of a block of several hashes is the last hash; before, all of them joined",
-        _UTILS,
+        "0.24.0.. the key of a block of several hashes is the last hash; before, all of them "
+        "joined",
         lambda _: _names_by_last_hash(),
-        since="0.24.0",
+        _UTILS,
     )
     retained_tokens: bool = difference(
-        "a sliding window keeps tokens longer for speculative decoding",
-        _INTERFACE,
+        "0.28.0.. a sliding window keeps tokens longer for speculative decoding",
         has_field("v1.kv_cache_interface", "SlidingWindowSpec", "extra_retained_tokens"),
-        since="0.28.0",
     )
 
 
@@ -332,102 +321,75 @@ class OffloadingSeam(Seam):
     """The managers of ``vllm.v1.kv_offload`` and the arguments of their methods."""
 
     seam: ClassVar[str] = "offloading"
+    source: ClassVar[str] = _OFFLOAD
 
     prefix_lookup: bool = difference(
-        "lookup takes a prefix and counts its hits; later one key and a context",
-        "vllm/v1/kv_offload/abstract.py",
+        "..0.19.1 lookup takes a prefix and counts its hits; later one key and a context",
         lambda manager: signature_of(manager, "lookup") == "(block_hashes)",
-        until="0.19.1",
+        "vllm/v1/kv_offload/abstract.py",
     )
     handlers: bool = difference(
-        "a handler moves pages in both directions; later a worker with a method for each",
-        "vllm/v1/kv_offload/worker/worker.py",
+        "..0.24.0 a handler moves pages in both directions; later a worker with a method for each",
         lambda _: find_class("OffloadingHandler") is not None,
-        until="0.24.0",
+        "vllm/v1/kv_offload/worker/worker.py",
     )
     lookup_retry: bool = difference(
-        "lookup may return that the caller should retry; before, that was a miss",
-        _OFFLOAD,
+        "0.15.0.. lookup may return that the caller should retry; before, that was a miss",
         _lookup_returns("None", "LookupResult"),
-        since="0.15.0",
     )
     transfer_dataclass: bool = difference(
-        "the end of a transfer is an object; before, a pair",
-        _OFFLOAD,
+        "0.16.0.. the end of a transfer is an object; before, a pair",
         lambda _: hasattr(find_class("TransferResult"), "__dataclass_fields__"),
-        since="0.16.0",
     )
     manager_shutdown: bool = difference(
-        "a manager is shut down",
-        _OFFLOAD,
+        "0.20.0.. a manager is shut down",
         has("shutdown"),
-        since="0.20.0",
     )
     block_indices: bool = difference(
-        "a transfer has its start in a chunk for each group; before, it ends at the chunk's end",
-        _OFFLOAD,
+        "0.19.0.. a transfer has its start in a chunk for each group; before, it ends at the "
+        "chunk's end",
         has_parameter(_offloading_class("GPULoadStoreSpec"), "__init__", "block_indices"),
-        since="0.19.0",
     )
     completion_context: bool = difference(
-        "touch and the completions take the request's context too",
-        _OFFLOAD,
+        "0.21.0.. touch and the completions take the request's context too",
         lambda manager: signature_of(manager, "touch") == "(keys, req_context)",
-        since="0.21.0",
     )
     cache_reset: bool = difference(
-        "reset_cache forgets every key, including keys in flight",
-        _OFFLOAD,
+        "0.22.0.. reset_cache forgets every key, including keys in flight",
         has("reset_cache"),
-        since="0.22.0",
     )
     request_ids: bool = difference(
-        "the context has the id of its request",
-        _OFFLOAD,
+        "0.22.0.. the context has the id of its request",
         has_parameter(_offloading_class("ReqContext"), "__init__", "req_id"),
-        since="0.22.0",
     )
     request_hooks: bool = difference(
-        "the manager is notified of new and finished requests and of the end of a step",
-        _OFFLOAD,
+        "0.23.0.. the manager is notified of new and finished requests and of the end of a step",
         has("on_new_request"),
-        since="0.23.0",
     )
     manager_work: bool = difference(
-        "a manager keeps the engine stepping while it has work",
-        _OFFLOAD,
+        "0.24.0.. a manager keeps the engine stepping while it has work",
         has("has_pending_work"),
-        since="0.24.0",
     )
     step_context: bool = difference(
-        "on_schedule_end takes the scheduled requests",
-        _OFFLOAD,
+        "0.25.0.. on_schedule_end takes the scheduled requests",
         lambda manager: signature_of(manager, "on_schedule_end") == "(context)",
-        since="0.25.0",
     )
     lookup_results: bool = difference(
-        "lookup distinguishes a key that is being stored from a miss; before, a bool or None",
-        _OFFLOAD,
+        "0.25.0.. lookup distinguishes a key that is being stored from a miss; before, a bool "
+        "or None",
         _lookup_returns("LookupResult"),
-        since="0.25.0",
     )
     media: bool = difference(
-        "media are members of an enum; before, any string",
-        _OFFLOAD,
+        "0.27.0.. media are members of an enum; before, any string",
         lambda _: find_class("Medium") is not None,
-        since="0.27.0",
     )
     key_positions: bool = difference(
-        "the connector touches no keys and passes their positions instead",
-        _OFFLOAD,
+        "0.31.0.. the connector touches no keys and passes their positions instead",
         lambda _: hasattr(find_class("ReqContext"), "get_offload_key_position"),
-        since="0.31.0",
     )
     metadata_events: bool = difference(
-        "events may be about metadata alone, and are then not published",
-        _OFFLOAD,
+        "0.33.0.. events may be about metadata alone, and are then not published",
         has_parameter(_offloading_class("OffloadingEvent"), "__init__", "metadata_only"),
-        since="0.33.0",
     )
 
 
@@ -436,117 +398,101 @@ class ConnectorSeam(Seam):
     """``KVConnectorBase_V1``, and the messages of the scheduler and the workers."""
 
     seam: ClassVar[str] = "connector"
+    source: ClassVar[str] = _BASE
 
     cache_config_argument: bool = difference(
-        "the constructor of a connector takes the KVCacheConfig",
-        _BASE,
+        "0.11.1.. the constructor of a connector takes the KVCacheConfig",
         has_parameter(lambda surface: surface.base, "__init__", "kv_cache_config"),
-        since="0.11.1",
     )
     several_groups: bool = difference(
-        "a connector may serve several KV-cache groups (SupportsHMA)",
-        _BASE,
+        "0.11.1.. a connector may serve several KV-cache groups (SupportsHMA)",
         lambda surface: hasattr(surface.base_module, "SupportsHMA"),
-        since="0.11.1",
     )
     failed_blocks: bool = difference(
-        "a worker reports the blocks that were not loaded",
-        "vllm/v1/outputs.py",
+        "0.11.1.. a worker reports the blocks that were not loaded",
         _is_message_field("KVConnectorOutput", "invalid_block_ids"),
-        since="0.11.1",
+        "vllm/v1/outputs.py",
     )
     resumed_ids: bool = difference(
-        "the step has the ids of resumed requests; before, a list of flags",
-        _OUTPUT,
+        "0.11.1.. the step has the ids of resumed requests; before, a list of flags",
         _is_message_field("CachedRequestData", "resumed_req_ids"),
-        since="0.11.1",
+        _OUTPUT,
     )
     unread_prefixes: bool = difference(
-        "a request may need every token computed",
-        "vllm/v1/request.py",
+        "0.11.1.. a request may need every token computed",
         lambda surface: hasattr(surface.request, "get_skip_reading_prefix_cache"),
-        since="0.11.1",
+        "vllm/v1/request.py",
     )
     preempted_ids: bool = difference(
-        "the step has the ids of preempted requests",
-        _OUTPUT,
+        "0.12.0.. the step has the ids of preempted requests",
         _is_message_field("SchedulerOutput", "preempted_req_ids"),
-        since="0.12.0",
+        _OUTPUT,
     )
     connector_reset: bool = difference(
-        "a reset of the prefix cache reaches the connector",
-        _BASE,
+        "0.13.0.. a reset of the prefix cache reaches the connector",
         lambda surface: hasattr(surface.base, "reset_cache"),
-        since="0.13.0",
     )
     null_window_blocks: bool = difference(
-        "a load gets null blocks where a window skips; before, blocks for the whole span",
-        "vllm/v1/core/kv_cache_manager.py",
+        "0.14.0.. a load gets null blocks where a window skips; before, blocks for the whole span",
         has_parameter(lambda s: s.blocks, "allocate_slots", "num_external_computed_tokens"),
-        since="0.14.0",
+        "vllm/v1/core/kv_cache_manager.py",
     )
     reserved_blocks: bool = difference(
-        "a load starts only if the running prefills can still allocate their blocks; before, "
-        "requests may wait for each other's blocks forever",
-        _SCHEDULER,
+        "0.23.0.. a load starts only if the running prefills can still allocate their blocks; "
+        "before, requests may wait for each other's blocks forever",
         has_parameter(lambda surface: surface.blocks, "allocate_slots", "reserved_blocks"),
-        since="0.23.0",
+        _SCHEDULER,
     )
     hits_come_first: bool = difference(
-        "a request takes its hits of all groups, then blocks to load into; from 0.14.0 to "
-        "0.23.0 group by group, so that one group may load into a block that the next one hits",
-        "https://github.com/vllm-project/vllm/pull/44409",
+        "0.24.0.. a request takes its hits of all groups, then blocks to load into; from 0.14.0 "
+        "to 0.23.0 group by group, so that one group may load into a block that the next one "
+        "hits",
         lambda _: hasattr(_single_type_manager(), "add_local_computed_blocks"),
-        since="0.24.0",
+        "https://github.com/vllm-project/vllm/pull/44409",
     )
     uncounted_window_blocks: bool = difference(
-        "blocks of windows and chunks past a cap are not counted before they are taken, so a full "
-        "pool ends the engine",
-        "https://github.com/vllm-project/vllm/pull/41282",
+        "0.20.0..0.20.1 blocks of windows and chunks past a cap are not counted before they are "
+        "taken, so a full pool ends the engine",
         lambda _: (
             "max_admission_blocks" in signature_of(_single_type_manager(), "__init__")
             and "apply_admission_cap"
             not in signature_of(_single_type_manager(), "get_num_blocks_to_allocate")
         ),
-        since="0.20.0",
-        until="0.20.1",
+        "https://github.com/vllm-project/vllm/pull/41282",
         is_defect=True,
     )
     worker_metadata: bool = difference(
-        "workers send metadata to their scheduler's side; before, in the stats",
-        _BASE,
+        "0.18.0.. workers send metadata to their scheduler's side; before, in the stats",
         lambda surface: (
             hasattr(surface.base_module, "KVConnectorWorkerMetadata")
             and "kv_connector_worker_meta" in surface.fields["KVConnectorOutput"]
         ),
-        since="0.18.0",
     )
     asked_for_stats: bool = difference(
-        "the stats of the scheduler's side are read at every step; before, only with a worker's",
-        _SCHEDULER,
+        "0.24.0.. the stats of the scheduler's side are read at every step; before, only with a "
+        "worker's",
         lambda surface: hasattr(surface.base, "has_pending_push_work"),  # of the same release
-        since="0.24.0",
+        _SCHEDULER,
     )
     stale_outputs: bool = difference(
-        "a preempted request waits for its outputs in flight; before, it may get a token twice",
-        _SCHEDULER,
+        "0.27.0.. a preempted request waits for its outputs in flight; before, it may get a "
+        "token twice",
         has_parameter(_scheduler, "_preempt_request", "drop_stale_output"),
-        since="0.27.0",
+        _SCHEDULER,
     )
     loads_after_launch: bool = difference(
-        "loads start after the launch of the step's forward, unless it needs them; before, first",
-        "vllm/v1/worker/kv_connector_model_runner_mixin.py",
+        "0.29.0.. loads start after the launch of the step's forward, unless it needs them; "
+        "before, first",
         _is_message_field("SchedulerOutput", "has_sync_kv_loads"),
-        since="0.29.0",
+        "vllm/v1/worker/kv_connector_model_runner_mixin.py",
     )
     failed_requests: bool = difference(
-        "a worker reports the requests that were not loaded, with several groups too",
-        "vllm/v1/outputs.py",
+        "0.30.0.. a worker reports the requests that were not loaded, with several groups too",
         lambda surface: (
             hasattr(surface.base, "get_transfer_results")
             and "failed_recving" in surface.fields["KVConnectorOutput"]
         ),
-        since="0.30.0",
+        "vllm/v1/outputs.py",
     )
 
 

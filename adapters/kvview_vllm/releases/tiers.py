@@ -36,43 +36,35 @@ class TierSeam(Seam):
     """``SecondaryTierManager`` and its jobs."""
 
     seam: ClassVar[str] = "tier"
+    source: ClassVar[str] = _PATH
 
     partial_loads: bool = difference(
-        "a load may succeed in part; before, all of its keys or none",
-        _PATH,
+        "0.28.0.. a load may succeed in part; before, all of its keys or none",
         has_field(_BASE, "JobResult", "successful_keys"),
-        since="0.28.0",
     )
     chunk_ids: bool = difference(
-        "the places of a job are chunk_ids; before, block_ids",
-        _PATH,
+        "0.30.0.. the places of a job are chunk_ids; before, block_ids",
         has_field(_BASE, "TransferJob", "chunk_ids"),
-        since="0.30.0",
     )
     config_objects: bool = difference(
-        "a spec has an OffloadingConfig; before, the VllmConfig itself",
-        "vllm/v1/kv_offload/config.py",
+        "0.26.0.. a spec has an OffloadingConfig; before, the VllmConfig itself",
         lambda _: find_spec("vllm.v1.kv_offload.config") is not None,
-        since="0.26.0",
+        "vllm/v1/kv_offload/config.py",
     )
     tier_metrics: bool = difference(
-        "a tier has its own metrics in /metrics and the stats log",
-        _PATH,
+        "0.25.0.. a tier has its own metrics in /metrics and the stats log",
         has("get_stats"),
-        since="0.25.0",
     )
     tier_events: bool = difference(
-        "a tier has its own KV events; before, the manager only has the events of the host",
-        _PATH,
+        "0.26.0.. a tier has its own KV events; before, the manager only has the events of the "
+        "host",
         has("take_events"),
-        since="0.26.0",
     )
     fixed_hash_root: bool = difference(
-        "the chain of block hashes starts equally in every process; before, at random unless "
-        "PYTHONHASHSEED is set",
-        "vllm/v1/core/kv_cache_utils.py",
+        "0.29.0.. the chain of block hashes starts equally in every process; before, at random "
+        "unless PYTHONHASHSEED is set",
         lambda _: hasattr(vllm(_UTILS), "resolve_none_hash_seed"),
-        since="0.29.0",
+        "vllm/v1/core/kv_cache_utils.py",
     )
 
 
