@@ -200,7 +200,7 @@ class KVViewHiCache(_Storage):
         return None if self._meter is None else self._meter.take()
 
     def close(self) -> None:
-        """Fail what is in flight and close the store."""
+        """Fail the jobs in flight and close the store."""
         self.guard.close()
 
     # --- below ---

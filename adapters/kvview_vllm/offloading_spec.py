@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         pass
 else:
     _Spec = require_class("OffloadingSpec")
-    # Up to 0.24 a handler does what a worker did later.
+    # Up to 0.24 a handler has the role of a worker.
     _Worker = require_class(
         "OffloadingHandler" if installed().offloading.handlers else "OffloadingWorker"
     )

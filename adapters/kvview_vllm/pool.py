@@ -10,7 +10,7 @@ How the view satisfies the laws of :mod:`kvview.pool` over a pool that checks no
    ahead and checks each again when it yields it (:mod:`kvview_vllm.walks`).
 
 Source: ``vllm/v1/core/block_pool.py`` and ``FreeKVCacheBlockQueue`` in
-``vllm/v1/core/kv_cache_utils.py``; :mod:`kvview_vllm.releases` says what differs.
+``vllm/v1/core/kv_cache_utils.py``; :mod:`kvview_vllm.releases` lists the differences.
 """
 
 from __future__ import annotations

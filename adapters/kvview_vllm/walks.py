@@ -221,7 +221,7 @@ class Place:
         """Go back to the next victim."""
         self._before = self._head
         self._seen[:] = [None] * len(self._seen)
-        self._is_lost = False  # then what was seen is passed over, up to the end
+        self._is_lost = False  # then seen blocks are skipped, up to the end
         self._has_passed = False
         self._num_read = 0  # since the last pass from the front
 

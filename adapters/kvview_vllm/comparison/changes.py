@@ -71,8 +71,8 @@ def _base(source: ConnectorSource, old: Path, new: Path) -> Iterator[Change]:
         elif earlier is not None and earlier.text != member.text and name in source.reads_of_self:
             text = f"{earlier.text} is now {member.text}"
             yield Change(BASE, name, text, False, source.reads_of_self[name])
-    new = [n for n in after if n not in before and n[0] != "_" and n not in source.overrides]
-    if hooks := [name for name in new if after[name].function and not after[name].is_abstract]:
+    added = [n for n in after if n not in before and n[0] != "_" and n not in source.overrides]
+    if hooks := [name for name in added if after[name].function and not after[name].is_abstract]:
         yield Change(BASE, "*", f"new optional hooks: {', '.join(hooks)}", False, "")
     for name in before.keys() - after.keys():
         if name in source.overrides:

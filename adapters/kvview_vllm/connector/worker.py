@@ -107,7 +107,7 @@ class WorkerSide:
                 raise ConnectorError(
                     f"WORK-1: connector {self._faults.target}: "
                     f"{type(self._half).__name__}.wait returned before load jobs {late} were "
-                    f"reported by get_finished, and the step computes on what they load"
+                    f"reported by get_finished, and the step computes on their bytes"
                 )
             self._loaded.clear()  # the engine waits for asynchronous loads only
 

@@ -57,8 +57,8 @@ def replace_gpu_connector(note: Callable[[str], None], stack: ExitStack) -> None
     def create(
         config: Any, metadata: Any, engine: Any = None, layout_hints: Any = None, **_: Any
     ) -> Any:
-        # Without a hint LMCache takes the layout of vLLM's CPU attention, and on CUDA NHD.
-        hints = {"kv_layout": "NHD"} | (layout_hints or {})
+        # The tensors are those of CUDA (VSIM-4); the hint is that of vLLM's CPU attention.
+        hints = (layout_hints or {}) | {"kv_layout": "NHD"}
         return _on_cpu(note).from_metadata(metadata, layout_hints=hints)
 
     replacements: list[tuple[Any, str, Any]] = [

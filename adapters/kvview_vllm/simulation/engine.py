@@ -297,7 +297,7 @@ class VLLMConnectorHarness:
             self._end_deadlock()
 
     def squeeze(self, num_blocks: int) -> None:
-        """Give another owner this many blocks from now on, as far as they are free."""
+        """Give another owner this many blocks from now on, if they are free."""
         with named("squeezing"):
             if self._squeezed:
                 self._pool.free_blocks(self._squeezed)

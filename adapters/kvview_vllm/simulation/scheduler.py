@@ -348,8 +348,8 @@ def reset_caches(scheduler: Any, *, running_too: bool = False) -> bool:
     Args:
         scheduler: The scheduler.
         running_too: Whether to preempt running requests, where the release can (0.12.0) and
-            drops their outputs in flight (0.27.0). Before, an output from before the reset may
-            end a request that computes its prompt again.
+            drops their outputs in flight (0.27.0). Before, an older output may end a
+            request that computes its prompt again.
 
     Raises:
         RuntimeError: A block is in use although no request runs.
