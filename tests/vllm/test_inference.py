@@ -100,6 +100,7 @@ def test_the_example_is_green_in_every_arrangement(processes: list[Future[Any]])
         assert coverage[f"loads in {name}"] > 20
     for name in ARRANGEMENTS[:2]:
         assert coverage[f"answers that an injected fault changed in {name}"] > 10
+    assert coverage["steps launched ahead of an output"] > 100
     for name in ("preemptions", "aborted while loading", "weights changed", "hits"):
         assert coverage[name] > 0, name
 

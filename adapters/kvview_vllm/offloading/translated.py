@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvview import (
     CPULoadStoreSpec,
@@ -28,9 +28,6 @@ from kvview import (
 from kvview_vllm.releases import probe_offloading, require_class
 from kvview_vllm.releases.calls import has_block_ids, lock_of, make_known, medium_name
 from kvview_vllm.releases.calls import make_cpu_manager as make_cpu_manager
-
-if TYPE_CHECKING:
-    from kvview import OffloadingManager, SupportsRequestHooks, SupportsStepHooks
 
 NO_REQUEST = ReqContext()
 
@@ -174,9 +171,3 @@ def _translated(spec: Any) -> LoadStoreSpec:
         return CPULoadStoreSpec([int(page) for page in spec.block_ids])
     opaque: LoadStoreSpec = spec
     return opaque
-
-
-if TYPE_CHECKING:
-    _manager: OffloadingManager = TranslatedManager(None)
-    _request: SupportsRequestHooks = TranslatedManager(None)
-    _step: SupportsStepHooks = TranslatedManager(None)

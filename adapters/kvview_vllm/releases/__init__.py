@@ -18,7 +18,6 @@ from kvview_vllm.releases.probes import (
     require_class,
 )
 from kvview_vllm.releases.release import (
-    BindingSeam,
     ConnectorSeam,
     Difference,
     GeometrySeam,
@@ -29,7 +28,6 @@ from kvview_vllm.releases.release import (
 from kvview_vllm.releases.shapes import expect, reading, require_concrete
 from kvview_vllm.releases.versions import (
     NEWEST_TESTED,
-    OLDEST_TESTED,
     TESTED,
     VLLMNotInstalledError,
     engine_version,
@@ -40,9 +38,7 @@ from kvview_vllm.releases.versions import (
 
 __all__ = [
     "NEWEST_TESTED",
-    "OLDEST_TESTED",
     "TESTED",
-    "BindingSeam",
     "ConnectorSeam",
     "Difference",
     "GeometrySeam",
