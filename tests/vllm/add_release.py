@@ -5,7 +5,7 @@
 It writes the release into ``RELEASES`` (``releases/versions.py``), what differs into
 ``docs/releases.md``, runs the matrix on it, and writes its row (and a column for each test file
 that has none) into ``docs/support-matrix.md``. Named again, the newest release is looked at and
-tested again. Left to a person: rows for ``releases/shapes.py`` and ``releases/release.py``, and
+tested again. Left to a person: rows for ``releases/shapes.txt`` and ``releases/release.py``, and
 other calls for ``releases/calls.py``. No such row is written by itself: it says that the adapter
 was looked at.
 """

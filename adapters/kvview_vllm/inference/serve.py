@@ -144,7 +144,8 @@ def _count_calls(server: Server, served: Served) -> None:
     def counted_schedule(*args: Any, **kwargs: Any) -> Any:
         num_in_flight = server.num_steps_in_flight()
         output = schedule(*args, **kwargs)
-        served.coverage[STEPS_AHEAD] += num_in_flight > 0 < output.total_num_scheduled_tokens
+        if num_in_flight and output.total_num_scheduled_tokens:
+            served.coverage[STEPS_AHEAD] += 1
         return output
 
     scheduler._preempt_request, scheduler.schedule = counted_preempt, counted_schedule
