@@ -11,10 +11,10 @@ from kvview_lmcache.l2_adapter_store import L2AdapterStore
 
 
 def try_tier(given: Mapping[str, Any]) -> str:
-    """Try what a user gives LMCache as ``--l2-adapter``.
+    """Try a user's ``--l2-adapter`` of LMCache.
 
     Returns:
-        What does not work; empty if all does.
+        The problem; empty if there is none.
     """
     options = {name: value for name, value in given.items() if name != "type"}
     store = L2AdapterStore(Namespace("kvview doctor", "any"), str(given.get("type")), **options)

@@ -1,7 +1,7 @@
-"""What a tier counts, among LMCache's own metrics: ``lmcache_mp.kvview_tier_...``.
+"""The counters of a tier among LMCache's own metrics: ``lmcache_mp.kvview_tier_...``.
 
-LMCache exports through OpenTelemetry, to Prometheus or wherever it is told to. Without it
-installed nothing is exported; ``report_status`` has the same numbers.
+LMCache exports through OpenTelemetry, to Prometheus or another configured exporter. If it is not
+installed, nothing is exported; ``report_status`` has the same numbers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _instruments: list[Any] = []
 
 
 def export(guard: GuardedTier, store: str) -> None:
-    """Have what a tier counts exported as long as it is there.
+    """Export the counters of a tier during its lifetime.
 
     Args:
         guard: The tier.
-        store: Its target, by which series are told apart.
+        store: Its target, the label of its series.
     """
     _tiers[guard] = store
     if _instruments:
@@ -44,7 +44,7 @@ def export(guard: GuardedTier, store: str) -> None:
 
 
 def _observed(observation: Any, name: str, _: Any) -> Iterator[Any]:
-    """One number a store; those of several tiers on it together."""
+    """One number for each store, over all of its tiers."""
     sums: dict[str, int] = {}
     for guard, store in [*_tiers.items()]:
         sums[store] = sums.get(store, 0) + getattr(guard.stats, name)

@@ -1,10 +1,11 @@
-r"""The other way round: an L2 adapter of LMCache's seen as a store, so that the kit judges it.
+r"""An L2 adapter of LMCache with the interface of a store, so that the kit can check it.
 
     kvview check kvview_lmcache.l2_adapter_store:L2AdapterStore --option adapter=fs \
       --option base_path={tmp}
 
-1. The adapter has what LMCache would give it: a key of model, rank and hash, and memory.
-2. Nothing is made better on the way: each lookup asks the adapter again.
+1. The adapter gets the arguments that LMCache would pass: a key of model, rank and hash, and
+   memory.
+2. The adapter's results are not improved: each lookup queries the adapter again.
 """
 
 from __future__ import annotations
@@ -36,38 +37,38 @@ class L2AdapterStore(Polled):
     """A :class:`~kvview.tier.TierStore` over an adapter that comes with LMCache.
 
     Args:
-        namespace: Of it LMCache's key holds the model and the rank, and nothing else.
+        namespace: LMCache's key has its model and rank, and nothing else.
         adapter: Type of the adapter, ``"fs"`` for example.
-        options: The adapter's own.
+        options: Options of the adapter.
     """
 
-    verifies = True  # nothing stands in front of it in LMCache
+    verifies = True  # LMCache does not verify pages
 
     def __init__(self, namespace: Namespace, adapter: str = "fs", **options: Any) -> None:
         given = json.dumps({"type": adapter, **options})
         parsed = parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=[given]))
         self._adapter: Any = create_l2_adapter(parsed.adapters[0])
         self._tasks: dict[int, _Task] = {}
-        self._asked: dict[int, list[bytes]] = {}
+        self._queried: dict[int, list[bytes]] = {}
         self._found: dict[bytes, bool] = {}
         self._stored: dict[int, Any] = {}
         super().__init__(namespace)
 
     def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
-        """What the adapter says; each answer is given once."""
+        """The adapter's results, each of them once."""
         if self._is_closed:
             return [False] * len(keys)
-        for task in [*self._asked]:
+        for task in [*self._queried]:
             bits = self._adapter.query_lookup_and_lock_result(task)
             if bits is not None:
-                asked = self._asked.pop(task)
-                self._found |= {key: bits.test(n) for n, key in enumerate(asked)}
+                queried = self._queried.pop(task)
+                self._found |= {key: bits.test(n) for n, key in enumerate(queried)}
         flags: list[bool | None] = [self._found.pop(key, None) for key in keys]
-        waiting = {key for asked in self._asked.values() for key in asked}
-        ask = [k for k, flag in zip(keys, flags, strict=True) if flag is None and k not in waiting]
-        if ask:
-            task = self._adapter.submit_lookup_and_lock_task([self._key(key) for key in ask], {})
-            self._asked[task] = ask
+        waiting = {key for queried in self._queried.values() for key in queried}
+        new = [k for k, flag in zip(keys, flags, strict=True) if flag is None and k not in waiting]
+        if new:
+            task = self._adapter.submit_lookup_and_lock_task([self._key(key) for key in new], {})
+            self._queried[task] = new
         return flags
 
     def delete(self, keys: Sequence[bytes], /) -> None:
@@ -90,7 +91,7 @@ class L2AdapterStore(Polled):
         self._adapter.close()
 
     def collect(self) -> None:
-        """Tasks that ended; of a store LMCache knows one flag for all keys."""
+        """Report tasks that ended; a store has one flag for all keys in LMCache."""
         self._stored |= self._adapter.pop_completed_store_tasks()
         for job, entry in [*self._tasks.items()]:
             if entry.is_get:
@@ -112,7 +113,7 @@ class L2AdapterStore(Polled):
 
 
 def _memory(page: memoryview) -> Any:
-    """LMCache's own kind of object, over a page."""
+    """An object of LMCache over a page."""
     made = torch.frombuffer(page, dtype=torch.uint8)
     metadata = MemoryObjMetadata(
         shape=made.shape,

@@ -1,13 +1,13 @@
-"""``KVViewL2Adapter``: what LMCache's storage manager moves objects to and from.
+"""``KVViewL2Adapter``: an L2 adapter of LMCache's storage manager over any tier store.
 
     lmcache server ... --l2-adapter '{"type": "plugin",
       "module_path": "kvview_lmcache", "class_name": "KVViewL2Adapter",
       "adapter_params": {"weights": "REVISION",
                          "store": "my_store.py:Store", "options": {"root": "/kv"}}}'
 
-1. LMCache tells an adapter nothing of weights and dtype: the user says what they are.
-2. All of LMCache's key counts (model, rank, group, hash, salt), and nothing else.
-3. An object is LMCache's own memory; the guard copies, so that no store has it in its hands.
+1. LMCache does not pass weights and dtype to an adapter, so the user configures them.
+2. The key of a page is the whole of LMCache's key (model, rank, group, hash, salt).
+3. An object is LMCache's own memory; the guard copies it, so that no store can access it.
 
 Source: ``L2AdapterInterface``, lmcache/v1/distributed/l2_adapters/base.py, 0.5.6.
 """
@@ -53,7 +53,7 @@ class LMCacheTierOptions(TierOptions):
     """``adapter_params``.
 
     Args:
-        kv_dtype: Of the KV cache, where you change it: LMCache does not tell.
+        kv_dtype: Dtype of the KV cache, if you change it: LMCache does not pass it.
     """
 
     kv_dtype: str = ""
@@ -62,7 +62,7 @@ class LMCacheTierOptions(TierOptions):
 @dataclass(slots=True, eq=False)
 class _Task:
     keys: list[Any]
-    objects: list[Any]  # LMCache's memory stays theirs until the job was reported
+    objects: list[Any]  # keeps LMCache's memory alive until the job is reported
     sizes: list[int]
     is_load: bool
 
@@ -74,7 +74,7 @@ class _Lookup:
 
 
 def key_bytes(key: Any) -> bytes:
-    """An ``ObjectKey`` as the key of a store: every field that separates."""
+    """An ``ObjectKey`` as the key of a store, with every distinguishing field."""
     parts = (
         key.model_name.encode(),
         str(key.kv_rank).encode(),
@@ -91,7 +91,7 @@ class KVViewL2Adapter(_Adapter):
 
     Args:
         params: ``adapter_params``; see :class:`LMCacheTierOptions`.
-        given: What LMCache gives beside it (``l1_memory_desc``), not needed.
+        given: Other arguments of LMCache (``l1_memory_desc``), which are not used.
 
     Raises:
         ConfigError: An option that cannot be used, or unknown weights.
@@ -122,8 +122,8 @@ class KVViewL2Adapter(_Adapter):
         self._found: dict[int, Any] = {}
         self._loaded: dict[int, Any] = {}
         self._sizes: dict[Any, int] = {}
-        """Of what this process stored: LMCache counts bytes by salt."""
-        self._keys: dict[bytes, Any] = {}  # to LMCache's, of what is in _sizes
+        """Sizes of the pages that this process stored: LMCache counts bytes by salt."""
+        self._keys: dict[bytes, Any] = {}  # LMCache's keys of the entries in _sizes
         self._is_closed = False
         export(self.guard, options.store)
         self._awake = threading.Event()
@@ -136,7 +136,7 @@ class KVViewL2Adapter(_Adapter):
         return int(self._stored_fd.fileno())
 
     def get_lookup_and_lock_event_fd(self) -> int:
-        """Readable when a lookup was answered."""
+        """Readable when a lookup has a result."""
         return int(self._found_fd.fileno())
 
     def get_load_event_fd(self) -> int:
@@ -152,7 +152,7 @@ class KVViewL2Adapter(_Adapter):
         return self._submit(self.guard.get, keys, objects, is_load=True)
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Any) -> int:
-        """Start to ask; nothing is locked: what goes in between is a failed load."""
+        """Start a lookup without a lock: if a page is removed before its load, the load fails."""
         lookup = _Lookup([key_bytes(key) for key in keys], [None] * len(keys))
         with self._lock:
             task = next(self._numbers)
@@ -161,23 +161,23 @@ class KVViewL2Adapter(_Adapter):
         return task
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
-        """Stores that have ended; one of which a key failed has failed, as LMCache counts."""
+        """Stores that have ended; a store with a failed key has failed, as LMCache requires."""
         with self._lock:
             stored, self._stored = self._stored, {}
         return stored
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
-        """A bit a key, once; None before it is known."""
+        """A bit for each key, once; None before the lookup has ended."""
         with self._lock:
             return self._found.pop(task_id, None)
 
     def query_load_result(self, task_id: int) -> Any:
-        """A bit a key, once; None before it has ended."""
+        """A bit for each key, once; None before the load has ended."""
         with self._lock:
             return self._loaded.pop(task_id, None)
 
     def submit_unlock(self, keys: list[Any]) -> None:
-        """Nothing is locked."""
+        """Do nothing: there are no locks."""
 
     def delete(self, keys: list[Any]) -> None:
         """Make keys a miss."""
@@ -186,7 +186,7 @@ class KVViewL2Adapter(_Adapter):
         self._count_gone(made)
 
     def report_status(self) -> dict[str, Any]:
-        """Whether the store is used now, and what the guard has counted."""
+        """Whether the store is in use, and the counters of the guard."""
         stats = self.guard.stats
         return {
             "is_healthy": self.guard.is_healthy and not self._is_closed,
@@ -196,7 +196,7 @@ class KVViewL2Adapter(_Adapter):
         }
 
     def close(self) -> None:
-        """Fail what is in flight and close the store; callable twice."""
+        """Fail the jobs in flight and close the store; callable twice."""
         if self._is_closed:
             return
         self.guard.close()
@@ -219,8 +219,8 @@ class KVViewL2Adapter(_Adapter):
                 call(task, [key_bytes(key) for key in keys], pages)
             except TierJobError as error:
                 _log.error("task %s fails: %s", task, one_line(error))
-                self.guard.put(task, (), ())  # reported as the job that it is
-        self._awake.set()  # its deadline wakes nobody
+                self.guard.put(task, (), ())  # so that the job is reported
+        self._awake.set()  # its deadline does not wake the thread
         return task
 
     def _run(self) -> None:
@@ -231,7 +231,7 @@ class KVViewL2Adapter(_Adapter):
             self._collect()
 
     def _collect(self) -> None:
-        evicted = self.guard.take_evicted()  # before what is said to be stored
+        evicted = self.guard.take_evicted()  # before the stores are reported
         for task, flags in self.guard.poll():
             with self._lock:
                 entry = self._tasks.pop(task)
@@ -252,7 +252,7 @@ class KVViewL2Adapter(_Adapter):
         self._look_up()
 
     def _count_gone(self, made: Sequence[bytes]) -> None:
-        """What the store no longer has, LMCache counts no longer, and tells nobody of."""
+        """Remove pages that the store no longer has from LMCache's counts."""
         with self._lock:
             keys = [self._keys.pop(each) for each in made if each in self._keys]
             sizes = [self._sizes.pop(key) for key in keys]
@@ -273,8 +273,8 @@ class KVViewL2Adapter(_Adapter):
             waiting = [*self._lookups.items()]
         for task, lookup in waiting:
             unknown = [n for n, flag in enumerate(lookup.flags) if flag is None]
-            answers = self.guard.lookup([lookup.keys[n] for n in unknown])
-            for n, flag in zip(unknown, answers, strict=True):
+            results = self.guard.lookup([lookup.keys[n] for n in unknown])
+            for n, flag in zip(unknown, results, strict=True):
                 lookup.flags[n] = flag
             if None not in lookup.flags:
                 with self._lock:

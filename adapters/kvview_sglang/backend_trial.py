@@ -6,42 +6,27 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
-_NUM_FLOATS = 16_384
+from kvview.tier import Namespace
+from kvview.tier.trial import try_store
+from kvview_sglang.hicache_store import HiCacheStore, storage_config
 
 
 def try_tier(given: Mapping[str, Any]) -> str:
-    """Try what a user gives SGLang as ``--hicache-storage-backend-extra-config``.
+    """Try a user's ``--hicache-storage-backend-extra-config`` of SGLang.
 
     Returns:
-        What does not work; empty if all does.
+        The problem; empty if there is none.
     """
-    config: Any = HiCacheStorageConfig(
-        tp_rank=0,
-        tp_size=1,
-        pp_rank=0,
-        pp_size=1,
-        attn_cp_rank=0,
-        attn_cp_size=1,
-        is_mla_model=False,
-        enable_storage_metrics=False,
-        is_page_first_layout=False,
-        model_name="kvview doctor",
-        extra_config=dict(given),
-    )
+    namespace = Namespace("kvview doctor", "any")
+    config = storage_config(namespace, dict(given))
     backend: Any = StorageBackendFactory.create_backend("dynamic", config, SimpleNamespace())
-    page, key = torch.rand(_NUM_FLOATS), torch.rand(1).numpy().tobytes().hex()
     try:
-        if not backend.set(key, page):
-            return "a page could not be stored"
-        if not backend.exists(key):
-            return "a page that was stored is not found"
-        back = backend.get(key, torch.zeros(_NUM_FLOATS))
-        if back is None or not torch.equal(back, page):
-            return "a page that was stored cannot be loaded"
+        store = HiCacheStore(namespace, backend, threads=1)
+        try:
+            return try_store(store)
+        finally:
+            store.close()
     finally:
         backend.close()
-    return ""

@@ -1,7 +1,7 @@
-"""What an operator sees of a tier under SGLang, with ``--enable-metrics``.
+"""The metrics of a tier under SGLang, with ``--enable-metrics``.
 
-SGLang's own histograms (``sglang:prefetch_pgs``, ``sglang:backup_pgs``, and their bandwidths) are
-told of each job. What the guard counts is beside them, in counters ``sglang:kvview_tier_...``.
+SGLang's own histograms (``sglang:prefetch_pgs``, ``sglang:backup_pgs``, and their bandwidths) get
+each job. The guard's counters are exported as ``sglang:kvview_tier_...``.
 
 Source: ``StorageMetrics``, sglang/srt/observability/metrics_collector.py, 0.5.23.
 """
@@ -17,21 +17,21 @@ from kvview.tier import GuardedTier
 
 PREFIX = "sglang:kvview_tier_"
 _GIB = 1 << 30
-_counters: dict[str, Any] = {}  # one of a name in a process
+_counters: dict[str, Any] = {}  # one per name in a process
 
 
 class StorageMeter:
-    """Counts the jobs of one tier, and what its guard counts.
+    """Exports the jobs of one tier, and the counters of its guard.
 
     Args:
         guard: The tier.
-        store: Its target, by which series are told apart.
+        store: Its target, a label of its series.
         config: ``HiCacheStorageConfig``; its ranks are labels too.
     """
 
     def __init__(self, guard: GuardedTier, store: str, config: Any) -> None:
         self._guard = guard
-        self._told = dict.fromkeys(TIER_COUNTERS, 0)
+        self._sent = dict.fromkeys(TIER_COUNTERS, 0)
         self._lock = threading.Lock()
         self._new: dict[str, list[float]] = {}
         prometheus: Any = importlib.import_module("prometheus_client")
@@ -42,7 +42,7 @@ class StorageMeter:
         self._series = {name: _counters[name].labels(**labels) for name in TIER_COUNTERS}
 
     def count(self, num_pages: int, num_bytes: int, seconds: float, *, is_get: bool) -> None:
-        """A job has ended; of pages that failed nothing is said."""
+        """Count the end of a job, without the pages that failed."""
         name = "prefetch" if is_get else "backup"
         if num_pages:
             with self._lock:
@@ -54,9 +54,9 @@ class StorageMeter:
         """SGLang's ``StorageMetrics`` since the last call; its scheduler calls this often."""
         stats = self._guard.stats
         for name, series in self._series.items():
-            if more := getattr(stats, name) - self._told[name]:
+            if more := getattr(stats, name) - self._sent[name]:
                 series.inc(more)
-                self._told[name] += more
+                self._sent[name] += more
         with self._lock:
             new, self._new = self._new, {}
         if not new:

@@ -1,4 +1,4 @@
-r"""``KVViewHiCache``: what SGLang's cache controller moves pages to and from.
+r"""``KVViewHiCache``: a storage backend of SGLang's cache controller over any tier store.
 
     python -m sglang.launch_server ... --enable-hierarchical-cache \
       --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
@@ -7,10 +7,10 @@ r"""``KVViewHiCache``: what SGLang's cache controller moves pages to and from.
         "tier": {"weights": "REVISION",
                  "store": "my_store.py:Store", "options": {"root": "/kv"}}}'
 
-1. SGLang's threads for storage wait here, each for its own pages; none waits longer than the
-   guard's deadlines.
-2. The key of a page has in it what its bytes depend on and SGLang's own key does not tell: the
-   pool, its type, layout, dtype and shape, and the rank that does not share it.
+1. SGLang's threads for storage wait here, each for its own pages, at most until the guard's
+   deadlines.
+2. The key of a page includes the facts on which its bytes depend and which SGLang's own key
+   lacks: the pool, its type, layout, dtype and shape, and the rank unless ranks share the page.
 
 Source: ``HiCacheStorage``, sglang/srt/mem_cache/hicache_storage.py, and
 storage/backend_factory.py, 0.5.23.
@@ -61,7 +61,7 @@ class KVViewHiCache(_Storage):
     Args:
         storage_config: ``HiCacheStorageConfig``; its ``extra_config`` has an entry ``tier`` with
             the fields of :class:`~kvview.bridge.TierOptions`.
-        given: What SGLang gives beside it, not needed.
+        given: Another argument of SGLang, which is not used.
 
     Raises:
         ConfigError: An option that cannot be used, or unknown model or weights.
@@ -104,17 +104,17 @@ class KVViewHiCache(_Storage):
     # --- v2: pages of several pools ---
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
-        """Store pages of each pool; a flag a page."""
+        """Store pages of each pool; return a flag for each page."""
         return {each.name: self._transfer(each, self._set_pages) for each in transfers}
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
-        """Load pages of each pool; a flag a page."""
+        """Load pages of each pool; return a flag for each page."""
         return {each.name: self._transfer(each, self._get_pages) for each in transfers}
 
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
     ) -> Any:
-        """How long a prefix can be restored, all pools together."""
+        """The length of the prefix that can be restored from all pools together."""
         stored = self._held(PoolName.KV, keys)
         num = _leading(stored)
         hits: dict[Any, int] = {PoolName.KV: num} if num else {}
@@ -122,18 +122,18 @@ class KVViewHiCache(_Storage):
         for each in pool_transfers or ():
             policy = each.hit_policy
             if policy not in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES):
-                # Groups of blocks are not stored here, and never shorten a hit; of a policy that
-                # came later nothing is known.
+                # Groups of blocks are not stored here, and never shorten a hit; later policies
+                # are unknown.
                 if str(policy.value) != "block_groups":
                     restorable.clear()
                 continue
-            there = self._held(each.name, keys)
+            flags = self._held(each.name, keys)
             window = max(1, len(each.keys or ()))
             whole = policy == PoolHitPolicy.ALL_PAGES
             fine = {
                 length
                 for length in range(1, num + 1)
-                if all(there[0 if whole else max(0, length - window) : length])
+                if all(flags[0 if whole else max(0, length - window) : length])
             }
             if fine:
                 hits[each.name] = max(fine)
@@ -145,14 +145,14 @@ class KVViewHiCache(_Storage):
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        """Store pages; a flag a page."""
+        """Store pages; return a flag for each page."""
         pool = self.mem_pool_host
         return self._set_pages(PoolName.KV, keys, pool, _places(host_indices, keys, pool))
 
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        """Load pages; a flag a page."""
+        """Load pages; return a flag for each page."""
         pool = self.mem_pool_host
         return self._get_pages(PoolName.KV, keys, pool, _places(host_indices, keys, pool))
 
@@ -171,7 +171,7 @@ class KVViewHiCache(_Storage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Store pages; whether all were."""
+        """Store pages; return whether all were stored."""
         return all(self._put(PoolName.KV, keys, values))
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
@@ -192,15 +192,15 @@ class KVViewHiCache(_Storage):
         return self._held(PoolName.KV, [key])[0]
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """How many pages from the first on are stored."""
+        """The number of stored pages before the first missing one."""
         return _leading(self._held(PoolName.KV, keys))
 
     def get_stats(self) -> Any:
-        """What SGLang's own storage metrics want to know of the jobs since the last call."""
+        """SGLang's own storage metrics of the jobs since the last call."""
         return None if self._meter is None else self._meter.take()
 
     def close(self) -> None:
-        """Fail what is in flight and close the store."""
+        """Fail the jobs in flight and close the store."""
         self.guard.close()
 
     # --- below ---
@@ -234,7 +234,7 @@ class KVViewHiCache(_Storage):
     def _moved(
         self, call: Callable[..., None], name: Any, keys: list[str], pages: list[memoryview]
     ) -> list[bool]:
-        """A job, and wait for it: each has an end, at its deadline at last."""
+        """Start a job and wait for its end, which comes at its deadline at the latest."""
         began = time.monotonic()
         try:
             with self._lock:
@@ -283,7 +283,7 @@ def _bytes(tensor: Any) -> memoryview:
 
 
 def _places(indices: Any, keys: list[str], pool: Any) -> list[int]:
-    """The first token of each page; none where there are not as many as keys."""
+    """The first token of each page; empty if the numbers of pages and keys differ."""
     size = getattr(pool, "page_size", 1) or 1
     if indices is None or indices.numel() != len(keys) * size:
         return []

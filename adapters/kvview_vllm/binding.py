@@ -3,8 +3,8 @@
 - BIND-1 A connector overrides ``bind_gpu_block_pool_view`` and nothing else.
 - BIND-2 Binding the same pool again **must** change nothing; another pool closes
   the view of the first one (POOL-10).
-- BIND-3 A connector that needs the view and has none **must** say so at its first
-  scheduler step, and name the flag that is missing.
+- BIND-3 A connector that needs the view and has none **must** report it at its first
+  scheduler step, with the flag that is missing.
 
 Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py``, 0.19.0 (a hook
 under ``hasattr``), 0.22.0 (a base method), 0.30.0 (``bind_kv_cache_manager``).
@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from kvview import GPUBlockPoolView, GuardedView, Leak, ViewNotBoundError
 from kvview_vllm.guard import LeakReporter, close_view, guarded_view
 from kvview_vllm.releases import engine_version, installed
-from kvview_vllm.releases.calls import child_connectors, pool_of_context
+from kvview_vllm.releases.calls import child_connectors
 
 _POOL_HOOK = "bind_gpu_block_pool"
 _FIRST_CALLS_OF_A_STEP = ("get_num_new_matched_tokens", "build_connector_meta")
@@ -33,9 +33,9 @@ class BlockPoolViewMixin:
     2. While :attr:`needs_block_pool_view` is true, a scheduler step without a view
        raises :class:`~kvview.ViewNotBoundError` (BIND-3).
     3. The view is a :class:`~kvview.GuardedView`. Set :attr:`pin_budget` (the largest
-       share of the pool to hold), :attr:`trace_holds` (note the line that took each
-       hold; slow), :attr:`leak_report_seconds` (how old a hold is when the log names it;
-       None for never) and :attr:`view_owner` (whom reports name; the class if empty)
+       share of the pool to hold), :attr:`trace_holds` (record the line that took each
+       hold; slow), :attr:`leak_report_seconds` (age at which the log reports a hold;
+       None for never) and :attr:`view_owner` (the owner in reports; the class if empty)
        before the pool is bound.
     """
 
@@ -54,7 +54,7 @@ class BlockPoolViewMixin:
         if not issubclass(owner, BlockPoolViewMixin):
             raise TypeError(
                 f"{cls.__name__}: list BlockPoolViewMixin before {owner.__name__}, which "
-                f"otherwise answers {_POOL_HOOK} itself and drops the pool"
+                f"otherwise handles {_POOL_HOOK} itself and drops the pool"
             )
         for name in _FIRST_CALLS_OF_A_STEP:
             if name in vars(cls):
@@ -81,7 +81,7 @@ class BlockPoolViewMixin:
         return self._bound_view
 
     def check_block_pool_view(self) -> None:
-        """Say what is missing when the view is needed and was never bound (BIND-3).
+        """Raise if the view is needed and was never bound (BIND-3).
 
         Raises:
             ViewNotBoundError: The engine never bound a pool.
@@ -100,15 +100,15 @@ class BlockPoolViewMixin:
         return self.view_owner or type(self).__name__
 
     def _describe_hold(self, leak: Leak) -> Leak:
-        """Add what the engine knows to a leak that is to be logged."""
+        """Add the engine's facts to a leak before it is logged."""
         return leak
 
     def _late_work(self, seconds: float) -> list[str]:
-        """Lines for the log about other work that has taken so long."""
+        """Log lines about other work that has taken this long."""
         return []
 
     def close_block_pool_view(self) -> None:
-        """Close the view, if there is one; what it still held is logged."""
+        """Close the view, if there is one; the blocks that it still held are logged."""
         view = self._bound_view
         if view is not None:
             vars(self).pop("_bound_pool", None)
@@ -138,14 +138,6 @@ class BlockPoolViewMixin:
         if installed().binding.manager_hook:
             super().bind_kv_cache_manager(kv_cache_manager)  # type: ignore[misc]
         self.bind_gpu_block_pool(kv_cache_manager.block_pool)
-
-    def bind_scheduler_context(self, context: Any) -> None:
-        """Hook proposed in PRs #41120 and #53067: a context that exposes the pool.
-
-        Raises:
-            UnsupportedEngineError: The context exposes no pool under a known name.
-        """
-        self.bind_gpu_block_pool(pool_of_context(context))
 
 
 def walk_connectors(connector: Any) -> Iterator[Any]:

@@ -1,12 +1,12 @@
 """A connector's offloading events as the KV-cache events of the installed vLLM.
 
-1. An event describes itself, as the GPU's own events do: tokens, parent, LoRA and extra keys
-   beside hash, size, group and medium. Routers drop stores without (EVENT-2).
-2. What its block was made of is remembered from the request that it came with, for as many
-   blocks as the pool has; of a block older than that, or with ``location_only``, an event
-   says the place alone. Nothing is guessed.
+1. An event describes its block, as the GPU's own events do: tokens, parent, LoRA and extra keys
+   as well as hash, size, group and medium. Routers drop stores without them (EVENT-2).
+2. The content of a block is remembered from its request, for as many blocks as the pool has.
+   For an older block, or with ``location_only``, an event only has the location. Nothing is
+   guessed.
 3. The block size is that of the key's group, never 0, and hashes take the form that the
-   GPU's own events have. A medium is published as the connector names it.
+   GPU's own events have. The connector's name of the medium is published.
 
 Source: vllm/distributed/kv_events.py, vllm/v1/core/block_pool.py.
 """
@@ -32,12 +32,12 @@ from kvview_vllm.releases.calls import event_extra_keys, extra_keys_of, make_eve
 
 @dataclass(eq=False, slots=True)
 class _Chain:
-    """What the blocks of one request are made of.
+    """The content of the blocks of one request.
 
     Args:
-        hashes: The request's, a living list.
-        content: Its content.
-        extra_keys: Of each group, an entry for each of its blocks.
+        hashes: Block hashes of the request, a live list.
+        content: Content of the request.
+        extra_keys: For each group, an entry for each of its blocks.
         num_known: Blocks of each group whose keys are in the index.
     """
 
@@ -53,13 +53,13 @@ class _Place(NamedTuple):
 
 
 class BlockDescriptions:
-    """Remembers what blocks are made of (2.).
+    """Remembers the content of blocks (2.).
 
-    A request costs one entry until events are taken: only then are its keys written down.
+    A request costs one entry until events are taken: only then its keys are indexed.
 
     Args:
-        geometry: Of the engine.
-        num_blocks: How many blocks of finished requests are remembered.
+        geometry: Geometry of the engine.
+        num_blocks: Number of blocks of finished requests that are remembered.
     """
 
     def __init__(self, geometry: CacheGeometry, num_blocks: int) -> None:
@@ -68,15 +68,15 @@ class BlockDescriptions:
         self._living: dict[str, _Chain] = {}
         self._finished: OrderedDict[int, _Chain] = OrderedDict()  # by identity, oldest first
         self._num_finished = 0  # hashes of these
-        self._unwritten: dict[int, _Chain] = {}  # those of them that no event asked for yet
+        self._unwritten: dict[int, _Chain] = {}  # the finished ones that are not indexed yet
         self._places: dict[OffloadKey, _Place] = {}
 
     def follow(self, request: Any, content: RequestContent) -> None:
-        """A request begins."""
+        """Start to track a request."""
         self._living[request.request_id] = self._chain(request, content)
 
     def finish(self, request: Any, content: RequestContent) -> None:
-        """A request ends; the object is not kept."""
+        """Finish a request; the object is not kept."""
         chain = self._living.pop(request.request_id, None) or self._chain(request, content)
         sizes = (group.block_size for group in self.geometry.groups)
         counts = [len(chain.hashes) * self.geometry.hash_block_size // size for size in sizes]
@@ -97,7 +97,7 @@ class BlockDescriptions:
             self._forget(oldest)
 
     def places(self) -> Mapping[OffloadKey, _Place]:
-        """Where each key that is remembered stands in its request."""
+        """The place of each remembered key in its request."""
         for chain in (*self._unwritten.values(), *self._living.values()):
             self._learn(chain)
         self._unwritten.clear()
@@ -152,9 +152,9 @@ def to_vllm_events(
 
     Args:
         events: In order.
-        geometry: Tells the block size of each group.
-        descriptions: What blocks are made of; None for places alone.
-        group_kinds: What the release says of each group beside its number.
+        geometry: Has the block size of each group.
+        descriptions: The content of blocks; None for locations only.
+        group_kinds: The release's event fields for each group besides its number.
 
     Yields:
         ``BlockStored`` and ``BlockRemoved`` of the installed vLLM.
@@ -180,8 +180,8 @@ def to_vllm_events(
 def _runs(
     event: OffloadingEvent, places: Mapping[OffloadKey, _Place]
 ) -> Iterator[list[OffloadKey]]:
-    """The keys of one event, as long as each follows the one before in its group's prefix."""
-    runs: dict[int, list[OffloadKey]] = {}  # of keys that nothing is known of: by group
+    """The keys of one event, in runs of consecutive blocks of one group's prefix."""
+    runs: dict[int, list[OffloadKey]] = {}  # of keys without a known place: by group
     run: list[OffloadKey] = []
     for key in event.keys:
         if key not in places:

@@ -1,8 +1,8 @@
 """The geometry of a real vLLM engine, read from its configuration.
 
 - VGEO-1 Block sizes **must** be those that vLLM resolved; where a release has a
-  function for it, that function is asked (0.20.0 and later).
-- VGEO-2 A group whose needs a :class:`~kvview.CacheGeometry` cannot say is refused
+  function for it, that function is called (0.20.0 and later).
+- VGEO-2 A group whose needs a :class:`~kvview.CacheGeometry` cannot express is refused
   with :class:`~kvview.UnsupportedEngineError`, never approximated.
 
 Source: ``resolve_kv_cache_block_sizes``, vllm/v1/core/kv_cache_utils.py, and the
@@ -11,7 +11,6 @@ specs of vllm/v1/kv_cache_interface.py, 0.11.0 to 0.33.0.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +28,7 @@ from kvview import (
 )
 from kvview_vllm.releases import GeometrySeam, installed
 from kvview_vllm.releases.calls import context_parallel_sizes
+from kvview_vllm.releases.versions import vllm
 
 # By exact type: a subclass may skip other tokens than its base (RSWASpec does).
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec", "TQFullAttentionSpec")
@@ -48,15 +48,15 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any | None) -> CacheGeometr
             full-attention group whenever a connector is used.
 
     Raises:
-        UnsupportedEngineError: A group or a setting that cannot be said.
-        GeometryError: Sizes that do not fit each other (GEO-2).
+        UnsupportedEngineError: A group or a setting that cannot be expressed.
+        GeometryError: Sizes that do not match each other (GEO-2).
     """
     release = installed().geometry
     for name, size in context_parallel_sizes(vllm_config.parallel_config, release).items():
         if size != 1:
             raise UnsupportedEngineError(
-                f"{name}={size}: a block's tokens lie on several workers, "
-                f"which a CacheGeometry cannot say; tested with 1 only"
+                f"{name}={size}: a block's tokens are spread over several workers, "
+                f"which a CacheGeometry cannot express; use 1"
             )
     block_size = vllm_config.cache_config.block_size
     if kv_cache_config is None:
@@ -87,7 +87,7 @@ def read_facts(
         vllm_config: vLLM's ``VllmConfig``.
         kv_cache_config: Its ``KVCacheConfig``; without one (0.11.0) the page sizes
             are computed from the model's configuration.
-        geometry: As read by :func:`read_geometry`.
+        geometry: A result of :func:`read_geometry`.
         num_gpu_blocks: Blocks of the pool, the null block included.
     """
     scheduler = vllm_config.scheduler_config
@@ -95,7 +95,7 @@ def read_facts(
         page_bytes: tuple[int, ...] = (_page_bytes_of_model(vllm_config),)
     else:
         page_bytes = tuple(
-            # Uniform specs sum up their layers themselves, in one "layer".
+            # The page size of uniform specs already includes all layers.
             group.kv_cache_spec.page_size_bytes
             * (1 if type(group.kv_cache_spec).__name__ == _UNIFORM else len(group.layer_names))
             for group in kv_cache_config.kv_cache_groups
@@ -114,7 +114,7 @@ def read_group(index: int, spec: Any) -> CacheGroup:
     """One KV-cache group.
 
     Raises:
-        UnsupportedEngineError: A group that cannot be said (VGEO-2).
+        UnsupportedEngineError: A group that cannot be expressed (VGEO-2).
     """
     return _group(index, spec, installed().geometry)
 
@@ -136,7 +136,7 @@ def _group(index: int, spec: Any, release: GeometrySeam) -> CacheGroup:
     elif name in _MAMBA and _has_cached_states(spec, release):
         return Mamba(spec.block_size)
     raise UnsupportedEngineError(
-        f"KV-cache group {index} has a {spec!r}, whose prefix needs a CacheGeometry cannot say; "
+        f"KV-cache group {index} has a {spec!r}, whose needs a CacheGeometry cannot express; "
         f"known: {', '.join(_KNOWN)} (Mamba with cached states and without speculative blocks)"
     )
 
@@ -150,24 +150,20 @@ def _block_sizes(
     vllm_config: Any, kv_cache_config: Any, groups: Sequence[CacheGroup], release: GeometrySeam
 ) -> tuple[int, int]:
     if release.block_sizes_resolved:
-        utils: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
-        scheduler_block_size, hash_block_size = utils.resolve_kv_cache_block_sizes(
-            kv_cache_config, vllm_config
-        )
+        resolve = vllm("v1.core.kv_cache_utils").resolve_kv_cache_block_sizes
+        scheduler_block_size, hash_block_size = resolve(kv_cache_config, vllm_config)
         return scheduler_block_size, hash_block_size
-    # Before, requests are hashed by the configured block size, and the hybrid
-    # coordinator alone knows the multiple that hits are aligned to.
+    # Before, requests are hashed by the configured block size, and only the hybrid
+    # coordinator has the multiple to which hits are aligned.
     hash_block_size = vllm_config.cache_config.block_size
     return math.lcm(*(group.block_size for group in groups)), hash_block_size
 
 
 def _page_bytes_of_model(vllm_config: Any) -> int:
-    model, parallel, cache = (
-        vllm_config.model_config,
-        vllm_config.parallel_config,
-        vllm_config.cache_config,
-    )
-    torch: Any = importlib.import_module("torch")
+    import torch
+
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    cache = vllm_config.cache_config
     dtype = model.dtype if cache.cache_dtype == "auto" else torch.int8  # fp8 is one byte too
     tokens = cache.block_size * model.get_num_layers(parallel)
     heads = model.get_num_kv_heads(parallel) * (1 if model.use_mla else 2)

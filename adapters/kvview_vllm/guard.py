@@ -1,6 +1,6 @@
-"""The guard in vLLM: the view that a connector gets, and what is logged of its holds.
+"""The guard in vLLM: the view that a connector gets, and the log of its holds.
 
-Source: :mod:`kvview.guard`, whose laws it keeps.
+Source: :mod:`kvview.guard`, whose laws it satisfies.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def guarded_view(
 
     Args:
         block_pool: The scheduler's pool.
-        owner: Whom errors and reports name: the user's connector.
+        owner: Owner in errors and reports: the user's connector.
         pin_budget: Largest share of the pool to hold, None for no limit.
-        trace_holds: Whether to note the line that took each hold (slow).
+        trace_holds: Whether to record the line that took each hold (slow).
     """
     return GuardedView(
         view(block_pool, owner=owner), owner=owner, pin_budget=pin_budget, trace=trace_holds
@@ -37,24 +37,23 @@ def guarded_view(
 
 
 def close_view(guard: GuardedView) -> None:
-    """Close the view; what it still held is logged."""
+    """Close the view; the blocks that it still held are logged."""
     _log("at close", guard.leaks())
     guard.close()
 
 
 class LeakReporter:
-    """What is done at every step: leases expire, and what is held for long is told.
+    """Expires leases and reports long-held blocks, once per step.
 
-    1. What is held is looked at every ten seconds, and never for more than a thousandth of
-       the time.
-    2. What is older than ``report_after`` is logged, at first when it is seen, then after
+    1. Holds are examined every ten seconds, and never for more than a thousandth of the time.
+    2. Holds older than ``report_after`` are logged, first when they are found, then after
        twice as long each time, at most an hour apart.
 
     Args:
         guard: The view of the connector.
-        report_after: Seconds, None to report nothing.
-        describe: Adds what the engine knows to a leak before it is logged.
-        late_work: Lines about what else has been going on for so many seconds.
+        report_after: Seconds, None for no reports.
+        describe: Adds the engine's facts to a leak before it is logged.
+        late_work: Returns log lines about other work that has taken this many seconds.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class LeakReporter:
         self._pause = 0.0
 
     def step(self) -> None:
-        """Do what is due."""
+        """Expire leases, and examine holds if it is time."""
         guard = self.guard
         if guard.deadlines:
             _log("a lease expired", guard.release_expired())
@@ -108,6 +107,6 @@ class LeakReporter:
 
 def _log(when: str, leaks: list[Leak]) -> None:
     for leak in leaks:
-        if leak.taken_at is None:  # in the words of vLLM's configuration
-            leak = replace(leak, taken_at="an unknown line, which trace_holds tells")
+        if leak.taken_at is None:
+            leak = replace(leak, taken_at="an unknown line, which trace_holds records")
         _logger.warning("%s: %s", when, leak)

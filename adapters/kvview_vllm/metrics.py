@@ -1,19 +1,19 @@
-"""What an operator sees of a connector, in vLLM's own ``/metrics`` and stats log.
+"""The metrics of a connector, in vLLM's own ``/metrics`` and stats log.
 
-All is counted on the scheduler's side, which hears of every hold and the end of every job.
-A dictionary of what changed goes to the front end with the step's output, and there into
+Everything is counted on the scheduler's side, which sees every hold and the end of every job.
+A dictionary of changes goes to the front end with the step's output, and there into
 Prometheus (0.11.1 and later) and into the log line of vLLM's stats.
 
-- METRIC-1 A series **must** be told apart by ``connector`` (the target) and ``child`` (empty
-  but for the children of a connector of several).
-- METRIC-2 What an engine last said **must** be true while it rests: nobody asks it then. So
-  the age of a hold is exported as the time at which it began, and what is told once a second
-  is told at every step when no request is left.
+- METRIC-1 A series **must** have the labels ``connector`` (the target) and ``child`` (empty
+  except for the children of a connector of several).
+- METRIC-2 The last values of an engine **must** stay true while it is idle, because it sends no
+  values then. So the age of a hold is exported as the time at which it started, and values
+  that are sent once a second are sent at every step when no request is left.
 - METRIC-3 A series **must** have a sample before its first event, or an alert on its increase
-  would miss that event. The series that the configuration names start with the front end; of
-  any other child all start at the first step.
+  would miss that event. The series that the configuration names start with the front end; the
+  series of any other child start at the first step.
 
-``docs/metrics.md`` has the names, and the questions that they answer.
+``docs/metrics.md`` lists the names and the questions for which they are useful.
 
 Source: ``KVConnectorStats`` and ``KVConnectorPromMetrics``,
 vllm/distributed/kv_transfer/kv_connector/v1/metrics.py, 0.11.0 to 0.33.0.
@@ -36,13 +36,13 @@ from kvview import (
 )
 from kvview.connector.job_tracker import EndedJob
 
-PREFIX = "vllm:kvview_"  # vLLM forgets what begins so when an engine is built anew
+PREFIX = "vllm:kvview_"  # vLLM removes such series when it builds another engine
 LABELS = ("connector", "child")
 
 GAUGES = {
     "held_references": "References that the connector holds on GPU blocks.",
     "oldest_hold_timestamp_seconds": (
-        "Unix time at which the oldest reference still held was taken; 0 when none is."
+        "Unix time at which the oldest reference still held was taken; 0 without references."
     ),
     "active_leases": "Leases whose blocks are held.",
     "loads_in_flight": "Load jobs that have not ended on every worker.",
@@ -58,18 +58,18 @@ COUNTERS = {
     "skipped_blocks": "Blocks that were not stored: pin budget, free blocks, or a busy tier.",
     "refused_calls": "Calls of the connector on the pool that were refused.",
     "expired_leases": "Leases that ended by expiry.",
-    "faults": "Hooks of the connector that raised, or returned what cannot be used.",
+    "faults": "Hooks of the connector that raised, or returned an unusable value.",
 }
 
 Values = dict[str, float]
-"""Of one series, by name: gauges as they are, counters since the last time."""
+"""Values of one child, by name: gauges directly, counters since the last update."""
 
-Said = dict[str, Any]
+MetricUpdate = dict[str, Any]
 """``{scheduler half: {"connector": target, "children": {child: Values}}}``; goes over the wire."""
 
 
 class Meter:
-    """Counts what becomes of jobs, by child.
+    """Counts the outcomes of jobs, by child.
 
     Args:
         num_workers: Workers that each move the pages of a job.
@@ -77,9 +77,9 @@ class Meter:
 
     def __init__(self, num_workers: int) -> None:
         self.page_bytes: Sequence[int] = ()
-        """Of one block of each group, on one worker."""
+        """Bytes of one block of each group, on one worker."""
         self.begun: dict[int, float] = {}
-        """Of the jobs in flight, seconds."""
+        """Start of each job in flight, in seconds."""
         self._num_workers = num_workers
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._held_since: dict[str, float] = {}
@@ -113,9 +113,9 @@ class Meter:
         """The values of all metrics but faults, by child.
 
         Args:
-            half: May count what it skipped.
-            guard: Its view, None while there is none.
-            oldest: By owner, when the oldest reference was taken when last looked at, Unix time.
+            half: May count the blocks that it skipped.
+            guard: Its view, None before it has one.
+            oldest: Unix time of the oldest reference of each owner, as of the last examination.
         """
         found: dict[str, Values] = {child: dict(counts) for child, counts in self._counts.items()}
         if isinstance(half, SupportsSkippedBlocks):
@@ -129,7 +129,7 @@ class Meter:
             values["active_leases"] = sum(each.active_leases for each in accounts)
             values["refused_calls"] = sum(each.refused for each in accounts)
             values["expired_leases"] = sum(each.expired for each in accounts)
-            if held:  # both times are early ones: the look is some seconds old
+            if held:  # both times may be too early: the examination is some seconds old
                 since = self._held_since.setdefault(owner, time.time())
                 values["oldest_hold_timestamp_seconds"] = max(since, oldest.get(owner, 0.0))
             else:
@@ -139,71 +139,71 @@ class Meter:
 
 
 class Reporter:
-    """Says what changed since it was asked last: the next step may be long in coming.
+    """Finds the changes since its last update.
 
     Args:
-        owner: Names the scheduler half.
+        owner: Id of the scheduler half.
         connector: Its target.
     """
 
     def __init__(self, owner: str, connector: str) -> None:
         self._owner = owner
         self._connector = connector
-        self._told: dict[str, Values] = {}
+        self._sent: dict[str, Values] = {}
 
-    def say(self, children: Mapping[str, Mapping[str, float]]) -> Said | None:
-        """What is new; None when nothing is.
+    def update(self, children: Mapping[str, Mapping[str, float]]) -> MetricUpdate | None:
+        """The changes; None without changes.
 
         Args:
-            children: Per child, all values, counters from the start.
+            children: All values of each child, counters from the start.
         """
         news: dict[str, Values] = {}
         for child, values in children.items():
-            is_first = child not in self._told
-            told = self._told.setdefault(child, dict.fromkeys((*GAUGES, *COUNTERS), 0.0))
+            is_first = child not in self._sent
+            sent = self._sent.setdefault(child, dict.fromkeys((*GAUGES, *COUNTERS), 0.0))
             new = {
-                name: value - told[name] if name in COUNTERS else value
+                name: value - sent[name] if name in COUNTERS else value
                 for name, value in values.items()
-                if value != told[name]
+                if value != sent[name]
             }
             if new or is_first:  # METRIC-3
                 news[child] = new
-                told.update(values)
+                sent.update(values)
         return {self._owner: {"connector": self._connector, "children": news}} if news else None
 
 
-def merge(before: Said, after: Said) -> Said:
-    """Join what was said earlier and later, or by two halves."""
+def merge(before: MetricUpdate, after: MetricUpdate) -> MetricUpdate:
+    """Join an earlier and a later update, or updates of two halves."""
     merged = {**before}
-    for owner, said in after.items():
+    for owner, update in after.items():
         children = dict(merged.get(owner, {}).get("children", {}))
-        for child, values in said["children"].items():
+        for child, values in update["children"].items():
             old = children.get(child, {})
             children[child] = old | {
                 name: value + old.get(name, 0.0) if name in COUNTERS else value
                 for name, value in values.items()
             }
-        merged[owner] = {**said, "children": children}
+        merged[owner] = {**update, "children": children}
     return merged
 
 
-def as_log_line(said: Said) -> dict[str, float]:
-    """For the stats log: what is not zero, by connector, child and name."""
+def as_log_line(update: MetricUpdate) -> dict[str, float]:
+    """The values for the stats log that are not zero, by connector, child and name."""
     line: dict[str, float] = {}
-    for one in said.values():
+    for one in update.values():
         for child, values in one["children"].items():
-            who = "/".join(filter(None, (one["connector"], child)))
+            owner = "/".join(filter(None, (one["connector"], child)))
             for name, value in values.items():
                 if name == "oldest_hold_timestamp_seconds" and value:
                     name, value = "oldest_hold_seconds", round(time.time() - value, 1)
                 if value:
-                    key = f"{who} {name}"
+                    key = f"{owner} {name}"
                     line[key] = line.get(key, 0) + (int(value) if value == int(value) else value)
     return line
 
 
 def configured_children(extra: Mapping[str, Any]) -> tuple[str, ...]:
-    """The values of the label ``child``, for a connector that has its children as ``connectors``.
+    """The values of the label ``child``, for a connector with the option ``connectors``.
 
     Args:
         extra: ``kv_connector_extra_config``, of any shape: the engine reports a wrong one.
@@ -224,7 +224,7 @@ class PromMetrics:
     Args:
         metric_types: vLLM's classes for ``prometheus_client``'s Gauge and Counter.
         labelnames: vLLM's labels of every series.
-        per_engine_labelvalues: Their values, per engine.
+        per_engine_labelvalues: Values of these labels, per engine.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class PromMetrics:
             name: gauge(PREFIX + name, text, labels, multiprocess_mode="mostrecent")
             for name, text in GAUGES.items()
         } | {name: counter(PREFIX + name, text, labels) for name, text in COUNTERS.items()}
-        # Two connectors of one target are one series: what each half said last.
+        # Two connectors of one target share a series: the last value of each half.
         self._last: dict[tuple[Any, ...], dict[str, float]] = {}
         self._started: set[tuple[Any, ...]] = set()
 
@@ -259,11 +259,11 @@ class PromMetrics:
                 metric.labels(*labels)
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
-        """Take in what a step's output says."""
+        """Receive the update in a step's output."""
         engine_labels = self.per_engine_labelvalues[engine_idx]
-        for owner, said in (transfer_stats_data.get("metrics") or {}).items():
-            for child, values in said["children"].items():
-                labels = (*engine_labels, said["connector"], child)
+        for owner, update in (transfer_stats_data.get("metrics") or {}).items():
+            for child, values in update["children"].items():
+                labels = (*engine_labels, update["connector"], child)
                 self._start(labels)
                 for name, value in values.items():
                     series = self._metrics[name].labels(*labels)

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         pass
 else:
     _Spec = require_class("OffloadingSpec")
-    # Up to 0.24 a handler does what a worker did later.
+    # Up to 0.24 a handler has the role of a worker.
     _Worker = require_class(
         "OffloadingHandler" if installed().offloading.handlers else "OffloadingWorker"
     )
@@ -71,13 +71,13 @@ class KVViewOffloadingOptions(BaseModel):
     """The key ``kvview`` of ``kv_connector_extra_config``.
 
     Args:
-        num_blocks: Offloaded blocks that the tier holds.
+        num_blocks: Capacity of the tier in offloaded blocks.
         manager: Target of the manager, called with ``num_blocks`` and its options.
-        manager_options: Its own options.
+        manager_options: Options of the manager.
         worker: Target of the transfer worker, called with the KV caches,
             ``num_blocks``, ``blocks_per_chunk=`` and its options.
-        worker_options: Its own options.
-        media: The manager's media to vLLM's names for them, where they differ.
+        worker_options: Options of the worker.
+        media: From the manager's media to vLLM's names, where they differ.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -91,7 +91,7 @@ class KVViewOffloadingOptions(BaseModel):
 
 
 class KVViewOffloadingSpec(_Spec):
-    """What vLLM's OffloadingConnector is told to use.
+    """The spec of vLLM's OffloadingConnector for a kvview manager and worker.
 
     Args:
         args: ``(vllm_config)``, with ``kv_cache_config`` from 0.14, or one
@@ -160,7 +160,7 @@ class KVViewOffloadingSpec(_Spec):
 
 
 class WorkerForVLLM(_Worker):
-    """A kvview transfer worker, as vLLM calls one.
+    """A kvview transfer worker with the interface of vLLM's.
 
     Args:
         worker: The kvview worker.
@@ -178,11 +178,11 @@ class WorkerForVLLM(_Worker):
     def submit_load(
         self, job_id: int, src_spec: PagesSpec, dst_spec: Any, expedited: bool = False
     ) -> bool:
-        """Start a load; none waits longer than the jobs before it on its own pages."""
+        """Start a load, which only waits for earlier jobs on its own pages."""
         return self.worker.transfer_async(job_id, (src_spec.spec, self._blocks(dst_spec)))
 
     def transfer_async(self, job_id: int, spec: tuple[Any, Any]) -> bool:
-        """Start either, up to 0.24."""
+        """Start a store or a load, up to 0.24."""
         src, dst = spec
         if isinstance(src, PagesSpec):
             return self.submit_load(job_id, src, dst)
@@ -223,7 +223,7 @@ class WorkerForVLLM(_Worker):
 
 
 def _canonical(kv_caches: Any) -> CanonicalKVCaches[Any]:
-    """The same fields as kvview's, and no others."""
+    """The fields that kvview's class has."""
     return CanonicalKVCaches(
         [CanonicalKVCacheTensor(one.tensor, one.page_size_bytes) for one in kv_caches.tensors],
         [
@@ -235,15 +235,15 @@ def _canonical(kv_caches: Any) -> CanonicalKVCaches[Any]:
 
 @cache
 def check_spec() -> None:
-    """Call a manager and a worker as vLLM does, once in a process.
+    """Call a manager and a worker as vLLM does, once per process.
 
     Raises:
-        UnsupportedEngineError: Something went otherwise than in the tested releases.
+        UnsupportedEngineError: A result differs from that of the tested releases.
     """
     seam = OffloadingSeam.seam
     check_our_managers()
-    with reading(seam, "a worker of kvview's, called dry"):
-        worker = WorkerForVLLM(_EchoWorker(), 2)
+    with reading(seam, "a worker of kvview, called dry"):
+        worker = WorkerForVLLM(_EchoWorker(), 2)  # type: ignore[abstract]
         one = {"group_sizes": [1], "block_indices": [0]} if _release.block_indices else {}
         blocks, pages = _GPUSpec([3], **one), PagesSpec(CPULoadStoreSpec([0]))
         if _release.handlers:
@@ -259,8 +259,8 @@ def check_spec() -> None:
         expect(seam, "ends of transfers", ended, [(1, True), (2, True)])
 
 
-class _EchoWorker:
-    """A worker whose jobs end at once."""
+class _EchoWorker(TransferWorker):
+    """A worker whose jobs end at once; its other methods do nothing."""
 
     def __init__(self) -> None:
         self._ended: list[TransferResult] = []
@@ -271,10 +271,6 @@ class _EchoWorker:
 
     def get_finished(self) -> list[TransferResult]:
         return self._ended
-
-    def wait(self, job_ids: Collection[int], /) -> None: ...
-
-    def shutdown(self) -> None: ...
 
 
 for _kind in (KVViewOffloadingSpec, WorkerForVLLM, ManagerForVLLM, PagesSpec):

@@ -1,16 +1,16 @@
 """The view over a real vLLM ``BlockPool``, the same for every release.
 
-How the laws of :mod:`kvview.pool` are kept over a pool that checks nothing:
+How the view satisfies the laws of :mod:`kvview.pool` over a pool that checks nothing:
 
 1. The pool's ledger (:mod:`kvview.guard.ledger`) checks ids, counts the view's own
-   references and looks blocks up in the list taken at bind; a ``KVCacheBlock`` goes
-   nowhere else and nothing of it is ever written (POOL-3, POOL-4).
-2. The null block is never passed on: older releases count references on it.
+   references and looks blocks up in the list taken at bind; a ``KVCacheBlock`` is passed
+   to nothing else and is never written (POOL-3, POOL-4).
+2. The null block is never passed on, because older releases count references to it.
 3. A block that leaves the free queue loses its links, so a walk reads some blocks
    ahead and checks each again when it yields it (:mod:`kvview_vllm.walks`).
 
 Source: ``vllm/v1/core/block_pool.py`` and ``FreeKVCacheBlockQueue`` in
-``vllm/v1/core/kv_cache_utils.py``; :mod:`kvview_vllm.releases` says what differs.
+``vllm/v1/core/kv_cache_utils.py``; :mod:`kvview_vllm.releases` lists the differences.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def _view(block_pool: Any, owner: str = "kvview canary") -> VLLMBlockPoolView:
 class VLLMBlockPoolView(LedgerView):
     """The view of one owner over a real pool, with a ledger of its holds.
 
-    1. Keeps every law of :mod:`kvview.pool` and every optional query that the engine
-       can answer in all releases; subclasses add one each.
+    1. It satisfies every law of :mod:`kvview.pool` and has every optional query that all
+       releases support; each subclass adds one.
     2. Views of several owners may be open at once; each counts its own.
     3. Use it on the scheduler's thread only.
 
     Args:
-        block_pool: The pool, as :func:`probe_pool` recognised it.
-        release: What :func:`probe_pool` returned for it.
+        block_pool: The pool, recognised by :func:`probe_pool`.
+        release: The result of :func:`probe_pool` for it.
         owner: Named in errors and reports.
     """
 
@@ -88,7 +88,7 @@ class VLLMBlockPoolView(LedgerView):
         ledger = ledger_of(block_pool, lambda: Ledger(block_pool.blocks, NULL_BLOCK_ID))
         super().__init__(ledger, owner, touch, block_pool.free_blocks)
         self.release = release
-        self.num_blocks = len(block_pool.blocks)  # facts, which a closed view still tells
+        self.num_blocks = len(block_pool.blocks)  # facts that a closed view still has
         self.null_block_id = NULL_BLOCK_ID
         self._pool: Any = block_pool
         self._blocks: list[Any] = block_pool.blocks
@@ -103,10 +103,10 @@ class VLLMBlockPoolView(LedgerView):
     def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         """Walk the free blocks that still hold reusable KV, next victim first.
 
-        Unhashed blocks in front of a hashed one are passed over, so the first
-        item costs what stands before it. What the engine itself takes *and* gives
-        back between two items cannot be told from what stayed where it was: such
-        a block may still be yielded, if what is yielded is true then.
+        Unhashed blocks in front of a hashed one are skipped, so the cost of the first
+        item depends on them. A block that the engine itself takes *and* frees between two
+        items looks like a block that stayed: it may still be yielded, if its item is true
+        then.
         """
         with self._walking(hashed_only=True) as walk:
             for block in walk.blocks():
@@ -139,7 +139,7 @@ class VLLMBlockPoolView(LedgerView):
             self.ledger.before_free.remove(walk.before_free)
 
     def walk_free_blocks(self) -> ResumedWalk:
-        """A walk that goes on in later steps (POOL-13)."""
+        """A walk that is resumed in later steps (POOL-13)."""
         more = self._more_keys, self._has_more_keys
         walk = ResumedWalk(self._open_pool, *more, self.num_blocks, self.before_touch)
         self.ledger.resumed_walks.add(walk)
@@ -170,7 +170,7 @@ class VLLMBlockPoolView(LedgerView):
     def primary_keys(self, block_ids: Sequence[int]) -> list[OffloadKey | None]:
         """The first key of each block, or None."""
         self._open_pool()
-        # In C as far as it goes: connectors ask for all that they wait for, every step.
+        # In C as far as possible: connectors query every block that they wait for, every step.
         if set(map(type, block_ids)) - {int} or min(block_ids, default=0) < 0:
             check_block_ids(block_ids, self.num_blocks)
         try:
@@ -183,7 +183,7 @@ class VLLMBlockPoolView(LedgerView):
         return self.release.several_hashes and bool(self._pool.cached_block_hashes_by_block)
 
     def _more_keys(self, block_id: int) -> list[OffloadKey]:
-        """Hashes beside the primary one, in one order whatever the process."""
+        """Hashes besides the primary one, in the same order in every process."""
         if not self.release.several_hashes:  # before 0.24, PR #45939
             return []
         return sorted(self._pool.cached_block_hashes_by_block.get(block_id, ()))
@@ -201,14 +201,14 @@ class VLLMBlockPoolView(LedgerView):
 
 
 class PrependingBlockPoolView(VLLMBlockPoolView):
-    """The view of 0.23.0, the one release that can give back to the head (PR #42656).
+    """The view of 0.23.0, the only release that can free to the head (PR #42656).
 
-    Before it everything freed goes to the tail, after it all that is hashed: to the head
-    goes only what has lost its KV.
+    Older releases free every block to the tail, later ones every hashed block: only blocks
+    without KV go to the head.
     """
 
     def give_back_blocks(self, block_ids: Sequence[int]) -> None:
-        """Give back as ``free_blocks`` does, to the head of the queue (POOL-12)."""
+        """Release blocks as ``free_blocks`` does, to the head of the queue (POOL-12)."""
         block_ids = list(block_ids)
         self.free_with(
             lambda blocks: self._open_pool().free_blocks(blocks, prepend=True), block_ids
@@ -218,7 +218,7 @@ class PrependingBlockPoolView(VLLMBlockPoolView):
 
 
 class NotifyingBlockPoolView(VLLMBlockPoolView):
-    """The view of a release that says when a block is handed out again: 0.30 and later."""
+    """The view of a release that reports when a block is allocated again: 0.30 and later."""
 
     @override
     def _open_account(self, owner: str, parent: LedgerView | None) -> None:
@@ -228,13 +228,13 @@ class NotifyingBlockPoolView(VLLMBlockPoolView):
     def free_blocks_with_notice(
         self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
     ) -> None:
-        """Give back as ``free_blocks`` does, and hear of each block once (POOL-14)."""
+        """Release as ``free_blocks`` does, with one notification for each block (POOL-14)."""
         block_ids = list(block_ids)
         self.free_with(self._unpin, block_ids)
         self._watched.update((b, on_reuse) for b in block_ids if b != NULL_BLOCK_ID)
 
     def _unpin(self, blocks: list[Any]) -> None:
-        # The engine keeps one watcher a block: what others had there is told by ours.
+        # The engine keeps one watcher per block: this one also calls the earlier one.
         watchers = reuse_watchers(self._open_pool())
         others = {block.block_id: watchers.get(block.block_id) for block in blocks}
 
@@ -253,12 +253,12 @@ class NotifyingBlockPoolView(VLLMBlockPoolView):
                 on_reuse(block_id)
             except Exception:
                 _logger.exception(
-                    "POOL-14: on_reuse(%d) of %r raised; the engine goes on", block_id, self.owner
+                    "POOL-14: on_reuse(%d) of %r raised; the engine continues", block_id, self.owner
                 )
 
     @override
     def _shut(self) -> None:
-        self._watched.clear()  # it is told nothing any more
+        self._watched.clear()  # it gets no further notification
         super()._shut()
 
 

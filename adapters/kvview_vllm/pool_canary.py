@@ -1,6 +1,6 @@
-"""A canary for the pool: a view of a small pool of its own, used once.
+"""A canary for the pool: a view of a small new pool, used once.
 
-The other canaries stand in their rooms, ``connector/`` and ``offloading/``.
+The other canaries are in ``connector/`` and ``offloading/``.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ _SEAM = PoolSeam.seam
 
 @cache
 def check_pool(make_view: Callable[..., object]) -> None:
-    """Touch, free, walk and watch, once in a process.
+    """Touch, free, walk and watch, once per process.
 
     Args:
         make_view: Called with a pool of the installed vLLM.
 
     Raises:
-        UnsupportedEngineError: Something went otherwise than in the tested releases.
+        UnsupportedEngineError: A result differs from that of the tested releases.
     """
     with reading(_SEAM, "a pool, used dry"):
         pool = make_block_pool(8)
         bound: Any = make_view(pool)
         num_free = bound.num_free_blocks()
         bound.touch_blocks([1, 2, 1])
-        expect(_SEAM, "free blocks beside two that are held", bound.num_free_blocks(), num_free - 2)
+        expect(_SEAM, "free blocks while two are held", bound.num_free_blocks(), num_free - 2)
         bound.free_blocks([1, 2, 1])
-        expect(_SEAM, "free blocks when all were given back", bound.num_free_blocks(), num_free)
+        expect(_SEAM, "free blocks after all were released", bound.num_free_blocks(), num_free)
         free = sorted(bound.iter_free_block_ids())
         expect(_SEAM, "blocks in the free queue", free, list(range(1, 8)))
         expect(_SEAM, "keys of a new block", bound.block_keys([1]), [()])
@@ -44,8 +44,8 @@ def check_pool(make_view: Callable[..., object]) -> None:
         bound.touch_blocks([3])
         watched: object = bound
         if isinstance(watched, SupportsReuseNotice):
-            heard: list[int] = []
-            watched.free_blocks_with_notice([3], heard.append)
+            reused: list[int] = []
+            watched.free_blocks_with_notice([3], reused.append)
             pool.get_new_blocks(7)
-            expect(_SEAM, "blocks that were handed out again", heard, [3])
+            expect(_SEAM, "blocks that were allocated again", reused, [3])
         bound.close()

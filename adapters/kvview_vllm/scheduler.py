@@ -1,4 +1,4 @@
-"""vLLM's schedulers, which also bind the block pool: for ``--scheduler-cls``.
+"""vLLM's schedulers with a step that binds the block pool: for ``--scheduler-cls``.
 
 Needed where a release has no hook for the pool (0.11 to 0.18) or does not pass it
 to the children of ``MultiConnector`` (0.19 to 0.21). Harmless elsewhere: binding
@@ -41,10 +41,8 @@ class AsyncViewScheduler(AsyncScheduler):  # type: ignore[misc]
 
 def _bind(scheduler: Any) -> None:
     with reading("binding", "the pool of a scheduler"):
-        pool, connectors = (
-            scheduler.kv_cache_manager.block_pool,
-            [*walk_connectors(scheduler.connector)],
-        )
+        pool = scheduler.kv_cache_manager.block_pool
+        connectors = [*walk_connectors(scheduler.connector)]
     for connector in connectors:
         if isinstance(connector, BlockPoolViewMixin):
             connector.bind_gpu_block_pool(pool)

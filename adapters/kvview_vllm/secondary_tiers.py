@@ -1,12 +1,12 @@
-r"""The other way round: a secondary tier of vLLM's seen as a store, so that the kit judges it.
+r"""A secondary tier of vLLM with the interface of a store, so that the kit can check it.
 
     kvview check kvview_vllm.secondary_tiers:SecondaryTierStore --option type=fs \
       --option root_dir={tmp}
 
-1. The tier has what vLLM would give it: a spec, rows of the host's memory, keys of a hash and a
-   group. A row has one size, so pages of about one size (and behind them their length) have a
-   tier of their own, and a part of the job.
-2. Nothing is made better on the way: each lookup asks the tier again.
+1. The tier gets the arguments that vLLM would pass: a spec, rows of the host's memory, keys of
+   a hash and a group. All rows have one size, so pages of about one size (with their length
+   behind them) have their own tier, and their own part of the job.
+2. The tier's results are not improved: each lookup queries the tier again.
 
 For vLLM 0.26.0 and later, whose specs can be made without a model.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from time import sleep
 from typing import Any
 
@@ -24,12 +23,15 @@ from kvview import ConfigError
 from kvview.tier import Namespace, Polled
 from kvview_vllm.releases.tier_specs import make_tiering_spec
 from kvview_vllm.releases.tiers import lookup_answers, make_tier_job, succeeded_keys, tier_seam
+from kvview_vllm.releases.versions import vllm
 
 _ROWS = 640  # a job of the kit has up to 600 keys
 _MOST_BYTES = 1 << 28
 _SECTOR = 4096
 _LENGTH_BYTES = 8
 _BETWEEN_POLLS = 0.0003  # seconds
+_MOST_POLLS = 4000
+_BASE = "v1.kv_offload.base"
 
 
 @dataclass(slots=True, eq=False)
@@ -64,19 +66,19 @@ class SecondaryTierStore(Polled):
     """A :class:`~kvview.tier.TierStore` over a tier that comes with vLLM.
 
     Args:
-        namespace: Of it vLLM tells a tier the model, the dtype, the ranks and the block size.
-        type: Of the tier, as in ``secondary_tiers``; ``"fs"`` or ``"example"``.
-        options: The tier's own.
+        namespace: vLLM passes its model, dtype, ranks and block size to a tier.
+        type: Type of the tier in ``secondary_tiers``; ``"fs"`` or ``"example"``.
+        options: Options of the tier.
 
     Raises:
         ConfigError: This vLLM is older than 0.26.0.
     """
 
-    verifies = True  # nothing stands in front of it in vLLM
+    verifies = True  # vLLM does not verify pages
 
     def __init__(self, namespace: Namespace, type: str = "fs", **options: Any) -> None:
         if not tier_seam().config_objects:
-            raise ConfigError("tiers of vLLM are judged from 0.26.0 on")
+            raise ConfigError("tiers of vLLM can be checked from 0.26.0 on; use a newer vLLM")
         super().__init__(namespace)
         self._entry = {"type": type, **options}
         self._tiers: dict[int, _Tier] = {}
@@ -85,25 +87,23 @@ class SecondaryTierStore(Polled):
         self._numbers = itertools.count()
         self._answers = {answer: flag for flag, answer in lookup_answers().items()}
         self._requests = 0
-        self._tier(2 * _SECTOR)  # what can be looked up before anything was put
+        self._tier(2 * _SECTOR)  # for lookups before the first put
 
     def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
-        """What the tiers say, of any size: yes if one does."""
+        """The results of the tiers of all sizes: True if one of them has the key."""
         if self._is_closed:
             return [False] * len(keys)
         flags: list[bool | None] = [False] * len(keys)
         for tier in self._tiers.values():
             self._requests += 1
-            context = import_module("vllm.v1.kv_offload.base").ReqContext(str(self._requests))
+            context = vllm(_BASE).ReqContext(str(self._requests))
             tier.tier.on_new_request(context)
-            found = [self._answers[tier.tier.lookup(_key(key), context)] for key in keys]
-            self._end_step(tier)
-            for _ in range(4000):
+            for _ in range(_MOST_POLLS):
+                found = [self._answers[tier.tier.lookup(_key(key), context)] for key in keys]
+                self._end_step(tier)
                 if None not in found:
                     break
                 sleep(_BETWEEN_POLLS)
-                found = [self._answers[tier.tier.lookup(_key(key), context)] for key in keys]
-                self._end_step(tier)
             tier.tier.on_request_finished(context)
             flags = [one or other for one, other in zip(flags, found, strict=True)]
         return flags
@@ -173,8 +173,8 @@ class SecondaryTierStore(Polled):
 
     @staticmethod
     def _end_step(tier: _Tier) -> None:
-        base = import_module("vllm.v1.kv_offload.base")
-        tier.tier.on_schedule_end(base.ScheduleEndContext(new_req_ids=(), preempted_req_ids=()))
+        context = vllm(_BASE).ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
+        tier.tier.on_schedule_end(context)
 
     def _tier(self, page_bytes: int) -> _Tier:
         if page_bytes not in self._tiers:
@@ -200,4 +200,4 @@ def _filled(page: memoryview, num_bytes: int) -> bytes:
 
 
 def _key(key: bytes) -> Any:
-    return import_module("vllm.v1.kv_offload.base").make_offload_key(key, 0)
+    return vllm(_BASE).make_offload_key(key, 0)

@@ -9,15 +9,15 @@
           "type": "kvview", "weights": "REVISION",
           "store": "my_store.py:Store", "options": {"root": "/kv"}}]}}'
 
-- VTIER-1 A tier **must not** start where the weights, or what the chain of hashes begins with,
-  are not known: it would answer with KV of other weights, or never find its own. Where vLLM
-  chooses that later, the tier **must** be out of use, and say why.
-- VTIER-3 Where the engine publishes KV events, those of the tier **must** be among them: what it
-  stored and what it can no longer load, in the medium ``STORAGE``.
-- VTIER-2 vLLM **must** hear of each job once, of what it loaded in part where the release
-  knows of parts, and no exception.
+- VTIER-1 A tier **must not** start if the weights, or the root of the chain of hashes, are not
+  known: it would return KV of other weights, or never find its own. If vLLM chooses the root
+  later, the tier **must** be suspended, and log the reason.
+- VTIER-3 If the engine publishes KV events, they **must** include those of the tier: the keys
+  that it stored and the keys that it can no longer load, in the medium ``STORAGE``.
+- VTIER-2 Each job **must** be reported to vLLM once, with its loaded part where the release
+  supports parts, and without an exception.
 
-Source: :mod:`kvview.tier`, whose laws it keeps; ``SecondaryTierManager``,
+Source: :mod:`kvview.tier`, whose laws it satisfies; ``SecondaryTierManager``,
 vllm/v1/kv_offload/tiering/base.py.
 """
 
@@ -73,13 +73,13 @@ else:
 
 
 class KVViewTier(_Tier):
-    """What vLLM's tiering manager moves pages to and from.
+    """The tier to and from which vLLM's tiering manager moves pages.
 
     Args:
         offloading_spec: The ``TieringOffloadingSpec``.
-        primary_kv_view: The host's memory, a row a chunk.
-        tier_type: What the user wrote as type.
-        given: The rest of the entry, and what the release adds.
+        primary_kv_view: The host's memory, one row per chunk.
+        tier_type: The type in the user's configuration.
+        given: The rest of the entry, and the arguments that the release adds.
 
     Raises:
         ConfigError: An option that cannot be used, or unknown weights or hashes (VTIER-1).
@@ -87,7 +87,7 @@ class KVViewTier(_Tier):
     """
 
     medium = storage_medium()
-    tolerates_off_thread_polling = False  # it serves nobody outside (0.33), whatever the default
+    tolerates_off_thread_polling = False  # it serves no external requests (0.33)
 
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **given: Any
@@ -102,8 +102,8 @@ class KVViewTier(_Tier):
             seed = os.environ.get("PYTHONHASHSEED", "")
             if not seed and not tier_seam().fixed_hash_root:
                 raise ConfigError(
-                    "VTIER-1: this vLLM begins its block hashes at random, so after a restart "
-                    "nothing that was stored is found. Start it with: export PYTHONHASHSEED=0"
+                    "VTIER-1: this vLLM starts its block hashes at random, so after a restart "
+                    "no stored page would be found. Start it with: export PYTHONHASHSEED=0"
                 )
             namespace = Namespace(**facts, weights=options.weights, hash_seed=seed)
             self.guard = open_tier(options, namespace)
@@ -114,10 +114,10 @@ class KVViewTier(_Tier):
         self._jobs: dict[int, tuple[list[Any], bool]] = {}  # keys, and whether it is a load
         self._events = TierEvents() if publishes_events(offloading_spec) else None
         self._reporter = TierReporter(self.guard, options.store)
-        self._has_begun = False
+        self._has_started = False
 
     def lookup(self, key: Any, req_context: Any = None) -> Any:
-        """Whether a chunk is stored, or that it is not known yet."""
+        """Whether a chunk is stored, or whether to retry."""
         (flag,) = self.guard.lookup((bytes(key),))
         if flag is False and self._events is not None:
             self._events.gone(bytes(key))
@@ -134,7 +134,7 @@ class KVViewTier(_Tier):
     def get_finished_jobs(self) -> Iterable[Any]:
         """Jobs that ended since the last call."""
         results = []
-        evicted = self.guard.take_evicted()  # before what is said to be stored
+        evicted = self.guard.take_evicted()  # before the stores are reported
         for job_id, flags in self.guard.poll():
             keys, is_get = self._jobs.pop(job_id)
             flags = flags or [False] * len(keys)
@@ -147,11 +147,11 @@ class KVViewTier(_Tier):
         return results
 
     def get_finished(self) -> Iterable[Any]:
-        """The same, as 0.22 calls it."""
+        """Jobs that ended since the last call, for 0.22."""
         return self.get_finished_jobs()
 
     def take_events(self) -> Iterable[Any]:
-        """What the tier stored, and what it can no longer load (VTIER-3)."""
+        """The keys that the tier stored, and those that it can no longer load (VTIER-3)."""
         events = () if self._events is None else self._events.take()
         return [tier_event(event, self.tier_type) for event in events]
 
@@ -161,37 +161,37 @@ class KVViewTier(_Tier):
         return definitions()
 
     def get_stats(self) -> Any:
-        """What has changed since the last call (0.25)."""
+        """The changes since the last call (0.25)."""
         return self._reporter.news()
 
     def has_pending_work(self) -> bool:
-        """Whether a job was not reported: the engine keeps stepping."""
+        """Whether a job was not reported, so that the engine must keep stepping."""
         return bool(self._jobs)
 
     def touch(self, keys: Collection[Any], req_context: Any = None) -> None:
-        """Say that chunks were used."""
+        """Record that chunks were used."""
         self.guard.touch([bytes(key) for key in keys])
 
     def on_new_request(self, req_context: Any) -> Any:
-        """No preference; the first one shows what the hashes began with."""
-        if not self._has_begun:
-            self._has_begun = True
+        """Return no preference; at the first request, check the root of the hashes."""
+        if not self._has_started:
+            self._has_started = True
             if has_random_hash_root():
                 _log.error(
-                    "VTIER-1: the block hashes of this server begin at random, so nothing that is "
-                    "stored would be found after a restart: the tier stays out of use. Start it "
+                    "VTIER-1: the block hashes of this server start at random, so no stored page "
+                    "would be found after a restart: the tier is suspended. Start the server "
                     "with: export PYTHONHASHSEED=0"
                 )
                 self.guard.close()
         return request_preference()
 
     def drain_jobs(self) -> None:
-        """Block until every job has ended; each ends at its deadline at last."""
+        """Block until every job has ended, at its deadline at the latest."""
         while not self.guard.drain(1.0):
             pass
 
     def shutdown(self) -> None:
-        """Close the store and let go of the host's memory."""
+        """Close the store and release the host's memory."""
         self.guard.close()
         self._memory.release()  # else vLLM cannot close its region
 
@@ -206,20 +206,20 @@ class KVViewTier(_Tier):
             call(job.job_id, [bytes(key) for key in keys], pages)
         except TierJobError as error:
             _log.error("job %s fails: %s", job.job_id, one_line(error))
-            self.guard.put(job.job_id, (), ())  # reported as the job that it is
+            self.guard.put(job.job_id, (), ())  # so that the job is reported
 
 
 class KVViewTieringSpec(_Spec):
-    """vLLM's own spec; naming this module brings the type ``kvview`` in."""
+    """vLLM's own spec; importing this module registers the type ``kvview``."""
 
-    _telling: Any = None
+    _with_events: Any = None
 
     def get_manager(self) -> Any:
-        """VLLM's own manager, with the events of its tiers in every release."""
+        """Return vLLM's own manager, with the events of its tiers in every release."""
         made = super().get_manager()
-        if made is not self._telling:
-            self._telling = self._manager = with_events_of_tiers(made, KVViewTier)
-        return self._telling
+        if made is not self._with_events:
+            self._with_events = self._manager = with_events_of_tiers(made, KVViewTier)
+        return self._with_events
 
 
 with suppress(ValueError):  # the module was loaded again

@@ -1,9 +1,9 @@
-"""What an operator sees of a tier: series in vLLM's ``/metrics``, or a line in its log.
+"""The metrics of a tier: series in vLLM's ``/metrics``, or a line in its log.
 
-From 0.25 on vLLM asks its tiers for metrics. Before, what has changed is logged by a child of
+From 0.25 on vLLM reads the metrics of its tiers. Before, changes are logged by a child of
 vLLM's own logger, every ten seconds at most.
 
-``docs/metrics.md`` has the names.
+``docs/metrics.md`` lists the names.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from kvview.bridge import TIER_COUNTERS
 from kvview.tier import GuardedTier
 from kvview_vllm.releases.tiers import metric_definitions, metric_stats, tier_seam
 
-PREFIX = "vllm:kvview_tier_"  # vLLM forgets what begins so when an engine is built anew
+PREFIX = "vllm:kvview_tier_"  # vLLM removes such series when it builds another engine
 LABELS = ("store",)
-GAUGES = {"in_use": "1 while the store is used, 0 while it is left alone or closed."}
+GAUGES = {"in_use": "1 while the store is used, 0 while it is suspended or closed."}
 
 _LOG_EVERY = 10.0  # seconds
 _log = logging.getLogger("vllm.kvview_tier")  # vLLM configures no other loggers
@@ -32,22 +32,22 @@ def definitions() -> dict[str, Any]:
 
 
 class TierReporter:
-    """Says what a guarded tier counted since it was asked last.
+    """Finds the changes of a guarded tier's counters.
 
     Args:
         guard: The tier.
-        store: Its target, by which series are told apart.
+        store: Its target, the label of its series.
     """
 
     def __init__(self, guard: GuardedTier, store: str) -> None:
         self._guard = guard
         self._store = store
-        self._told: dict[str, int] = {}
+        self._sent: dict[str, int] = {}
         self._in_use: bool | None = None
         self._next_line = 0.0
 
     def news(self) -> Any:
-        """The stats of vLLM; None when nothing has changed."""
+        """The changes as vLLM's stats; None without changes."""
         counters, gauges = self._changed()
         if not counters and not gauges:
             return None
@@ -58,25 +58,25 @@ class TierReporter:
         )
 
     def log(self) -> None:
-        """A line where vLLM does not ask, if something has changed."""
+        """Log the changes, in releases that do not read metrics."""
         now = time.monotonic()
         if tier_seam().tier_metrics or now < self._next_line:
             return
         self._next_line = now + _LOG_EVERY
         counters, gauges = self._changed()
         if counters or gauges:
-            told = {name: value for name, value in self._told.items() if value}
-            state = "in use" if self._in_use else "left alone"
-            _log.info("kvview tier %s, %s: %s", self._store, state, told)
+            counted = {name: value for name, value in self._sent.items() if value}
+            state = "in use" if self._in_use else "suspended"
+            _log.info("kvview tier %s, %s: %s", self._store, state, counted)
 
     def _changed(self) -> tuple[dict[str, int], dict[str, float]]:
         stats, in_use = self._guard.stats, self._guard.is_healthy
         now = {name: getattr(stats, name) for name in TIER_COUNTERS}
         counters = {
-            name: value - self._told.get(name, 0)
+            name: value - self._sent.get(name, 0)
             for name, value in now.items()
-            if value != self._told.get(name)  # a zero too, the first time
+            if value != self._sent.get(name)  # a zero too, the first time
         }
         gauges = {} if in_use == self._in_use else {"in_use": float(in_use)}
-        self._told, self._in_use = now, in_use
+        self._sent, self._in_use = now, in_use
         return counters, gauges

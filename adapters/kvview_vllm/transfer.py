@@ -4,11 +4,11 @@
   memory is refused with :class:`~kvview.UnsupportedEngineError`.
 - PAGE-2 Layers of several groups that share memory **must** share a tensor.
 
-``compute_stream`` stays None, which is right here: vLLM calls its workers on the thread
-and under the current stream of the forward, so a worker orders itself after that one
+``compute_stream`` stays None, which is correct here: vLLM calls its workers on the thread
+and under the current stream of the forward, so a worker orders its copies after that stream
 (XFER-6).
 
-Shapes a layer: blocks first (CPU and FlashAttention of late releases), keys and
+Shapes of a layer: blocks first (CPU and FlashAttention of late releases), keys and
 values first ``(2, blocks, ...)`` (up to 0.22), kernel blocks smaller than the
 manager's ``(k * blocks, ...)``, and lists of state tensors (Mamba).
 
@@ -33,14 +33,14 @@ from kvview import (
 def canonical_kv_caches(
     kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], kv_cache_config: Any | None
 ) -> CanonicalKVCaches[torch.Tensor]:
-    """See the tensors of all layers as pages, group by group.
+    """View the tensors of all layers as pages, group by group.
 
     Args:
         kv_caches: Layer name to tensor, as vLLM registers them.
         kv_cache_config: vLLM's ``KVCacheConfig``; None in 0.11.0: one group.
 
     Raises:
-        UnsupportedEngineError: A layout with no pages in it (PAGE-1).
+        UnsupportedEngineError: A layout without pages (PAGE-1).
     """
     if kv_cache_config is None:
         groups = [list(kv_caches)]

@@ -1,8 +1,8 @@
-"""Walks over the free queue of a real vLLM pool: one-shot ones, and ones that go on.
+"""Walks over the free queue of a real vLLM pool: walks of one step, and resumed walks.
 
-What leaves the real queue loses its links, and what joins it is linked in front or
-behind; a view sees its own touches only. Both kinds of walk step aside before the
-view touches, and check their place against what they have seen when they read on.
+A block that leaves the real queue loses its links, and a block that joins it is linked at the
+front or the back; a view only sees its own touches. Both kinds of walk step aside before the
+view touches, and compare their place with the blocks that they have seen when they resume.
 
 Source: ``FreeKVCacheBlockQueue`` in ``vllm/v1/core/kv_cache_utils.py``.
 """
@@ -28,11 +28,11 @@ class Walk:
     """One walk over the real free queue, in chunks read ahead.
 
     1. A chunk doubles in size: taking k blocks reads at most about 2k of them.
-    2. What leaves the queue loses its links, and what joins it stands in front of
+    2. A block that leaves the queue loses its links, and a block that joins it is in front of
        the cursor or behind ``_last``; both move out of the way of the view's own
        touches (:meth:`before_touch`).
     3. If the engine took the block under the cursor, the walk finds its place from
-       the front, passing over what it has seen: nothing is yielded twice.
+       the front, skipping the blocks that it has seen: no block is yielded twice.
     4. If fewer blocks were seen than were free at the start, a last pass looks for
        hashed ones that were missed.
     """
@@ -73,7 +73,7 @@ class Walk:
         self._gone.update(block.block_id for block in blocks)
 
     def before_free(self, blocks: Iterable[Any]) -> None:
-        """Leave out blocks that a view releases after the walk began."""
+        """Skip blocks that a view releases after the walk started."""
         self._gone.update(block.block_id for block in blocks)
 
     def _read(self, size: int) -> list[Any]:
@@ -105,7 +105,7 @@ class Walk:
         return chunk
 
     def _place(self) -> Any:
-        """Where to read on: the cursor if it kept its place, else the front."""
+        """The block to resume at: the cursor if it kept its place, else the front."""
         block, last = self._cursor, self._last
         if not self._rescanned and (
             last is self._head or (last.block_id in self._seen and is_queued(last))
@@ -131,10 +131,10 @@ class ResumedWalk:
 
     Args:
         open_pool: The pool, or raises when the view was closed.
-        more_keys: Keys of a block beside its primary one.
-        has_more_keys: Whether any block has some.
+        more_keys: Keys of a block besides its primary one.
+        has_more_keys: Whether any block has more keys.
         num_blocks: Blocks in the pool.
-        before_touch: Whom the view tells of its touches; an open walk is among them.
+        before_touch: Callbacks that the view calls before it touches; an open walk adds one.
     """
 
     _is_closed = True  # until it was opened
@@ -172,19 +172,19 @@ class ResumedWalk:
         return items
 
     def restart(self) -> None:
-        """Begin again with the next victim."""
+        """Start again with the next victim."""
         self._open()
         self._place.restart()
 
     def pass_over(self, blocks: Iterable[Any]) -> None:
-        """Leave out what was given back to the head, in front of what was taken."""
+        """Skip blocks that were released to the head, in front of the blocks that were taken."""
         self._place.pass_over(blocks)
 
     def close(self) -> None:
         """End the walk; callable twice."""
         self._is_closed = True
-        hears = self._place.before_touch
-        self._before_touch[:] = [other for other in self._before_touch if other != hears]
+        own = self._place.before_touch
+        self._before_touch[:] = [other for other in self._before_touch if other != own]
 
     def _open(self) -> Any:
         if self._is_closed:
@@ -197,17 +197,17 @@ class ResumedWalk:
 
 
 class Place:
-    """Where a resumed walk stands in the real free queue.
+    """The place of a resumed walk in the real free queue.
 
     1. Its place is behind ``_before``, the last block passed, which steps back before the
-       view's own touches. It stayed if it is queued, with the key it had, and what stands
+       view's own touches. That block stayed if it is queued with the same key, and the block
        before it was passed too.
-    2. If the engine moved it, the walk reads from the front and passes over what it has
-       seen, so nothing that stayed is missed or comes twice.
-    3. A run that the engine took and gave back in one piece, keys and all, between two
-       calls hides its move. So at the end of the queue, once as many blocks were read as
-       are free, one more pass from the front looks for what was missed.
-    4. What the view gives back to the head counts as passed, once anything was.
+    2. If the engine moved it, the walk reads from the front and skips the blocks that it has
+       seen, so a block that stayed is neither missed nor yielded twice.
+    3. If the engine takes and releases a run of blocks in one piece, with its keys, between two
+       calls, the move is invisible. So at the end of the queue, once as many blocks were read as
+       are free, one more pass from the front looks for missed blocks.
+    4. Blocks that the view releases to the head count as passed, once any block was passed.
     """
 
     def __init__(self, queue: Any, num_blocks: int) -> None:
@@ -221,16 +221,16 @@ class Place:
         """Go back to the next victim."""
         self._before = self._head
         self._seen[:] = [None] * len(self._seen)
-        self._is_lost = False  # then what was seen is passed over, up to the end
+        self._is_lost = False  # then seen blocks are skipped, up to the end
         self._has_passed = False
         self._num_read = 0  # since the last pass from the front
 
     def blocks(self) -> Iterator[tuple[int, OffloadKey]]:
-        """Read on, up to the end of the queue or where the caller stops."""
+        """Resume, up to the end of the queue or until the caller stops."""
         seen, tail, before = self._seen, self._tail, self._find()
         num_read, block = 0, before.next_free_block
         try:
-            while block is not tail or self._begins_again(num_read):
+            while block is not tail or self._starts_again(num_read):
                 if block is tail:
                     before, num_read = self._head, 0
                     block = before.next_free_block
@@ -260,7 +260,7 @@ class Place:
                 self._before = self._before.prev_free_block
 
     def pass_over(self, blocks: Iterable[Any]) -> None:
-        """Leave out what joined in front: this release gives back to the head."""
+        """Skip blocks that joined at the front: this release frees to the head."""
         if not self._has_passed:
             return
         for block in blocks:
@@ -268,8 +268,8 @@ class Place:
                 self._seen[block.block_id] = block.block_hash
         self._is_lost |= self._before is self._head  # it would read them first
 
-    def _begins_again(self, num_read: int) -> bool:
-        """Whether to read from the front once more, having come to the end."""
+    def _starts_again(self, num_read: int) -> bool:
+        """Whether to read from the front once more, at the end of the queue."""
         was_lost, self._is_lost = self._is_lost, False
         if not was_lost and self._num_read + num_read >= self._queue.num_free_blocks > 0:
             self._is_lost = True
@@ -278,7 +278,7 @@ class Place:
         return self._is_lost
 
     def _find(self) -> Any:
-        """The block to go on behind."""
+        """The block behind which the walk resumes."""
         before, head = self._before, self._head
         if before is not head and not self._stayed(before):
             self._is_lost = True

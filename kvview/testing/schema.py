@@ -89,6 +89,10 @@ class RunsModel(_Model):
     seconds: float
     coverage: dict[str, int] = Field(description="What happened how often.")
     not_exercised: list[GapModel]
+    replaced: list[str] = Field(
+        default_factory=list,
+        description="Parts of the connector that the engine replaced; they were not checked.",
+    )
     notes: list[str] = Field(description="For people; 'not deterministic', for example.")
     num_statements: int = Field(
         default=0, description="Statements of the connector's code; 0 if they were not measured."

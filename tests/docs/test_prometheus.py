@@ -55,7 +55,7 @@ from kvview_vllm.tier_metrics import TierReporter
 
 CONNECTOR = f"{ROOT / 'tests/vllm/faulty_connectors.py'}:FailingAtLastConnector"
 TOKENS = range(10, 10 + 6 * lane.BLOCK_SIZE + 4)
-LEAK, STUCK, DAMAGE = "Is something leaking?", "Are loads stuck?", "Are bytes being damaged?"
+LEAK, STUCK, DAMAGE = "Is there a leak?", "Are loads stuck?", "Are bytes being damaged?"
 SLOW = {LEAK, STUCK, "Are stores stuck?"}  # they need minutes: promtool plays them below
 HERE = Namespace("m", weights="1")
 

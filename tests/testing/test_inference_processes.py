@@ -55,7 +55,7 @@ def test_an_engine_that_is_silent_is_killed_with_what_it_started(tmp_path: Path)
     file = tmp_path / "pid"
     (hung,) = run([f"hangs {file}"])
     assert hung.law == "CONN-3"
-    assert "it stands in serve, test_inference_processes.py:" in hung.message
+    assert "it hangs in serve, test_inference_processes.py:" in hung.message
     stat = Path(f"/proc/{int(file.read_text())}/stat")
     for _ in range(1000):
         if not stat.exists() or stat.read_text().split()[2] in "ZX":

@@ -113,7 +113,7 @@ def test_the_whole_wheel_where_there_are_no_parts(index: Path) -> None:
     ("links", "release", "told"),
     [
         (None, "0.99.2", "the package index has no such release"),
-        ("/nowhere", RELEASE, "no package index answers"),
+        ("/nowhere", RELEASE, "no package index responds"),
     ],
 )
 def test_why_it_cannot_be_had(
@@ -253,29 +253,29 @@ def test_what_changed(tmp_path: Path, releases: tuple[Path, Path]) -> None:
     }
     told = {name: (each.breaks, each.told) for name, each in found.items()}
     assert told == {
-        "vllm.moved.Thing": (True, "what is imported is gone"),
+        "vllm.moved.Thing": (True, "removed, but imported"),
         f"{BASE}.__init__": (
             False,
             "(vllm_config, role) is now (vllm_config, role, kv_cache_config=); "
-            "yours takes no kv_cache_config",
+            "the override takes no kv_cache_config",
         ),
         f"{BASE}.finished": (
             True,
             "(request) -> tuple[bool, dict | None] is now "
-            "(request, block_ids) -> tuple[bool, dict | None]; yours takes no block_ids",
+            "(request, block_ids) -> tuple[bool, dict | None]; the override takes no block_ids",
         ),
         f"{BASE}.must": (True, "now abstract: the class cannot be built without must(one)"),
         f"{BASE}.later": (
             True,
-            "new in the base class: it is called from now, as (); yours asks for needed",
+            "new in the base class: now called as (); the override requires needed",
         ),
-        f"{BASE}.*": (False, "new hooks, which need not be there: hook"),
-        f"{BASE}.events": (False, "gone from the base class: vLLM calls yours no more"),
-        f"{BASE}._metadata": (True, "is gone"),
-        "Request.cache_salt": (True, "is gone; new there, and alike: cache_salts"),
+        f"{BASE}.*": (False, "new optional hooks: hook"),
+        f"{BASE}.events": (False, "removed from the base class: vLLM no longer calls the override"),
+        f"{BASE}._metadata": (True, "removed"),
+        "Request.cache_salt": (True, "removed; new, with a similar name: cache_salts"),
         "Request.hashes": (False, "list[int] is now list[bytes]"),
-        "Request.block_ids": (False, "is gone"),  # another class has one: look
-        "BlockPool.evict": (False, "is gone"),  # it asks first
+        "Request.block_ids": (False, "removed"),  # another class has one: look
+        "BlockPool.evict": (False, "removed"),  # its use is guarded
     }
     assert found["Request.cache_salt"].where == "helper.py:4"
     assert found[f"{BASE}.must"].where == ""

@@ -5,7 +5,7 @@
 It writes the release into ``RELEASES`` (``releases/versions.py``) and the differences into
 ``docs/releases.md``, runs the matrix on it, and writes its row into ``docs/support-matrix.md``.
 With the name of the newest release it compares and tests that one again. Rows for
-``releases/shapes.py`` and ``releases/release.py``, and other calls for ``releases/calls.py``, are
+``releases/shapes.txt`` and ``releases/release.py``, and other calls for ``releases/calls.py``, are
 left to a person, because such a row states that the adapter was checked.
 """
 

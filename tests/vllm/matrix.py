@@ -144,7 +144,7 @@ def make_page(record: Record) -> str:
     releases = sorted(record, key=lambda release: number(release) or ())
     rows = [[r, *(record[r].get(column, "") for column in COLUMNS)] for r in releases]
     flags = [
-        [f.seam, f"`{f.name}`", f.what, f.first_release, f.last_release or "", f.source]
+        [f.seam, f"`{f.name}`", f.description, f.first_release, f.last_release or "", f.source]
         for f in differences()
     ]
     lines = [HEAD.rstrip(), *_table(("vLLM", *COLUMNS), rows), DIFFERENCES.rstrip()]

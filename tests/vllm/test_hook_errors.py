@@ -158,7 +158,7 @@ def test_the_first_line_names_the_connector_and_the_hook(
     assert f"{FAULTY.name}:" in line
     assert f"{name} raised RuntimeError: planted" in line
     ends = hook in AT_START or hook == "WorkerConnector.wait"
-    assert ("goes on without it" in line) is not ends
+    assert ("continues without it" in line) is not ends
 
 
 @pytest.mark.parametrize("hook", ["SchedulerConnector.plan_step", "WorkerConnector.get_finished"])
@@ -242,4 +242,4 @@ def test_a_setting_that_loses_responses_is_one_warning(
     assert len(warnings) == (policy == "fail")
     for warning in warnings:
         assert str(lane.EXAMPLE) in warning
-        assert 'Add "kv_load_failure_policy": "recompute" beside "kv_connector"' in warning
+        assert 'Add "kv_load_failure_policy": "recompute" next to "kv_connector"' in warning

@@ -76,7 +76,7 @@ def test_the_table_is_complete() -> None:
     assert len({each.name for each in table}) == len(table) > 30
     for each in table:
         assert isinstance(each, Difference)
-        assert each.what
+        assert each.description
         assert each.source
         assert is_tested(each.first_release)
         assert is_tested(each.last_release or NEWEST_TESTED)

@@ -380,4 +380,4 @@ def test_vsim_5_stand_ins_for_cuda_are_listed(engines: VLLMEngines) -> None:
     scenario = replace(generate_scenario(3), events=())
     result = simulate(OFFLOADING, scenario, OFFLOADING_OPTIONS, engines=engines)
     assert result.failure is None, result.failure
-    assert any(name.startswith("stands in: for the copies of vLLM") for name in result.coverage)
+    assert any(name.startswith("replaced: the copies of vLLM") for name in result.coverage)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from kvview import (
     PinBudgetExceeded,
     StepInfo,
     StepPlan,
-    UnsupportedEngineError,
     ViewClosedError,
     ViewNotBoundError,
 )
@@ -261,16 +259,6 @@ def test_a_step_ends_expired_leases(make_engine: MakeEngine) -> None:
     engine.run()
     assert view.stats.expired == 1
     assert engine.num_free_blocks() == free
-
-
-def test_a_scheduler_context_is_bound(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    connector = engine.scheduler.connector
-    connector.close_block_pool_view()
-    with pytest.raises(UnsupportedEngineError, match="passes a SimpleNamespace without any of"):
-        connector.bind_scheduler_context(SimpleNamespace(pool=engine.pool))
-    connector.bind_scheduler_context(SimpleNamespace(block_pool=engine.pool))
-    assert connector.block_pool_view.num_blocks == len(engine.pool.blocks)
 
 
 def test_an_unbound_connector_names_the_flag(make_engine: MakeEngine) -> None:

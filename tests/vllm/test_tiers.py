@@ -257,7 +257,7 @@ def test_vtier_1_a_hash_root_that_turns_out_random_disables_the_tier(
     assert tiering.store(range(8))
     assert tiering.store(range(8, 16))
     assert tiering.fetch(range(8)) == (0, 0)
-    assert caplog.text.count("VTIER-1: the block hashes of this server begin at random") == 1
+    assert caplog.text.count("VTIER-1: the block hashes of this server start at random") == 1
 
 
 def test_vtier_2_a_refused_job_is_reported(tiering: Tiering) -> None:
@@ -412,7 +412,7 @@ def _made(kind: Any, registry: Any, **given: Any) -> Any:
         ({"store": FILES, "weights": "1", "rot": 1}, "rot: Extra inputs are not permitted"),
         ({"store": "examples/none.py:X", "weights": "1"}, "there is no file"),
         ({"store": "kvview:Namespace", "weights": "1"}, "has no 'Namespace'"),
-        ({"store": "kvview.tier:Namespace", "weights": "1"}, "is no class of tier stores"),
+        ({"store": "kvview.tier:Namespace", "weights": "1"}, "is not a class of tier stores"),
         (
             {
                 "store": "kvview_reference.tier:FileStore",

@@ -1,4 +1,4 @@
-"""vLLM's releases for ``kvview check --vllm``: their sources, and what they changed."""
+"""vLLM's releases for ``kvview check --vllm``: their sources and their changes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class VLLMReleases:
         return sources(release, on_progress)
 
     def environment(self) -> Mapping[str, str]:
-        """No network, and no log of what a CPU lacks."""
+        """Settings for no network, and no log of features that a CPU lacks."""
         return {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
     def changes(self, target: str, old: Path, new: Path) -> list[Change]:
-        """What changed, of what a connector's source uses."""
+        """The changes to the parts that a connector's source uses."""
         from kvview_vllm.comparison.changes import changes
 
         return changes(target, old, new)

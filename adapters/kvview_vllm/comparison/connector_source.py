@@ -1,7 +1,7 @@
-"""The source of a connector: what it overrides, reads and imports, by the names in it.
+"""The source of a connector: the names that it overrides, reads and imports.
 
-1. It is read, never imported: it may need a vLLM that is not there.
-2. Modules beside it that it imports are part of it; so are the classes that it extends there.
+1. It is read, never imported, because it may need a vLLM that is not installed.
+2. Imported modules of the same folder are part of it, and so are their classes that it extends.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _GUARDS = {"ImportError", "ModuleNotFoundError", "Exception"}
 
 @dataclass
 class ConnectorSource:
-    """What the source of a connector says.
+    """The names in the source of a connector.
 
     Args:
-        overrides: Methods that its class defines, inherited ones too, with their place.
-        reads: Attributes that are read off anything but ``self``, and the first place.
-        reads_of_self: The same of ``self`` and ``super()``.
+        overrides: Methods that its class defines or inherits, with their place.
+        reads: Attributes of any object but ``self`` that it reads, with the first place.
+        reads_of_self: Attributes of ``self`` and ``super()`` that it reads.
         defines: Names of attributes, methods and fields of its own classes.
-        asks: Names that are looked for by ``getattr`` or ``hasattr``.
-        imports: Module and name of what it imports of vLLM without a way out, with the place.
+        guarded: Names that it reads with ``getattr`` or ``hasattr``.
+        imports: Module and name of unguarded imports of vLLM, with the place.
     """
 
     overrides: dict[str, tuple[ast.FunctionDef | ast.AsyncFunctionDef, str]] = field(
@@ -38,7 +38,7 @@ class ConnectorSource:
     reads: dict[str, str] = field(default_factory=dict)
     reads_of_self: dict[str, str] = field(default_factory=dict)
     defines: set[str] = field(default_factory=set)
-    asks: set[str] = field(default_factory=set)
+    guarded: set[str] = field(default_factory=set)
     imports: dict[tuple[str, str | None], str] = field(default_factory=dict)
 
 
@@ -47,7 +47,7 @@ def read_connector(target: str, sources: Path) -> ConnectorSource:
 
     Args:
         target: ``path/to/file.py:Class`` or ``package.module:Class``.
-        sources: Of a release, for a connector of vLLM's own.
+        sources: Sources of a release, for a connector of vLLM itself.
 
     Raises:
         ConfigError: There is no such file, or no such class in it.
@@ -57,7 +57,7 @@ def read_connector(target: str, sources: Path) -> ConnectorSource:
     file = None if location.endswith(".py") else _find(location, roots)
     file = file or Path(location)
     if not file.is_file():
-        raise ConfigError(f"target {target!r}: its source is not found, nothing can be compared")
+        raise ConfigError(f"target {target!r}: its source was not found, so it cannot be compared")
     files = _files(file, location, roots)
     kinds = {
         node.name: (node, path)
@@ -78,7 +78,7 @@ def read_connector(target: str, sources: Path) -> ConnectorSource:
 
 
 def _files(file: Path, location: str, roots: Sequence[Path]) -> list[Path]:
-    """The file, and those beside and below it that it imports, theirs too."""
+    """The file, and the files that it imports from its folder, directly or indirectly."""
     home = file.resolve().parent
     package = "" if location.endswith(".py") else location
     if file.name != "__init__.py":
@@ -91,7 +91,7 @@ def _files(file: Path, location: str, roots: Sequence[Path]) -> list[Path]:
                 path = _find(each, [home, *roots])
                 if path is None or home not in path.resolve().parents or path in found:
                     continue
-                if path == file.parent / "__init__.py":  # it names all that is there
+                if path == file.parent / "__init__.py":  # it imports the whole package
                     continue
                 if any(path.as_posix().endswith(place) for place in WATCHED.values()):
                     continue
@@ -150,8 +150,8 @@ def _read(path: Path, found: ConnectorSource) -> None:
                 elif isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
                     found.defines.add(each.target.id)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
-            found.asks |= {str(a.value) for a in node.args[1:2] if isinstance(a, ast.Constant)}
-    for statement in _without_a_way_out(tree.body):
+            found.guarded |= {str(a.value) for a in node.args[1:2] if isinstance(a, ast.Constant)}
+    for statement in _unguarded(tree.body):
         place = _place(path, statement)
         if isinstance(statement, ast.ImportFrom):
             if _is_vllm(statement.module) and not statement.level:
@@ -163,14 +163,14 @@ def _read(path: Path, found: ConnectorSource) -> None:
                     found.imports.setdefault((name.name, None), place)
 
 
-def _without_a_way_out(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements, without those for the type checker and those under ``except ImportError``."""
+def _unguarded(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements, except those for the type checker and those under ``except ImportError``."""
     for node in body:
         yield node
         if isinstance(node, ast.If):
             if "TYPE_CHECKING" not in ast.unparse(node.test):
-                yield from _without_a_way_out(node.body)
-            yield from _without_a_way_out(node.orelse)
+                yield from _unguarded(node.body)
+            yield from _unguarded(node.orelse)
         elif isinstance(node, ast.Try):
             caught = {
                 name.id
@@ -179,10 +179,10 @@ def _without_a_way_out(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
                 if isinstance(name, ast.Name)
             }
             if not caught & _GUARDS:
-                yield from _without_a_way_out(node.body)
-            yield from _without_a_way_out(node.finalbody)
+                yield from _unguarded(node.body)
+            yield from _unguarded(node.finalbody)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.With):
-            yield from _without_a_way_out(node.body)
+            yield from _unguarded(node.body)
 
 
 def _is_vllm(module: str | None) -> bool:

@@ -1,7 +1,7 @@
-"""What classes of vLLM look like in the sources of a release: read, never imported.
+"""The members of vLLM's classes in the sources of a release, which are read, never imported.
 
-1. A class that a release does not have has no members; it is not an error.
-2. Members that a class inherits from another one of the same file are its own.
+1. A class that a release does not have has no members, which is not an error.
+2. Members that a class inherits from another class of the same file are its own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WATCHED = {
     "KVTransferConfig": "vllm/config/kv_transfer.py",
     "CacheConfig": "vllm/config/cache.py",
 }
-"""What a connector is given, by the file that has it in 0.11.0 to 0.33.0."""
+"""The classes that a connector uses, with their file in 0.11.0 to 0.33.0."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Member:
     """A method or a field.
 
     Args:
-        name: Of it.
-        text: Parameters and what it returns, or the type; "" for a type that nobody wrote.
-        function: Of a method, its definition.
+        name: Its name.
+        text: Parameters and return type, or the type of a field; "" without a type annotation.
+        function: Definition of a method.
     """
 
     name: str
@@ -61,12 +61,12 @@ class Member:
 
 
 def members(sources: Path, owner: str) -> dict[str, Member]:
-    """What a watched class has in a release; empty where the release has no such class."""
+    """The members of a watched class in a release; empty if the release has no such class."""
     return dict(_members(sources / WATCHED[owner], owner))
 
 
 def has_name(sources: Path, module: str, name: str | None) -> bool:
-    """Whether a module of vLLM is there, and has a name; None asks for the module alone."""
+    """Whether vLLM has a module with a name, or for None whether it has the module."""
     path = sources.joinpath(*module.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     if name is None or not file.is_file():
@@ -79,7 +79,7 @@ def has_name(sources: Path, module: str, name: str | None) -> bool:
 
 @cache
 def parse(file: Path) -> ast.Module:
-    """A file of sources; one without content where there is none, or it is not Python."""
+    """The syntax tree of a file; an empty one if it does not exist, or is not Python."""
     try:
         return ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
@@ -109,8 +109,8 @@ def _own_members(kind: ast.ClassDef) -> Iterator[Member]:
             if any("property" in name for name in _decorators(node)):
                 yield Member(node.name, returns)
                 continue
-            told = f" -> {returns}" if returns else ""
-            yield Member(node.name, f"({', '.join(parameters(node))}){told}", node)
+            arrow = f" -> {returns}" if returns else ""
+            yield Member(node.name, f"({', '.join(parameters(node))}){arrow}", node)
 
 
 def _fields_set_in(init: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Member]:
@@ -139,18 +139,18 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     args = function.args
     names = [arg.arg for arg in (*args.posonlyargs, *args.args)]
     first_default = len(names) - len(args.defaults)
-    told = [name + "=" * (number >= first_default) for number, name in enumerate(names)]
+    found = [name + "=" * (number >= first_default) for number, name in enumerate(names)]
     if "staticmethod" not in _decorators(function):
-        told = told[1:]
+        found = found[1:]
     if args.vararg is not None:
-        told.append(f"*{args.vararg.arg}")
+        found.append(f"*{args.vararg.arg}")
     elif args.kwonlyargs:
-        told.append("*")
+        found.append("*")
     for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-        told.append(arg.arg + "=" * (default is not None))
+        found.append(arg.arg + "=" * (default is not None))
     if args.kwarg is not None:
-        told.append(f"**{args.kwarg.arg}")
-    return told
+        found.append(f"**{args.kwarg.arg}")
+    return found
 
 
 def _decorators(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:

@@ -1,4 +1,4 @@
-"""The connector of the canary: it compares each call with what every tested release does."""
+"""The connector of the canary, which compares each call with that of every tested release."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvview_vllm.releases.calls import event_extra_keys
 from kvview_vllm.releases.samples import BLOCK_SIZE, WINDOW
 
 CANARY_TARGET = f"{__name__}:CanaryConnector"
-"""Its target, which is not checked by another play."""
+"""Its target, which no other canary checks."""
 
 NUM_BLOCKS = 32
 SALT = "salt"
@@ -37,8 +37,8 @@ LORA = ("lora", 1)
 PROMPTS = {
     "a": range(100, 148),  # three full blocks
     "b": [*range(100, 132), *range(300, 331)],  # the first two of them, and more
-    "c": range(400, 463),  # is loaded, then preempted, and aborted at last
-    "d": range(500, 739),  # computed in two steps, in blocks that others had
+    "c": range(400, 463),  # is loaded, then preempted, and aborted in the end
+    "d": range(500, 739),  # computed in two steps, in blocks that were used before
 }
 LENGTHS = {"a": 2, "b": 1, "c": 9, "d": 1}
 
@@ -47,7 +47,7 @@ _NULL_BLOCK_ID = 0
 
 
 class CanaryConnector(Connector):
-    """Hands the half of the play on."""
+    """Returns the scheduler half in its options."""
 
     @override
     def make_scheduler(self) -> SchedulerConnector:
@@ -56,9 +56,9 @@ class CanaryConnector(Connector):
 
 
 class CanaryHalf(SchedulerConnector):
-    """Compares each call with what every tested release does.
+    """Compares each call with that of every tested release.
 
-    A block is named after the request that it was allocated for, its group and its place:
+    A block is named after the request for which it was allocated, its group and its place:
     ``b1.2`` is the third block of request ``b`` in the second group, ``-`` the null block.
     """
 
@@ -67,10 +67,10 @@ class CanaryHalf(SchedulerConnector):
     def __init__(self, num_groups: int) -> None:
         release = installed().connector
         alone = num_groups == 1
-        # SCHED-5: releases that take other loads wrongly are asked for none.
-        beside_hits = alone or release.hits_come_first or not release.null_window_blocks
+        # SCHED-5: releases that handle other loads wrongly get none of them.
+        after_hits = alone or release.hits_come_first or not release.null_window_blocks
         self._promises = {
-            "b": BLOCK_SIZE if beside_hits else 0,
+            "b": BLOCK_SIZE if after_hits else 0,
             "c": 3 * BLOCK_SIZE if alone or release.null_window_blocks else 2 * BLOCK_SIZE,
         }
         self._num_groups = num_groups
@@ -83,67 +83,55 @@ class CanaryHalf(SchedulerConnector):
         self._held: list[int] = []
 
     def _story(self, loaded_b: int, loaded_c: int) -> dict[str, list[str]]:
-        """The calls of each request, in the words of the notes."""
+        """The expected calls of each request, as text."""
         start_b, start_c = 32 + loaded_b, 0 if self.failing else loaded_c
+        table = self._table
         return {
             "a": [
                 _match(48, 0),
-                self._allocated("aaa", 0, 0),
-                self._scheduled("aaa", 0, 48),
-                self._scheduled("aaaa", 48, 1),
-                self._finished("aaaa", 49, FinishReason.FINISHED),
+                _allocated(table("aaa", 0), 0, 0),
+                _scheduled(table("aaa", 0), 0, 48),
+                _scheduled(table("aaaa", 48), 48, 1),
+                _finished(table("aaaa", 49), 49, FinishReason.FINISHED),
             ],
             "b": [
                 _match(63, 32),
-                self._allocated("aab" if loaded_b else "aabb", 32, loaded_b),
-                self._scheduled("aabb", start_b, 63 - start_b),
-                self._finished("aabb", 63, FinishReason.FINISHED),
+                _allocated(table("aab" if loaded_b else "aabb", 32 + loaded_b), 32, loaded_b),
+                _scheduled(table("aabb", start_b), start_b, 63 - start_b),
+                _finished(table("aabb", 63), 63, FinishReason.FINISHED),
             ],
             "c": [
                 _match(63, 0),
-                self._allocated("c" * (loaded_c // BLOCK_SIZE), 0, loaded_c),
-                *([self._allocated("cccc", 0, 0)] if self.failing else []),
-                self._scheduled("cccc", start_c, 63 - start_c),
-                self._scheduled("cccc", 63, 1),
-                f"preempted with {self._table('cccc', 64)}",
+                _allocated(table("c" * (loaded_c // BLOCK_SIZE), loaded_c), 0, loaded_c),
+                *([_allocated(table("cccc", 0), 0, 0)] if self.failing else []),
+                _scheduled(table("cccc", start_c), start_c, 63 - start_c),
+                _scheduled(table("cccc", 63), 63, 1),
+                f"preempted with {table('cccc', 64)}",
                 *([] if self.failing else [_match(65, 64)]),  # SCHED-2
-                self._allocated("ccccc", 64, 0),
-                self._scheduled("ccccc", 64, 1),
-                self._finished("ccccc", 65, FinishReason.ABORTED),
+                _allocated(table("ccccc", 64), 64, 0),
+                _scheduled(table("ccccc", 64), 64, 1),
+                _finished(table("ccccc", 65), 65, FinishReason.ABORTED),
             ],
             "d": [
                 _match(239, 0),
-                self._allocated("d" * 8, 0, 0),
-                self._scheduled("d" * 8, 0, 128),
-                self._scheduled("d" * 15, 128, 111),
-                self._finished("d" * 15, 239, FinishReason.FINISHED),
+                _allocated(table("d" * 8, 0), 0, 0),
+                _scheduled(table("d" * 8, 0), 0, 128),
+                _scheduled(table("d" * 15, 128), 128, 111),
+                _finished(table("d" * 15, 239), 239, FinishReason.FINISHED),
             ],
         }
 
     def _table(self, owners: str, num_computed_tokens: int) -> str:
-        return _text(
-            [
-                [f"{owner}{group}.{number}" for number, owner in enumerate(owners)]
-                for group in range(self._num_groups)
-            ],
-            num_computed_tokens,
-        )
-
-    def _allocated(self, owners: str, num_computed: int, num_external: int) -> str:
-        table = self._table(owners, num_computed + num_external)
-        return f"allocated {table} for {num_computed} computed tokens and {num_external} to load"
-
-    def _scheduled(self, owners: str, num_computed: int, num_tokens: int) -> str:
-        return f"scheduled {num_tokens} after {num_computed} in {self._table(owners, num_computed)}"
-
-    def _finished(self, owners: str, num_computed: int, reason: FinishReason) -> str:
-        table = self._table(owners, num_computed)
-        return f"{reason.name} after {num_computed} with {table}, not freed yet"
+        names = [
+            [f"{owner}{group}.{number}" for number, owner in enumerate(owners)]
+            for group in range(self._num_groups)
+        ]
+        return _text(names, num_computed_tokens)
 
     # --- between steps ---
 
     def take_jobs(self) -> list[TransferJob]:
-        """The loads that the last plan brought; blocks of those that are to fail are freed."""
+        """The loads of the last plan; the blocks of loads that are to fail are freed."""
         jobs, self._jobs = self._jobs, []
         for job in jobs:
             if job.request_id in self.failing and isinstance(job.dst, GPULoadStoreSpec):
@@ -152,26 +140,26 @@ class CanaryHalf(SchedulerConnector):
         return jobs
 
     def is_ready_to_end(self, name: str) -> bool:
-        """Whether a request has had every call but the one about its end."""
+        """Whether a request has had every call except the one about its end."""
         return len(self._expected[name]) <= 1
 
     def expect_ended(self, *names: str) -> None:
-        """See that requests had every call, and that their loads were reported."""
+        """Check that requests had every call, and that their loads were reported."""
         missing = {name: calls for name in names if (calls := self._expected[name])}
         expect(_SEAM, "calls that did not come", missing, {})
         if names[-1] != "a":
             expect(_SEAM, "loads that ended and were not reported", self._num_loads, 0)
 
     def expect_all_free(self) -> None:
-        """See that neither requests nor the play have any block left."""
-        self.give_back()
+        """Check that neither requests nor the canary hold any block."""
+        self.release_held()
         free = self.view.num_free_blocks()
         expect(_SEAM, "free blocks after all requests", free, NUM_BLOCKS - 1)
 
-    def give_back(self) -> None:
-        """Free what is held: it stayed out of the queue, and no request has it any more."""
+    def release_held(self) -> None:
+        """Free the held blocks, which stayed out of the queue without a request."""
         held, self._held = self._held, []
-        self._names = {_NULL_BLOCK_ID: "-"}  # the others are free now, and any request's next
+        self._names = {_NULL_BLOCK_ID: "-"}  # the others are free now, for any request
         stayed = not any(map(self.view.is_free, held))
         self.view.free_blocks(held)
         is_free = stayed, all(map(self.view.is_free, held))
@@ -191,11 +179,8 @@ class CanaryHalf(SchedulerConnector):
     @override
     def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int:
         kinds = "/".join({type(each).__name__ for each in request.block_hashes})
-        self._compare(
-            request,
-            f"asked with {num_computed_tokens} of {request.num_tokens} tokens computed and "
-            f"{len(request.block_hashes)} hashes of {kinds}",
-        )
+        num_hashes = len(request.block_hashes)
+        self._compare(request, _match(request.num_tokens, num_computed_tokens, num_hashes, kinds))
         return self._promises.pop(request.request_id, 0)
 
     @override
@@ -211,17 +196,14 @@ class CanaryHalf(SchedulerConnector):
         keys = [repr(each) for each in event_extra_keys(list(content.extra_keys))]
         made_of = (content.token_ids[0], content.cache_salt, content.lora_name, content.lora_id)
         lora = LORA if name == "c" else (None, None)
-        expect(_SEAM, f"what request {name} is made of", made_of, (PROMPTS[name][0], SALT, *lora))
-        if name != "c":  # a LoRA is named otherwise in older releases
+        expect(_SEAM, f"content of request {name}", made_of, (PROMPTS[name][0], SALT, *lora))
+        if name != "c":  # older releases name a LoRA otherwise
             expect(_SEAM, f"extra keys of request {name}", keys[:2], [repr((SALT,)), "None"])
         end = num_computed_tokens + num_external_tokens
-        if num_external_tokens:  # those to compute come now or in a later step
+        if num_external_tokens:  # blocks to compute come now or in a later step
             block_ids = tuple(group[: end // BLOCK_SIZE] for group in block_ids)
-        self._compare(
-            request,
-            f"allocated {self._named(name, block_ids, end)} for {num_computed_tokens} computed "
-            f"tokens and {num_external_tokens} to load",
-        )
+        table = self._named(name, block_ids, end)
+        self._compare(request, _allocated(table, num_computed_tokens, num_external_tokens))
         if num_external_tokens:
             first = num_computed_tokens // BLOCK_SIZE
             spans = [group[first:] for group in block_ids]
@@ -234,12 +216,10 @@ class CanaryHalf(SchedulerConnector):
     @override
     def plan_step(self, step: StepInfo) -> StepPlan:
         for one in step.scheduled:
-            name, start = one.request.request_id, one.num_computed_tokens
-            table = self._named(name, one.block_ids, start)
-            self._compare(
-                one.request, f"scheduled {one.num_scheduled_tokens} after {start} in {table}"
-            )
-            self._expect_keys(one.request, one.block_ids, start + one.num_scheduled_tokens)
+            start, num_tokens = one.num_computed_tokens, one.num_scheduled_tokens
+            table = self._named(one.request.request_id, one.block_ids, start)
+            self._compare(one.request, _scheduled(table, start, num_tokens))
+            self._expect_keys(one.request, one.block_ids, start + num_tokens)
         if self._expected["c"] and self._expected["c"][0].startswith("preempted"):
             self._hold([*self.view.iter_free_block_ids()])  # the next step finds none
         return StepPlan(loads=list(self._jobs))
@@ -257,17 +237,17 @@ class CanaryHalf(SchedulerConnector):
         expected = self._keys(request, block_ids, num_tokens)
         found = {block: key for block, key in free.items() if block in expected}
         expect(_SEAM, "keys of the blocks of a preempted request", _hex(found), _hex(expected))
-        self.give_back()
+        self.release_held()
 
     @override
     def on_request_finished(
         self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
     ) -> None:
-        name, blocks = request.request_id, [b for b in chain.from_iterable(block_ids) if b]
+        blocks = [block for block in chain.from_iterable(block_ids) if block]
         freed = "freed already" if any(map(self.view.is_free, blocks)) else "not freed yet"
-        table = self._named(name, block_ids, request.num_computed_tokens)
         num_tokens = request.num_computed_tokens
-        self._compare(request, f"{reason.name} after {num_tokens} with {table}, {freed}")
+        table = self._named(request.request_id, block_ids, num_tokens)
+        self._compare(request, _finished(table, num_tokens, reason, freed))
         self._hold(blocks)
 
     # --- comparing ---
@@ -311,14 +291,34 @@ def _hex(keys: dict[int, OffloadKey]) -> dict[int, str]:
     return {block: key.hex() for block, key in keys.items()}
 
 
+# --- the calls as text ---
+
+
 def _text(names: list[list[str]], num_computed_tokens: int) -> str:
-    """A block table in words; what the window has left behind is null in some releases only."""
+    """A block table; the blocks that the window has left are null in some releases only."""
     left = max(0, num_computed_tokens - WINDOW + 1) // BLOCK_SIZE
     for group in names[1:]:
         group[:left] = ["-"] * left
     return " | ".join(map(" ".join, names))
 
 
-def _match(num_tokens: int, num_computed_tokens: int) -> str:
-    hashes = f"{num_tokens // BLOCK_SIZE} hashes of bytes"
-    return f"asked with {num_computed_tokens} of {num_tokens} tokens computed and {hashes}"
+def _match(
+    num_tokens: int, num_computed: int, num_hashes: int | None = None, kinds: str = "bytes"
+) -> str:
+    num_hashes = num_tokens // BLOCK_SIZE if num_hashes is None else num_hashes
+    computed = f"{num_computed} of {num_tokens} tokens computed"
+    return f"asked with {computed} and {num_hashes} hashes of {kinds}"
+
+
+def _allocated(table: str, num_computed: int, num_external: int) -> str:
+    return f"allocated {table} for {num_computed} computed tokens and {num_external} to load"
+
+
+def _scheduled(table: str, num_computed: int, num_tokens: int) -> str:
+    return f"scheduled {num_tokens} after {num_computed} in {table}"
+
+
+def _finished(
+    table: str, num_computed: int, reason: FinishReason, freed: str = "not freed yet"
+) -> str:
+    return f"{reason.name} after {num_computed} with {table}, {freed}"

@@ -8,8 +8,8 @@
 - LOAD-1 Loads are asynchronous where an aborted request keeps its blocks until its
   load has ended (0.16.0) and several KV-cache groups may load so (0.18.0); both are
   there from 0.18.0, where worker metadata came. Before, the step waits for its loads.
-- LOAD-2 What becomes of a request whose load failed is vLLM's setting
-  ``kv_load_failure_policy``; ``recompute`` computes the prefix instead.
+- LOAD-2 vLLM's setting ``kv_load_failure_policy`` decides the outcome of a request whose load
+  failed; ``recompute`` computes the prefix instead.
 
 Source: ``KVConnectorBase_V1``, vllm/distributed/kv_transfer/kv_connector/v1/base.py.
 """
@@ -43,7 +43,7 @@ from kvview.version import require_contract
 from kvview_vllm.binding import BlockPoolViewMixin
 from kvview_vllm.connector.canary_half import CANARY_TARGET
 from kvview_vllm.connector.connector_canary import check_connector
-from kvview_vllm.connector.containment import Faults, tell_at_start
+from kvview_vllm.connector.containment import Faults, report_at_start
 from kvview_vllm.connector.messages import (
     JobReport,
     KVViewMetadata,
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     class SupportsHMA:  # noqa: D101
         pass
 else:
-    # Here and not at the first instance: Python would refuse a class that lacks an
+    # At import and not at the first instance: Python would refuse a class that lacks an
     # abstract method before anything could be probed.
     with reading("connector", "the interface of connectors"):
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -96,10 +96,10 @@ else:
 
 _logger = logging.getLogger(__name__)
 _NOT_FINISHED_WELL = unfinished_statuses()
-_LOSES_ANSWERS = (
+_LOSES_REQUESTS = (
     "kvview: connector %s: a request whose load fails ends without an answer, as "
     'kv_load_failure_policy is "fail" (vLLM\'s default since 0.17). Add "kv_load_failure_policy": '
-    '"recompute" beside "kv_connector" in --kv-transfer-config, under MultiConnector in both places'
+    '"recompute" next to "kv_connector" in --kv-transfer-config, for MultiConnector in both'
 )
 
 
@@ -108,14 +108,14 @@ class KVViewOptions(BaseModel):
 
     Args:
         connector: Target of the connector, ``file.py:Class`` or ``pkg.mod:Class``.
-        options: Its own options.
+        options: Options of the connector.
         pin_budget: Largest share of the pool's blocks that it may hold, 0 to 1.
         trace_holds: Whether leak reports name the line that took each hold (slow).
-        leak_report_seconds: How old a hold, or a job, is when the log names it; None: never.
+        leak_report_seconds: Age at which the log reports a hold or a job; None: never.
         events: "self_describing", or "location_only": without tokens, parent, LoRA and
             extra keys, for routers that know each block from the GPU's events.
-        contain_faults: Whether what a hook raises is told and contained (FAULT-1, FAULT-2);
-            else it comes through as it is, for a debugger or the kit.
+        contain_faults: Whether exceptions of hooks are reported and contained (FAULT-1, FAULT-2);
+            if not, they propagate unchanged, for a debugger or the kit.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -130,7 +130,7 @@ class KVViewOptions(BaseModel):
 
 
 class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
-    """One half of a kvview connector, the one that its role asks for.
+    """One half of a kvview connector, as its role requires.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
@@ -142,7 +142,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
             ``connector``, or the connector refuses its options.
         UnsupportedContractError: The connector was written to another contract.
         UnsupportedEngineError: The interface has an unknown shape, or the engine's
-            geometry cannot be said.
+            geometry cannot be expressed.
     """
 
     _built: ClassVar[WeakSet[KVViewConnector]] = WeakSet()
@@ -160,7 +160,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         except KVViewError as error:
             target = str(extra.get("connector", "without a target"))
             if target != CANARY_TARGET:
-                tell_at_start(target, error)
+                report_at_start(target, error)
             raise
         self._built.add(self)
 
@@ -187,7 +187,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         if options.contain_faults:
             watch_hooks(connector)
         recomputes = recomputes_failed_loads(vllm_config.kv_transfer_config)
-        goes_on = options.contain_faults and recomputes
+        resumes = options.contain_faults and recomputes
         parallel = vllm_config.parallel_config
         if role is KVConnectorRole.SCHEDULER:
             half = connector.make_scheduler()
@@ -201,7 +201,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
                 parallel.world_size,
                 release=self._release,
                 preempted_status=RequestStatus.PREEMPTED,
-                faults=Faults(target, "scheduler", goes_on=goes_on),
+                faults=Faults(target, "scheduler", resumes=resumes),
                 descriptions=BlockDescriptions(self._geometry, num_blocks=0)
                 if options.events == "self_describing" and publishes_events(vllm_config)
                 else None,
@@ -209,14 +209,14 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
             self._group_kinds = event_group_kinds(kv_cache_config)
             self._reporter = Reporter(self._scheduler_side.owner, target)
             if not recomputes:
-                _logger.warning(_LOSES_ANSWERS, target)
+                _logger.warning(_LOSES_REQUESTS, target)
         else:
             self._worker_side = WorkerSide(
                 connector.make_worker(),
                 kv_cache_config,
                 parallel.rank,
                 self._release,
-                Faults(target, "worker", goes_on=goes_on),
+                Faults(target, "worker", resumes=resumes),
             )
 
     @property
@@ -245,7 +245,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
     # --- scheduler ---
 
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
-        """Hand the view to the connector, and the engine's facts after it."""
+        """Pass the view to the connector, and then the engine's facts."""
         vllm_config, kv_cache_config = self._kvview_config
         num_gpu_blocks = self._bound_pool.num_gpu_blocks
         with reading("geometry", "the facts of the engine"):
@@ -255,18 +255,18 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A store that is lost costs a hit, not an answer (0.27.0 asks)."""
+        """Return False: a lost store costs a hit, not an answer (0.27.0)."""
         return False
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Ask the connector for a longer prefix."""
+        """Query the connector for a longer prefix."""
         num_tokens = self._scheduler.match(request, num_computed_tokens)
         return num_tokens, bool(num_tokens) and self._scheduler.asynchronous
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Tell the connector which blocks to load into."""
+        """Pass the blocks to load into to the connector."""
         self._scheduler.on_allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVViewMetadata:
@@ -274,7 +274,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Hear how jobs ended."""
+        """Receive the ends of jobs."""
         if self._release.failed_blocks and connector_output.invalid_block_ids:
             unfilled = self._scheduler.forget_computed(connector_output.invalid_block_ids)
             if unfilled and self._bound_pool is not None:
@@ -283,17 +283,17 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         from_stats = not self._release.worker_metadata
         owner = self._scheduler.owner
         if reports := take_reports(connector_output, owner, from_stats=from_stats):
-            self._scheduler.hear(reports)
+            self._scheduler.on_reports(reports)
         stats = connector_output.kv_connector_stats
         if isinstance(stats, KVViewStats) and (new := self._news()) is not None:
-            stats.aggregate(new)  # 0.11.0 asks this side for none
+            stats.aggregate(new)  # 0.11.0 takes no stats from this side
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         """One KV-cache group: 0.11.0, and connectors without ``SupportsHMA``."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(self, request: Any, block_ids: BlockIds) -> tuple[bool, None]:
-        """Tell the connector, which holds what it needs; nothing is left to delay."""
+        """Notify the connector, which holds the blocks that it needs; freeing is not delayed."""
         aborted = request.status in _NOT_FINISHED_WELL
         reason = FinishReason.ABORTED if aborted else FinishReason.FINISHED
         self._scheduler.on_finished(request, block_ids, reason)
@@ -311,17 +311,17 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         )
 
     def has_pending_push_work(self) -> bool:
-        """Keep the engine stepping while jobs are in flight (0.24.0 asks)."""
+        """Whether the engine must keep stepping because jobs are in flight (0.24.0)."""
         return self._scheduler.has_pending_work()
 
     def reset_cache(self) -> bool:
-        """Forget what was offloaded (0.13.0 asks)."""
+        """Forget every offloaded block (0.13.0)."""
         return self._scheduler.reset_cache()
 
     # --- worker ---
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        """Hand the KV-cache tensors over, as pages."""
+        """Pass the KV-cache tensors on, as pages."""
         self._worker.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -329,15 +329,15 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         self._worker.start(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: loads end before the step, or between steps."""
+        """Do nothing: loads end before the step, or between steps."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: stores read blocks whose compute was launched before (XFER-6)."""
+        """Do nothing: stores read blocks whose compute was launched before (XFER-6)."""
 
     def wait_for_save(self) -> None:
-        """Nothing: source blocks are held until their store is reported (CONN-6)."""
+        """Do nothing: source blocks are held until their store is reported (CONN-6)."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Name the requests whose loads have ended."""
@@ -345,45 +345,45 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         return None, self._worker.take_loaded() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """The same with the failed ones: what 0.30.0 and later call."""
+        """Name the requests whose loads have ended or failed (0.30.0 and later)."""
         results = super().get_transfer_results(finished_req_ids)
         results.failed_recving |= self._worker.take_failed_requests()
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Name the blocks that were not loaded (0.11.1 asks)."""
+        """Name the blocks that were not loaded (0.11.1)."""
         return self._worker.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> KVViewWorkerMetadata | None:
-        """Report jobs to the scheduler's side (0.18.0 asks)."""
+        """Report jobs to the scheduler's side (0.18.0)."""
         reports = self._worker.reports()
         return KVViewWorkerMetadata(reports) if reports else None
 
     # --- both ---
 
     def get_kv_connector_stats(self) -> KVViewStats | None:
-        """What an operator should know, and up to 0.17 the reports of jobs.
+        """Metrics for an operator, and up to 0.17 the reports of jobs.
 
-        Those of its siblings too: ``MultiConnector`` has one place for all children of a
-        class, and what the last of them answered is all that arrives.
+        They include those of its siblings: ``MultiConnector`` has one place for all children of
+        a class, and only the result of the last child arrives.
         """
         if self._worker_side is None:
             if self._release.asked_for_stats and not self._scheduler.is_stats_due():
                 return None
-            news = [said for each in self._siblings() if (said := each._news()) is not None]
+            news = [new for each in self._siblings() if (new := each._news()) is not None]
             return reduce(KVViewStats.aggregate, news) if news else None
         if self._release.asked_for_stats:
             return None  # workers have none of their own
         reports: list[JobReport] = []
         if not self._release.worker_metadata:
             reports = [r for each in self._siblings() for r in each._worker.reports()]
-        # The scheduler's side is asked only beside a worker that has some.
+        # The scheduler's side is only read together with a worker that has stats.
         if reports or self._worker_side.is_stats_due():
             return stats_of(reports)
         return None
 
     def _siblings(self) -> list[KVViewConnector]:
-        """The children of the same ``MultiConnector``, on this side; else this one."""
+        """The children of the same ``MultiConnector`` on this side, or this connector alone."""
         engine, is_worker = self._kvview_config[0].cache_config, self._worker_side is not None
         return [
             each
@@ -397,8 +397,8 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         oldest = self._hold_watch.oldest if self._hold_watch is not None else {}
         values = side.meter.values(side.half, self._bound_view, oldest)
         values.setdefault("", {})["faults"] = side.faults.num_faults
-        said = self._reporter.say(values)
-        return None if said is None else stats_of([], said)
+        update = self._reporter.update(values)
+        return None if update is None else stats_of([], update)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVViewStats:
@@ -413,7 +413,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PromMetrics:
-        """The metrics (0.11.1 asks); the same ones for each child of a ``MultiConnector``."""
+        """The metrics (0.11.1); the same object for each child of a ``MultiConnector``."""
         last = _last_prom_metrics[0] if _last_prom_metrics else None
         if last is None or last.per_engine_labelvalues is not per_engine_labelvalues:
             last = PromMetrics(metric_types, labelnames, per_engine_labelvalues)
@@ -423,7 +423,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         return last
 
     def shutdown(self) -> None:
-        """Release what either side holds, then close the view, whatever fails on the way."""
+        """Release the holds of either side, then close the view, whatever fails meanwhile."""
         with ExitStack() as last_first:
             if self._worker_side is not None:
                 last_first.callback(self._worker_side.shutdown)

@@ -1,6 +1,6 @@
-"""A canary for the connector: what its halves exchange, played dry with vLLM's classes.
+"""A canary for the messages between the halves of the connector, made with vLLM's classes.
 
-Reports of workers, events and the layout of a KV cache are built and read here, before the
+Reports of workers, events and the layout of a KV cache are built and read here before the
 first request. An unknown shape is refused when a connector is built, and by ``kvview doctor``.
 The calls of a scheduler are played in :mod:`.scheduler_canary`.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pickle
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 from kvview import (
@@ -31,6 +30,7 @@ from kvview_vllm.events import to_vllm_events
 from kvview_vllm.geometry import read_group
 from kvview_vllm.releases import ConnectorSeam, expect, installed, reading
 from kvview_vllm.releases.samples import BLOCK_SIZE, LAYERS, make_filled, make_kv_cache_config
+from kvview_vllm.releases.versions import vllm
 from kvview_vllm.transfer import canonical_kv_caches
 
 _SEAM = ConnectorSeam.seam
@@ -39,34 +39,27 @@ _NAME = "kvview canary"
 
 @cache
 def check_connector() -> None:
-    """Play once in a process.
+    """Play once per process.
 
     Raises:
-        UnsupportedEngineError: Something went otherwise than in the tested releases.
+        UnsupportedEngineError: A result differs from that of the tested releases.
     """
-    with reading(_SEAM, "what workers report"):
-        _play_reports()
-    with reading(_SEAM, "an event of offloaded blocks"):
-        _play_events()
-    with reading("geometry", "the layout of a KV cache"):
-        _play_layout()
+    _play_reports()
+    _play_events()
+    _play_layout()
 
 
+@reading(_SEAM, "the reports of workers")
 def _play_reports() -> None:
     release = installed().connector
-    outputs: Any = import_module("vllm.v1.outputs")
     reports = [JobReport(_NAME, 0, TransferResult(1, success=True))]
     metadata = KVViewMetadata(_NAME, StepPlan(), False, ())
     expect(_SEAM, "metadata of a step", pickle.loads(pickle.dumps(metadata)), metadata)
+    values: dict[str, Any] = {"kv_connector_stats": stats_of(reports)}
     if release.worker_metadata:
-        values: dict[str, Any] = {
-            "kv_connector_worker_meta": KVViewWorkerMetadata(reports).aggregate(
-                KVViewWorkerMetadata([])
-            )
-        }
-    else:
-        values = {"kv_connector_stats": stats_of(reports)}
-    output = make_filled(outputs.KVConnectorOutput, **values)
+        joined = KVViewWorkerMetadata(reports).aggregate(KVViewWorkerMetadata([]))
+        values = {"kv_connector_worker_meta": joined}
+    output = make_filled(vllm("v1.outputs").KVConnectorOutput, **values)
     output = pickle.loads(pickle.dumps(output))
     if release.failed_blocks:
         expect(_SEAM, "blocks that were not loaded", output.invalid_block_ids or set(), set())
@@ -74,6 +67,7 @@ def _play_reports() -> None:
     expect(_SEAM, "reports of a worker", taken, reports)
 
 
+@reading(_SEAM, "an event of offloaded blocks")
 def _play_events() -> None:
     keys = (make_offload_key(b"%032d" % 0, 0),)
     events = [OffloadingEvent(keys, MEDIUM_CPU, removed=removed) for removed in (False, True)]
@@ -83,6 +77,7 @@ def _play_events() -> None:
     expect(_SEAM, "the block size of an event", stored.block_size, BLOCK_SIZE)
 
 
+@reading("geometry", "the layout of a KV cache")
 def _play_layout() -> None:
     import torch
 

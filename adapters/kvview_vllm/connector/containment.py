@@ -1,16 +1,16 @@
-"""What happens when a connector's own code fails: one line first, then the failure policy's word.
+"""Containment of faults in a connector's own code: one log line, then the failure policy.
 
-- FAULT-1 The first line about a fault **must** be ours, and name the target, the file and the
-  hook; what vLLM prints of it comes after.
-- FAULT-2 With ``kv_load_failure_policy`` ``recompute`` the engine **must** go on without the
-  connector: the half that failed is asked nothing more and answers as the contract's defaults
-  do, requests that wait for its loads are computed, its holds are given back once its jobs
-  have ended. With ``fail`` the engine ends.
+- FAULT-1 The first line about a fault **must** be kvview's, and name the target, the file and
+  the hook; vLLM's output about it follows.
+- FAULT-2 With ``kv_load_failure_policy`` ``recompute`` the engine **must** continue without the
+  connector: the half that failed is not called any more and the contract's defaults replace it,
+  requests that wait for its loads are computed, its holds are released once its jobs have
+  ended. With ``fail`` the engine ends.
 - FAULT-3 A fault at the start, and one of a worker half that has loads in flight, **must** end
-  the engine: nobody knows whether these still write into the KV cache.
+  the engine, because these loads may still write into the KV cache.
 
-Source: vLLM's ``KVTransferConfig.kv_load_failure_policy`` (0.13.0), which says what a load that
-failed costs; a connector that failed costs no more.
+Source: vLLM's ``KVTransferConfig.kv_load_failure_policy`` (0.13.0), which defines the cost of a
+failed load; a failed connector costs no more.
 """
 
 from __future__ import annotations
@@ -31,52 +31,52 @@ _AT_START = {"bind_gpu_block_pool_view", "on_engine_ready"}
 
 
 class Faults:
-    """Whether one half is still asked.
+    """The faults of one half, and whether it is still called.
 
     Args:
-        target: Of the connector.
+        target: Target of the connector.
         half: "scheduler" or "worker".
-        goes_on: Whether the engine goes on without it.
+        resumes: Whether the engine continues without it.
     """
 
-    def __init__(self, target: str, half: str, *, goes_on: bool) -> None:
+    def __init__(self, target: str, half: str, *, resumes: bool) -> None:
         self.target = target
         self.is_out = False
         self.num_faults = 0
         self._half = half
-        self._goes_on = goes_on
+        self._resumes = resumes
         self._ends_with: ConnectorError | None = None
 
-    def hear(self, error: ConnectorError, cannot_go_on: str = "") -> None:
+    def on_fault(self, error: ConnectorError, must_end: str = "") -> None:
         """Log a fault; the half is out from now on.
 
         Args:
             error: Names the line and the hook.
-            cannot_go_on: Why the engine must end whatever the policy, empty if it need not.
+            must_end: Reason why the engine must end whatever the policy, empty if it need not.
 
         Raises:
             ConnectorError: The engine has to end.
         """
         self.num_faults += 1
         self.is_out = True
-        if self._goes_on and not cannot_go_on:
+        if self._resumes and not must_end:
             _logger.error(
-                "kvview: connector %s failed: %s. FAULT-2: its %s half is asked nothing more, the "
-                "engine goes on without it",
+                "kvview: connector %s failed: %s. FAULT-2: its %s half is not called any more, and "
+                "the engine continues without it",
                 *(self.target, error, self._half),
             )
             return
-        why = cannot_go_on or "kv_load_failure_policy is not recompute"
+        why = must_end or "kv_load_failure_policy is not recompute"
         _logger.error(
             "kvview: connector %s failed: %s. The engine ends: %s", self.target, error, why
         )
         law, _ = split_law(str(error))  # it stays in front, as in every message of a law
-        told = f"{error} (connector {self.target})" if law else f"connector {self.target}: {error}"
-        self._ends_with = type(error)(told)
+        text = f"{error} (connector {self.target})" if law else f"connector {self.target}: {error}"
+        self._ends_with = type(error)(text)
         raise self._ends_with from error
 
     def insist(self) -> None:
-        """Raise again what was to end an engine that stepped on: vLLM gives it to a reset's caller.
+        """Raise the fatal fault again: vLLM may have passed it to the caller of a reset.
 
         Raises:
             ConnectorError: The engine has to end.
@@ -85,19 +85,19 @@ class Faults:
             raise self._ends_with
 
 
-def tell_at_start(target: str, error: BaseException) -> None:
+def report_at_start(target: str, error: BaseException) -> None:
     """Log why a connector cannot start, before vLLM's tracebacks (FAULT-1)."""
     _logger.error("kvview: connector %s cannot start: %s", target, one_line(error))
 
 
 def contain(half: SchedulerConnector, faults: Faults) -> None:
-    """Have every hook of a watched scheduler half keep FAULT-2."""
+    """Make every hook of a watched scheduler half satisfy FAULT-2."""
     idle = SchedulerConnector()
     for name in hooks_of(type(half)):
         hook, default = getattr(half, name), getattr(idle, name)
         own = inspect.unwrap(hook)
         if isinstance(own, MethodType) and own.__func__ is default.__func__:
-            call = default  # nothing of the connector's can fail there
+            call = default  # the connector has no code there that could fail
         else:
             call = _contained(name, hook, default, faults)
         object.__setattr__(half, name, call)
@@ -114,7 +114,7 @@ def _contained(
         try:
             return hook(*args)
         except ConnectorError as error:
-            faults.hear(error, "it cannot start" if name in _AT_START else "")
+            faults.on_fault(error, "it cannot start" if name in _AT_START else "")
             return default(*args)
 
     return call

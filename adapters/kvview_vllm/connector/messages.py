@@ -1,11 +1,11 @@
-"""What the two halves of ``KVViewConnector`` send each other through vLLM.
+"""The messages between the two halves of ``KVViewConnector``, sent through vLLM.
 
 Scheduler to worker: one :class:`KVViewMetadata` a step. Worker to scheduler: job
 reports, in the worker metadata where the release has it (0.18 and later), else in
 the connector stats, the one other field of ``KVConnectorOutput`` that every
 release passes through whole and aggregates over workers.
 
-- MSG-1 A report **must** be sent again until it was acknowledged: 0.11.0 drops the
+- MSG-1 A report **must** be sent again until it is acknowledged: 0.11.0 drops the
   output of a step that computes nothing.
 - MSG-2 Reports **must** be read once: by owner, job and worker rank.
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvview import StepPlan, TransferJob, TransferResult
-from kvview_vllm.metrics import Said, as_log_line, merge
+from kvview_vllm.metrics import MetricUpdate, as_log_line, merge
 from kvview_vllm.releases import installed, reading
 
 if TYPE_CHECKING:
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
         data: dict[str, Any]
 
 else:
-    with reading("connector", "what the halves of a connector send each other"):
+    with reading("connector", "the messages between the halves of a connector"):
         from vllm.distributed.kv_transfer.kv_connector.v1 import base
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
         from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-        _answers = installed().connector.worker_metadata
-        KVConnectorWorkerMetadata = base.KVConnectorWorkerMetadata if _answers else object
+        _has_metadata = installed().connector.worker_metadata
+        KVConnectorWorkerMetadata = base.KVConnectorWorkerMetadata if _has_metadata else object
 
 _REPORTS, _METRICS = "reports", "metrics"
 
@@ -51,11 +51,11 @@ class KVViewMetadata(KVConnectorMetadata):
     """One step, for the worker half.
 
     Args:
-        owner: Names the scheduler half; children of one ``MultiConnector`` differ.
-        plan: What to start.
-        wait_for_loads: Whether the step computes on what is loaded.
+        owner: Id of the scheduler half; children of one ``MultiConnector`` differ.
+        plan: The jobs to start.
+        wait_for_loads: Whether the step computes on the loaded bytes.
         acknowledged: Jobs whose reports have arrived (MSG-1).
-        lost: Loads that have failed already: their promise has ended (SCHED-7, FAULT-2).
+        lost: Loads that have already failed, because their promise ended (SCHED-7, FAULT-2).
     """
 
     owner: str
@@ -67,12 +67,12 @@ class KVViewMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class JobReport:
-    """How a job ended on one worker.
+    """The end of a job on one worker.
 
     Args:
-        owner: As in the metadata that brought the job.
-        rank: The worker.
-        result: The end of the job there.
+        owner: The owner in the metadata that brought the job.
+        rank: Rank of the worker.
+        result: Result of the job on this worker.
     """
 
     owner: str
@@ -93,19 +93,19 @@ class KVViewWorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class KVViewStats(KVConnectorStats):
-    """Metrics for the front end, and up to 0.17 reports, taken out before they get there."""
+    """Metrics for the front end, and up to 0.17 reports, which are removed before that."""
 
     def reset(self) -> None:
-        """Forget all."""
+        """Remove everything."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVViewStats:
-        """Take in those of another worker, of the scheduler's side, or of a later time."""
-        # In place: the reports must be found in what the scheduler passes on as well.
+        """Add the stats of another worker, of the scheduler's side, or of a later time."""
+        # In place: the object that the scheduler passes on must have the reports as well.
         if reports := [*self.data.get(_REPORTS, ()), *other.data.get(_REPORTS, ())]:
             self.data[_REPORTS] = reports
-        if said := merge(self.data.get(_METRICS, {}), other.data.get(_METRICS, {})):
-            self.data[_METRICS] = said
+        if metrics := merge(self.data.get(_METRICS, {}), other.data.get(_METRICS, {})):
+            self.data[_METRICS] = metrics
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -117,7 +117,7 @@ class KVViewStats(KVConnectorStats):
         return not (self.data.get(_REPORTS) or self.data.get(_METRICS))
 
     def __getitem__(self, name: str) -> Any:
-        """``data``, as vLLM's MultiConnector up to 0.30 asks what it has not sent anywhere."""
+        """``data``: up to 0.30 vLLM's MultiConnector indexes stats that were not sent."""
         return {"data": self.data}[name]
 
 
@@ -125,10 +125,10 @@ def take_reports(connector_output: Any, owner: str, *, from_stats: bool) -> list
     """Take the reports for one owner out of a ``KVConnectorOutput``.
 
     Args:
-        connector_output: As given to ``update_connector_output``. Taken out of the stats,
-            as the front end needs none.
-        owner: Whose reports to take.
-        from_stats: Whether this release has no other place for them.
+        connector_output: The argument of ``update_connector_output``. Reports are removed from
+            its stats, because the front end does not need them.
+        owner: Owner of the reports.
+        from_stats: Whether this release only has the stats for them.
     """
     if not from_stats:
         metadata = connector_output.kv_connector_worker_meta
@@ -142,13 +142,14 @@ def take_reports(connector_output: Any, owner: str, *, from_stats: bool) -> list
         if not data[key]:
             del data[key]
     if stats is not None:
-        for name in [name for name, child in stats.data.items() if _is_emptied(child)]:
-            del stats.data[name]
+        for name, child in [*stats.data.items()]:
+            if isinstance(child, KVViewStats) and child.is_empty():
+                del stats.data[name]
     return found
 
 
 def _stats_with_reports(stats: Any) -> list[tuple[dict[str, Any], str]]:
-    """Where the reports are: in the stats themselves, or one level down (MultiConnector)."""
+    """The places of reports: the stats themselves, or their children (MultiConnector)."""
     if isinstance(stats, KVViewStats):
         return [(stats.data, _REPORTS)] if _REPORTS in stats.data else []
     if not isinstance(stats, KVConnectorStats):
@@ -156,11 +157,7 @@ def _stats_with_reports(stats: Any) -> list[tuple[dict[str, Any], str]]:
     return [place for child in stats.data.values() for place in _stats_with_reports(child)]
 
 
-def _is_emptied(child: Any) -> bool:
-    return isinstance(child, KVViewStats) and child.is_empty()
-
-
-def stats_of(reports: list[JobReport], said: Said | None = None) -> KVViewStats:
+def stats_of(reports: list[JobReport], metrics: MetricUpdate | None = None) -> KVViewStats:
     """Wrap reports, or metrics, as connector stats."""
     data: dict[str, Any] = {_REPORTS: list(reports)} if reports else {}
-    return KVViewStats(data | ({_METRICS: said} if said else {}))
+    return KVViewStats(data | ({_METRICS: metrics} if metrics else {}))

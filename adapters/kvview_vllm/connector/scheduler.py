@@ -1,25 +1,26 @@
-"""The scheduler's side of ``KVViewConnector``: vLLM's calls in the contract's words.
+"""The scheduler's side of ``KVViewConnector``: vLLM's calls in the contract's terms.
 
-- SCHED-1 Block tables **must** name only blocks that the request still has: what a
-  window has left behind, and what another request took after a preemption, is the
+- SCHED-1 Block tables **must** name only blocks that the request still has: blocks that a
+  window has left behind, and blocks that another request took after a preemption, are the
   null block.
-- SCHED-2 A load that failed **must not** be tried again for the same request, by a
-  sibling neither: its prefix is computed. Where a load is tried again and has no room,
-  0.33.0 serves nobody behind it, and those hold the room.
+- SCHED-2 A load that failed **must not** be tried again for the same request, not even by a
+  sibling: its prefix is computed. If a load is tried again and has no room, 0.33.0 does not
+  serve the requests behind it, which hold the room.
 - SCHED-3 Tokens **must** count as computed only if earlier steps computed them: vLLM lets
   a request hit blocks that another one computes in the same step.
-- SCHED-4 What a connector promised **must** be in the plan of the step in which its
-  blocks were allocated; a broken promise ends in :class:`~kvview.ConnectorError`,
-  not in a request that waits for ever.
-- SCHED-5 A load that the release takes wrongly **must not** be asked for: of a window's
-  blocks, those that are skipped, where they are cached all the same (up to 0.13); within
-  a step, for a request that was preempted (its failure is not seen); and beside a GPU hit
-  with several groups, where one block may become two groups' (0.14 to 0.23, vLLM PR 44409).
+- SCHED-4 The jobs of a promise **must** be in the plan of the step in which its blocks were
+  allocated; a broken promise ends in :class:`~kvview.ConnectorError`, not in a request that
+  waits forever.
+- SCHED-5 A load that the release handles wrongly **must not** be requested: blocks that a
+  window skips, where they are cached all the same (up to 0.13); within a step, for a request
+  that was preempted (its failure is not seen); and after a GPU hit with several groups, where
+  one block may become two groups' (0.14 to 0.23, vLLM PR 44409).
 - SCHED-6 Blocks that a load within a step left unfilled, and those computed after them in it,
-  **must not** be hit: up to 0.17 vLLM keeps them in its prefix cache until somebody computes them,
-  and who was to may be aborted or preempted before.
-- SCHED-7 Blocks of a promise that come after other calls **must** be given to the connector only
-  if it promises as much again (CONN-2); else the load has failed (HiSparse of 0.33.0).
+  **must not** be hit: up to 0.17 vLLM keeps them in its prefix cache until a request computes
+  them, and that request may be aborted or preempted before.
+- SCHED-7 If other calls come between a promise and its blocks, the connector **must** only get
+  the blocks if it promises as much again (CONN-2); otherwise the load has failed (HiSparse of
+  0.33.0).
 
 Source: the order of calls in vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0; for SCHED-6
 ``_handle_invalid_blocks`` there, which evicts them only where the request is to fail.
@@ -69,19 +70,19 @@ _NULL_BLOCK_ID = 0  # the first block that every release takes from its pool
 
 @dataclass(slots=True)
 class _Tracked:
-    """A request that vLLM asked about and has not finished."""
+    """A request that vLLM has queried and not finished."""
 
     request: Any
     content: RequestContent
     chunks: list[Sequence[Sequence[int]]] = field(default_factory=list)  # of its block table
-    asked_at: int | None = None  # tokens hit on the GPU, until its blocks are allocated
-    promised: int = 0  # tokens, with that
+    queried_at: int | None = None  # tokens hit on the GPU, until its blocks are allocated
+    promised: int = 0  # tokens after these
     num_hit_tokens: int = 0  # when its blocks were allocated
     is_allocated: bool = False  # until it is preempted
     load_failed: bool = False
 
     def table(self) -> Sequence[Sequence[int]]:
-        """Its blocks so far, per group; empty when it has none."""
+        """Its blocks so far, per group; empty without blocks."""
         if len(self.chunks) > 1:
             groups = zip(*self.chunks, strict=True)
             self.chunks = [[list(chain.from_iterable(parts)) for parts in groups]]
@@ -89,11 +90,11 @@ class _Tracked:
 
 
 class _Computed(NamedTuple):
-    """One step, in the lists of vLLM's output."""
+    """One step, as the lists of vLLM's output."""
 
     lengths: Mapping[str, int]
-    started: Mapping[str, int]  # requests that began, and the tokens before
-    request_ids: Sequence[str]  # those that went on
+    started: Mapping[str, int]  # new requests, and their tokens before
+    request_ids: Sequence[str]  # continued requests
     starts: Sequence[int]
 
 
@@ -101,15 +102,15 @@ class SchedulerSide:
     """The scheduler half, driven by vLLM's scheduler.
 
     Args:
-        half: The connector's scheduler half; of hooks that are watched, faults are contained.
-        geometry: Of the engine.
+        half: The connector's scheduler half; faults of watched hooks are contained.
+        geometry: Geometry of the engine.
         num_workers: Workers that report each job.
-        release: Whether requests wait for their loads between steps (LOAD-1), and what
-            its scheduler's output says.
+        release: Whether requests wait for their loads between steps (LOAD-1), and the fields
+            of its scheduler's output.
         preempted_status: ``RequestStatus.PREEMPTED``, for releases whose output
             does not name the preempted requests.
-        faults: What becomes of a half that fails.
-        descriptions: Follows the requests, where events speak of what blocks are made of.
+        faults: Policy for a half that fails.
+        descriptions: Tracks the content of blocks, where events describe it.
     """
 
     def __init__(
@@ -139,17 +140,17 @@ class SchedulerSide:
         self._nothing_to_do = KVViewMetadata(self.owner, StepPlan(), not asynchronous, ())
         self._view: GuardedView | None = None
         self._tracked: dict[str, _Tracked] = {}
-        self._unseen: dict[str, int] = {}  # allocated with blocks that we were not shown
-        self._lost: set[str] = set()  # preempted and asked about again in one step
-        # What each of the last steps computed: vLLM has lost it at a preemption.
+        self._unseen: dict[str, int] = {}  # allocated with blocks that were not passed here
+        self._lost: set[str] = set()  # preempted and queried again in one step
+        # The tokens that each of the last steps computed: vLLM has lost them at a preemption.
         self._recent: deque[_Computed] = deque(maxlen=_RECENT_STEPS)
-        # Requests whose last full block nobody was shown; None: nobody looked, it may be all.
+        # Requests whose last full block was not read; None: no step was read, it may be all.
         self._unshown: set[str] | None = None
         self._filling: LazySteps | None = None  # of the last step
         self._jobs = JobTracker(num_workers)
         self._acknowledged: list[int] = []
         self._promised_blocks: dict[str, GPULoadStoreSpec] = {}
-        self._told_of: str | None = None  # whose call the half had last
+        self._last_request: str | None = None  # the request of the half's last call
         self._lost_blocks: dict[str, GPULoadStoreSpec] = {}  # of promises that have ended
         self._lost_ids = count(-1, -1)
         self._lost_jobs: set[int] = set()
@@ -157,32 +158,33 @@ class SchedulerSide:
         self.meter = Meter(num_workers)
 
     def bind(self, view: GuardedView) -> None:
-        """Hand the view on (CONN-1)."""
+        """Pass the view on (CONN-1)."""
         self._view = view
         self.half.bind_gpu_block_pool_view(view)
 
     def on_engine_ready(self, facts: EngineFacts) -> None:
-        """Hand the facts on."""
+        """Pass the facts on."""
         self.meter.page_bytes = facts.page_bytes
         if self.descriptions is not None:
             self.descriptions.num_blocks = facts.num_gpu_blocks
         self.half.on_engine_ready(facts)
 
-    # --- a request begins ---
+    # --- a request starts ---
 
     def match(self, request: Any, num_computed_tokens: int) -> int | None:
-        """How many more tokens could be loaded; None to be asked again."""
+        """The number of further tokens that could be loaded; None for a retry."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.request is not request:
-            tracked = self._tracked[request.request_id] = _Tracked(request, self._content(request))
+            content = request_content(request, self.geometry.hash_block_size)
+            tracked = self._tracked[request.request_id] = _Tracked(request, content)
             if self.descriptions is not None:
                 self.descriptions.follow(request, tracked.content)
-        elif tracked.chunks:  # before it begins again, not after: the plan would be too late
+        elif tracked.chunks:  # before it starts again: the plan would be too late
             self._lost.add(request.request_id)
-            self._hear_of_preemption(request.request_id)
-        elif tracked.asked_at is None and tracked.is_allocated:
+            self._on_preemption(request.request_id)
+        elif tracked.queried_at is None and tracked.is_allocated:
             tracked.load_failed = True  # it never ran: the load was a sibling's in MultiConnector
-        tracked.asked_at, tracked.promised = num_computed_tokens, 0
+        tracked.queried_at, tracked.promised = num_computed_tokens, 0
         if (
             tracked.load_failed
             or not request.block_hashes
@@ -191,14 +193,14 @@ class SchedulerSide:
         ):
             return 0
         info = request_info(request, tracked.content, num_computed_tokens)
-        self._speak_of(request.request_id)
+        self._attribute_to(request.request_id)
         num_tokens = self.half.match_prefix(info, num_computed_tokens)
         if not num_tokens:
             return num_tokens
         try:
             check_promise(self.geometry, info, num_computed_tokens, num_tokens)
         except ConnectorError as error:
-            self.faults.hear(error)
+            self.faults.on_fault(error)
             return 0
         if not self._can_load(request, num_computed_tokens, num_tokens):
             return 0
@@ -206,24 +208,24 @@ class SchedulerSide:
         return num_tokens
 
     def on_allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Blocks were allocated; called a second time when an asynchronous load ended."""
+        """Receive allocated blocks; called again when an asynchronous load ended."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.asked_at is None:
-            return  # the second call: nothing to load any more
-        num_computed_tokens, tracked.asked_at = tracked.asked_at, None
+        if tracked is None or tracked.queried_at is None:
+            return  # the second call: nothing is left to load
+        num_computed_tokens, tracked.queried_at = tracked.queried_at, None
         tracked.num_hit_tokens, tracked.is_allocated = num_computed_tokens, True
         block_ids = blocks.get_block_ids()
         if not any(block_ids):
-            # Up to 0.25 a MultiConnector shows a child that does not load no blocks.
+            # Up to 0.25 a MultiConnector passes empty blocks to a child that does not load.
             self._unseen[request.request_id] = num_computed_tokens
             return
         info = request_info(request, tracked.content, num_computed_tokens)
-        stands = self._told_of == request.request_id
-        self._speak_of(request.request_id)
+        is_valid = self._last_request == request.request_id
+        self._attribute_to(request.request_id)
         if num_external_tokens:
             span = num_computed_tokens, num_computed_tokens + num_external_tokens
             blocks = self._blocks_between(block_ids, *span)
-            if stands or self._promises_again(info, num_computed_tokens, tracked.promised):
+            if is_valid or self._promises_again(info, num_computed_tokens, tracked.promised):
                 self._jobs.promise(request.request_id, num_external_tokens)
                 self._promised_blocks[request.request_id] = blocks
             else:
@@ -237,9 +239,9 @@ class SchedulerSide:
         return again == promised or (again > promised and len(self.geometry.groups) == 1)
 
     def _can_load(self, request: Any, num_computed_tokens: int, num_tokens: int) -> bool:
-        """Whether this release does right by the load, failed or not (SCHED-5)."""
+        """Whether this release handles the load correctly, failed or not (SCHED-5)."""
         if not self.asynchronous and request.num_cached_tokens >= 0:
-            return False  # the tokens that a failed load takes back are those of its first start
+            return False  # a failed load would take back the tokens of its first start
         if self._release.null_window_blocks:
             hits_are_safe = self._release.hits_come_first or len(self.geometry.groups) == 1
             return hits_are_safe or not num_computed_tokens
@@ -248,9 +250,6 @@ class SchedulerSide:
             group.required_blocks(end).start * group.block_size <= num_computed_tokens
             for group in self.geometry.groups
         )
-
-    def _content(self, request: Any) -> RequestContent:
-        return request_content(request, self.geometry.hash_block_size)
 
     # --- a step ---
 
@@ -261,11 +260,11 @@ class SchedulerSide:
             named = output.preempted_req_ids or ()
         preempted: Sequence[str] = ()
         if named is None or named or self._lost:
-            preempted = self._hear_of_preemptions(named)
+            preempted = self._on_preemptions(named)
         self._follow_tables(output)
         if self._unseen:
             self._show_unseen(output)
-        self._speak_of(None)
+        self._attribute_to(None)
         if self._filling is None or not self._filling.is_built:
             self._unshown = None
         self._filling = LazySteps(self._steps_that_fill, output)
@@ -275,7 +274,7 @@ class SchedulerSide:
             try:
                 self._jobs.check(plan)
             except ConnectorError as error:
-                self.faults.hear(error)
+                self.faults.on_fault(error)
         if self.faults.is_out:
             plan = self._plan_without()
         lost = self._lose() if self._lost_blocks else ()
@@ -290,15 +289,15 @@ class SchedulerSide:
         return KVViewMetadata(self.owner, plan, not self.asynchronous, acknowledged, lost)
 
     def _plan_without(self) -> StepPlan:
-        """No plan of the connector's: what it promised has failed (FAULT-2)."""
+        """Replace the connector's plan: its promises have failed (FAULT-2)."""
         if self._view is not None and not self._jobs:
-            self._view.free_all()  # nobody reads what it held any more
+            self._view.free_all()  # no job reads the held blocks any more
             self._view = None
         self._lost_blocks |= self._promised_blocks
         return StepPlan()
 
     def _lose(self) -> tuple[TransferJob, ...]:
-        """Loads in words that vLLM has, which fail at once: the connector knows nothing of them."""
+        """Loads that fail at once, which vLLM can handle and the connector never sees."""
         lost = tuple(
             TransferJob(next(self._lost_ids), blocks, blocks, request_id)
             for request_id, blocks in self._lost_blocks.items()
@@ -308,7 +307,7 @@ class SchedulerSide:
         return lost
 
     def _blocks_between(self, block_ids: BlockIds, start: int, end: int) -> GPULoadStoreSpec:
-        """What a load of these tokens fills: not the null block, which is in every table."""
+        """The blocks that a load of these tokens fills, without the null block of every table."""
         spans: list[Sequence[int]] = []
         firsts: list[int] = []
         for group, table in zip(self.geometry.groups, block_ids, strict=True):
@@ -319,12 +318,13 @@ class SchedulerSide:
             list(chain.from_iterable(spans)), [len(span) for span in spans], firsts
         )
 
-    def _speak_of(self, request_id: str | None) -> None:
-        self._told_of = request_id
+    def _attribute_to(self, request_id: str | None) -> None:
+        """Attribute the holds of the following call to a request."""
+        self._last_request = request_id
         if self._view is not None:
             self._view.speak_of(request_id)
 
-    def _hear_of_preemptions(self, named: Collection[str] | None) -> Sequence[str]:
+    def _on_preemptions(self, named: Collection[str] | None) -> Sequence[str]:
         if named is None:  # 0.11 and 0.12 do not name them
             named = [
                 request_id
@@ -334,26 +334,26 @@ class SchedulerSide:
         preempted = list(dict.fromkeys([*named, *self._lost]))
         self._lost.clear()
         for request_id in preempted:
-            self._hear_of_preemption(request_id)
+            self._on_preemption(request_id)
         return preempted
 
-    def _hear_of_preemption(self, request_id: str) -> None:
+    def _on_preemption(self, request_id: str) -> None:
         tracked = self._tracked.get(request_id)
         if tracked is None or not tracked.chunks:
             return
-        # vLLM freed the blocks in this very step: some may be another's already (SCHED-1).
+        # vLLM freed the blocks in this step: another request may have some already (SCHED-1).
         start, num_launched = self._last_launch(request_id)
         live = self._live_table(tracked, start)
         table = tuple([self._if_free(block) for block in group] for group in live)
-        # What is in flight may have sampled tokens, whose KV is of no use without them.
+        # A step in flight may have sampled tokens, without which their KV is useless.
         num_computed_tokens = min(num_launched, tracked.request.num_tokens - 1)
         tracked.chunks, tracked.is_allocated = [], False
         info = request_info(tracked.request, tracked.content, num_computed_tokens)
-        self._speak_of(request_id)
+        self._attribute_to(request_id)
         self.half.on_request_preempted(info, table)
 
     def _last_launch(self, request_id: str) -> tuple[int, int]:
-        """Tokens of a running request before its last step, and after; none of one long ago."""
+        """Tokens of a running request before and after its last step; 0 if it is long ago."""
         for step in reversed(self._recent):
             if (length := step.lengths.get(request_id)) is not None:
                 start = step.started.get(request_id)
@@ -380,8 +380,8 @@ class SchedulerSide:
                 cached.num_computed_tokens,
             )
         )
-        # The adapter's dearest lines: most requests begin no block in a step, and they are
-        # skipped in C; the others' are kept as they come and joined at a look. Without
+        # The adapter's most expensive lines: most requests start no block in a step, and are
+        # skipped in C; the others' chunks are kept and joined at their first use. Without
         # strict=, which costs as much as an addition.
         added_to = compress(cached.req_ids, cached.new_block_ids)
         tracked_requests = self._tracked
@@ -402,28 +402,28 @@ class SchedulerSide:
             self.half.on_blocks_allocated(info, table, num_computed_tokens, 0)
 
     def _steps_that_fill(self, output: Any) -> list[RequestStep]:
-        """What of a step :meth:`kvview.StepInfo.filling` has to have."""
+        """The requests of a step that :meth:`kvview.StepInfo.filling` must return."""
         cached, num_tokens = output.scheduled_cached_reqs, output.num_scheduled_tokens
         size = self.geometry.hash_block_size
         unshown, begun = self._unshown, self._begun(output)
-        self._unshown = begun  # once more: what they hit may be written in this very step (SCHED-3)
+        self._unshown = begun  # again: this step may write the blocks that they hit (SCHED-3)
         starts = _starts(output)
         if unshown is None:
             starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
             begun.update(name for name in self._tracked if name not in num_tokens)
         else:
-            asked = begun | unshown
+            always = begun | unshown
             starts.update(
                 (name, start)
                 # Without strict=, as in _follow_tables.
                 for name, start in zip(cached.req_ids, cached.num_computed_tokens)  # noqa: B905
-                if start % size + num_tokens[name] >= size or name in asked
+                if start % size + num_tokens[name] >= size or name in always
             )
             begun.update(name for name in unshown if name not in starts and name in self._tracked)
         steps = self._steps_of(output, starts)
         for step in steps:
             end = step.num_computed_tokens + step.num_scheduled_tokens
-            if len(step.request.block_hashes) < end // size:  # to come, when an output is taken in
+            if len(step.request.block_hashes) < end // size:  # to come with a later output
                 begun.add(step.request.request_id)
         return steps
 
@@ -435,13 +435,13 @@ class SchedulerSide:
         return self._steps_of(output, {name: starts[name] for name in output.num_scheduled_tokens})
 
     def _begun(self, output: Any) -> set[str]:
-        """The requests of a step that begin, or begin again."""
+        """The requests of a step that start, or start again."""
         begun = {new.req_id for new in output.scheduled_new_reqs}
         begun.update(resumed_request_ids(output.scheduled_cached_reqs, self._release))
         return begun
 
     def _steps_of(self, output: Any, starts: dict[str, int]) -> list[RequestStep]:
-        """Those requests of a step of which it is said how many tokens they have before."""
+        """The requests of a step that are in ``starts``, with their tokens before the step."""
         lengths = output.num_scheduled_tokens
         tracked_requests = {
             request_id: tracked
@@ -450,7 +450,7 @@ class SchedulerSide:
         }
         hits = [name for name in self._begun(output) if starts[name] and name in tracked_requests]
         if hits and len(lengths) > 1:
-            # Who is not named fills no block: nobody hits what it writes.
+            # Requests that are not named fill no block, so their blocks cannot be hit.
             written = self._written_blocks(tracked_requests, starts, lengths)
             for request_id in hits:
                 table = tracked_requests[request_id].table()
@@ -486,7 +486,7 @@ class SchedulerSide:
         return written
 
     def _existing(self, table: Sequence[Sequence[int]], num_tokens: int, written: set[int]) -> int:
-        """Of the tokens that a request hit, those before the first block that is written now."""
+        """The hit tokens of a request before the first block that is written in this step."""
         for group, block_ids in zip(self.geometry.groups, table, strict=True):
             hit = block_ids[: num_tokens // group.block_size]
             if not written.isdisjoint(hit):
@@ -499,7 +499,7 @@ class SchedulerSide:
             return tuple(map(list, tracked.table()))
         table: list[Sequence[int]] = []
         for group, block_ids in zip(self.geometry.groups, tracked.table(), strict=True):
-            # vLLM replaces these by the null block and tells nobody (SCHED-1).
+            # vLLM replaces these by the null block without a notification (SCHED-1).
             skipped = group.num_skipped_tokens(num_computed_tokens) // group.block_size
             if skipped:
                 skipped = min(skipped, len(block_ids))
@@ -510,8 +510,8 @@ class SchedulerSide:
 
     # --- jobs end ---
 
-    def hear(self, reports: Iterable[JobReport]) -> None:
-        """Take reports of the workers in; a job ends with its last worker."""
+    def on_reports(self, reports: Iterable[JobReport]) -> None:
+        """Receive reports of the workers; a job ends with its last worker."""
         results: list[TransferResult] = []
         for report in reports:
             if not self._jobs.awaits(report.result.job_id, report.rank):
@@ -529,11 +529,11 @@ class SchedulerSide:
             if tracked is not None and not ended.result.success:
                 tracked.load_failed = True
         if results:
-            self._speak_of(None)
+            self._attribute_to(None)
             self.half.on_transfers_finished(results)
 
     def is_stats_due(self) -> bool:
-        """Whether to say what is new: once a second, and whenever no request is left (METRIC-2)."""
+        """Whether to send news: once a second, and whenever no request is left (METRIC-2)."""
         now = time.monotonic()
         if self._tracked and now < self._next_stats:
             return False
@@ -541,7 +541,7 @@ class SchedulerSide:
         return True
 
     def late_jobs(self, seconds: float) -> Iterator[tuple[TransferJob, float]]:
-        """Jobs that have been in flight for so long, and for how long, oldest first."""
+        """Jobs that have been in flight for this long, with their ages, oldest first."""
         now = time.monotonic()
         for job in self._jobs.jobs():
             age = now - self.meter.begun[job.job_id]
@@ -559,13 +559,13 @@ class SchedulerSide:
         ]
 
     def forget_computed(self, invalid_block_ids: Collection[int]) -> Collection[int]:
-        """Blocks were not loaded: what was launched in the last step may have no KV.
+        """Handle blocks that were not loaded: tokens of the last step may have no KV.
 
         Returns:
-            Blocks that nobody may hit any more (SCHED-6).
+            Blocks that must not be hit any more (SCHED-6).
         """
         unfilled: set[int] = set()
-        self._filling = None  # a request may have less than it had: all of them are to be looked at
+        self._filling = None  # a request may have fewer tokens than before: read all of them
         invalid = set(invalid_block_ids)
         if not self.asynchronous:  # else vLLM caches them when they are loaded
             unfilled.update(invalid)
@@ -577,13 +577,14 @@ class SchedulerSide:
         self._recent.clear()
         return unfilled
 
-    # --- a request ends, the engine rests ---
+    # --- a request ends, the engine is idle ---
 
     def on_finished(self, request: Any, block_ids: BlockIds, reason: FinishReason) -> None:
-        """A request is about to give its blocks back."""
+        """Notify the half of a request that is about to free its blocks."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.request is not request:  # nobody asked about it
-            info = request_info(request, self._content(request))
+        if tracked is None or tracked.request is not request:  # it was never queried
+            content = request_content(request, self.geometry.hash_block_size)
+            info = request_info(request, content)
         else:
             del self._tracked[request.request_id]
             self._unseen.pop(request.request_id, None)
@@ -591,7 +592,7 @@ class SchedulerSide:
             info = request_info(request, tracked.content, _num_computed_tokens(tracked))
         if self.descriptions is not None:
             self.descriptions.finish(request, info.content)
-        self._speak_of(request.request_id)
+        self._attribute_to(request.request_id)
         self.half.on_request_finished(info, block_ids, reason)
 
     def has_pending_work(self) -> bool:
@@ -603,8 +604,8 @@ class SchedulerSide:
         return self.half.take_events()
 
     def reset_cache(self) -> bool:
-        """Forget what was offloaded."""
-        self._speak_of(None)
+        """Forget every offloaded block."""
+        self._attribute_to(None)
         return self.half.reset_cache()
 
     def shutdown(self) -> None:
@@ -613,13 +614,13 @@ class SchedulerSide:
 
 
 def _starts(output: Any) -> dict[str, int]:
-    """Tokens that the requests which begin in a step have before it."""
+    """Tokens that the new requests of a step have before it."""
     return {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
 
 
 def _num_computed_tokens(tracked: _Tracked) -> int:
-    """Leading tokens whose KV is in the blocks that a request is about to give back."""
-    if not tracked.chunks:  # it never ran: what was to be loaded may not have come
+    """Leading tokens whose KV is in the blocks that a request is about to free."""
+    if not tracked.chunks:  # it never ran: its load may not have arrived
         return tracked.num_hit_tokens if tracked.is_allocated else 0
     num_tokens: int = tracked.request.num_tokens
     return min(int(tracked.request.num_computed_tokens), num_tokens - 1)

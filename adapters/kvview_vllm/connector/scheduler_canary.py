@@ -1,13 +1,13 @@
-"""A canary for the scheduler's side: requests that the installed vLLM's own scheduler serves dry.
+"""A canary for the scheduler's side: the installed vLLM's own scheduler serves requests dry.
 
-A real ``Scheduler`` with two KV-cache groups and a pool of its own serves three requests, and
+A real ``Scheduler`` with two KV-cache groups and its own pool serves four requests, and
 :class:`~kvview_vllm.connector.KVViewConnector` runs a connector that compares each hook call
-with what every tested release does: block ids, bytes of keys, units of matches and loads, new
+with that of every tested release: block ids, bytes of keys, units of matches and loads, new
 blocks of a step, and the order of finish and free.
 
 1. A fact that differs is refused when a connector is bound, and by ``kvview doctor``.
-2. Nothing outlasts the play: no device, process, thread, file, event or line in the log, and
-   the root of vLLM's block hashes is put back.
+2. The play leaves nothing behind: no device, process, thread, file, event or log line, and
+   the root of vLLM's block hashes is restored.
 3. A scheduler that cannot serve these requests without a connector either is not refused,
    because a server may configure it in another way: the adapter runs unchecked, with a warning.
 
@@ -43,6 +43,7 @@ from kvview_vllm.releases.samples import (
     make_scheduler,
     own_hash_root,
 )
+from kvview_vllm.releases.versions import vllm
 
 _SEAM = ConnectorSeam.seam
 _MOST_STEPS = 12
@@ -52,16 +53,16 @@ _logger = logging.getLogger(__name__)
 
 @cache
 def check_scheduler_steps(kind: type) -> str:
-    """Play once in a process.
+    """Play once per process.
 
     Args:
         kind: ``KVViewConnector``.
 
     Returns:
-        Why nothing could be played; empty if it was.
+        The reason why nothing could be played; empty if it was played.
 
     Raises:
-        UnsupportedEngineError: Something went otherwise than in the tested releases.
+        UnsupportedEngineError: A result differs from that of the tested releases.
     """
     try:
         with reading(_SEAM, "the steps of a scheduler"), _alone():
@@ -69,7 +70,7 @@ def check_scheduler_steps(kind: type) -> str:
     except KVViewError as error:
         if error.__cause__ is not None and (problem := _problem_without_connector()):
             _logger.warning(
-                "kvview: vLLM %s serves no request in a dry run, with no connector either (%s): "
+                "kvview: vLLM %s serves no request in a dry run, even without a connector (%s): "
                 "KVViewConnector is used unchecked",
                 *(engine_version(), problem),
             )
@@ -91,7 +92,7 @@ def _problem_without_connector() -> str:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Keep a play from the server's log and from its block hashes."""
+    """Isolate a play from the server's log and from its block hashes."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:
@@ -102,15 +103,15 @@ def _alone() -> Iterator[None]:
 
 
 class _Play:
-    """The scheduler, and what stands for its workers.
+    """The scheduler, and the replacement of its workers.
 
     Args:
-        kind: Class of the connector; None for none.
+        kind: Class of the connector; None for no connector.
     """
 
     def __init__(self, kind: type | None) -> None:
         binding, self._release = installed().binding, installed().connector
-        scheduler: Any = import_module("vllm.v1.core.sched.scheduler").Scheduler
+        scheduler: Any = vllm("v1.core.sched.scheduler").Scheduler
         if kind is not None and not binding.optional_pool_hook:
             scheduler = import_module("kvview_vllm.scheduler").ViewScheduler
         self._half: CanaryHalf | None = None
@@ -143,11 +144,11 @@ class _Play:
         if half is not None:
             half.expect_ended("a")
         self._step_until("c")
-        status: Any = import_module("vllm.v1.request").RequestStatus
-        self._scheduler.finish_requests("c", status.FINISHED_ABORTED)
+        aborted = vllm("v1.request").RequestStatus.FINISHED_ABORTED
+        self._scheduler.finish_requests("c", aborted)
         if half is not None:
             half.expect_ended("b", "c")
-            half.give_back()
+            half.release_held()
         self._add("d")
         self._step_until("d")
         if half is not None:
@@ -161,14 +162,14 @@ class _Play:
         self._scheduler.add_request(request)
 
     def _step_until(self, name: str) -> None:
-        """Step until a request only has its end before it."""
+        """Step until only the end of a request is left."""
         for _ in range(_MOST_STEPS):
             self._step()
             if self._half is not None and self._half.is_ready_to_end(name):
                 return
 
     def _step(self) -> None:
-        """Schedule a step, report the end of its loads, and take its tokens in."""
+        """Schedule a step, report the end of its loads, and process its tokens."""
         output = self._scheduler.schedule()
         transfers = None
         if self._half is not None and (jobs := self._half.take_jobs()):
@@ -182,7 +183,7 @@ class _Play:
         self._scheduler.update_from_output(output, make_model_output(output, sampled, transfers))
 
     def _transfers(self, jobs: Sequence[TransferJob], owner: str, failing: set[str]) -> Any:
-        """The report of a worker: all is loaded, but for what is to fail."""
+        """The report of a worker: every load succeeded, except those that are to fail."""
         failed = failing.intersection(job.request_id or "" for job in jobs)
         reports = [
             JobReport(owner, 0, TransferResult(job.job_id, success=job.request_id not in failed))
@@ -196,5 +197,4 @@ class _Play:
             }
         if failed:
             values["failed_recving"] = failed
-        outputs: Any = import_module("vllm.v1.outputs")
-        return make_filled(outputs.KVConnectorOutput, **values)
+        return make_filled(vllm("v1.outputs").KVConnectorOutput, **values)

@@ -1,4 +1,4 @@
-"""A step of vLLM's scheduler in the contract's words, built only when looked at."""
+"""A step of vLLM's scheduler in the contract's terms, built at its first use."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvview_vllm.releases import ConnectorSeam
 def request_info(
     request: Any, content: RequestContent, num_computed_tokens: int = 0
 ) -> RequestInfo:
-    """A ``Request`` of vLLM as a connector sees it; the hashes are the living list."""
+    """A ``Request`` of vLLM as a connector sees it; the hashes are the live list."""
     return RequestInfo(
         request.request_id, request.num_tokens, request.block_hashes, num_computed_tokens, content
     )
 
 
 def resumed_request_ids(cached: Any, release: ConnectorSeam) -> Collection[str]:
-    """The requests of ``CachedRequestData`` whose block tables begin anew."""
+    """The requests of ``CachedRequestData`` whose block tables start from scratch."""
     if release.resumed_ids:
         resumed: Collection[str] = cached.resumed_req_ids
         return resumed
@@ -29,10 +29,10 @@ def resumed_request_ids(cached: Any, release: ConnectorSeam) -> Collection[str]:
 
 
 class LazySteps(Sequence[RequestStep]):
-    """The requests of a step. Most connectors never look, and a step may have hundreds.
+    """The requests of a step. Most connectors do not read them, and a step may have hundreds.
 
     Args:
-        build: Makes them of the output, at the first look.
+        build: Makes them from the output, at the first access.
         output: vLLM's ``SchedulerOutput``.
     """
 
@@ -45,7 +45,7 @@ class LazySteps(Sequence[RequestStep]):
 
     @property
     def is_built(self) -> bool:
-        """Whether somebody looked."""
+        """Whether they were read."""
         return self._built is not None
 
     @overload
@@ -69,14 +69,14 @@ class LazySteps(Sequence[RequestStep]):
 
 @dataclass(frozen=True, slots=True)
 class LazyStep(StepInfo):
-    """A step whose requests are built when looked at, all of them or those that fill a block.
+    """A step whose requests are built at their first use, all of them or those that fill a block.
 
     Args:
-        some: What :meth:`~kvview.StepInfo.filling` answers, None for all of them.
+        some: The result of :meth:`~kvview.StepInfo.filling`, None for all requests.
     """
 
     some: LazySteps | None = None
 
     def filling(self) -> Sequence[RequestStep]:
-        """Those of which a block becomes full, as the release tells in its lists."""
+        """The requests of which a block becomes full."""
         return self.scheduled if self.some is None else self.some

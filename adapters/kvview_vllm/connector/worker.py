@@ -1,11 +1,11 @@
-"""The worker's side of ``KVViewConnector``: runs plans, reports how jobs ended.
+"""The worker's side of ``KVViewConnector``: runs plans and reports the ends of jobs.
 
 - WORK-1 A request that loads **must** be named to the engine once, when all its
   loads have ended, failed ones included.
-- WORK-2 A failed load **must** reach the engine in words that it has: block ids
-  with one KV-cache group, request ids with several (0.30 and later). Where it has
-  none, :class:`~kvview.ConnectorError` ends the worker; nothing is computed on
-  bytes that never came.
+- WORK-2 A failed load **must** be reported to the engine in a form that it supports: block ids
+  with one KV-cache group, request ids with several (0.30 and later). Where it supports
+  neither, :class:`~kvview.ConnectorError` ends the worker; nothing is computed on
+  bytes that were not loaded.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class WorkerSide:
     Args:
         half: The connector's worker half.
         kv_cache_config: vLLM's ``KVCacheConfig``, None in 0.11.0.
-        rank: Of this worker in its engine.
-        release: How this vLLM is told of a failed load.
-        faults: What becomes of a half that fails.
+        rank: Rank of this worker in its engine.
+        release: How this vLLM is notified of a failed load.
+        faults: Policy for a half that fails.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class WorkerSide:
         try:
             self._half.register_kv_caches(canonical)
         except HookError as error:
-            self._faults.hear(error, "it cannot start")
+            self._faults.on_fault(error, "it cannot start")
 
     def start(self, metadata: KVViewMetadata) -> None:
         """Start the plan of one step."""
@@ -84,7 +84,7 @@ class WorkerSide:
         plan, lost = metadata.plan, metadata.lost
         self._jobs.begin(plan)
         if plan.loads or plan.stores or lost or metadata.acknowledged:
-            self._next_stats = 0.0  # there is news on the other side
+            self._next_stats = 0.0  # the other side has new metrics
         if lost:
             self._jobs.begin(StepPlan(lost))
             self._lose(lost, "its promise has ended")
@@ -107,12 +107,12 @@ class WorkerSide:
                 raise ConnectorError(
                     f"WORK-1: connector {self._faults.target}: "
                     f"{type(self._half).__name__}.wait returned before load jobs {late} were "
-                    f"reported by get_finished, and the step computes on what they load"
+                    f"reported by get_finished, and the step computes on their bytes"
                 )
             self._loaded.clear()  # the engine waits for asynchronous loads only
 
     def poll(self) -> None:
-        """Hear of jobs that ended."""
+        """Take the results of ended jobs."""
         if self._faults.is_out:
             return
         try:
@@ -121,10 +121,10 @@ class WorkerSide:
             self._give_up(error)
 
     def _give_up(self, error: HookError) -> None:
-        """The half is asked nothing more; all its jobs have failed (FAULT-2, FAULT-3)."""
+        """Stop calling the half; all its jobs have failed (FAULT-2, FAULT-3)."""
         loads = [job for job in self._jobs.jobs() if job.request_id is not None]
         why = f"load job {loads[0].job_id} of request {loads[0].request_id!r}" if loads else ""
-        self._faults.hear(error, why and f"{why} may still write into the KV cache")
+        self._faults.on_fault(error, why and f"{why} may still write into the KV cache")
         self._lose(list(self._jobs.jobs()))
 
     def _lose(self, jobs: Iterable[TransferJob], why: str = "its connector has failed") -> None:
@@ -134,8 +134,8 @@ class WorkerSide:
         for result in results:
             if not self._jobs.awaits(result.job_id):
                 _logger.warning(
-                    "CONN-3: connector %s: %s reported job %s, which is not in flight; nobody is "
-                    "told",
+                    "CONN-3: connector %s: %s reported job %s, which is not in flight; the report "
+                    "is dropped",
                     *(self._faults.target, type(self._half).__name__, result.job_id),
                 )
                 continue
@@ -144,7 +144,7 @@ class WorkerSide:
             if ended is None or not ended.is_load:
                 continue
             if not result.success:
-                self._say_failed(ended.job, result.error)
+                self._report_failed(ended.job, result.error)
             if ended.is_last_load:
                 self._loaded.add(ended.job.request_id or "")
 
@@ -154,12 +154,12 @@ class WorkerSide:
         return loaded
 
     def take_failed_requests(self) -> set[str]:
-        """Those among them of which a load failed, where the engine asks for requests."""
+        """The requests with a failed load since the last call, where the engine takes requests."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks that were not loaded, where the engine asks for blocks."""
+        """Blocks that were not loaded, where the engine takes blocks."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
@@ -168,7 +168,7 @@ class WorkerSide:
         return list(self._unacknowledged.values())
 
     def is_stats_due(self) -> bool:
-        """Whether the engine should hear from this side, however little there is to say."""
+        """Whether to send stats to the engine, even without news."""
         now = time.monotonic()
         if now < self._next_stats:
             return False
@@ -180,9 +180,9 @@ class WorkerSide:
         try:
             self._half.shutdown()
         except HookError as error:
-            self._faults.hear(error)
+            self._faults.on_fault(error)
 
-    def _say_failed(self, job: TransferJob, error: str | None) -> None:
+    def _report_failed(self, job: TransferJob, error: str | None) -> None:
         one_group = self._num_groups == 1
         target = job.dst if one_group and self._release.failed_blocks else None
         if isinstance(target, GPULoadStoreSpec):
@@ -193,7 +193,7 @@ class WorkerSide:
             planner = "/".join(filter(None, (self._faults.target, job.owner)))
             raise ConnectorError(
                 f"WORK-2: load job {job.job_id} of request {job.request_id!r} by connector "
-                f"{planner} failed ({error}), and this vLLM cannot be told so with "
-                f"{self._num_groups} KV-cache groups: it would compute on what was never "
-                f"loaded. Needs 0.11.1 with one group, 0.30 with several"
+                f"{planner} failed ({error}), and this vLLM takes no report of that with "
+                f"{self._num_groups} KV-cache groups: it would compute on bytes that were never "
+                f"loaded. Use 0.11.1 or later with one group, 0.30 or later with several"
             )

@@ -1,4 +1,4 @@
-"""``kvview doctor``: which vLLM is installed, and which of its seams fit."""
+"""``kvview doctor``: the installed vLLM, and the seams that fit it."""
 
 from kvview_vllm.doctor.diagnosis import Diagnosis, SeamReport, diagnose, diagnose_tier
 

@@ -25,12 +25,12 @@ from kvview_vllm.doctor import Diagnosis, diagnose, diagnose_tier
 @click.option(
     "--tier",
     metavar="JSON",
-    help="Try a tier: the text that vLLM, LMCache or SGLang is given, or a file of it.",
+    help="Configuration of a tier to try, as vLLM, LMCache or SGLang takes it, or a file of it.",
 )
 def doctor(json_file: str | None, tier: str | None) -> None:
-    """Say which vLLM is installed, and whether kvview fits it.
+    """Report which vLLM is installed, and whether kvview fits it.
 
-    With --tier, say instead whether that tier opens under its engine, and keeps
+    With --tier, report instead whether that tier opens under its engine, and keeps
     a page. Run it where the engine will run, with the engine's environment.
     """
     found = diagnose() if tier is None else diagnose_tier(tier)
@@ -43,7 +43,7 @@ def doctor(json_file: str | None, tier: str | None) -> None:
 def _show_diagnosis(found: Diagnosis, title: str) -> None:
     version = f"vLLM {found.version}" if found.version else "no vLLM"
     title = title or f"{version} (tested: {found.tested})"
-    table = Table(Column("seam", overflow="fold"), "fits", "what was found", title=title)
+    table = Table(Column("seam", overflow="fold"), "fits", "details", title=title)
     for seam in found.seams:
         table.add_row(seam.seam, "yes" if seam.fits else Text("no", style="red"), seam.detail)
     if found.capabilities:

@@ -1,6 +1,6 @@
-"""What ``kvview doctor`` says: which vLLM is installed, and which seams fit it.
+"""The results of ``kvview doctor``: the installed vLLM, and the seams that fit it.
 
-Every answer comes from the installed vLLM itself: the canaries are those that every bind
+Every result comes from the installed vLLM itself: the canaries are those that every bind
 plays, and nothing is concluded from a version.
 """
 
@@ -35,9 +35,9 @@ class SeamReport:
     """Whether one surface of the installed vLLM fits.
 
     Args:
-        seam: Which surface.
+        seam: Name of the surface.
         fits: Whether kvview can use it.
-        detail: What was found; what to do when it does not fit.
+        detail: The findings, and the remedy if it does not fit.
     """
 
     seam: str
@@ -47,17 +47,17 @@ class SeamReport:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything that was found.
+    """All findings.
 
     Args:
-        version: Of the installed vLLM, None when there is none.
+        version: Version of the installed vLLM, None if there is no vLLM.
         tested: The range of releases that kvview was tested on.
         is_tested: Whether the version is in it.
         is_healthy: Whether every seam fits.
         capabilities: Every flag of the table, and whether this vLLM has it.
-        seams: One report a seam.
-        beyond: What this vLLM has beyond the contract.
-        schema_version: Of the JSON; grows when a field goes or means something else.
+        seams: One report per seam.
+        beyond: Features of this vLLM that the contract does not have.
+        schema_version: Version of the JSON; grows when a field is removed or changes its meaning.
     """
 
     version: str | None
@@ -71,7 +71,7 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Look at the installed vLLM; changes nothing and needs no GPU."""
+    """Examine the installed vLLM without changes to it; no GPU is needed."""
     try:
         version = engine_version()
     except VLLMNotInstalledError as error:
@@ -96,14 +96,14 @@ _TIERS = {
 
 
 def diagnose_tier(text: str) -> Diagnosis:
-    """Try a tier with the text that a user gives the engine, by the engine's own factories.
+    """Try a tier with a user's configuration of an engine, by the engine's own factories.
 
     Args:
-        text: JSON, or the path of a file of it: vLLM's ``--kv-transfer-config``, LMCache's
+        text: JSON, or the path of a JSON file: vLLM's ``--kv-transfer-config``, LMCache's
             ``--l2-adapter`` or SGLang's ``--hicache-storage-backend-extra-config``.
 
     Raises:
-        ConfigError: It is none of the three.
+        ConfigError: It is not one of the three.
     """
     given = _read(text)
     engine = _engine_of(given)
@@ -113,7 +113,7 @@ def diagnose_tier(text: str) -> Diagnosis:
         problem = one_line(error) or type(error).__name__
     detail = problem or "the store opened; a page was stored, found and loaded"
     if not problem and engine == "vLLM":
-        detail += "; block hashes begin alike in every process, but for xxhash without a seed"
+        detail += "; block hashes start equally in every process, except xxhash without a seed"
     report = SeamReport(f"tier under {engine}", not problem, detail)
     return Diagnosis(None, TESTED, False, not problem, {}, (report,))
 
@@ -123,9 +123,11 @@ def _read(text: str) -> Mapping[str, Any]:
         is_text = text.lstrip().startswith("{")
         given = json.loads(text if is_text else read_file(text))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--tier: no JSON text, and no file of it: {one_line(error)}") from None
+        raise ConfigError(
+            f"--tier: neither JSON nor the path of a JSON file: {one_line(error)}"
+        ) from None
     if not isinstance(given, dict):
-        raise ConfigError("--tier: a JSON object is wanted")
+        raise ConfigError("--tier: expected a JSON object")
     return given
 
 
@@ -137,8 +139,8 @@ def _engine_of(given: Mapping[str, Any]) -> str:
     if "tier" in given:
         return "SGLang"
     raise ConfigError(
-        "--tier: give the text that the engine is given: vLLM's --kv-transfer-config, LMCache's "
-        "--l2-adapter or SGLang's --hicache-storage-backend-extra-config"
+        "--tier: unknown configuration; pass vLLM's --kv-transfer-config, LMCache's --l2-adapter "
+        "or SGLang's --hicache-storage-backend-extra-config"
     )
 
 
@@ -169,7 +171,7 @@ def _check_binding(release: Release) -> tuple[Seam, str]:
     flag = "add --scheduler-cls kvview_vllm.scheduler.ViewScheduler"
     if binding.pool_hook:
         hook = "bind_kv_cache_manager" if binding.manager_hook else "bind_gpu_block_pool"
-        return binding, f"the engine binds through {hook}, children of MultiConnector too"
+        return binding, f"the engine binds through {hook}, including children of MultiConnector"
     if binding.optional_pool_hook:
         return binding, (
             f"the engine binds through bind_gpu_block_pool; for children of MultiConnector {flag}"
@@ -191,8 +193,8 @@ def _check_connector(release: Release) -> tuple[Seam, str]:
 
     check_connector()
     if problem := check_scheduler_steps(KVViewConnector):
-        raise UnsupportedEngineError(f"no request could be served dry, nothing is known: {problem}")
-    return found, "KVViewConnector has every method, and served three requests dry"
+        raise UnsupportedEngineError(f"no request could be served dry: {problem}")
+    return found, "KVViewConnector has every method, and served four requests dry"
 
 
 def _check_offloading(_: Release) -> tuple[Seam, str]:
@@ -218,8 +220,8 @@ def _check_tier(release: Release) -> tuple[Seam, str]:
 
     if problem := try_dry():
         raise UnsupportedEngineError(f"the tier seam: {problem}")
-    want = "" if tier_seam().fixed_hash_root else "; a tier wants PYTHONHASHSEED to be set"
-    return tier_seam(), f"vLLM's tiering manager took a tier, and a page went through it{want}"
+    need = "" if tier_seam().fixed_hash_root else "; a tier needs PYTHONHASHSEED to be set"
+    return tier_seam(), f"vLLM's tiering manager took a tier, and a page went through it{need}"
 
 
 _CHECKS: dict[str, _Check] = {

@@ -1,7 +1,7 @@
-"""A tier as vLLM makes it of what a user gives, and a page that goes through it.
+"""A tier that vLLM makes from a user's configuration, and a page that goes through it.
 
-Nothing here knows more than the engine: its own spec makes the tiers, and they are called as
-its manager calls them. The page is of a model named "kvview doctor".
+vLLM's own spec makes the tiers, and they are called as its manager calls them. The page belongs
+to a model named "kvview doctor".
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
 from kvview import ConfigError
 from kvview.tier import Namespace
 from kvview_vllm.releases.tier_specs import PAGE_BYTES, make_tiering_spec
 from kvview_vllm.releases.tiers import lookup_answers, make_tier_job
+from kvview_vllm.releases.versions import vllm
 
 _SECONDS = 60.0
 _BETWEEN_POLLS = 0.001
@@ -30,10 +30,10 @@ _SEED = "PYTHONHASHSEED"
 
 
 def try_dry() -> str:
-    """A tier that keeps its pages in this process; the hash seed is the user's affair then.
+    """Try a tier that keeps its pages in this process, whatever the user's hash seed.
 
     Returns:
-        What does not work; empty if all does.
+        The problem; empty if there is none.
     """
     is_set = _SEED in os.environ
     os.environ.setdefault(_SEED, "0")
@@ -45,31 +45,31 @@ def try_dry() -> str:
 
 
 def try_tier(given: Mapping[str, Any]) -> str:
-    """Try what a user gives vLLM as ``--kv-transfer-config``, or its extra config.
+    """Try a user's ``--kv-transfer-config`` of vLLM, or its extra config.
 
     Returns:
-        What does not work; empty if all does.
+        The problem; empty if there is none.
     """
     extra = given.get("kv_connector_extra_config", given)
     if "kv_connector" in given and given["kv_connector"] != "OffloadingConnector":
-        raise ConfigError("kv_connector: tiers are those of vLLM's OffloadingConnector")
+        raise ConfigError("kv_connector: only vLLM's OffloadingConnector has tiers; use it")
     if not isinstance(extra, dict) or not extra.get("secondary_tiers"):
-        raise ConfigError("kv_connector_extra_config names no secondary_tiers")
+        raise ConfigError("kv_connector_extra_config has no secondary_tiers; add the tier there")
     extra = {**extra, "cpu_bytes_to_use": 4 * PAGE_BYTES}
     manager = make_tiering_spec(extra, Namespace("kvview doctor", "any")).get_manager()
     try:
-        told = [
+        problems = [
             f"{tier.tier_type}: {problem}"
             for tier in manager.secondary_tiers
             if (problem := _try_page(manager, tier))
         ]
     finally:
         manager.shutdown()
-    return "; ".join(told)
+    return "; ".join(problems)
 
 
 def _try_page(manager: Any, tier: Any) -> str:
-    base = import_module("vllm.v1.kv_offload.base")
+    base = vllm("v1.kv_offload.base")
     view = manager.primary_tier.get_kv_memoryview()
     memory, size = view.cast("B"), view.strides[0]
     key = base.make_offload_key(os.urandom(32), 0)

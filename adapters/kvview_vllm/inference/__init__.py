@@ -2,8 +2,8 @@
 
     kvview check TARGET --inference
 
-What is served (:mod:`.traffic`) is served without the connector first. With it the tokens must
-be the same, and what it loads must matter: a fault of ours, planted over it, must change them.
+The traffic (:mod:`.traffic`) is served without the connector first. With it the tokens must be
+the same, and its loads must matter: a fault that kvview injects into them must change tokens.
 """
 
 from kvview_vllm.inference.check import check_tokens

@@ -1,4 +1,4 @@
-"""How a connector is run: models, workers, connectors side by side, its configuration."""
+"""The ways in which a connector is run: models, workers, connectors side by side."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from kvview import CacheGeometry
 from kvview.targets import is_engine_connector, target_of
 from kvview.testing.placeholders import in_folder
 from kvview_vllm.inference.server import BLOCK_SIZE
+from kvview_vllm.releases.versions import vllm
 from kvview_vllm.releases.worker_caches import overridden
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.raw.stand_ins import copies_on_cuda
 from kvview_vllm.simulation.raw.target import classes_of, split_options
 
 HOST_BLOCKS = 56
-"""Of a connector that takes ``cpu_blocks``: not room for everything."""
+"""Blocks of a connector that takes ``cpu_blocks``: too few for everything."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,10 @@ class Arrangement:
     """One way of running a connector.
 
     Args:
-        name: For people.
-        kind: Of the model.
+        name: Name for people.
+        kind: Kind of the model.
         is_multi: Whether two of it run under ``MultiConnector``.
-        more: Arguments of ``vllm.LLM``.
+        more: Further arguments of ``vllm.LLM``.
     """
 
     name: str
@@ -41,8 +42,13 @@ class Arrangement:
 
     @property
     def is_plain(self) -> bool:
-        """Whether others are compared with it; it has a control."""
+        """Whether other arrangements are compared with it; it has a control."""
         return not (self.is_multi or self.more)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether steps must be launched before the output of the last one."""
+        return bool(self.more.get("async_scheduling"))
 
 
 ARRANGEMENTS = (
@@ -63,7 +69,7 @@ class Configured:
 
     Args:
         connector_class: A kvview connector, or a ``KVConnectorBase_V1``.
-        options: Of it, as for the simulation.
+        options: Its options, as for the simulation.
 
     Raises:
         ConfigError: The options are refused.
@@ -75,43 +81,41 @@ class Configured:
         if self.is_own:
             self._config = self._of_kvview(connector_class)
             self.vllm_class: type = importlib.import_module("kvview_vllm.connector").KVViewConnector
-            self.resets = True
         else:
             self._config = {"kv_role": "kv_both", **split_options(options)}
             self._config["kv_connector"] = connector_class.__name__
             self._config["kv_connector_module_path"] = connector_class.__module__
             self.vllm_class = connector_class
-            self.resets = self._can_reset()
         self.classes = classes_of(self.vllm_class, self._config)
+        own = [kind for kind in self.classes if kind.__name__ != "MultiConnector"]
+        self.resets = all("reset_cache" in overridden(kind) for kind in own)
 
     def config(self, arrangement: Arrangement, folder: Path) -> tuple[dict[str, Any], type]:
         """The ``kv_transfer_config`` and the class that it names.
 
         Args:
-            arrangement: How it is run.
-            folder: For what the connector keeps, ``{tmp}`` in its options.
+            arrangement: The arrangement.
+            folder: Folder for the connector's files, ``{tmp}`` in its options.
         """
         config: dict[str, Any] = copy.deepcopy(self._config)
         if not arrangement.is_multi:
             return in_folder(config, str(folder)), self.vllm_class
         children = [in_folder(config, str(folder / name)) for name in ("first", "second")]
-        multi: type = importlib.import_module(
-            "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
-        ).MultiConnector
+        multi = vllm("distributed.kv_transfer.kv_connector.v1.multi_connector").MultiConnector
         return cpu_scheduler.multi_config(*children), multi
 
     def why_not(self, arrangement: Arrangement) -> str:
-        """Why the connector is not run so; empty when it is."""
+        """The reason why the connector is not run in an arrangement; empty when it is."""
         if arrangement.is_multi and self.vllm_class.__name__ == "MultiConnector":
-            return "it is one"
+            return "it is a MultiConnector"
         if "tensor_parallel_size" in arrangement.more and copies_on_cuda(self.classes):
-            return "what stands in for CUDA lives in one process"
+            return "the stand-ins for CUDA work in one process"
         return ""
 
     def more(self, arrangement: Arrangement) -> dict[str, Any]:
         """Arguments of ``vllm.LLM``."""
         more = dict(arrangement.more)
-        if self.is_own and more.get("async_scheduling"):
+        if self.is_own and arrangement.is_ahead:
             more["scheduler_cls"] = "kvview_vllm.scheduler.AsyncViewScheduler"
         return more
 
@@ -124,13 +128,5 @@ class Configured:
         name = f"{connector_class.__module__}:{connector_class.__qualname__}"
         config = cpu_scheduler.connector_config(target_of(connector_class) or name, **taken)
         config["kv_load_failure_policy"] = "recompute"
-        config["kv_connector_extra_config"]["contain_faults"] = False  # they are what is looked for
+        config["kv_connector_extra_config"]["contain_faults"] = False  # the check looks for faults
         return config
-
-    def _can_reset(self) -> bool:
-        base: Any = importlib.import_module(
-            "vllm.distributed.kv_transfer.kv_connector.v1.base"
-        ).KVConnectorBase_V1
-        classes = classes_of(self.vllm_class, self._config)
-        own = [kind for kind in classes if kind.__name__ != "MultiConnector"]
-        return all("reset_cache" in overridden(kind, base) for kind in own)

@@ -1,4 +1,4 @@
-"""Compares the tokens with a connector with those without it, and says what that proves."""
+"""Compares the tokens with a connector with those without it, and reports the result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvview import ConfigError
 from kvview.targets import target_of
 from kvview.testing import watchdog
-from kvview.testing.connector.coverage import Gap
+from kvview.testing.connector.coverage import Gap, notes_on
 from kvview.testing.connector.result import ConnectorFailure
 from kvview.testing.token_runs import TokenRuns
 from kvview_vllm.inference.arrangements import ARRANGEMENTS, Arrangement, Configured
@@ -21,19 +21,19 @@ from kvview_vllm.inference.engines import run_engines
 from kvview_vllm.inference.models import make_model
 from kvview_vllm.inference.serve import ServeJob, serve
 from kvview_vllm.inference.server import prepare, require_vllm
-from kvview_vllm.inference.traffic import Served
+from kvview_vllm.inference.traffic import STEPS_AHEAD, Served
 
 if TYPE_CHECKING:
     from kvview.testing.token_runs import TokenCheck
 
 _WEIGHTS = "weights "
 _FEWEST_SILENT_SECONDS = 240.0
-_WAITS = 5  # times what a hook may take, that an engine may be silent
+_WAITS = 5  # an engine may be silent for this multiple of the time limit of a hook
 
 
 @dataclass(frozen=True)
 class _Broken:
-    """What went wrong in one arrangement."""
+    """A failure in one arrangement."""
 
     arrangement: str
     law: str
@@ -53,19 +53,19 @@ def check_tokens(
 ) -> TokenRuns:
     """Serve with a connector and without it, and compare.
 
-    1. Every arrangement serves the same; each engine is a process of its own.
-    2. What differs is run again without the connector in that arrangement, and with its loads
-       off, before anyone is blamed.
-    3. After Ctrl-C what was found until then is returned.
+    1. Every arrangement serves the same traffic; each engine is its own process.
+    2. A difference is reproduced without the connector in that arrangement, and with its loads
+       off, before the connector is blamed.
+    3. After Ctrl-C the results so far are returned.
 
     Args:
         connector_class: A kvview connector, or a ``KVConnectorBase_V1``.
-        seeds: How many, of the traffic.
-        first_seed: The first of them.
-        options: Of the connector.
+        seeds: Number of seeds of the traffic.
+        first_seed: The first seed.
+        options: Options of the connector.
         hook_seconds: CPU seconds that one call of a method may take.
-        on_progress: Told what is being done.
-        arrangements: What it is run in; each model's plain one among them.
+        on_progress: Called with the progress.
+        arrangements: The arrangements; each model's plain one is among them.
 
     Raises:
         ConfigError: No vLLM that can run is installed, or the options are refused.
@@ -91,13 +91,13 @@ def check_tokens(
         time.perf_counter() - start,
         dict(check.coverage),
         is_interrupted,
-        notes=sorted(name for name in check.coverage if name.startswith("stands in")),
+        notes=[*notes_on(check.coverage)],
         gaps=check.gaps,
     )
 
 
 class _Check:
-    """The engines of one check, and what came of them."""
+    """The engines of one check, and their results."""
 
     def __init__(self, connector_class: type, options: dict[str, Any], seeds: range) -> None:
         self.hook_seconds = watchdog.HOOK_SECONDS
@@ -107,58 +107,53 @@ class _Check:
         self.gaps: list[Gap] = []
         self._connector_class = connector_class
         self._options = options
-        self._seeds = seeds
+        self._seeds = tuple(seeds)
         self._configured = Configured(connector_class, options)
         self._truth: dict[str, Served] = {}
         self._broken: list[_Broken] = []
+        self._models: dict[str, Path] = {}
+        self._folder = Path()
 
     def run(self, folder: Path) -> None:
-        """All of it."""
+        """Run all engines."""
         plains = [arrangement for arrangement in self.arrangements if arrangement.is_plain]
-        models = {plain.kind: make_model(plain.kind, folder / plain.kind) for plain in plains}
-        bare = [self._job(plain, models, folder, is_bare=True) for plain in plains]
+        self._folder = folder
+        self._models = {plain.kind: make_model(plain.kind, folder / plain.kind) for plain in plains}
+        bare = [self._job(plain, is_bare=True) for plain in plains]
         for plain, served in zip(plains, self._run(bare), strict=True):
             self._truth[plain.kind] = served
             if served.law:
-                told = f"without a connector: {served.message}"
-                self._broken.append(_Broken(plain.name, "ENGINE", told, tuple(self._seeds)))
+                message = f"without a connector: {served.message}"
+                self._broken.append(_Broken(plain.name, "ENGINE", message, self._seeds))
         if self._broken:
             return
-        arrangements = [a for a in self.arrangements if not self._is_left_out(a)]
-        jobs = [self._job(arrangement, models, folder) for arrangement in arrangements]
-        jobs += [self._job(plain, models, folder, "spoilt") for plain in plains]
+        reasons = {each.name: self._configured.why_not(each) for each in self.arrangements}
+        self._leave_out(*(f"{name}: {why}" for name, why in reasons.items() if why))
+        arrangements = [each for each in self.arrangements if not reasons[each.name]]
+        jobs = [self._job(arrangement) for arrangement in arrangements]
+        jobs += [self._job(plain, "corrupted") for plain in plains]
         results = self._run(jobs)
-        self._require_started(results)
+        if not any(served.is_up for served in results):  # wrong options, or another engine's
+            name, message = self._connector_class.__name__, results[0].message
+            raise ConfigError(f"{name} does not start in this vLLM: {message}")
         names = [plain.name for plain in plains]
         controls = dict(zip(names, results[len(arrangements) :], strict=True))
         for arrangement, served in zip(arrangements, results, strict=False):
             if served.is_refused:
-                self.coverage[f"left out: {arrangement.name}: {served.message}"] = 1
+                self._leave_out(f"{arrangement.name}: {served.message}")
                 continue
-            broken = self._judge(arrangement, served)
+            broken = self._broken_in(arrangement, served)
             if broken is not None and all(broken.law != other.law for other in self._broken):
-                broken = self._blame(broken, arrangement, models, folder)
+                broken = self._with_controls(broken, arrangement)
             if broken is not None:
                 self._broken.append(broken)
                 self.coverage.update(served.coverage)
             elif not served.law:
                 self._count(arrangement, served, controls.get(arrangement.name))
-        self._say_what_is_missing()
-
-    def _is_left_out(self, arrangement: Arrangement) -> bool:
-        why = self._configured.why_not(arrangement)
-        if why:
-            self.coverage[f"left out: {arrangement.name}: {why}"] = 1
-        return bool(why)
-
-    def _require_started(self, results: Sequence[Served]) -> None:
-        """What starts nowhere was given wrong options, or is not for this engine."""
-        if not any(served.is_up for served in results):
-            name, message = self._connector_class.__name__, results[0].message
-            raise ConfigError(f"{name} does not start in this vLLM: {message}")
+        self._add_gaps()
 
     def failures(self) -> list[ConnectorFailure]:
-        """One a law and seed; the first arrangement is told, and the names of the others."""
+        """One per law and seed, with the first arrangement and the names of the others."""
         found = []
         for law in dict.fromkeys(broken.law for broken in self._broken):
             alike = [broken for broken in self._broken if broken.law == law]
@@ -169,47 +164,43 @@ class _Check:
                 found.append(ConnectorFailure(seed, law, message, self._script(seed, message)))
         return found
 
+    def _leave_out(self, *parts: str) -> None:
+        self.coverage |= Counter({f"left out: {part}": 1 for part in parts})
+
     # --- one engine ---
 
     def _job(
-        self,
-        arrangement: Arrangement,
-        models: Mapping[str, Path],
-        folder: Path,
-        control: str = "",
-        *,
-        is_bare: bool = False,
+        self, arrangement: Arrangement, control: str = "", *, is_bare: bool = False
     ) -> ServeJob:
-        kind = arrangement.kind
+        kind, configured = arrangement.kind, self._configured
         truth = self._truth.get(kind)
-        more = dict(arrangement.more) if is_bare else self._configured.more(arrangement)
         job = ServeJob(
             f"{arrangement.name}, without the connector" if is_bare else arrangement.name,
             kind,
-            models[kind],
-            tuple(self._seeds),
-            is_own=self._configured.is_own,
-            resets=self._configured.resets,
+            self._models[kind],
+            self._seeds,
+            is_own=configured.is_own,
+            resets=configured.resets,
             truth=None if truth is None else truth.answers,
             control=control,
-            more=more,
+            more=dict(arrangement.more) if is_bare else configured.more(arrangement),
             hook_seconds=self.hook_seconds,
         )
         if is_bare:
             return job
-        own = Path(tempfile.mkdtemp(dir=folder))  # no engine finds what another one kept
-        config, connector_class = self._configured.config(arrangement, own)
+        own = Path(tempfile.mkdtemp(dir=self._folder))  # an engine must not find another's files
+        config, connector_class = configured.config(arrangement, own)
         return replace(
-            job, config=config, connector_class=connector_class, classes=self._configured.classes
+            job, config=config, connector_class=connector_class, classes=configured.classes
         )
 
     def _run(self, jobs: list[ServeJob]) -> list[Served]:
         silence = max(_FEWEST_SILENT_SECONDS, _WAITS * self.hook_seconds)
         return run_engines(jobs, serve, silence, self.on_progress)
 
-    # --- what it showed ---
+    # --- the results ---
 
-    def _judge(self, arrangement: Arrangement, served: Served) -> _Broken | None:
+    def _broken_in(self, arrangement: Arrangement, served: Served) -> _Broken | None:
         truth = self._truth[arrangement.kind].answers
         wrong = [name for name in served.answers if served.answers[name] != truth.get(name)]
         name = arrangement.name
@@ -219,9 +210,9 @@ class _Check:
             pairs = enumerate(zip(got, expected, strict=False))
             at = next((i for i, (a, b) in pairs if a != b), min(len(got), len(expected)))
             is_stale = all(_WEIGHTS in one for one in wrong)
-            what = "after other weights and a reset, " if is_stale else ""
+            when = "after other weights and a reset, " if is_stale else ""
             message = (
-                f"{what}{len(wrong)} of {len(served.answers)} answers have other tokens than "
+                f"{when}{len(wrong)} of {len(served.answers)} answers have other tokens than "
                 f"without the connector; the first is {first!r}, from its token {at} on: "
                 f"{got[at : at + 3]}, expected {expected[at : at + 3]}"
             )
@@ -230,60 +221,58 @@ class _Check:
             seeds = tuple(sorted({int(one.partition(":")[0]) for one in wrong}))
             return _Broken(name, "CONN-11" if is_stale else "XFER-1", message, seeds)
         if served.law:
-            return _Broken(name, served.law, served.message, tuple(self._seeds))
+            return _Broken(name, served.law, served.message, self._seeds)
         if served.lost:
-            told = f"{len(served.lost)} requests ended without an answer, {served.lost[0]!r} first"
-            return _Broken(name, "CONN-3", told, tuple(self._seeds))
+            lost = f"{len(served.lost)} requests ended without an answer, {served.lost[0]!r} first"
+            return _Broken(name, "CONN-3", lost, self._seeds)
         return None
 
-    def _blame(
-        self,
-        broken: _Broken,
-        arrangement: Arrangement,
-        models: Mapping[str, Path],
-        folder: Path,
-    ) -> _Broken | None:
-        """The same without the connector, and with its loads off; None if vLLM can not do it."""
-        jobs = [self._job(arrangement, models, folder, "loads off")]
+    def _with_controls(self, broken: _Broken, arrangement: Arrangement) -> _Broken | None:
+        """A failure with the results of its controls; None if vLLM cannot run the arrangement."""
+        jobs = [self._job(arrangement, "loads off")]
         if arrangement.more:
-            jobs.append(self._job(arrangement, models, folder, is_bare=True))
+            jobs.append(self._job(arrangement, is_bare=True))
         off, *bare = self._run(jobs)
         if bare and bare[0].law:
-            why = f"{arrangement.name}: vLLM can not run it here: {bare[0].message}"
-            self.coverage[f"left out: {why}"] = 1
+            why = f"{arrangement.name}: vLLM cannot run it here: {bare[0].message}"
+            self._leave_out(why)
             return None
-        if bare and (same := self._judge(arrangement, bare[0])):
-            told = f"without the connector too: {same.message}"
-            return replace(broken, law="ENGINE", message=told)
-        still = self._judge(arrangement, off)
-        told = "with its loads off as well" if still is None else f"with its loads off: {still.law}"
-        return replace(
-            broken, message=f"{broken.message}. Without the connector the run is green, {told}"
-        )
+        if bare and (same := self._broken_in(arrangement, bare[0])):
+            message = f"without the connector too: {same.message}"
+            return replace(broken, law="ENGINE", message=message)
+        still = self._broken_in(arrangement, off)
+        control = "with its loads off as well"
+        if still is not None:
+            control = f"with its loads off: {still.law}"
+        message = f"{broken.message}. Without the connector the run is green, {control}"
+        return replace(broken, message=message)
 
     def _count(self, arrangement: Arrangement, served: Served, control: Served | None) -> None:
         coverage, name = served.coverage, arrangement.name
+        if arrangement.is_ahead and not coverage[STEPS_AHEAD]:
+            why = f"vLLM launched no step before the output of the last one in {name}"
+            self.gaps.append(Gap(f"steps ahead in {name}", f"{why}: it is not counted"))
+            return
         loads = coverage["loads between steps"] + coverage["loads within a step"]
         self.coverage.update(coverage)
-        self.coverage.update(
-            {"loads": loads, "stores": loads, f"loads in {name}": loads}
-        )  # what comes back was stored
+        # A loaded block was stored before.
+        self.coverage.update({"loads": loads, "stores": loads, f"loads in {name}": loads})
         self.coverage[f"answers compared in {name}"] += len(served.answers)
-        self.coverage.update({f"left out: {what}": 1 for what in served.left_out})
+        self._leave_out(*served.left_out)
         if not self._configured.is_own:
-            self.coverage["left out: request ids that come again: vLLM makes its own"] = 1
+            self._leave_out("reused request ids: vLLM makes its own")
         if not self._configured.resets:
-            self.coverage["left out: other weights: reset_cache is not implemented"] = 1
+            self._leave_out("other weights: reset_cache is not implemented")
         if control is None or not loads:
             return
         truth = self._truth[arrangement.kind].answers
         changed = sum(control.answers[one] != truth.get(one) for one in control.answers)
-        self.coverage[f"answers that a planted fault changed in {name}"] = changed
+        self.coverage[f"answers that an injected fault changed in {name}"] = changed
         if not changed:
-            what = f"a fault planted over its loads changed no token in {name}: nothing is proven"
-            self.gaps.append(Gap(f"control in {name}", what))
+            why = f"a fault injected into its loads changed no token in {name}: nothing is proven"
+            self.gaps.append(Gap(f"control in {name}", why))
 
-    def _say_what_is_missing(self) -> None:
+    def _add_gaps(self) -> None:
         names = [arrangement.name for arrangement in self.arrangements]
         compared = [name for name in names if self.coverage[f"answers compared in {name}"]]
         if compared and not self.coverage["loads"]:

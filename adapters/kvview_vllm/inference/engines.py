@@ -1,7 +1,7 @@
-"""Engines in processes of their own: forked off this one, watched, and killed at the end.
+"""Engines in forked processes, which are watched, and killed at the end.
 
-1. An engine that says nothing for too long is killed, with all that it started.
-2. Whatever ends one, Ctrl-C here too, none is left.
+1. An engine that is silent for too long is killed, with every process that it started.
+2. No engine is left, whatever ends the check, including Ctrl-C.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvview_vllm.inference.traffic import Served
 JobT = TypeVar("JobT")
 
 _MOST_PROCESSES = 2
-_TOLD_EVERY = 1.0
+_SECONDS_BETWEEN_MESSAGES = 1.0
 _NOT_OF_THE_CONNECTOR = re.compile(r"/(vllm|torch|kvview\w*|python3[.\d]*|multiprocessing)/")
 
 
@@ -38,7 +38,7 @@ class _Engine:
     pipe: Connection
     log: Path
     name: str
-    last_heard: float
+    last_message: float
 
 
 def run_engines(
@@ -47,16 +47,16 @@ def run_engines(
     silence: float,
     on_progress: Callable[[str], None],
 ) -> list[Served]:
-    """Run each job in a process of its own, a few at a time.
+    """Run each job in its own process, a few at a time.
 
     Args:
-        jobs: What to serve; ``str`` of one is its name.
-        serve: Serves one; it is given what to tell its progress to.
+        jobs: The jobs; ``str`` of a job is its name.
+        serve: Serves a job; its second argument is a function that reports progress.
         silence: Seconds without any progress until an engine is killed.
-        on_progress: Told what is being done.
+        on_progress: Called with the names of the running jobs.
 
     Returns:
-        What each showed, in order.
+        The result of each job, in order.
     """
     done: dict[int, Served] = {}
     waiting = deque(enumerate(jobs))
@@ -70,7 +70,7 @@ def run_engines(
                 on_progress(", ".join(engine.name for engine in running.values()))
                 wait([engine.pipe for engine in running.values()], timeout=1.0)
                 for number, engine in list(running.items()):
-                    served = _hear(engine, silence)
+                    served = _receive(engine, silence)
                     if served is not None:
                         done[number] = served
                         _end(running.pop(number))
@@ -91,27 +91,26 @@ def _start(job: JobT, serve: Callable[[JobT, Callable[[str], None]], Served], lo
     return _Engine(process, here, log, str(job), time.monotonic())
 
 
-def _hear(engine: _Engine, silence: float) -> Served | None:
-    """What an engine showed, when it is done; None while it goes on."""
+def _receive(engine: _Engine, silence: float) -> Served | None:
+    """The result of an engine, when it is done; None while it runs."""
     try:
         while engine.pipe.poll():
-            said = engine.pipe.recv()
-            engine.last_heard = time.monotonic()
-            if isinstance(said, Served):
-                return said
+            message = engine.pipe.recv()
+            engine.last_message = time.monotonic()
+            if isinstance(message, Served):
+                return message
     except (EOFError, OSError):
         engine.process.join(5)
-        told = f"its process died, exit code {engine.process.exitcode}"
-        return Served(law="ENGINE", message=f"{told}{_last_line(engine.log)}")
-    if time.monotonic() - engine.last_heard < silence:
+        text = f"its process died, exit code {engine.process.exitcode}{_last_line(engine.log)}"
+        return Served(law="ENGINE", message=text)
+    if time.monotonic() - engine.last_message < silence:
         return None
-    stands = _where_it_stands(engine)
-    told = f"no step ended within {silence:.0f} s, and the engine was killed"
-    return Served(law="CONN-3", message=told + stands)
+    text = f"no step ended within {silence:.0f} s, and the engine was killed"
+    return Served(law="CONN-3", message=text + _where_it_hangs(engine))
 
 
-def _where_it_stands(engine: _Engine) -> str:
-    """The line of the connector, or of whoever else, that does not return."""
+def _where_it_hangs(engine: _Engine) -> str:
+    """The line that does not return, of the connector if its code is on the stack."""
     with suppress(OSError):
         size = engine.log.stat().st_size
         os.kill(engine.process.pid, signal.SIGUSR1)
@@ -119,7 +118,7 @@ def _where_it_stands(engine: _Engine) -> str:
         frames = re.findall(r'File "(.+?)", line (\d+) in (\S+)', engine.log.read_text()[size:])
         own = [frame for frame in frames if not _NOT_OF_THE_CONNECTOR.search(frame[0])]
         for file, line, function in (own or frames)[:1]:
-            return f"; it stands in {function}, {os.path.basename(file)}:{line}"
+            return f"; it hangs in {function}, {os.path.basename(file)}:{line}"
     return ""
 
 
@@ -132,7 +131,7 @@ def _last_line(log: Path) -> str:
 
 
 def _end(engine: _Engine) -> None:
-    """The engine, and the workers that it started."""
+    """Kill the engine and the workers that it started."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(engine.process.pid, signal.SIGKILL)
     with suppress(ProcessLookupError):
@@ -146,22 +145,22 @@ def _child(
 ) -> None:
     import faulthandler
 
-    os.setsid()  # a group to be killed as one; Ctrl-C is the parent's
+    os.setsid()  # a group that is killed as one; Ctrl-C goes to the parent
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     output = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
-    told = 0.0
+    last = 0.0
 
-    def tell(text: str) -> None:
-        nonlocal told
-        if time.monotonic() - told > _TOLD_EVERY:
-            told = time.monotonic()
+    def on_progress(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last > _SECONDS_BETWEEN_MESSAGES:
+            last = time.monotonic()
             pipe.send(text)
 
     try:
-        pipe.send(serve(job, tell))
+        pipe.send(serve(job, on_progress))
     finally:
-        os._exit(0)  # nothing that the parent has registered for its own end
+        os._exit(0)  # without the exit handlers of the parent

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, made on the spot, whose tokens hang on every block."""
+"""Tiny models with random weights, made on the spot, whose tokens depend on every block."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 VOCABULARY = 512
 FIRST_TOKEN = 4
-"""Of those that stand for nothing special."""
+"""The first token without a special meaning."""
 
 KINDS = ("llama", "gemma")
 """One KV-cache group of full attention; sliding windows and full attention."""
@@ -18,7 +18,7 @@ def make_model(kind: str, folder: Path) -> Path:
 
     Args:
         kind: One of :data:`KINDS`.
-        folder: Where to.
+        folder: Folder of the model.
     """
     import torch
     import transformers

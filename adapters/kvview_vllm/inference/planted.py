@@ -1,50 +1,49 @@
-"""The negative control: the last block of each load is spoilt, whoever loads it.
+"""The negative control: the last block of each load is corrupted, whichever connector loads it.
 
-Tokens that stay the same then prove nothing: not about this connector, and not about any.
+If the tokens stay the same then, equal tokens prove nothing about any connector.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
+from kvview_vllm.releases.versions import vllm
 from kvview_vllm.simulation.raw.watched import Watch
 
 
-def make_spoilt(connector_class: type, watch: Watch, scheduler: Callable[[], Any]) -> type:
+def make_corrupting(connector_class: type, watch: Watch, scheduler: Callable[[], Any]) -> type:
     """A subclass whose loads leave a wrong last block.
 
     Args:
-        connector_class: As vLLM is to build it, watched.
-        watch: That it is watched by: knows what is loaded.
-        scheduler: The engine's; the worker runs in the same process.
+        connector_class: The watched class that vLLM is to build.
+        watch: Its watch, which has the loads.
+        scheduler: Returns the engine's scheduler; the worker runs in the same process.
     """
-    spoilt: dict[str, set[str]] = {}  # layers, by request
+    corrupted: dict[str, set[str]] = {}  # layers, by request
     inner: Callable[..., None] = connector_class.wait_for_layer_load  # type: ignore[attr-defined]
 
     def wait_for_layer_load(self: Any, layer_name: str) -> None:
         inner(self, layer_name)
         for name, (_, end) in watch.to_load.items():
             request = scheduler().requests.get(name)
-            done = spoilt.setdefault(name, set())
+            done = corrupted.setdefault(name, set())
             if request is not None and request.status.name == "RUNNING" and layer_name not in done:
                 done.add(layer_name)
-                _spoil(scheduler(), name, end - 1, layer_name)
+                _corrupt(scheduler(), name, end - 1, layer_name)
 
     members = {"wait_for_layer_load": wait_for_layer_load, "__module__": connector_class.__module__}
-    made: type = type(connector_class.__name__, (connector_class,), members)
-    return made
+    return type(connector_class.__name__, (connector_class,), members)
 
 
-def _spoil(scheduler: Any, name: str, position: int, layer_name: str) -> None:
+def _corrupt(scheduler: Any, name: str, position: int, layer_name: str) -> None:
     groups = scheduler.kv_cache_config.kv_cache_groups
     index, group = next((i, g) for i, g in enumerate(groups) if layer_name in g.layer_names)
     table = scheduler.kv_cache_manager.get_block_ids(name)[index]
     number = position // group.kv_cache_spec.block_size
     if number >= len(table):
         return
-    context: Any = importlib.import_module("vllm.forward_context").get_forward_context()
+    context = vllm("forward_context").get_forward_context()
     cache = context.no_compile_layers[layer_name].kv_cache
     cache = cache[0] if isinstance(cache, list | tuple) else cache
     num_blocks = scheduler.kv_cache_config.num_blocks

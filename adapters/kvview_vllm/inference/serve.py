@@ -13,15 +13,15 @@ from kvview import ConfigError
 from kvview.errors import line_of, split_law
 from kvview.testing import watchdog
 from kvview.testing.connector.invariants import InvariantBroken
-from kvview_vllm.inference.planted import make_spoilt
+from kvview_vllm.inference.planted import make_corrupting
 from kvview_vllm.inference.server import Server
-from kvview_vllm.inference.traffic import SeededTraffic, Served
+from kvview_vllm.inference.traffic import STEPS_AHEAD, SeededTraffic, Served
 from kvview_vllm.simulation.raw.stand_ins import StandIns
 from kvview_vllm.simulation.raw.target import registered
 from kvview_vllm.simulation.raw.watched import Watch, make_watched
 
 NUM_BLOCKS = {"llama": 18, "gemma": 36}
-"""Not room for four requests: there are preemptions. Of groups, each has blocks of its own."""
+"""Too few for four requests, so that there are preemptions. Each group has its own blocks."""
 
 _OF_WORKER = re.compile(r"Worker failed with error '(.*)', please check")
 _TOKENS_PER_STEP = 64  # prompts take several steps
@@ -29,21 +29,21 @@ _TOKENS_PER_STEP = 64  # prompts take several steps
 
 @dataclass(frozen=True)
 class ServeJob:
-    """One engine, and what it serves.
+    """One engine, and its traffic.
 
     Args:
-        name: Of the arrangement, for people.
-        kind: Of the model.
-        model: Its folder.
-        seeds: Of the traffic.
+        name: Name of the arrangement, for people.
+        kind: Kind of the model.
+        model: Folder of the model.
+        seeds: Seeds of the traffic.
         config: ``kv_transfer_config``; None for no connector.
         connector_class: The class that it names.
         classes: That class, and those of children.
-        is_own: Whether the connector is kvview's, which has a pool of its own to check.
+        is_own: Whether the connector is kvview's, whose pool needs no watch.
         resets: Whether the connector can be reset.
         truth: Answers without a connector.
-        control: "spoilt" plants the fault, "loads off" lets it load nothing.
-        more: Arguments of ``vllm.LLM``.
+        control: "corrupted" injects the fault, "loads off" lets it load nothing.
+        more: Further arguments of ``vllm.LLM``.
         hook_seconds: CPU seconds that one call of a method may take.
     """
 
@@ -66,20 +66,24 @@ class ServeJob:
 
 
 def serve(job: ServeJob, on_progress: Callable[[str], None]) -> Served:
-    """Serve it, and say what came out.
+    """Serve a job, and return its results.
 
     Args:
-        job: What.
-        on_progress: Told what is done, often.
+        job: The job.
+        on_progress: Called with the progress, often.
     """
     import torch
 
-    torch.set_num_threads(1)  # two that wait for each other are 20 times slower
+    torch.set_num_threads(1)  # two threads that wait for each other are 20 times slower
     served = Served()
     watch = Watch(loads=job.control != "loads off")
     stand_ins = StandIns(())
     engines: list[Server] = []
-    watched = None if job.connector_class is None else _watched(job, watch, engines)
+    watched = None
+    if job.connector_class is not None:
+        watched = make_watched(job.connector_class, watch)
+        if job.control == "corrupted":
+            watched = make_corrupting(watched, watch, lambda: engines[0].scheduler)
     try:
         with (
             watchdog.limit(job.hook_seconds),
@@ -95,8 +99,8 @@ def serve(job: ServeJob, on_progress: Callable[[str], None]) -> Served:
             if config is not None and not job.is_own:
                 watch.watch_pool(server.pool)
             _play(job, server, watch, served, stand_ins, on_progress)
-    except BaseException as error:  # whatever ends it is the result
-        _tell_broken(error, served)
+    except BaseException as error:  # any exception is the result
+        _record_broken(error, served)
     served.coverage.update(watch.coverage)
     served.coverage.update(dict.fromkeys(stand_ins.used, 1))
     return served
@@ -111,7 +115,7 @@ def _play(
     on_progress: Callable[[str], None],
 ) -> None:
     traffic = None
-    _count_preemptions(server.scheduler, served)
+    _count_calls(server, served)
     for seed in job.seeds:
         traffic = SeededTraffic(
             server, served, seed, job.truth, job.resets, job.is_own, on_progress
@@ -123,32 +127,32 @@ def _play(
         traffic.rest()
     if leaked := server.leaked_blocks():
         by = sorted(set(watch.places.values()))[:3]
-        told = f"; last touched by {', '.join(by)}" if by else ""
-        raise InvariantBroken(
-            "CONN-4", f"{leaked} blocks of the KV cache are held when everything has ended{told}"
-        )
+        touched = f"; last touched by {', '.join(by)}" if by else ""
+        message = f"{leaked} blocks of the KV cache are held when everything has ended{touched}"
+        raise InvariantBroken("CONN-4", message)
 
 
-def _count_preemptions(scheduler: Any, served: Served) -> None:
-    preempt = scheduler._preempt_request
+def _count_calls(server: Server, served: Served) -> None:
+    """Count preemptions, and steps that are launched while an earlier one is in flight."""
+    scheduler = server.scheduler
+    preempt, schedule = scheduler._preempt_request, scheduler.schedule
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted_preempt(*args: Any, **kwargs: Any) -> Any:
         served.coverage["preemptions"] += 1
         return preempt(*args, **kwargs)
 
-    scheduler._preempt_request = counted
+    def counted_schedule(*args: Any, **kwargs: Any) -> Any:
+        num_in_flight = server.num_steps_in_flight()
+        output = schedule(*args, **kwargs)
+        if num_in_flight and output.total_num_scheduled_tokens:
+            served.coverage[STEPS_AHEAD] += 1
+        return output
 
-
-def _watched(job: ServeJob, watch: Watch, engines: list[Server]) -> type:
-    assert job.connector_class is not None, "without a connector there is none to watch"
-    watched = make_watched(job.connector_class, watch)
-    if job.control == "spoilt":
-        return make_spoilt(watched, watch, lambda: engines[0].scheduler)
-    return watched
+    scheduler._preempt_request, scheduler.schedule = counted_preempt, counted_schedule
 
 
 def _named(connector_class: type) -> dict[str, Any]:
-    """How a configuration names a class that was made here."""
+    """The configuration keys that name a class made here."""
     setattr(sys.modules[__name__], connector_class.__name__, connector_class)
     return {
         "kv_connector": connector_class.__name__,
@@ -156,8 +160,8 @@ def _named(connector_class: type) -> dict[str, Any]:
     }
 
 
-def _tell_broken(error: BaseException, served: Served) -> None:
-    """The law that an error breaks, and what is said of it."""
+def _record_broken(error: BaseException, served: Served) -> None:
+    """Record the law that an error breaks, and its message."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ConfigError) or isinstance(cause.__cause__, ConfigError):
@@ -169,7 +173,7 @@ def _tell_broken(error: BaseException, served: Served) -> None:
     text = line_of(error)
     if in_worker := _OF_WORKER.search(text):
         text = in_worker[1]
-    law, said = split_law(text)
+    law, message = split_law(text)
     when = "the engine ended" if served.is_up else "the engine did not start"
     served.law = law or "ENGINE"
-    served.message = said if law else f"{when}: {type(error).__name__}: {said}"
+    served.message = message if law else f"{when}: {type(error).__name__}: {message}"

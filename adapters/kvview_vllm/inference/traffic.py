@@ -1,4 +1,4 @@
-"""What is served: conversations, shared prefixes, aborts, pressure, resets; from a seed."""
+"""The traffic of a seed: conversations, shared prefixes, aborts, pressure, resets."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from kvview_vllm.inference.models import FIRST_TOKEN, VOCABULARY
 from kvview_vllm.inference.server import BLOCK_SIZE, MAX_TOKENS, Server
 
 NUM_TOKENS = 12
-"""Of an answer, unless it is to be long."""
+"""Tokens of an answer, unless it is long."""
+
+STEPS_AHEAD = "steps launched ahead of an output"
 
 _PATIENCE = 20.0  # seconds without an output
-_FEWEST_STEPS = 400  # however long they take
+_FEWEST_STEPS = 400  # whatever their duration
 _NUDGES = 100
 
 
 @dataclass
 class Served:
-    """What one engine showed.
+    """The results of one engine.
 
     Args:
         answers: Tokens of each answer, by its name in the traffic.
-        coverage: What happened how often.
+        coverage: Counts of events.
         law: Number of the law that was broken, if the engine's own run broke one.
-        message: What happened then.
-        left_out: What was not played, in a few words each.
+        message: Description of the failure.
+        left_out: Parts that were not played, in a few words each.
         lost: Names of requests that ended without an answer.
         is_up: Whether the engine started.
         is_refused: Whether the connector refused its configuration.
@@ -46,12 +48,12 @@ class Served:
 
 
 class Traffic:
-    """Sends requests to one server, and writes down what comes out.
+    """Sends requests to one server, and records the answers.
 
     Args:
         server: The engine.
-        served: Filled as it goes.
-        on_progress: Told what is done, often.
+        served: Receives the results.
+        on_progress: Called with the progress, often.
     """
 
     def __init__(
@@ -63,29 +65,29 @@ class Traffic:
         self.server = server
         self.served = served
         self.prompts: dict[str, list[int]] = {}
-        self._tell = on_progress
+        self._on_progress = on_progress
         self.on_step: Callable[[], None] = lambda: None
 
     def ask(self, name: str, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> None:
-        """Send a request; its answer is written down under its name."""
+        """Send a request; its answer is recorded under its name."""
         self.prompts[name] = list(prompt)
         self.served.coverage["requests"] += 1
         self.server.add(name, list(prompt), num_tokens)
 
     def step(self, count: int = 1) -> bool:
-        """Step the engine; whether any request got a token."""
-        came = False
+        """Step the engine; return whether any request got a token."""
+        has_output = False
         for _ in range(count):
-            self._tell("a step")
+            self._on_progress("a step")
             self.on_step()
             for output in self.server.engine.step():
-                came = True
+                has_output = True
                 if output.finished:
                     self.served.answers[output.request_id] = list(output.outputs[0].token_ids)
-        return came
+        return has_output
 
     def until(self, is_so: Callable[[], bool]) -> None:
-        """Step until something is so; for ever is a failure."""
+        """Step until a condition holds; an engine that never gets there has failed."""
         last, num_steps = time.monotonic(), 0
         while not is_so():
             num_steps += 1
@@ -96,23 +98,23 @@ class Traffic:
                 waiting = {r.request_id: r.status.name for r in requests}
                 raise InvariantBroken(
                     "CONN-3",
-                    f"the engine never comes to rest: {waiting or 'work is pending for ever'}",
+                    f"the engine never becomes idle: {waiting or 'work is pending forever'}",
                 )
             else:
                 time.sleep(0.002)  # a thread may have to copy
 
     def rest(self) -> None:
-        """Step until nobody has anything to do and no copy holds a block."""
+        """Step until the engine is idle and no copy holds a block."""
         self.until(lambda: not self.server.scheduler.has_requests())
         for number in range(_NUDGES):
             if not self.server.leaked_blocks():
                 break
-            time.sleep(0.02)  # vLLM polls a connector in steps alone, and has none to make
+            time.sleep(0.02)  # vLLM only polls a connector in steps, and makes none when idle
             self.server.add(f"nudge {number}", [FIRST_TOKEN], 1)
             self.until(lambda: not self.server.scheduler.has_requests())
 
     def drop(self, name: str) -> None:
-        """Abort a request, whose id may come again once vLLM has let go of it."""
+        """Abort a request, whose id may be reused once vLLM has released it."""
         request = self.server.scheduler.requests.get(name)
         if request is not None:
             how = "loading" if "REMOTE" in request.status.name else request.status.name.lower()
@@ -129,7 +131,7 @@ class Traffic:
             raise InvariantBroken(
                 "CONN-4",
                 f"{self.server.leaked_blocks()} blocks of the KV cache are held when every request "
-                f"has ended: the prefix cache can not be reset",
+                f"has ended: the prefix cache cannot be reset",
             )
         self.served.coverage["KV caches overwritten"] += 1
 
@@ -137,17 +139,17 @@ class Traffic:
 class SeededTraffic(Traffic):
     """The traffic of one seed.
 
-    What is asked follows from the seed, and from the answers that an engine without a
-    connector gave: a wrong answer makes no other prompt.
+    The prompts follow from the seed and from the answers of an engine without a connector, so a
+    wrong answer does not change later prompts.
 
     Args:
         server: The engine.
-        served: Filled as it goes; names begin with the seed.
-        seed: Of everything random.
-        truth: Answers without a connector; None when this is that run.
+        served: Receives the results; names start with the seed.
+        seed: Seed of everything random.
+        truth: Answers without a connector; None in that run itself.
         resets: Whether the connector can be reset.
-        ids_again: Whether the id of a request that was dropped comes again.
-        on_progress: Told what is done, often.
+        reuses_ids: Whether the id of a dropped request is reused.
+        on_progress: Called with the progress, often.
     """
 
     def __init__(
@@ -157,18 +159,18 @@ class SeededTraffic(Traffic):
         seed: int,
         truth: Mapping[str, Sequence[int]] | None,
         resets: bool,
-        ids_again: bool,
+        reuses_ids: bool,
         on_progress: Callable[[str], None],
     ) -> None:
         super().__init__(server, served, on_progress)
         self._seed = seed
         self._truth = truth
         self._resets = resets
-        self._ids_again = ids_again
+        self._reuses_ids = reuses_ids
         self._draw = random.Random(seed)
 
     def play(self) -> None:
-        """All of it; each part leaves what it asked to the next."""
+        """Play every part; later parts continue the conversations of earlier ones."""
         system = self._tokens(self._draw.choice((64, 70, 96)))
         talks = []
         for number in range(4):
@@ -181,7 +183,7 @@ class SeededTraffic(Traffic):
         self.forget()
         before = talks
         talks = self._next_turns(talks)  # nothing is on the GPU
-        branch = [*self._said(before[0])[:-5], *self._tokens(20)]
+        branch = [*self._text(before[0])[:-5], *self._tokens(20)]
         self.ask(self._name("branch"), branch, 20)
         self.ask(self._name("the same again"), self.prompts[talks[1]])
         self.rest()
@@ -194,19 +196,20 @@ class SeededTraffic(Traffic):
         names = []
         for talk in talks:
             names.append(f"{talk}, on")
-            most = MAX_TOKENS - 3 * NUM_TOKENS - len(self._said(talk))
-            self.ask(names[-1], [*self._said(talk), *self._tokens(self._length(min(most, 30)))])
+            text = self._text(talk)
+            most = MAX_TOKENS - 3 * NUM_TOKENS - len(text)
+            self.ask(names[-1], [*text, *self._tokens(self._length(min(most, 30)))])
         return names
 
     def _aborts(self, talks: Sequence[str]) -> None:
-        """While it loads, while it computes, while it waits."""
+        """Abort requests while they load, compute and wait."""
         for number, talk in enumerate(talks):
             self.forget()
             name = self._dropped(number)
-            self.ask(name, [*self._said(talk), *self._tokens(9)])
+            self.ask(name, [*self._text(talk), *self._tokens(9)])
             self.step(self._draw.randint(1, 3))
             self.drop(name)
-        self.ask(self._name("dropped"), [*self._said(talks[2]), *self._tokens(11)])
+        self.ask(self._name("dropped"), [*self._text(talks[2]), *self._tokens(11)])
         self.ask(self._dropped(4), self._tokens(200), 30)
         self.step(2)
         self.drop(self._dropped(4))
@@ -215,18 +218,18 @@ class SeededTraffic(Traffic):
         self.rest()
 
     def _dropped(self, number: int) -> str:
-        return self._name("dropped" if self._ids_again and number < 4 else f"dropped {number}")
+        return self._name("dropped" if self._reuses_ids and number < 4 else f"dropped {number}")
 
     def _pressure(self) -> None:
-        """More than there is room for, twice: evictions in both tiers, preemptions."""
+        """Send too much for the room, twice: evictions in both tiers, preemptions."""
         prompts = [self._tokens(self._length(180, 140)) for _ in range(6)]
-        for lap in range(2):
+        for part in range(2):
             for number, prompt in enumerate(prompts):
-                self.ask(self._name(f"long answer {number}.{lap}"), prompt, 50)
+                self.ask(self._name(f"long answer {number}.{part}"), prompt, 50)
             self.rest()
             for number, prompt in enumerate(prompts):
                 short = [*prompt[: self._length(100, 40)], FIRST_TOKEN + number]
-                self.ask(self._name(f"prefix {number}.{lap}"), short)
+                self.ask(self._name(f"prefix {number}.{part}"), short)
             self.rest()
             self.forget()
         for number, prompt in enumerate(prompts[3:]):
@@ -235,7 +238,7 @@ class SeededTraffic(Traffic):
             self.forget()
 
     def _weights(self, talks: Sequence[str]) -> None:
-        """Other weights, and back: KV of the ones is wrong for the others."""
+        """Change the weights and back: KV of one set is wrong for the other."""
         if not self._resets:
             return
         for shift in (1, -1):
@@ -256,22 +259,22 @@ class SeededTraffic(Traffic):
     def _ends(self, talks: Sequence[str]) -> None:
         self.forget()
         for talk in talks:
-            self.ask(f"{talk}, at last", [*self._said(talk), FIRST_TOKEN])
+            self.ask(f"{talk}, at last", [*self._text(talk), FIRST_TOKEN])
             self.rest()
 
-    def _said(self, name: str) -> list[int]:
-        """A conversation so far: prompt, and answer as it should be."""
+    def _text(self, name: str) -> list[int]:
+        """A conversation so far: the prompt and the correct answer."""
         answers = self.served.answers if self._truth is None else self._truth
         return [*self.prompts[name], *answers[name]]
 
-    def _name(self, what: str) -> str:
-        return f"{self._seed}: {what}"
+    def _name(self, part: str) -> str:
+        return f"{self._seed}: {part}"
 
     def _tokens(self, number: int) -> list[int]:
         return self._draw.choices(range(FIRST_TOKEN, VOCABULARY), k=number)
 
     def _length(self, most: int, fewest: int = 1) -> int:
-        """Every other one ends a block with its prompt or with its answer, or nearly."""
+        """A random length; half of them end a block with the prompt or the answer, or nearly."""
         length = self._draw.randint(fewest, most)
         if self._draw.random() < 0.5:
             length -= (length + self._draw.choice((-1, 0, 1, NUM_TOKENS))) % BLOCK_SIZE

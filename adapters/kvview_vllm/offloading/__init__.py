@@ -1,4 +1,4 @@
-"""vLLM's offloading managers as kvview ones, and kvview's inside vLLM."""
+"""vLLM's offloading managers as kvview managers, and kvview's managers inside vLLM."""
 
 from kvview_vllm.offloading.manager import VLLMOffloadingManager
 

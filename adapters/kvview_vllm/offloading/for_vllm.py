@@ -1,10 +1,9 @@
-"""A kvview offloading manager, shown to vLLM's OffloadingConnector as one of vLLM's.
+"""A kvview offloading manager with the interface of vLLM's, for its OffloadingConnector.
 
-- VOFF-3 The manager is never given a key twice in one call of ``touch`` or
-  ``prepare_store``.
-- VOFF-4 A request's keys are touched when it finishes where vLLM touches none
-  (0.31 and later), heads last to be evicted.
-- VOFF-5 After ``reset_cache`` vLLM reports nothing of the jobs in flight, so they
+- VOFF-3 The manager never gets a key twice in one call of ``touch`` or ``prepare_store``.
+- VOFF-4 A request's keys are touched when it finishes, in releases in which vLLM touches no
+  keys (0.31 and later); the head of a prefix is evicted last.
+- VOFF-5 After ``reset_cache`` vLLM does not report the jobs in flight, so they
   are completed at once; their pages stay safe because a transfer worker keeps the
   order of jobs that touch the same page (XFER-3).
 
@@ -47,10 +46,10 @@ _release = installed().offloading
 
 
 class PagesSpec(_LoadStoreSpec):
-    """What a kvview manager says to its worker, carried to it unread.
+    """The message of a kvview manager to its worker, passed through unread.
 
     Args:
-        spec: What the manager returned: pages, keys or anything else that pickles.
+        spec: The manager's result: pages, keys or any other object that pickles.
     """
 
     def __init__(self, spec: Any) -> None:
@@ -58,7 +57,7 @@ class PagesSpec(_LoadStoreSpec):
 
     @staticmethod
     def medium() -> str:
-        """Tells transfers apart up to 0.24."""
+        """The name that distinguishes transfers up to 0.24."""
         return "kvview"
 
 
@@ -68,10 +67,10 @@ class ManagerForVLLM(_Manager):
     Args:
         manager: The kvview manager.
         block_size: Tokens of an offloaded block, for events up to 0.19.
-        media: The manager's media to vLLM's names for them.
+        media: From the manager's media to vLLM's names.
 
     Raises:
-        ConfigError: vLLM knows no such medium (VOFF-6).
+        ConfigError: vLLM does not know such a medium (VOFF-6).
     """
 
     def __init__(
@@ -85,16 +84,16 @@ class ManagerForVLLM(_Manager):
         self._used: dict[str, dict[OffloadKey, None]] = {}  # by request, in order of use
 
     def lookup(self, key: Any, req_context: Any = None) -> Any:
-        """One key, or how many of a prefix."""
+        """The result for one key, or the number of hits of a prefix."""
         if _release.prefix_lookup:
             return self._count_hits(key)
-        answer = self.manager.lookup(key, _context(req_context))
+        result = self.manager.lookup(key, _context(req_context))
         if _release.lookup_results:
-            return require_class("LookupResult")[answer.name]
-        return None if answer is LookupResult.RETRY else answer is LookupResult.HIT
+            return require_class("LookupResult")[result.name]
+        return None if result is LookupResult.RETRY else result is LookupResult.HIT
 
     def prepare_load(self, keys: Iterable[Any], req_context: Any = None) -> PagesSpec:
-        """Protect keys, and name their pages."""
+        """Protect keys, and return their pages."""
         keys = list(keys)
         spec = self.manager.prepare_load(keys, _context(req_context))
         self._loads.update(keys)
@@ -108,7 +107,7 @@ class ManagerForVLLM(_Manager):
         self._loads -= Counter(keys)
 
     def touch(self, keys: Iterable[Any], req_context: Any = None) -> None:
-        """Hand on what a release before 0.31 says."""
+        """Pass on the touches of releases before 0.31."""
         self.manager.touch(list(dict.fromkeys(keys)), _context(req_context))
 
     def prepare_store(self, keys: Iterable[Any], req_context: Any = None) -> Any:
@@ -153,7 +152,7 @@ class ManagerForVLLM(_Manager):
         ]
 
     def reset_cache(self) -> None:
-        """Forget every key; vLLM reports no more of what is in flight (VOFF-5)."""
+        """Forget every key; vLLM no longer reports the jobs in flight (VOFF-5)."""
         self.manager.reset()
         stores, self._stores = self._stores, set()
         loads, self._loads = self._loads, Counter()
@@ -164,17 +163,17 @@ class ManagerForVLLM(_Manager):
         self._used.clear()
 
     def shutdown(self) -> None:
-        """Release what the manager holds."""
+        """Release the manager's resources."""
         self.manager.shutdown()
 
     def on_new_request(self, req_context: Any) -> Any:
-        """A request was seen for the first time."""
+        """Notify the manager of a new request."""
         if isinstance(self.manager, SupportsRequestHooks):
             self.manager.on_new_request(_context(req_context))
         return require_class("RequestOffloadingContext")()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """A request ended: touch what it used, where vLLM does not (VOFF-4)."""
+        """Notify the manager of the end of a request, and touch its keys (VOFF-4)."""
         context = _context(req_context)
         if used := self._used.pop(context.req_id, None):
             self.manager.touch(_in_prefix_order(used, req_context), context)
@@ -182,21 +181,21 @@ class ManagerForVLLM(_Manager):
             self.manager.on_request_finished(context)
 
     def on_schedule_end(self, context: Any = None) -> None:
-        """The last call of a step."""
+        """Notify the manager of the end of a step."""
         if isinstance(self.manager, SupportsStepHooks):
             self.manager.on_schedule_end()
 
     def has_pending_work(self) -> bool:
-        """Whether the engine must keep stepping (0.24 asks)."""
+        """Whether the engine must keep stepping (0.24)."""
         return isinstance(self.manager, SupportsStepHooks) and self.manager.has_pending_work()
 
     def _count_hits(self, keys: Iterable[Any]) -> int | None:
         num_hits = 0
         for key in keys:
-            answer = self.manager.lookup(key, ReqContext())
-            if answer is LookupResult.RETRY and _release.lookup_retry:
+            result = self.manager.lookup(key, ReqContext())
+            if result is LookupResult.RETRY and _release.lookup_retry:
                 return None
-            if answer is not LookupResult.HIT:
+            if result is not LookupResult.HIT:
                 break
             num_hits += 1
         return num_hits

@@ -1,9 +1,9 @@
 """vLLM's offloading managers, of every release, as :class:`kvview.OffloadingManager`.
 
-The managers rely on their one caller, vLLM's OffloadingConnector: that it loads
-what it looked up, completes once, and offers no key twice. Here a ledger of what
-is in flight keeps the laws for any caller. What a release does wrong inside its
-policy cannot be mended from outside; the tests name what is left.
+The managers rely on their only caller, vLLM's OffloadingConnector: it only loads keys
+that it looked up, completes once, and never offers a key twice. Here a ledger of the
+transfers in flight satisfies the laws for any caller. Mistakes inside a release's policy
+cannot be fixed from outside; the tests list them.
 
 Source: ``vllm/v1/kv_offload/``, 0.11.0 to 0.33.0.
 """
@@ -41,12 +41,12 @@ P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
 _Page = int | None
-"""A host page; None where the manager names none, and a key is all there is to protect."""
+"""A host page; None where the manager names no pages, so that only keys can be protected."""
 
 
 @dataclass(slots=True)
 class _Late:
-    """A key that a transfer from before a reset still uses."""
+    """A key that a transfer from an earlier reset period still uses."""
 
     page: _Page
     num_loads: int  # 0: it is being stored
@@ -56,7 +56,7 @@ class _Late:
 def _locked(
     method: Callable[Concatenate[VLLMOffloadingManager, P], ResultT],
 ) -> Callable[Concatenate[VLLMOffloadingManager, P], ResultT]:
-    """Hold the manager's lock over a whole call: what it looks up must stay true (0.33)."""
+    """Hold the manager's lock during a whole call, so that its lookups stay true (0.33)."""
 
     @wraps(method)
     def call(self: VLLMOffloadingManager, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
@@ -67,22 +67,22 @@ def _locked(
 
 
 class VLLMOffloadingManager:
-    """A vLLM manager that keeps the laws of the offloading contract.
+    """A vLLM manager that satisfies the laws of the offloading contract.
 
-    1. A call that breaks a law raises before the manager hears of it.
+    1. A call that breaks a law raises before it reaches the manager.
     2. A key offered twice in one call is stored once.
     3. ``reset`` takes the manager's own ``reset_cache`` or, where there is none,
        a new manager. Pages in flight are kept out of its reach by placeholders,
-       which it believes to be storing, until their transfers end (OFF-8). Where a
-       manager names no pages, keeping their keys from it is all that is needed.
-    4. Events are the manager's own; a reset adds the removals that it lacks.
-    5. What a policy does when it refuses a store stays done: it may have learnt from
-       the offer, and ARC refuses what fits when only T1 has room (up to 0.29,
-       vLLM #55461), up to 0.18 after evictions; those are reported.
+       which it takes for stores in progress, until their transfers end (OFF-8). If a
+       manager names no pages, it is enough to keep their keys from it.
+    4. Events are the manager's own; a reset adds the missing removals.
+    5. The side effects of a refused store are kept: the policy may have learnt from the
+       offer, and ARC refuses fitting keys when only T1 has room (up to 0.29, vLLM #55461),
+       up to 0.18 after evictions, which are reported.
 
     Args:
-        make: Makes the vLLM manager, which holds nothing; called once, and at
-            each reset of a release without ``reset_cache``.
+        make: Makes an empty vLLM manager; called once, and at each reset of a release
+            without ``reset_cache``.
 
     Raises:
         UnsupportedEngineError: The manager has a shape that no tested release has.
@@ -111,16 +111,16 @@ class VLLMOffloadingManager:
     def prepare_load(
         self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /
     ) -> LoadStoreSpec:
-        """Protect keys from eviction until ``complete_load``, and say where they are.
+        """Protect keys from eviction until ``complete_load``, and return their pages.
 
         Raises:
             KeyNotLoadableError: A key is not held or not ready; nothing was protected.
         """
         for key in keys:
-            if (answer := self._lookup(key, ctx)) is not LookupResult.HIT:
+            if (result := self._lookup(key, ctx)) is not LookupResult.HIT:
                 raise KeyNotLoadableError(
-                    f"OFF-2: lookup of key {key.hex()} says {answer.name}; load only what it "
-                    f"says HIT for"
+                    f"OFF-2: lookup of key {key.hex()} returns {result.name}; only load keys for "
+                    f"which it returns HIT"
                 )
         spec = self._manager.prepare_load(keys, ctx)
         self._loads.update(keys)
@@ -129,7 +129,7 @@ class VLLMOffloadingManager:
 
     @_locked
     def complete_load(self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /) -> None:
-        """End what one ``prepare_load`` of these keys began.
+        """End one ``prepare_load`` of these keys.
 
         Raises:
             TransferNotInFlightError: More loads would end than were prepared (OFF-9).
@@ -148,11 +148,11 @@ class VLLMOffloadingManager:
                 continue
             self._late[key].num_loads -= times
             if not self._late[key].num_loads:
-                self._give_back([key])
+                self._release([key])
 
     @_locked
     def touch(self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /) -> None:
-        """Say that a request used these keys; the first one becomes the most recent."""
+        """Record that a request used these keys; the first one becomes the most recent."""
         if loses_touched_stores(self._manager.manager):
             keys = [key for key in keys if key not in self._stores]
         self._manager.touch(keys, ctx)
@@ -167,9 +167,9 @@ class VLLMOffloadingManager:
         if self._capacity is not None:
             # Up to 0.17 keys of the input may be evicted for it (vLLM #35846), and up to
             # 0.18 a refusal of ARC comes after evictions.
-            answers = {key: self._lookup(key, ctx) for key in offered}
-            kept = [key for key in offered if answers[key] is LookupResult.HIT]
-            num_new = sum(answer is LookupResult.MISS for answer in answers.values())
+            results = {key: self._lookup(key, ctx) for key in offered}
+            kept = [key for key in offered if results[key] is LookupResult.HIT]
+            num_new = sum(result is LookupResult.MISS for result in results.values())
             num_protected = len(self._stores) + len(self._late) + len({*self._loads, *kept})
             if num_new and num_new > self._capacity - num_protected:
                 return None
@@ -203,11 +203,11 @@ class VLLMOffloadingManager:
         self._manager.complete_store(current, ctx, success=success)
         for key in current:
             del self._stores[key]
-        self._give_back([key for key in ended if key in self._late])
+        self._release([key for key in ended if key in self._late])
 
     @_locked
     def take_events(self) -> list[OffloadingEvent]:
-        """Events since the last call, in order; empty when the manager's are off."""
+        """Events since the last call, in order; empty if the manager has events switched off."""
         self._gather_events()
         events, self._events = self._events, []
         return events
@@ -236,24 +236,24 @@ class VLLMOffloadingManager:
                 self._late[key] = _Late(page, num_loads, placeholder)
 
     def shutdown(self) -> None:
-        """Release what the manager holds; callable twice."""
+        """Release the manager's resources; callable twice."""
         if not self._is_shut:
             self._is_shut = True
             self._manager.shutdown()
 
     @_locked
     def on_new_request(self, ctx: ReqContext, /) -> None:
-        """A request was seen for the first time."""
+        """Notify the manager of a new request."""
         self._manager.on_new_request(ctx)
 
     @_locked
     def on_request_finished(self, ctx: ReqContext, /) -> None:
-        """A request ended; completions of its transfers may still come."""
+        """Notify the manager of the end of a request; its transfers may complete later."""
         self._manager.on_request_finished(ctx)
 
     @_locked
     def on_schedule_end(self) -> None:
-        """The last call of a step."""
+        """Notify the manager of the end of a step."""
         self._manager.on_schedule_end()
 
     @_locked
@@ -279,7 +279,7 @@ class VLLMOffloadingManager:
                 advertised.pop(key, None)
 
     def _report_lost_keys(self) -> None:
-        """Advertise no key that went in a refused store, which has no event."""
+        """Report keys that a refused store evicted without an event."""
         self._gather_events()
         for medium, keys in self._advertised.items():
             lost = [key for key in keys if self._manager.lookup(key) is LookupResult.MISS]
@@ -289,7 +289,7 @@ class VLLMOffloadingManager:
                 del keys[key]
 
     def _hold_pages(self, pages: set[int]) -> dict[int, OffloadKey]:
-        """Have an empty manager store placeholders in these pages, and in no others."""
+        """Make an empty manager store placeholders in exactly these pages."""
         if not pages:
             return {}
         wanted = [make_offload_key(b"kvview placeholder %d" % n, 0) for n in range(max(pages) + 1)]
@@ -305,7 +305,7 @@ class VLLMOffloadingManager:
         if not pages <= held.keys():
             raise refusal(
                 OffloadingSeam.seam,
-                f"an empty manager that gives out the pages {sorted(held)}, when pages up to "
+                f"an empty manager that allocates the pages {sorted(held)}, although pages up to "
                 f"{max(pages)} are in flight",
                 "pages from 0 on, so that pages in flight can be kept",
             )
@@ -313,8 +313,8 @@ class VLLMOffloadingManager:
         self._manager.complete_store(surplus, success=False)
         return held
 
-    def _give_back(self, keys: Collection[OffloadKey]) -> None:
-        """Let the manager have the pages of late transfers that ended."""
+    def _release(self, keys: Collection[OffloadKey]) -> None:
+        """Return the pages of ended late transfers to the manager."""
         ended = [self._late.pop(key).placeholder for key in keys]
         placeholders = [key for key in ended if key is not None]
         if placeholders:

@@ -1,4 +1,4 @@
-"""A manager's media, by the names that the installed vLLM has for them.
+"""A manager's media, under the names of the installed vLLM.
 
 - VOFF-6 A medium that the manager names up front (:class:`~kvview.SupportsMedia`) and vLLM
   does not know is refused at start. One that it did not name is published as ``"CPU"``,
@@ -26,12 +26,12 @@ _KNOWN = known_media()
 class Media:
     """Renames the media of one manager's events.
 
-    1. Of several media that get one name, a key is published there while one holds it
+    1. If several media get one name, a key is published there while one of them holds it
        (EVENT-1, EVENT-2).
 
     Args:
-        manager: Whose events they are.
-        names: The manager's media to vLLM's, where they differ.
+        manager: The manager of the events.
+        names: From the manager's media to vLLM's, where they differ.
 
     Raises:
         ConfigError: vLLM does not know a medium of ``names``, or one that the manager names.
@@ -44,13 +44,13 @@ class Media:
         for medium in [*names, *([named] if isinstance(named, str) else named)]:
             if not _is_known(self._names.setdefault(medium, medium)):
                 raise ConfigError(
-                    f"media: vLLM {engine_version()} knows no medium {self._names[medium]!r}, it "
-                    f"knows {', '.join(_KNOWN or ())}; name one for it: "
+                    f"media: vLLM {engine_version()} knows no medium {self._names[medium]!r}, only "
+                    f"{', '.join(_KNOWN or ())}; map it to one of them: "
                     f'"media": {{"{medium}": "{(_KNOWN or [MEDIUM_CPU])[-1]}"}}'
                 )
 
     def publish(self, event: OffloadingEvent) -> Iterator[tuple[list[bytes], Any, bool]]:
-        """The event in vLLM's names: keys, medium, and whether they are gone; or nothing."""
+        """The event under vLLM's names, if any: keys, medium, and whether they were removed."""
         name = self._name(event.medium)
         held = self._held.setdefault(event.medium, set())
         others = [

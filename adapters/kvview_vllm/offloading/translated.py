@@ -1,20 +1,20 @@
-"""One vLLM offloading manager of any release, called in kvview's words.
+"""One vLLM offloading manager of any release, with the interface of kvview's.
 
-- VOFF-1 What the manager answers is translated and nothing else: where a release
-  breaks a law, so does this. :mod:`kvview_vllm.offloading` keeps the laws.
-- VOFF-2 A spec that lists ``block_ids`` names host pages and becomes kvview's. Any other,
-  one that lists keys or files for example, is handed on as it is: only the worker that
-  belongs to the manager reads it.
+- VOFF-1 The manager's results are only translated: where a release breaks a law, so does
+  this class. :mod:`kvview_vllm.offloading` satisfies the laws.
+- VOFF-2 A spec that lists ``block_ids`` names host pages and becomes kvview's. Any other spec,
+  with keys or files for example, is passed on unmodified: only the worker that belongs to the
+  manager reads it.
 
-Source: ``vllm/v1/kv_offload/``, 0.11.0 to 0.33.0; which shape a manager has,
-:mod:`kvview_vllm.releases` says.
+Source: ``vllm/v1/kv_offload/``, 0.11.0 to 0.33.0; :mod:`kvview_vllm.releases` recognises the
+shape of a manager.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvview import (
     CPULoadStoreSpec,
@@ -29,19 +29,16 @@ from kvview_vllm.releases import probe_offloading, require_class
 from kvview_vllm.releases.calls import has_block_ids, lock_of, make_known, medium_name
 from kvview_vllm.releases.calls import make_cpu_manager as make_cpu_manager
 
-if TYPE_CHECKING:
-    from kvview import OffloadingManager, SupportsRequestHooks, SupportsStepHooks
-
 NO_REQUEST = ReqContext()
 
 
 class TranslatedManager:
-    """A vLLM manager as it is (VOFF-1).
+    """A translated vLLM manager (VOFF-1).
 
-    1. A request's calls share one context of vLLM's, from the first that names it
-       to ``on_request_finished``; calls without a request id share none.
-    2. What a release has no method for does nothing.
-    3. Whoever calls holds ``lock``, but for ``shutdown`` (0.33).
+    1. The calls of a request share one vLLM context, from the first call to
+       ``on_request_finished``; calls without a request id do not share one.
+    2. A call for which a release has no method does nothing.
+    3. The caller holds ``lock``, except for ``shutdown`` (0.33).
 
     Args:
         manager: A manager of ``vllm.v1.kv_offload``.
@@ -57,25 +54,25 @@ class TranslatedManager:
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """The manager's lock, not re-entrant; before 0.33 there is none to hold."""
+        """The manager's lock, which is not re-entrant; a no-op before 0.33."""
         return lock_of(self.manager)
 
     def lookup(self, key: OffloadKey, ctx: ReqContext = NO_REQUEST, /) -> LookupResult:
         """Whether a key is held; before 0.25 a key that is being stored is a MISS."""
         if self.release.prefix_lookup:
-            answer = self.manager.lookup([key])
+            result = self.manager.lookup([key])
         else:
-            answer = self.manager.lookup(key, self._context(ctx))
+            result = self.manager.lookup(key, self._context(ctx))
         if self.release.lookup_results:
-            return LookupResult[answer.name]
-        if answer is None:
+            return LookupResult[result.name]
+        if result is None:
             return LookupResult.RETRY
-        return LookupResult.HIT if answer else LookupResult.MISS
+        return LookupResult.HIT if result else LookupResult.MISS
 
     def prepare_load(
         self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /
     ) -> LoadStoreSpec:
-        """Protect keys, and say where they are (VOFF-2)."""
+        """Protect keys, and return their pages (VOFF-2)."""
         return _translated(self.manager.prepare_load(keys, *self._request(ctx)))
 
     def complete_load(self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /) -> None:
@@ -83,7 +80,7 @@ class TranslatedManager:
         self.manager.complete_load(keys, *self._completion(ctx))
 
     def touch(self, keys: Collection[OffloadKey], ctx: ReqContext = NO_REQUEST, /) -> None:
-        """Say that a request used these keys."""
+        """Record that a request used these keys."""
         self.manager.touch(keys, *self._completion(ctx))
 
     def prepare_store(
@@ -110,7 +107,7 @@ class TranslatedManager:
         self.manager.complete_store(keys, *self._completion(ctx), success=success)
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Events since the last call, without those that vLLM does not publish."""
+        """Events since the last call, except those that vLLM does not publish."""
         events = []
         for event in list(self.manager.take_events()):
             if self.release.metadata_events and event.metadata_only:  # a failed store
@@ -125,23 +122,23 @@ class TranslatedManager:
             self.manager.reset_cache()
 
     def shutdown(self) -> None:
-        """Release what the manager holds, where the release can (0.20)."""
+        """Release the manager's resources, where the release can (0.20)."""
         if self.release.manager_shutdown:
             self.manager.shutdown()
 
     def on_new_request(self, ctx: ReqContext, /) -> None:
-        """A request was seen for the first time."""
+        """Notify the manager of a new request."""
         if self.release.request_hooks:
             self.manager.on_new_request(self._context(ctx))
 
     def on_request_finished(self, ctx: ReqContext, /) -> None:
-        """A request ended."""
+        """Notify the manager of the end of a request."""
         if self.release.request_hooks:
             self.manager.on_request_finished(self._context(ctx))
         self._contexts.pop(ctx.req_id, None)
 
     def on_schedule_end(self) -> None:
-        """The last call of a step."""
+        """Notify the manager of the end of a step."""
         if self.release.step_context:
             context = require_class("ScheduleEndContext")(new_req_ids=(), preempted_req_ids=())
             self.manager.on_schedule_end(context)
@@ -149,7 +146,7 @@ class TranslatedManager:
             self.manager.on_schedule_end()
 
     def has_pending_work(self) -> bool:
-        """Whether the engine must keep stepping; no release before 0.24 asks."""
+        """Whether the engine must keep stepping; always False before 0.24."""
         return self.release.manager_work and bool(self.manager.has_pending_work())
 
     def _request(self, ctx: ReqContext) -> tuple[Any, ...]:
@@ -161,11 +158,8 @@ class TranslatedManager:
     def _context(self, ctx: ReqContext) -> Any:
         context = self._contexts.get(ctx.req_id)
         if context is None:
-            params = ctx.kv_transfer_params
-            values = {
-                "req_id": ctx.req_id,
-                "kv_transfer_params": None if params is None else dict(params),
-            }
+            params = None if ctx.kv_transfer_params is None else dict(ctx.kv_transfer_params)
+            values = {"req_id": ctx.req_id, "kv_transfer_params": params}
             context = make_known(require_class("ReqContext"), **values)
             if ctx.req_id:
                 self._contexts[ctx.req_id] = context
@@ -177,9 +171,3 @@ def _translated(spec: Any) -> LoadStoreSpec:
         return CPULoadStoreSpec([int(page) for page in spec.block_ids])
     opaque: LoadStoreSpec = spec
     return opaque
-
-
-if TYPE_CHECKING:
-    _manager: OffloadingManager = TranslatedManager(None)
-    _request: SupportsRequestHooks = TranslatedManager(None)
-    _step: SupportsStepHooks = TranslatedManager(None)

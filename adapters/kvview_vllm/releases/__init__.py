@@ -1,11 +1,11 @@
-"""What differs between vLLM releases, probed once: nothing outside decides by a release.
+"""The differences between vLLM releases, probed once: no other package decides by a release.
 
-``python tests/vllm/add_release.py <it>`` adds a release: it says what differs, writes it
-into the list of those that are tested, and runs the matrix. Three places are left:
+``python tests/vllm/add_release.py RELEASE`` adds a release: it lists the differences, writes
+the release into the list of tested ones, and runs the matrix. Three places remain:
 
-1. Where a member has another shape: a row in :mod:`.shapes`.
-2. Where the adapter does something else: a field of its seam in :mod:`.release`.
-3. Where it is called differently: :mod:`.calls`.
+1. A member with another shape: a row in ``shapes.txt``.
+2. Another behaviour of the adapter: a field of its seam in :mod:`.release`.
+3. Another way to call it: :mod:`.calls`.
 """
 
 from kvview_vllm.releases.probes import (
@@ -18,7 +18,6 @@ from kvview_vllm.releases.probes import (
     require_class,
 )
 from kvview_vllm.releases.release import (
-    BindingSeam,
     ConnectorSeam,
     Difference,
     GeometrySeam,
@@ -29,7 +28,6 @@ from kvview_vllm.releases.release import (
 from kvview_vllm.releases.shapes import expect, reading, require_concrete
 from kvview_vllm.releases.versions import (
     NEWEST_TESTED,
-    OLDEST_TESTED,
     TESTED,
     VLLMNotInstalledError,
     engine_version,
@@ -40,9 +38,7 @@ from kvview_vllm.releases.versions import (
 
 __all__ = [
     "NEWEST_TESTED",
-    "OLDEST_TESTED",
     "TESTED",
-    "BindingSeam",
     "ConnectorSeam",
     "Difference",
     "GeometrySeam",

@@ -1,11 +1,10 @@
-"""What late releases of vLLM have beyond the contract, and what becomes of it under kvview.
+"""Features of late vLLM releases that the contract does not have, and how kvview treats them.
 
-Source: the paths named at each; ``kvview doctor`` names those that the installed vLLM has.
+Source: the paths named in each row; ``kvview doctor`` lists those of the installed vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvview_vllm.releases.shapes import owner_of, shape_of
@@ -15,14 +14,14 @@ _TIERING = "vllm.v1.kv_offload.tiering"
 
 @dataclass(frozen=True)
 class Beyond:
-    """One thing that a release may have.
+    """One feature.
 
     Args:
-        name: As vLLM calls it.
+        name: Its name in vLLM.
         since: First release that has it.
-        what: What it is.
-        met: Whether kvview does what it asks.
-        how: How, or what to do where kvview does not.
+        what: Its purpose.
+        met: Whether kvview supports it.
+        how: How kvview supports it, or what to do instead.
     """
 
     name: str
@@ -32,28 +31,20 @@ class Beyond:
     how: str
 
 
-def _has(owner: str, name: str, word: str = "") -> Callable[[], bool]:
-    def has() -> bool:
-        try:
-            shape = shape_of(owner_of(owner), name)
-        except Exception:  # a module that cannot be imported here is used by nobody either
-            return False
-        return shape is not None and word in shape
+Member = tuple[str, str, str]
+"""Owner, name, and a word that the shape of the member must have."""
 
-    return has
-
-
-KNOWN: tuple[tuple[Beyond, Callable[[], bool]], ...] = (
+KNOWN: tuple[tuple[Beyond, Member], ...] = (
     (
         Beyond(
             "OffloadingManager.lock",
             "0.33.0",
             "every caller of a manager but shutdown holds it; it is not re-entrant",
             True,
-            "VLLMOffloadingManager enters it; a manager of kvview's keeps vLLM's no-op, for it is "
+            "VLLMOffloadingManager enters it; a kvview manager keeps vLLM's no-op, because it is "
             "called on one thread only",
         ),
-        _has("OffloadingManager", "lock"),
+        ("OffloadingManager", "lock", ""),
     ),
     (
         Beyond(
@@ -61,10 +52,10 @@ KNOWN: tuple[tuple[Beyond, Callable[[], bool]], ...] = (
             "0.33.0",
             "a secondary tier may be polled from a thread of vLLM's tiering manager",
             True,
-            "KVViewTier says that it is not to be, whatever the default: it serves nobody outside; "
-            "a VLLMOffloadingManager over a tiering manager holds its lock",
+            "KVViewTier disables it, because it serves no external requests; a "
+            "VLLMOffloadingManager over a tiering manager holds its lock",
         ),
-        _has(f"{_TIERING}.base:SecondaryTierManager", "tolerates_off_thread_polling"),
+        (f"{_TIERING}.base:SecondaryTierManager", "tolerates_off_thread_polling", ""),
     ),
     (
         Beyond(
@@ -75,7 +66,7 @@ KNOWN: tuple[tuple[Beyond, Callable[[], bool]], ...] = (
             "tables are followed from the step, and boundary states are not offered to a "
             "connector: a Mamba block is stored when it is full",
         ),
-        _has("vllm.v1.core.sched.output:SchedulerOutput", "kv_connector_block_state"),
+        ("vllm.v1.core.sched.output:SchedulerOutput", "kv_connector_block_state", ""),
     ),
     (
         Beyond(
@@ -83,9 +74,9 @@ KNOWN: tuple[tuple[Beyond, Callable[[], bool]], ...] = (
             "0.31.0",
             "typed hints of the caller about a request's KV",
             False,
-            "they are not handed on; a manager reads kv_transfer_params, which are",
+            "they are not passed on; a manager can read kv_transfer_params",
         ),
-        _has("ReqContext", "kv_hints"),
+        ("ReqContext", "kv_hints", ""),
     ),
     (
         Beyond(
@@ -93,10 +84,10 @@ KNOWN: tuple[tuple[Beyond, Callable[[], bool]], ...] = (
             "0.22.0",
             "host memory in front of secondary tiers, loaded by module_path from 0.28",
             True,
-            "KVViewTieringSpec is one, and KVViewTier a tier of it; under KVViewOffloadingSpec "
-            "compose tiers in the manager that you name",
+            "KVViewTieringSpec is one, and KVViewTier is one of its tiers; with "
+            "KVViewOffloadingSpec compose tiers in your own manager",
         ),
-        _has(f"{_TIERING}.spec:TieringOffloadingSpec", "get_manager"),
+        (f"{_TIERING}.spec:TieringOffloadingSpec", "get_manager", ""),
     ),
     (
         Beyond(
@@ -104,10 +95,10 @@ KNOWN: tuple[tuple[Beyond, Callable[[], bool]], ...] = (
             "0.27.0",
             "an eviction policy of vLLM's managers, by module path",
             False,
-            "KVViewTieringSpec reads it, as vLLM's does; KVViewOffloadingSpec does not: name the "
-            'policy in "kvview": {"manager_options": {"cache_policy": ...}}',
+            "KVViewTieringSpec reads it, as vLLM's spec does; KVViewOffloadingSpec does not: name "
+            'the policy in "kvview": {"manager_options": {"cache_policy": ...}}',
         ),
-        _has(
+        (
             "vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager",
             "__init__",
             "cache_policy_module_path",
@@ -117,5 +108,13 @@ KNOWN: tuple[tuple[Beyond, Callable[[], bool]], ...] = (
 
 
 def beyond() -> tuple[Beyond, ...]:
-    """Those that the installed vLLM has."""
-    return tuple(each for each, is_there in KNOWN if is_there())
+    """The features that the installed vLLM has."""
+    return tuple(each for each, member in KNOWN if _has(*member))
+
+
+def _has(owner: str, name: str, word: str) -> bool:
+    try:
+        shape = shape_of(owner_of(owner), name)
+    except Exception:  # a module that cannot be imported here is not used either
+        return False
+    return shape is not None and word in shape

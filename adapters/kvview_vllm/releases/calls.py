@@ -1,7 +1,8 @@
-"""vLLM called with what the installed release takes, and asked for what it may lack.
+"""Calls of vLLM that differ between releases, and queries of objects that a release may lack.
 
-1. Constructors and functions get the arguments that they have, by name (:func:`make_known`).
-2. What is asked of an object here has one answer in every release.
+1. Constructors and functions get only the arguments that they have, by name
+   (:func:`make_known`).
+2. Each query has one meaning in every release.
 
 Source: the paths named at each function, 0.11.0 to the newest tested release.
 """
@@ -12,32 +13,33 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
 
-from kvview import ConfigError, RequestContent, UnsupportedEngineError
+from kvview import ConfigError, RequestContent
 from kvview_vllm.releases.release import GeometrySeam, find_class
-from kvview_vllm.releases.versions import engine_version
+from kvview_vllm.releases.versions import vllm
 
 EVENT_FIELDS = (
     *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
     *("lora_name", "group_idx"),  # from 0.14.0, which requires the first, and 0.20.0
     *("extra_keys", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"),  # 0.17.0, 0.22.0
 )
-"""What :func:`make_event` can say of blocks that were stored or removed."""
+"""The fields that :func:`make_event` can fill in."""
 
 _POLICIES = ("lru", "arc")
+_UTILS = "v1.core.kv_cache_utils"
+_SCHEDULER = "v1.core.sched.scheduler"
 
 
 def known_arguments(target: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Those of the values that a callable has a parameter for."""
+    """The values for which a callable has a parameter."""
     parameters = _parameters(target)
     return {name: value for name, value in values.items() if name in parameters}
 
 
-@lru_cache(64)  # 0.1 ms to find out, and some are called in every step
+@lru_cache(64)  # 0.1 ms each, and some targets are called in every step
 def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(target).parameters
 
@@ -51,16 +53,16 @@ def make_known(target: Callable[..., Any], **values: Any) -> Any:
 
 
 def hash_getter(block_pool: Any) -> Callable[[Any], Any]:
-    """Reads the primary hash of a block.
+    """A function that reads the primary hash of a block.
 
-    ``block_hash`` is a property over a field since 0.24: a Python call for each block.
+    Since 0.24 ``block_hash`` is a property over a field, which costs a Python call per block.
     """
     has_field = hasattr(block_pool.null_block, "_block_hash")
     return attrgetter("_block_hash" if has_field else "block_hash")
 
 
 def uncache_blocks(block_pool: Any, block_ids: Iterable[int]) -> None:
-    """Have the prefix cache forget blocks, held or not; where a load may be within a step."""
+    """Remove blocks from the prefix cache, held or not; for releases that load within a step."""
     evict = getattr(block_pool, "evict_blocks", None)  # 0.13.0
     if evict is not None:
         evict(set(block_ids))
@@ -70,50 +72,31 @@ def uncache_blocks(block_pool: Any, block_ids: Iterable[int]) -> None:
 
 
 def reuse_watchers(block_pool: Any) -> dict[int, Any]:
-    """Who hears when a block is handed out again, by block id (0.30)."""
+    """The callbacks for blocks that are allocated again, by block id (0.30)."""
     watchers: dict[int, Any] = block_pool._reuse_watchers
     return watchers
 
 
 def make_block_pool(num_blocks: int) -> Any:
-    """A pool of its own, ``BlockPool`` of vllm/v1/core/block_pool.py."""
-    pool: Any = import_module("vllm.v1.core.block_pool")
-    return make_known(
-        pool.BlockPool, num_gpu_blocks=num_blocks, enable_caching=True, hash_block_size=16
-    )
+    """A new ``BlockPool`` of vllm/v1/core/block_pool.py."""
+    kind = vllm("v1.core.block_pool").BlockPool
+    return make_known(kind, num_gpu_blocks=num_blocks, enable_caching=True, hash_block_size=16)
 
 
 # --- binding ---
 
 
 def child_connectors(connector: Any) -> Sequence[Any]:
-    """The children of a ``MultiConnector``; of any other connector none."""
+    """The children of a ``MultiConnector``; empty for any other connector."""
     children: Sequence[Any] = getattr(connector, "_connectors", ())
     return children
-
-
-def pool_of_context(context: Any) -> Any:
-    """The pool of a scheduler context as PRs #41120 and #53067 propose it.
-
-    Raises:
-        UnsupportedEngineError: The context exposes no pool under a known name.
-    """
-    names = ("gpu_block_pool", "block_pool")
-    pool = next((found for name in names if (found := getattr(context, name, None))), None)
-    if pool is None:
-        raise UnsupportedEngineError(
-            f"bind_scheduler_context: vLLM {engine_version()} passes a "
-            f"{type(context).__name__} without any of {', '.join(names)}; nothing was bound. "
-            f"Use --scheduler-cls kvview_vllm.scheduler.ViewScheduler"
-        )
-    return pool
 
 
 # --- geometry ---
 
 
 def context_parallel_sizes(parallel_config: Any, seam: GeometrySeam) -> dict[str, int]:
-    """Over how many workers the tokens of a block are spread, by setting."""
+    """The number of workers over which the tokens of a block are spread, by setting."""
     names = ["decode_context_parallel_size"]
     if seam.prefill_context_parallel:
         names.append("prefill_context_parallel_size")
@@ -124,7 +107,7 @@ def context_parallel_sizes(parallel_config: Any, seam: GeometrySeam) -> dict[str
 
 
 class _ExtraKeys(Sequence[Any]):
-    """What the hashes of a request cover beside its tokens, computed at a look."""
+    """The extra keys of a request's block hashes, computed at each access."""
 
     def __init__(self, request: Any, hash_block_size: int) -> None:
         self._request = request
@@ -136,24 +119,24 @@ class _ExtraKeys(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
-        number = range(len(self))[index]
-        start = number * self._size
-        utils: Any = import_module("vllm.v1.core.kv_cache_utils")
-        keys, _ = utils.generate_block_hash_extra_keys(self._request, start, start + self._size, 0)
+        start = range(len(self))[index] * self._size
+        keys, _ = vllm(_UTILS).generate_block_hash_extra_keys(
+            self._request, start, start + self._size, 0
+        )
         return keys
 
 
 def extra_keys_of(request: Any, block_size: int) -> Sequence[Any]:
-    """What the hash of each block of so many tokens covers beside them, computed at a look."""
+    """The extra keys of each block of this many tokens, computed at each access."""
     return _ExtraKeys(request, block_size)
 
 
 def request_content(request: Any, hash_block_size: int) -> RequestContent:
-    """What a ``Request``'s KV is computed from; nothing is copied.
+    """The inputs from which a ``Request``'s KV is computed; nothing is copied.
 
     Args:
-        request: Of vllm/v1/request.py.
-        hash_block_size: Tokens that one of its hashes stands for.
+        request: A ``Request`` of vllm/v1/request.py.
+        hash_block_size: Tokens that one of its hashes covers.
     """
     lora = request.lora_request
     return RequestContent(
@@ -166,8 +149,8 @@ def request_content(request: Any, hash_block_size: int) -> RequestContent:
 
 
 def unfinished_statuses() -> frozenset[Any]:
-    """Statuses of requests that ended without coming to their end (errors: 0.13.0)."""
-    statuses: Any = import_module("vllm.v1.request").RequestStatus
+    """Statuses of requests that ended early (errors: 0.13.0)."""
+    statuses = vllm("v1.request").RequestStatus
     names = ("FINISHED_ABORTED", "FINISHED_IGNORED", "FINISHED_ERROR")
     return frozenset(statuses[name] for name in names if name in statuses.__members__)
 
@@ -178,16 +161,15 @@ def unfinished_statuses() -> frozenset[Any]:
 def make_event(removed: bool, hashes: list[bytes], fields: Mapping[str, Any]) -> Any:
     """``BlockStored`` or ``BlockRemoved`` of vllm/distributed/kv_events.py.
 
-    Their medium is a string in every release, of any value: the enum of 0.27 is that of
-    the offloading managers' events alone.
+    Their medium is any string in every release: only the events of offloading managers use
+    the enum of 0.27.
 
     Args:
-        removed: Which of the two.
-        hashes: Of the blocks; they take the form that the GPU's own events have.
-        fields: Of :data:`EVENT_FIELDS`; those that the release lacks are left out.
+        removed: Whether to make a ``BlockRemoved``.
+        hashes: Hashes of the blocks; they take the form of the GPU's own events.
+        fields: Values of :data:`EVENT_FIELDS`; fields that the release lacks are dropped.
     """
-    kv_events: Any = import_module("vllm.distributed.kv_events")
-    convert = import_module("vllm.v1.core.kv_cache_utils").maybe_convert_block_hash
+    kv_events, convert = vllm("distributed.kv_events"), vllm(_UTILS).maybe_convert_block_hash
     kind = kv_events.BlockRemoved if removed else kv_events.BlockStored
     values = dict.fromkeys(EVENT_FIELDS) | {"token_ids": []} | dict(fields)
     values["block_hashes"] = [convert(block_hash) for block_hash in hashes]
@@ -197,16 +179,15 @@ def make_event(removed: bool, hashes: list[bytes], fields: Mapping[str, Any]) ->
 
 
 def event_extra_keys(extra_keys: list[Any]) -> list[Any]:
-    """Extra keys as events carry them: from 0.31 hashes tag them, and events do not."""
-    utils: Any = import_module("vllm.v1.core.kv_cache_utils")
-    convert = getattr(utils, "to_event_extra_keys", list)
+    """Extra keys as events have them: without the tags that hashes have from 0.31 on."""
+    convert = getattr(vllm(_UTILS), "to_event_extra_keys", list)
     converted: list[Any] = convert(extra_keys)
     return converted
 
 
 def event_group_kinds(kv_cache_config: Any) -> list[dict[str, Any]]:
-    """What events say of each KV-cache group; nothing up to 0.21, or without groups (0.11.0)."""
-    interface: Any = import_module("vllm.v1.kv_cache_interface")
+    """The event fields of each KV-cache group; none up to 0.21, or without groups (0.11.0)."""
+    interface = vllm("v1.kv_cache_interface")
     if kv_cache_config is None or not hasattr(interface, "get_kv_cache_spec_kind"):
         return []
     return [
@@ -228,28 +209,28 @@ def publishes_events(vllm_config: Any) -> bool:
 
 
 def make_cpu_manager(num_blocks: int, cache_policy: str = "lru", **options: Any) -> Any:
-    """The installed vLLM's own manager of host pages, as its own spec makes it.
+    """The installed vLLM's own manager of host pages, as vLLM's own spec makes it.
 
     Args:
         num_blocks: Capacity, in offloaded blocks.
-        cache_policy: ``"lru"`` or ``"arc"``; late releases know more.
-        options: ``enable_events``, ``store_threshold`` and others of the release's
-            constructor; those that it does not have are left out.
+        cache_policy: ``"lru"`` or ``"arc"``; late releases have more.
+        options: ``enable_events``, ``store_threshold`` and other options of the release's
+            constructor; options that it lacks are dropped.
 
     Raises:
         ValueError: The policy is unknown (OFF-7).
     """
-    package = "vllm.v1.kv_offload"
+    package = "v1.kv_offload"
     try:
-        backends = import_module(f"{package}.backends.cpu")
-    except ImportError:  # one class for all policies, without a backend, from 0.19 on
-        kind = import_module(f"{package}.cpu.manager").CPUOffloadingManager
+        backends = vllm(f"{package}.backends.cpu")
+    except ImportError:  # from 0.19 on one class for all policies, without a backend
+        kind = vllm(f"{package}.cpu.manager").CPUOffloadingManager
         sizes = {"num_blocks": num_blocks, "num_chunks": num_blocks, "block_size": 1}
         return make_known(kind, cache_policy=cache_policy, **sizes, **options)
-    known = [name for name in _POLICIES if find_spec(f"{package}.{name}_manager")]
+    known = [name for name in _POLICIES if find_spec(f"vllm.{package}.{name}_manager")]
     if cache_policy not in known:  # the oldest release has no ARC
         raise ConfigError(f"unknown policy {cache_policy!r}; known: {', '.join(known)}")
-    module = import_module(f"{package}.{cache_policy}_manager")
+    module = vllm(f"{package}.{cache_policy}_manager")
     kind = getattr(module, f"{cache_policy.upper()}OffloadingManager")
     return make_known(kind, backend=backends.CPUBackend(1, num_blocks), **options)
 
@@ -261,38 +242,38 @@ def pages_of_backend(manager: Any) -> int | None:
 
 
 def loses_touched_stores(manager: Any) -> bool:
-    """Whether a key may be lost that is touched while it is stored.
+    """Whether a manager may lose a key that is touched while it is being stored.
 
-    ARC managers up to 0.16 lose it. Those of 0.17 and 0.18 look the same and do not; there it
-    costs nothing to leave the touch out, as it moves nothing in their order but the key.
+    ARC managers up to 0.16 do. Those of 0.17 and 0.18 have the same shape and do not; skipping
+    the touch there costs nothing, because it would only move that key in their order.
     """
     return hasattr(manager, "t1")
 
 
 def store_threshold(manager: Any) -> int:
-    """How often a key is looked up or offered before it is stored (0.19 asks)."""
+    """How often a key must be looked up or offered before it is stored (from 0.19)."""
     return int(getattr(manager, "store_threshold", 1))
 
 
 def has_block_ids(spec: Any) -> bool:
-    """Whether a load-store spec names its pages by numbers."""
+    """Whether a load-store spec identifies its pages by numbers."""
     return hasattr(spec, "block_ids")
 
 
 def lock_of(manager: Any) -> AbstractContextManager[Any]:
-    """What every call of a manager but ``shutdown`` must hold (0.33); not re-entrant."""
+    """The lock for every call of a manager but ``shutdown`` (0.33); it is not re-entrant."""
     lock: AbstractContextManager[Any] = getattr(manager, "lock", nullcontext())
     return lock
 
 
 def known_media() -> list[str] | None:
-    """The media that events of offloading managers may name; None where any string is one."""
+    """The media that events of offloading managers may name; None where any string may be one."""
     medium = find_class("Medium")
     return None if medium is None else [known.value for known in medium]
 
 
 def make_medium(name: str) -> Any:
-    """A medium as such an event names it."""
+    """A medium as such an event has it."""
     medium = find_class("Medium")
     return name if medium is None else medium(name)
 
@@ -311,7 +292,7 @@ def blocks_per_chunk(spec: Any) -> int:
 
 
 def tokens_per_chunk(spec: Any) -> int:
-    """What events of 0.19 and before say; 0 from 0.26 on, when nobody asks."""
+    """The block size in events up to 0.19; 0 from 0.26 on, which do not need it."""
     sizes = getattr(spec, "gpu_block_size", 0)
     return int(sizes if isinstance(sizes, int) else sizes[0]) * blocks_per_chunk(spec)
 
@@ -322,7 +303,7 @@ def cache_config_of(spec: Any) -> Any:
 
 
 def recomputes_failed_loads(transfer_config: Any) -> bool:
-    """Whether a request whose load failed is computed, and not ended; always up to 0.12."""
+    """Whether a request whose load failed is computed instead of ended; always up to 0.12."""
     return str(getattr(transfer_config, "kv_load_failure_policy", "recompute")) == "recompute"
 
 
@@ -330,22 +311,22 @@ def recomputes_failed_loads(transfer_config: Any) -> bool:
 
 
 def handle_preemptions(worker: Any, output: Any, metadata: Any) -> None:
-    """What a model runner says of preemptions before it starts loads (0.14)."""
-    base: Any = import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
-    # How it is called the release says: a connector of another one may have it otherwise.
-    asked = getattr(base.KVConnectorBase_V1, "handle_preemptions", None)
-    if asked is None:
+    """Notify a worker of preemptions, as a model runner does before it starts loads (0.14)."""
+    base = vllm("distributed.kv_transfer.kv_connector.v1.base")
+    # The release's base class decides: a connector may be written for another release.
+    method = getattr(base.KVConnectorBase_V1, "handle_preemptions", None)
+    if method is None:
         return
-    if "preempted_req_ids" not in _parameters(asked):
+    if "preempted_req_ids" not in _parameters(method):
         worker.handle_preemptions(metadata)
     elif output.preempted_req_ids:  # up to 0.18
         worker.handle_preemptions(output.preempted_req_ids)
 
 
 def set_concurrent_batches(vllm_config: Any, number: int) -> None:
-    """Have a scheduler count on so many steps in flight, where it asks its configuration (0.24).
+    """Set the number of steps in flight that a scheduler expects, where it is configured (0.24).
 
-    vLLM follows them from the sizes of a deployment; three are those of two pipeline stages.
+    vLLM derives it from the sizes of a deployment; three are those of two pipeline stages.
     """
     kind = type(vllm_config)
     if hasattr(kind, "max_concurrent_batches"):
@@ -359,51 +340,49 @@ def blocks_freed_later(scheduler: Any) -> list[Any]:
 
 
 def states_take_loads() -> bool:
-    """Whether a request with Mamba groups may load: 0.15.0 to 0.22.1 assert that none does."""
-    scheduler: Any = import_module("vllm.v1.core.sched.scheduler").Scheduler
-    split = getattr(scheduler, "_mamba_block_aligned_split", None)
+    """Whether a request with Mamba groups may load: 0.15.0 to 0.22.1 assert that it does not."""
+    split = getattr(vllm(_SCHEDULER).Scheduler, "_mamba_block_aligned_split", None)
     return split is None or "assert num_external_computed_tokens == 0" not in inspect.getsource(
         split
     )
 
 
 def states_are_hit_with_the_rest() -> bool:
-    """Whether a prefix is hit as far as all groups have it, beside a connector and with Mamba.
+    """Whether a hit ends where all groups have the prefix, with a connector and Mamba groups.
 
-    0.24.0 to 0.26.0 take the longest hit of a group for that of all: wrong tokens.
+    0.24.0 to 0.26.0 take the longest hit of one group for all groups: wrong tokens.
     """
-    scheduler = import_module("vllm.v1.core.sched.scheduler")
-    return "max(per_group_hits)" not in inspect.getsource(scheduler)
+    return "max(per_group_hits)" not in inspect.getsource(vllm(_SCHEDULER))
 
 
 def ended_requests_take_no_output() -> bool:
-    """Whether outputs of steps in flight pass by a request whose blocks a connector keeps.
+    """Whether outputs of steps in flight are dropped for a request that has ended.
 
-    Up to 0.15 it is given another token, and freed twice (vLLM PR 33377).
+    Up to 0.15 a request whose blocks a connector keeps gets another token and is freed twice
+    (vLLM PR 33377).
     """
-    scheduler: Any = import_module("vllm.v1.core.sched.scheduler").Scheduler
-    return "is None or request.is_finished()" in inspect.getsource(scheduler.update_from_output)
+    update = vllm(_SCHEDULER).Scheduler.update_from_output
+    return "is None or request.is_finished()" in inspect.getsource(update)
 
 
 def aborted_loads_keep_blocks() -> bool:
-    """Whether an aborted request keeps its blocks as long as they are loaded into.
+    """Whether an aborted request keeps its blocks until its load has ended.
 
-    Up to 0.15 they are others' while the connector writes (vLLM PR 32255).
+    Up to 0.15 they are allocated again while the connector writes (vLLM PR 32255).
     """
-    scheduler: Any = import_module("vllm.v1.core.sched.scheduler").Scheduler
-    return "WAITING_FOR_REMOTE_KVS" in inspect.getsource(scheduler.finish_requests)
+    finish = vllm(_SCHEDULER).Scheduler.finish_requests
+    return "WAITING_FOR_REMOTE_KVS" in inspect.getsource(finish)
 
 
 def num_preemptions(request: Any) -> int:
-    """How often a request was preempted; 0 where it does not count (0.11.0)."""
+    """How often a request was preempted; 0 where requests do not count it (0.11.0)."""
     number: int = getattr(request, "num_preemptions", 0)
     return number
 
 
 def sampled_tokens(tokens: list[list[int]]) -> list[Any]:
     """Tokens as a ``ModelRunnerOutput`` takes them: arrays in 0.11.1 and 0.11.2."""
-    outputs: Any = import_module("vllm.v1.outputs")
-    wanted = _parameters(outputs.ModelRunnerOutput)["sampled_token_ids"]
+    wanted = _parameters(vllm("v1.outputs").ModelRunnerOutput)["sampled_token_ids"]
     if "ndarray" not in str(wanted.annotation):
         return tokens
     import numpy as np
@@ -412,10 +391,26 @@ def sampled_tokens(tokens: list[list[int]]) -> list[Any]:
 
 
 def complete_torch() -> None:
-    """0.17 asks torch for names that 2.13 has no more; nothing here depends on the answers."""
+    """Add functions that 0.17 imports and torch 2.13 no longer has; no result depends on them."""
     import torch
 
     cpu: Any = torch._C._cpu
     for name in ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported"):
         if not hasattr(cpu, name):
             setattr(cpu, name, lambda: False)
+
+
+def keep_async_scheduling() -> None:
+    """Keep a user's ``async_scheduling`` on a CPU, where vLLM's platform switches it off.
+
+    Source: ``CpuPlatform.check_and_update_config``, vllm/platforms/cpu.py.
+    """
+    platform = vllm("platforms.cpu").CpuPlatform
+    check = platform.check_and_update_config
+
+    def check_and_keep(vllm_config: Any) -> None:
+        wanted = vllm_config.scheduler_config.async_scheduling
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    platform.check_and_update_config = staticmethod(check_and_keep)

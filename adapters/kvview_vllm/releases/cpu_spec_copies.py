@@ -1,4 +1,4 @@
-"""Stands in for the copies of vLLM's own ``CPUOffloadingSpec``, at its worker interface.
+"""Stand-in for the copies of vLLM's own ``CPUOffloadingSpec``, at its worker interface.
 
 Managers, specs and the bookkeeping of jobs stay vLLM's.
 
@@ -8,28 +8,32 @@ Source: vllm/v1/kv_offload, 0.12.0 to 0.33.0: ``get_worker`` of the spec since 0
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
-from kvview_vllm.releases.calls import make_known
+from kvview_vllm.releases.calls import blocks_per_chunk, cache_config_of, make_known
+from kvview_vllm.releases.release import find_class
+from kvview_vllm.releases.versions import vllm
 
 MakeQueue = Callable[[str], Any]
-_STANDS_IN = "for the copies of vLLM's CPUOffloadingSpec, copies between steps"
+_REPLACED = "the copies of vLLM's CPUOffloadingSpec"
 
 
 def replace_worker(make_queue: MakeQueue, stack: ExitStack) -> None:
-    """Have the CPU spec hand out a :class:`LateWorker`, as long as the stack is open.
+    """Make the CPU spec return a :class:`LateWorker` until the stack is closed.
 
     Args:
-        make_queue: Of copies of a direction, which may be late.
-        stack: Undoes it.
+        make_queue: Makes the queue of copies of one direction, which may be late.
+        stack: Undoes the replacement.
     """
     from kvview_vllm.transfer import canonical_kv_caches
 
-    module = _import_any("vllm.v1.kv_offload.cpu.spec", "vllm.v1.kv_offload.cpu")
+    try:
+        module = vllm("v1.kv_offload.cpu.spec")
+    except ImportError:
+        module = vllm("v1.kv_offload.cpu")
     spec = getattr(module, "CPUOffloadingSpec", None)
     if spec is None:
         return
@@ -41,7 +45,7 @@ def replace_worker(make_queue: MakeQueue, stack: ExitStack) -> None:
 
     def get_handlers(self: Any, kv_caches: Any, *_: Any) -> Iterator[tuple[Any, Any, Any]]:
         if isinstance(kv_caches, dict):  # up to 0.18: tensors of layers
-            kv_caches = canonical_kv_caches(kv_caches, getattr(self, "kv_cache_config", None))
+            kv_caches = canonical_kv_caches(kv_caches, cache_config_of(self))
         handler = LateWorker(make_queue, self, kv_caches)
         gpu, cpu = module.GPULoadStoreSpec, module.CPULoadStoreSpec
         yield gpu, cpu, handler
@@ -52,24 +56,22 @@ def replace_worker(make_queue: MakeQueue, stack: ExitStack) -> None:
 
 
 class LateWorker:
-    """Copies between GPU blocks and chunks of the host, late.
+    """Copies between GPU blocks and chunks of the host, some steps late.
 
     Args:
-        make_queue: Of copies of a direction, which may be late.
+        make_queue: Makes the queue of copies of one direction, which may be late.
         spec: vLLM's ``CPUOffloadingSpec``.
         kv_caches: Canonical KV caches, vLLM's or kvview's.
     """
 
     def __init__(self, make_queue: MakeQueue, spec: Any, kv_caches: Any) -> None:
         self._caches = kv_caches
-        self._per_chunk = _first(spec, "blocks_per_chunk", "block_size_factor") or (
-            spec.offloaded_block_size // _gpu_block_size(spec)
-        )
+        self._per_chunk = blocks_per_chunk(spec)
         self._num_chunks = _first(spec, "num_chunks", "num_blocks", "num_cpu_blocks")
         self._region = _shared_region(spec, self._num_chunks)
         self._host = [self._host_pages(cache.page_size_bytes) for cache in kv_caches.tensors]
-        self._stores = make_queue(_STANDS_IN)
-        self._loads = make_queue(_STANDS_IN)
+        self._stores = make_queue(_REPLACED)
+        self._loads = make_queue(_REPLACED)
 
     # --- since 0.25 ---
 
@@ -86,7 +88,7 @@ class LateWorker:
     # --- before ---
 
     def transfer_async(self, job_id: int, spec: Any) -> bool:
-        """One of both, by the classes of the specs."""
+        """Start a store or a load, as the classes of the specs require."""
         is_store = type(spec[0]).__name__.startswith("GPU")
         return (self.submit_store if is_store else self.submit_load)(job_id, *spec)
 
@@ -106,7 +108,7 @@ class LateWorker:
         self._loads.wait(set(job_ids))
 
     def shutdown(self) -> None:
-        """Nothing is left running."""
+        """Release the host memory."""
         self._host.clear()
         if self._region is not None:
             self._region.cleanup()
@@ -133,7 +135,7 @@ class LateWorker:
             mine, blocks = blocks[:size], blocks[size:]
             if not mine:
                 continue
-            # Without indices (up to 0.18) it is the end of the last chunk that is full.
+            # Without indices (up to 0.18) a transfer ends at the end of its last chunk.
             skip = -size % self._per_chunk if indices is None else indices[group] % self._per_chunk
             for number, block in enumerate(mine):
                 at, part = divmod(skip + number, self._per_chunk)
@@ -146,15 +148,14 @@ class LateWorker:
 
 
 def _shared_region(spec: Any, num_chunks: int) -> Any:
-    """The worker's side of the memory that vLLM shares with tiers below it; None without tiers."""
+    """The worker's side of the memory that vLLM shares with lower tiers; None without tiers."""
     if not hasattr(spec, "secondary_tier_configs"):
         return None
-    region = importlib.import_module("vllm.v1.kv_offload.cpu.shared_offload_region")
     chunk_bytes = _first(spec, "kv_bytes_per_chunk", "kv_bytes_per_offloaded_block")
     engine = _first(spec, "_engine_id") or spec.vllm_config.instance_id
     parallel = spec.config.parallel if hasattr(spec, "config") else spec.vllm_config.parallel_config
     return make_known(
-        region.SharedOffloadRegion,
+        vllm("v1.kv_offload.cpu.shared_offload_region").SharedOffloadRegion,
         **dict.fromkeys(("engine_id", "instance_id"), engine),
         **dict.fromkeys(("num_chunks", "num_blocks"), num_chunks),
         **dict.fromkeys(("kv_bytes_per_chunk", "kv_bytes_per_block"), chunk_bytes),
@@ -164,35 +165,12 @@ def _shared_region(spec: Any, num_chunks: int) -> Any:
 
 
 def _result(job_id: int, direction: tuple[str, str]) -> Any:
-    module = _import_any("vllm.v1.kv_offload.base", "vllm.v1.kv_offload.worker.worker")
-    result = getattr(module, "TransferResult", None)
-    if result is None:
-        result = importlib.import_module("vllm.v1.kv_offload.worker.worker").TransferResult
+    result = find_class("TransferResult")
     if not hasattr(result, "__dataclass_fields__"):
         return job_id, True
-    return make_known(
-        result,
-        job_id=job_id,
-        success=True,
-        transfer_size=1,
-        transfer_time=0.001,
-        transfer_type=direction,
-    )
+    values = {"job_id": job_id, "success": True, "transfer_type": direction}
+    return make_known(result, **values, transfer_size=1, transfer_time=0.001)
 
 
 def _first(owner: Any, *names: str) -> Any:
     return next((value for name in names if (value := getattr(owner, name, None))), None)
-
-
-def _gpu_block_size(spec: Any) -> int:
-    size = spec.gpu_block_size
-    return int(size if isinstance(size, int) else size[0])
-
-
-def _import_any(*names: str) -> Any:
-    for name in names:
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
-    return None

@@ -1,42 +1,50 @@
-"""Stands in for LMCache's GPU connector, which needs CUDA; all else of LMCache stays its own.
+"""LMCache's GPU connector on a CPU; the rest of LMCache runs unmodified.
 
-Its engine, host memory, lookups over ZMQ and its adapter run as they are. A group of one rank
-stands in for vLLM's process groups, which LMCache asks for.
+1. Pages of five dimensions (vLLM up to 0.25) are copied by LMCache's own connector, with its own
+   detection of the format and its own torch operators. Only the CUDA streams are replaced.
+2. Packed pages of four dimensions are copied by a stand-in, because LMCache's torch operators
+   corrupt them (LMCache #4463).
+3. A group of one rank replaces vLLM's process groups, which LMCache requires.
 
-Source: lmcache/v1/gpu_connector/__init__.py and lmcache/integration/vllm/vllm_service_factory.py,
-LMCache 0.5.6.
+Source: lmcache/v1/gpu_connector/gpu_connectors.py and
+lmcache/integration/vllm/vllm_service_factory.py, LMCache 0.5.6.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from kvview_vllm.releases.simple_offload_copies import NoStream
+from kvview_vllm.releases.versions import vllm
+
 if TYPE_CHECKING:
     import torch
 
-_STANDS_IN = "for LMCache's GPU connector, copies at once"
-_TOKEN_DIM = 2  # of all layouts of FlashAttention and of the CPU backend
+_REPLACED = "LMCache's GPU connector, for packed pages"
+_OWN_DIMENSIONS = 5
+_TOKEN_DIMENSION = 2  # of the packed layouts of FlashAttention and of the CPU backend
 
 
-def replace_gpu_connector(make_queue: Callable[[str], Any], stack: ExitStack) -> None:
-    """Have LMCache copy on the CPU, as long as the stack is open.
+def replace_gpu_connector(note: Callable[[str], None], stack: ExitStack) -> None:
+    """Make LMCache copy on the CPU until the stack is closed.
 
     Args:
-        make_queue: Names what stands in; copies are not late, LMCache waits for them.
-        stack: Undoes it.
+        note: Called with the name of a replaced part when the stand-in is used.
+        stack: Undoes the replacement.
     """
+    import torch
+
     try:
         connectors = importlib.import_module("lmcache.v1.gpu_connector")
         builder = importlib.import_module("lmcache.v1.cache_engine").LMCacheEngineBuilder
-    except ImportError:  # then its adapter does not import either, and says so
+    except ImportError:  # importing LMCache's adapter will report it
         return
-    make_queue(_STANDS_IN)
-    state = importlib.import_module("vllm.distributed.parallel_state")
+    state = vllm("distributed.parallel_state")
     alone = SimpleNamespace(
         rank_in_group=0,
         world_size=1,
@@ -45,65 +53,83 @@ def replace_gpu_connector(make_queue: Callable[[str], Any], stack: ExitStack) ->
         broadcast=lambda tensor, src: tensor,
         broadcast_object=lambda value, src: value,
     )
-    for name in ("get_tp_group", "get_pp_group"):
-        stack.enter_context(patch.object(state, name, lambda: alone))
-    stack.enter_context(patch.object(state, "get_tensor_model_parallel_rank", lambda: 0))
 
-    def create(config: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        return _copier(connectors.GPUConnectorInterface, metadata)
+    def create(
+        config: Any, metadata: Any, engine: Any = None, layout_hints: Any = None, **_: Any
+    ) -> Any:
+        # The tensors are those of CUDA (VSIM-4); the hint is that of vLLM's CPU attention.
+        hints = (layout_hints or {}) | {"kv_layout": "NHD"}
+        return _on_cpu(note).from_metadata(metadata, layout_hints=hints)
 
-    stack.enter_context(patch.object(connectors, "CreateGPUConnector", create))
-    # It keeps its engines in a class: what one run has stored is not the next one's.
+    replacements: list[tuple[Any, str, Any]] = [
+        (state, "get_tp_group", lambda: alone),
+        (state, "get_pp_group", lambda: alone),
+        (state, "get_tensor_model_parallel_rank", lambda: 0),
+        (connectors, "CreateGPUConnector", create),
+        (torch.cuda, "Stream", NoStream),
+        (torch.cuda, "stream", nullcontext),
+    ]
+    for owner, name, value in replacements:
+        stack.enter_context(patch.object(owner, name, value))
+    # LMCache keeps its engines in a class: the next run must not find the pages of this one.
     for name in list(builder._instances):
         builder.destroy(name)
 
 
-def _copier(interface: type, metadata: Any) -> Any:
-    num_layers, _, _, num_heads, head_size = metadata.kv_shape
-    width = num_heads * head_size
-    size = importlib.import_module("torch").Size
+def _on_cpu(note: Callable[[str], None]) -> Any:
+    module: Any = importlib.import_module("lmcache.v1.gpu_connector.gpu_connectors")
+    connector = module.VLLMPagedMemGPUConnectorV2
 
-    def get_shape(self: Any, num_tokens: int) -> torch.Size:
-        shape: torch.Size = size([2, num_layers, num_tokens, width])
-        return shape
+    def initialize_pointers(self: Any, kv_caches: list[torch.Tensor]) -> torch.Tensor:
+        """LMCache's method without its check that the device is CUDA."""
+        self.device = kv_caches[0].device
+        self.engine_kv_format, caches = module.normalize_kv_and_discover_format(
+            kv_caches, module.EngineType.VLLM, layout_hints=self.layout_hints
+        )
+        self.num_blocks = module.get_num_blocks(caches, self.engine_kv_format)
+        self.block_size = module.get_block_size(caches, self.engine_kv_format)
+        self.page_buffer_size = self.num_blocks * self.block_size
+        self.head_size = module.get_head_size(caches, self.engine_kv_format)
+        self.block_stride_elems = 0
+        self.kv_cache_pointers.numpy()[:] = [cache.data_ptr() for cache in caches]
+        pointers: torch.Tensor = self.kv_cache_pointers
+        return pointers
 
-    def to_gpu(self: Any, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None:
-        skipped = min(end - start, max(0, kwargs.get("vllm_cached_tokens", 0) - start))
-        slots = kwargs["slot_mapping"][start + skipped : end].long()
-        for layer, pages in enumerate(_pages(self, kwargs)):
-            at = slots // pages.shape[1], slots % pages.shape[1]
-            data = memory_obj.tensor[:, layer, skipped:].transpose(0, 1)
-            pages[at] = data.reshape(len(slots), *pages.shape[2:])
+    def moved(own: Callable[..., None], stand_in: Callable[..., None]) -> Callable[..., None]:
+        def move(self: Any, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None:
+            self.initialize_kvcaches_ptr(**kwargs)
+            if self.kvcaches[0].dim() == _OWN_DIMENSIONS:
+                own(self, memory_obj, start, end, **kwargs)
+            else:
+                note(_REPLACED)
+                stand_in(self, memory_obj, start, end, **kwargs)
 
-    def from_gpu(self: Any, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None:
-        slots = kwargs["slot_mapping"][start:end].long()
-        for layer, pages in enumerate(_pages(self, kwargs)):
-            at = slots // pages.shape[1], slots % pages.shape[1]
-            memory_obj.tensor[:, layer] = pages[at].reshape(len(slots), 2, width).transpose(0, 1)
-
-    def batched(one: Callable[..., None]) -> Callable[..., None]:
-        def copy(self: Any, objects: Any, starts: Any, ends: Any, **kwargs: Any) -> None:
-            for memory_obj, start, end in zip(objects, starts, ends, strict=True):
-                one(self, memory_obj, start, end, **kwargs)
-
-        return copy
+        return move
 
     methods = {
-        "get_shape": get_shape,
-        "to_gpu": to_gpu,
-        "from_gpu": from_gpu,
-        "batched_to_gpu": batched(to_gpu),
-        "batched_from_gpu": batched(from_gpu),
+        "_initialize_pointers": initialize_pointers,
+        "to_gpu": moved(connector.to_gpu, _to_gpu),
+        "from_gpu": moved(connector.from_gpu, _from_gpu),
     }
-    return type("CopiesOnCPU", (interface,), methods)()
+    return type("ConnectorOnCPU", (connector,), methods)
 
 
-def _pages(connector: Any, kwargs: Any) -> list[torch.Tensor]:
-    """A tensor a layer: blocks, tokens of a block, and the rest."""
-    if "kvcaches" in kwargs:
-        connector.kvcaches = list(kwargs["kvcaches"])
-    found = []
-    for cache in connector.kvcaches:
-        is_split = cache.dim() == 5 and cache.shape[0] == 2 and cache.shape[1] != 2  # K, then V
-        found.append(cache.movedim((int(is_split), _TOKEN_DIM), (0, 1)))
-    return found
+def _to_gpu(connector: Any, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None:
+    skipped = min(end - start, max(0, kwargs.get("vllm_cached_tokens", 0) - start))
+    slots = kwargs["slot_mapping"][start + skipped : end].long()
+    for layer, pages in enumerate(_pages(connector)):
+        at = slots // pages.shape[1], slots % pages.shape[1]
+        data = memory_obj.tensor[:, layer, skipped:].transpose(0, 1)
+        pages[at] = data.reshape(len(slots), *pages.shape[2:])
+
+
+def _from_gpu(connector: Any, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None:
+    slots = kwargs["slot_mapping"][start:end].long()
+    for layer, pages in enumerate(_pages(connector)):
+        data = pages[slots // pages.shape[1], slots % pages.shape[1]]
+        memory_obj.tensor[:, layer] = data.reshape(len(slots), 2, -1).transpose(0, 1)
+
+
+def _pages(connector: Any) -> list[torch.Tensor]:
+    """One tensor per layer: blocks, tokens of a block, and the rest."""
+    return [cache.movedim((0, _TOKEN_DIMENSION), (0, 1)) for cache in connector.kvcaches]

@@ -1,17 +1,17 @@
-"""Small real objects of the installed vLLM, for a dry run: no model, no GPU, nothing shared.
+"""Small real objects of the installed vLLM for a dry run, without a model, a GPU or side effects.
 
 Source: the paths named at each function, 0.11.0 to the newest tested release.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
-from importlib import import_module
 from typing import Any
 
 from kvview_vllm.releases.calls import known_arguments, make_known, sampled_tokens
+from kvview_vllm.releases.versions import vllm
 
 BLOCK_SIZE = 16
 """Tokens of a block of these samples."""
@@ -20,7 +20,7 @@ WINDOW = 2 * BLOCK_SIZE
 """Tokens of the sliding window of the second KV-cache group."""
 
 LAYERS = ("layer 0", "layer 1")
-"""The layers of their KV cache, one a group."""
+"""The layers of their KV cache, one per group."""
 
 TOKENS_PER_STEP = 8 * BLOCK_SIZE
 """Tokens that one step of their scheduler computes at most."""
@@ -28,13 +28,14 @@ TOKENS_PER_STEP = 8 * BLOCK_SIZE
 _EMPTY = (("list", list), ("dict", dict), ("set", set), ("int", int), ("bool", bool))
 _PLAIN = (list, dict, set, tuple)
 _MOST_TOKENS = 512
+_UTILS = "v1.core.kv_cache_utils"
 
 
 def make_filled(kind: Any, **values: Any) -> Any:
-    """An object of a dataclass, with something empty for all that it requires beside.
+    """An object of a dataclass, with an empty value for every other field that it requires.
 
     Raises:
-        TypeError: It has no such field.
+        TypeError: The class does not have one of the fields.
     """
     for one in fields(kind):
         required = one.default is MISSING and one.default_factory is MISSING
@@ -48,17 +49,17 @@ def make_unchecked(kind: Any, **values: Any) -> Any:
     """An object of a configuration class with its defaults, without running its constructor.
 
     The constructors of vLLM's configurations look for devices and a model, set environment
-    variables and log; a scheduler that is never asked to compute needs none of it.
+    variables and log. A scheduler that never computes does not need any of that.
 
     Args:
         kind: A dataclass of vllm/config.
-        values: Values of fields and of properties, in place of their defaults.
+        values: Values of fields and of properties that replace their defaults.
     """
     defaults: dict[str, Any] = {}
     for one in fields(kind):
         default: Any = one.default
         make: Any = one.default_factory
-        if hasattr(default, "is_required"):  # pydantic's, with the factory inside
+        if hasattr(default, "is_required"):  # a field of pydantic, with the factory inside
             make = default.default_factory or MISSING
             default = MISSING if default.is_required() else default.default
         if make in _PLAIN:
@@ -74,34 +75,46 @@ def make_kv_cache_config(num_blocks: int, num_groups: int = 1) -> Any:
 
     Args:
         num_blocks: Blocks of the pool.
-        num_groups: KV-cache groups, of a layer each; the first one has full attention.
+        num_groups: KV-cache groups of one layer each; the first one has full attention.
     """
-    import torch
-
-    interface: Any = import_module("vllm.v1.kv_cache_interface")
-    kinds = (interface.FullAttentionSpec, interface.SlidingWindowSpec)[:num_groups]
+    interface = vllm("v1.kv_cache_interface")
+    kinds = (("FullAttentionSpec", None), ("SlidingWindowSpec", WINDOW))[:num_groups]
     groups = [
         interface.KVCacheGroupSpec(
-            [layer],
-            make_known(
-                kind,
-                block_size=BLOCK_SIZE,
-                num_kv_heads=1,
-                head_size=8,
-                use_mla=False,
-                dtype=torch.float32,
-                sliding_window=None if kind is kinds[0] else WINDOW,
-            ),
+            [layer], make_attention_spec(name, BLOCK_SIZE, 1, 8, sliding_window=window)
         )
-        for layer, kind in zip(LAYERS, kinds, strict=False)
+        for layer, (name, window) in zip(LAYERS, kinds, strict=False)
     ]
     return interface.KVCacheConfig(
         num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups
     )
 
 
+def make_attention_spec(
+    name: str, block_size: int, num_heads: int, head_size: int, **values: Any
+) -> Any:
+    """A ``KVCacheSpec`` in float32, vllm/v1/kv_cache_interface.py.
+
+    Args:
+        name: Its class.
+        block_size: Tokens of a block.
+        num_heads: KV heads.
+        head_size: Elements of a head.
+        values: Other fields; those that the class does not have are dropped.
+    """
+    import torch
+
+    return make_known(
+        getattr(vllm("v1.kv_cache_interface"), name),
+        **{"dtype": torch.float32, "use_mla": False, "sliding_window": None, **values},
+        block_size=block_size,
+        num_kv_heads=num_heads,
+        head_size=head_size,
+    )
+
+
 class _NoModel:
-    """A ``ModelConfig`` that says no to all that a scheduler asks of the model."""
+    """A ``ModelConfig`` that returns False for every property of the model."""
 
     max_model_len = _MOST_TOKENS
 
@@ -111,7 +124,7 @@ class _NoModel:
         self.dtype = torch.float32
 
     def __getattr__(self, name: str) -> Any:
-        # Of 0.11.0, which gives connectors no KVCacheConfig: the sizes of a page.
+        # For 0.11.0, which passes no KVCacheConfig to connectors: the sizes of a page.
         return (lambda *_: 1) if name.startswith("get_") else False
 
 
@@ -123,11 +136,10 @@ def make_scheduler(
     Args:
         kind: vLLM's ``Scheduler``, or a class derived from it.
         num_blocks: Blocks of the pool.
-        num_groups: KV-cache groups, as of :func:`make_kv_cache_config`.
+        num_groups: KV-cache groups, as in :func:`make_kv_cache_config`.
         transfer_config: Fields of ``KVTransferConfig``; None for no connector.
     """
-    config: Any = import_module("vllm.config")
-    structured: Any = import_module("vllm.v1.structured_output")
+    config = vllm("config")
     vllm_config = make_unchecked(
         config.VllmConfig,
         model_config=_NoModel(),
@@ -137,7 +149,7 @@ def make_scheduler(
             max_num_seqs=8,
             max_model_len=_MOST_TOKENS,
             enable_chunked_prefill=True,
-            chunked_prefill_enabled=True,  # what comes of it in 0.11
+            chunked_prefill_enabled=True,  # derived from it in 0.11
             async_scheduling=False,
             disable_hybrid_kv_cache_manager=False,
         ),
@@ -154,21 +166,21 @@ def make_scheduler(
         and make_unchecked(config.KVTransferConfig, **transfer_config),
         use_v2_model_runner=False,  # else a warning about the missing model
     )
-    scheduler: Any = import_module("vllm.v1.core.sched.scheduler")
+    structured = vllm("v1.structured_output").StructuredOutputManager
     values = {
         "vllm_config": vllm_config,
         "kv_cache_config": make_kv_cache_config(num_blocks, num_groups),
-        "structured_output_manager": object.__new__(structured.StructuredOutputManager),
+        "structured_output_manager": object.__new__(structured),
         "block_size": BLOCK_SIZE,
         "hash_block_size": BLOCK_SIZE,
     }
-    return kind(**known_arguments(scheduler.Scheduler, values))
+    return kind(**known_arguments(vllm("v1.core.sched.scheduler").Scheduler, values))
 
 
 @contextmanager
 def own_hash_root() -> Iterator[None]:
-    """Give block hashes a root, and afterwards the one back that the engine had, if any."""
-    utils: Any = import_module("vllm.v1.core.kv_cache_utils")
+    """Give block hashes a root for the block, and restore the engine's root, if any, after it."""
+    utils = vllm(_UTILS)
     before = dict(vars(utils))
     try:
         utils.init_none_hash(hash_function())
@@ -180,12 +192,11 @@ def own_hash_root() -> Iterator[None]:
 
 
 def hash_function() -> Any:
-    """The function that vLLM hashes blocks with by default, vllm/utils/hashing.py since 0.11.1."""
+    """VLLM's default function for block hashes, vllm/utils/hashing.py since 0.11.1."""
     try:
-        module: Any = import_module("vllm.utils.hashing")
+        return vllm("utils.hashing").sha256
     except ImportError:
-        module = import_module("vllm.utils")
-    return module.sha256
+        return vllm("utils").sha256
 
 
 def make_request(
@@ -195,50 +206,59 @@ def make_request(
     *,
     cache_salt: str | None = None,
     lora: tuple[str, int] | None = None,
+    block_hasher: Callable[[Any], list[Any]] | None = None,
+    end_token: int | None = None,
+    **more: Any,
 ) -> Any:
-    """A ``Request`` of vllm/v1/request.py with greedy sampling and vLLM's own hashes.
+    """A ``Request`` of vllm/v1/request.py with greedy sampling.
 
     Args:
         request_id: Its id.
-        tokens: Of the prompt.
-        max_tokens: To generate.
-        cache_salt: What its hashes depend on beside the tokens.
+        tokens: Tokens of the prompt.
+        max_tokens: Tokens to generate.
+        cache_salt: Salt of its block hashes.
         lora: Name and number of an adapter, vllm/lora/request.py.
+        block_hasher: Called with the request, returns the hashes of its new full blocks; vLLM's
+            own by default.
+        end_token: Token that ends the request early.
+        **more: Further arguments of ``Request``, which replace those above.
     """
-    sampling: Any = import_module("vllm.sampling_params")
-    request: Any = import_module("vllm.v1.request")
-    utils: Any = import_module("vllm.v1.core.kv_cache_utils")
-    adapters: Any = import_module("vllm.lora.request")
-    return make_known(
-        request.Request,
-        request_id=request_id,
-        prompt_token_ids=list(tokens),
-        sampling_params=sampling.SamplingParams(
-            max_tokens=max_tokens, temperature=0, ignore_eos=True
+    if block_hasher is None:
+        block_hasher = vllm(_UTILS).get_request_block_hasher(BLOCK_SIZE, hash_function())
+    values = {
+        "request_id": request_id,
+        "prompt_token_ids": list(tokens),
+        "sampling_params": vllm("sampling_params").SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0,
+            ignore_eos=True,
+            stop_token_ids=[] if end_token is None else [end_token],
         ),
-        pooling_params=None,
-        eos_token_id=None,
-        cache_salt=cache_salt,
-        lora_request=lora and adapters.LoRARequest(*lora, "/none"),
-        block_hasher=utils.get_request_block_hasher(BLOCK_SIZE, hash_function()),
-    )
+        "pooling_params": None,
+        "eos_token_id": end_token,
+        "cache_salt": cache_salt,
+        "lora_request": lora and vllm("lora.request").LoRARequest(*lora, "/none"),
+        "block_hasher": block_hasher,
+    }
+    return make_known(vllm("v1.request").Request, **values | more)
 
 
-def make_model_output(output: Any, sampled: Mapping[str, list[int]], transfers: Any = None) -> Any:
-    """What a model runner answers, vllm/v1/outputs.py.
+def make_model_output(
+    output: Any, sampled: Mapping[str, Sequence[int]], transfers: Any = None
+) -> Any:
+    """The output of a model runner, vllm/v1/outputs.py.
 
     Args:
         output: The scheduler's ``SchedulerOutput``.
-        sampled: By scheduled request its token; none before the end of its prompt.
+        sampled: The new token of each scheduled request; empty before the end of its prompt.
         transfers: The worker's ``KVConnectorOutput``.
     """
-    outputs: Any = import_module("vllm.v1.outputs")
     request_ids = list(output.num_scheduled_tokens)
     return make_known(
-        outputs.ModelRunnerOutput,
+        vllm("v1.outputs").ModelRunnerOutput,
         req_ids=request_ids,
         req_id_to_index={name: index for index, name in enumerate(request_ids)},
-        sampled_token_ids=sampled_tokens([sampled[name] for name in request_ids]),
+        sampled_token_ids=sampled_tokens([[*sampled[name]] for name in request_ids]),
         logprobs=None,
         prompt_logprobs_dict={},
         pooler_output=[],

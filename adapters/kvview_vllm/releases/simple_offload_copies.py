@@ -1,4 +1,4 @@
-"""Stands in for the copies of vLLM's ``SimpleCPUOffloadConnector``, at its backend.
+"""Stand-in for the copies of vLLM's ``SimpleCPUOffloadConnector``, at its backend.
 
 The manager, the worker and its bookkeeping of events stay vLLM's.
 
@@ -7,46 +7,47 @@ Source: vllm/v1/simple_kv_offload/worker.py and copy_backend.py, 0.19.0 to 0.33.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
-_STANDS_IN = "for the DMA copies of SimpleCPUOffloadConnector, copies between steps"
+from kvview_vllm.releases.versions import vllm
+
+_REPLACED = "the DMA copies of SimpleCPUOffloadConnector"
 
 
 def replace_backend(make_queue: Callable[[str], Any], stack: ExitStack) -> None:
-    """Have its worker copy with a :class:`LateBackend`, as long as the stack is open.
+    """Make the worker copy with a :class:`LateBackend` until the stack is closed.
 
     Args:
-        make_queue: Of copies of a direction, which may be late.
-        stack: Undoes it.
+        make_queue: Makes the queue of copies of one direction, which may be late.
+        stack: Undoes the replacement.
     """
     import torch
 
     try:
-        worker = importlib.import_module("vllm.v1.simple_kv_offload.worker")
+        worker = vllm("v1.simple_kv_offload.worker")
     except ImportError:  # before 0.19
         return
     stack.enter_context(patch.object(worker, "DmaCopyBackend", lambda: LateBackend(make_queue)))
-    stack.enter_context(patch.object(torch.cuda, "Stream", _Stream))
-    stack.enter_context(patch.object(torch.cuda, "current_stream", _Stream))
-    stack.enter_context(patch.object(torch, "Event", _Recorded))
+    stack.enter_context(patch.object(torch.cuda, "Stream", NoStream))
+    stack.enter_context(patch.object(torch.cuda, "current_stream", NoStream))
+    stack.enter_context(patch.object(torch, "Event", NoStream))
 
 
 class LateBackend:
-    """Copies blocks between two sets of tensors, in order and late.
+    """Copies blocks between two sets of tensors, in order and some steps late.
 
     Args:
-        make_queue: Of copies of a direction.
+        make_queue: Makes the queue of copies of one direction.
     """
 
     def __init__(self, make_queue: Callable[[str], Any]) -> None:
-        self._queues = {is_store: make_queue(_STANDS_IN) for is_store in (True, False)}
+        self._queues = {is_store: make_queue(_REPLACED) for is_store in (True, False)}
 
     def init(self, gpu_caches: Mapping[str, Any], cpu_caches: Mapping[str, Any], *_: Any) -> None:
-        """Take the tensors of both sides, a row a block."""
+        """Receive the tensors of both sides, one row per block."""
         self._gpu, self._cpu = gpu_caches, cpu_caches
 
     def launch_copy(
@@ -58,7 +59,7 @@ class LateBackend:
         events_list: list[tuple[int, Any]],
         wait_event: object = None,
     ) -> None:
-        """Copy blocks; the event is done when they are."""
+        """Copy blocks; the event is done when they are copied."""
         source, target = (self._gpu, self._cpu) if is_store else (self._cpu, self._gpu)
         event = _Done(self._queues[is_store])
 
@@ -70,11 +71,11 @@ class LateBackend:
         self._queues[is_store].put(event, copy)
 
     def shutdown(self) -> None:
-        """Nothing is left running."""
+        """Do nothing: there is no thread."""
 
 
 class _Done:
-    """The end of one copy, as ``torch.Event`` tells it."""
+    """The end of one copy, with the interface of ``torch.Event``."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
@@ -86,17 +87,18 @@ class _Done:
         self._queue.wait({self})
 
 
-class _Stream:
-    """In place of a stream of CUDA: on a CPU a step is over when it returns."""
+class NoStream:
+    """Replaces a CUDA stream, or an event between streams: a step on a CPU ends when it returns."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
+        """The priorities of streams."""
         return 0, 0
 
+    def record(self, stream: object = None) -> None:
+        """Do nothing."""
 
-class _Recorded:
-    """In place of an event between streams."""
-
-    def record(self, stream: object = None) -> None: ...
+    def synchronize(self) -> None:
+        """Do nothing."""

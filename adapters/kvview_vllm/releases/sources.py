@@ -1,10 +1,10 @@
 """The Python sources of vLLM releases, unpacked from their wheels and kept.
 
 The ``.py`` files of a wheel are enough to import and run vLLM's scheduler on a CPU: some
-10 MB of a 300 MB wheel, which is why they are read out of it in place. Where the index
-cannot serve parts of a file, or asks for what only pip knows, pip downloads the wheel. The
-index is the one of the user's pip configuration. They land in ``$KVVIEW_CACHE`` (else
-``~/.cache/kvview``), one folder a release, ready for PYTHONPATH.
+10 MB of a 300 MB wheel, so they are read out of it in place. If the index cannot serve parts
+of a file, or requires credentials that only pip has, pip downloads the wheel. The index is
+that of the user's pip configuration. The files are kept in ``$KVVIEW_CACHE`` (else
+``~/.cache/kvview``), in one folder per release, ready for PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from kvview_vllm.releases.versions import LATEST_OF_MINORS, RELEASES, TESTED, nu
 
 _PLATFORMS = ("manylinux1", *(f"manylinux_2_{minor}" for minor in (24, 28, 31, 35)))
 _WINDOW = 4 << 20
-_ANSWER_S = 60
+_TIMEOUT_S = 60
 
 
 class SourcesError(KVViewError):
-    """The sources of a release could not be had; the message is one line."""
+    """The sources of a release could not be fetched; the message is one line."""
 
 
 def resolve(name: str) -> tuple[str, ...]:
-    """The releases that "0.33", "0.33.0" or "all" names: of a minor its latest patch.
+    """The releases that "0.33", "0.33.0" or "all" names: the latest patch of each minor.
 
-    A whole version that is not among the tested ones is taken as it is: the package index
-    knows whether it exists.
+    A complete version that is not among the tested ones is returned unchanged: only the package
+    index knows whether it exists.
 
     Raises:
-        SourcesError: It names none.
+        SourcesError: It does not name a release.
     """
     if name == "all":
         return LATEST_OF_MINORS
@@ -52,8 +52,8 @@ def resolve(name: str) -> tuple[str, ...]:
     if number(name) is not None and name.count(".") >= 2:
         return (name,)
     raise SourcesError(
-        f"vllm {name}: no such release is known; give one of {TESTED}, such as 0.33 or 0.33.0, "
-        "'all', or the whole version of another one"
+        f"vllm {name}: no such release is known; use one of {TESTED}, such as 0.33 or 0.33.0, "
+        "'all', or the complete version of another one"
     )
 
 
@@ -61,30 +61,30 @@ def resolve_all(names: Sequence[str]) -> list[str]:
     """The releases that names stand for, each once, in the order of the names.
 
     Raises:
-        SourcesError: One of them names none.
+        SourcesError: One of them does not name a release.
     """
     return list(dict.fromkeys(release for name in names for release in resolve(name)))
 
 
 def cache_folder() -> Path:
-    """Where the sources are kept."""
+    """The folder in which the sources are kept."""
     return (
         Path(os.environ.get("KVVIEW_CACHE") or Path.home() / ".cache" / "kvview") / "vllm-sources"
     )
 
 
 def sources(release: str, on_progress: Callable[[str], None] = lambda text: None) -> Path:
-    """Gives the folder with the sources of a release, fetching it the first time.
+    """The folder with the sources of a release, which are fetched the first time.
 
-    Beside the ``vllm`` package it holds a ``vllm-<release>+cpu.dist-info``: that local
-    version is how vLLM recognises a CPU build of itself.
+    Besides the ``vllm`` package it holds a ``vllm-<release>+cpu.dist-info``: by that local
+    version vLLM recognises a CPU build of itself.
 
     Args:
         release: A version on the package index, such as "0.33.0".
-        on_progress: Told what is being done, if anything has to be.
+        on_progress: Called with a description of each action, if one is needed.
 
     Returns:
-        A folder to put on PYTHONPATH.
+        A folder for PYTHONPATH.
 
     Raises:
         SourcesError: There is no such release, no network, or no room.
@@ -92,7 +92,7 @@ def sources(release: str, on_progress: Callable[[str], None] = lambda text: None
     folder = cache_folder() / release
     if folder.is_dir():
         return folder
-    on_progress("asking pip where its wheel is")
+    on_progress("querying pip for the URL of its wheel")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         url = _wheel_url(release)
@@ -131,12 +131,12 @@ def _fetch(release: str, url: str, folder: Path, on_progress: Callable[[str], No
 
 def _wheel_url(release: str) -> str:
     with tempfile.TemporaryDirectory() as target:
-        told = _pip(
+        report = _pip(
             *(release, "install", "--dry-run", "--ignore-installed", "--report=-"),
             # Else pip downloads the wheel to read its metadata; before 23.3 it does anyway.
             *("--use-feature=fast-deps", f"--target={target}"),
         )
-    return str(json.loads(told)["install"][0]["download_info"]["url"])
+    return str(json.loads(report)["install"][0]["download_info"]["url"])
 
 
 def _pip(release: str, command: str, *options: str) -> str:
@@ -157,7 +157,7 @@ def _pip(release: str, command: str, *options: str) -> str:
             "run 'python -m ensurepip' there"
         )
     if "(from versions: none)" in done.stderr:
-        raise SourcesError(f"vllm {release}: no package index answers")
+        raise SourcesError(f"vllm {release}: no package index responds")
     if "(from versions: " in done.stderr:
         raise SourcesError(f"vllm {release}: the package index has no such release")
     raise SourcesError(f"vllm {release}: pip failed: {' '.join(done.stderr.split()[-30:])}")
@@ -175,14 +175,14 @@ class _RemoteFile(io.RawIOBase):
     """A file on a server, read in parts.
 
     Raises:
-        OSError: The server does not answer, or not with parts.
+        OSError: The server does not respond, or not with parts of the file.
     """
 
     def __init__(self, url: str) -> None:
         super().__init__()
         self._url, self._at = url, 0
-        with self._ask(0, 0) as answer:
-            self._size = int(answer.headers["Content-Range"].rpartition("/")[2])
+        with self._request(0, 0) as response:
+            self._size = int(response.headers["Content-Range"].rpartition("/")[2])
 
     def readable(self) -> bool:
         return True
@@ -202,16 +202,16 @@ class _RemoteFile(io.RawIOBase):
         size = min(len(buffer), self._size - self._at)
         if size <= 0:
             return 0
-        with self._ask(self._at, self._at + size - 1) as answer:
-            data = answer.read()
+        with self._request(self._at, self._at + size - 1) as response:
+            data = response.read()
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
 
-    def _ask(self, first: int, last: int) -> Any:
+    def _request(self, first: int, last: int) -> Any:
         request = urllib.request.Request(self._url, headers={"Range": f"bytes={first}-{last}"})
-        answer = urllib.request.urlopen(request, timeout=_ANSWER_S)
-        if answer.status != 206:
-            answer.close()
+        response = urllib.request.urlopen(request, timeout=_TIMEOUT_S)
+        if response.status != 206:
+            response.close()
             raise OSError("the server sends whole files only")
-        return answer
+        return response

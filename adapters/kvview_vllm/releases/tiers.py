@@ -1,6 +1,6 @@
 """The seam of tiers below the host, ``vllm.v1.kv_offload.tiering`` (0.22.0 and later).
 
-vLLM calls it experimental: its shapes are probed here, and nothing else knows of them.
+vLLM calls it experimental, so its shapes are probed here and nowhere else.
 
 Source: ``vllm/v1/kv_offload/tiering/base.py`` and ``spec.py``, 0.22.0 to the newest tested.
 """
@@ -12,7 +12,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -23,82 +22,76 @@ from kvview_vllm.releases.calls import (
     make_medium,
     tokens_per_chunk,
 )
-from kvview_vllm.releases.release import Seam, _difference, _has_field, find_class
-from kvview_vllm.releases.versions import engine_version, refusal
+from kvview_vllm.releases.calls import publishes_events as config_publishes_events
+from kvview_vllm.releases.release import Seam, difference, find_class, has, has_field
+from kvview_vllm.releases.versions import engine_version, refusal, vllm
 
-_TIERING = "vllm.v1.kv_offload.tiering"
+_TIERING = "v1.kv_offload.tiering"
 _BASE = f"{_TIERING}.base"
 _PATH = "vllm/v1/kv_offload/tiering/base.py"
+_UTILS = "v1.core.kv_cache_utils"
 
 
 @dataclass(frozen=True)
 class TierSeam(Seam):
-    """``SecondaryTierManager``, and the jobs that it is given."""
+    """``SecondaryTierManager`` and its jobs."""
 
     seam: ClassVar[str] = "tier"
+    source: ClassVar[str] = _PATH
 
-    partial_loads: bool = _difference(
-        "a load may succeed in part; before, all of its keys or none",
-        lambda _: _has_field(_BASE, "JobResult", "successful_keys"),
-        _PATH,
-        since="0.28.0",
+    partial_loads: bool = difference(
+        "0.28.0.. a load may succeed in part; before, all of its keys or none",
+        has_field(_BASE, "JobResult", "successful_keys"),
     )
-    chunk_ids: bool = _difference(
-        "the places of a job are chunk_ids; before, block_ids",
-        lambda _: _has_field(_BASE, "TransferJob", "chunk_ids"),
-        _PATH,
-        since="0.30.0",
+    chunk_ids: bool = difference(
+        "0.30.0.. the places of a job are chunk_ids; before, block_ids",
+        has_field(_BASE, "TransferJob", "chunk_ids"),
     )
-    config_objects: bool = _difference(
-        "a spec has an OffloadingConfig; before, the VllmConfig itself",
+    config_objects: bool = difference(
+        "0.26.0.. a spec has an OffloadingConfig; before, the VllmConfig itself",
         lambda _: find_spec("vllm.v1.kv_offload.config") is not None,
         "vllm/v1/kv_offload/config.py",
-        since="0.26.0",
     )
-    tier_metrics: bool = _difference(
-        "a tier has metrics of its own in /metrics and the stats log",
-        lambda kind: hasattr(kind, "get_stats"),
-        _PATH,
-        since="0.25.0",
+    tier_metrics: bool = difference(
+        "0.25.0.. a tier has its own metrics in /metrics and the stats log",
+        has("get_stats"),
     )
-    tier_events: bool = _difference(
-        "a tier has KV events of its own; before, the manager tells of the host's alone",
-        lambda kind: hasattr(kind, "take_events"),
-        _PATH,
-        since="0.26.0",
+    tier_events: bool = difference(
+        "0.26.0.. a tier has its own KV events; before, the manager only has the events of the "
+        "host",
+        has("take_events"),
     )
-    fixed_hash_root: bool = _difference(
-        "the chain of block hashes begins alike in every process; before, at random unless "
-        "PYTHONHASHSEED is set",
-        lambda _: hasattr(import_module("vllm.v1.core.kv_cache_utils"), "resolve_none_hash_seed"),
+    fixed_hash_root: bool = difference(
+        "0.29.0.. the chain of block hashes starts equally in every process; before, at random "
+        "unless PYTHONHASHSEED is set",
+        lambda _: hasattr(vllm(_UTILS), "resolve_none_hash_seed"),
         "vllm/v1/core/kv_cache_utils.py",
-        since="0.29.0",
     )
 
 
 def has_random_hash_root() -> bool:
-    """Whether the chain of block hashes was begun at random, which an engine does after its tiers.
+    """Whether the chain of block hashes started at random, which an engine does after its tiers.
 
-    From 0.29.0 on it is for hashes that are not cryptographic (``xxhash``), without a seed.
+    From 0.29.0 on only hashes that are not cryptographic (``xxhash``) do so, without a seed.
     """
-    utils = import_module("vllm.v1.core.kv_cache_utils")
+    utils = vllm(_UTILS)
     seed = getattr(utils, "_NONE_HASH_SEED", None)
     fixed = (None, getattr(utils, "DEFAULT_NONE_HASH_SEED", None))
     return "PYTHONHASHSEED" not in os.environ and seed not in fixed
 
 
 def has_tiers() -> bool:
-    """Whether this vLLM has tiers below the host at all."""
+    """Whether this vLLM has tiers below the host."""
     engine_version()
-    return find_spec(_TIERING) is not None
+    return find_spec(f"vllm.{_TIERING}") is not None
 
 
 @cache
 def tier_seam() -> TierSeam:
-    """What differs in the installed vLLM.
+    """The differences of the installed vLLM.
 
     Raises:
-        UnsupportedEngineError: It has no tiers, or other ones than any tested release.
+        UnsupportedEngineError: It has no tiers, or tiers of a shape that no tested release has.
         VLLMNotInstalledError: No vLLM can be imported.
     """
     return TierSeam.found_on(require_tier_class("SecondaryTierManager"))
@@ -108,36 +101,41 @@ def require_tier_class(name: str) -> Any:
     """A class of vLLM's tiers that every release with tiers has.
 
     Raises:
-        UnsupportedEngineError: This one does not.
+        UnsupportedEngineError: The installed release does not have it.
         VLLMNotInstalledError: No vLLM can be imported.
     """
     if has_tiers():
         for module in ("base", "factory", "spec"):
-            found = getattr(import_module(f"{_TIERING}.{module}"), name, None)
+            found = getattr(vllm(f"{_TIERING}.{module}"), name, None)
             if found is not None:
                 return found
-    raise refusal(TierSeam.seam, f"no {name}", f"a {name} in {_TIERING}, as from 0.22.0 on")
+    raise refusal(TierSeam.seam, f"no {name}", f"a {name} in vllm.{_TIERING}, as from 0.22.0 on")
 
 
 def places_of(job: Any) -> Sequence[int]:
-    """The rows of the host's memory that a job is about."""
+    """The rows of the host's memory that a job moves."""
     return [int(place) for place in (job.chunk_ids if tier_seam().chunk_ids else job.block_ids)]
 
 
 def make_tier_job(job_id: int, keys: Sequence[Any], rows: Sequence[int], is_load: bool) -> Any:
-    """What vLLM gives a tier to do."""
+    """A job as vLLM submits it to a tier."""
     import numpy as np
 
-    base = import_module(_BASE)
-    kind = getattr(base, "TransferJob", None) or base.JobMetadata
-    context = import_module("vllm.v1.kv_offload.base").ReqContext(req_id=str(job_id))
+    base = vllm(_BASE)
     places = np.array(rows, dtype=np.int64)
-    known = {"chunk_ids": places, "block_ids": places, "is_promotion": is_load}
-    return make_known(kind, job_id=job_id, keys=[*keys], req_context=context, **known)
+    return make_known(
+        getattr(base, "TransferJob", None) or base.JobMetadata,
+        job_id=job_id,
+        keys=[*keys],
+        req_context=find_class("ReqContext")(req_id=str(job_id)),
+        chunk_ids=places,
+        block_ids=places,
+        is_promotion=is_load,
+    )
 
 
 def job_result(job_id: int, keys: Sequence[Any], flags: Sequence[bool]) -> Any:
-    """What a tier reports of a job; in part where the release knows of parts."""
+    """The result of a job, with the keys that succeeded if the release supports partial loads."""
     kind = require_tier_class("JobResult")
     if all(flags) or not tier_seam().partial_loads:
         return kind(job_id=job_id, success=all(flags))
@@ -146,12 +144,12 @@ def job_result(job_id: int, keys: Sequence[Any], flags: Sequence[bool]) -> Any:
 
 
 def succeeded_keys(result: Any) -> set[Any]:
-    """Of a load that failed, the keys that did not, where the release knows of parts."""
+    """The keys of a failed load that succeeded, if the release supports partial loads."""
     return set(result.successful_keys or ()) if tier_seam().partial_loads else set()
 
 
 def lookup_answers() -> dict[bool | None, Any]:
-    """How a release says hit, miss, and ask again."""
+    """The release's values for hit (True), miss (False) and retry (None)."""
     results = find_class("LookupResult")
     if results is None:  # 0.25.0
         return {True: True, False: False, None: None}
@@ -159,13 +157,13 @@ def lookup_answers() -> dict[bool | None, Any]:
 
 
 def storage_medium() -> Any:
-    """What a tier says its medium is; None where it says nothing."""
+    """The medium of a tier; None where a tier has no medium."""
     media = find_class("Medium")
     return None if media is None else media.STORAGE
 
 
 def request_preference() -> Any:
-    """What a tier answers when it hears of a request: no preference."""
+    """The result of a tier's ``on_new_request``: no preference."""
     kind = find_class("RequestOffloadingContext")
     return None if kind is None else make_known(kind)
 
@@ -180,11 +178,11 @@ def _memory_order() -> str | None:
 
 
 def namespace_facts(spec: Any, page_bytes: int) -> dict[str, Any]:
-    """What a spec tells of :class:`~kvview.tier.Namespace`: all but the weights.
+    """The fields of :class:`~kvview.tier.Namespace` that a spec has: all but the weights.
 
     Args:
         spec: A ``TieringOffloadingSpec``.
-        page_bytes: Of a row of the host's memory, all ranks together.
+        page_bytes: Bytes of a row of the host's memory, all ranks together.
     """
     if tier_seam().config_objects:
         config = spec.config
@@ -216,15 +214,13 @@ def namespace_facts(spec: Any, page_bytes: int) -> dict[str, Any]:
 
 
 def publishes_events(spec: Any) -> bool:
-    """Whether the engine publishes KV events."""
+    """Whether the engine of a spec publishes KV events."""
     config = getattr(spec, "kv_events_config", None)  # 0.24.0
-    if config is None:
-        config = spec.vllm_config.kv_events_config
-    return config is not None and bool(config.enable_kv_cache_events)
+    return config_publishes_events(spec.vllm_config if config is None else spec)
 
 
 def tier_event(event: OffloadingEvent, ownership: str) -> Any:
-    """An event of a tier, as the release shapes those of its managers."""
+    """An event of a tier, in the shape of the release's managers."""
     return make_known(
         find_class("OffloadingEvent"),
         keys=[*event.keys],
@@ -235,17 +231,17 @@ def tier_event(event: OffloadingEvent, ownership: str) -> Any:
 
 
 def with_events_of_tiers(manager: Any, kind: Any) -> Any:
-    """A tiering manager that tells of its tiers too, where the release's does not.
+    """A tiering manager that also returns the events of its tiers, where the release's does not.
 
     Args:
-        manager: The release's; what is returned has its tiers, and takes its place.
-        kind: Of the tiers that have events.
+        manager: The release's manager; the result takes its tiers and its place.
+        kind: Class of the tiers that have events.
     """
     if tier_seam().tier_events:
         return manager
     managers: Any = type(manager)
 
-    class TellingManager(managers):  # type: ignore[misc]
+    class ManagerWithTierEvents(managers):  # type: ignore[misc]
         def take_events(self) -> list[Any]:
             events = [*super().take_events()]
             for tier in self.secondary_tiers:
@@ -254,7 +250,7 @@ def with_events_of_tiers(manager: Any, kind: Any) -> Any:
             return events
 
     return make_known(
-        TellingManager,
+        ManagerWithTierEvents,
         primary_tier=manager.primary_tier,
         secondary_tiers=manager.secondary_tiers,
         enable_events=manager.events is not None,
@@ -264,13 +260,11 @@ def with_events_of_tiers(manager: Any, kind: Any) -> Any:
 def metric_definitions(
     counters: Mapping[str, str], gauges: Mapping[str, str], labels: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Series of a tier, as vLLM declares them: names to what they count."""
+    """Series of a tier, as vLLM declares them: from names to descriptions."""
+    kinds = {"OffloadingCounterMetadata": counters, "OffloadingGaugeMetadata": gauges}
     return {
         name: find_class(kind)(documentation=text, labelnames=labels)
-        for kind, texts in (
-            ("OffloadingCounterMetadata", counters),
-            ("OffloadingGaugeMetadata", gauges),
-        )
+        for kind, texts in kinds.items()
         for name, text in texts.items()
     }
 
@@ -278,9 +272,9 @@ def metric_definitions(
 def metric_stats(
     counters: Mapping[str, float], gauges: Mapping[str, float], labels: tuple[str, ...]
 ) -> Any:
-    """What has changed of such series, as vLLM carries it to its front end."""
-    module = import_module("vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics")
-    stats = module.OffloadingConnectorStats()
+    """The changes of such series, as vLLM sends them to its front end."""
+    metrics = vllm("distributed.kv_transfer.kv_connector.v1.offloading.metrics")
+    stats = metrics.OffloadingConnectorStats()
     for name, more in counters.items():
         stats.increase_counter(name, more, labels)
     for name, value in gauges.items():
@@ -289,6 +283,6 @@ def metric_stats(
 
 
 def constructor_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What vLLM's own constructor wants of what a tier is made with, and the user's rest."""
+    """Split the options of a tier into those of vLLM's own constructor and the user's."""
     own = {name: value for name, value in given.items() if name == "backpressure_detector"}
     return own, {name: value for name, value in given.items() if name not in own}

@@ -1,7 +1,7 @@
-"""Which vLLM is installed, and whether its version was tested.
+"""The installed version of vLLM, and whether it was tested.
 
-A version decides one thing only: whether an object of known shape may be used, and what
-it must have. What an object can do is read off the object (:mod:`.release`).
+A version only decides whether an object of known shape may be used, and which differences it
+must have. The features of an object are read off the object (:mod:`.release`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from traceback import walk_tb
+from typing import Any
 
 from kvview import KVViewError, UnsupportedEngineError
 from kvview.errors import one_line
@@ -41,18 +42,18 @@ _logger = logging.getLogger(__name__)
 
 
 class VLLMNotInstalledError(KVViewError, ImportError):
-    """Something that needs vLLM was used, and no vLLM can be imported."""
+    """A part of kvview that needs vLLM was used, and no vLLM can be imported."""
 
 
 class VLLMNotImportableError(UnsupportedEngineError):
-    """The installed vLLM cannot be imported beside what else is installed, torch for example."""
+    """The installed vLLM cannot be imported with the other installed packages, such as torch."""
 
 
 def broken_import(error: BaseException) -> VLLMNotImportableError | None:
-    """What to say of an error that a module of vLLM raised while it was imported.
+    """The error to raise for an exception of a module of vLLM that was being imported.
 
     Returns:
-        None of any other error, and where a name of vLLM's own is missing: that is a shape.
+        None for any other exception, and if one of vLLM's own names is missing: that is a shape.
     """
     if isinstance(error, ImportError) and str(error.name).partition(".")[0] == "vllm":
         return None
@@ -66,35 +67,40 @@ def broken_import(error: BaseException) -> VLLMNotImportableError | None:
     name, _, line = steps[-1]
     torch = getattr(sys.modules.get("torch"), "__version__", None)
     return VLLMNotImportableError(
-        f"vLLM {engine_version()} is installed and cannot be imported beside "
-        f"{f'torch {torch}' if torch else 'what else is installed'}: {one_line(error)} ({name}, "
-        f"line {line}). Nothing was bound. Install what this vLLM was built for, torch first, or "
-        f"another vLLM"
+        f"vLLM {engine_version()} is installed and cannot be imported with "
+        f"{f'torch {torch}' if torch else 'the other packages'}: {one_line(error)} ({name}, "
+        f"line {line}). Nothing was bound. Install the packages for which this vLLM was built, "
+        f"torch first, or another vLLM"
     )
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Say in one line that the installed vLLM cannot be imported; other errors come through.
+    """Report in one line that the installed vLLM cannot be imported; pass other exceptions on.
 
     Raises:
-        VLLMNotImportableError: It cannot.
+        VLLMNotImportableError: It cannot be imported.
     """
     try:
         yield
     except KVViewError:
         raise
     except Exception as error:
-        if told := broken_import(error):
-            raise told from error
+        if broken := broken_import(error):
+            raise broken from error
         raise
+
+
+def vllm(module: str) -> Any:
+    """A module of the installed vLLM, by its name below ``vllm``."""
+    return import_module(f"vllm.{module}")
 
 
 def engine_version() -> str:
     """The version string of the installed vLLM.
 
     Raises:
-        VLLMNotInstalledError: There is none.
+        VLLMNotInstalledError: There is no vLLM.
     """
     try:
         vllm = import_module("vllm")
@@ -102,21 +108,29 @@ def engine_version() -> str:
         raise VLLMNotInstalledError(
             f"kvview_vllm wraps an installed vLLM ({TESTED}), and "
             f"importing it failed: {error}. Install vLLM, or use kvview_reference, which "
-            f"keeps the same contract without it"
+            f"satisfies the same contract without it"
         ) from error
     return str(getattr(vllm, "__version__", "of unknown version"))
 
 
 def number(version: str) -> Number | None:
-    """The three numbers that a version string begins with, None without."""
+    """The three numbers at the start of a version string, None without numbers."""
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
     return (int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
 
 
-def is_newer(version: str) -> bool:
-    """Whether a version string names what came after the tested releases.
+def is_between(version: str, since: str, until: str | None) -> bool:
+    """Whether a version is in a range of releases; False for a version that names no release."""
+    found, last = number(version), number(until or "")
+    return (
+        found is not None and found >= (number(since) or found) and (last is None or found <= last)
+    )
 
-    A patch release of the newest one did not; what its nightlies are named after did:
+
+def is_newer(version: str) -> bool:
+    """Whether a version string names a version after the tested releases.
+
+    A patch release of the newest one is not newer, but its nightlies are:
     ``0.33.1rc1.dev211+g...`` has the next release's shapes.
     """
     found, newest = number(version), number(NEWEST_TESTED)
@@ -136,7 +150,7 @@ def refusal(seam: str, found: str, expected: str) -> UnsupportedEngineError:
     """The error for a shape that no tested release has.
 
     Args:
-        seam: Which vLLM surface.
+        seam: The surface of vLLM.
         found: The shape that was found.
         expected: The shapes that tested releases have.
     """
@@ -154,14 +168,14 @@ def require_usable(seam: str) -> str:
     A version string that names no known release, a fork's for example, gets a warning.
 
     Raises:
-        UnsupportedEngineError: It is after the tested range, and nobody allowed it.
+        UnsupportedEngineError: It is after the tested range, and not explicitly allowed.
         VLLMNotInstalledError: No vLLM can be imported.
     """
     version = engine_version()
     if is_newer(version) and os.environ.get(ALLOW_UNTESTED) != "1":
         raise refusal(
             seam,
-            "a release after the tested ones, whose known shapes may mean something else",
+            "a release after the tested ones, whose known shapes may have another meaning",
             f"a tested release, or {ALLOW_UNTESTED}=1 in the environment, at your own risk",
         )
     if not is_tested(version):

@@ -9,15 +9,15 @@ Source: ``initialize_kv_cache_tensors`` of vllm/v1/worker/gpu_model_runner.py, 0
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvview import CacheGroup, FullAttention, SlidingWindow
-from kvview_vllm.releases.calls import known_arguments, make_known
-from kvview_vllm.releases.versions import refusal
+from kvview_vllm.releases.calls import known_arguments
+from kvview_vllm.releases.samples import make_attention_spec
+from kvview_vllm.releases.versions import refusal, vllm
 
 if TYPE_CHECKING:
     import torch
@@ -28,28 +28,28 @@ _SPECS: dict[type[CacheGroup], str] = {
 }
 
 BLOCK_SIZE = 16
-"""Tokens of a block: the smallest that the GPU backends of every release serve."""
+"""Tokens of a block: the smallest that the GPU backends of every release support."""
 
 NUM_LAYERS = 2
 _NUM_HEADS, _HEAD_SIZE = 2, 32
-_MEMORY = 1 << 32  # bytes that there are; the number of blocks is overridden
-_PLANNERS = ("vllm.v1.core.kv_cache_planning", "vllm.v1.core.kv_cache_utils")
+_MEMORY = 1 << 32  # bytes for the planner; the number of blocks is overridden
+_PLANNERS = ("v1.core.kv_cache_planning", "v1.core.kv_cache_utils")
 _LAYERS = (
-    "vllm.model_executor.layers.attention.attention",
-    "vllm.model_executor.layers.attention",
-    "vllm.attention.layer",
+    "model_executor.layers.attention.attention",
+    "model_executor.layers.attention",
+    "attention.layer",
 )
 
 
 @dataclass(frozen=True)
 class RealCaches:
-    """What a worker registers, and how the simulation looks at it.
+    """The tensors that a worker registers, and the simulation's view of them.
 
     Args:
         config: vLLM's ``KVCacheConfig``.
         tensors: By layer name, as the release registers them.
-        slots: Of the same memory, per layer in order, a view ``(blocks, tokens of a block,
-            ...)`` of 32-bit words: what belongs to one token.
+        slots: A view ``(blocks, tokens of a block, ...)`` of the same memory for each layer in
+            order, in 32-bit words: the words of one token.
     """
 
     config: Any
@@ -59,10 +59,10 @@ class RealCaches:
 
 def layouts() -> tuple[str, ...]:
     """Names of the memory layouts of the release, the default first."""
-    module = _import("vllm.v1.kv_cache_layout")
-    if module is None:
+    try:
+        names = [layout.name for layout in vllm("v1.kv_cache_layout").KVCacheLayout]
+    except ImportError:
         return ("NHD", "HND")
-    names = [layout.name for layout in module.KVCacheLayout]
     return tuple(sorted(names, key="LBNHC".__ne__))
 
 
@@ -76,7 +76,7 @@ def use_layout(vllm_config: Any, name: str) -> None:
     if hasattr(vllm_config.cache_config, "get_resolved_kv_cache_layout"):
         vllm_config.cache_config.kv_cache_layout = name
     else:
-        importlib.import_module("vllm.v1.attention.backends.utils").set_kv_cache_layout(name)
+        vllm("v1.attention.backends.utils").set_kv_cache_layout(name)
 
 
 def make_config(vllm_config: Any, groups: Sequence[CacheGroup], num_blocks: int) -> Any:
@@ -84,28 +84,24 @@ def make_config(vllm_config: Any, groups: Sequence[CacheGroup], num_blocks: int)
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        groups: Kinds of the layers; what becomes of them the release says.
+        groups: Kinds of the layers; the release decides how it groups them.
         num_blocks: Blocks of the pool.
     """
-    import torch
-
-    interface: Any = importlib.import_module("vllm.v1.kv_cache_interface")
-    specs = {
-        f"model.layers.{index}.self_attn.attn": make_known(
-            getattr(interface, _SPECS[type(groups[index % len(groups)])]),
-            **{"sliding_window": None, **vars(groups[index % len(groups)])},
-            num_kv_heads=_NUM_HEADS,
-            head_size=_HEAD_SIZE,
-            dtype=torch.float32,
-            use_mla=False,
+    specs = {}
+    for index in range(NUM_LAYERS):
+        group = groups[index % len(groups)]
+        specs[f"model.layers.{index}.self_attn.attn"] = make_attention_spec(
+            _SPECS[type(group)],
+            group.block_size,
+            _NUM_HEADS,
+            _HEAD_SIZE,
+            sliding_window=group.sliding_window if isinstance(group, SlidingWindow) else None,
         )
-        for index in range(NUM_LAYERS)
-    }
     cache_config = vllm_config.cache_config
     cache_config.num_gpu_blocks_override = num_blocks
-    # No more than fits: vLLM refuses to start otherwise.
+    # vLLM refuses to start unless the longest request fits.
     are_one = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
-    share = 1 if are_one else len(groups)  # a window takes a block more
+    share = 1 if are_one else len(groups)  # a window takes one more block
     longest = min(vllm_config.model_config.max_model_len, (num_blocks // share - 1) * BLOCK_SIZE)
     vllm_config.model_config.max_model_len = longest
     vllm_config.scheduler_config.max_model_len = longest
@@ -124,33 +120,30 @@ def make_config(vllm_config: Any, groups: Sequence[CacheGroup], num_blocks: int)
 
 
 def allocate(vllm_config: Any, config: Any) -> RealCaches:
-    """Allocate the tensors of a worker, and bind them to its layers.
+    """Allocate the tensors of a worker and bind them to its layers.
 
     Args:
-        vllm_config: The worker's ``VllmConfig``: its layers are made known to it.
-        config: As :func:`make_config` makes it.
+        vllm_config: The worker's ``VllmConfig``; its layers are added to it.
+        config: A result of :func:`make_config`.
     """
     import torch
 
-    utils: Any = importlib.import_module("vllm.v1.worker.utils")
-    backend: Any = importlib.import_module(
-        "vllm.v1.attention.backends.flash_attn"
-    ).FlashAttentionBackend
-    names = [name for group in config.kv_cache_groups for name in group.layer_names]
+    utils = vllm("v1.worker.utils")
+    backend = vllm("v1.attention.backends.flash_attn").FlashAttentionBackend
+    specs = {name: g.kv_cache_spec for g in config.kv_cache_groups for name in g.layer_names}
     if hasattr(utils, "allocate_kv_cache"):
         layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
         tensors = utils.allocate_kv_cache(config, torch.device("cpu"), layout)
-        slots = [tensors[name].view(torch.int32).permute(0, 2, 1, 3) for name in names]
+        slots = [tensors[name].view(torch.int32).permute(0, 2, 1, 3) for name in specs]
     else:
         memory = _memory(config)
-        made = {name: _tensor(backend, config, memory[name]) for name in names}
+        made = {name: _tensor(backend, config, memory[name]) for name in specs}
         tensors = {name: tensor for name, (tensor, _) in made.items()}
         slots = [view for _, view in made.values()]
     layers = vllm_config.compilation_config.static_forward_context
     layer_class = _layer_class()
-    specs = {name: g.kv_cache_spec for g in config.kv_cache_groups for name in g.layer_names}
-    for name in names:
-        layers[name] = layer_class(backend, specs[name])
+    for name, spec in specs.items():
+        layers[name] = layer_class(backend, spec)
     values = {
         "kv_caches": tensors,
         "forward_context": layers,
@@ -164,7 +157,7 @@ def allocate(vllm_config: Any, config: Any) -> RealCaches:
 
 
 def _memory(config: Any) -> dict[str, torch.Tensor]:
-    """Up to 0.31, the memory of each layer; layers of several groups share it."""
+    """The memory of each layer up to 0.31; layers of several groups share it."""
     import torch
 
     return {
@@ -180,8 +173,10 @@ def _tensor(backend: Any, config: Any, memory: torch.Tensor) -> tuple[torch.Tens
     import torch
 
     block_size = config.kv_cache_groups[0].kv_cache_spec.block_size
-    shape = _shape(backend, config.num_blocks, block_size)
-    probe = _shape(backend, 1_234_577, 7919 * block_size)
+    sizes = _NUM_HEADS, _HEAD_SIZE
+    shape = backend.get_kv_cache_shape(config.num_blocks, block_size, *sizes)
+    # Unlikely sizes show which dimensions are the blocks and the tokens.
+    probe = backend.get_kv_cache_shape(1_234_577, 7919 * block_size, *sizes)
     blocks, tokens = probe.index(1_234_577), probe.index(7919 * block_size)
     order = _stride_order(backend, len(shape))
     tensor = memory.view([shape[i] for i in order]).permute(
@@ -191,25 +186,18 @@ def _tensor(backend: Any, config: Any, memory: torch.Tensor) -> tuple[torch.Tens
     return tensor, tensor.view(torch.int32).permute(blocks, tokens, *rest)
 
 
-def _shape(backend: Any, num_blocks: int, block_size: int) -> tuple[int, ...]:
-    shape: tuple[int, ...] = backend.get_kv_cache_shape(
-        num_blocks, block_size, _NUM_HEADS, _HEAD_SIZE
-    )
-    return shape
-
-
 def _stride_order(backend: Any, num_dims: int) -> tuple[int, ...]:
-    """Dimensions in the order of memory: those of the NHD layout, vLLM's default."""
+    """The dimensions in the order of memory: those of the NHD layout, vLLM's default."""
     try:
         order: tuple[int, ...] = backend.get_kv_cache_stride_order()
     except (AttributeError, NotImplementedError, AssertionError):
-        # It asks the current configuration; what it answers without one is the identity.
+        # It reads the current configuration; without one the result is the identity.
         order = tuple(range(num_dims))
     return order
 
 
 def _layer_class() -> type:
-    """Attention layers without weights: a connector asks them for their backend and cache."""
+    """A class of attention layers without weights, which connectors ask for backend and cache."""
     attention: Any = _find(_LAYERS, "Attention").Attention
 
     class Layer(attention):  # type: ignore[misc]
@@ -230,40 +218,37 @@ def _layer_class() -> type:
 
 def _find(names: tuple[str, ...], attribute: str) -> Any:
     for name in names:
-        module = _import(name)
-        if module is not None and hasattr(module, attribute):
+        try:
+            module = vllm(name)
+        except ImportError:
+            continue
+        if hasattr(module, attribute):
             return module
-    raise refusal("configuration", f"no {attribute}", f"one in {' or '.join(names)}")
-
-
-def _import(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
+    wanted = " or ".join(f"vllm.{name}" for name in names)
+    raise refusal("configuration", f"no {attribute}", f"one in {wanted}")
 
 
 # --- connectors ---
 
 
 def supports_several_groups(connector_class: type, vllm_config: Any) -> bool:
-    """Whether a connector takes a hybrid cache; since 0.24 the factory says so of children too."""
-    module: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory")
-    factory = module.KVConnectorFactory
+    """Whether a connector takes a hybrid cache; since 0.24 the factory checks children too."""
+    factory = vllm("distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
     if hasattr(factory, "supports_hma_config"):
         return bool(factory.supports_hma_config(vllm_config.kv_transfer_config))
-    base: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
+    base = vllm("distributed.kv_transfer.kv_connector.v1.base")
     return hasattr(base, "supports_hma") and bool(base.supports_hma(connector_class))
 
 
 def has_pending_work(connector: Any) -> bool:
-    """Whether a connector wants steps without requests, where it is asked."""
-    ask = getattr(connector, "has_pending_push_work", None)
-    return ask is not None and bool(ask())
+    """Whether a connector needs steps without requests, where the release queries that."""
+    query = getattr(connector, "has_pending_push_work", None)
+    return query is not None and bool(query())
 
 
-def overridden(connector_class: type, base: type) -> set[str]:
-    """Methods of a connector that are not those of its base."""
+def overridden(connector_class: type) -> set[str]:
+    """Methods of a connector that are not those of ``KVConnectorBase_V1``."""
+    base = vllm("distributed.kv_transfer.kv_connector.v1.base").KVConnectorBase_V1
     return {
         name
         for name in dir(connector_class)

@@ -5,10 +5,10 @@
 
 The scheduler, its pool, ``MultiConnector`` and ``KVViewConnector`` are the real ones.
 
-- VSIM-2 What the installed release cannot play **must** be left out of the scenario
-  and named, never passed over in silence.
+- VSIM-2 The parts of a scenario that the installed release cannot play **must** be left out
+  and named, never dropped silently.
 
-Source: :mod:`kvview_vllm.simulation.engine`, which is what is tried.
+Source: :mod:`kvview_vllm.simulation.engine`, which is tried.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class VLLMEngines:
 
     Raises:
         VLLMNotInstalledError: There is no vLLM.
-        UnsupportedEngineError: Nothing can be configured for this vLLM.
+        UnsupportedEngineError: This vLLM cannot be configured.
     """
 
     def __init__(self) -> None:
@@ -71,45 +71,45 @@ class VLLMEngines:
 
     @staticmethod
     def releases() -> Releases:
-        """Those that can be checked without being installed."""
+        """The releases that can be checked without being installed."""
         from kvview_vllm.comparison import VLLMReleases
 
         return VLLMReleases()
 
     @staticmethod
     def token_check() -> TokenCheck:
-        """What runs real inference in the installed vLLM."""
+        """The check that runs real inference in the installed vLLM."""
         from kvview_vllm.inference import check_tokens
 
         return check_tokens
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
-        """Leave out what this release cannot play (VSIM-2)."""
+        """Leave out the parts of a scenario that this release cannot play (VSIM-2)."""
         left_out: list[str] = []
         groups = self._fit_groups(scenario, left_out)
         several = "several KV-cache groups" if len(groups) > 1 else "one KV-cache group"
         geometry = Configs(groups).geometry
         fitted = replace(scenario, geometry=geometry, decode_tokens=1, group_pages=())
 
-        def leave_out(what: str, **changes: Any) -> None:
+        def leave_out(part: str, **changes: Any) -> None:
             nonlocal fitted
             fitted = replace(fitted, **changes)
-            left_out.append(what)
+            left_out.append(part)
 
         if scenario.num_gpu_blocks > _MOST_BLOCKS:
-            what = f"a pool of more than {_MOST_BLOCKS} blocks: it takes long"
-            leave_out(what, num_gpu_blocks=_MOST_BLOCKS)
+            part = f"a pool of more than {_MOST_BLOCKS} blocks: it takes long"
+            leave_out(part, num_gpu_blocks=_MOST_BLOCKS)
         if scenario.decode_tokens > 1:
             leave_out("decode steps of several tokens")
         fewest = cpu_scheduler.fewest_tokens_per_step(groups)
         if scenario.max_tokens_per_step < fewest:
-            what = f"steps of fewer than {fewest} tokens, with windows or chunks"
-            leave_out(f"{what}: not all of their blocks are counted", max_tokens_per_step=fewest)
+            part = f"steps of fewer than {fewest} tokens, with windows or chunks"
+            leave_out(f"{part}: not all of their blocks are counted", max_tokens_per_step=fewest)
         if scenario.num_connectors > 1 and (why := self._why_not(scenario, groups, 2)):
             leave_out(f"two connectors with {several}: {why}", num_connectors=1)
         if not cpu_scheduler.can_load_beside_hits(len(groups)):
-            what = f"loads beside a GPU hit, with {several}: one block may become two groups'"
-            leave_out(what, loads_beside_hits=False)
+            part = f"loads after a GPU hit, with {several}: one block may become two groups'"
+            leave_out(part, loads_beside_hits=False)
         self._fit_steps(fitted, several, leave_out)
         events = tuple(event for event in scenario.events if type(event).__name__ != "Alias")
         if len(events) < len(scenario.events) and not _can_alias():
@@ -121,8 +121,7 @@ class VLLMEngines:
         return fitted, left_out
 
     def _fit_steps(self, scenario: Scenario, several: str, leave_out: Callable[..., None]) -> None:
-        """What has to do with steps that overlap each other, or their transfers."""
-        groups = scenario.geometry.groups
+        """Leave out steps that overlap each other, or their transfers."""
         if not cpu_scheduler.can_load_between_steps():
             within = "a load within a step waits for it"
             if scenario.steps_in_flight > 1:
@@ -130,20 +129,20 @@ class VLLMEngines:
             if scenario.compute_lags:
                 leave_out(f"compute that lags: {within}", compute_lags=False)
             if scenario.worker_half == "whole_plans":
-                leave_out(f"the worker half as it is: {within}", worker_half="job_by_job")
+                leave_out(f"the unmodified worker half: {within}", worker_half="job_by_job")
             if scenario.loads_may_be_late:
                 leave_out("loads that take longer than a step", loads_may_be_late=False)
             return
         most = min(scenario.steps_in_flight, cpu_scheduler.most_steps_in_flight())
         if most < scenario.steps_in_flight:
             leave_out(f"more than {most} steps in flight", steps_in_flight=most)
-        if most > 1 and (why := self._why_not(scenario, groups, 1, most)):
+        if most > 1 and (why := self._why_not(scenario, scenario.geometry.groups, 1, most)):
             leave_out(f"{most} steps in flight with {several}: {why}", steps_in_flight=1)
 
     def simulate_own(
         self, connector_class: type, scenario: Scenario, options: Mapping[str, Any]
     ) -> SimulationResult:
-        """Run a ``KVConnectorBase_V1`` as it is (:mod:`kvview_vllm.simulation.raw`)."""
+        """Run an unmodified ``KVConnectorBase_V1`` (:mod:`kvview_vllm.simulation.raw`)."""
         from kvview_vllm.simulation.raw import RawRun
 
         return RawRun(connector_class, scenario, options).run()
@@ -151,7 +150,7 @@ class VLLMEngines:
     def judge_own(
         self, connector_class: type, result: SimulationResult, options: Mapping[str, Any]
     ) -> SimulationResult:
-        """Whether what failed is the connector's (VSIM-6)."""
+        """Find out whether a failure is the connector's (VSIM-6)."""
         from kvview_vllm.simulation.raw import judge
 
         return judge(connector_class, result, options)
@@ -169,7 +168,7 @@ class VLLMEngines:
         return VLLMConnectorHarness(scenario, connectors, clock, stream)
 
     def _fit_groups(self, scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
-        """The groups that this release serves; what keeps the others out is noted."""
+        """The groups that this release serves; the reasons against the others are recorded."""
         groups = scenario.geometry.groups
         if not self._why_not(scenario, groups):
             return groups
@@ -190,71 +189,77 @@ class VLLMEngines:
         num_connectors: int = 1,
         steps_in_flight: int = 1,
     ) -> str | None:
-        """What goes wrong when a request with these groups is served twice, if anything."""
-        asked = groups, num_connectors, steps_in_flight
-        if asked not in self._answers:
-            self._answers[asked] = self._try(scenario, *asked)
-        return self._answers[asked]
+        """The problem with serving requests with these groups; None if there is none."""
+        tried = groups, num_connectors, steps_in_flight
+        if tried not in self._answers:
+            self._answers[tried] = _known_problem(groups) or _try(scenario, *tried)
+        return self._answers[tried]
 
-    def _try(
-        self,
-        scenario: Scenario,
-        groups: Sequence[CacheGroup],
-        num_connectors: int,
-        steps_in_flight: int,
-    ) -> str | None:
-        from kvview.testing.connector.scenario import Add
 
-        chunked = [group for group in groups if isinstance(group, ChunkedLocalAttention)]
-        if any(group.attention_chunk_size % group.block_size for group in chunked):
-            return "a chunk ends inside a block, and vLLM hits prefixes that it cannot read"
-        if any(type(group) is not FullAttention for group in groups) and (
-            not installed().connector.cache_config_argument
-        ):
-            return "a connector is told of no group, and takes it for full attention"
-        if any(isinstance(group, Mamba) for group in groups) and not states_take_loads():
-            return "no connector may load beside it in this release"
-        if any(isinstance(group, Mamba) for group in groups) and not states_are_hit_with_the_rest():
-            return "beside a connector vLLM takes the longest hit of a group for that of all"
-        try:
-            with named("its configuration"):
-                geometry = Configs(groups).geometry
-            size = geometry.hash_block_size
-            if any(isinstance(group, Mamba) and group.block_size > size for group in groups):
-                return "its blocks have several hashes, and vLLM copies states between blocks"
-            connectors = [Connector(ConnectorConfig(geometry))] * num_connectors
-            tried = replace(
-                scenario,
-                geometry=geometry,
-                num_gpu_blocks=200,
-                steps_in_flight=steps_in_flight,
-                max_tokens_per_step=max(
-                    scenario.max_tokens_per_step, cpu_scheduler.fewest_tokens_per_step(groups)
-                ),
-            )
-            engine = VLLMConnectorHarness(tried, connectors, clock=lambda: 0.0)
-            for request_id in ("one", "two"):
-                num_tokens = 4 * geometry.scheduler_block_size + 1
-                engine.add(Add(request_id, 1, num_tokens, 2 * steps_in_flight), 1)
-                while engine.has_work():
-                    engine.step()
-            # A prefix whose first blocks are in use in some groups, and evicted in others.
-            size = geometry.scheduler_block_size
-            engine.add(Add("long", 1, 6 * size + 1, 3 * size), 1)
-            for _ in range(4 * steps_in_flight):
-                engine.step()
-            engine.squeeze(200)
-            engine.squeeze(0)
-            for number in range(1, 5):
-                engine.add(Add(f"part {number}", 1, number * size + 1, 2), 1)
+def _known_problem(groups: Sequence[CacheGroup]) -> str | None:
+    """The reason why this release does not serve these groups with a connector, if known."""
+    chunked = [group for group in groups if isinstance(group, ChunkedLocalAttention)]
+    if any(group.attention_chunk_size % group.block_size for group in chunked):
+        return "a chunk ends inside a block, and vLLM hits prefixes that it cannot read"
+    if any(type(group) is not FullAttention for group in groups) and (
+        not installed().connector.cache_config_argument
+    ):
+        return "a connector gets no groups, and takes them for full attention"
+    if not any(isinstance(group, Mamba) for group in groups):
+        return None
+    if not states_take_loads():
+        return "no connector may load next to it in this release"
+    if not states_are_hit_with_the_rest():
+        return "with a connector vLLM takes the longest hit of one group for all groups"
+    return None
+
+
+def _try(
+    scenario: Scenario,
+    groups: Sequence[CacheGroup],
+    num_connectors: int,
+    steps_in_flight: int,
+) -> str | None:
+    """Serve some requests with connectors that do nothing, and return the problem, if any."""
+    from kvview.testing.connector.scenario import Add
+
+    try:
+        with named("its configuration"):
+            geometry = Configs(groups).geometry
+        size = geometry.hash_block_size
+        if any(isinstance(group, Mamba) and group.block_size > size for group in groups):
+            return "its blocks have several hashes, and vLLM copies states between blocks"
+        connectors = [Connector(ConnectorConfig(geometry))] * num_connectors
+        fewest = cpu_scheduler.fewest_tokens_per_step(groups)
+        tried = replace(
+            scenario,
+            geometry=geometry,
+            num_gpu_blocks=200,
+            steps_in_flight=steps_in_flight,
+            max_tokens_per_step=max(scenario.max_tokens_per_step, fewest),
+        )
+        engine = VLLMConnectorHarness(tried, connectors, clock=lambda: 0.0)
+        size = geometry.scheduler_block_size
+        for request_id in ("one", "two"):
+            engine.add(Add(request_id, 1, 4 * size + 1, 2 * steps_in_flight), 1)
             while engine.has_work():
                 engine.step()
-        except (InvariantBroken, KVViewError) as error:
-            # Without the numbers, which differ from geometry to geometry.
-            return " ".join(str(error.__cause__ or error).rpartition(": ")[2].split())[:160]
-        if engine.stats.most_in_flight < steps_in_flight:
-            return "it waits for each"
-        return "a request reads wrong bytes" if engine.stats.mismatches else None
+        # A prefix whose first blocks are in use in some groups, and evicted in others.
+        engine.add(Add("long", 1, 6 * size + 1, 3 * size), 1)
+        for _ in range(4 * steps_in_flight):
+            engine.step()
+        engine.squeeze(200)
+        engine.squeeze(0)
+        for number in range(1, 5):
+            engine.add(Add(f"part {number}", 1, number * size + 1, 2), 1)
+        while engine.has_work():
+            engine.step()
+    except (InvariantBroken, KVViewError) as error:
+        # Without the numbers, which differ from geometry to geometry.
+        return " ".join(str(error.__cause__ or error).rpartition(": ")[2].split())[:160]
+    if engine.stats.most_in_flight < steps_in_flight:
+        return "it waits for each"
+    return "a request reads wrong bytes" if engine.stats.mismatches else None
 
 
 def _can_alias() -> bool:

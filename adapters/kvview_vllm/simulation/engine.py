@@ -1,22 +1,21 @@
-"""One real vLLM ``Scheduler`` under simulation: what happens to it, and what it is asked.
+"""One real vLLM ``Scheduler`` under simulation: the events that happen to it, and its queries.
 
-Requests, the bytes of computed blocks and the sampled tokens are made up; all else is
+Requests, the bytes of computed blocks and the sampled tokens are made up; everything else is
 real. :class:`~kvview_vllm.simulation.VLLMEngines` builds one for each run.
 
-- VSIM-1 What vLLM itself raised, or delivered otherwise than a sequential engine does,
-  **must not** be laid at the connector's door under one of its laws: it is reported as
-  ``ENGINE``, with the place.
+- VSIM-1 An exception of vLLM itself, or an output that a sequential engine would not deliver,
+  **must not** be reported under a law of the connector: it is reported as ``ENGINE``, with the
+  place.
 - VSIM-7 A vLLM that the simulation cannot read **must** be refused in one line: the simulation
   reads more of it than the adapter does, which may work.
 
 Source: vllm/v1/core/sched/scheduler.py, and ``step_with_batch_queue`` of
-vllm/v1/engine/core.py, 0.11.0 to 0.33.0; what an engine must answer is said in
-``kvview.testing.connector.harness``.
+vllm/v1/engine/core.py, 0.11.0 to 0.33.0; ``kvview.testing.connector.harness`` defines the
+queries of an engine.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 import tempfile
 from collections import Counter, deque
@@ -25,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
+from traceback import walk_tb
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,6 +48,7 @@ from kvview_vllm.geometry import read_geometry
 from kvview_vllm.pool import NULL_BLOCK_ID, view
 from kvview_vllm.releases import reading
 from kvview_vllm.releases.calls import blocks_freed_later, child_connectors
+from kvview_vllm.releases.versions import vllm
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.requests import PlannedRequest, make_prompt
 from kvview_vllm.simulation.stream_order import Compute, Forward
@@ -64,9 +65,9 @@ _BARE = {"contain_faults": False, "leak_report_seconds": None}
 
 
 class HandedConnector(Connector):
-    """Stands for a connector object that exists already; the option ``connector`` carries it.
+    """Stands for an existing connector object, which the option ``connector`` carries.
 
-    The way for objects into ``KVViewConnector``: both of its sides ask the same one.
+    It passes an object into ``KVViewConnector``: both sides use the same one.
     """
 
     def __init__(self, config: ConnectorConfig) -> None:
@@ -86,7 +87,7 @@ def reads_vllm(kind: type[_Kind]) -> type[_Kind]:
     """Run each public method of a class under :func:`named`."""
     for name, member in list(vars(kind).items()):
         if name.startswith("_") and name != "__init__":
-            continue  # called by those
+            continue  # called by the public methods
         if isinstance(member, property) and member.fget is not None:
             setattr(kind, name, property(_named(member.fget), doc=member.__doc__))
         elif isinstance(member, FunctionType):
@@ -97,22 +98,13 @@ def reads_vllm(kind: type[_Kind]) -> type[_Kind]:
 def _named(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:  # some are called for every block: a context manager costs more
+        try:  # some are called for every block, and a context manager costs more
             return method(*args, **kwargs)
         except Exception as error:
             with named(f"{method.__name__} of the simulated server"):
                 raise error
 
     return call
-
-
-def _place(error: Exception) -> tuple[str, int]:
-    """Module and line that raised an error."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    assert trace is not None, "a caught error has one"
-    return str(trace.tb_frame.f_globals.get("__name__")), trace.tb_lineno
 
 
 class Configs:
@@ -148,14 +140,14 @@ class _Stats:
     steps: int = 0
     mismatches: int = 0
     most_in_flight: int = 0
-    running_resets: int = 0  # which preempt what runs, and those of them that vLLM gave up
-    running_resets_raised: int = 0
+    running_resets: int = 0  # resets that preempt running requests
+    running_resets_raised: int = 0  # those that vLLM gave up
     gave_up: int = 0  # requests that vLLM would have left waiting for each other
 
 
 @dataclass(eq=False)
 class LaunchedStep:
-    """One that is launched, until its output is taken in."""
+    """A step from its launch until its output is processed."""
 
     output: Any
     answer: Any
@@ -190,20 +182,20 @@ class VLLMConnectorHarness:
         self._manager = self._scheduler.kv_cache_manager
         self._pool = self._manager.block_pool
         self._look = view(self._pool, owner="simulation")
-        status: Any = importlib.import_module("vllm.v1.request").RequestStatus
+        status = vllm("v1.request").RequestStatus
         self._aborted = status.FINISHED_ABORTED
         self._status = {
             status.RUNNING: "running",
             status.WAITING_FOR_REMOTE_KVS: "loading",
         }
         self._preempted = status.PREEMPTED
-        # None: aborted meanwhile. A load within a step is one of a running request.
+        # None: aborted while loading. Where loads happen within a step, the request is running.
         between_steps = cpu_scheduler.can_load_between_steps()
         self._while_loading = {"loading", None} if between_steps else {"running"}
         self._steps_in_flight = scenario.steps_in_flight
         self._stream = stream
         self._launched: deque[LaunchedStep] = deque()
-        self._aborts: dict[str, None] = {}  # to be heard of before the next output
+        self._aborts: dict[str, None] = {}  # to be processed before the next output
         self._num_aborts = self._num_resets = 0
         self._added: dict[str, PlannedRequest] = {}  # the last request of each id
         self._loading: set[str] = set()
@@ -215,10 +207,10 @@ class VLLMConnectorHarness:
     def _build(
         self, scenario: Scenario, connectors: Sequence[Connector], clock: Callable[[], float]
     ) -> None:
-        """The scheduler, the worker's side and the bytes."""
+        """Build the scheduler, the worker's side and the bytes."""
         target = f"{__name__}:{HandedConnector.__name__}"
         children = [cpu_scheduler.connector_config(target, connector=c) for c in connectors]
-        for child in children:  # the kit looks for faults; its clock counts steps
+        for child in children:  # the kit looks for faults, and its clock counts steps
             child["kv_connector_extra_config"] |= _BARE | {"pin_budget": scenario.pin_budget}
         configs = Configs(
             self._geometry.groups,
@@ -247,17 +239,18 @@ class VLLMConnectorHarness:
                 }
             )
 
-    # --- what happens to it ---
+    # --- events ---
 
     def add(self, add: Add, serial: int) -> None:
-        """Queue a request; one that asks for no output gets a token: vLLM serves none without."""
+        """Queue a request; without output it gets one token, because vLLM requires one."""
         num_output_tokens = max(1, add.num_output_tokens)
         before: Sequence[int] = ()
         if add.continues is not None:
             if add.continues not in self._added:
-                raise ConfigError(f"request {add.continues!r} never came: nothing to continue")
+                raise ConfigError(f"request {add.continues!r} was never added: nothing to continue")
             before = self._added[add.continues].request.all_token_ids
-        prompt = make_prompt(add, before, self._geometry.hash_block_size)
+        size = self._geometry.hash_block_size
+        prompt = make_prompt(add, before, size)
         num_tokens = len(prompt) + num_output_tokens
         needed = sum(-(-num_tokens // group.block_size) for group in self._geometry.groups)
         if needed >= self.num_blocks or num_tokens > self._longest:
@@ -272,20 +265,15 @@ class VLLMConnectorHarness:
         self.stats.requests += 1
         with named("add_request"):
             planned = PlannedRequest(
-                add.request_id,
-                prompt,
-                serial,
-                num_output_tokens,
-                add.stops_after,
-                self._geometry.hash_block_size,
+                add.request_id, prompt, serial, num_output_tokens, add.stops_after, size
             )
             self._scheduler.add_request(planned.request)
         self._added[add.request_id] = planned
 
     def abort(self, request_id: str) -> None:
-        """End a request as a client that went away does.
+        """End a request, as when its client disconnects.
 
-        An engine core hears of it between steps, or while it waits for an output.
+        An engine core is notified between steps, or while it waits for an output.
         """
         if request_id in self._aborts:
             return
@@ -297,7 +285,7 @@ class VLLMConnectorHarness:
             self._finish([request_id])
 
     def step(self) -> None:
-        """One call of an engine core: launch a step if there is room, or take an output in."""
+        """Make one call of an engine core: launch a step if there is room, or process an output."""
         self.stats.steps += 1
         if self._has_requests() or not self._launched:
             output = self._launch()
@@ -309,7 +297,7 @@ class VLLMConnectorHarness:
             self._end_deadlock()
 
     def squeeze(self, num_blocks: int) -> None:
-        """Somebody else has this many blocks from now on, as far as they are free."""
+        """Give another owner this many blocks from now on, if they are free."""
         with named("squeezing"):
             if self._squeezed:
                 self._pool.free_blocks(self._squeezed)
@@ -318,11 +306,11 @@ class VLLMConnectorHarness:
         self._overwrite([block.block_id for block in self._squeezed])
 
     def _overwrite(self, block_ids: Sequence[int]) -> None:
-        """Who squeezes blocks out writes into them."""
+        """Overwrite squeezed blocks, as their new owner does."""
         self._compute.overwrite(block_ids)
 
     def alias(self) -> bool:
-        """Cache the first part of a block under a hash of its own, beside the whole."""
+        """Cache the first part of a block under its own hash, besides the whole block."""
         size = self._geometry.hash_block_size
         for request in self._scheduler.running:
             tables = self._manager.get_block_ids(request.request_id)
@@ -340,10 +328,10 @@ class VLLMConnectorHarness:
         return False
 
     def reset(self, *, after_reports: bool = False) -> bool:
-        """Reset the prefix cache and the connectors: vLLM asks these even when it refuses.
+        """Reset the prefix cache and the connectors, which vLLM resets even when it refuses.
 
-        With steps in flight every other reset preempts what runs, where the release can.
-        Where that leaves a block in use, vLLM raises, with any connector: refused.
+        With steps in flight every second reset preempts running requests, where the release can.
+        If a block stays in use then, vLLM raises, whatever the connector: that is a refusal.
         """
         self._num_resets += 1
         if self._steps_in_flight == 1 or self._num_resets % 2:
@@ -357,7 +345,7 @@ class VLLMConnectorHarness:
             return False
 
     def shutdown(self) -> Mapping[int, int]:
-        """Stop both sides; what is left is what neither requests nor the scenario have."""
+        """Stop both sides; return the references that neither requests nor the scenario own."""
         while self._launched:
             self._run(self._launched.popleft())
         with named("shutdown"):
@@ -366,7 +354,7 @@ class VLLMConnectorHarness:
         refs = {block_id: self.ref_count(block_id) for block_id in range(1, self.num_blocks)}
         return dict(Counter(refs) - self.engine_refs())
 
-    # --- what is asked ---
+    # --- queries ---
 
     def unfinished(self) -> Mapping[str, str]:
         """Requests by status, the oldest first."""
@@ -378,12 +366,14 @@ class VLLMConnectorHarness:
 
     def has_work(self) -> bool:
         """Whether requests are unfinished, or steps or jobs in flight."""
-        return bool(self._launched or self._scheduler.has_unfinished_requests()) or any(
-            connector.has_pending_push_work() for connector in self._connectors()
+        return (
+            bool(self._launched)
+            or bool(self._scheduler.has_unfinished_requests())
+            or self._has_pending_work()
         )
 
     def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
-        """What must come into the blocks of a request that loads."""
+        """The keys that a load must bring into the blocks of a request."""
         request = self._scheduler.requests.get(request_id)
         if request is None or self._status.get(request.status) not in self._while_loading:
             return {}
@@ -407,10 +397,10 @@ class VLLMConnectorHarness:
         return count
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
-        """What each holds, when all that is launched has run.
+        """The keys that each block holds once every launched step has run.
 
-        vLLM caches whole scheduler blocks, and more is computed; it caches when it
-        schedules, and what a step computes is not there when its transfers start.
+        vLLM only caches whole scheduler blocks, although more is computed. It caches them when it
+        schedules, but their bytes do not exist yet when the transfers of that step start.
         """
         computed = self._compute.computed
         return [
@@ -425,7 +415,7 @@ class VLLMConnectorHarness:
         return [block.block_id for block in self._pool.free_block_queue.get_all_free_blocks()]
 
     def engine_refs(self) -> Counter[int]:
-        """References of block tables, of what is squeezed out, and of what is freed later."""
+        """References of block tables, of squeezed blocks, and of blocks that are freed later."""
         refs = Counter(block.block_id for block in self._squeezed)
         refs.update(block.block_id for block in blocks_freed_later(self._scheduler))
         for request_id in self._scheduler.requests:
@@ -449,20 +439,25 @@ class VLLMConnectorHarness:
 
     # --- one step ---
 
+    def _has_pending_work(self) -> bool:
+        """Whether a connector needs steps without requests."""
+        return any(connector.has_pending_push_work() for connector in self._connectors())
+
     def _has_requests(self) -> bool:
         """Whether an engine core would schedule."""
-        return bool(self._scheduler.has_requests()) or any(
-            connector.has_pending_push_work() for connector in self._connectors()
-        )
+        return bool(self._scheduler.has_requests()) or self._has_pending_work()
 
     def _finish(self, request_ids: Sequence[str]) -> None:
         with named("finish_requests"):
             self._scheduler.finish_requests(request_ids, self._aborted)
 
     def _launch(self) -> Any:
-        """Schedule a step and launch it; what the worker reports goes into its output."""
+        """Schedule a step and launch it; the worker's report becomes a part of its output."""
         output = self._schedule()
-        forward, sampled = self._plan(output), self._sample(output)
+        starts, sampled = cpu_scheduler.computed_before(output), self._sample(output)
+        forward = self._compute.plan(
+            output.num_scheduled_tokens, starts, self._added, self._tables(output)
+        )
         self._uncomputed = forward.written
         runs_first = cpu_scheduler.loads_after_launch(output)
         with named("the worker's side"):
@@ -491,7 +486,7 @@ class VLLMConnectorHarness:
         return output
 
     def _schedule(self) -> Any:
-        """Schedule a step, and count whom it preempts."""
+        """Schedule a step, and count the requests that it preempts."""
         running = {request.request_id for request in self._scheduler.running}
         with named("schedule"):
             output = self._scheduler.schedule()
@@ -502,13 +497,13 @@ class VLLMConnectorHarness:
         return output
 
     def _end_deadlock(self) -> None:
-        """Abort a request that waits with its loads done behind one that needs its blocks.
+        """Abort a request with finished loads that waits behind a request that needs its blocks.
 
-        Up to 0.22 vLLM leaves them like that for ever, whatever the connector; later where
+        Up to 0.22 vLLM leaves them waiting forever, whatever the connector; later only where
         loads failed (vLLM PR #57841, which is not in 0.33).
         """
         unfinished = self.unfinished()
-        # Until it is scheduled, a request whose loads are done is "loading" to vLLM.
+        # vLLM lists a request whose loads have ended as loading until it is scheduled.
         busy = {name for name, status in unfinished.items() if status != "waiting"}
         busy -= set(self._scheduler.finished_recving_kv_req_ids)
         computes = any(step.output.total_num_scheduled_tokens for step in self._launched)
@@ -520,12 +515,6 @@ class VLLMConnectorHarness:
         if holds:
             self.stats.gave_up += 1
             self.abort(holds[-1])
-
-    def _plan(self, output: Any) -> Forward:
-        """What a step computes."""
-        starts = cpu_scheduler.computed_before(output)
-        scheduled, tables = output.num_scheduled_tokens, self._tables(output)
-        return self._compute.plan(scheduled, starts, self._added, tables)
 
     def _tables(self, output: Any) -> dict[str, Sequence[Sequence[int]]]:
         """The blocks of each request of a step, by group."""
@@ -542,7 +531,7 @@ class VLLMConnectorHarness:
         return sampled
 
     def _take_in(self) -> None:
-        """Take the output of the oldest step in, and hear of aborts before."""
+        """Process the output of the oldest step, and the aborts before it."""
         step = self._launched.popleft()
         self._run(step)
         aborts, self._aborts = list(self._aborts), {}
@@ -557,14 +546,14 @@ class VLLMConnectorHarness:
             planned.check(planned.request.is_finished() and status is not self._aborted)
 
     def _run(self, step: LaunchedStep) -> None:
-        """Have a step compute, if it has not yet."""
+        """Compute a step, if it is not computed yet."""
         if self._stream is not None:
             self._compute.run(step.forward)
             self._stream.take()
             self.stats.mismatches += step.forward.mismatches(step.invalid)
 
     def _poison(self) -> None:
-        """Overwrite what was allocated to load into: only a load can bring bytes there."""
+        """Overwrite blocks that were allocated for a load: only the load can bring their bytes."""
         loading = {name for name, status in self.unfinished().items() if status == "loading"}
         for request_id in loading - self._loading:
             for table in self._manager.get_block_ids(request_id):
@@ -574,13 +563,14 @@ class VLLMConnectorHarness:
 
 @contextmanager
 def named(where: str) -> Iterator[None]:
-    """What neither the connector nor kvview raised is vLLM's (VSIM-1), or not readable (VSIM-7)."""
+    """Report exceptions that neither the connector nor kvview raised (VSIM-1, VSIM-7)."""
     try:
         yield
     except (InvariantBroken, KVViewError):
         raise
     except Exception as error:
-        module, line = _place(error)
+        *_, (frame, line) = walk_tb(error.__traceback__)
+        module = str(frame.f_globals.get("__name__"))
         if module.startswith(_OURS):
             with reading("simulation", where):
                 raise

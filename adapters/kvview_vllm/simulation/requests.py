@@ -1,7 +1,7 @@
-"""What a simulated request will be: every token is known before vLLM has it sampled.
+"""The future of a simulated request: every token is known before vLLM samples it.
 
-With steps in flight vLLM schedules tokens that it does not know yet. Who makes up the
-bytes of a block must name it then, so it must know them.
+With steps in flight vLLM schedules tokens that it does not know yet. Made-up bytes of a block
+need the key of the block at that time, and thus its tokens.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _FIRST_SAMPLED_TOKEN = 1_000_000
 
 
 class PlannedRequest:
-    """A ``Request`` of vLLM, and what a sequential engine would make of it.
+    """A ``Request`` of vLLM, and the output that a sequential engine would give it.
 
     Args:
         request_id: Its id.
         prompt: Its tokens.
-        serial: Tells what it generates from what others do.
-        num_output_tokens: Tokens asked for.
-        stops_after: Tokens after which it ends before, which vLLM cannot foresee.
+        serial: Distinguishes its generated tokens from those of other requests.
+        num_output_tokens: Requested tokens.
+        stops_after: Tokens after which it ends early, which vLLM cannot foresee.
         hash_block_size: Tokens of a hash.
     """
 
@@ -55,14 +55,14 @@ class PlannedRequest:
         )
 
     def token(self, position: int) -> int:
-        """The token at a position; past the end what a step in flight samples in vain."""
+        """The token at a position; past the end, the token that a step in flight samples."""
         if position < len(self._prompt):
             return self._prompt[position]
         is_end = position == len(self._prompt) + self._num_output_tokens - 1
         return cpu_scheduler.END_TOKEN if is_end and self._stops else self._sampled
 
     def block_hash(self, index: int) -> bytes:
-        """A hash of the request, also one that vLLM cannot compute yet."""
+        """A hash of the request, including hashes that vLLM cannot compute yet."""
         known: Sequence[bytes] = self.request.block_hashes
         if index < len(known):
             return known[index]
@@ -71,10 +71,10 @@ class PlannedRequest:
         return _hash_blocks(known[-1] if known else b"", tokens, size)[-1]
 
     def check(self, has_ended: bool) -> None:
-        """That vLLM delivered what a sequential engine delivers.
+        """Check that vLLM delivered the output of a sequential engine.
 
         Args:
-            has_ended: Whether the request came to its end, and was not aborted.
+            has_ended: Whether the request ended without an abort.
 
         Raises:
             InvariantBroken: It did not (``ENGINE``).
@@ -85,7 +85,7 @@ class PlannedRequest:
             if tokens[index] != expected or index >= self._num_output_tokens:
                 raise InvariantBroken(
                     "ENGINE",
-                    f"request {self.request.request_id!r} was given token {tokens[index]} as its "
+                    f"request {self.request.request_id!r} got token {tokens[index]} as its "
                     f"output {index} of {self._num_output_tokens}, which is {expected}",
                 )
         self._num_checked = len(tokens)
@@ -98,7 +98,7 @@ class PlannedRequest:
 
 
 def make_prompt(add: Add, before: Sequence[int], hash_block_size: int) -> list[int]:
-    """Tokens of which those of all families begin alike, or those of the turn before."""
+    """The tokens of a prompt: all families share the first ones, or a turn repeats the last one."""
     num_shared = add.num_shared_blocks * hash_block_size
     return [*before] + [
         position if position < num_shared else add.family * _TOKENS_OF_A_FAMILY + position
@@ -107,7 +107,7 @@ def make_prompt(add: Add, before: Sequence[int], hash_block_size: int) -> list[i
 
 
 def _block_hasher(hash_block_size: int) -> Callable[[Any], list[bytes]]:
-    """Hashes that are the same in every process: vLLM's own have a random seed up to 0.28."""
+    """Hashes that are equal in every process: vLLM's own have a random seed up to 0.28."""
 
     def hash_new_blocks(request: Any) -> list[bytes]:
         known = request.block_hashes

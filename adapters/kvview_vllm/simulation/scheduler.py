@@ -1,10 +1,10 @@
-"""A real vLLM ``Scheduler`` without a model: what must be built around one, on any machine.
+"""A real vLLM ``Scheduler`` without a model, and its environment, on any machine.
 
-The scheduler, its pool and the connectors are vLLM's; the configuration names a model
-that is never built, and what a model runner would answer is made up.
+The scheduler, its pool and the connectors are vLLM's. The configuration names a model that is
+never built, and the outputs of a model runner are made up.
 
-Nothing of vLLM is patched; the platform is the one that it chose, and arguments are
-those that the installed release has (:mod:`kvview_vllm.releases.calls`).
+Nothing of vLLM is patched; vLLM chooses the platform, and calls get only the arguments that the
+installed release has (:mod:`kvview_vllm.releases.calls`).
 
 Source: vllm/config, vllm/v1/core/sched/scheduler.py and vllm/v1/outputs.py, 0.11.0 to
 0.33.0; the order of calls to a worker is that of vllm/v1/worker/gpu_model_runner.py.
@@ -12,7 +12,6 @@ Source: vllm/config, vllm/v1/core/sched/scheduler.py and vllm/v1/outputs.py, 0.1
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
@@ -28,7 +27,7 @@ from kvview import (
     SlidingWindow,
     UnsupportedEngineError,
 )
-from kvview_vllm.releases import installed
+from kvview_vllm.releases import installed, samples
 from kvview_vllm.releases.calls import (
     complete_torch,
     handle_preemptions,
@@ -38,12 +37,13 @@ from kvview_vllm.releases.calls import (
 )
 from kvview_vllm.releases.samples import make_filled
 from kvview_vllm.releases.samples import make_model_output as make_model_output
+from kvview_vllm.releases.versions import vllm
 
 MAX_TOKENS = 512
 """Longest request, prompt and output together."""
 
 END_TOKEN = 2
-"""What ends a request before it has all the tokens that it asked for."""
+"""Token that ends a request before it has all of its tokens."""
 
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -51,6 +51,7 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_V1": "1",
 }
+_HEADS, _HEAD_SIZE = 2, 32
 _MODEL = {
     "architectures": ["KVViewTestModel"],
     "model_type": "llama",
@@ -59,8 +60,8 @@ _MODEL = {
     "intermediate_size": 256,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
+    "num_key_value_heads": _HEADS,
+    "head_dim": _HEAD_SIZE,
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "torch_dtype": "float32",
@@ -76,12 +77,11 @@ _SPECS: dict[type[CacheGroup], str] = {
     ChunkedLocalAttention: "ChunkedLocalAttentionSpec",
     Mamba: "MambaSpec",
 }
-
 _RECOMPUTE = {"kv_load_failure_policy": "recompute"}
 
 
 def prepare() -> None:
-    """Set what vLLM reads when it is imported; call it before."""
+    """Set the environment that vLLM reads when it is imported; call it before that."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     complete_torch()
@@ -100,8 +100,7 @@ def connector_config(target: str, **options: Any) -> dict[str, Any]:
 
 def multi_config(*children: dict[str, Any]) -> dict[str, Any]:
     """The ``kv_transfer_config`` of vLLM's ``MultiConnector`` over some children."""
-    target: Any = importlib.import_module("vllm.config").KVTransferConfig
-    policy = known_arguments(target, _RECOMPUTE)
+    policy = known_arguments(vllm("config").KVTransferConfig, _RECOMPUTE)
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
@@ -109,36 +108,36 @@ def multi_config(*children: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# --- what a release can do ---
+# --- the capabilities of a release ---
 
 
 def refuses_several_groups() -> bool:
-    """Whether this release takes one KV-cache group only beside a connector (0.11.0)."""
+    """Whether this release takes only one KV-cache group with a connector (0.11.0)."""
     return not installed().connector.several_groups
 
 
 def can_load_between_steps() -> bool:
-    """Whether a request waits for its loads between steps; else within one (LOAD-1)."""
+    """Whether a request waits for its loads between steps, not within one (LOAD-1)."""
     return installed().connector.worker_metadata
 
 
 def most_steps_in_flight() -> int:
     """Steps that a scheduler of this release keeps in order (three: 0.27.0).
 
-    Before, a preempted request may be resumed while the last but one of its outputs is in
-    flight, and is then given a token twice, with no connector at all.
+    Before, a preempted request may be resumed while its last output but one is in flight, and
+    then gets a token twice, even without a connector.
     """
-    return 3 if drops_stale_outputs() else 2
+    return 3 if installed().connector.stale_outputs else 2
 
 
 def can_fail_loads(num_groups: int = 1) -> bool:
-    """Whether a worker of this release can say that a load failed (0.11.1; several: 0.30.0)."""
+    """Whether a worker of this release can report failed loads (0.11.1; several groups: 0.30.0)."""
     release = installed().connector
     return release.failed_blocks if num_groups == 1 else release.failed_requests
 
 
 def can_load_beside_hits(num_groups: int) -> bool:
-    """Whether a request may load what follows on what it hits (several groups: 0.24.0)."""
+    """Whether a request may load the blocks after its GPU hit (several groups: 0.24.0)."""
     release = installed().connector
     return num_groups == 1 or release.hits_come_first or not release.null_window_blocks
 
@@ -147,14 +146,14 @@ def fewest_tokens_per_step(groups: Sequence[CacheGroup]) -> int:
     """Smallest token budget with which every block is counted before it is taken.
 
     0.20.0 and 0.20.1 count the blocks of a window or a chunk up to a cap that grows with the
-    budget, and that no request exceeds if a step may compute the longest one.
+    budget. No request exceeds the cap if a step may compute the longest request.
     """
     has_cap = any(isinstance(group, SlidingWindow | ChunkedLocalAttention) for group in groups)
     return MAX_TOKENS if has_cap and installed().connector.uncounted_window_blocks else 1
 
 
 def can_block_itself() -> bool:
-    """Whether waiting requests may hold loaded blocks that the first needs (to 0.22)."""
+    """Whether waiting requests may hold loaded blocks that the first one needs (to 0.22)."""
     return not installed().connector.reserved_blocks
 
 
@@ -163,13 +162,8 @@ def can_reset_connectors() -> bool:
     return installed().connector.connector_reset
 
 
-def drops_stale_outputs() -> bool:
-    """Whether what a preempted request has in flight is dropped (0.27.0)."""
-    return bool(installed().connector.stale_outputs)
-
-
 def invalid_blocks(transfers: Any) -> Collection[int]:
-    """Blocks that a worker's report says were not loaded; of no report none."""
+    """The blocks that a worker's report lists as not loaded; none without a report."""
     if transfers is None or not installed().connector.failed_blocks:
         return ()
     blocks: Collection[int] = transfers.invalid_block_ids or ()
@@ -194,21 +188,21 @@ def make_vllm_config(
     """A ``VllmConfig`` for the CPU.
 
     Args:
-        folder: Where the model's configuration is written.
-        transfer_config: Arguments of ``KVTransferConfig``; None for no connector. What
-            becomes of failed loads is ``recompute``.
-        block_size: Tokens.
+        folder: Folder for the model's configuration.
+        transfer_config: Arguments of ``KVTransferConfig``; None for no connector. The
+            policy for failed loads is ``recompute``.
+        block_size: Tokens of a block.
         num_groups: KV-cache groups.
         num_blocks: Blocks of the pool.
-        has_states: Whether there are Mamba groups, whose states are cached then.
+        has_states: Whether there are Mamba groups, whose states are then cached.
         max_num_seqs: Requests that may run together.
         max_num_batched_tokens: Token budget of one step.
         steps_in_flight: Steps that may be launched before the output of the first of them
-            is taken in; with several, scheduling is asynchronous.
+            is processed; with several, scheduling is asynchronous.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_MODEL))
-    config: Any = importlib.import_module("vllm.config")
+    config = vllm("config")
     _register_model()
     model = make_known(
         config.ModelConfig,
@@ -247,10 +241,10 @@ def make_vllm_config(
         kv_transfer_config=transfer_config
         and make_known(config.KVTransferConfig, **_RECOMPUTE | transfer_config),
     )
-    # Afterwards: old releases name the sizes that a user may choose.
+    # Set afterwards, because old releases only accept some sizes.
     vllm_config.cache_config.block_size = block_size
     vllm_config.cache_config.num_gpu_blocks = num_blocks
-    # Afterwards too: the CPU platform has it switched off.
+    # Set afterwards, because the CPU platform switches it off.
     vllm_config.scheduler_config.async_scheduling = steps_in_flight > 1
     if steps_in_flight > 1:
         set_concurrent_batches(vllm_config, steps_in_flight)
@@ -267,30 +261,30 @@ def make_kv_cache_config(
     Args:
         groups: The KV-cache groups.
         num_blocks: Blocks of the pool.
-        layers_per_group: Layers of each.
+        layers_per_group: Layers of each group.
 
     Raises:
-        UnsupportedEngineError: A group that needs more than a block size and a span.
+        UnsupportedEngineError: A kind of group for which no spec is made here.
     """
     import torch
 
-    interface: Any = importlib.import_module("vllm.v1.kv_cache_interface")
+    interface = vllm("v1.kv_cache_interface")
     specs: list[Any] = []
-    page = 2 * 2 * 32 * 4 * groups[0].block_size  # of keys and values
+    page = 2 * _HEADS * _HEAD_SIZE * 4 * groups[0].block_size  # of keys and values
     for group in groups:
         if type(group) not in _SPECS:
             raise UnsupportedEngineError(f"no spec of vLLM is made for {type(group).__name__} here")
+        values = {"attention_chunk_size": None, **vars(group)}
+        values |= {"shapes": ((page // 4,),), "dtypes": (torch.float32,)}
+        del values["block_size"]
         specs.append(
-            make_known(
-                getattr(interface, _SPECS[type(group)]),
-                **{"sliding_window": None, "attention_chunk_size": None, **vars(group)},
-                num_kv_heads=2,
-                head_size=32,
-                dtype=torch.float32,
-                use_mla=False,
-                shapes=((page // 4,),),
-                dtypes=(torch.float32,),
+            samples.make_attention_spec(
+                _SPECS[type(group)],
+                group.block_size,
+                _HEADS,
+                _HEAD_SIZE,
                 mamba_cache_mode="align",
+                **values,
             )
         )
     names = [
@@ -313,75 +307,69 @@ def make_kv_cache_config(
         interface.KVCacheConfig,
         num_blocks=num_blocks,
         kv_cache_tensors=tensors,
-        kv_cache_groups=[
-            interface.KVCacheGroupSpec(group_names, spec)
-            for group_names, spec in zip(names, specs, strict=True)
-        ],
+        kv_cache_groups=[*map(interface.KVCacheGroupSpec, names, specs)],
     )
 
 
 def make_scheduler(
     vllm_config: Any, kv_cache_config: Any, geometry: Any, *, plain: bool = False
 ) -> Any:
-    """A ``ViewScheduler`` or ``AsyncViewScheduler``, connector and all, or what they derive from.
+    """A scheduler, asynchronous if so configured, with its connector.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
         kv_cache_config: Its ``KVCacheConfig``.
-        geometry: As :func:`~kvview_vllm.geometry.read_geometry` reads it from them.
-        plain: Whether vLLM's own is wanted.
+        geometry: A result of :func:`~kvview_vllm.geometry.read_geometry` for them.
+        plain: Whether to make vLLM's own class instead of the ``ViewScheduler`` derived from it.
     """
     from kvview_vllm.scheduler import AsyncViewScheduler, ViewScheduler
 
-    structured: Any = importlib.import_module("vllm.v1.structured_output")
-    scheduler: Any = importlib.import_module("vllm.v1.core.sched.scheduler")
+    sync, ahead = vllm("v1.core.sched.scheduler"), vllm("v1.core.sched.async_scheduler")
     values = {
         "vllm_config": vllm_config,
         "kv_cache_config": kv_cache_config,
-        "structured_output_manager": structured.StructuredOutputManager(vllm_config),
+        "structured_output_manager": vllm("v1.structured_output").StructuredOutputManager(
+            vllm_config
+        ),
         "block_size": geometry.scheduler_block_size,
         "hash_block_size": geometry.hash_block_size,
         "log_stats": True,
     }
-    known = known_arguments(scheduler.Scheduler, values)
+    known = known_arguments(sync.Scheduler, values)
     if "block_size" in known and "hash_block_size" not in known:
-        known["block_size"] = geometry.hash_block_size  # the one size is that of hashes then
-    asynchronous = vllm_config.scheduler_config.async_scheduling
-    if plain:
-        ahead: Any = importlib.import_module("vllm.v1.core.sched.async_scheduler")
-        return (ahead.AsyncScheduler if asynchronous else scheduler.Scheduler)(**known)
-    return AsyncViewScheduler(**known) if asynchronous else ViewScheduler(**known)
+        known["block_size"] = geometry.hash_block_size  # then the only size is that of hashes
+    kinds = (sync.Scheduler, ahead.AsyncScheduler) if plain else (ViewScheduler, AsyncViewScheduler)
+    return kinds[vllm_config.scheduler_config.async_scheduling](**known)
 
 
 def reset_caches(scheduler: Any, *, running_too: bool = False) -> bool:
-    """Reset the prefix cache, and the connector's cache where it is asked; False when refused.
+    """Reset the prefix cache, and the connector's where the release does; False when refused.
 
     Args:
-        scheduler: Which does it.
-        running_too: Whether running requests are preempted, where the release can (0.12.0) and
-            drops what they have in flight (0.27.0): before, an output of before the reset may
-            end a request that computes its prompt again.
+        scheduler: The scheduler.
+        running_too: Whether to preempt running requests, where the release can (0.12.0) and
+            drops their outputs in flight (0.27.0). Before, an older output may end a
+            request that computes its prompt again.
 
     Raises:
-        RuntimeError: A block is in use although nothing runs any more.
+        RuntimeError: A block is in use although no request runs.
     """
-    running_too &= drops_stale_outputs()
+    running_too &= installed().connector.stale_outputs
     arguments = {"reset_running_requests": running_too, "reset_connector": True}
     return bool(make_known(scheduler.reset_prefix_cache, **arguments))
 
 
 def make_worker_connector(vllm_config: Any, kv_cache_config: Any) -> Any:
     """The worker's side of the configured connector."""
-    factory: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory")
     return make_known(
-        factory.KVConnectorFactory.create_connector,
+        vllm("distributed.kv_transfer.kv_connector.factory").KVConnectorFactory.create_connector,
         config=vllm_config,
-        role=_base().KVConnectorRole.WORKER,
+        role=vllm("distributed.kv_transfer.kv_connector.v1.base").KVConnectorRole.WORKER,
         kv_cache_config=kv_cache_config,
     )
 
 
-# --- requests and answers ---
+# --- requests and outputs ---
 
 
 def make_request(
@@ -391,28 +379,18 @@ def make_request(
     block_hasher: Callable[[Any], list[Any]],
     **more: Any,
 ) -> Any:
-    """A ``Request`` with greedy sampling.
+    """A ``Request`` with greedy sampling, which :data:`END_TOKEN` ends early.
 
     Args:
         request_id: Its id.
-        tokens: Of the prompt.
-        max_tokens: To generate.
-        block_hasher: Called with the request; hashes of full blocks that it lacks.
-        **more: Further arguments of ``Request``, which replace those above.
+        tokens: Tokens of the prompt.
+        max_tokens: Tokens to generate.
+        block_hasher: Called with the request, returns the hashes of its new full blocks.
+        **more: Further arguments of ``Request``.
     """
-    sampling: Any = importlib.import_module("vllm.sampling_params")
-    request: Any = importlib.import_module("vllm.v1.request")
-    values = {
-        "request_id": request_id,
-        "prompt_token_ids": list(tokens),
-        "sampling_params": sampling.SamplingParams(
-            max_tokens=max_tokens, temperature=0, ignore_eos=True, stop_token_ids=[END_TOKEN]
-        ),
-        "pooling_params": None,
-        "eos_token_id": END_TOKEN,
-        "block_hasher": block_hasher,
-    }
-    return make_known(request.Request, **values | more)
+    return samples.make_request(
+        request_id, tokens, max_tokens, block_hasher=block_hasher, end_token=END_TOKEN, **more
+    )
 
 
 def computed_before(output: Any) -> dict[str, int]:
@@ -424,23 +402,23 @@ def computed_before(output: Any) -> dict[str, int]:
 
 
 def loads_after_launch(output: Any) -> bool:
-    """Whether the worker's loads of a step start when its forward is launched (0.29.0)."""
+    """Whether the worker starts the loads of a step after the launch of its forward (0.29.0)."""
     return installed().connector.loads_after_launch and not output.has_sync_kv_loads
 
 
 def bind_transfers(worker: Any, output: Any, metadata: Any) -> None:
-    """What a model runner says first."""
+    """Make the first calls of a model runner in a step."""
     handle_preemptions(worker, output, metadata)
     worker.bind_connector_metadata(metadata)
 
 
 def start_transfers(worker: Any) -> None:
-    """Start what the step brings, before its forward is launched or after."""
+    """Start the transfers of a step, before or after the launch of its forward."""
     worker.start_load_kv(None)
 
 
 def end_transfers(worker: Any) -> None:
-    """What a model runner calls when it has computed."""
+    """Make the calls of a model runner after the compute of a step."""
     worker.wait_for_save()
     worker.clear_connector_metadata()
 
@@ -448,7 +426,7 @@ def end_transfers(worker: Any) -> None:
 def take_transfers(worker: Any, output: Any) -> Any:
     """A worker's report, a ``KVConnectorOutput``.
 
-    A model runner takes it at the end of a step; who makes bytes up needs it before.
+    A model runner takes it at the end of a step; made-up compute needs it before.
     """
     values: dict[str, Any] = {}
     release = installed().connector
@@ -462,26 +440,13 @@ def take_transfers(worker: Any, output: Any) -> Any:
     values["kv_connector_stats"] = worker.get_kv_connector_stats()
     if release.worker_metadata:
         values["kv_connector_worker_meta"] = worker.build_connector_worker_meta()
-    kind = _outputs().KVConnectorOutput
+    kind = vllm("v1.outputs").KVConnectorOutput
     return make_filled(kind, **known_arguments(kind, values))
 
 
-# --- what differs between releases ---
-
-
-def _base() -> Any:
-    return importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
-
-
-def _outputs() -> Any:
-    return importlib.import_module("vllm.v1.outputs")
-
-
 def _register_model() -> None:
-    """A model of our own, never run: vLLM would import a real one in a process of its own."""
+    """Register a model that never runs: vLLM would import a real one in its own process."""
     import torch
-
-    models: Any = importlib.import_module("vllm.model_executor.models")
 
     class KVViewTestModel(torch.nn.Module):
         def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
@@ -495,4 +460,4 @@ def _register_model() -> None:
 
         def compute_logits(self, hidden_states: Any, *args: Any) -> Any: ...
 
-    models.ModelRegistry.register_model("KVViewTestModel", KVViewTestModel)
+    vllm("model_executor.models").ModelRegistry.register_model("KVViewTestModel", KVViewTestModel)

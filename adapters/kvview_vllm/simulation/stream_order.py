@@ -1,4 +1,4 @@
-"""The made-up compute of a simulated step: which KV bytes it writes, and which it reads."""
+"""The made-up compute of a simulated step: the KV bytes that it writes and reads."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _Blocks = tuple[list[int], list[OffloadKey]]
 
 @dataclass(eq=False)
 class Forward:
-    """What one step does to the KV cache, with the block tables as they are at its launch."""
+    """The effect of one step on the KV cache, with the block tables at its launch."""
 
-    begun: list[int] = field(default_factory=list)  # blocks that it does not fill
+    begun: list[int] = field(default_factory=list)  # blocks that it writes but does not fill
     writes: list[_Blocks] = field(default_factory=list)
     reads: list[_Blocks] = field(default_factory=list)
-    overwritten: list[int] = field(default_factory=list)  # by others, when it has ended
+    overwritten: list[int] = field(default_factory=list)  # by other owners, after its end
     wrong: list[tuple[set[int], int]] = field(default_factory=list)
 
     @property
@@ -29,21 +29,21 @@ class Forward:
         return {block_id for blocks, _ in self.writes for block_id in blocks}
 
     def mismatches(self, invalid: Collection[int]) -> int:
-        """Wrong blocks that it read; the scheduler knows of ``invalid`` itself."""
+        """Wrong blocks that it read, except those that the scheduler knows to be ``invalid``."""
         return sum(count for blocks, count in self.wrong if not blocks & set(invalid))
 
 
 class Compute:
-    """Which KV every block holds, in the order of the compute stream.
+    """The KV of every block, in the order of the compute stream.
 
-    1. What a step computes has its name when the step is launched, in stream order.
-    2. Its bytes are there when it ran: at once, or when its output is taken in.
+    1. A block that a step computes has its key from the launch of the step, in stream order.
+    2. Its bytes exist once the step has run: at once, or when its output is processed.
 
     Args:
         geometry: Groups and block sizes.
         num_blocks: Blocks of the pool.
-        page_bytes: Of one block in one layer.
-        num_layers: Tensors.
+        page_bytes: Bytes of one block in one layer.
+        num_layers: Number of tensors.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Compute:
         self._launched: list[Forward] = []  # and not run
 
     def key(self, planned: PlannedRequest, group: int, number: int) -> OffloadKey:
-        """What a block of a request is called."""
+        """The key of a block of a request."""
         position = self._geometry.block_hash_index(group, number)
         return make_offload_key(planned.block_hash(position), group)
 
@@ -69,12 +69,12 @@ class Compute:
         requests: Mapping[str, PlannedRequest],
         tables: Mapping[str, Sequence[Sequence[int]]],
     ) -> Forward:
-        """What a step will do.
+        """Plan a step.
 
         Args:
             scheduled: Tokens that it computes, by request.
             starts: Tokens whose KV exists before it.
-            requests: Those.
+            requests: The requests by id.
             tables: Their blocks, by group.
         """
         forward = Forward()
@@ -89,7 +89,7 @@ class Compute:
         return forward
 
     def launch(self, forward: Forward) -> None:
-        """From now on its blocks have their names."""
+        """Give the blocks of a step their keys."""
         self._launched.append(forward)
         for block_id in forward.begun:
             self.computed.pop(block_id, None)
@@ -97,7 +97,7 @@ class Compute:
             self.computed.update(zip(blocks, keys, strict=True))
 
     def run(self, forward: Forward) -> None:
-        """Write its bytes, and compare what it reads."""
+        """Write the bytes of a step, and compare the bytes that it reads."""
         assert forward is self._launched.pop(0), "steps run in the order of their launch"
         self._bytes.poison(forward.begun)
         for blocks, keys in forward.writes:
@@ -108,7 +108,7 @@ class Compute:
         self._bytes.poison(forward.overwritten)
 
     def overwrite(self, block_ids: Iterable[int]) -> None:
-        """Somebody writes into blocks, after all that was launched; they hold nothing whole."""
+        """Overwrite blocks after every launched step, as another owner does."""
         overwritten = list(block_ids)
         for block_id in overwritten:
             self.computed.pop(block_id, None)
@@ -126,7 +126,7 @@ class Compute:
     ) -> Iterator[_Blocks]:
         """Blocks that become full between two token counts, with their keys, per group.
 
-        With ``None`` for a start: those that a token at the end reads.
+        With ``None`` for a start: the blocks that a token at the end reads.
         """
         for index, (group, table) in enumerate(zip(self._geometry.groups, tables, strict=True)):
             first = group.num_skipped_tokens(end) if start is None else start

@@ -19,6 +19,7 @@ from kvview.testing.connector.coverage import (
     FEWEST_SEEDS,
     Gap,
     loads_that_failed,
+    notes_on,
 )
 from kvview.testing.connector.first_seeds import in_order
 from kvview.testing.connector.harness import EngineFactory, load_engines
@@ -114,7 +115,7 @@ def check_connector(
     except KeyboardInterrupt:
         is_interrupted = True
     check.notes += check.code.notes()
-    check.notes += sorted(name for name in check.coverage if name.startswith("stands in"))
+    check.notes += notes_on(check.coverage)
     return ConnectorRuns(
         connector_class.__name__,
         check.engines.name,

@@ -176,6 +176,21 @@ def table_of_cells(coverage: Mapping[str, int]) -> list[list[str]]:
     return table
 
 
+REPLACED = "replaced: "
+"""Prefix, in the coverage, of the name of a part of the connector that the engine replaced."""
+
+
+def replaced_parts(coverage: Mapping[str, int]) -> Sequence[str]:
+    """The parts of the connector that the engine replaced, so that they were not checked."""
+    return [name.removeprefix(REPLACED) for name in sorted(coverage) if name.startswith(REPLACED)]
+
+
+def notes_on(coverage: Mapping[str, int]) -> Iterator[str]:
+    """Facts that break no law and that a reader must know."""
+    for part in replaced_parts(coverage):
+        yield f"the check replaced a part of the connector, which is therefore not checked: {part}"
+
+
 def loads_that_failed(coverage: Mapping[str, int], first_error: str) -> Iterator[Gap]:
     """Find loads that failed although the check injected no failure.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvview.testing.checks import EXCEPTIONS
 from kvview.testing.connector.author_code import Unrun
-from kvview.testing.connector.coverage import Gap, not_exercised
+from kvview.testing.connector.coverage import Gap, not_exercised, replaced_parts
 from kvview.testing.connector.scenario import Scenario
 
 
@@ -170,6 +170,11 @@ class ConnectorRuns:
     def not_exercised(self) -> Sequence[Gap]:
         """Events that no run exercised, and code that no run reached."""
         return [*not_exercised(self.coverage), *self.gaps]
+
+    @property
+    def replaced(self) -> Sequence[str]:
+        """The parts of the connector that the engine replaced, so that they were not checked."""
+        return replaced_parts(self.coverage)
 
     @property
     def left_out(self) -> Sequence[str]:

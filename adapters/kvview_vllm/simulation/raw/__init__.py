@@ -1,11 +1,11 @@
-"""Any ``KVConnectorBase_V1``, as it is, under the seeded simulation.
+"""Any ``KVConnectorBase_V1``, unmodified, under the seeded simulation.
 
     report = check_connector(MyV1Connector, engines=VLLMEngines(), options={...})
 
 The real scheduler of the installed vLLM, both roles of the connector, tensors of the real
-shapes, and the same scenarios, shrinking, scripts and report as for kvview connectors. What a
-run is judged by: every byte that a request reads, an end for every request, every block given
-back, the pool's counts and links, and that nothing raises.
+shapes, and the same scenarios, shrinking, scripts and report as for kvview connectors. A run
+checks every byte that a request reads, the end of every request, the release of every block,
+the counts and links of the pool, and that no method raises.
 
 Source: :mod:`kvview_vllm.simulation.raw.harness`.
 """

@@ -1,4 +1,4 @@
-"""Scenarios for raw connectors: what of the kit's scenarios they are played."""
+"""Scenarios for raw connectors: the parts of the kit's scenarios that they are played."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from kvview_vllm.releases.worker_caches import BLOCK_SIZE
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 
 _MOST_BLOCKS = 300
-# Two resets with no step between them end many connectors; other things are to be seen too.
+# Two resets with no step between them end many connectors, and hide other faults.
 _DOUBLE_RESETS_EVERY = 8
 _FULL = FullAttention(BLOCK_SIZE)
 _LONGEST_WINDOW = 4 * BLOCK_SIZE
 
 
 class RawEngines:
-    """Fits scenarios to groups of full attention and windows, in blocks that GPUs serve.
+    """Fits scenarios to groups of full attention and windows, in blocks that GPUs support.
 
     Args:
-        name: Of the engine.
+        name: Name of the engine.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
-        """Leave out what is not played, and name it."""
+        """Leave out the parts that are not played, and name them."""
         left_out: list[str] = []
         groups = _played_groups(scenario, left_out)
         if groups != scenario.geometry.groups:
             scenario = _scaled(scenario, groups)
 
-        def leave_out(when: bool, what: str, **changes: object) -> None:
+        def leave_out(when: bool, part: str, **changes: object) -> None:
             nonlocal scenario
             if when:
-                left_out.append(what)
+                left_out.append(part)
                 scenario = replace(scenario, **changes)  # type: ignore[arg-type]
 
         scenario = replace(scenario, decode_tokens=1, group_pages=(), pin_budget=None)
@@ -52,34 +52,36 @@ class RawEngines:
             "two connectors side by side: name MultiConnector and its children",
             num_connectors=1,
         )
-        if scenario.worker_half == "whole_plans":
-            left_out.append("copies held up in a raw worker: where its threads are is not known")
-            scenario = replace(scenario, worker_half="in_a_process")
+        leave_out(
+            scenario.worker_half == "whole_plans",
+            "delayed copies in a raw worker: its threads are unknown",
+            worker_half="in_a_process",
+        )
         leave_out(
             scenario.compute_lags and scenario.worker_half != "in_a_process",
             "a worker behind its scheduler, in one process",
             compute_lags=False,
         )
         most = cpu_scheduler.most_steps_in_flight() if ended_requests_take_no_output() else 1
-        what = "several" if most == 1 else f"more than {most}"
-        leave_out(scenario.steps_in_flight > most, f"{what} steps in flight", steps_in_flight=most)
+        number = "several" if most == 1 else f"more than {most}"
+        leave_out(
+            scenario.steps_in_flight > most, f"{number} steps in flight", steps_in_flight=most
+        )
         leave_out(scenario.ends_abruptly, "an end with transfers in flight", ends_abruptly=False)
         events = tuple(event for event in scenario.events if not isinstance(event, Alias))
         leave_out(events != scenario.events, "a second hash of a block", events=events)
-        resets = [event for event in scenario.events if isinstance(event, Reset)]
-        leave_out(
-            bool(resets) and not cpu_scheduler.can_reset_connectors(), "resets of the connector"
-        )
+        resets = any(isinstance(event, Reset) for event in scenario.events)
+        leave_out(resets and not cpu_scheduler.can_reset_connectors(), "resets of the connector")
         return scenario, left_out
 
 
 def can_load_in_groups() -> bool:
-    """Whether vLLM serves any connector beside several groups (0.24.0)."""
+    """Whether vLLM serves any connector with several groups (0.24.0)."""
     return cpu_scheduler.can_load_between_steps() and cpu_scheduler.can_load_beside_hits(2)
 
 
 def _played_groups(scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
-    """Full attention, and beside it a window where the scenario has several groups with one."""
+    """Full attention, and a window if the scenario has several groups with one."""
     groups = scenario.geometry.groups
     if len(groups) == 1:
         if not isinstance(groups[0], FullAttention):
@@ -94,14 +96,14 @@ def _played_groups(scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup,
     if not windows:
         return (_FULL,)
     if not can_load_in_groups():
-        left_out.append("several KV-cache groups: no load beside a hit, or none between steps")
+        left_out.append("several KV-cache groups: no load after a hit, or none between steps")
         return (_FULL,)
     window = windows[0].sliding_window * BLOCK_SIZE // windows[0].block_size
     return _FULL, SlidingWindow(BLOCK_SIZE, min(max(2, window), _LONGEST_WINDOW))
 
 
 def _scaled(scenario: Scenario, groups: tuple[CacheGroup, ...]) -> Scenario:
-    """The same scenario in other groups, with as many blocks for each."""
+    """The same scenario with other groups, with as many blocks for each."""
     before = scenario.geometry.scheduler_block_size
     old = scenario.num_gpu_blocks
 
@@ -117,7 +119,7 @@ def _scaled(scenario: Scenario, groups: tuple[CacheGroup, ...]) -> Scenario:
         ),
         default=BLOCK_SIZE,
     )
-    # As tight as it was: the generator gives the longest request its blocks 1.2 to 2.8 times.
+    # As tight as before: the generator has 1.2 to 2.8 times the blocks of the longest request.
     share = sum(-(-before // group.block_size) for group in scenario.geometry.groups)
     share_now = len(groups)
     num_blocks = max(
@@ -126,11 +128,7 @@ def _scaled(scenario: Scenario, groups: tuple[CacheGroup, ...]) -> Scenario:
 
     def fitted(event: Event) -> Event:
         if isinstance(event, Add):
-            return replace(
-                event,
-                num_prompt_tokens=max(1, tokens(event.num_prompt_tokens)),
-                num_output_tokens=event.num_output_tokens,
-            )
+            return replace(event, num_prompt_tokens=max(1, tokens(event.num_prompt_tokens)))
         if isinstance(event, Squeeze):
             left = old - event.num_blocks
             if left <= 5:
@@ -142,8 +140,8 @@ def _scaled(scenario: Scenario, groups: tuple[CacheGroup, ...]) -> Scenario:
     if len(events) % _DOUBLE_RESETS_EVERY:
         events = tuple(
             event
-            for before_it, event in zip((None, *events), events, strict=False)
-            if not (isinstance(event, Reset) and isinstance(before_it, Reset))
+            for last, event in zip((None, *events), events, strict=False)
+            if not (isinstance(event, Reset) and isinstance(last, Reset))
         )
     return replace(
         scenario,

@@ -1,12 +1,11 @@
-"""One real ``Scheduler``, one real worker's side, and a connector that nobody has adapted.
+"""One real ``Scheduler``, one real worker's side, and an unmodified connector.
 
-The worker is driven by the release's own ``KVConnectorModelRunnerMixin`` in its own forward
-context, layer by layer. The two roles are built from configurations of their own, in one process
-or in two; in two, the scheduler may be steps ahead of what the worker does.
+The release's own ``KVConnectorModelRunnerMixin`` drives the worker in vLLM's own forward context,
+layer by layer. Each role is built from its own configuration, in one process or in two; in two,
+the scheduler may be steps ahead of the worker.
 
-- VSIM-3 A connector **must** be asked for nothing that vLLM does not ask for, and what a step
-  computes **must** be written into its slots alone: reuse of blocks goes through the scheduler,
-  on which a connector may rely.
+- VSIM-3 A connector **must** get only calls that vLLM makes, and a step **must** only write the
+  slots that it computes: blocks are reused through the scheduler, on which a connector may rely.
 
 Source: :mod:`kvview_vllm.simulation.engine`, :mod:`kvview_vllm.simulation.raw.worker`.
 """
@@ -61,10 +60,10 @@ class RawHarness(VLLMConnectorHarness):
     Args:
         scenario: Sizes, as fitted.
         connector_class: A ``KVConnectorBase_V1``.
-        transfer_config: Arguments of ``KVTransferConfig`` beside its class.
-        watch: Told what it does.
-        stand_ins: What moves bytes where there is no CUDA.
-        is_connected: Whether it is there; without it the groups are those that it has.
+        transfer_config: Arguments of ``KVTransferConfig`` besides its class.
+        watch: Records the connector's calls.
+        stand_ins: Replace CUDA copies.
+        is_connected: Whether the connector runs; without it the groups are those that it takes.
     """
 
     _is_plain = True
@@ -131,7 +130,7 @@ class RawHarness(VLLMConnectorHarness):
             )
 
         own = copy.deepcopy(config), copy.deepcopy(cache_config)
-        # The process first: what the scheduler's side does to a module is not seen in it.
+        # The process first, so that it does not see changes to modules by the scheduler's side.
         self.worker: Any = RemoteRawWorker(make_worker) if self._has_process else make_worker()
         try:
             with named("building the scheduler"), registered(watched):
@@ -161,19 +160,14 @@ class RawHarness(VLLMConnectorHarness):
             loading = {name for name, status in self.unfinished().items() if status == "loading"}
             loading -= set(self._scheduler.finished_recving_kv_req_ids)
             if loading.intersection(request_ids):
-                self._watch.left_out.add("aborts while loading: vLLM frees what is loaded into")
+                self._watch.left_out.add("aborts while loading: vLLM frees the blocks of the load")
             request_ids = [name for name in request_ids if name not in loading]
         super()._finish(request_ids)
 
-    # --- what is asked ---
-
-    @property
-    def connector(self) -> Any:
-        """The scheduler's side of the connector; None without one."""
-        return self._scheduler.connector
+    # --- queries ---
 
     def finished_requests(self) -> list[str]:
-        """Requests that have ended, whose blocks the connector said it would free later."""
+        """Ended requests whose blocks the connector promised to free later."""
         requests = self._scheduler.requests
         return [name for name, request in requests.items() if request.is_finished()]
 
@@ -184,20 +178,19 @@ class RawHarness(VLLMConnectorHarness):
 
     @override
     def has_work(self) -> bool:
-        return bool(
-            self._launched
-            or self._scheduler.requests
-            or has_pending_work(self._scheduler.connector)
-            or self.held_blocks()
+        return (
+            bool(self._launched or self._scheduler.requests)
+            or self._has_pending_work()
+            or bool(self.held_blocks())
         )
 
     @override
-    def _has_requests(self) -> bool:
-        return bool(self._scheduler.has_requests()) or has_pending_work(self._scheduler.connector)
+    def _has_pending_work(self) -> bool:
+        return has_pending_work(self._scheduler.connector)
 
     @override
     def held_blocks(self) -> Mapping[int, int]:
-        """References that are neither of requests nor of the scenario."""
+        """References that belong neither to requests nor to the scenario."""
         refs = {block.block_id: block.ref_cnt for block in self._pool.blocks if block.ref_cnt > 0}
         refs.pop(0, None)
         return +(Counter(refs) - self.engine_refs())
@@ -230,7 +223,7 @@ class RawHarness(VLLMConnectorHarness):
 
     @override
     def _overwrite(self, block_ids: Sequence[int]) -> None:
-        """Nobody writes into what the scheduler did not hand out (VSIM-3)."""
+        """Do nothing: only blocks that the scheduler allocated are written (VSIM-3)."""
 
     # --- one step ---
 
@@ -239,7 +232,7 @@ class RawHarness(VLLMConnectorHarness):
         output = self._schedule()
         planned = {name: self._added[name] for name in output.num_scheduled_tokens}
         step: RawStep | bytes = RawStep(output, self._batch(output), self._loads())
-        if self._has_process:  # told now, whenever it is done
+        if self._has_process:  # the message has its contents at this time, whenever it is read
             with hook("pickling what build_connector_meta returned", "CONN-3"):
                 step = pickle.dumps(step)
         launched = _RawLaunched(output, None, Forward(), (), planned, step, self._sample(output))
@@ -251,12 +244,12 @@ class RawHarness(VLLMConnectorHarness):
 
     @override
     def _run(self, step: LaunchedStep) -> None:
-        assert isinstance(step, _RawLaunched), "this engine launches no others"
+        assert isinstance(step, _RawLaunched), "this engine launches no other steps"
         if step.answer is None:
             self._execute(step)
 
     def _execute(self, launched: _RawLaunched) -> None:
-        """Have the worker do a step, and take its answer."""
+        """Run a step in the worker, and take its answer."""
         answer = self.worker.execute(launched.step)
         transfers = answer.transfers
         launched.answer = cpu_scheduler.make_model_output(
@@ -264,16 +257,16 @@ class RawHarness(VLLMConnectorHarness):
         )
         launched.invalid = cpu_scheduler.invalid_blocks(transfers)
         self._watch.seen.update(answer.seen)
-        # What comes back was saved: a connector's store is empty at the start.
+        # A loaded byte was saved before: a connector's store is empty at the start.
         self._watch.coverage.update(dict.fromkeys(("loads", "stores"), answer.num_loads))
-        # A step that follows may be under way when the scheduler hears what was not loaded.
+        # The next step may be running when the scheduler is notified of failed loads.
         invalid = {b for step in (*self._launched, launched) for b in step.invalid}
         for one in answer.wrong:
             if one.block_id not in invalid:
                 self._raise_wrong(one)
 
     def _batch(self, output: Any) -> list[RequestInStep]:
-        """What a step computes, with the block tables as they are now."""
+        """The compute of a step, with the block tables of this moment."""
         starts, tables = cpu_scheduler.computed_before(output), self._tables(output)
         return [
             self._tokens_of(name, tables[name], starts[name], starts[name] + number)
@@ -287,7 +280,7 @@ class RawHarness(VLLMConnectorHarness):
         return RequestInStep(request_id, [*map(list, tables)], start, end, words)
 
     def _loads(self) -> list[RequestInStep]:
-        """What the connector is to load from this step on."""
+        """The loads that the connector must start with this step."""
         to_load, self._watch.to_load = self._watch.to_load, {}
         loads: list[RequestInStep] = []
         for name, (start, end) in to_load.items():
@@ -307,9 +300,8 @@ class RawHarness(VLLMConnectorHarness):
     def _raise_wrong(self, wrong: Wrong) -> None:
         self.stats.mismatches += 1
         start, number, _ = self._watch.promised.get(wrong.request_id, (0, 0, False))
-        is_load = start <= wrong.position < start + number
         source = "a block that was hit or computed"
-        if is_load:
+        if start <= wrong.position < start + number:
             source = f"get_num_new_matched_tokens promised tokens {start} to {start + number} of it"
         raise InvariantBroken(
             "XFER-1",
@@ -321,7 +313,7 @@ class RawHarness(VLLMConnectorHarness):
 
 @dataclass(eq=False)
 class _RawLaunched(LaunchedStep):
-    step: Any  # a RawStep, or one that is pickled
+    step: Any  # a RawStep, or a pickled one
     sampled: dict[str, list[int]]
 
 

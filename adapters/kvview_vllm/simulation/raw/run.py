@@ -1,7 +1,7 @@
-"""A simulated run of a raw connector, and who is to blame when it fails.
+"""A simulated run of a raw connector, and the controls after a failure.
 
-- VSIM-6 Nobody **may** be blamed before the run was repeated without the connector and with
-  its loads off; what fails without it is vLLM's: ``ENGINE``.
+- VSIM-6 A connector **may** only be blamed after the run was repeated without it and with
+  its loads off; a failure without it is vLLM's: ``ENGINE``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class RawRun(Run):
 
     Args:
         connector_class: A ``KVConnectorBase_V1``.
-        scenario: What happens, as fitted or not.
-        options: Its ``kv_connector_extra_config``; under ``kv_transfer_config`` the rest.
+        scenario: The events, fitted or not.
+        options: Its ``kv_connector_extra_config``, and under ``kv_transfer_config`` the rest.
         without: ``"connector"`` or ``"loads"``, for the controls.
     """
 
@@ -49,7 +49,8 @@ class RawRun(Run):
         *,
         without: str = "",
     ) -> None:
-        super().__init__(connector_class, scenario, [dict(options)], True, _engines())
+        engines: Any = RawEngines(f"vllm {engine_version()}")
+        super().__init__(connector_class, scenario, [dict(options)], True, engines)
         self._connector_class = connector_class
         self._is_connected = without != "connector"
         self._transfer_config = split_options(options)
@@ -67,7 +68,7 @@ class RawRun(Run):
     def _run(self) -> SimulationResult:
         classes = classes_of(self._connector_class, self._transfer_config)
         num_threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # small tensors: more of them wait for each other
+        torch.set_num_threads(1)  # tensors are small, and more threads wait for each other
         try:
             with watchdog.watching(), self._stand_ins.installed(classes):
                 result = super().run()
@@ -76,14 +77,13 @@ class RawRun(Run):
                 self.harness.worker.close()
             torch.set_num_threads(num_threads)
         coverage = {**result.coverage, **self._raw_watch.coverage}
-        left_out = {f"left out: {what}" for what in self._raw_watch.left_out}
-        for what in self._stand_ins.used | self._raw_watch.seen | left_out:
-            coverage[what] = 1
+        left_out = {f"left out: {part}" for part in self._raw_watch.left_out}
+        coverage |= dict.fromkeys(self._stand_ins.used | self._raw_watch.seen | left_out, 1)
         return replace(result, coverage=coverage)
 
     @override
     def _configure(self, connector_class: Any, options_of_each: Sequence[dict[str, Any]]) -> None:
-        """There are no halves to make: vLLM builds both roles."""
+        """Do nothing: vLLM builds both roles."""
 
     @override
     def _build_engine(self) -> ConnectorHarness:
@@ -104,56 +104,53 @@ class RawRun(Run):
     @override
     def _raise_stuck(self) -> None:
         watch, engine = self._raw_watch, self.harness
-        unfinished = engine.unfinished()
-        held = engine.held_blocks()
-        if loading := [name for name, status in unfinished.items() if status == "loading"]:
-            raise InvariantBroken(
-                "CONN-3",
-                f"requests {loading} wait for ever for their loads: get_num_new_matched_tokens "
-                f"promised them, and get_finished of the worker never names the requests",
+        unfinished, held = engine.unfinished(), engine.held_blocks()
+        loading = [name for name, status in unfinished.items() if status == "loading"]
+        ended = engine.finished_requests()
+        waiting = [name for name in unfinished if name in watch.unanswered]
+        law, message = "CONN-3", "has_pending_push_work stays true forever"
+        if loading:
+            message = (
+                f"requests {loading} wait forever for their loads: get_num_new_matched_tokens "
+                f"promised them, and get_finished of the worker never names the requests"
             )
-        if ended := engine.finished_requests():
-            raise InvariantBroken(
+        elif ended:
+            law, message = (
                 "CONN-4",
-                f"requests {ended} have ended and keep their blocks: request_finished said that "
-                f"they are freed later, and get_finished of the worker never names them",
+                f"requests {ended} have ended and keep their blocks: request_finished returned "
+                f"that they are freed later, and get_finished of the worker never names them",
             )
-        if waiting := [name for name in unfinished if name in watch.unanswered]:
-            raise InvariantBroken(
+        elif waiting:
+            law, message = (
                 "CONN-2",
-                f"requests {waiting} wait for ever: get_num_new_matched_tokens always returns None",
+                f"requests {waiting} wait forever: get_num_new_matched_tokens always returns None",
             )
-        if held:
-            self._raise_held(held)
-        if again := engine.preempted_again_and_again():
-            raise InvariantBroken(
+        elif held:
+            law, message = "CONN-4", self._message_of_held(held)
+        elif again := engine.preempted_again_and_again():
+            law, message = (
                 "ENGINE",
-                f"requests {again} preempt each other for ever: vLLM 0.27 to 0.29 drops what they "
-                f"compute meanwhile, and frees their blocks some steps later, beside a connector "
-                f"whose requires_kv_delivery is true, as by default with kv_both (#49674). A "
-                f"connector that is a cache says False",
+                f"requests {again} preempt each other forever: vLLM 0.27 to 0.29 drops the tokens "
+                f"that they compute meanwhile, and frees their blocks some steps later, with a "
+                f"connector whose requires_kv_delivery is true, the default with kv_both (#49674). "
+                f"A connector that is a cache returns False",
             )
-        if unfinished:
-            raise InvariantBroken(
+        elif unfinished:
+            law, message = (
                 "ENGINE",
-                f"requests {list(unfinished)} wait for ever, and the connector has nothing",
+                f"requests {list(unfinished)} wait forever, and the connector has no work",
             )
-        raise InvariantBroken("CONN-3", "has_pending_push_work is true for ever")
+        raise InvariantBroken(law, message)
 
-    def _raise_held(self, held: Mapping[int, int]) -> None:
+    def _message_of_held(self, held: Mapping[int, int]) -> str:
         places = self._raw_watch.places
         by = {place for block, place in places.items() if block in held}
-        told = f"; last touched by {', '.join(sorted(by)[:3])}" if by else ""
-        raise InvariantBroken(
-            "CONN-4",
-            f"blocks {sorted(held)[:10]} of the pool are held when everything has ended{told}. "
-            f"view.touch_blocks(ids) and view.lease(ids) count what is held, by whom, and for "
-            f"how long",
+        touched = f"; last touched by {', '.join(sorted(by)[:3])}" if by else ""
+        return (
+            f"blocks {sorted(held)[:10]} of the pool are held when everything has ended{touched}. "
+            f"view.touch_blocks(ids) and view.lease(ids) count the holds, their owners and their "
+            f"ages"
         )
-
-
-def _engines() -> Any:
-    return RawEngines(f"vllm {engine_version()}")
 
 
 def judge(
@@ -162,20 +159,20 @@ def judge(
     """Repeat a failed run without the connector, and with its loads off (VSIM-6).
 
     Args:
-        connector_class: What failed.
-        result: How.
-        options: As it ran.
+        connector_class: The connector that failed.
+        result: The failed run.
+        options: Options of that run.
     """
     failure = result.failure
-    assert failure is not None, "only what failed is judged"
+    assert failure is not None, "only a failed run is repeated"
 
-    def told_without(what: str) -> Any:
-        return RawRun(connector_class, result.scenario, options, without=what).run().failure
+    def failure_without(part: str) -> Any:
+        return RawRun(connector_class, result.scenario, options, without=part).run().failure
 
-    if bare := told_without("connector"):
+    if bare := failure_without("connector"):
         message = f"without the connector too: {bare.law}: {bare.message}"
         return replace(result, failure=replace(failure, law="ENGINE", message=message))
-    off = told_without("loads")
-    told = "with its loads off as well" if off is None else f"with its loads off: {off.law}"
-    message = f"{failure.message}. Without the connector the run is green, {told}"
+    off = failure_without("loads")
+    control = "with its loads off as well" if off is None else f"with its loads off: {off.law}"
+    message = f"{failure.message}. Without the connector the run is green, {control}"
     return replace(result, failure=replace(failure, message=message))

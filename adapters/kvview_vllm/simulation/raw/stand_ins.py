@@ -1,12 +1,13 @@
-"""What moves bytes in place of CUDA, at the narrowest interface that there is.
+"""Stand-ins for CUDA copies, each at the narrowest interface of the part that it replaces.
 
-Copies of one direction run in order, and up to some steps late, as on a CUDA stream.
+Copies of one direction run in order and up to some steps late, as on a CUDA stream.
 
-- VSIM-5 What stands in for a part of the connector **must** be named in the verdict.
+- VSIM-5 A replaced part of the connector **must** be named in the verdict.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,19 +16,19 @@ from unittest.mock import patch
 
 import torch
 
+from kvview.testing.connector.coverage import REPLACED
 from kvview.testing.connector.scenario import Fate
 
-_CUDA_ONLY = frozenset({"OffloadingConnector", "SimpleCPUOffloadConnector"})
-
+_CUDA_ONLY = {
+    "OffloadingConnector": ("cpu_spec_copies", "replace_worker"),
+    "SimpleCPUOffloadConnector": ("simple_offload_copies", "replace_backend"),
+}
 _LMCACHE = frozenset({"LMCacheConnectorV1", "LMCacheConnectorV1Dynamic"})
-
-PREFIX = "stands in"
-"""Begins the names of what stood in, in the coverage."""
 
 
 def copies_on_cuda(connector_classes: Sequence[type]) -> bool:
-    """Whether vLLM's own part of a connector copies with CUDA alone, and is replaced."""
-    return not _CUDA_ONLY.isdisjoint(_names(connector_classes))
+    """Whether a part of these connectors copies with CUDA only, and is replaced."""
+    return not _names(connector_classes).isdisjoint(_CUDA_ONLY)
 
 
 def _names(connector_classes: Sequence[type]) -> set[str]:
@@ -38,7 +39,7 @@ class CopyQueue:
     """Copies of one direction, in order.
 
     Args:
-        stand_ins: Says how late each is.
+        stand_ins: Determines the delay of each copy.
     """
 
     def __init__(self, stand_ins: StandIns) -> None:
@@ -47,18 +48,18 @@ class CopyQueue:
         self.done: list[Any] = []
 
     def put(self, key: object, copy: Callable[[], None]) -> None:
-        """Start a copy, which is known by its key."""
+        """Start a copy, identified by its key."""
         due = self._stand_ins.now + self._stand_ins.next_delay()
         self._waiting.append((due, key, copy))
         self.advance()
 
     def advance(self) -> None:
-        """Run what is due."""
+        """Run the copies that are due."""
         while self._waiting and self._waiting[0][0] <= self._stand_ins.now:
             self._run_one()
 
     def wait(self, keys: Collection[object]) -> None:
-        """Run until none of these is left."""
+        """Run copies until none of these is left."""
         while any(key in keys for _, key, _ in self._waiting):
             self._run_one()
 
@@ -69,10 +70,10 @@ class CopyQueue:
 
 
 class StandIns:
-    """What stands in during one run.
+    """The stand-ins of one run.
 
     Args:
-        fates: How many steps the copies are late, in turn.
+        fates: Delays of the copies in steps, in turn.
     """
 
     def __init__(self, fates: Sequence[Fate]) -> None:
@@ -81,9 +82,10 @@ class StandIns:
         self._queues: list[CopyQueue] = []
         self.now = 0
         self.used: set[str] = set()
+        """The replaced parts, as the coverage names them."""
 
     def tick(self) -> None:
-        """A step begins."""
+        """Start a step."""
         self.now += 1
         for queue in self._queues:
             queue.advance()
@@ -93,54 +95,46 @@ class StandIns:
         self._num_copies += 1
         return self._delays[self._num_copies % len(self._delays)]
 
-    def make_queue(self, what: str) -> CopyQueue:
-        """Queue for a direction.
+    def note(self, part: str) -> None:
+        """Record that a part of the connector was replaced."""
+        self.used.add(f"{REPLACED}{part}")
+
+    def make_queue(self, part: str) -> CopyQueue:
+        """Make the queue of one direction.
 
         Args:
-            what: Stands in, for the verdict.
+            part: The part of the connector that it replaces.
         """
-        self.used.add(f"{PREFIX}: {what}")
+        self.note(part)
         self._queues.append(CopyQueue(self))
         return self._queues[-1]
 
     @contextmanager
     def installed(self, connector_classes: Sequence[type]) -> Iterator[None]:
-        """Stand in as long as the block runs; nothing where there is CUDA.
+        """Replace parts while the block runs; nothing is replaced on a machine with CUDA.
 
         Args:
-            connector_classes: What is run: for those of vLLM its own parts are replaced.
+            connector_classes: The connectors that run.
         """
         with ExitStack() as stack:
             if not torch.cuda.is_available():
                 stack.enter_context(patch.object(torch.Tensor, "cuda", self._cuda))
                 names = _names(connector_classes)
-                if "OffloadingConnector" in names:
-                    self._replace_cpu_spec(stack)
-                if "SimpleCPUOffloadConnector" in names:
-                    self._replace_backend(stack)
+                for name in names & _CUDA_ONLY.keys():
+                    module, replace = _CUDA_ONLY[name]
+                    getattr(_copies(module), replace)(self.make_queue, stack)
                 if not _LMCACHE.isdisjoint(names):
-                    self._replace_gpu_connector(stack)
+                    _copies("lmcache_copies").replace_gpu_connector(self.note, stack)
             yield
 
     @property
     def _cuda(self) -> Callable[..., torch.Tensor]:
         def cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            self.used.add(f"{PREFIX}: for Tensor.cuda(), the tensor itself")
+            self.note("Tensor.cuda(), which returns the tensor itself")
             return tensor
 
         return cuda
 
-    def _replace_cpu_spec(self, stack: ExitStack) -> None:
-        from kvview_vllm.releases.cpu_spec_copies import replace_worker
 
-        replace_worker(self.make_queue, stack)
-
-    def _replace_backend(self, stack: ExitStack) -> None:
-        from kvview_vllm.releases.simple_offload_copies import replace_backend
-
-        replace_backend(self.make_queue, stack)
-
-    def _replace_gpu_connector(self, stack: ExitStack) -> None:
-        from kvview_vllm.releases.lmcache_copies import replace_gpu_connector
-
-        replace_gpu_connector(self.make_queue, stack)
+def _copies(module: str) -> Any:
+    return importlib.import_module(f"kvview_vllm.releases.{module}")

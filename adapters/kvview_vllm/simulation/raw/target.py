@@ -1,8 +1,7 @@
-"""What a raw connector's target and options come to: the arguments of ``KVTransferConfig``."""
+"""From a raw connector's target and options to the arguments of ``KVTransferConfig``."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,29 +9,31 @@ from unittest.mock import patch
 
 from kvview import ConfigError
 from kvview.errors import line_of
+from kvview_vllm.releases.versions import vllm
 
 TRANSFER_CONFIG = "kv_transfer_config"
-"""The option under which a whole ``--kv-transfer-config`` comes."""
+"""The option that holds a whole ``--kv-transfer-config``."""
 
 
 def split_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """``KVTransferConfig`` arguments, less the class.
+    """``KVTransferConfig`` arguments, without the class.
 
     Args:
-        options: ``kv_connector_extra_config``, and beside it :data:`TRANSFER_CONFIG`.
+        options: ``kv_connector_extra_config``, with :data:`TRANSFER_CONFIG` next to its keys.
 
     Raises:
-        ConfigError: It is no mapping, or names what vLLM does not know.
+        ConfigError: It is not a mapping, or has a key that vLLM does not know.
     """
     extra = dict(options)
     config = extra.pop(TRANSFER_CONFIG, {})
     if not isinstance(config, Mapping):
         raise ConfigError(f"kv_transfer_config must be a JSON object, got {config!r}")
     given = config.get("kv_connector_extra_config", {})
-    kind: Any = importlib.import_module("vllm.config").KVTransferConfig
     merged = {**config, "kv_connector_extra_config": {**given, **extra}}
     try:
-        kind(**{**merged, "kv_connector": "Any", "kv_role": merged.get("kv_role", "kv_both")})
+        vllm("config").KVTransferConfig(
+            **{**merged, "kv_connector": "Any", "kv_role": merged.get("kv_role", "kv_both")}
+        )
     except Exception as error:
         raise ConfigError(f"vLLM refuses the kv_transfer_config: {line_of(error)}") from error
     return merged
@@ -44,17 +45,14 @@ def classes_of(connector_class: type, config: Mapping[str, Any]) -> list[type]:
 
 
 def _children(config: Mapping[str, Any]) -> Iterator[type]:
-    factory = _factory()
-    kind: Any = importlib.import_module("vllm.config").KVTransferConfig
     for child in config.get("kv_connector_extra_config", {}).get("connectors", ()):
-        found = factory.get_connector_class(kind(**child))
-        yield found
+        yield _factory().get_connector_class(vllm("config").KVTransferConfig(**child))
         yield from _children(child)
 
 
 @contextmanager
 def registered(connector_class: type | None) -> Iterator[None]:
-    """Have vLLM build this class: up to 0.21 a name that it knows goes before a module's path."""
+    """Make vLLM build this class: up to 0.21 a registered name has priority over a module path."""
     if connector_class is None:
         yield
         return
@@ -63,6 +61,4 @@ def registered(connector_class: type | None) -> Iterator[None]:
 
 
 def _factory() -> Any:
-    return importlib.import_module(
-        "vllm.distributed.kv_transfer.kv_connector.factory"
-    ).KVConnectorFactory
+    return vllm("distributed.kv_transfer.kv_connector.factory").KVConnectorFactory

@@ -1,12 +1,12 @@
 """The made-up compute of a raw connector's engine: bytes token by token, layer by layer.
 
-A connector may save slots, not blocks, and rely on what vLLM does with a block: so a step
-writes the slots that it was given and no others, and nothing is overwritten beside them.
+A connector may save slots instead of blocks, and rely on the way vLLM uses a block. So a step
+writes exactly the slots of its tokens and overwrites nothing else.
 
 1. A token's bytes follow from all tokens up to it.
-2. A step's batch is written before its reads are compared: a request may hit what another
-   computes in the same step.
-3. What is compared is what the next token reads: in a window, its last tokens.
+2. A step's batch is written before its reads are compared: a request may hit a block that
+   another one computes in the same step.
+3. The tokens that the next token reads are compared: in a window, the last ones.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,11 +31,11 @@ class RequestInStep:
     """Tokens of a request that a step computes, or that a load brings.
 
     Args:
-        request_id: Whose.
-        tables: Its blocks, by group.
+        request_id: Its request.
+        tables: Blocks of the request, by group.
         start: First of the tokens.
         end: After the last.
-        words: What each token up to the end comes to (:class:`TokenWords`).
+        words: The word of each token up to the end (:class:`TokenWords`).
     """
 
     request_id: str
@@ -46,14 +47,14 @@ class RequestInStep:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A token whose bytes are others than it stands for.
+    """A token with wrong bytes.
 
     Args:
-        request_id: Who reads it.
-        position: Of the token.
-        block_id: Where it is.
+        request_id: The request that reads it.
+        position: Position of the token.
+        block_id: Block of the token.
         layer: Number of the first layer where it differs.
-        word: What is there instead (:meth:`TokenWords.name`); None where nothing was written.
+        word: The word found instead (:meth:`TokenWords.name`); None where nothing was written.
     """
 
     request_id: str
@@ -64,14 +65,14 @@ class Wrong:
 
 
 class TokenWords:
-    """What the tokens of requests come to, and whose they are."""
+    """One word for each token of each request, and the token of each word."""
 
     def __init__(self) -> None:
         self._states: WeakKeyDictionary[PlannedRequest, list[int]] = WeakKeyDictionary()
         self._names: dict[int, str] = {}
 
     def words(self, planned: PlannedRequest, end: int) -> list[int]:
-        """Of each token of a request up to one."""
+        """The words of the tokens of a request, up to a position."""
         states = self._states.setdefault(planned, [])
         while len(states) < end:
             position = len(states)
@@ -83,19 +84,19 @@ class TokenWords:
         return [_word(state) for state in states[:end]]
 
     def name(self, word: int | None) -> str:
-        """What is found, for people."""
+        """The contents that a word stands for, for people."""
         if word is None:
-            return "nothing that was ever written"
+            return "memory that was never written"
         return self._names.get(word, "the bytes of no token")
 
 
 class TokenCompute:
-    """Writes what steps compute, and compares what they read.
+    """Writes the tokens that steps compute, and compares the tokens that they read.
 
     Args:
-        slots: Per layer the words of each token, ``(blocks, tokens of a block, ...)``, int32.
+        slots: The words of each token for each layer, ``(blocks, tokens of a block, ...)``, int32.
         groups: The KV-cache groups.
-        group_of_layer: Per layer the number of its group.
+        group_of_layer: The number of the group for each layer.
     """
 
     def __init__(
@@ -124,13 +125,13 @@ class TokenCompute:
         self._slots[layer][blocks, offsets] = self._expected(words, layer)
 
     def first_wrong_read(self, request: RequestInStep, layer: int) -> Wrong | None:
-        """The first wrong token of those before its first that a request reads in a layer."""
+        """The first wrong token among the earlier tokens that a request reads in a layer."""
         group = self.group_of_layer[layer]
         first = self.groups[group].num_skipped_tokens(request.start)
         return self._first_wrong(request, group, first, request.start, layer)
 
     def holds(self, request: RequestInStep) -> bool:
-        """Whether all bytes that a load has to bring are there already, in all layers."""
+        """Whether all bytes that a load must bring are already there, in all layers."""
         return all(
             self._first_wrong(
                 request,
@@ -178,15 +179,13 @@ def _word(state: int) -> int:
 
 
 def attention_metadata(compute: TokenCompute, batch: Sequence[RequestInStep], group: int) -> object:
-    """What a layer-wise connector reads of a step: slots, block tables and lengths.
+    """The metadata of a step that a layer-wise connector reads: slots, block tables, lengths.
 
     Args:
-        compute: Knows the slots.
-        batch: What the step computes.
-        group: Of the layer.
+        compute: Has the slots.
+        batch: The requests of the step.
+        group: Group of the layer.
     """
-    from types import SimpleNamespace
-
     tables = [one.tables[group] for one in batch]
     width = max(map(len, tables))
     rows = [[*table, *[0] * (width - len(table))] for table in tables]

@@ -1,12 +1,11 @@
-"""A raw connector under watch: which of its methods raises, promises, touches and frees.
+"""A watched raw connector: which of its methods raises, promises, touches and frees.
 
-The class that vLLM builds is a subclass of the connector's own, so nothing else changes:
-its bases, its class methods, what it overrides.
+The class that vLLM builds is a subclass of the connector's own, so its bases, its class methods
+and its overrides stay the same.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -50,19 +49,19 @@ _LAW_OF_METHOD = {
 
 
 class Watch:
-    """What a run saw of a connector.
+    """The observations of a connector in one run.
 
     Args:
-        loads: Whether what it promises is passed on; else vLLM is told that it has nothing.
+        loads: Whether its promises are passed on; if not, vLLM gets 0 for each.
     """
 
     def __init__(self, *, loads: bool = True) -> None:
         self.coverage: Counter[str] = Counter()
-        self.unanswered: set[str] = set()  # requests that are told None
+        self.unanswered: set[str] = set()  # requests whose last result was None
         self.promised: dict[str, tuple[int, int, bool]] = {}  # from token, number, between steps
         self.to_load: dict[str, tuple[int, int]] = {}  # from token to token, since the last step
         self.left_out: set[str] = set()
-        self.seen: set[str] = set()  # by the worker, as the coverage names it
+        self.seen: set[str] = set()  # coverage entries of the worker
         self.held: Counter[int] = Counter()  # by touches in hooks
         self.places: dict[int, str] = {}  # of the last touch
         self._loads = loads
@@ -133,7 +132,7 @@ class Watch:
     # --- the pool ---
 
     def watch_pool(self, pool: Any) -> None:
-        """Note what the connector's methods do with the pool itself."""
+        """Record the calls that the connector's methods make on the pool itself."""
         touch, free, take = pool.touch, pool.free_blocks, pool.get_new_blocks
 
         def watched_touch(blocks: Any, *args: Any, **kwargs: Any) -> Any:
@@ -152,11 +151,8 @@ class Watch:
             self._release(blocks)
             return free(blocks, *args, **kwargs)
 
-        pool.touch, pool.get_new_blocks, pool.free_blocks = (
-            watched_touch,
-            watched_take,
-            watched_free,
-        )
+        pool.touch, pool.get_new_blocks = watched_touch, watched_take
+        pool.free_blocks = watched_free
 
     def _hold(self, blocks: Iterable[Any]) -> None:
         if not self._inside:
@@ -174,7 +170,7 @@ class Watch:
                 raise InvariantBroken(
                     "POOL-4",
                     f"{self._inside[-1]} frees block {block.block_id} of the raw pool{_line()}, "
-                    f"which the connector does not hold: it was touched as often as it was freed. "
+                    f"which the connector does not hold: it was freed as often as it was touched. "
                     f"view.free_blocks(ids) refuses that and changes nothing",
                 )
             self.held[block.block_id] -= 1
@@ -182,22 +178,17 @@ class Watch:
 
 def make_watched(connector_class: type, watch: Watch) -> type:
     """A subclass for vLLM to build, whose methods go through a watch."""
-    base: Any = importlib.import_module(
-        "vllm.distributed.kv_transfer.kv_connector.v1.base"
-    ).KVConnectorBase_V1
-
-    own = overridden(connector_class, base)
+    own = overridden(connector_class)
 
     def watched(name: str) -> Callable[..., Any]:
         inner = getattr(connector_class, name)
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            bound = inner.__get__(self)
-            return watch.call(name, bound, args, kwargs)
+            return watch.call(name, inner.__get__(self), args, kwargs)
 
         call.__name__ = name
         call.__doc__ = inner.__doc__
-        call.__wrapped__ = inner  # type: ignore[attr-defined] # its signature is asked for
+        call.__wrapped__ = inner  # type: ignore[attr-defined] # vLLM reads its signature
         return call
 
     members: dict[str, Any] = {name: watched(name) for name in _LAW_OF_METHOD if name in own}
@@ -218,8 +209,8 @@ def free_queue(pool: Any) -> list[int]:
             raise InvariantBroken(
                 "POOL-2",
                 f"the free queue of the raw pool is broken behind {free[-3:]}: its links do "
-                f"not fit. Who changes blocks changes links: view.touch_blocks(ids) and "
-                f"view.free_blocks(ids) keep them",
+                f"not match. Changing blocks directly changes links; view.touch_blocks(ids) and "
+                f"view.free_blocks(ids) keep them intact",
             )
         free.append(block.block_id)
     if queue.num_free_blocks != len(free):

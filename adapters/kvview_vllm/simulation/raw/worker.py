@@ -1,4 +1,4 @@
-"""The worker's role of a raw connector, as a model runner drives it; in a process of its own too.
+"""The worker's role of a raw connector, as a model runner drives it, also in another process.
 
 Source: ``execute_model`` of vllm/v1/worker/gpu_model_runner.py and
 vllm/v1/worker/kv_connector_model_runner_mixin.py, 0.12.0 to 0.33.0.
@@ -6,7 +6,6 @@ vllm/v1/worker/kv_connector_model_runner_mixin.py, 0.12.0 to 0.33.0.
 
 from __future__ import annotations
 
-import importlib
 import pickle
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvview import CacheGroup
 from kvview.testing.connector.process import Child, Serve
 from kvview_vllm.releases.calls import handle_preemptions
+from kvview_vllm.releases.versions import vllm
 from kvview_vllm.releases.worker_caches import allocate
 from kvview_vllm.simulation.engine import named
 from kvview_vllm.simulation.raw.token_bytes import (
@@ -28,18 +28,17 @@ if TYPE_CHECKING:
     from kvview_vllm.simulation.raw.stand_ins import StandIns
     from kvview_vllm.simulation.raw.watched import Watch
 
-_STATE = "vllm.distributed.kv_transfer.kv_transfer_state"
 _PATIENCE = 150.0  # longer than a hook may take, which is then named
 
 
 @dataclass(frozen=True)
 class RawStep:
-    """What a worker is told of a step; it pickles.
+    """The message of a step to a worker; it pickles.
 
     Args:
         output: The scheduler's ``SchedulerOutput``.
-        batch: What the step computes.
-        loads: What begins to load with it.
+        batch: The tokens that the step computes.
+        loads: The loads that start with it.
     """
 
     output: Any
@@ -49,13 +48,13 @@ class RawStep:
 
 @dataclass(frozen=True)
 class StepAnswer:
-    """What a worker answers; it pickles.
+    """The answer of a worker; it pickles.
 
     Args:
-        transfers: The connector's ``KVConnectorOutput``; None for none.
-        wrong: What was read and is wrong, the first token per layer and request.
-        num_loads: Loads that brought bytes which were not there, and were read.
-        seen: What stood in, and what was left out.
+        transfers: The connector's ``KVConnectorOutput``; None without one.
+        wrong: The first wrong token that was read, per layer and request.
+        num_loads: Loads that brought bytes which were not there before, and were read.
+        seen: The replaced parts and the parts that were left out.
     """
 
     transfers: Any
@@ -71,9 +70,9 @@ class RawWorker:
         vllm_config: Its own ``VllmConfig``.
         cache_config: The ``KVCacheConfig``.
         groups: The KV-cache groups.
-        connect: Builds the role; None for none.
-        watch: Told what the connector does.
-        stand_ins: What moves bytes where there is no CUDA.
+        connect: Builds the role; None without a connector.
+        watch: Records the connector's calls.
+        stand_ins: Replace CUDA copies.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class RawWorker:
         self._config = vllm_config
         self._watch = watch
         self._stand_ins = stand_ins
-        self._to_verify: set[str] = set()  # whose load has yet to bring something
+        self._to_verify: set[str] = set()  # requests whose load must bring new bytes
         self.caches = allocate(vllm_config, cache_config)
         members = [
             (name, number)
@@ -97,21 +96,20 @@ class RawWorker:
         ]
         self._layers = [name for name, _ in members]
         self._compute = TokenCompute(self.caches.slots, groups, [number for _, number in members])
-        self._state: Any = importlib.import_module(_STATE)
-        self._mixin: Any = importlib.import_module(
-            "vllm.v1.worker.kv_connector_model_runner_mixin"
-        ).KVConnectorModelRunnerMixin
-        self._context: Any = importlib.import_module("vllm.forward_context")
+        self._state = vllm("distributed.kv_transfer.kv_transfer_state")
+        mixin = vllm("v1.worker.kv_connector_model_runner_mixin")
+        self._mixin = mixin.KVConnectorModelRunnerMixin
+        self._context = vllm("forward_context")
         self._role: Any = None
         if connect is not None:
-            current = importlib.import_module("vllm.config").set_current_vllm_config
-            # As a worker's wrapper does it: connectors ask for the current configuration.
-            with named("building the worker's side"), current(vllm_config):
+            current = vllm("config").set_current_vllm_config(vllm_config)
+            # As a worker's wrapper does it: connectors read the current configuration.
+            with named("building the worker's side"), current:
                 self._role = connect()
                 self._role.register_kv_caches(self.caches.tensors)
 
     def execute(self, step: RawStep) -> StepAnswer:
-        """What a model runner does with a step."""
+        """Run a step, as a model runner does."""
         self._stand_ins.tick()
         for load in step.loads:
             if not self._compute.holds(load):
@@ -123,17 +121,17 @@ class RawWorker:
         return StepAnswer(transfers, wrong, len(loaded), self._seen())
 
     def shutdown(self) -> Collection[str]:
-        """Shut the role down, and tell what stood in, and what was left out."""
+        """Shut the role down; return the replaced parts and the parts that were left out."""
         if self._role is not None:
             with named("shutdown"):
                 self._role.shutdown()
         return self._seen()
 
     def _seen(self) -> set[str]:
-        return {f"left out: {what}" for what in self._watch.left_out} | self._stand_ins.used
+        return {f"left out: {part}" for part in self._watch.left_out} | self._stand_ins.used
 
     def close(self) -> None:
-        """Nothing outlives the run but the role itself."""
+        """Do nothing: only the role itself outlives the run."""
 
     def _execute(self, step: RawStep) -> tuple[Any, list[Wrong]]:
         output = step.output
@@ -165,7 +163,7 @@ class RawWorker:
             self._state._KV_CONNECTOR_AGENT = None
 
     def _forward(self, step: RawStep, attention: dict[str, Any]) -> list[Wrong]:
-        """Layer after layer: wait, write, read, save."""
+        """Wait, write, read and save, layer by layer."""
         wrong: list[Wrong] = []
         for number, layer in enumerate(self._layers):
             if self._role is not None:
@@ -179,10 +177,10 @@ class RawWorker:
 
 
 class RemoteRawWorker:
-    """The same in a forked process, as an executor with several workers has it.
+    """A worker in a forked process, as an executor with several workers has it.
 
-    What the roles share in a module or a class is a copy from the fork on; what they tell each
-    other is pickled.
+    Module and class attributes that the roles share are copies from the fork on; messages between
+    the roles are pickled.
 
     Args:
         make: Builds the worker, in its process.
@@ -207,12 +205,12 @@ class RemoteRawWorker:
             raise
 
     def execute(self, step: bytes) -> StepAnswer:
-        """Have it done there: a :class:`RawStep`, pickled when it was launched."""
+        """Run a :class:`RawStep`, pickled at its launch, in the process."""
         answer: StepAnswer = self._child.call("execute", step)
         return answer
 
     def shutdown(self) -> Collection[str]:
-        """Shut the role down there."""
+        """Shut the role down in the process."""
         seen: Collection[str] = self._child.call("shutdown")
         return seen
 
