@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
-from examples.host_cache import HostCacheScheduler
+from examples.host_cache import HostCacheScheduler, HostCacheWorker
 from kvview import (
     BlockIds,
+    CanonicalKVCaches,
+    ComputeEvent,
     ConnectorConfig,
     OffloadKey,
     ReqContext,
     RequestInfo,
+    StepPlan,
+    TransferJob,
     TransferResult,
 )
 from kvview.testing import Mutant
@@ -21,7 +28,6 @@ from kvview_reference.offloading import CPUOffloadingManager
 
 from .connector import STEADY_SEEDS, breaker
 from .example import Host
-from .worker import FourThreads
 
 MUTANTS: list[Mutant] = []
 breaks = breaker(MUTANTS)
@@ -135,6 +141,45 @@ class ExpiresPromises(Host):
             )
 
 
+class _FourThreads(HostCacheWorker):
+    """Each job on a thread of a pool, block by block, without an order of pages."""
+
+    def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        self.threads = ThreadPoolExecutor(4)
+        self.lock = threading.Lock()
+        self.jobs: dict[int, Future[None]] = {}
+
+    def start_plan(self, plan: StepPlan) -> None:
+        mark = self.compute.record_event() if self.compute else None
+        for job in plan.loads:
+            self.jobs[job.job_id] = self.threads.submit(self.run, mark, job, self.host, self.gpu)
+        for job in plan.stores:
+            self.jobs[job.job_id] = self.threads.submit(self.run, mark, job, self.gpu, self.host)
+
+    def run(self, mark: ComputeEvent | None, job: TransferJob, source: Any, target: Any) -> None:
+        if mark is not None:
+            mark.synchronize()
+        result = self.copy(job.job_id, job.src, source, job.dst, target)
+        with self.lock:
+            self.finished.append(result)
+
+    def get_finished(self) -> list[TransferResult]:
+        with self.lock:
+            finished, self.finished = self.finished, []
+        for result in finished:
+            self.jobs.pop(result.job_id, None)
+        return finished
+
+    def wait(self, job_ids: Sequence[int]) -> None:
+        for job_id in job_ids:
+            if job_id in self.jobs:
+                self.jobs[job_id].result()
+
+    def shutdown(self) -> None:
+        self.threads.shutdown()
+
+
 @breaks("XFER-1", "stores into a page that a load still reads, on threads without an order")
 class StoresIntoPagesThatAreRead(Host):
     class scheduler(HostCacheScheduler):
@@ -144,4 +189,4 @@ class StoresIntoPagesThatAreRead(Host):
                     return self.slots.pop(key)
             return super().take_slot()
 
-    worker = FourThreads
+    worker = _FourThreads

@@ -169,8 +169,8 @@ class Run:
         self._loaded: list[int] = []  # tokens so far, at the end of each round
         self._kept_bytes: list[int] = []
         self._allocated_at = ""
-        self._threads = ThreadWatch()
         self._configure(connector_class, options_of_each)
+        self._threads = ThreadWatch()  # after halves that only show whether options are accepted
 
     def _configure(
         self, connector_class: type[Any], options_of_each: Sequence[dict[str, Any]]
