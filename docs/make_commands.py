@@ -31,12 +31,13 @@ _HEAD = """\
 
 <!-- Written by docs/make_commands.py from the commands; edit those and run it again. -->
 
-Run `kvview COMMAND`, or `python -m kvview COMMAND` if the script is not on the path. Every command has:
+Run `kvview COMMAND`, or `python -m kvview COMMAND` if the script is not on the path. Every command
+has:
 
 - `--help`, 80 columns wide.
 - `--quiet`, `-q`: only errors are printed, and reports that go to standard output (`-`).
-- `--verbose`, `-v`: the versions are printed to standard error, and errors show their traceback. Both
-  options may also come before the command: `kvview --quiet check ...`.
+- `--verbose`, `-v`: the versions are printed to standard error, and errors show their traceback.
+  Both options may also come before the command: `kvview --quiet check ...`.
 - Errors in one line on standard error, which starts with `kvview: `, and an exit code:
 
 | code | meaning |
@@ -44,8 +45,8 @@ Run `kvview COMMAND`, or `python -m kvview COMMAND` if the script is not on the 
 {codes}
 
 Each JSON report (`--json FILE`, `-` for standard output) has a schema below. Its `schema_version`
-increases when a field is removed or changes its meaning; new fields do not increase it. The report is
-written if the command ends with 0, 1, 3, 4 or 130, and has reached its end.
+increases when a field is removed or changes its meaning; new fields do not increase it. The report
+is written if the command ends with 0, 1, 3, 4 or 130, and has reached its end.
 
 The shell completes commands and options after `eval "$(_KVVIEW_COMPLETE=bash_source kvview)"`, with
 `zsh_source` in zsh; in fish: `_KVVIEW_COMPLETE=fish_source kvview | source`.
