@@ -266,7 +266,7 @@ def test_the_verdict_is_kept_if_the_reader_leaves(tmp_path: Path) -> None:
         "class C(LazyOffloadConnector):\n"
         "    def make_scheduler(self): return S(self.config, self.options)\n"
     )
-    command = f'"$0" -m kvview check --seeds 1 {tmp_path}/wrong.py:C'
+    command = f'"$0" -m kvview replay --requests 20 --connector {tmp_path}/wrong.py:C'
     done = shell(f"{command} | true; exit ${{PIPESTATUS[0]}}")
     assert done.returncode == ExitCode.WRONG
 
@@ -289,7 +289,7 @@ def test_a_full_disk() -> None:
 
 def test_the_engine_vllm_without_vllm_is_one_line() -> None:
     target = "kvview_reference.connector:OffloadConnector"
-    done = python("-c", MAIN, "check", target, "--engine", "vllm")
+    done = python("-c", MAIN, "check", target, "--engine", "vllm", "--seeds", "1")
     if "No module named 'vllm'" not in done.stderr:
         pytest.skip("vLLM is installed")
     assert done.returncode == ExitCode.COULD_NOT_RUN

@@ -167,7 +167,7 @@ BROKEN: dict[str, tuple[Any, Any, str]] = {  # the halves' factories, and the me
     "store from the host": (
         lambda: Plans([], [TransferJob(7, CPU, GPU)]),
         Reports,
-        "a store begins at a GPULoadStoreSpec, got CPULoadStoreSpec",
+        "the GPU side of a job must be a GPULoadStoreSpec",
     ),
 }  # fmt: skip
 

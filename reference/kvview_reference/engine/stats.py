@@ -72,7 +72,6 @@ def num_gpu_blocks(spec: LoadStoreSpec) -> int:
     """
     if not isinstance(spec, GPULoadStoreSpec):
         raise ConnectorError(
-            f"CONN-3: a load ends and a store begins at a GPULoadStoreSpec, got "
-            f"{type(spec).__name__}"
+            f"CONN-3: the GPU side of a job must be a GPULoadStoreSpec, got {type(spec).__name__}"
         )
     return len(spec.block_ids)

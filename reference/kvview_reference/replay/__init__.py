@@ -1,4 +1,4 @@
 """``kvview replay``: a request trace through the reference engine, with a connector.
 
-:func:`kvview_reference.replay.run.replay` is what the command calls.
+The command calls :func:`kvview_reference.replay.run.replay`.
 """

@@ -219,7 +219,7 @@ def _load(row: bytes) -> dict[str, Any]:
     try:
         fields = from_json(row)
     except ValueError as error:
-        # A row is one line, and the file's own line stands in front of this message.
+        # The reader adds the line of the file in front of this message.
         raise RowError(f"not JSON: {error}".replace("line 1 column", "column")) from None
     if not isinstance(fields, dict):
         raise RowError(f"not a JSON object, got {reprlib.repr(fields)}")

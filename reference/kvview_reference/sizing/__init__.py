@@ -1,4 +1,4 @@
-"""``kvview size``: what a host tier of every size would be worth, from a request trace.
+"""``kvview size``: the hits and costs of host tiers of every size, from a request trace.
 
-:func:`kvview_reference.sizing.sweep.size` is what the command calls.
+The command calls :func:`kvview_reference.sizing.sweep.size`.
 """

@@ -238,5 +238,5 @@ class _Reader:
                 raise ConfigError(
                     f"{self._where}: {name[:LONGEST_NAME]} is not understood for model_type "
                     f"{shown(self._type)} "
-                    f"and may change what a KV cache stores; {_INSTEAD}"
+                    f"and may change the KV cache; {_INSTEAD}"
                 )
