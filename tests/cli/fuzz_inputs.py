@@ -21,7 +21,6 @@ import contextlib
 import copy
 import gzip
 import importlib
-import io
 import json
 import os
 import random
@@ -46,7 +45,6 @@ from kvview.cli.commands import cli
 from kvview.events.formats import WIRE_FORMATS
 from kvview.events.recording import Message, Recording
 from kvview.events.wire import Batch, codec, encode
-from kvview.testing import results
 from kvview.tier import Namespace
 from kvview_reference.tier import FileStore
 
@@ -75,13 +73,11 @@ class Input:
         args: The command line.
         codes: Exit codes that it may end with.
         report: Where its JSON goes; None where it writes none.
-        run: What runs it, if not the command line: returns an exit code.
     """
 
     args: list[str]
     codes: Sequence[int] = (0, 1, 2, 4)
     report: Path | None = None
-    run: Callable[[Sequence[str]], int] | None = None
 
 
 # --- things made wrong ---
@@ -345,18 +341,6 @@ def expectations(folder: Path, dice: random.Random) -> Input:
     return Input([*given, "--expected-failures", str(path)])
 
 
-def submission(folder: Path, dice: random.Random) -> Input:
-    source = dice.choice(sorted((ROOT / "results").glob("*.json")))
-    whole = json.loads(source.read_bytes())
-    if dice.random() < 0.5:
-        path = put(folder / "r.json", wrong_json(whole, dice), dice)
-        return Input(["check", "--", str(path)], (0, 2), run=results.main)
-    path = put(folder / "r.json", wrong_json(whole["report"], dice), dice)
-    given = ["add", "--name=n", "--version=1", "--url=https://x.y", "--command=c"]
-    written = folder / "made.json"
-    return Input([*given, f"--file={written}", "--", str(path)], (0, 2), written, results.main)
-
-
 TIERS: list[dict[str, Any]] = [
     {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"secondary_tiers": [1]}},
     {"type": "plugin", "adapter_params": {"store": "kvview.tier.trial:MemoryStore"}},
@@ -504,7 +488,6 @@ KINDS: dict[str, Callable[[Path, random.Random], Input]] = {
     "recording": recording,
     "model": model,
     "expectations": expectations,
-    "submission": submission,
     "tier text": tier_text,
     "tier folder": tier_folder,
     "options": options,
@@ -565,11 +548,6 @@ def _refuse(name: str) -> Any:
 
 
 def _run(given: Input) -> tuple[int, str, str]:
-    if given.run is not None:
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = given.run(given.args)
-        return code, out.getvalue(), err.getvalue()
     result = CliRunner().invoke(cli, given.args, color=True)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         traceback.print_exception(result.exception)
