@@ -111,7 +111,8 @@ class Report:
                 return f"red: {result.check.name} passed, but is expected to fail"
             return f"red: {titled(failure.law)}: {failure.what}"
         if self.is_interrupted:
-            return f"interrupted: {self.interruption()}"
+            checks = f"{len(self.results)} of {self.num_selected} checks"
+            return f"interrupted: {checks if self.runs is None else self.runs.progress()}"
         for result in self.not_checked:
             return f"not checked: {result.failure.what if result.failure else result.check.name}"
         if self.is_clean:

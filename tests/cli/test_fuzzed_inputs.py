@@ -48,7 +48,6 @@ from kvview.cli.output import OutputFile
 from kvview.events.formats import WIRE_FORMATS
 from kvview.events.recording import Message, Recording
 from kvview.events.wire import Batch, codec, encode
-from kvview.testing import results
 from kvview.tier import Namespace
 from kvview_reference.tier import FileStore
 
@@ -86,13 +85,11 @@ class Input:
         args: The command line.
         codes: Exit codes that the input may cause.
         report: File of the JSON report; None if the command writes none.
-        run: Runs the input instead of the command line, and returns an exit code.
     """
 
     args: Sequence[str]
     codes: Sequence[int] = (0, 1, 2, 4)
     report: Path | None = None
-    run: Callable[[Sequence[str]], int] | None = None
 
 
 def reporting(folder: Path, args: str, *files: object, codes: Sequence[int] = (0, 2)) -> Input:
@@ -306,17 +303,6 @@ def expectations(folder: Path, dice: random.Random) -> Input:
     return Input([*POOL_CHECK.split(), "--expected-failures", str(path)])
 
 
-def submission(folder: Path, dice: random.Random) -> Input:
-    whole = json.loads(dice.choice(sorted((ROOT / "results").glob("*.json"))).read_bytes())
-    if dice.random() < 0.5:
-        path = put(folder / "r.json", wrong_json(whole, dice), dice)
-        return Input(["check", "--", str(path)], (0, 2), run=results.main)
-    path = put(folder / "r.json", wrong_json(whole["report"], dice), dice)
-    given = ["add", "--name=n", "--version=1", "--url=https://x.y", "--command=c"]
-    written = folder / "made.json"
-    return Input([*given, f"--file={written}", "--", str(path)], (0, 2), written, results.main)
-
-
 TIERS: list[dict[str, Any]] = [
     {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"secondary_tiers": [1]}},
     {"type": "plugin", "adapter_params": {"store": "kvview.tier.trial:MemoryStore"}},
@@ -443,7 +429,7 @@ def large(folder: Path, dice: random.Random) -> Input:
 KINDS: dict[str, Callable[[Path, random.Random], Input]] = {
     make.__name__: make
     for make in (
-        *(trace, recording, model, expectations, submission, tier_text, tier_folder, options),
+        *(trace, recording, model, expectations, tier_text, tier_folder, options),
         *(connector_options, large),
     )
 }
@@ -498,13 +484,6 @@ def refuse_constant(name: str) -> Any:
 
 
 def run_input(given: Input) -> tuple[int, str, str]:
-    if given.run is not None:
-        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                code = given.run(given.args)
-            out.seek(0)
-            err.seek(0)
-            return code, out.read(), err.read()
     result = CliRunner().invoke(cli, given.args, color=True)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         traceback.print_exception(result.exception)

@@ -15,7 +15,6 @@ from kvview.cli.commands import cli
 from kvview.cli.console import Console
 from kvview.errors import line_of, printable
 from kvview.events.recording import Message, Recording
-from kvview.testing import results
 from kvview.tier import Namespace
 from kvview_reference.tier.store_folder import path_of
 
@@ -127,12 +126,6 @@ def test_errors(args: list[str]) -> None:
     Path("tier.json").write_text(json.dumps({"tier": {"store": HOSTILE}, HOSTILE: HOSTILE}))
     Path("raises.py").write_text(f"raise ValueError({HOSTILE!r})")
     assert run(*args).exit_code in (1, 2)
-
-
-def test_submissions(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("r.json").write_text(json.dumps({HOSTILE: HOSTILE}))
-    assert results.main(["check", "r.json"]) == 2
-    assert not OBEYED.search(capsys.readouterr().err)
 
 
 def test_escapes() -> None:

@@ -50,6 +50,7 @@ ALLOWED_AT_IMPORT = {
     "vllm": ("kvview_vllm.scheduler",),  # vLLM itself imports it, by --scheduler-cls
     "hypothesis": ("kvview.testing",),
     "pytest": ("kvview.testing.suite",),
+    "coverage": ("kvview.testing.connector.code_coverage",),
     "lmcache": ("kvview_lmcache",),
     "sglang": ("kvview_sglang",),
     "pydantic": (

@@ -18,7 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_NOT_THE_AUTHORS = {"kvview", "kvview_reference", "kvview_vllm"}
+from kvview.connector.hooks import TARGET_PREFIX
+
 _FOR_PEOPLE = {"__repr__", "__str__"}
 _LOGS = re.compile(
     r"(^|\.)_?(log|logger|logging|warnings)\.(debug|info|warn\w*|error|exception|critical|log)$|^print$",
@@ -208,7 +209,7 @@ class AuthorCode:
                 return None
             below = path.relative_to(self._folder).parts
             is_library = bool({"site-packages", "dist-packages"}.intersection(below))
-            if is_library or module_name.partition(".")[0] in _NOT_THE_AUTHORS:
+            if is_library or _is_kvviews(module_name):
                 return None
             self._files[module_name] = _File(module, path)
         return self._files[module_name]
@@ -307,11 +308,16 @@ def _folder_of(connector_class: type[Any]) -> Path | None:
     path = _path_of(module)
     if module is None or path is None:
         return None
-    package = module.__name__.partition(".")[0]
-    if package in _NOT_THE_AUTHORS:
+    if _is_kvviews(module.__name__):
         return None
+    package = module.__name__.partition(".")[0]
     top = _path_of(sys.modules.get(package)) if "." in module.__name__ else None
     return (top or path).parent
+
+
+def _is_kvviews(module_name: str) -> bool:
+    """Whether a module is part of kvview; files of authors have a prefix of their own."""
+    return module_name.startswith("kvview") and not module_name.startswith(TARGET_PREFIX)
 
 
 def _path_of(module: ModuleType | None) -> Path | None:

@@ -48,7 +48,7 @@ def hook(name: str, law: str) -> Iterator[None]:
         else:
             is_hook_error = True
         kind = type(error).__name__
-        text = f"{kind}: {text}" if isinstance(error, KVViewError) else f"{kind} {text}"
+        text = f"{kind}: {text}" if isinstance(error, KVViewError) else f"{kind} {text}".rstrip()
         message = f"{name} raised {text}{at_line(error)}"
         raise InvariantBroken(law, message, is_hook_error=is_hook_error) from error
 
