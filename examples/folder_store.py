@@ -1,9 +1,9 @@
-"""A tier in a folder, written once for every engine: a file a key, nothing else.
+"""A tier in a folder, written once for every engine: one file for each key.
 
     kvview check examples/folder_store.py:FolderStore --option root={tmp}
 
-What is not here is done by ``Threaded`` (threads, jobs, lookups that do not wait) and by the
-guard that every bridge puts in front (checksums, deadlines, a store that hangs).
+``Threaded`` adds threads, jobs and lookups that do not wait. The guard of every bridge adds
+checksums, deadlines and protection against a store that hangs.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class FolderStore(Threaded):
         super().__init__(namespace, threads=threads)
 
     def has(self, key: bytes, /) -> bool:
-        """Whether there is a file of that name."""
+        """Whether the file of a key exists."""
         return self._path(key).is_file()
 
     def read_into(self, key: bytes, page: memoryview, /) -> bool:
-        """One read; a file that is shorter or longer is no page."""
+        """Read the page, and refuse a file that is shorter or longer."""
         with self._path(key).open("rb", buffering=0) as file:
             return file.readinto(page) == len(page) and not file.read(1)
 
     def write(self, key: bytes, page: memoryview, /) -> bool:
-        """Under another name first, so that a name always stands for a whole page."""
+        """Write under another name first, so that a file with its own name is always whole."""
         path = self._path(key)
         half = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
         try:

@@ -44,8 +44,8 @@ class EvictsWhatIsBeingStored(WrongTier):
 
 
 @planted("OFF-1", "ascend#10843")
-class ProtectsForEver(WrongTier):
-    """A load that ended still counts: usage climbs until nothing can be stored."""
+class ProtectsForever(WrongTier):
+    """A load that ended still counts, so usage grows until no key can be stored."""
 
     class Manager(CPUOffloadingManager):
         def complete_load(self, keys: Keys, ctx: ReqContext | None = None, /) -> None:
@@ -54,7 +54,7 @@ class ProtectsForEver(WrongTier):
 
 @planted("OFF-2")
 class NamesPagesInAnotherOrder(WrongTier):
-    """A load gets the right pages, sorted: every block has another's bytes."""
+    """A load names the right pages in sorted order, so blocks get the bytes of other keys."""
 
     class Manager(CPUOffloadingManager):
         def prepare_load(self, keys: Keys, ctx: ReqContext | None = None, /) -> CPULoadStoreSpec:
@@ -74,7 +74,7 @@ class EvictsItsOwnInput(WrongTier):
 
 @planted("OFF-4", "ascend#16662")
 class LeaksThePagesOfFailures(WrongTier):
-    """The page of a store that failed or was aborted never comes back."""
+    """The page of a store that failed or was aborted is never reused."""
 
     class Manager(CPUOffloadingManager):
         def complete_store(
@@ -95,7 +95,7 @@ class HoldsMoreThanFits(WrongTier):
 
 @planted("OFF-6", "vllm#53498")
 class NeverHits(WrongTier):
-    """What is stored is stamped, not registered: the tier fills and never serves."""
+    """A stored key is never a hit, so the tier fills and never serves."""
 
     class Manager(CPUOffloadingManager):
         def lookup(self, key: OffloadKey, ctx: ReqContext | None = None, /) -> LookupResult:
@@ -105,7 +105,7 @@ class NeverHits(WrongTier):
 
 @planted("OFF-6", "vllm#51614")
 class IgnoresTheGroup(WrongTier):
-    """A key of one KV-cache group answers for all groups."""
+    """A key of one KV-cache group is a hit for all groups."""
 
     class Manager(CPUOffloadingManager):
         def lookup(self, key: OffloadKey, ctx: ReqContext | None = None, /) -> LookupResult:
@@ -115,7 +115,7 @@ class IgnoresTheGroup(WrongTier):
 
 @planted("OFF-7")
 class TakesAnyPolicyForLRU(WrongTier):
-    """A typo in the policy is LRU without a word."""
+    """An unknown policy is silently replaced by LRU."""
 
     def with_policy(self, name: str) -> OffloadingManager:
         return super().with_policy(name if name in self.policies else "lru")
@@ -123,7 +123,7 @@ class TakesAnyPolicyForLRU(WrongTier):
 
 @planted("OFF-8", "vllm#51637")
 class TakesALateStoreForANewOne(WrongTier):
-    """The completion of a store from before a reset ends the store that came after it."""
+    """The completion of a store older than a reset ends the store that followed the reset."""
 
     class Manager(CPUOffloadingManager):
         def reset(self) -> None:
@@ -138,7 +138,7 @@ class TakesALateStoreForANewOne(WrongTier):
 
 @planted("OFF-8", "vllm#52170")
 class AssertsThatEveryLoadIsKnown(WrongTier):
-    """A completion that comes after a reset finds no job, and the engine dies."""
+    """A completion after a reset finds no job, and the engine dies."""
 
     class Manager(CPUOffloadingManager):
         def complete_load(self, keys: Keys, ctx: ReqContext | None = None, /) -> None:
@@ -148,7 +148,7 @@ class AssertsThatEveryLoadIsKnown(WrongTier):
 
 @planted("OFF-9")
 class IgnoresCompletionsOfStrangers(WrongTier):
-    """Stores that are not under way are left out without a word."""
+    """Completions of stores that are not under way are silently ignored."""
 
     class Manager(CPUOffloadingManager):
         def complete_store(

@@ -19,7 +19,7 @@ _OPTIONS = {"root": "{tmp}"}
 
 
 def later(seconds: float, call: Callable[..., object], *args: object) -> None:
-    """Call it on a thread, if the folder and the pages are there by then."""
+    """Call a function on a thread, after which the folder and the pages may be gone."""
 
     def run() -> None:
         with suppress(Exception):
@@ -29,7 +29,7 @@ def later(seconds: float, call: Callable[..., object], *args: object) -> None:
 
 
 def wrong(law: str, incident: str | None = None) -> Callable[[StoreT], StoreT]:
-    """A class of stores is wrong; its docstring says how."""
+    """Plant a wrong class of stores, whose docstring names the fault."""
 
     def add(store: StoreT) -> StoreT:
         class Harness(StoreHarness):
@@ -55,7 +55,7 @@ def _plant(factory: Any, kind: type, law: str, incident: str | None) -> None:
 
 @wrong("TIER-1")
 class TrustsTheMedium(FileStore):
-    """Bytes are read and not compared: a damaged sector answers wrong tokens."""
+    """Bytes are read and not verified, so a damaged sector gives wrong tokens."""
 
     def __init__(self, namespace: Namespace, root: str) -> None:
         super().__init__(namespace, root=root, checksum="none")
@@ -74,7 +74,7 @@ class ChangesReports(FileStore):
 
 @wrong("TIER-2", "vllm#39732")
 class ForgetsEmptyJobs(ChangesReports):
-    """A job without keys is never reported: whoever waits for it waits for ever."""
+    """A job without keys is never reported, so its caller waits forever."""
 
     def change(self, done: list[tuple[int, list[bool]]]) -> Any:
         return [(job, flags) for job, flags in done if flags]
@@ -82,7 +82,7 @@ class ForgetsEmptyJobs(ChangesReports):
 
 @wrong("TIER-3")
 class FillsAgain(FileStore):
-    """A page is filled a second time after its job was reported: a retry that nobody stopped."""
+    """A page is filled again after its job was reported, by a retry that was not stopped."""
 
     def read_into(self, key: bytes, page: memoryview, /) -> bool:
         later(0.01, super().read_into, key, page)
@@ -90,8 +90,8 @@ class FillsAgain(FileStore):
 
 
 @wrong("TIER-4")
-class FailsForEver(FileStore):
-    """A key that failed once is not stored any more."""
+class FailsForever(FileStore):
+    """A key that failed once is never stored again."""
 
     def __init__(self, namespace: Namespace, root: str) -> None:
         super().__init__(namespace, root=root)
@@ -100,7 +100,7 @@ class FailsForEver(FileStore):
 
 @wrong("TIER-5")
 class LooksUpOnTheCallersThread(FileStore):
-    """A lookup asks the medium while the scheduler waits."""
+    """A lookup reads the medium while the scheduler waits."""
 
     def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
         return [self.has(key) for key in keys]
@@ -120,34 +120,34 @@ class TakesANumberTwice(FileStore):
 
 @wrong("TIER-7")
 class DeletesNothing(FileStore):
-    """What is deleted is still there."""
+    """A deleted key is still found."""
 
     def delete(self, keys: Sequence[bytes], /) -> None: ...
 
 
 class WrongBudget(FileStore):
-    """Its budget is changed by ``spoil``."""
+    """Its budget is changed by ``change_budget``."""
 
     def __init__(self, namespace: Namespace, root: str, max_bytes: int | None = None) -> None:
         super().__init__(namespace, root=root, max_bytes=max_bytes)
         if max_bytes is not None:
-            self.spoil(self._budget)
+            self.change_budget(self._budget)
 
-    def spoil(self, budget: Any) -> None:
+    def change_budget(self, budget: Any) -> None:
         """Make it wrong."""
 
 
 @wrong("TIER-8")
 class NeverEvicts(WrongBudget):
-    """A store that is full stays full: nothing new is stored any more."""
+    """A store that is full stays full, so no new page is stored."""
 
-    def spoil(self, budget: Any) -> None:
+    def change_budget(self, budget: Any) -> None:
         budget._evict = lambda used, num_bytes: used
 
 
 @wrong("TIER-9")
-class BeginsAgain(FileStore):
-    """A store that is opened forgets what was there."""
+class StartsAgain(FileStore):
+    """A store that is opened forgets the pages of the earlier one."""
 
     def __init__(self, namespace: Namespace, root: str) -> None:
         super().__init__(namespace, root=f"{root}/{time.monotonic_ns()}")

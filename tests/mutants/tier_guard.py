@@ -15,7 +15,7 @@ MUTANTS: list[Mutant] = []
 
 
 def wrong_guard(law: str, incident: str | None = None) -> Any:
-    """A class of guards is wrong."""
+    """Plant a wrong class of guards."""
 
     def add(guard: type[GuardedTier]) -> type[GuardedTier]:
         class Harness(GuardedStoreHarness):
@@ -36,8 +36,8 @@ def wrong_guard(law: str, incident: str | None = None) -> Any:
 
 
 @wrong_guard("TIER-12", "vllm#45704")
-class AsksOnTheCallersThread(GuardedTier):
-    """A lookup goes to the store at once."""
+class LooksUpOnTheEnginesThread(GuardedTier):
+    """A lookup calls the store on the caller's thread."""
 
     def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
         found = self._call_store(self.store.lookup, list(keys))

@@ -9,7 +9,6 @@ from kvview import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     ConfigError,
-    CPULoadStoreSpec,
     GPULoadStoreSpec,
     TransferResult,
 )
@@ -26,21 +25,21 @@ planted = planter(MUTANTS)
 
 
 class WrongWorker(ReferenceTransfer):
-    """The worker, with methods of this harness put in the place of its own."""
+    """The worker, changed by a method of this harness."""
 
     def make_worker(self) -> CPUGPUTransferWorker:
         worker = super().make_worker()
-        self.spoil(worker)
+        self.change_worker(worker)
         return worker
 
-    def spoil(self, worker: Any) -> None:
+    def change_worker(self, worker: Any) -> None:
         """Make the worker wrong."""
 
 
 class WrongSpec(WrongWorker):
     """The GPU side of each job is changed."""
 
-    def spoil(self, worker: Any) -> None:
+    def change_worker(self, worker: Any) -> None:
         start = worker.transfer_async
 
         def transfer_async(job_id: int, spec: Any) -> bool:
@@ -56,7 +55,7 @@ class WrongSpec(WrongWorker):
 
 @planted("XFER-1", "vllm#28950")
 class IgnoresTheFirstIndex(WrongSpec):
-    """Every transfer begins at the start of a host block."""
+    """Every transfer starts at the first slot of a host block."""
 
     def change(self, gpu: GPULoadStoreSpec) -> GPULoadStoreSpec:
         return replace(gpu, block_indices=[0] * len(gpu.block_indices))
@@ -94,28 +93,11 @@ class WritesThePadding(WrongWorker):
         return worker
 
 
-@planted("XFER-2")
-class WritesTheNextHostBlockToo(WrongWorker):
-    """A store runs over the end of its host block."""
-
-    def spoil(self, worker: Any) -> None:
-        start = worker.transfer_async
-
-        def transfer_async(job_id: int, spec: Any) -> bool:
-            accepted = bool(start(job_id, spec))
-            if isinstance(spec[1], CPULoadStoreSpec) and spec[1].block_ids:
-                after = (max(spec[1].block_ids) + 1) * self.blocks_per_chunk
-                worker._host[after : after + 1] = 0
-            return accepted
-
-        worker.transfer_async = transfer_async
-
-
 @planted("XFER-3", "vllm#45704")
 class RunsLoadsOnAStreamOfTheirOwn(WrongWorker):
     """Loads do not wait for stores: garbled output."""
 
-    def spoil(self, worker: Any) -> None:
+    def change_worker(self, worker: Any) -> None:
         engine = worker._copier
         submit = engine.submit
         engine.submit = lambda job: submit(job) if job.to_host else engine._run(job)
@@ -125,7 +107,7 @@ class RunsLoadsOnAStreamOfTheirOwn(WrongWorker):
 class ReportsFailuresAsSuccess(WrongWorker):
     """An error in the copy is logged, and the job reported as done."""
 
-    def spoil(self, worker: Any) -> None:
+    def change_worker(self, worker: Any) -> None:
         finished = worker.get_finished
         worker.get_finished = lambda: [
             TransferResult(result.job_id, True, result.transfer_size) for result in finished()
@@ -136,13 +118,13 @@ class ReportsFailuresAsSuccess(WrongWorker):
 class CopiesAtOnce(WrongWorker):
     """Every job is done when it is submitted: the faults of a late completion stay hidden."""
 
-    def spoil(self, worker: Any) -> None:
+    def change_worker(self, worker: Any) -> None:
         worker._copier.submit = worker._copier._run
 
 
 @planted("XFER-5")
 class KeepsItsCaches(ReferenceTransfer):
-    """A worker that was shut down holds the KV caches for as long as somebody holds it."""
+    """A worker that was shut down holds the KV caches as long as a reference to it exists."""
 
     def with_caches(self, kv_caches: Any, num_cpu_blocks: int) -> Any:
         worker: Any = super().with_caches(kv_caches, num_cpu_blocks)
@@ -152,7 +134,7 @@ class KeepsItsCaches(ReferenceTransfer):
 
 @planted("XFER-6")
 class IgnoresTheComputeStream(WrongWorker):
-    """Blocks are stored when they are submitted: the KV that is computed then is not in them."""
+    """Blocks are stored when they are submitted, without the KV that is still being computed."""
 
     def make_worker(self) -> CPUGPUTransferWorker:
         caches = self.kv_caches
@@ -164,7 +146,7 @@ class IgnoresTheComputeStream(WrongWorker):
 
 @planted("XFER-7")
 class ServesWhatItWasMadeFor(ReferenceTransfer):
-    """Caches that do not fit are found out about when a job names them."""
+    """Caches that do not fit are refused only when a job names them."""
 
     def with_caches(self, kv_caches: Any, num_cpu_blocks: int) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""A tier that is addressed by key and is no host memory: a manager, and its worker.
+"""A tier that is addressed by key and is not host memory: a manager, and its worker.
 
 Nothing names a page by number: the manager hands out keys, and the worker keeps bytes by key.
 """
@@ -34,7 +34,7 @@ Keys = Collection[OffloadKey]
 
 @dataclass(frozen=True)
 class KeySpec:
-    """What a tier without pages is told."""
+    """Keys of a tier that has no pages."""
 
     medium: ClassVar[str] = DISK
 
@@ -69,9 +69,9 @@ class KeyedWorker:
     """Keeps bytes by key; all jobs run on one thread, in order.
 
     Args:
-        kv_caches: What it moves pages of.
-        num_blocks: Of the manager; a dict has no size.
-        blocks_per_chunk: GPU blocks a key.
+        kv_caches: KV caches whose pages it moves.
+        num_blocks: Capacity of the manager; a dict has no size.
+        blocks_per_chunk: GPU blocks of one key.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""vLLM's own managers behind the adapter, beside the model of the kit: any calls, the same results.
+"""vLLM's own managers behind the adapter, compared with the model of the kit.
 
 The model is the reference manager's as well, so both managers agree in everything that the
 contract defines. vLLM's ARC differs from the published one and is played without its order.

@@ -1,4 +1,4 @@
-"""A tier that names nothing by page number keeps the contracts, and the kit can say so."""
+"""A tier without page numbers satisfies the contracts, and the kit can check it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entries that a reset leaves are dropped by later calls, whatever these store."""
+"""Entries that a reset leaves are dropped by later calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LRU or ARC, whichever hits more: LRU until ARC is ahead, and not much worse than either."""
+"""LRU or ARC, the one that hits more: LRU until ARC is ahead, and not much worse than either."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def source() -> str:
     return found[1]
 
 
-def test_the_policy_of_the_page_keeps_every_law(source: str, tmp_path: Path) -> None:
+def test_the_policy_of_the_page_satisfies_every_law(source: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(source)
     target = f"{tmp_path / 'mine.py'}:FirstInFirstOut"
     report = run_checks(load_target(target))
@@ -66,12 +66,12 @@ def test_wrong_policies_are_caught(right: str, wrong: str, source: str, tmp_path
 
 
 @pytest.mark.parametrize("policy", [VLLMARCPolicy, LRUOrARCPolicy], ids=lambda one: one.__name__)
-def test_policies_of_the_reference_keep_every_law(policy: type[Any]) -> None:
+def test_policies_of_the_reference_satisfy_every_law(policy: type[Any]) -> None:
     report = run_checks(policy, steps=20)
     assert report.is_clean, report.failures
 
 
-def test_arc_as_vllm_has_it_stores_what_it_remembers_as_new() -> None:
+def test_vllm_arc_stores_remembered_keys_as_new() -> None:
     manager = CPUOffloadingManager(2, "vllm-arc")
 
     def use(*keys: int) -> None:
@@ -97,6 +97,6 @@ def test_arc_as_vllm_has_it_stores_what_it_remembers_as_new() -> None:
         ("json:nothing", "has no 'nothing'"),
     ],
 )
-def test_what_is_no_policy_is_told_so(name: str, what: str) -> None:
+def test_a_target_that_is_not_a_policy_is_refused(name: str, what: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(what)):
         policy_factory(name)(4)

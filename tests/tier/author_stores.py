@@ -177,13 +177,6 @@ class IgnoresTheSize(SqliteStore):
         return bool(found)
 
 
-class SharesTheTable(SqliteStore):
-    """TIER-10: all namespaces have one database."""
-
-    def __init__(self, namespace: Namespace, root: str) -> None:
-        super().__init__(Namespace("all", weights="all"), root)
-
-
 class IgnoresTheCase(SqliteStore):
     """TIER-7: keys are texts that are compared without regard to case."""
 
@@ -208,7 +201,6 @@ WRONG = {
     LosesLongKeys: ("TIER-9", "check_tier_9"),
     WritesAtTheEnd: ("TIER-9", "check_tier_9_killed_process"),
     IgnoresTheSize: ("TIER-1", "check_tier_1"),
-    SharesTheTable: ("TIER-10", "check_tier_10"),
     IgnoresTheCase: ("TIER-7", "check_tier_7"),
     OpensAFileForEachLoad: ("TIER-11", "check_tier_11_threads_and_files"),
 }

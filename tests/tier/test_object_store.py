@@ -52,20 +52,20 @@ def test_objects_in_a_folder(check: BoundCheck) -> None:
         ({"url": "memory:///", "checksum": "md5"}, "unknown checksum 'md5'"),
     ],
 )
-def test_what_cannot_start_says_why_and_tells_no_secret(options: dict[str, Any], said: str) -> None:
+def test_a_store_that_cannot_start_shows_no_secret(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
         ObjectStore(HERE, **options)
     assert SECRET not in str(raised.value)
 
 
-def test_machines_share_a_prefix_and_mend_it_for_each_other(tmp_path: Path) -> None:
+def test_machines_share_a_prefix_and_repair_it_for_each_other(tmp_path: Path) -> None:
     one, other = (ObjectStore(HERE, url=f"file://{tmp_path}") for _ in range(2))
     assert moved(one, "put", b"a", b"b") == [True, True]
     assert looked_up(other, b"a", b"b", b"c") == [True, True, False]
     (path,) = tmp_path.rglob(b"a".hex())
     path.write_bytes(path.read_bytes()[:-1])
     assert moved(other, "get", b"a", b"b") == [False, True]
-    assert not path.exists(), "what is damaged is removed for all"
+    assert not path.exists(), "a damaged object is removed for all"
     assert moved(other, "put", b"a") == [True]
     assert moved(one, "get", b"a") == [True]
     one.delete([b"a"])
@@ -76,7 +76,7 @@ def test_machines_share_a_prefix_and_mend_it_for_each_other(tmp_path: Path) -> N
         store.close()
 
 
-def test_what_may_not_be_removed_is_replaced(tmp_path: Path) -> None:
+def test_an_object_that_may_not_be_removed_is_replaced(tmp_path: Path) -> None:
     """As with credentials that may read and write, and no more."""
 
     class CannotDelete(ObjectStore):
@@ -118,7 +118,7 @@ def test_fsck_reads_a_bucket(tmp_path: Path) -> None:
 
 
 class FailingServer(ThreadingHTTPServer):
-    """Answers every request in one way, and tells what it was sent, as real ones do."""
+    """Responds to every request alike, and repeats its credentials as real servers do."""
 
     daemon_threads = True
 
@@ -166,7 +166,7 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     "fault", ["403", "401", "404", "500", "503", "301", "slow", "hangs up", "truncated", "nonsense"]
 )
 @pytest.mark.usefixtures("credentials")
-def test_a_server_that_fails_is_misses_and_tells_no_secret(
+def test_a_server_that_fails_gives_misses_and_no_secret(
     fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -188,7 +188,7 @@ def test_a_server_that_fails_is_misses_and_tells_no_secret(
     server.server_close()
 
 
-def test_no_server_and_no_credentials_are_misses(
+def test_no_server_and_no_credentials_give_misses(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):

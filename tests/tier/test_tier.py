@@ -1,4 +1,4 @@
-"""The tier contract: the kit on the stores that are here, and what the kit does not see."""
+"""The tier contract: the kit on right and wrong stores, and behaviour beyond the contract."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_wrong_stores_of_authors_are_red(store: Any) -> None:
     assert law in {failure.check.law for failure in report.failures}, report.summary()
 
 
-def test_what_the_page_shows() -> None:
+def test_the_page_shows_the_results_of_its_programs() -> None:
     assert shown(0, STORE=FileStore, OPTIONS={"root": "{tmp}"}) == expected(4)
     for fault, said in shown(1).items():
         alone, _, guarded = said.partition(" | ")
@@ -74,7 +74,7 @@ def test_what_the_page_shows() -> None:
 
 
 class Lacking:
-    """No store."""
+    """Lacks methods of a store."""
 
     def put(self) -> None: ...
 
@@ -103,7 +103,7 @@ class Half(Threaded):
         (FileStore, {"root": "/dev/null/x"}, "the folder '/dev/null/x.*' cannot be used"),
     ],
 )
-def test_what_cannot_be_checked_says_why(target: Any, options: dict[str, Any], said: str) -> None:
+def test_a_wrong_target_is_refused(target: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         run_checks(target, options=options)
 
@@ -166,7 +166,9 @@ def test_the_guard_refuses_numbers_that_are_not_positive(name: str) -> None:
 # --- the store of files ---
 
 
-def test_half_files_of_who_was_killed_are_removed_by_who_is_alone(tmp_path: Path) -> None:
+def test_half_files_of_a_killed_process_are_removed_by_a_lone_store(
+    tmp_path: Path,
+) -> None:
     first = FileStore(HERE, root=str(tmp_path))
     half = tmp_path / HERE.digest.hex() / "half" / "1-2-3"
     half.write_bytes(b"x")
@@ -179,7 +181,7 @@ def test_half_files_of_who_was_killed_are_removed_by_who_is_alone(tmp_path: Path
 
 
 def counted(tmp_path: Path) -> tuple[int, int]:
-    """What a store says that it uses when it is opened, and what there is."""
+    """The bytes that a store counts when it is opened, and those of its files."""
     store = FileStore(HERE, root=str(tmp_path), max_bytes=100_000)
     used = store.usage().used_bytes
     held = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
@@ -188,7 +190,7 @@ def counted(tmp_path: Path) -> tuple[int, int]:
     return used, held
 
 
-def test_a_count_that_cannot_be_believed_is_made_anew(
+def test_a_count_that_cannot_be_trusted_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = FileStore(HERE, root=str(tmp_path))
@@ -247,7 +249,7 @@ def test_an_entry_is_read_as_a_load_would(tmp_path: Path) -> None:
     assert read_entry(HERE, path.read_bytes()).problem == "it has no header"
 
 
-def test_fsck_says_what_cannot_be_loaded(tmp_path: Path) -> None:
+def test_fsck_reports_entries_that_cannot_be_loaded(tmp_path: Path) -> None:
     def fsck(*args: str) -> Any:
         return CliRunner().invoke(tier_group, ["fsck", *args])
 
@@ -268,7 +270,7 @@ def test_fsck_says_what_cannot_be_loaded(tmp_path: Path) -> None:
     assert "1 cannot be loaded" in bad.output
 
 
-def test_what_raises_in_an_authors_call_is_logged_once(
+def test_an_exception_of_an_authors_call_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Wrong(FolderStore):
@@ -288,7 +290,7 @@ def bench(*args: str) -> Any:
     return CliRunner().invoke(tier_group, ["bench", *args])
 
 
-def test_bench_measures_what_comes_back_right(tmp_path: Path) -> None:
+def test_bench_measures_right_stores(tmp_path: Path) -> None:
     file = tmp_path / "speed.json"
     few = ["--page-bytes", "5000", "--page-bytes", "70000", "--pages", "4", "--rounds", "2"]
     for guard in ([], ["--no-guard"]):
@@ -309,11 +311,11 @@ def test_bench_measures_what_comes_back_right(tmp_path: Path) -> None:
         (["examples/folder_store.py:FolderStore", "--pages", "0"], "must be 1 or more"),
     ],
 )
-def test_bench_says_what_is_wrong(args: list[str], said: str) -> None:
+def test_bench_refuses_wrong_arguments(args: list[str], said: str) -> None:
     assert said in str(bench(*args).exception)
 
 
-def test_bench_counts_pages_that_come_back_wrong() -> None:
+def test_bench_counts_pages_with_wrong_bytes() -> None:
     class Flips(FaultyStore):
         def __init__(self, namespace: Namespace) -> None:
             super().__init__(namespace)

@@ -1,4 +1,4 @@
-"""What a tier advertises: stores and removals take turns, and advertised means loadable."""
+"""The keys that a tier advertises: stores and removals take turns, and each can be loaded."""
 
 from __future__ import annotations
 

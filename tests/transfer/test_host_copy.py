@@ -31,7 +31,7 @@ def test_a_call_of_the_kernel_copies_no_more_than_it_can(
 
 @pytest.mark.parametrize("wait", [-1.0, 1e9])
 @pytest.mark.parametrize("kernel", [True, False])
-def test_who_copies_is_all_the_same(
+def test_every_way_to_copy_gives_the_same_bytes(
     monkeypatch: pytest.MonkeyPatch, wait: float, kernel: bool
 ) -> None:
     monkeypatch.setattr(host_copy, "_LONG_WAIT_S", wait)

@@ -44,7 +44,7 @@ def make(shape: tuple[int, ...], order: tuple[int, ...] | None) -> torch.Tensor:
 
 
 def config(*groups: Sequence[str]) -> Any:
-    """What is read of a `KVCacheConfig`."""
+    """The attributes of a `KVCacheConfig` that are read."""
     names = [SimpleNamespace(layer_names=list(group)) for group in groups]
     return SimpleNamespace(num_blocks=N, kv_cache_groups=names)
 
@@ -76,7 +76,7 @@ def test_a_page_is_a_block(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_block_goes_to_the_host_and_comes_back_elsewhere(name: str) -> None:
+def test_a_block_is_stored_and_loaded_elsewhere(name: str) -> None:
     shape, axis, order = LAYOUTS[name]
     tensor = make(shape, order)
     before = tensor.clone()
@@ -127,7 +127,7 @@ def test_0_11_0_gives_no_config() -> None:
     ],
     ids=["no blocks", "keys and values apart", "padding inside"],
 )
-def test_what_has_no_pages_is_refused(tensor: torch.Tensor, message: str) -> None:
+def test_tensors_without_pages_are_refused(tensor: torch.Tensor, message: str) -> None:
     # PAGE-1
     with pytest.raises(UnsupportedEngineError, match=message):
         canonical_kv_caches({"layer": tensor}, config(["layer"]))

@@ -241,12 +241,12 @@ def play(factory: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("factory", [Engine, Inline, Streams])
-def test_every_engine_keeps_the_contract(factory: Callable[[], Any]) -> None:
+def test_every_engine_satisfies_the_contract(factory: Callable[[], Any]) -> None:
     play(factory)
 
 
 @pytest.mark.parametrize("small_copy_bytes", [0, 1 << 20], ids=["copied", "gathered"])
-def test_threads_that_share_each_job_keep_the_contract(
+def test_threads_that_share_each_job_satisfy_the_contract(
     monkeypatch: pytest.MonkeyPatch, small_copy_bytes: int
 ) -> None:
     share_everything(monkeypatch, small_copy_bytes)
@@ -255,7 +255,7 @@ def test_threads_that_share_each_job_keep_the_contract(
 
 @pytest.mark.skipif(NO_GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("batched", [True, False])
-def test_a_gpu_keeps_the_contract(batched: bool) -> None:
+def test_a_gpu_satisfies_the_contract(batched: bool) -> None:
     class OnCUDA(Engine):
         capabilities = frozenset({Capability.HOST_BYTES})
 

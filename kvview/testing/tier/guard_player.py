@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, ClassVar, NoReturn
 
@@ -126,18 +125,12 @@ class TierGuardPlayer(TierMoves):
         """Play jobs and lookups one after the other on a new guard, and compare its counts."""
         self.wait()
         before = self.subject, self.under, self.clock, self.model, self.keys, self.reported
-        with self._timed_by_hand():
-            self._play_steps()
-        self.subject.close()
-        self.subject, self.under, self.clock, self.model, self.keys, self.reported = before
-
-    @contextmanager
-    def _timed_by_hand(self) -> Iterator[None]:
         self.guard_new_store()
         self.model.become_faulty()
         self.is_timed_by_hand = True
-        yield
-        self.is_timed_by_hand = False
+        self._play_steps()
+        self.subject.close()
+        self.subject, self.under, self.clock, self.model, self.keys, self.reported = before
 
     def _play_steps(self) -> None:
         expected = TierGuardModel(TRIP_AFTER, RETRY_AFTER)

@@ -61,7 +61,7 @@ def layout_of(
     groups = []
     for refs in caches.group_data_refs:
         widths: dict[int, int] = {}
-        for ref in refs:  # pages begin where rows begin: of two references the wider has both
+        for ref in refs:  # pages start with their rows, so the wider one includes both
             widths[ref.tensor_idx] = max(ref.page_size_bytes, widths.get(ref.tensor_idx, 0))
         groups.append(widths)
     return tensors, list(storages.values()), groups

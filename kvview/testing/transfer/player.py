@@ -76,7 +76,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-3", weight=2)
     def burst(self) -> None:
-        """Many jobs over a few pages, between large ones, as fast as they are accepted."""
+        """Many jobs over a few pages, between large ones, as fast as the worker accepts them."""
         group = self.rng.randrange(len(self.model.groups))
         blocks = self.rng.choices(range(self.model.num_blocks(group)), k=2)
         chunks = self.rng.sample(range(self.num_chunks), 2)

@@ -165,11 +165,11 @@ class CPUOffloadingManager:
     ) -> PrepareStoreOutput | None:
         """Make room for new keys and protect them until ``complete_store`` (OFF-3).
 
-        Left out are keys held, keys below the store threshold, and keys that a
-        transfer from before a reset still uses (OFF-8).
+        Keys that are held, keys below the store threshold, and keys that a transfer older
+        than a reset still uses (OFF-8) are skipped.
 
         Returns:
-            What to store and where, or None when too many keys are in flight to
+            The keys to store and their pages, or None if too many keys are in flight to
             make room; then nothing has changed.
         """
         pages = self._pages

@@ -106,7 +106,7 @@ class RecencyOrder:
         self._newest = list(keys)
 
     def without_newest(self, keys: Keys) -> Keys:
-        """What is left to move when ``keys`` are used; the caller moves it.
+        """Return the keys that the caller must move when ``keys`` are used.
 
         A request is mostly touched when it is stored, and ends with the keys that entered:
         those are in their place. Saves a tenth of the time at 50,000 blocks.
@@ -248,7 +248,7 @@ class ARCPolicy:
         """Count one use of each held key; while it is stored, still its first use."""
         storing = in_flight.storing
         others = self._t1.without_newest(keys)
-        if len(others) < len(keys) and keys[-1] in storing:  # with all that entered with it
+        if len(others) < len(keys) and keys[-1] in storing:  # with every key that entered with it
             keys = others
         self._t1.recall(keys)
         self._t2.recall(keys)
