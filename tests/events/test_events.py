@@ -100,7 +100,7 @@ def test_a_size_of_a_store_that_ends_after_a_reset_of_the_gpu() -> None:
     assert index_of(stored(oldest), index=index).block_size(oldest) == 16
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_a_batch_may_be_in_any_order(data: st.DataObject) -> None:
     names = [number.to_bytes(8, "big") for number in range(data.draw(st.sampled_from([3, 2000])))]

@@ -143,7 +143,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 VALUES = st.tuples(ANYTHING, EVENTS) | st.tuples(st.floats(), EVENTS, ANYTHING)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(st.binary(max_size=200) | VALUES.map(pack) | damaged())
 def test_any_bytes_are_a_batch_or_our_error(payload: bytes) -> None:
     _is_sound(payload)
