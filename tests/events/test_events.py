@@ -24,7 +24,7 @@ from kvview import (
     get_offload_group_idx,
     make_offload_key,
 )
-from kvview.events import EventFold
+from kvview.events import FoldedEvents
 
 A, B, C = (make_offload_key(name, 0) for name in (b"a", b"b", b"c"))
 
@@ -50,7 +50,7 @@ def test_event_1_a_removal_needs_a_store_before_it() -> None:
 def test_event_2_the_fold_is_the_set_of_loadable_keys() -> None:
     events = [stored(A, B), stored(A, medium="DISK"), removed(A), stored(A), removed(B, A)]
     assert fold_events(iter(events)) == {MEDIUM_CPU: set(), "DISK": {A}}
-    fold: EventFold[OffloadKey] = EventFold()
+    fold: FoldedEvents[OffloadKey] = FoldedEvents()
     changes = [
         fold.change(MEDIUM_CPU, A, removed=is_removal) for is_removal in (False, False, True, True)
     ]
@@ -148,7 +148,7 @@ def test_a_size_is_known_while_its_key_is_held(
 ) -> None:
     """g/G: the GPU stores and removes; o/O, d/D: CPU and disk; x: the GPU is cleared."""
     index = BlockSizeIndex()
-    fold: EventFold[OffloadKey] = EventFold()
+    fold: FoldedEvents[OffloadKey] = FoldedEvents()
     seen: set[OffloadKey] = set()
     for named, group, move in moves:
         name = get_offload_block_hash(named)

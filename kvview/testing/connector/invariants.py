@@ -110,7 +110,7 @@ class EventFold:
 
     def __init__(self) -> None:
         self.num_events = 0
-        self._model: fold.EventFold[OffloadKey] = fold.EventFold()
+        self._model: fold.FoldedEvents[OffloadKey] = fold.FoldedEvents()
 
     def apply(self, events: Iterable[OffloadingEvent]) -> None:
         """Take more events in.
