@@ -13,7 +13,7 @@ from kvview.events.block_sizes import (
     BlockStored,
     GPUEvent,
 )
-from kvview.events.fold import EventFold, fold_events
+from kvview.events.fold import FoldedEvents, fold_events
 from kvview.events.tier import (
     MEDIUM_CPU,
     MEDIUM_GPU,
@@ -30,7 +30,7 @@ __all__ = [
     "BlockRemoved",
     "BlockSizeIndex",
     "BlockStored",
-    "EventFold",
+    "FoldedEvents",
     "GPUEvent",
     "OffloadingEvent",
     "SupportsSilentTiers",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from kvview.events.fold import EventFold
+from kvview.events.fold import FoldedEvents
 from kvview.events.tier import MEDIUM_GPU, OffloadingEvent
 from kvview.keys import OffloadKey, make_offload_key
 
@@ -67,7 +67,7 @@ class BlockSizeIndex:
 
     def __init__(self) -> None:
         self._sizes: dict[OffloadKey, int] = {}
-        self._fold: EventFold[OffloadKey] = EventFold()
+        self._fold: FoldedEvents[OffloadKey] = FoldedEvents()
         self._released: dict[OffloadKey, None] = {}  # keys that no medium holds, oldest first
         self._most_held = 0
 

@@ -13,7 +13,7 @@ from kvview.keys import OffloadKey
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 
-class EventFold(Generic[KeyT]):
+class FoldedEvents(Generic[KeyT]):
     """The state that a stream of events has described so far.
 
     Keys are of any kind, because an engine names a block by hash and group, and a tier by
@@ -67,7 +67,7 @@ def fold_events(events: Iterable[OffloadingEvent]) -> dict[str, set[OffloadKey]]
     Raises:
         EventOrderError: A key is removed that was not stored (EVENT-1).
     """
-    fold: EventFold[OffloadKey] = EventFold()
+    fold: FoldedEvents[OffloadKey] = FoldedEvents()
     for number, event in enumerate(events):
         fold.held.setdefault(event.medium, Counter())
         for key in event.keys:

@@ -91,12 +91,9 @@ class Codec:
         self._write = msgspec.msgpack.Encoder().encode
 
     def make(self, tag: str, **values: Any) -> WireEvent:
-        """Make an event of this format.
+        """Make an event of this format; ``tag`` is ``BlockStored`` for example.
 
-        Args:
-            tag: ``BlockStored``, ``BlockRemoved`` or ``AllBlocksCleared``.
-            values: Values of fields; fields without a value are None, and values without a
-                field are dropped.
+        Fields without a value are None, and values without a field are dropped.
         """
         for kind in (self.stored_type, self.removed_type, self.cleared_type):
             if kind.__struct_config__.tag == tag:

@@ -81,10 +81,9 @@ class Hold:
 
 
 class GuardedLease(NotCopyable):
-    """References that are released exactly once (GUARD-2); made by ``lease``.
+    """References that are released exactly once (GUARD-2): a :class:`kvview.Lease`.
 
-    It implements :class:`kvview.Lease`. As a context manager it ends with the ``with`` block,
-    otherwise by ``release`` or at its deadline.
+    It ends with its ``with`` block, by ``release``, or at its deadline.
     """
 
     def __init__(self, guard: GuardedLeases, hold: Hold) -> None:

@@ -65,7 +65,7 @@ def test_a_job_id_in_flight_is_refused() -> None:
 def test_a_promise_needs_its_load_in_the_same_plan() -> None:
     book = JobTracker()
     book.promise("r", 32)
-    assert "promised 32 tokens to request 'r' and planned no load" in refused(book, StepPlan())
+    assert "promised 32 tokens to request 'r' but planned no load" in refused(book, StepPlan())
     assert refused(book, StepPlan(loads=[load(1, "other")])).startswith("CONN-2: load job 1 names")
     job = replace(load(1, "other"), owner="0: my.py:Mine")  # a child of several is named
     assert "load job 1 of 0: my.py:Mine names request 'other'" in refused(book, StepPlan([job]))

@@ -1,4 +1,4 @@
-"""Events that readers treat differently: what each says beside an ordinary one."""
+"""Events that readers treat differently: the fields that differ from an ordinary event."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STORES: dict[str, dict[str, Any]] = {
     "a hash of no bytes": {"block_hashes": [b"", b"h"]},
     "hash of all bytes": {"block_hashes": ALL_BYTES},
     "parent of all bytes": {"parent_block_hash": b"p" * 32},
-    "place alone": {"token_ids": [], "block_size": 0, "medium": "CPU"},
+    "no tokens": {"token_ids": [], "block_size": 0, "medium": "CPU"},
     "fewer tokens than blocks": {"token_ids": [*range(16)]},
     "a hash twice": {"block_hashes": [5 << 50, 5 << 50]},
     "tokens of a block and a half": {"token_ids": [*range(24)]},

@@ -1,7 +1,7 @@
-"""NVIDIA Dynamo's own reader of KV events, as its package on PyPI has it.
+"""NVIDIA Dynamo's own reader of KV events, from its package on PyPI.
 
-``python -m dynamo.indexer`` subscribes to a publisher for each worker that is registered, and
-says on ``/dump`` which blocks it holds (``ai-dynamo-runtime``; the reader is
+``python -m dynamo.indexer`` subscribes to a publisher for each registered worker, and lists on
+``/dump`` the blocks of each worker (``ai-dynamo-runtime``; the reader is
 ``lib/kv-router`` of ai-dynamo/dynamo).
 """
 
@@ -40,7 +40,7 @@ class DynamoIndexer:
         )
 
     def __enter__(self) -> DynamoIndexer:
-        wait_until(self._is_up, "the indexer does not answer")
+        wait_until(self._is_up, "the indexer does not respond")
         return self
 
     def __exit__(
@@ -62,7 +62,7 @@ class DynamoIndexer:
         return True
 
     def ask(self, path: str, **body: Any) -> Any:
-        """The answer to a request, posted where it has a body."""
+        """Send a request, as a POST if it has a body; returns the response."""
         data = json.dumps(body).encode() if body else None
         request = urllib.request.Request(
             f"http://127.0.0.1:{self._port}/{path}",
@@ -89,8 +89,8 @@ class Worker:
     """One publisher that an indexer follows.
 
     Args:
-        indexer: Who follows it.
-        number: Of the worker.
+        indexer: The indexer that subscribes to it.
+        number: Number of the worker.
         block_size: Tokens in a block.
     """
 
@@ -119,18 +119,18 @@ class Worker:
         self._sent += 1
 
     def close(self) -> None:
-        """No more events come."""
+        """Stop publishing."""
         self._socket.close()
 
 
-def wait_until(condition: Any, what: str, seconds: float = _DEADLINE_S) -> None:
+def wait_until(condition: Any, problem: str, seconds: float = _DEADLINE_S) -> None:
     """Return once the condition holds.
 
     Raises:
-        TimeoutError: It does not in time.
+        TimeoutError: It does not hold in time.
     """
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
-            raise TimeoutError(what)
+            raise TimeoutError(problem)
         time.sleep(_PAUSE_S)

@@ -1,12 +1,11 @@
-"""The readers of KV events that are written in Go, built from their own sources and asked.
+"""The readers of KV events that are written in Go, built from their sources and compared.
 
     python tests/events/go_readers.py SOURCES BUILD [CORPUS]
 
-SOURCES has a clone of each repository of :data:`REPOSITORIES`, bare or not, named as it is
-there (``SOURCES/llm-d-router``). What decodes is taken out of each at HEAD, unchanged, and
-built into ``BUILD/readers`` by the ``go`` of the PATH, without a module proxy. Then every
-format of the table is read by each, event by event, and compared with its profile: the exit
-code is 1 where one of them is wrong.
+SOURCES has a clone of each repository of :data:`REPOSITORIES`, bare or not, with its name as a
+folder (``SOURCES/llm-d-router``). The decoder of each is built at HEAD, unchanged, into
+``BUILD/readers`` by the ``go`` of the PATH, without a module proxy. Then each reader decodes every
+format of the table, event by event. The exit code is 1 if a profile differs from its reader.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ _LLMD = (
     *(f"pkg/kvevents/engineadapter/{name}_adapter.go" for name in ("vllm", "sglang")),
 )
 _AIBRIX = tuple(f"pkg/cache/kvcache/{name}.go" for name in ("event_types", "msgpack_decoder"))
-# What its pool asks of a decoded event first; the rest of that file needs Kubernetes.
+# The first checks of its pool; the rest of that file needs Kubernetes.
 _DIGESTIBLE = ("isPrefixIndexableSpecKind", "blockStoredEventDigestible")
 _EXPORT = """
-// Digestible is what the pool asks of a store first.
+// Digestible is the first check of a store by the pool.
 func Digestible(event *BlockStoredEvent) (bool, string) { return blockStoredEventDigestible(event) }
 """
 _MAIN = Path(__file__).with_name("go_readers.go")
@@ -62,7 +61,7 @@ def build(sources: Path, folder: Path) -> dict[str, str]:
 
     Args:
         sources: Folder of the clones.
-        folder: Where to; ``readers`` is the program.
+        folder: Destination; ``readers`` is the program.
 
     Returns:
         The commit and its date, by repository.
@@ -134,7 +133,7 @@ class Readers:
         self._process.wait()
 
     def ask(self, reader: str, payload: bytes) -> dict[str, Any]:
-        """``Error``, or ``Events`` as they were decoded and, of each, why it is ``Refused``."""
+        """Return ``Error``, or the decoded ``Events`` and the reason why each is ``Refused``."""
         question = {"Reader": reader, "Payload": base64.b64encode(payload).decode()}
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
@@ -143,7 +142,7 @@ class Readers:
 
 
 def batches() -> Iterator[tuple[str, Batch]]:
-    """One event of each kind in each format, named."""
+    """Yield one named event of each kind in each format."""
     for wire_format in WIRE_FORMATS:
         make = codec(wire_format).make
         for tag, ordinary, cases in (
@@ -161,7 +160,7 @@ def batches() -> Iterator[tuple[str, Batch]]:
 
 
 def corpus(folder: Path) -> Iterator[tuple[str, Batch]]:
-    """The batches of a golden corpus: what tests/vllm/make_event_corpus.py wrote."""
+    """Yield the batches of a golden corpus of tests/vllm/make_event_corpus.py."""
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text().splitlines():
             row = json.loads(line)
@@ -169,7 +168,7 @@ def corpus(folder: Path) -> Iterator[tuple[str, Batch]]:
 
 
 def differences(readers: Readers, named: Iterator[tuple[str, Batch]]) -> Iterator[str]:
-    """Where a reader and its profile do not agree, a line each; then how many do."""
+    """Yield a line for each difference of a reader and its profile; print how many agree."""
     agreed: Counter[str] = Counter()
     for name, batch in named:
         payload = encode(batch)
@@ -191,7 +190,7 @@ def differences(readers: Readers, named: Iterator[tuple[str, Batch]]) -> Iterato
             else:
                 why = answer["Error"] or ", ".join(answer["Refused"])
                 shown = [one.text for one in said]
-                yield f"{reader}: {name}: the profile says {shown}, the reader {why or 'takes it'}"
+                yield f"{reader}: {name}: the profile has {shown}, the reader {why or 'accepts it'}"
     for reader, number in agreed.items():
         print(f"{reader}: profile and reader agree on {number} batches")
 

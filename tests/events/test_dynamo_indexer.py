@@ -1,4 +1,4 @@
-"""The profile of Dynamo's router beside the router itself: the same verdict on every event."""
+"""The profile of Dynamo's router, compared with the router for every event."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.events.dynamo_indexer import DynamoIndexer, Worker, wait_until
 BEFORE_1_6 = version("ai-dynamo-runtime").startswith("1.5.")
 PROFILE = find_consumer("dynamo-1.5" if BEFORE_1_6 else "dynamo")
 REPLAYED_SIZE = 512
-BESIDE, AFTER = 555, 666
+SAME_BATCH, AFTER = 555, 666
 NEWEST = find_format("vllm-0.33")
 AT_THE_END = encode(
     Batch(
@@ -68,7 +68,7 @@ def indexer() -> Iterator[DynamoIndexer]:
 
 
 class Trial:
-    """One event, and what becomes of it in a worker of its own."""
+    """One event, sent through its own worker."""
 
     numbers = itertools.count(1)
 
@@ -83,7 +83,7 @@ class Trial:
             before = [] if parent is None else [parent]
         if before:
             self._send(self._good(before))
-        self._send(self.event, self._good([BESIDE]))
+        self._send(self.event, self._good([SAME_BATCH]))
         self._send(self._good([AFTER]))
 
     def _event(self) -> WireEvent:
@@ -103,8 +103,8 @@ class Trial:
         self.worker.send(encode(Batch(1.0, events, 0, self._codec.wire_format)))
 
     def reception(self, held: set[int]) -> Reception:
-        """What the router did, ACCEPTED where PARTLY cannot be told from it."""
-        if BESIDE not in held:
+        """Return the outcome in the router; ACCEPTED if PARTLY looks the same."""
+        if SAME_BATCH not in held:
             return Reception.BATCH_LOST
         hashes = getattr(self.event, "block_hashes", None) or ()  # the struct has None for none
         named = {one for one in hashes if isinstance(one, int)}
@@ -121,7 +121,7 @@ class Trial:
 @pytest.mark.parametrize("wire_format", WIRE_FORMATS, ids=lambda one: one.name)
 def test_profile_and_router_agree(indexer: DynamoIndexer, wire_format: WireFormat) -> None:
     if not wire_format.has_rank:
-        pytest.skip("every batch is lost, and nothing shows that it came")
+        pytest.skip("every batch is lost, so its arrival cannot be seen")
     # The router is registered with one size; the profile takes each event's own.
     cases = [case for case in (*STORES, *REMOVALS, "cleared") if case != "tokens of another size"]
     trials = [Trial(indexer, wire_format, case) for case in cases]
@@ -160,7 +160,7 @@ def test_a_batch_without_a_rank_is_lost(indexer: DynamoIndexer) -> None:
 
 
 def test_the_router_holds_what_a_replay_publishes(indexer: DynamoIndexer) -> None:
-    """The tier's blocks all; of the GPU's more, once removals that leave a copy are kept back."""
+    """It holds all blocks of the tier, and more of the GPU's if removals of copies are dropped."""
     messages = replayed()
     plain, counted = (Worker(indexer, next(Trial.numbers), REPLAYED_SIZE) for _ in range(2))
     fold, counting = StreamFold(), EventDecoder()
@@ -186,12 +186,12 @@ def test_the_router_holds_what_a_replay_publishes(indexer: DynamoIndexer) -> Non
     )
     of_plain, of_counted = (indexer.held()[worker.number] for worker in (plain, counted))
     assert of_plain["host_pinned"] == of_counted["host_pinned"] == held["CPU"]
-    # Of a block whose parent is gone, the router lets go too.
+    # The router also drops a block whose parent was removed.
     assert of_plain["device"] < of_counted["device"] <= held["GPU"] | {AFTER}
 
 
 def replayed() -> list[Message]:
-    """What the default connector's engine says of a generated workload."""
+    """Record the events of the default connector's engine for a generated workload."""
     config = ReplayConfig(300, 64, 4, "full", {"cpu_blocks": 400, "enable_events": True})
     rows = generate_trace(num_requests=60, seed=0, block_size=REPLAYED_SIZE)
     any_port = "tcp://127.0.0.1:*"

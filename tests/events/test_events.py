@@ -24,7 +24,7 @@ from kvview import (
     get_offload_group_idx,
     make_offload_key,
 )
-from kvview.events import EventFold
+from kvview.events import FoldedEvents
 
 A, B, C = (make_offload_key(name, 0) for name in (b"a", b"b", b"c"))
 
@@ -50,7 +50,7 @@ def test_event_1_a_removal_needs_a_store_before_it() -> None:
 def test_event_2_the_fold_is_the_set_of_loadable_keys() -> None:
     events = [stored(A, B), stored(A, medium="DISK"), removed(A), stored(A), removed(B, A)]
     assert fold_events(iter(events)) == {MEDIUM_CPU: set(), "DISK": {A}}
-    fold: EventFold[OffloadKey] = EventFold()
+    fold: FoldedEvents[OffloadKey] = FoldedEvents()
     changes = [
         fold.change(MEDIUM_CPU, A, removed=is_removal) for is_removal in (False, False, True, True)
     ]
@@ -100,7 +100,7 @@ def test_a_size_of_a_store_that_ends_after_a_reset_of_the_gpu() -> None:
     assert index_of(stored(oldest), index=index).block_size(oldest) == 16
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_a_batch_may_be_in_any_order(data: st.DataObject) -> None:
     names = [number.to_bytes(8, "big") for number in range(data.draw(st.sampled_from([3, 2000])))]
@@ -148,7 +148,7 @@ def test_a_size_is_known_while_its_key_is_held(
 ) -> None:
     """g/G: the GPU stores and removes; o/O, d/D: CPU and disk; x: the GPU is cleared."""
     index = BlockSizeIndex()
-    fold: EventFold[OffloadKey] = EventFold()
+    fold: FoldedEvents[OffloadKey] = FoldedEvents()
     seen: set[OffloadKey] = set()
     for named, group, move in moves:
         name = get_offload_block_hash(named)

@@ -6,8 +6,10 @@ import gzip
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -66,9 +68,9 @@ def batch_of(name: str, *events: tuple[str, dict[str, Any]]) -> Batch:
 
 
 def stored(*hashes: int, medium: str = "GPU", **values: Any) -> tuple[str, dict[str, Any]]:
-    said = {"token_ids": [7] * 4 * len(hashes), "block_size": 4, "group_idx": 0}
-    said |= {"kv_cache_spec_kind": "full_attention"}
-    return "BlockStored", {"block_hashes": [*hashes], "medium": medium, **said, **values}
+    defaults = {"token_ids": [7] * 4 * len(hashes), "block_size": 4, "group_idx": 0}
+    defaults |= {"kv_cache_spec_kind": "full_attention"}
+    return "BlockStored", {"block_hashes": [*hashes], "medium": medium, **defaults, **values}
 
 
 def removed(*hashes: int, medium: str = "GPU") -> tuple[str, dict[str, Any]]:
@@ -81,6 +83,8 @@ CLEARED: tuple[str, dict[str, Any]] = ("AllBlocksCleared", {})
 def payload_of(*events: tuple[str, dict[str, Any]], name: str = "vllm-0.30") -> bytes:
     return encode(batch_of(name, *events))
 
+
+EMPTY = payload_of()
 
 # --- consumers ---
 
@@ -128,7 +132,7 @@ def test_an_incident_is_flagged_by_its_thread(thread: str) -> None:
         ("smg", {"token_ids": []}, Reception.PARTLY, "some have none or too few; medium not read"),
     ],
 )
-def test_what_a_consumer_does(
+def test_the_treatment_of_an_event_by_a_consumer(
     name: str, values: dict[str, Any], verdict: Reception, why: str
 ) -> None:
     batch = batch_of("vllm-0.30", stored(FIRST, SECOND, **{"medium": "CPU", **values}))
@@ -163,7 +167,7 @@ def laws(fold: StreamFold, sequence: int, *events: tuple[str, dict[str, Any]]) -
     return [finding.law for finding in found]
 
 
-def test_what_lies_where() -> None:
+def test_the_blocks_of_each_medium() -> None:
     fold = StreamFold()
     assert laws(fold, 0, stored(1, 2), stored(1, medium="CPU")) == []
     assert laws(fold, 1, stored(1), removed(1), removed(2)) == []
@@ -183,18 +187,18 @@ def test_what_lies_where() -> None:
 def test_a_store_of_a_window_names_some_of_its_blocks() -> None:
     """As vLLM writes it: the tokens are those of three blocks."""
     fold = StreamFold()
-    said: dict[str, Any] = {"token_ids": [7] * 12, "group_idx": 1}
-    assert laws(fold, 0, stored(1, **said, kv_cache_spec_kind="sliding_window")) == []
-    assert laws(fold, 1, stored(**said, kv_cache_spec_kind="sliding_window")) == []
+    values: dict[str, Any] = {"token_ids": [7] * 12, "group_idx": 1}
+    assert laws(fold, 0, stored(1, **values, kv_cache_spec_kind="sliding_window")) == []
+    assert laws(fold, 1, stored(**values, kv_cache_spec_kind="sliding_window")) == []
     assert fold.num_sparse == 2
-    assert laws(fold, 2, stored(2, **said)) == ["FORMAT"]
-    said |= {"block_size": 5, "kv_cache_spec_kind": "mamba"}
-    assert laws(fold, 3, stored(3, **said)) == ["FORMAT"]
+    assert laws(fold, 2, stored(2, **values)) == ["FORMAT"]
+    values |= {"block_size": 5, "kv_cache_spec_kind": "mamba"}
+    assert laws(fold, 3, stored(3, **values)) == ["FORMAT"]
 
 
 def test_numbers_without_gaps() -> None:
     fold = StreamFold()
-    assert laws(fold, 5, removed(9)) == []  # heard too late to know
+    assert laws(fold, 5, removed(9)) == []  # the start is missing, so the key may have been stored
     assert laws(fold, 7) == ["EVENT-3"]
     assert fold.gaps == [range(6, 7)]
     assert laws(fold, 7) == ["EVENT-3"]
@@ -202,13 +206,13 @@ def test_numbers_without_gaps() -> None:
     assert (fold.gaps, fold.held["GPU"][1, 0]) == ([], 1)
     assert laws(fold, 6, stored(1)) == ["EVENT-3"]  # again, and counted once
     assert fold.held["GPU"][1, 0] == 1
-    assert laws(fold, 0, stored(1)) == ["EVENT-3"]  # the publisher began anew
+    assert laws(fold, 0, stored(1)) == ["EVENT-3"]  # the publisher restarted
     assert laws(fold, 1, removed(1), removed(2)) == ["EVENT-1"]
     assert fold.apply(2, b"junk")[0] is None
-    assert laws(fold, 3, removed(5)) == []  # what the unreadable batch held is not known
+    assert laws(fold, 3, removed(5)) == []  # the unreadable batch may have stored it
 
 
-def test_a_publisher_that_began_anew_before_it_was_heard() -> None:
+def test_a_publisher_that_restarted_before_the_listener_connected() -> None:
     fold = StreamFold()
     assert laws(fold, 0, stored(1), stored(1, medium="CPU")) == []
     later = encode(replace(batch_of("vllm-0.30", stored(2)), ts=2.5))
@@ -246,7 +250,7 @@ def test_sizes_are_joined_from_the_gpu() -> None:
 
 
 @pytest.mark.parametrize("replay_topic", [True, False])
-def test_what_was_missed_is_replayed(replay_topic: bool) -> None:
+def test_missed_messages_are_replayed(replay_topic: bool) -> None:
     with Publisher(ANY_PORT, ANY_PORT, topic="kv", replay_topic=replay_topic) as publisher:
         for number in range(5):
             assert publisher.publish(b"%d" % number) == number
@@ -297,7 +301,7 @@ def test_a_closed_listener_ends_what_is_read_from_it() -> None:
                 call()
 
 
-def test_endpoints_that_are_none() -> None:
+def test_wrong_endpoints() -> None:
     with pytest.raises(ConfigError, match=r"endpoint 'nonsense': .*expected tcp://HOST:PORT"):
         Listener("nonsense")
     with pytest.raises(ConfigError, match="endpoint 'tcp://nobody:1': cannot be bound"):
@@ -316,37 +320,47 @@ def test_endpoints_that_are_none() -> None:
             next(listener.replay(0))
 
 
-def hear(listener: Listener, until: Callable[[list[str], list[Message]], bool]) -> list[str]:
-    """Follow until so; the lines that were told."""
-    told: list[str] = []
+@contextmanager
+def publishing(publish: Callable[[], object]) -> Iterator[None]:
+    """Call ``publish`` again and again during the ``with`` block."""
+    done = threading.Event()
+
+    def run() -> None:
+        while not done.wait(0.01):
+            publish()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def follow(listener: Listener, until: Callable[[list[str], list[Message]], bool]) -> list[str]:
+    """Follow until a condition on lines and messages holds; returns the reported lines."""
+    lines: list[str] = []
     messages: list[Message] = []
-    while not until(told, messages):
-        told += listener.link_news()
-        messages += listener.follow(0.02, told.append)
-    return [line.rpartition(": ")[2] for line in told]
+    while not until(lines, messages):
+        lines += listener.link_news()
+        messages += listener.follow(0.02, lines.append)
+    return [line.rpartition(": ")[2] for line in lines]
 
 
-def test_an_endpoint_that_is_not_there_comes_goes_and_begins_anew() -> None:
+def has_lines(lines: list[str], messages: list[Message]) -> bool:
+    return bool(lines)
+
+
+def test_a_publisher_that_is_absent_starts_stops_and_restarts() -> None:
     with Publisher(ANY_PORT) as publisher:  # a free port
         endpoint = publisher.endpoint
     with Listener(endpoint) as listener:
-        assert hear(listener, lambda told, _: bool(told)) == [
-            "no publisher is listening yet; waiting"
-        ]
+        assert follow(listener, has_lines) == ["no publisher is listening yet; waiting"]
         for _ in range(2):
-            with Publisher(endpoint) as publisher:
-                stop = threading.Event()
-
-                def publish(to: Publisher = publisher, stop: threading.Event = stop) -> None:
-                    while not stop.wait(0.01):
-                        to.publish(payload_of())
-
-                thread = threading.Thread(target=publish)
-                thread.start()
-                assert hear(listener, lambda _, messages: len(messages) > 2) == ["connected"]
-                stop.set()
-                thread.join()
-            gone = hear(listener, lambda told, _: bool(told))
+            with Publisher(endpoint) as publisher, publishing(partial(publisher.publish, EMPTY)):
+                assert follow(listener, lambda _, messages: len(messages) > 2) == ["connected"]
+            gone = follow(listener, has_lines)
             assert gone == ["the publisher has disconnected; waiting for it"]
 
 
@@ -357,15 +371,15 @@ def test_a_socket_of_another_kind_and_then_a_publisher() -> None:
     endpoint = router.get_string(zmq.LAST_ENDPOINT)
     with Listener(endpoint) as listener:
         foreign = "the peer is not a ZMQ publisher; trying again"
-        assert hear(listener, lambda told, _: bool(told)) == [foreign]
+        assert follow(listener, has_lines) == [foreign]
         router.close(linger=0)
         context.term()
         with Publisher(endpoint):
-            told = hear(listener, lambda told, _: "connected" in " ".join(told))
-        assert told[-1] == "connected"
+            lines = follow(listener, lambda lines, _: "connected" in " ".join(lines))
+        assert lines[-1] == "connected"
 
 
-def test_a_socket_that_speaks_something_else() -> None:
+def test_a_socket_of_another_protocol() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         with Listener(endpoint) as listener:
@@ -373,8 +387,8 @@ def test_a_socket_that_speaks_something_else() -> None:
             client, _ = server.accept()
             client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64))
             client.close()
-            told = hear(listener, lambda told, _: bool(told))
-    assert told == ["the peer is not a ZMQ publisher; trying again"]
+            lines = follow(listener, has_lines)
+    assert lines == ["the peer is not a ZMQ publisher; trying again"]
 
 
 def answering(*answers: tuple[int, bytes]) -> tuple[str, threading.Thread]:
@@ -479,7 +493,7 @@ def test_validate_a_recording(recorded: Any, tmp_path: Path) -> None:
     assert run("validate", path, "--topic", "other").exit_code == 4
 
 
-def test_validate_finds_what_is_wrong(recorded: Any) -> None:
+def test_validate_finds_faults(recorded: Any) -> None:
     done = run("validate", recorded(payload_of(removed(1)), b"junk"))
     assert done.exit_code == 1
     assert "message 0: EVENT-1: event 0 removes block 1 from GPU" in done.output
@@ -489,7 +503,7 @@ def test_validate_finds_what_is_wrong(recorded: Any) -> None:
     assert "FORMAT: not a batch of vllm-0.22: " in done.output
 
 
-def test_validate_says_what_a_consumer_loses(recorded: Any) -> None:
+def test_validate_reports_the_losses_of_a_consumer(recorded: Any) -> None:
     place = stored(FIRST, medium="CPU", token_ids=[])
     path = recorded(payload_of(stored(FIRST, SECOND)), payload_of(place))
     done = run("validate", path, "--consumer", "dynamo", "--consumer", "llm-d", "--json", "-")
@@ -528,57 +542,39 @@ def test_wrong_inputs_are_one_line(recorded: Any, tmp_path: Path) -> None:
         assert done.stderr.count("\n") == 1
 
 
-def publish_with_losses(publisher: Publisher, done: threading.Event) -> None:
-    """The number goes up and every second message is lost, until all has been heard."""
-    live, lost = publisher._socket, publisher._context.socket(zmq.PUB)
-    while not done.wait(0.01):
-        for way in (lost, live):
-            publisher._socket = way
-            publisher.publish(payload_of())
-    lost.close(linger=0)
-
-
 def test_gaps_are_found_and_replayed() -> None:
-    done = threading.Event()
     with Publisher(ANY_PORT, ANY_PORT) as publisher:
-        for number in range(4):  # before anybody listens
+        for number in range(4):  # before the listener connects
             publisher.publish(payload_of(stored(number)))
-        thread = threading.Thread(target=publish_with_losses, args=(publisher, done))
-        thread.start()
+        live, lost = publisher._socket, publisher._context.socket(zmq.PUB)
+
+        def publish() -> None:
+            for publisher._socket in (lost, live):  # every second message is lost
+                publisher.publish(EMPTY)
+
         args = ("validate", publisher.endpoint, "--messages", 12, "--json", "-")
-        replayed = run(*args, "--replay-from", publisher.replay_endpoint)
-        missed = run(*args)
-        done.set()
-        thread.join()
+        with publishing(publish):
+            replayed = run(*args, "--replay-from", publisher.replay_endpoint)
+            missed = run(*args)
+        lost.close(linger=0)
     assert replayed.exit_code == 0, replayed.output
     report = json.loads(replayed.stdout)
-    assert report["held"] == {"GPU": 4}
-    assert report["knows_all"] is True
+    assert (report["held"], report["knows_all"]) == ({"GPU": 4}, True)
     assert report["replayed"] >= 4
     assert missed.exit_code == 1
     assert "EVENT-3: 1 messages from" in missed.stderr
     report = json.loads(missed.stdout)
-    assert report["knows_all"] is False
+    assert not report["knows_all"]
     assert report["missing"]
 
 
-def test_record_what_is_published(tmp_path: Path) -> None:
-    path = tmp_path / "heard.jsonl.gz"
-    done = threading.Event()
-
-    def publish() -> None:
-        while not done.wait(0.01):
-            publisher.publish(payload_of(stored(1)))
-
+def test_a_stream_is_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "stream.jsonl.gz"
     with Publisher(ANY_PORT, topic="kv") as publisher:
-        thread = threading.Thread(target=publish)
-        thread.start()
-        heard = run("record", publisher.endpoint, path, "--messages", 3)
-        done.set()
-        thread.join()
+        with publishing(partial(publisher.publish, payload_of(stored(1)))):
+            recorded = run("record", publisher.endpoint, path, "--messages", 3)
         silent = run("record", publisher.endpoint, path, "--seconds", "0.05")
-    assert heard.exit_code == 0, heard.output
-    assert heard.output == f"3 messages in {path}\n"
+    assert (recorded.exit_code, recorded.output) == (0, f"3 messages in {path}\n")
     assert (silent.exit_code, silent.output) == (4, f"0 messages in {path}\n")
 
 

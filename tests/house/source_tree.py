@@ -1,4 +1,4 @@
-"""The source tree as the tests of the house see it: modules by path, parsed once."""
+"""The source tree for the tests of its structure: modules by path, parsed once."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ FLOORS = {
     "kvview_lmcache": ROOT / "adapters/kvview_lmcache",
     "kvview_sglang": ROOT / "adapters/kvview_sglang",
 }
-"""The installed packages. ``kvview.testing`` is a floor of its own inside the first."""
+"""The installed packages. ``kvview.testing`` is a separate layer inside the first."""
 
 ROOMS = ("pool", "geometry", "events", "offloading", "transfer", "connector", "guard", "tier")
-"""The contracts: each has a module or package of its name on every floor."""
+"""The contracts: each has a module or package of its name in every layer."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Module:
 
     @property
     def package(self) -> str:
-        """What ``from . import`` would mean here."""
+        """The package of relative imports."""
         return self.name if self.path.endswith("__init__.py") else self.name.rpartition(".")[0]
 
     def imports(self) -> Iterator[tuple[str, int, bool]]:
-        """What it imports, as ``(module, line, whether when it is imported itself)``."""
+        """Yield its imports as ``(module, line, whether at its own import)``."""
         for node, is_late in _with_lateness(self.tree, False):
             if isinstance(node, ast.Import):
                 for alias in node.names:

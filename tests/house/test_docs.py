@@ -1,4 +1,4 @@
-"""Documents: every link inside the repository leads somewhere, every named thing exists."""
+"""Documents: every link inside the repository and every named object exists."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(#[^)\s]*)?\)")
 
 
 def anchors(path: Path) -> set[str]:
-    """What of a page is linked to: headings, anchors, and modules that the site describes."""
+    """The targets of links to a page: headings, anchors, and modules that the site describes."""
     text = path.read_text(encoding="utf-8")
     heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     named = re.findall(r'<a id="(.*?)">|^::: (\S+)$', text, re.MULTILINE)
@@ -49,7 +49,7 @@ def test_the_table_of_hooks_is_up_to_date() -> None:
 
 
 @pytest.mark.parametrize("law", [*laws(), "POOL-*", "ENGINE", "coverage"])
-def test_errors_and_reports_link_to_a_place_that_is_there(law: str) -> None:
+def test_links_of_errors_and_reports_exist(law: str) -> None:
     page, _, anchor = law_url(law).removeprefix(DOCS_URL).partition("/#")
     assert anchor in anchors(ROOT / "docs" / f"{page}.md")
 
@@ -60,7 +60,7 @@ def test_the_site_is_where_links_lead() -> None:
     assert f"repo_url: {PROJECT_URL}" in settings
 
 
-def test_what_breaks_a_law_says_where_it_stands() -> None:
+def test_an_error_of_a_law_links_to_the_law() -> None:
     error = pickle.loads(pickle.dumps(BlockNotHeldError("POOL-4: block 7 is not held")))
     assert str(error) == "POOL-4: block 7 is not held"
     assert error.__notes__ == [f"POOL-4 No foreign frees: {law_url('POOL-4')}"]
@@ -69,7 +69,7 @@ def test_what_breaks_a_law_says_where_it_stands() -> None:
 
 
 def test_no_docstring_has_a_heading() -> None:
-    """A line that begins with the number of an issue becomes one on the site."""
+    """A line that starts with the number of an issue would become a heading on the site."""
     found = [
         f"{path}: {line.strip()}"
         for folder in FLOORS.values()

@@ -1,4 +1,4 @@
-"""The house: the same rooms on each floor, imports that go down, modules of a size to read."""
+"""The layers: the same contracts in each, imports in one direction, modules of limited size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.house.source_tree import FLOORS, ROOMS, ROOT, files_of_tests, module_names, modules
 
-# A room, and the rooms at the root of kvview that it may import: those above it in the list.
+# The modules of kvview; each may import only those before it.
 CONTRACT_ORDER = (
     "urls",
     "laws",
@@ -35,7 +35,7 @@ CONTRACT_ORDER = (
     "cli",
 )
 
-# Where a heavy package may be imported as soon as the module is; "" is all of a floor.
+# The modules that may import a heavy package at their own import.
 ALLOWED_AT_IMPORT = {
     "torch": (
         "kvview.testing.connector",
@@ -71,7 +71,7 @@ ALLOWED_AT_IMPORT = {
     "transformers": (),
     "tokenizers": (),
 }
-# And where later, inside a function: what only some callers need.
+# The modules that may import it later, inside a function, because only some callers need it.
 ALLOWED_LATER = {
     **dict.fromkeys(("hypothesis", "pytest"), (*FLOORS,)),
     "torch": ("kvview.testing", "kvview_reference", "kvview_vllm"),
@@ -83,14 +83,14 @@ ALLOWED_LATER = {
 }
 
 NAMES_ABOVE = {
-    # Defaults of the user's own settings `manager` and `worker`, loaded as any target is.
+    # Defaults of the user's settings `manager` and `worker`, which are targets.
     "adapters/kvview_vllm/offloading_spec.py": {"kvview_reference"},
-    # Who tries a tier asks the bridge of the engine that is named, if it is installed.
+    # The trial of a tier uses the bridge of the named engine, if it is installed.
     "adapters/kvview_vllm/doctor/diagnosis.py": {"kvview_lmcache", "kvview_sglang"},
-    # Frames of these packages are not the connector's when it is asked where it raised.
+    # Frames of these packages are not the connector's.
     "kvview/connector/hook_errors.py": {"kvview_reference", "kvview_vllm"},
 }
-"""Modules that may name a floor above theirs in a string, and why."""
+"""Modules that may name a higher layer in a string, and why."""
 
 MAX_LINES = 700
 MAX_CONTRACT_LINES = 300
@@ -115,7 +115,7 @@ def _floor(name: str) -> str:
 
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("floor", ["kvview", "kvview.testing", "kvview_reference", "kvview_vllm"])
-def test_every_contract_has_its_room_on_every_floor(floor: str, room: str) -> None:
+def test_every_contract_has_a_module_in_every_layer(floor: str, room: str) -> None:
     name = f"{floor}.{room}"
     assert name in module_names()
 
@@ -127,7 +127,7 @@ def test_every_contract_has_its_tests_and_its_planted_faults(room: str) -> None:
     assert (ROOT / "tests/mutants" / f"{room}.py").is_file()
 
 
-def test_contract_rooms_import_only_those_above_them() -> None:
+def test_contract_modules_import_only_those_before_them() -> None:
     wrong = []
     for module in modules():
         room = module.name.split(".")[1] if "." in module.name else None
@@ -156,7 +156,7 @@ FORBIDDEN = {
 }
 
 
-def test_no_floor_imports_one_above_it() -> None:
+def test_no_layer_imports_a_higher_one() -> None:
     wrong = [
         f"{module.path}:{line} imports {name}"
         for module in modules()
@@ -167,7 +167,7 @@ def test_no_floor_imports_one_above_it() -> None:
 
 
 def test_no_modules_import_each_other_in_a_cycle() -> None:
-    # Imports inside functions and for types alone count: whoever reads one needs the other.
+    # Imports inside functions and for types count too, because a reader needs both modules.
     imported = {
         module.name: {name for name, _, _ in module.imports() if name in module_names()}
         for module in modules()
@@ -178,12 +178,12 @@ def test_no_modules_import_each_other_in_a_cycle() -> None:
         pytest.fail(" is imported by ".join(error.args[1]))
 
 
-def test_no_floor_names_one_above_it_in_a_string() -> None:
-    # Engines and commands of other floors are found among the entry points.
+def test_no_layer_names_a_higher_one_in_a_string() -> None:
+    # Engines and commands of other layers are found among the entry points.
     wrong = []
     for module in modules():
         above = {name.partition(".")[0] for name in FORBIDDEN[_floor(module.name)]} - {"kvview"}
-        # Docstrings, of attributes too, may name what they like: they are expressions.
+        # Docstrings may name any module; they are expressions.
         prose = {id(n.value) for n in ast.walk(module.tree) if isinstance(n, ast.Expr)}
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -11,32 +11,32 @@ SAME_CLASS_NAME = {
     "ResumedWalk": "over the free queue of a floor's pool",
     "Walk": "over the free queue of a floor's pool",
 }
-"""Class names that mean two things, and why they may."""
+"""Class names with two meanings, and why they are allowed."""
 
 SAME_MODULE_NAME = {
-    "command": "a command of the command line, beside what it runs",
+    "command": "a command of the command line, in the package that it runs",
     "engine": "the engine of a floor",
     "examples": "checks of a contract that its model cannot state, in its room of the kit",
-    "harness": "what a factory makes for the checks, said by the kit and done by the reference",
+    "harness": "the object that a factory makes for the checks: declared by the kit, implemented",
     "manager": "the offloading manager of a floor",
     "model": "the executable model of a contract, and a model whose KV is sized",
     "moves": "operations of one contract, which its player plays",
     "player": "plays one contract on an implementation and on its model",
     "queries": "the optional queries of a view, and of the view that guards it",
-    "request": "a request: as the connector is told of it, and as the engine has it",
+    "request": "a request, as the connector and as the engine see it",
     "run": "one run: of a scenario, and of a trace",
-    "simulation": "what a floor's engine is under `kvview check`",
+    "simulation": "an engine under `kvview check`",
     "view": "the view of the pool, and the view that guards it",
     "walks": "walks over a pool's free queue: done, and checked",
-    "worker": "the half beside the bytes: of transfers, and of vLLM's connector",
+    "worker": "the half next to the bytes: of transfers, and of vLLM's connector",
 }
-"""Modules of one name that are no rooms, and what the name means in each."""
+"""Modules with the same name, and its common meaning."""
 
 WAITING = {
     "Capability": "of an implementation (the kit's harness), and of a vLLM release",
     "scheduler": "three in the adapter: ViewScheduler, half of a connector, a real one on a CPU",
 }
-"""Names that still mislead; to be emptied."""
+"""Names that still mislead and should change."""
 
 
 def test_no_public_class_name_means_two_things() -> None:
@@ -62,7 +62,7 @@ def test_no_module_name_means_two_things() -> None:
     assert double == set(SAME_MODULE_NAME), {name: places[name] for name in sorted(double)}
 
 
-def test_no_exception_waits_for_nothing() -> None:
+def test_every_exception_is_in_use() -> None:
     names = {node.name for m in modules() for node in m.tree.body if isinstance(node, ast.ClassDef)}
     names |= {module.name.rpartition(".")[2] for module in modules()}
     assert {*SAME_CLASS_NAME, *SAME_MODULE_NAME, *WAITING} <= names

@@ -1,8 +1,8 @@
-"""What differs between vLLM's releases is decided in one place: ``adapters/kvview_vllm/releases``.
+"""Differences between vLLM's releases are decided in one place: ``adapters/kvview_vllm/releases``.
 
-Anywhere else in the adapter, asking an object what it has (``hasattr``, ``getattr`` with a
-default, ``except AttributeError``, a signature, a version) is a decision by release in
-disguise: a rename in a later release is then read as an older one, in silence.
+Anywhere else in the adapter, a test of an object's attributes (``hasattr``, ``getattr`` with a
+default, ``except AttributeError``, a signature, a version) is a hidden
+decision by release: a rename in a later release would silently be taken for an older release.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from tests.house.source_tree import Module, modules
 
 ALLOWED: dict[str, dict[str, str]] = {}
-"""``{file: {expression: why it is no decision by release}}``."""
+"""``{file: {expression: why it is not a decision by release}}``."""
 
 _MISSING = {"ImportError", "ModuleNotFoundError", "AttributeError"}
 
 
 def decisions(module: Module) -> Iterator[tuple[int, str]]:
-    """Line and text of what looks like a decision by release."""
+    """Yield line and text of expressions that look like a decision by release."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)

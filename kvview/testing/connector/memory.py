@@ -22,7 +22,7 @@ from kvview import (
     RequestInfo,
     make_offload_key,
 )
-from kvview.events.fold import EventFold
+from kvview.events.fold import FoldedEvents
 from kvview.testing.connector.invariants import InvariantBroken, short
 from kvview.testing.connector.jobs import PlannedJob
 
@@ -205,7 +205,7 @@ class TierKeys:
         self.num_events = 0
         self.was_full = False
         """Whether a key was stored again, so the tier had evicted it."""
-        self._events: EventFold[OffloadKey] = EventFold()
+        self._events: FoldedEvents[OffloadKey] = FoldedEvents()
         self._has_failed_loads = False
         self._stored_once: set[OffloadKey] = set()
         self._current: set[PlannedJob] = set()  # stores that were planned since the last reset

@@ -60,7 +60,7 @@ Problem = Callable[[AnyEvent, Batch], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ReaderRule:
     """A problem, and its consequence.
 
     Args:
@@ -74,9 +74,9 @@ class Rule:
     thread: str = ""
 
 
-lost = partial(Rule, Reception.BATCH_LOST)
-rejected = partial(Rule, Reception.REJECTED)
-partly = partial(Rule, Reception.PARTLY)
+lost = partial(ReaderRule, Reception.BATCH_LOST)
+rejected = partial(ReaderRule, Reception.REJECTED)
+partly = partial(ReaderRule, Reception.PARTLY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Consumer:
     title: str
     source: str
     read_on: str
-    rules: tuple[Rule, ...]
+    rules: tuple[ReaderRule, ...]
 
     def treat(self, batch: Batch) -> list[Treatment]:
         """Return the outcome of each event; if one event loses the batch, all are lost."""

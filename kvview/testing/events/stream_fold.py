@@ -28,7 +28,7 @@ from itertools import chain, islice
 
 from kvview.errors import WireFormatError
 from kvview.events import MEDIUM_GPU
-from kvview.events.fold import EventFold
+from kvview.events.fold import FoldedEvents
 from kvview.events.wire import (
     AnyEvent,
     Batch,
@@ -76,7 +76,7 @@ class StreamFold:
     """
 
     decoder: EventDecoder = field(default_factory=lambda: EventDecoder(strict=False))
-    _held: EventFold[_Key] = field(default_factory=EventFold)
+    _held: FoldedEvents[_Key] = field(default_factory=FoldedEvents)
     num_messages: int = 0
     num_events: Counter[str] = field(default_factory=Counter)
     formats: Counter[str] = field(default_factory=Counter)
@@ -141,7 +141,7 @@ class StreamFold:
             fault = f"the publisher restarted after {expected - 1}"
             if sequence:
                 fault += f", and its first {sequence} messages are missing"
-            self._held = EventFold()
+            self._held = FoldedEvents()
             self.sizes = WireSizes()
             self.gaps = [range(sequence)] if sequence else []
             self.knows_all = sequence == 0

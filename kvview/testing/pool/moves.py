@@ -14,7 +14,7 @@ from kvview.errors import (
     NotAnOffloadKeyError,
     UnknownBlockError,
 )
-from kvview.events.fold import EventFold
+from kvview.events.fold import FoldedEvents
 from kvview.keys import OffloadKey, make_offload_key
 from kvview.testing.harness import Capability as C
 from kvview.testing.pool.model import PoolModel
@@ -82,7 +82,7 @@ class PoolMoves(Player):
         self.expected: list[tuple[int, int]] = []
         self.num_tags = self.num_hashes = 0
         self.recent_keys: deque[OffloadKey] = deque(maxlen=24)
-        self.folded: EventFold[OffloadKey] = EventFold()
+        self.folded: FoldedEvents[OffloadKey] = FoldedEvents()
 
     @override
     def draw_most(self) -> int:
