@@ -212,7 +212,7 @@ def test_a_wrong_setting_is_an_error_in_lmcache_and_in_doctor(
     params: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(
-        ConfigError, match=message and f"kvview_lmcache, adapter_params: .*{message}"
+        ConfigError, match=f"kvview_lmcache, adapter_params: .*{message}" if message else None
     ):
         Driven(**params)
     found = diagnose_tier(configured(**params))

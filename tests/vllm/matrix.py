@@ -179,6 +179,8 @@ def main() -> int:
             parser.error(str(error))
     is_cpu = given.vllm_cpu is not None
     files = [f for f in sorted(HERE.glob("test_*.py")) if f.stem.startswith(INFERENCE) == is_cpu]
+    if given.seams and given.markdown:
+        parser.error("--markdown writes the result of all seams; drop --seams")
     if given.seams:
         files = [file for file in files if file.stem.removeprefix("test_") in given.seams]
     if not files:

@@ -428,7 +428,7 @@ def test_vtier_1_a_wrong_setting_is_an_error_at_start_and_in_doctor(
     tier: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(
-        ConfigError, match=message and f"secondary_tiers, type 'kvview': .*{message}"
+        ConfigError, match=f"secondary_tiers, type 'kvview': .*{message}" if message else None
     ):
         make_spec(tier).get_manager()
     found = diagnose_tier(json.dumps(configured(tier)))

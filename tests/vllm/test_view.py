@@ -117,19 +117,3 @@ def test_without_vllm_the_error_names_it() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert f"kvview_vllm wraps an installed vLLM ({TESTED})" in done.stdout
-
-
-def test_pool_13_an_engine_that_moves_the_place_of_a_walk_hides_no_block() -> None:
-    """The engine takes both sides of the place and returns them in order, in one piece."""
-    harness = VLLMPool(40)
-    order = harness.allocate(20)
-    harness.cache(order, [b"%032d" % block for block in order], 0)
-    harness.release(order)
-    walk = harness.view.walk_free_blocks()
-    taken = [block for block, _ in walk.take(5)]
-    engine = harness.another_view()
-    engine.touch_blocks(order[2:8])
-    engine.free_blocks(order[2:8])
-    for _ in range(12):  # until as many blocks were read as are free
-        taken += [block for block, _ in walk.take(8)]
-    assert set(order) <= set(taken)
