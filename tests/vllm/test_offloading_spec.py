@@ -240,7 +240,7 @@ def test_a_medium_that_vllm_does_not_know_is_refused_at_start(make_engine: MakeE
     with pytest.raises(ConfigError) as caught:
         make_engine(**keyed(media={}))
     said = str(caught.value)
-    assert "knows no medium 'DISK', it knows CPU, STORAGE" in said
+    assert "knows no medium 'DISK', only CPU, STORAGE" in said
     assert '"media": {"DISK": "STORAGE"}' in said
     assert "\n" not in said
     with pytest.raises(ConfigError, match="knows no medium 'FLASH'"):
