@@ -68,7 +68,7 @@ def ways() -> dict[str, Any]:
     return said
 
 
-LINE = "is installed and cannot be imported beside torch "
+LINE = "is installed and cannot be imported with torch "
 
 
 @pytest.mark.parametrize("way", ["kvview_vllm.connector", "kvview_vllm.scheduler"])
