@@ -68,7 +68,9 @@ def define(half: str, name: str, value: object = lambda self, *args: None) -> ty
 @pytest.mark.parametrize("half", HALVES)
 def test_misspelled_names_are_refused(half: str) -> None:
     for name in MISSPELLED[half].split():
-        with pytest.raises(ConnectorDefinitionError, match=r"^CONN-9: .* is never called, because "):
+        with pytest.raises(
+            ConnectorDefinitionError, match=r"^CONN-9: .* is never called, because "
+        ):
             define(half, name)
 
 

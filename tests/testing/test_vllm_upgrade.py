@@ -296,8 +296,8 @@ def test_a_kvview_connector_uses_nothing_of_vllm(releases: tuple[Path, Path]) ->
 @pytest.mark.parametrize(
     ("target", "told"),
     [
-        ("nowhere.py:Raw", "its source is not found"),
-        ("no.such.module:Raw", "its source is not found"),
+        ("nowhere.py:Raw", "its source was not found"),
+        ("no.such.module:Raw", "its source was not found"),
         ("{folder}/raw.py:Roe", "defines no class 'Roe'"),
     ],
 )

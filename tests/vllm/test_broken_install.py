@@ -65,7 +65,7 @@ def ways() -> dict[str, Any]:
     return found
 
 
-LINE = "is installed and cannot be imported beside torch "
+LINE = "is installed and cannot be imported with torch "
 
 
 @pytest.mark.parametrize("way", ["kvview_vllm.connector", "kvview_vllm.scheduler"])

@@ -240,7 +240,7 @@ def test_a_medium_unknown_to_vllm_is_refused_at_start(make_engine: MakeEngine) -
     with pytest.raises(ConfigError) as caught:
         make_engine(**keyed(media={}))
     message = str(caught.value)
-    assert "knows no medium 'DISK', it knows CPU, STORAGE" in message
+    assert "knows no medium 'DISK', only CPU, STORAGE" in message
     assert '"media": {"DISK": "STORAGE"}' in message
     assert "\n" not in message
     with pytest.raises(ConfigError, match="knows no medium 'FLASH'"):

@@ -284,7 +284,7 @@ def test_a_cache_that_requires_delivery_hangs_in_some_releases(engines: VLLMEngi
     assert (failure is not None) == hangs
     if failure is not None:
         assert failure.law == "ENGINE"
-        assert "['one', 'two'] preempt each other for ever" in failure.message
+        assert "['one', 'two'] preempt each other forever" in failure.message
 
 
 def test_late_stores_of_preempted_requests_corrupt_releases_up_to_0_13(
