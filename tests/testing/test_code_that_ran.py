@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 from kvview import ConfigError, Connector
 from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
+from kvview.testing import read_expected_failures
 from kvview.testing.connector import ConnectorRuns, check_connector
 from kvview.testing.connector.author_code import AuthorCode
 from kvview.testing.placeholders import in_size
@@ -46,6 +47,14 @@ def test_code_that_never_ran_is_not_checked_and_the_report_names_the_option(tmp_
 
     expected = tmp_path / "expected"
     expected.write_text(f"coverage: {place}: the limit is never reached\n")
+    assert read_expected_failures(expected) == {f"coverage: {place}": "the limit is never reached"}
+
+
+@pytest.mark.slow
+def test_a_line_that_is_expected_not_to_run_is_green(tmp_path: Path) -> None:
+    expected = tmp_path / "expected"
+    line = line_of("            self.shorten()")
+    expected.write_text(f"coverage: two_levels.py:{line}: the limit is never reached\n")
     result = run("TwoLevels", "--seeds", "15", "--expected-failures", expected)
     assert result.exit_code == ExitCode.CLEAN, result.output
 

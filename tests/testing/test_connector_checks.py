@@ -278,7 +278,7 @@ def test_what_is_not_deterministic_is_named() -> None:
 
 
 def test_a_worker_without_a_wait_is_named() -> None:
-    failures = check_connector(HasNoWait, seeds=4, keep_going=True, max_shrink_runs=0).failures
+    failures = check_connector(HasNoWait, seeds=1, first_seed=1, max_shrink_runs=0).failures
     assert failures
     assert any("wait of the worker half" in failure.message for failure in failures)
 

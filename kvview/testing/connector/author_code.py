@@ -382,7 +382,8 @@ def _branches(statement: ast.stmt, above: _Above) -> Iterator[tuple[Sequence[ast
             yield statement.finalbody, above
         case ast.Match():
             for case in statement.cases:
-                yield case.body, _Above(ast.unparse(case.pattern), listed, case.pattern.lineno)
+                subject = ast.unparse(statement.subject)
+                yield case.body, _Above(subject, listed, case.pattern.lineno)
 
 
 def _has_run(statement: ast.stmt, ran: Collection[int]) -> bool:

@@ -66,11 +66,15 @@ class CodeThatRan:
             if one.is_judged
         ]
 
-    def notes(self) -> Iterator[str]:
-        """Report that the code could not be measured, or the options that might reach more."""
+    def notes(self, gaps: Sequence[Gap]) -> Iterator[str]:
+        """Report that the code could not be measured, or the options that might reach more.
+
+        Args:
+            gaps: The gaps that are reported.
+        """
         if self._code is not None and self._why_not is not None:
             yield f"code that never ran was not looked for: {self._why_not}"
-        elif self.gaps():
+        elif {gap.name for gap in gaps}.intersection(one.place for one in self.unrun):
             yield f"to reach the code that never ran: {self._what_to_try()}"
 
     def _what_to_try(self) -> str:
