@@ -333,13 +333,17 @@ class GuardedTier:
             is_waiting = self._in_store or self._unanswered
             self._awake.wait(_LONGEST_SLEEP if self._wakes or not is_waiting else _BETWEEN_POLLS)
             self._awake.clear()
-            while self._inbox and not self._is_closed:
-                self._inbox.popleft()()
+            self._run_inbox()
             if self._unanswered:
                 self._look_up()
             if self._in_store:
                 self._collect()
+        self._run_inbox()  # a key that was deleted before close stays deleted
         self._call_store(self.store.close)
+
+    def _run_inbox(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
 
     def _call_store(self, call: Callable[..., object], *args: object) -> object:
         try:
