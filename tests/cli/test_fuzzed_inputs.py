@@ -61,7 +61,7 @@ VALUES: list[Any] = [
     *(10**400, -(10**400), 1.5, -0.5, -0.0, 1e308, float("nan"), float("inf"), -float("inf")),
     *("", "x", "1", "GPU", HOSTILE, "x" * 5000, [], {}, [[]], [None], [1, "2"], {"": 0}),
 ]
-POOL_CHECK = "check kvview_reference.harness:pool --select check_pool_4_numpy_ids"
+POOL_CHECK = "check kvview_reference.harness:pool --select check_pool_1_growth_of_holds"
 RAW = [b"1e999", b"1" * 5000, b"[" * 50_000, b'{"a":' * 5000, b"\xff\xfe", b"\x00", b"\\ud800"]
 
 
@@ -296,7 +296,7 @@ def model(folder: Path, dice: random.Random) -> Input:
 
 
 def expectations(folder: Path, dice: random.Random) -> Input:
-    name = "check_pool_4_numpy_ids"
+    name = "check_pool_1_growth_of_holds"
     lines = [f"{name}: a reason {HOSTILE[:3]}", "# why", "", f"{name}:x", "coverage: x: y", "a: b"]
     text = "\n".join([lines[0], *dice.sample(lines[1:], dice.choice((0, 1, 2))), ""]).encode()
     path = put(folder / "expected", damaged(text, dice) if dice.random() < 0.5 else text, dice)

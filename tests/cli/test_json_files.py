@@ -47,7 +47,7 @@ def upgrade() -> Any:
 
 COMMANDS: dict[str, list[str | Callable[[], Any]]] = {
     "report": [
-        "check kvview_reference.harness:pool --select check_pool_4_numpy_ids",
+        "check kvview_reference.harness:pool --select check_pool_1_growth_of_holds",
         f"check {CONNECTOR} --seeds 1",
     ],
     "self-test": [self_test],

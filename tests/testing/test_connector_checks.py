@@ -220,7 +220,7 @@ def test_the_schema_is_the_documented_one_and_real_reports_keep_it() -> None:
     for report in (
         run_checks(Raises, seeds=1),
         run_checks(Connector_that_does_nothing, seeds=1),
-        run_checks(harness.pool, select=["check_pool_4_numpy_ids"]),
+        run_checks(harness.pool, select=["check_pool_1_growth_of_holds"]),
     ):
         text = json.dumps(report.to_dict())
         assert ReportModel.model_validate_json(text).schema_version == 1

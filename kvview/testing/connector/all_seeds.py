@@ -114,13 +114,8 @@ def check_connector(
             check.explain()
     except KeyboardInterrupt:
         is_interrupted = True
-<<<<<<< HEAD
-    check.notes += check.code.notes()
-    check.notes += notes_on(check.coverage)
-=======
     check.notes += [] if check.failures else check.code.notes(check.gaps())
-    check.notes += sorted(name for name in check.coverage if name.startswith("stands in"))
->>>>>>> green
+    check.notes += notes_on(check.coverage)
     return ConnectorRuns(
         connector_class.__name__,
         check.engines.name,
