@@ -169,6 +169,8 @@ def check_law(factory: Factory, laws: Callable[[str], bool], expected: str, law:
         raise _broken(failures, runs, expected)
     _require_all_seeds(runs)
     if runs.replaced and law.startswith("XFER-"):
+        from kvview.testing.connector.coverage import Gap
+
         parts = ", ".join(runs.replaced)
         text = f"{law} depends on a part of the connector that the check replaced: {parts}"
         raise NotExercised([Gap(law, text)], runs.num_seeds)

@@ -176,7 +176,7 @@ def test_a_file_given_as_a_module_is_suggested(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "mine_here.py", "import kvview\nclass Mine(kvview.Connector): ...")
-    assert error_of("mine_here:Mine").endswith("mine_here.py:Mine")
+    assert error_of("mine_here:Mine").endswith("mine_here.py:Mine?")
     assert error_of("mine_there:Mine").endswith("No module named 'mine_there'")
 
 

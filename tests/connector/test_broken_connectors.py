@@ -142,13 +142,13 @@ class Reports(WorkerConnector):
 GPU, CPU = GPULoadStoreSpec([1], [1], [0]), CPULoadStoreSpec([0])
 STORE = TransferJob(7, GPU, CPU)
 BAD_PROMISE = r"match_prefix promised {} tokens beyond 0 to request 'a' of 33 tokens: .* of 4 and"
-UNKNOWN = "job 7 was reported and is not in flight"
+UNKNOWN = "job 7 was reported but is not in flight"
 BROKEN: dict[str, tuple[Any, Any, str]] = {  # the halves' factories, and the message
     "less than nothing": (lambda: Promises(-4), Reports, BAD_PROMISE.format(-4)),
     "half a block": (lambda: Promises(3), Reports, BAD_PROMISE.format(3)),
     "more than the prompt": (lambda: Promises(400), Reports, BAD_PROMISE.format(400)),
     "all of the prompt": (lambda: Promises(36), Reports, BAD_PROMISE.format(36)),
-    "no load": (lambda: Promises(16), Reports, "promised 16 tokens to request 'a' and planned no"),
+    "no load": (lambda: Promises(16), Reports, "promised 16 tokens to request 'a' but planned no"),
     "no answer": (lambda: Promises(None), Reports, "1 requests wait.* match_prefix always"),
     "holds all": (lambda: Holds(59), Reports, "1 requests wait.* holds 59 of 59 blocks"),
     "unknown job": (SchedulerConnector, lambda: Reports(1, [7]), UNKNOWN),

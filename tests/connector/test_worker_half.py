@@ -111,7 +111,10 @@ class Raises(ThreadedWorker):
     [
         (ThreadedWorker, "None"),
         (Dies, "CONN-3: the process of the worker half died in start_plan, exit code 7"),
-        (Raises, "CONN-3: wait of the worker half raised OSError no disk at .*test_worker_half.py"),
+        (
+            Raises,
+            "exceptions: wait of the worker half raised OSError no disk at .*worker_half.py",
+        ),
     ],
 )
 def test_a_child_process_reports_its_failure(worker: type[ThreadedWorker], message: str) -> None:

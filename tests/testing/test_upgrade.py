@@ -85,7 +85,7 @@ def test_the_first_reason_of_a_failure_names_the_law(tmp_path: Path) -> None:
 def test_what_was_not_exercised_is_not_green(tmp_path: Path) -> None:
     (result,) = check(tmp_path, "reference", options=["--seeds=6", "--option=cpu_blocks=0"])
     assert result.verdict is Verdict.NOT_CHECKED
-    assert "nothing was ever loaded" in result.reason
+    assert "nothing was ever stored" in result.reason
 
 
 def test_a_target_that_is_not_there_is_one_line(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from click.testing import CliRunner
 pytest.importorskip("vllm.v1.core.block_pool", reason="needs a vLLM release")
 
 from kvview_vllm.connector import KVViewConnector
-from kvview_vllm.partition.check import Outcome, check_partition
 from kvview_vllm.partition.command import partition
-from kvview_vllm.partition.variations import pairs
+from kvview_vllm.partition.matrix import PairOutcome, check_partition
+from kvview_vllm.partition.pairs import all_pairs
 from kvview_vllm.releases import installed
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from tests.vllm.partition_connectors import SETTINGS
@@ -39,7 +39,7 @@ CONFUSIONS = {
     "another pipeline-parallel size": "{ranks}",
     "another memory layout": "{layout}",
 }
-BY_NAME = {pair.name: pair for pair in pairs()}
+BY_NAME = {pair.name: pair for pair in all_pairs()}
 CONTROLS = [BY_NAME["the same request"], BY_NAME["a restart"]]
 
 needs_tags = pytest.mark.skipif(
@@ -47,7 +47,7 @@ needs_tags = pytest.mark.skipif(
 )
 
 
-def outcomes(ignored: str, *names: str) -> dict[str, Outcome]:
+def outcomes(ignored: str, *names: str) -> dict[str, PairOutcome]:
     engine = SETTINGS.replace(ignored, "") if ignored.startswith("{") else SETTINGS
     options = {
         "connector": KEYED,
@@ -64,17 +64,17 @@ def test_a_right_connector_separates_every_pair_and_shares_the_rest() -> None:
     found = outcomes("", *(name for name in BY_NAME if "hash" not in name))
     for name, outcome in found.items():
         is_same = BY_NAME[name].num_same_tokens > 0
-        assert outcome is (Outcome.SHARED if is_same else Outcome.SEPARATED), name
+        assert outcome is (PairOutcome.SHARED if is_same else PairOutcome.SEPARATED), name
 
 
 @needs_tags
 @pytest.mark.parametrize(("name", "ignored"), CONFUSIONS.items())
 def test_each_confusion_is_detected(name: str, ignored: str) -> None:
-    assert outcomes(ignored, name)[name] is Outcome.SHARED_WRONGLY
+    assert outcomes(ignored, name)[name] is PairOutcome.SHARED_WRONGLY
 
 
 def test_every_pair_with_other_kv_has_a_confusion() -> None:
-    assert {pair.name for pair in pairs() if not pair.num_same_tokens} == set(CONFUSIONS)
+    assert {pair.name for pair in all_pairs() if not pair.num_same_tokens} == set(CONFUSIONS)
 
 
 def test_a_store_below_vllms_host_tier_is_checked_too() -> None:

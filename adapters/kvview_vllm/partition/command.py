@@ -104,17 +104,17 @@ def partition(
     with naming(target), progress(f"checking {target}") as on_progress:
         cpu_scheduler.prepare()
         release = f"vllm {engine_version()}"
-        from kvview_vllm.partition.check import Outcome, check_partition
-        from kvview_vllm.partition.variations import pairs
+        from kvview_vllm.partition.matrix import PairOutcome, check_partition
+        from kvview_vllm.partition.pairs import all_pairs
 
         cells = []
         connector = _connector(target, load_target(target), given)
-        for cell in check_partition(*connector, pairs()):
+        for cell in check_partition(*connector, all_pairs()):
             cells.append(cell)
             on_progress(cell.pair.name)
     rows = [PartitionRow(cell.pair.name, str(cell.outcome), cell.detail) for cell in cells]
     wrong = sum(cell.is_wrong for cell in cells)
-    unchecked = sum(cell.outcome is Outcome.NOT_CHECKED for cell in cells)
+    unchecked = sum(cell.outcome is PairOutcome.NOT_CHECKED for cell in cells)
     table = Table(
         Column("two requests with", overflow="fold"),
         "KV is",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -29,20 +30,20 @@ class _Index:
         return "AnIndex()"
 
 
-def _numpy_scalars() -> tuple[Any, ...]:
-    try:
-        import numpy as np
-    except ModuleNotFoundError:  # then no caller can pass them either
-        return ()
-    return np.int64(1), np.int32(1), np.uint8(1)
-
-
 _NOT_BLOCKS = (-1, -2, 10**12, True, 1.0, "1", None, b"1")
-_NAMED_NOT_BLOCKS = (_Index(), *_numpy_scalars())
-"""Wrong ids that a script cannot write as a literal."""
 _NOT_KEYS = (bytes(range(32)), b"", bytes(4), b"h\0\1\0\0")
 _GROUPS = (0, 0, 1, 2, 258)
 NOTICE = "free_blocks_with_notice"
+
+
+@cache
+def wrong_ids() -> tuple[Any, ...]:
+    """Return wrong ids that a script cannot write as a literal."""
+    try:
+        import numpy as np
+    except ModuleNotFoundError:  # then no caller can pass them either
+        return (_Index(),)
+    return _Index(), np.int64(1), np.int32(1), np.uint8(1)
 
 
 class PoolMoves(Player):
@@ -73,7 +74,7 @@ class PoolMoves(Player):
         """Make the model of the harness, which is fresh."""
         self.num_blocks: int = self.harness.num_blocks
         self.is_large = self.num_blocks > 100
-        self.not_blocks: tuple[Any, ...] = (*_NOT_BLOCKS, *_NAMED_NOT_BLOCKS, self.num_blocks)
+        self.not_blocks: tuple[Any, ...] = (*_NOT_BLOCKS, *wrong_ids(), self.num_blocks)
         self.max_listed = 9 * self.num_blocks
         self.model = self.Model(self.num_blocks, self.harness.null_block_id)
         self.model.add_view()
@@ -112,10 +113,10 @@ class PoolMoves(Player):
     def draw_wrong_id(self) -> Any:
         """Draw an id that is not a block."""
         wrong = self.rng.choice(self.not_blocks)
-        if any(wrong is one for one in _NAMED_NOT_BLOCKS):
-            at = [one is wrong for one in _NAMED_NOT_BLOCKS].index(True)
-            line = "from kvview.testing.pool.moves import _NAMED_NOT_BLOCKS as wrong_ids"
-            self.give_name(wrong, f"wrong_ids[{at}]", line)
+        if any(wrong is one for one in wrong_ids()):
+            at = [one is wrong for one in wrong_ids()].index(True)
+            line = "from kvview.testing.pool.moves import wrong_ids"
+            self.give_name(wrong, f"wrong_ids()[{at}]", line)
         return wrong
 
     def frees(self) -> list[str]:

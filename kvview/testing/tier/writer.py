@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from kvview.errors import KVViewError
+from kvview.errors import KVViewError, printable
 from kvview.targets import load_target
 from kvview.testing import watchdog
 from kvview.testing.tier.model import bytes_of
@@ -92,9 +92,9 @@ def write() -> None:
     try:
         store = load_target(target)(Namespace.from_json(namespace), **options)
     except KVViewError:  # a store that is alone in its place
-        print("refused")
+        print(printable("refused"))
         return
-    print("open", flush=True)
+    print(printable("open"), flush=True)
     keys = [*sizes]
     parts = [keys[at : at + _KEYS_OF_A_JOB] for at in range(0, len(keys), _KEYS_OF_A_JOB)]
 
@@ -102,7 +102,7 @@ def write() -> None:
         for number, flags in store.poll():
             for key, flag in zip(parts[number], flags, strict=True):
                 if flag:
-                    print(key, flush=True)
+                    print(printable(key), flush=True)
 
     for number, part in enumerate(parts):
         names = [*map(bytes.fromhex, part)]

@@ -23,7 +23,7 @@ _ITEM_TOKENS = range(4, 12)
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineSettings:
     """The settings of an engine that decide the bytes of its KV.
 
     Args:
@@ -87,8 +87,8 @@ class Pair:
     num_same_tokens: int
     first: Arguments = dict
     second: Arguments = dict
-    first_engine: Engine = Engine()
-    second_engine: Engine | None = None
+    first_engine: EngineSettings = EngineSettings()
+    second_engine: EngineSettings | None = None
 
     @property
     def has_layout(self) -> bool:
@@ -105,8 +105,8 @@ class Pair:
         return " and then ".join(texts)
 
 
-def _described(arguments: Mapping[str, Any], engine: Engine) -> str:
-    plain = Engine()
+def _described(arguments: Mapping[str, Any], engine: EngineSettings) -> str:
+    plain = EngineSettings()
     settings = {
         each.name: getattr(engine, each.name)
         for each in fields(engine)
@@ -169,7 +169,7 @@ def _embedding(value: float) -> Arguments:
 
 
 _ALL = len(PROMPT)
-_TWO_RANKS = Engine(ranks=(2, 1))
+_TWO_RANKS = EngineSettings(ranks=(2, 1))
 _A = _adapter("a", 1, "/a")
 
 _PAIRS = (
@@ -187,31 +187,31 @@ _PAIRS = (
     Pair("two multimodal items", 0, _image("one"), _image("two")),
     Pair("one prompt embedding", _ALL, _embedding(0.5), _embedding(0.5)),
     Pair("two prompt embeddings", 0, _embedding(0.5), _embedding(0.25)),
-    Pair("a restart", _ALL, second_engine=Engine()),
-    Pair("another hash function", _ALL, second_engine=Engine(hash_algorithm="sha256_cbor")),
-    Pair("another hash seed", _ALL, second_engine=Engine(hash_seed="1")),
-    Pair("another model", 0, second_engine=Engine(model="model-b")),
-    Pair("another revision of the weights", 0, second_engine=Engine(revision="revision-b")),
-    Pair("another dtype", 0, second_engine=Engine(dtype="bfloat16")),
-    Pair("a quantised cache", 0, second_engine=Engine(cache_dtype="fp8")),
-    Pair("another block size", 0, second_engine=Engine(block_size=32)),
+    Pair("a restart", _ALL, second_engine=EngineSettings()),
+    Pair("another hash function", _ALL, second_engine=EngineSettings(hash_algorithm="sha256_cbor")),
+    Pair("another hash seed", _ALL, second_engine=EngineSettings(hash_seed="1")),
+    Pair("another model", 0, second_engine=EngineSettings(model="model-b")),
+    Pair("another revision of the weights", 0, second_engine=EngineSettings(revision="revision-b")),
+    Pair("another dtype", 0, second_engine=EngineSettings(dtype="bfloat16")),
+    Pair("a quantised cache", 0, second_engine=EngineSettings(cache_dtype="fp8")),
+    Pair("another block size", 0, second_engine=EngineSettings(block_size=32)),
     Pair("another tensor-parallel size", 0, second_engine=_TWO_RANKS),
     Pair(
         "another tensor-parallel rank",
         0,
         first_engine=_TWO_RANKS,
-        second_engine=Engine(ranks=(2, 1), rank=1),
+        second_engine=EngineSettings(ranks=(2, 1), rank=1),
     ),
-    Pair("another pipeline-parallel size", 0, second_engine=Engine(ranks=(1, 2))),
+    Pair("another pipeline-parallel size", 0, second_engine=EngineSettings(ranks=(1, 2))),
 )
 
 
-def pairs() -> list[Pair]:
+def all_pairs() -> list[Pair]:
     """Return every pair that the installed release can play, in the order of the report."""
     default, *others = layouts()
     one_request = [
-        Pair(f"the same request, layout {name}", _ALL, first_engine=Engine(layout=name))
+        Pair(f"the same request, layout {name}", _ALL, first_engine=EngineSettings(layout=name))
         for name in (default, *others)
     ]
-    other_layout = Pair("another memory layout", 0, second_engine=Engine(layout=others[0]))
+    other_layout = Pair("another memory layout", 0, second_engine=EngineSettings(layout=others[0]))
     return [*_PAIRS, other_layout, *one_request]

@@ -15,13 +15,13 @@ from kvview import UnsupportedEngineError
 from kvview.errors import line_of
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.placeholders import in_folder
-from kvview_vllm.partition.engine import PartitionEngine
-from kvview_vllm.partition.variations import PROMPT, Engine, Pair
+from kvview_vllm.partition.pair_engine import PartitionEngine
+from kvview_vllm.partition.pairs import PROMPT, EngineSettings, Pair
 from kvview_vllm.simulation.raw.stand_ins import StandIns
 from kvview_vllm.simulation.raw.target import classes_of, split_options
 
 
-class Outcome(StrEnum):
+class PairOutcome(StrEnum):
     """The result for one pair.
 
     ``SHARED_BY_VLLM``: vLLM gives both requests the same block hashes although their KV differs,
@@ -50,14 +50,14 @@ class Cell:
     """
 
     pair: Pair
-    outcome: Outcome
+    outcome: PairOutcome
     detail: str = ""
     replaced: frozenset[str] = frozenset()
 
     @property
     def is_wrong(self) -> bool:
         """Whether the connector broke the partition or another law."""
-        return self.outcome in (Outcome.SHARED_WRONGLY, Outcome.FAILED)
+        return self.outcome in (PairOutcome.SHARED_WRONGLY, PairOutcome.FAILED)
 
 
 def check_partition(
@@ -69,7 +69,7 @@ def check_partition(
         connector_class: A ``KVConnectorBase_V1``.
         options: Its ``kv_connector_extra_config``; under ``kv_transfer_config`` the rest.
             ``{tmp}`` is a new folder for each pair; ``{model}``, ``{revision}`` and the other
-            settings of :class:`Engine` are filled in for each engine.
+            settings of :class:`EngineSettings` are filled in for each engine.
         pairs: The pairs, each control before the pairs that it is for.
 
     Yields:
@@ -81,15 +81,15 @@ def check_partition(
         cell = _play(connector_class, options, pair, stand_ins)
         cell = replace(cell, replaced=frozenset(stand_ins.used))
         has_restart = pair.second_engine is not None
-        if pair.num_same_tokens and pair.second_engine in (None, Engine()):
-            is_shared[has_restart] = cell.outcome is Outcome.SHARED
-        elif cell.outcome is Outcome.SEPARATED and not is_shared[has_restart]:
+        if pair.num_same_tokens and pair.second_engine in (None, EngineSettings()):
+            is_shared[has_restart] = cell.outcome is PairOutcome.SHARED
+        elif cell.outcome is PairOutcome.SEPARATED and not is_shared[has_restart]:
             if has_restart:
                 cell = replace(cell, detail="no KV survives a restart")
             else:
                 cell = replace(
                     cell,
-                    outcome=Outcome.NOT_CHECKED,
+                    outcome=PairOutcome.NOT_CHECKED,
                     detail="equal requests do not share KV either",
                 )
         yield cell
@@ -102,7 +102,7 @@ def _play(
         given = in_folder(split_options(options), folder)
         stack.enter_context(stand_ins.installed(classes_of(connector_class, given)))
 
-        def start(settings: Engine) -> PartitionEngine:
+        def start(settings: EngineSettings) -> PartitionEngine:
             stack.enter_context(patch.dict(os.environ, PYTHONHASHSEED=settings.hash_seed))
             config = settings.fill(given)
             engine = PartitionEngine(connector_class, config, settings, stand_ins)
@@ -126,15 +126,15 @@ def _play(
             if broken.law == "XFER-1" and pair.num_same_tokens < len(PROMPT):
                 has_equal_hashes = engine is not None and engine.last_hashes == hashes
                 is_vllm = has_equal_hashes and pair.second_engine is None
-                outcome = Outcome.SHARED_BY_VLLM if is_vllm else Outcome.SHARED_WRONGLY
+                outcome = PairOutcome.SHARED_BY_VLLM if is_vllm else PairOutcome.SHARED_WRONGLY
                 return Cell(pair, outcome, str(pair))
             cause = broken.__cause__
             if isinstance(cause, UnsupportedEngineError) and pair.has_layout:
-                return Cell(pair, Outcome.REFUSED, line_of(cause))
-            return Cell(pair, Outcome.FAILED, f"{broken.law}: {broken.message}")
+                return Cell(pair, PairOutcome.REFUSED, line_of(cause))
+            return Cell(pair, PairOutcome.FAILED, f"{broken.law}: {broken.message}")
         except Exception as error:  # whatever the connector or vLLM raises is the result
-            return Cell(pair, Outcome.FAILED, line_of(error))
+            return Cell(pair, PairOutcome.FAILED, line_of(error))
     if pair.num_same_tokens:
-        return Cell(pair, Outcome.SHARED if num_loaded else Outcome.NOT_SHARED)
+        return Cell(pair, PairOutcome.SHARED if num_loaded else PairOutcome.NOT_SHARED)
     detail = "the load failed, so the tokens were computed" if num_loaded else ""
-    return Cell(pair, Outcome.SEPARATED, detail)
+    return Cell(pair, PairOutcome.SEPARATED, detail)

@@ -16,7 +16,7 @@ from kvview import CacheGeometry, FullAttention
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.scenario import Scenario
 from kvview_vllm.connector import KVViewConnector
-from kvview_vllm.partition.variations import PROMPT, Engine
+from kvview_vllm.partition.pairs import PROMPT, EngineSettings
 from kvview_vllm.releases.worker_caches import layouts, use_layout
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.raw.harness import RawHarness
@@ -45,7 +45,7 @@ class PartitionEngine(RawHarness):
         self,
         connector_class: type,
         transfer_config: Mapping[str, Any],
-        engine: Engine,
+        engine: EngineSettings,
         stand_ins: StandIns,
     ) -> None:
         self._engine = engine
