@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvview.events.recording import Message, Recording
 from kvview.testing.schema import SelfTestModel, UpgradeModel
 from kvview.tier import Namespace
 from kvview_reference.tier import FileStore
+from kvview_vllm.partition.command import PartitionReport, PartitionRow
 
 CONNECTOR = "kvview_reference.connector:LazyOffloadConnector"
 
@@ -45,6 +47,12 @@ def upgrade() -> Any:
     return UpgradeModel.model_validate(report).model_dump(mode="json")
 
 
+def partition() -> Any:
+    """A report made from its dataclass, because the command needs vLLM."""
+    rows = [PartitionRow("a cache salt", "separated", "")]
+    return json.loads(json.dumps(asdict(PartitionReport("t", "vllm 0.33.0", rows, []))))
+
+
 COMMANDS: dict[str, list[str | Callable[[], Any]]] = {
     "report": [
         "check kvview_reference.harness:pool --select check_pool_1_growth_of_holds",
@@ -52,6 +60,7 @@ COMMANDS: dict[str, list[str | Callable[[], Any]]] = {
     ],
     "self-test": [self_test],
     "upgrade": [upgrade],
+    "partition": [partition],
     "doctor": ["doctor", 'doctor --tier {"adapter_params":{}}'],
     "events": ["events validate recording.jsonl --consumer all", "events tail recording.jsonl"],
     "replay": ["replay --requests 30", "replay trace.jsonl"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import click
 from rich.table import Column, Table
@@ -53,12 +53,14 @@ class PartitionReport:
         engine: The vLLM release whose scheduler and hashes were used.
         rows: One for each pair.
         replaced: Parts of the connector that the check replaced, because they need CUDA.
+        schema_version: Version of the JSON; grows when a field is removed or changes its meaning.
     """
 
     target: str
     engine: str
     rows: list[PartitionRow]
     replaced: list[str]
+    schema_version: Literal[1] = 1
 
 
 @click.command()
