@@ -1,63 +1,19 @@
-"""One client under one engine: steps of both, the client's decisions, and its seconds."""
+"""LMCache's manager under one engine: steps of both, and the manager's decisions."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from kvview import GuardedView
 
-from .serving import BLOCK_SIZE, EnginePool, Request, Serving, Step
-from .simple_offload import SimpleOffload
+from .serving import BLOCK_SIZE, Request, Serving, Step
 
 Decisions = list[tuple[Any, ...]]
 
 
-class Run:
-    """A client in an engine; ``seconds`` is the CPU time of the client alone."""
-
-    def __init__(self, serving: Serving) -> None:
-        self.serving = serving
-        self.decisions: Decisions = []
-        self.seconds = 0.0
-
-    def steps(self, num_steps: int) -> None:
-        """Step the engine, and record the decisions of the client."""
-        for _ in range(num_steps):
-            step = self.serving.step()
-            start = time.process_time()
-            self.decisions.append(self.decide(step))
-            self.seconds += time.process_time() - start
-
-    def decide(self, step: Step) -> tuple[Any, ...]:
-        raise NotImplementedError
-
-
-class SimpleOffloadRun(Run):
-    """A host cache like SimpleCPUOffload."""
-
-    def __init__(self, serving: Serving, client: SimpleOffload) -> None:
-        super().__init__(serving)
-        self.client = client
-
-    def decide(self, step: Step) -> tuple[Any, ...]:
-        client = self.client
-        for request in step.finished:
-            client.forget(request.request_id)
-        loads = []
-        for request in step.arrived:
-            host_blocks = client.match(request.block_hashes, request.num_hit)
-            if host_blocks:
-                gpu_blocks = request.block_ids[request.num_hit :][: len(host_blocks)]
-                client.load(host_blocks, gpu_blocks)
-                loads.append((request.request_id, tuple(host_blocks)))
-        running = {name: request.block_ids for name, request in self.serving.running.items()}
-        return (tuple(loads), client.plan(running))
-
-
-class LMCacheRun(Run):
+class LMCacheRun:
     """LMCache's lazy-offload manager, with the calls of its connector.
 
     Args:
@@ -74,12 +30,18 @@ class LMCacheRun(Run):
         store: Callable[[Request, int, int], Any],
         chunk: int = 16,
     ) -> None:
-        super().__init__(serving)
+        self.serving = serving
+        self.decisions: Decisions = []
         self.chunk = chunk
         self.manager = manager
         self.store = store
         self.due: list[list[str]] = [[], []]
         self.num_stored = 0
+
+    def steps(self, num_steps: int) -> None:
+        """Step the engine, and record the decisions of the manager."""
+        for _ in range(num_steps):
+            self.decisions.append(self.decide(self.serving.step()))
 
     def decide(self, step: Step) -> tuple[Any, ...]:
         manager = self.manager
@@ -116,8 +78,3 @@ class LMCacheRun(Run):
 def guarded(view: Any) -> GuardedView:
     """Return the view that a connector gets by default."""
     return GuardedView(view, owner="client")
-
-
-def serving_over(pool: EnginePool, num_blocks: int, seed: int, *, large: bool = False) -> Serving:
-    """Make an engine over a pool; ``large`` is for pools of thousands of blocks."""
-    return Serving(pool, num_blocks, seed, (40, 200) if large else (4, 40))

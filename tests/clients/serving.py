@@ -18,6 +18,7 @@ from kvview import BlockHash, make_offload_key
 from kvview_reference.pool import BlockPool
 
 BLOCK_SIZE = 16
+FEWEST_BLOCKS, MOST_BLOCKS = 4, 40  # of a prompt
 
 
 class EnginePool(Protocol):
@@ -101,26 +102,16 @@ class Serving:
 
     Args:
         pool: The engine's pool.
-        num_blocks: Its size.
         seed: Of the requests.
-        blocks_per_request: Fewest and most blocks of a prompt.
     """
 
-    def __init__(
-        self,
-        pool: EnginePool,
-        num_blocks: int,
-        seed: int,
-        blocks_per_request: tuple[int, int] = (4, 40),
-    ) -> None:
+    def __init__(self, pool: EnginePool, seed: int) -> None:
         self.pool = pool
-        self.num_blocks = num_blocks
         self.random = random.Random(seed)
-        self.blocks_per_request = blocks_per_request
         self.running: dict[str, Request] = {}
         self.num_requests = 0
         # Prompts start with one of these documents, most often with the first ones.
-        self.documents = [self.hashes(f"document {i}", blocks_per_request[1]) for i in range(40)]
+        self.documents = [self.hashes(f"document {i}", MOST_BLOCKS) for i in range(40)]
 
     def hashes(self, name: str, num_blocks: int) -> list[BlockHash]:
         return [BlockHash(f"{name}:{i}".encode().rjust(32, b".")[-32:]) for i in range(num_blocks)]
@@ -143,12 +134,11 @@ class Serving:
 
     def start(self) -> Request | None:
         rng = self.random
-        fewest, most = self.blocks_per_request
         document = self.documents[min(int(rng.expovariate(0.1)), len(self.documents) - 1)]
-        shared = document[: rng.randint(0, most)]
+        shared = document[: rng.randint(0, MOST_BLOCKS)]
         name = f"request {self.num_requests}"
         self.num_requests += 1
-        hashes = shared + self.hashes(name, rng.randint(fewest, most))
+        hashes = shared + self.hashes(name, rng.randint(FEWEST_BLOCKS, MOST_BLOCKS))
         steps_left = rng.randint(1, 12)
         hit: list[int] = []
         for block_hash in hashes[:-1]:

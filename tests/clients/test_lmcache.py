@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from .runs import LMCacheRun, guarded, serving_over
-from .serving import ReferenceEnginePool, Request, VLLMEnginePool
+from .runs import LMCacheRun, guarded
+from .serving import ReferenceEnginePool, Request, Serving, VLLMEnginePool
 
 with warnings.catch_warnings():  # imports of vLLM and LMCache warn
     warnings.simplefilter("ignore")
@@ -39,10 +39,9 @@ def run(pool: str, client: str, seed: int) -> LMCacheRun:
     gpu_pool: Any = engine_pool.pool
     if client != "raw":
         view = import_module("kvview_vllm").view(gpu_pool) if pool == "vllm" else gpu_pool.view()
-        make = shim.ReadPool if client.endswith("batches") else shim.PoolShim
-        gpu_pool = make(guarded(view) if client.startswith("guard") else view)
+        gpu_pool = shim.PoolShim(guarded(view) if client == "guard" else view)
     manager = shim.make_manager(gpu_pool)
-    return LMCacheRun(serving_over(engine_pool, NUM_BLOCKS, seed), manager, store, chunk=4)
+    return LMCacheRun(Serving(engine_pool, seed), manager, store, chunk=4)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -51,7 +50,7 @@ def test_every_pool_gets_the_same_stores(seed: int) -> None:
     raw.steps(150)
     assert raw.num_stored > 30
     for pool in ("vllm", "reference"):
-        for client in ("view", "guard", "view, in batches", "guard, in batches"):
+        for client in ("view", "guard"):
             other = run(pool, client, seed)
             other.steps(150)
             assert other.decisions == raw.decisions, (pool, client)
