@@ -4,9 +4,10 @@
 
 The drifts are those of ``drifts.toml``. Each is planted into a copy of the sources (links, except
 for the files that change) and played there in every way (:mod:`drift_plays`). A way *works* if it
-saw the same as on the unchanged sources. It is *refused* if binding raises one line, and then ``kvview doctor`` must not report healthy. Every
-other drift got *through*, and so did one that could not be played. ``kvview check`` may refuse a
-drift with which the adapter works, because it reads more of vLLM.
+saw the same as on the unchanged sources. It is *refused* if binding raises one line, and then
+``kvview doctor`` must not report healthy. Every other drift got *through*, and so did one that
+could not be played. ``kvview check`` may refuse a drift with which the adapter works, because it
+reads more of vLLM.
 """
 
 from __future__ import annotations

@@ -182,22 +182,6 @@ def test_no_thread_of_the_manager_polls_the_tier(
     assert [name for name in threads if "poll" in name] == []
 
 
-def test_a_damaged_file_is_a_miss_and_is_stored_again(tiering: Tiering, tmp_path: Path) -> None:
-    assert tiering.store(range(8))
-    assert tiering.store(range(8, 16))
-    (path,) = tmp_path.rglob((bytes(tiering.key(3))).hex())
-    content = bytearray(path.read_bytes())
-    content[5000:9096] = bytes(4096)
-    path.write_bytes(content)
-    for _ in range(2):
-        hit, exact = tiering.fetch(range(8))
-        assert hit == exact < 8
-    assert tiering.tier.guard.stats.damaged == 1
-    tiering.store([3])
-    tiering.store(range(20, 28))
-    assert tiering.fetch([3]) == (1, 1)
-
-
 def test_another_process_finds_pages_of_the_same_weights_only(tmp_path: Path) -> None:
     for weights, found in (("1", (0, 0)), ("1", (8, 8)), ("2", (0, 0))):
         tiering = Tiering(store=FILES, options={"root": str(tmp_path)}, weights=weights)
