@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -203,26 +202,3 @@ def test_keys_in_flight_are_walked_over_once() -> None:
         for key in keys[2000:]:
             assert len(policy.admit([key], 1, InFlight(loading, storing))) == 1
         assert loading.seen <= 3000
-
-
-def test_arc_batches_keep_the_ghosts_bounded() -> None:
-    rng = random.Random(0)
-    capacity = 20
-    policy = ARCPolicy(capacity)
-    held: set[OffloadKey] = set()
-    names = [make_offload_key(i.to_bytes(4, "big"), 0) for i in range(100)]
-    targets = set()
-    for _ in range(2000):
-        start = rng.randrange(100) if rng.random() < 0.5 else rng.randrange(25)
-        batch = names[start : start + rng.randrange(1, 12)]
-        new = [key for key in batch if key not in held]
-        policy.touch(batch, NOTHING)
-        victims = policy.admit(new, max(0, len(held) + len(new) - capacity), NOTHING)
-        held = held.difference(victims).union(new)
-        t1, t2, b1, b2 = (len(x) for x in (policy._t1, policy._t2, policy._b1, policy._b2))
-        assert t1 + t2 == len(held) <= capacity
-        assert t1 + b1 <= capacity
-        assert t1 + t2 + b1 + b2 <= 2 * capacity
-        assert 0 <= policy._target <= capacity
-        targets.add(policy._target)
-    assert len(targets) > 20

@@ -5,7 +5,6 @@ Late, failed and lost transfers, aborts, preemptions and resets are in ``test_si
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,18 +101,6 @@ def test_another_child_does_not_retry_a_failed_load(make_engine: MakeEngine) -> 
     if children[0]._scheduler_side.asynchronous:
         assert engine.hits["again"] == 0
     assert engine.num_free_blocks() == free
-
-
-def test_a_job_id_in_flight_cannot_be_planned_again(make_engine: MakeEngine) -> None:
-    config = lane.connector_config(f"{FAULTY}:SlowConnector", cpu_blocks=64)
-    config["kv_connector_extra_config"]["contain_faults"] = False
-    engine = make_engine(config)
-    half = side(engine).half
-    half.job_ids = itertools.repeat(7)
-    engine.add("one", TOKENS)
-    engine.add("other", OTHER_TOKENS)
-    with pytest.raises(ConnectorError, match="CONN-5: job id 7 is in flight"):
-        engine.run()
 
 
 def test_the_children_of_multi_connector_are_bound(make_engine: MakeEngine) -> None:
