@@ -1,1 +1,1 @@
-"""Real clients of the block pool, ported to the view."""
+"""Tier stores under LMCache and SGLang."""

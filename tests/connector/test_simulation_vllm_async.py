@@ -131,7 +131,7 @@ def test_a_promise_whose_blocks_come_later_is_asked_for_again(
     monkeypatch.setattr(SchedulerSide, "_promises_again", counted)
     deferring = Deferring()
     # A small tier, which loses what was promised.
-    scenarios = [replace(in_flight(seed, 3), cpu_blocks=6) for seed in range(2 * SEEDS)]
+    scenarios = [replace(in_flight(seed, 3), cpu_blocks=6) for seed in range(3 * SEEDS)]
     for seed, scenario in enumerate(scenarios):
         result = simulate(connector, scenario, engines=deferring)
         assert result.failure is None, (seed, result.failure)
@@ -194,8 +194,10 @@ class _Eager(SchedulerConnector):
 
 def test_hashes_of_tokens_that_are_in_flight_are_missed(engines: Engines) -> None:
     laws = Counter[str]()
-    for seed in range(8):
+    for seed in range(10):
         scenario = in_flight(seed, 1)
+        if scenario.rounds > 1:  # the connector keeps every hash, which long runs report first
+            continue
         one = simulate(StoresWhatTheStepCompletes, scenario, engines=engines).failure
         several = simulate(StoresWhatTheStepCompletes, in_flight(seed, 2), engines=engines).failure
         assert one is None, "one step in flight does not show it"

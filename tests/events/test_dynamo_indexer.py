@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -15,50 +13,21 @@ pytest.importorskip(
     "dynamo.indexer", reason="pip install --no-deps -r tests/vllm/requirements-clients.txt"
 )
 
-from kvview.events.channel import Listener, Publisher
-from kvview.events.formats import WIRE_FORMATS, WireFormat, find_format
-from kvview.events.recording import Message
+from kvview.events.formats import WIRE_FORMATS, WireFormat
 from kvview.events.wire import (
-    AnyEvent,
     Batch,
-    EventDecoder,
     StoredEvent,
     WireEvent,
     codec,
     encode,
 )
 from kvview.testing.events.consumers import Reception, find_consumer
-from kvview.testing.events.stream_fold import StreamFold
-from kvview_reference.connector import OffloadConnector
-from kvview_reference.replay.publish import EventFeed
-from kvview_reference.replay.run import ReplayConfig, make_geometry, replay
-from kvview_reference.replay.workload import generate_trace
 from tests.events.cases import BLOCK_SIZE, REMOVALS, REMOVED, STORED, STORES
 from tests.events.dynamo_indexer import DynamoIndexer, Worker, wait_until
 
 BEFORE_1_6 = version("ai-dynamo-runtime").startswith("1.5.")
 PROFILE = find_consumer("dynamo-1.5" if BEFORE_1_6 else "dynamo")
-REPLAYED_SIZE = 512
 SAME_BATCH, AFTER = 555, 666
-NEWEST = find_format("vllm-0.33")
-AT_THE_END = encode(
-    Batch(
-        1.0,
-        [
-            codec(NEWEST).make(
-                "BlockStored",
-                **STORED
-                | {
-                    "block_hashes": [AFTER],
-                    "token_ids": [1] * REPLAYED_SIZE,
-                    "block_size": REPLAYED_SIZE,
-                },
-            )
-        ],
-        0,
-        NEWEST,
-    )
-)
 
 
 @pytest.fixture(scope="module")
@@ -157,60 +126,3 @@ def test_a_batch_without_a_rank_is_lost(indexer: DynamoIndexer) -> None:
     assert indexer.held()[number] == {"device": {*STORED["block_hashes"]}}
     verdicts = [one.verdict for one in PROFILE.treat(trial.batch)]
     assert verdicts == [Reception.BATCH_LOST]
-
-
-def test_the_router_holds_what_a_replay_publishes(indexer: DynamoIndexer) -> None:
-    """It holds all blocks of the tier, and more of the GPU's if removals of copies are dropped."""
-    messages = replayed()
-    plain, counted = (Worker(indexer, next(Trial.numbers), REPLAYED_SIZE) for _ in range(2))
-    fold, counting = StreamFold(), EventDecoder()
-    copies: Counter[int | bytes] = Counter()
-    for message in messages:
-        batch, found = fold.apply(message.sequence, message.payload)
-        assert batch is not None
-        assert not found
-        plain.send(message.payload)
-        kept = [event for event in batch.events if is_last_copy(event, copies)]
-        counted.send(encode(replace(counting.decode(message.payload), events=kept)))
-    held = {medium: {key[0] for key in keys} for medium, keys in fold.held.items()}
-    assert fold.num_copies_left > 0
-    assert {*held} == {"GPU", "CPU"}
-    for worker in (plain, counted):
-        worker.send(AT_THE_END)
-    wait_until(
-        lambda: all(
-            AFTER in indexer.held().get(worker.number, {}).get("device", ())
-            for worker in (plain, counted)
-        ),
-        "the router has not read everything",
-    )
-    of_plain, of_counted = (indexer.held()[worker.number] for worker in (plain, counted))
-    assert of_plain["host_pinned"] == of_counted["host_pinned"] == held["CPU"]
-    # The router also drops a block whose parent was removed.
-    assert of_plain["device"] < of_counted["device"] <= held["GPU"] | {AFTER}
-
-
-def replayed() -> list[Message]:
-    """Record the events of the default connector's engine for a generated workload."""
-    config = ReplayConfig(300, 64, 4, "full", {"cpu_blocks": 400, "enable_events": True})
-    rows = generate_trace(num_requests=60, seed=0, block_size=REPLAYED_SIZE)
-    any_port = "tcp://127.0.0.1:*"
-    with Publisher(any_port, any_port) as publisher:
-        feed = EventFeed(publisher, make_geometry("full", REPLAYED_SIZE), NEWEST)
-        report = replay(rows, REPLAYED_SIZE, OffloadConnector, config, on_step=feed.publish)
-        assert report.is_clean
-        with Listener(publisher.endpoint, publisher.replay_endpoint) as listener:
-            return [*listener.replay(0)]
-
-
-def is_last_copy(event: AnyEvent, copies: Counter[int | bytes]) -> bool:
-    """False for the removal of a GPU block that another one still holds the key of."""
-    if getattr(event, "medium", None) != "GPU":
-        return True
-    hashes = event.block_hashes  # type: ignore[union-attr]
-    if isinstance(event, StoredEvent):
-        copies.update(hashes)
-        return True
-    copies.subtract(hashes)
-    assert len(hashes) == 1
-    return not copies[hashes[0]]

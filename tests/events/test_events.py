@@ -117,12 +117,6 @@ def test_a_batch_may_be_in_any_order(data: st.DataObject) -> None:
     assert [index.block_size(key) for key in keys] == [16 if k in held else None for k in keys]
 
 
-def test_events_of_unknown_keys_have_no_size() -> None:
-    index = index_of(removed(A), gpu_removed(b"b"), stored(C), AllBlocksCleared())
-    assert [index.block_size(key) for key in (A, B, C)] == [None] * 3
-    assert index_of(gpu_stored(b"c"), gpu_removed(b"c"), index=index).block_size(C) == 16
-
-
 def churn(index: BlockSizeIndex, numbers: Iterable[int]) -> None:
     for number in numbers:
         name = number.to_bytes(8, "big")

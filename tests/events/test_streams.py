@@ -102,12 +102,6 @@ def test_an_incident_is_flagged_by_its_thread(thread: str) -> None:
     [
         ("dynamo", {}, Reception.ACCEPTED, ""),
         ("dynamo", {"token_ids": []}, Reception.REJECTED, "token_ids too short: need 4, got 0"),
-        ("dynamo", {"block_size": 0}, Reception.REJECTED, "block size 0"),
-        ("dynamo", {"token_ids": [1] * 5}, Reception.PARTLY, "the last 1 blocks are lost"),
-        ("dynamo", {"parent_block_hash": FIRST}, Reception.REJECTED, "it has a hash twice"),
-        ("dynamo", {"block_hashes": [b"h" * 32]}, Reception.BATCH_LOST, "hashes are read as int"),
-        ("dynamo", {"kv_cache_spec_kind": "mamba"}, Reception.REJECTED, "blocks of mamba"),
-        ("dynamo", {"locality": "REMOTE"}, Reception.REJECTED, "locality REMOTE"),
         ("llm-d", {}, Reception.ACCEPTED, ""),
         ("llm-d", {"token_ids": []}, Reception.PARTLY, "taken as a move"),
         ("llm-d", {"kv_cache_spec_kind": None}, Reception.PARTLY, "that of an earlier event"),

@@ -6,8 +6,6 @@ import ast
 import re
 from collections import defaultdict
 
-import pytest
-
 from docs.make_laws import PAGE, laws, page
 from kvview import errors
 from tests.house.source_tree import ROOT, files_of_tests, modules
@@ -114,20 +112,3 @@ def test_every_error_of_a_law_starts_with_its_number() -> None:
 
 def test_an_error_without_a_law_exists() -> None:
     assert all(issubclass(getattr(errors, name), Exception) for name in ERRORS_WITHOUT_A_LAW)
-
-
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        ("'POOL-4: block 7'", True),
-        ("f'POOL-4: {x}'", True),
-        ("f'{self.law}: {x}'", True),
-        ("'POOL-4: ' + why", True),
-        ("'block 7'", False),
-        ("f'{owner}: {x}'", False),
-        ("why", False),
-        ("'POOL-4 block'", False),
-    ],
-)
-def test_a_number_is_recognised(message: str, expected: bool) -> None:
-    assert _starts_with_a_law(ast.parse(message, mode="eval").body) is expected

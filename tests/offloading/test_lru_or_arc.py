@@ -45,25 +45,6 @@ def test_without_a_sample_it_is_lru(seed: int) -> None:
         held = [key for key in held if key not in victims] + new
 
 
-def test_a_new_key_that_was_held_not_long_ago_counts_as_used_again() -> None:
-    policy = LRUOrARCPolicy(4)
-    keys = [key for key in KEYS if crc32(key) % 8]  # none of the sample: the duel does not move
-
-    def admit(*numbers: int) -> list[int]:
-        num_victims = max(0, len(numbers) - (0 if policy._once else 4))
-        victims = policy.admit([keys[number] for number in numbers], num_victims, NOTHING)
-        return [keys.index(victim) for victim in victims]
-
-    assert [admit(3, 2, 1, 0), admit(4), admit(0)] == [[], [0], [1]]  # 0 came back
-    policy._duel._is_arc_ahead = True  # whose target is 0: those used once go first
-    assert [admit(number) for number in range(5, 9)] == [[2], [3], [4], [5]]
-    assert len(policy._ghosts) == 4
-    assert admit(1) == [6], "1 went five evictions ago, and is forgotten"
-    assert [admit(number) for number in (9, 10, 11)] == [[7], [8], [1]]
-    policy._duel._is_arc_ahead = False
-    assert admit(12) == [0], "used longest ago"
-
-
 def hits_of(policy: LRUPolicy | LRUOrARCPolicy, uses: list[OffloadKey], room: int) -> int:
     held: set[OffloadKey] = set()
     num_hits = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,11 +11,9 @@ from kvview import (
     ConfigError,
     KeyNotLoadableError,
     LookupResult,
-    OffloadingManager,
     OffloadKey,
     ReqContext,
     TransferNotInFlightError,
-    fold_events,
     make_offload_key,
 )
 from kvview_reference.offloading import CPUOffloadingManager
@@ -50,12 +47,6 @@ def hits(manager: CPUOffloadingManager) -> set[OffloadKey]:
 # The public API
 
 
-def test_fits_the_contract() -> None:
-    assert isinstance(CPUOffloadingManager(1), OffloadingManager)
-    assert isinstance(LRUPolicy(1), CachePolicy)
-    assert isinstance(ARCPolicy(1), CachePolicy)
-
-
 def test_events_are_the_third_argument_as_upstream() -> None:
     manager = CPUOffloadingManager(4, "lru", True)
     stored(manager, A)
@@ -72,15 +63,6 @@ def test_context_is_optional() -> None:
     assert manager.lookup(A) is HIT
 
 
-def test_no_keys_are_no_refusal() -> None:
-    manager = CPUOffloadingManager(1)
-    stored(manager, A)
-    manager.prepare_load([A], CTX)
-    output = manager.prepare_store([], CTX)
-    assert output is not None
-    assert not output.keys_to_store
-
-
 def test_errors_name_the_key_and_its_state() -> None:
     manager = CPUOffloadingManager(4)
     stored(manager, A)
@@ -94,23 +76,7 @@ def test_errors_name_the_key_and_its_state() -> None:
         manager.complete_load([A], CTX)
 
 
-def test_shutdown_keeps_the_events_true() -> None:
-    manager = CPUOffloadingManager(2, enable_events=True)
-    stored(manager, A)
-    manager.shutdown()
-    manager.shutdown()
-    assert fold_events(manager.take_events()) == {"CPU": set()}
-    assert hits(manager) == set()
-
-
 # Configuration
-
-
-@pytest.mark.parametrize("name", ["fifo", "", None, 3, ["lru"]])
-def test_off_7_unknown_policy_lists_the_known(name: Any) -> None:
-    with pytest.raises(ConfigError, match=r"unknown cache policy .*known: .*arc.*lru") as error:
-        CPUOffloadingManager(1, name)
-    assert isinstance(error.value, ValueError)
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, "2", None])
@@ -122,41 +88,20 @@ def test_impossible_sizes(name: str, value: Any) -> None:
 
 
 def test_third_party_policy() -> None:
-    class FIFO:
-        def __init__(self, capacity: int) -> None:
-            self.keys: list[OffloadKey] = []
-
-        def admit(
-            self, keys: Sequence[OffloadKey], num_victims: int, in_flight: InFlight
-        ) -> list[OffloadKey]:
-            in_use = in_flight.loading | in_flight.storing
-            victims = [key for key in self.keys if key not in in_use][:num_victims]
-            self.keys = [key for key in self.keys if key not in victims] + list(keys)
-            return victims
-
+    class NeverTouched(LRUPolicy):
         def touch(self, keys: Sequence[OffloadKey], in_flight: InFlight) -> None:
-            pass
+            """Leave the order as it is."""
 
-        def release(self, keys: Iterable[OffloadKey]) -> None:
-            pass
-
-        def remove(self, keys: Iterable[OffloadKey]) -> None:
-            self.keys = [key for key in self.keys if key not in set(keys)]
-
-    register_policy("first-in-first-out", FIFO)
-    with pytest.raises(ConfigError, match="registered already"):
-        register_policy("first-in-first-out", FIFO)
-    register_policy("first-in-first-out", FIFO, replace=True)
-    manager = CPUOffloadingManager(2, "first-in-first-out")
-    stored(manager, A, B)
+    register_policy("never-touched", NeverTouched)
+    for name in ("never-touched", *POLICIES):
+        with pytest.raises(ConfigError, match=f"{name}.* registered already"):
+            register_policy(name, NeverTouched)
+    register_policy("never-touched", NeverTouched, replace=True)
+    manager = CPUOffloadingManager(2, "never-touched")
+    stored(manager, A)
+    stored(manager, B)
     manager.touch([A], CTX)
     assert stored(manager, C) == [A]
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_known_policy_is_not_overwritten(name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        register_policy(name, LRUPolicy)
 
 
 def test_tracker_is_bounded_and_forgets_the_least_recently_offered() -> None:
@@ -203,26 +148,3 @@ def test_keys_in_flight_are_walked_over_once() -> None:
         for key in keys[2000:]:
             assert len(policy.admit([key], 1, InFlight(loading, storing))) == 1
         assert loading.seen <= 3000
-
-
-def test_arc_batches_keep_the_ghosts_bounded() -> None:
-    rng = random.Random(0)
-    capacity = 20
-    policy = ARCPolicy(capacity)
-    held: set[OffloadKey] = set()
-    names = [make_offload_key(i.to_bytes(4, "big"), 0) for i in range(100)]
-    targets = set()
-    for _ in range(2000):
-        start = rng.randrange(100) if rng.random() < 0.5 else rng.randrange(25)
-        batch = names[start : start + rng.randrange(1, 12)]
-        new = [key for key in batch if key not in held]
-        policy.touch(batch, NOTHING)
-        victims = policy.admit(new, max(0, len(held) + len(new) - capacity), NOTHING)
-        held = held.difference(victims).union(new)
-        t1, t2, b1, b2 = (len(x) for x in (policy._t1, policy._t2, policy._b1, policy._b2))
-        assert t1 + t2 == len(held) <= capacity
-        assert t1 + b1 <= capacity
-        assert t1 + t2 + b1 + b2 <= 2 * capacity
-        assert 0 <= policy._target <= capacity
-        targets.add(policy._target)
-    assert len(targets) > 20

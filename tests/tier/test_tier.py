@@ -19,7 +19,7 @@ from kvview.testing.tier.faulty_store import FaultyStore
 from kvview.tier import GuardedTier, Namespace, Threaded
 from kvview.tier.checksum import PageSeal
 from kvview_reference.harness import guarded_tier, tier
-from kvview_reference.tier import FileStore, read_entry
+from kvview_reference.tier import FileStore
 from kvview_reference.tier.command import tier as tier_group
 from kvview_reference.tier.throughput import measure
 from tests.tier.author_stores import RIGHT, WRONG
@@ -232,21 +232,6 @@ def test_of_many_files_the_oldest_of_some_go(
     assert newest == 150
     assert oldest < 60
     store.close()
-
-
-def test_an_entry_is_read_as_a_load_would(tmp_path: Path) -> None:
-    store = FileStore(HERE, root=str(tmp_path))
-    moved(store, "put", b"k")
-    store.close()
-    (path,) = (tmp_path / HERE.digest.hex()).glob("??/*")
-    assert read_entry(HERE, path.read_bytes()).problem == ""
-    assert read_entry(HERE, path.read_bytes()).key == b"k"
-    assert read_entry(THERE, path.read_bytes()).problem == "its seal is not that of its bytes"
-    content = path.read_bytes()
-    path.write_bytes(content[:-1])
-    assert read_entry(HERE, path.read_bytes()).problem == "it has 999 bytes of a page of 1000"
-    path.write_bytes(b"short")
-    assert read_entry(HERE, path.read_bytes()).problem == "it has no header"
 
 
 def test_fsck_reports_entries_that_cannot_be_loaded(tmp_path: Path) -> None:

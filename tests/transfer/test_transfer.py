@@ -338,23 +338,14 @@ G: Any = GPULoadStoreSpec
 C: Any = CPULoadStoreSpec
 BAD_SPECS: list[tuple[Any, str]] = [
     ((G([8], [1, 0], [0, 0]), C([0])), r"GPU block id 8 of group 0 .* 0 to 7 \(8 blocks\)"),
-    ((G([1, -1], [1, 1], [0, 0]), C([0, 1])), r"GPU block id -1 of group 1 is out of range"),
-    ((G([1 << 63], [1, 0], [0, 0]), C([0])), r"GPU block id .* of group 0 is out of range"),
-    ((G([1 << 99], [1, 0], [0, 0]), C([0])), r"GPU block_ids must be a flat sequence of ints"),
     ((G([1], [0, 1], [0, 0]), C([12])), r"CPU block id 12 of group 1 .* 0 to 11 \(12 blocks\)"),
-    ((C([-3]), G([1], [1, 0], [0, 0])), r"CPU block id -3 of group 0 is out of range"),
     ((G([1.0], [1, 0], [0, 0]), C([0])), r"GPU block_ids must be a flat sequence of ints.*1\.0"),
-    ((G([1], [1, 0], [0, 0]), C([True])), r"CPU block_ids must be a flat sequence of ints"),
-    ((G(["1"], [1, 0], [0, 0]), C([0])), r"GPU block_ids must be a flat sequence of ints"),
-    ((G([1], [1, 0], [0, 0]), C([[0], [1, 2]])), r"CPU block_ids must be a flat sequence"),
     ((G([1, 2, 3], [3, 0], [1, 0]), C([0])), r"group 0 needs 2 host .* 3 GPU blocks after 1"),
-    ((G([1, 2, 3], [2, 1], [0, 1]), C([0])), r"group 1 needs 1 host blocks .* 0 left of 1"),
     ((G([1], [1, 0], [0, 0]), C([0, 1])), r"need 1 GPU and 1 host blocks, .* name 1 and 2"),
     ((G([1], [1], [0]), C([0])), r"group_sizes names 1 KV-cache groups, this worker has 2"),
     ((G([1, 2], [1, 1], [0, 0]), C([4, 4])), r"host block 4 is the destination of two pages"),
     ((C([4, 5]), G([2, 2, 2], [3, 0], [0, 0])), r"GPU block 2 is the destination of two pages"),
     ((G([1], [1, 0], [0, 0]),) * 2, r"GPULoadStoreSpec \(medium 'GPU'\) -> GPULoadStoreSpec"),
-    ((C([1]), C([2])), r"CPULoadStoreSpec \(medium 'CPU'\) -> CPULoadStoreSpec"),
     ((DiskSpec(), G([1], [1, 0], [0, 0])), r"got DiskSpec \(medium 'DISK'\) -> GPULoad"),
     ((object(), C([1])), r"got object \(medium None\) -> CPULoadStoreSpec"),
 ]

@@ -159,18 +159,12 @@ def caches_of(tensor: Any, page: int = 8, groups: Any = None) -> CanonicalKVCach
 GOOD = torch.zeros(4, 8, dtype=torch.int8)
 BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     (caches_of(GOOD), {"num_cpu_blocks": 0}, "num_cpu_blocks must be a positive int, got 0"),
-    (caches_of(GOOD), {"blocks_per_chunk": True}, "blocks_per_chunk must be a positive int"),
-    (caches_of(GOOD), {"num_threads": -1}, "num_threads must be a positive int, got -1"),
     (CanonicalKVCaches([], [[]]), {}, "tensors is empty"),
-    (caches_of(GOOD, groups=[]), {}, "group_data_refs is empty"),
     (caches_of(GOOD, 16), {}, r"tensor 0 must be int8 of shape \(num_blocks, 16\).*\(4, 8\)"),
-    (caches_of(GOOD.float()), {}, "tensor 0 must be int8 .* got torch.float32"),
     (caches_of(GOOD.t(), 4), {}, "tensor 0 must have contiguous rows that do not overlap"),
-    (caches_of(GOOD[:1].expand(4, 8)), {}, "tensor 0 must have contiguous rows"),
     (caches_of(GOOD.to("meta")), {}, "tensor 0 is on meta"),
     (caches_of(GOOD, groups=[refs((1, 8))]), {}, "group 0 refers to tensor 1; there are 1"),
     (caches_of(GOOD, groups=[refs((0, 9))]), {}, "group 0 uses 9 bytes of a page of tensor 0"),
-    (caches_of(GOOD, groups=[refs((0, 0))]), {}, "group 0 uses 0 bytes"),
     (caches_of(GOOD), {"max_host_bytes": 63}, r"64 bytes, more than max_host_bytes \(63\)"),
     (caches_of(GOOD), {"num_cpu_blocks": 1 << 50}, r"are \d+ bytes, and \d+ bytes of host memory"),
 ]

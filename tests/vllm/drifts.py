@@ -1,13 +1,13 @@
 """Plants drifts into the newest release's sources, and reports the drifts that get through.
 
-    python tests/vllm/drifts.py [NAME ...] [--draw N --seed N] [--processes 2] [--json FILE]
+    python tests/vllm/drifts.py [NAME ...] [--processes 2] [--json FILE]
 
-The drifts are those of ``drifts.toml``, or are drawn with a seed (:mod:`drift_draws`). Each is
-planted into a copy of the sources (links, except for the files that change) and played there in
-every way (:mod:`drift_plays`). A way *works* if it saw the same as on the unchanged sources. It is
-*refused* if binding raises one line, and then ``kvview doctor`` must not report healthy. Every
-other drift got *through*, and so did one that could not be played. ``kvview check`` may refuse a
-drift with which the adapter works, because it reads more of vLLM.
+The drifts are those of ``drifts.toml``. Each is planted into a copy of the sources (links, except
+for the files that change) and played there in every way (:mod:`drift_plays`). A way *works* if it
+saw the same as on the unchanged sources. It is *refused* if binding raises one line, and then
+``kvview doctor`` must not report healthy. Every other drift got *through*, and so did one that
+could not be played. ``kvview check`` may refuse a drift with which the adapter works, because it
+reads more of vLLM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from drift_draws import draw  # type: ignore[import-not-found]
 from drift_edits import (  # type: ignore[import-not-found]
     Drift,
     DriftError,
@@ -155,18 +154,12 @@ def play(drifts: Mapping[str, Drift], processes: int, ways: Sequence[str]) -> It
 def main() -> int:
     parser = argparse.ArgumentParser(description="Drifts planted into the newest vLLM.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="parts of names; default: all")
-    parser.add_argument("--draw", type=int, metavar="N", help="draw N drifts instead")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--ways", nargs="+", choices=PLAYS, default=list(PLAYS))
     parser.add_argument("--processes", type=int, default=2, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts here")
     given = parser.parse_args()
-    known = read_drifts()
-    if given.draw:
-        chosen = draw(Sources(sources(NEWEST)), given.seed, given.draw, " ".join(known))
-    else:
-        names = given.names or [""]
-        chosen = {n: drift for n, drift in known.items() if any(part in n for part in names)}
+    names = given.names or [""]
+    chosen = {n: drift for n, drift in read_drifts().items() if any(part in n for part in names)}
     verdicts = []
     for verdict in play(chosen, given.processes, given.ways):
         verdicts.append(verdict)

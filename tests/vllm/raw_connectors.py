@@ -217,39 +217,6 @@ class LoadsTheNextBlock(HostConnector):
         return [[*table[1:], table[0]] for table in super().tables_of(blocks)]
 
 
-class CountsTheLastToken(HostConnector):
-    """Stores blocks whose last token is not computed."""
-
-    def num_full_blocks(self, request: Any) -> int:
-        return int(request.num_tokens + self.block_size - 1) // self.block_size
-
-    def request_finished(self, request: Any, block_ids: Sequence[int]) -> Kept:
-        hashes = request.block_hashes
-        if len(hashes) < self.num_full_blocks(request) and hashes:
-            request = _With(request, [*hashes, hashes[-1]])
-        return super().request_finished(request, block_ids)
-
-
-class _With:
-    def __init__(self, request: Any, block_hashes: list[bytes]) -> None:
-        self._request = request
-        self.block_hashes = block_hashes
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._request, name)
-
-
-class SharesByLength(HostConnector):
-    """Finds any stored block, because its keys contain too little."""
-
-    def has(self, request: Any, group: int, number: int) -> bool:
-        return bool(self.stored)
-
-    def load(self, copies: Copies) -> None:
-        other = list(self.host)
-        super().load([(key if key in self.host else other[0], block) for key, block in copies])
-
-
 class LoadsOneLayer(HostConnector):
     """Leaves the last layer unchanged in a load."""
 
@@ -331,15 +298,6 @@ class PromisesAllTokens(HostConnector):
     def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> Match:
         found, is_async = super().get_num_new_matched_tokens(request, num_computed)
         return (found + self.block_size if found else found), is_async
-
-
-class LoadsWithoutTheHit(HostConnector):
-    """Counts from the first token, whatever the GPU has."""
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> Match:
-        found = super().get_num_new_matched_tokens(request, num_computed)
-        self.first_block[request.request_id] = 0
-        return found
 
 
 class LeaksBlocks(HostConnector):
@@ -434,14 +392,6 @@ class ForgetsTheWindow(GroupsConnector):
         super().load([copy for copy in copies if copy[0] in self.host])
 
 
-class UsesTheFirstTable(GroupsConnector):
-    """Loads every group into the blocks of the first."""
-
-    def tables_of(self, blocks: Any) -> Sequence[Sequence[int]]:
-        tables = super().tables_of(blocks)
-        return [tables[0]] * len(tables)
-
-
 class DoesNothing(HostConnector):
     """Runs degraded: it never finds a block."""
 
@@ -451,8 +401,6 @@ class DoesNothing(HostConnector):
 
 FAULTS = [
     LoadsTheNextBlock,
-    CountsTheLastToken,
-    SharesByLength,
     LoadsOneLayer,
     FreesBeforeItStores,
     ForgetsAStore,
@@ -461,8 +409,7 @@ FAULTS = [
     NeverAnswers,
     Raises,
     PromisesAllTokens,
-    LoadsWithoutTheHit,
 ]
-FAULTS_OF_GROUPS = [GroupsShareKeys, ForgetsTheWindow, UsesTheFirstTable]
+FAULTS_OF_GROUPS = [GroupsShareKeys, ForgetsTheWindow]
 FAULTS_OF_STEPS_AND_PROCESSES = [HashesScheduledBlocks, SharesLoadsInAClass, DoesNotPickle]
 FAULTS_OF_THE_POOL = [LeaksBlocks, FreesBlocksOfOthers]

@@ -100,7 +100,7 @@ def test_stats_that_wait_for_their_second_are_reported_at_the_end(serve: Any) ->
 
 
 def test_every_series_starts_before_its_first_event(serve: Any) -> None:
-    # METRIC-3
+    # METRIC-1, METRIC-3
     needs_prometheus()
     multi = "kvview_reference.connector:MultiConnector"
     children = [{"connector": EXAMPLE, "options": {"cpu_blocks": 64}}] * 2
@@ -151,21 +151,6 @@ def test_failed_loads_and_skipped_blocks_are_counted(serve: Any) -> None:
         assert engine.scheduler.reset_prefix_cache()
     assert front.value("failed_loads", target) == front.value("loads", target) >= 1
     assert front.value("skipped_blocks", target) >= 2
-
-
-def test_children_of_kvviews_multi_connector_have_series(serve: Any) -> None:
-    # METRIC-1
-    needs_prometheus()
-    children = [{"connector": EXAMPLE, "options": {"cpu_blocks": 64}}] * 2
-    target = "kvview_reference.connector:MultiConnector"
-    engine, front = serve(lane.connector_config(target, connectors=children))
-    for name in ("first", "last"):
-        engine.worker._worker_side._next_stats = 0.0
-        engine.add(name, TOKENS)
-        engine.run()
-    for child in (f"0: {EXAMPLE}", f"1: {EXAMPLE}"):
-        assert front.value("stores", target, child) == 1
-        assert front.value("held_references", target, child) in (None, 0)
 
 
 def test_children_of_vllms_multi_connector_have_one_series(serve: Any) -> None:

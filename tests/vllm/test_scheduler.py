@@ -5,7 +5,6 @@ Late, failed and lost transfers, aborts, preemptions and resets are in ``test_si
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ from kvview import (
     ConnectorError,
     GuardedView,
     PinBudgetExceeded,
-    StepInfo,
-    StepPlan,
     ViewClosedError,
     ViewNotBoundError,
 )
@@ -104,78 +101,6 @@ def test_another_child_does_not_retry_a_failed_load(make_engine: MakeEngine) -> 
     if children[0]._scheduler_side.asynchronous:
         assert engine.hits["again"] == 0
     assert engine.num_free_blocks() == free
-
-
-@pytest.mark.parametrize("windows", WINDOWS, ids=str)
-def test_a_step_has_the_real_block_tables(
-    make_engine: MakeEngine, windows: tuple[int | None, ...]
-) -> None:
-    # SCHED-1
-    engine = make_engine(windows=windows)
-    half = side(engine).half
-    plan_step = half.plan_step
-    seen = 0
-
-    def compare(step: StepInfo) -> StepPlan:
-        nonlocal seen
-        for shown in step.scheduled:
-            request_id = shown.request.request_id
-            real = engine.scheduler.kv_cache_manager.get_block_ids(request_id)
-            for mine, theirs in zip(shown.block_ids, real, strict=True):
-                assert len(mine) == len(theirs)
-                wrong = [block for block, is_ in zip(mine, theirs, strict=True) if block != is_]
-                assert not any(wrong), "the request no longer has this block"
-            assert all(block_ids[-1] for block_ids in shown.block_ids)
-            assert shown.num_scheduled_tokens > 0
-            seen += 1
-        plan: StepPlan = plan_step(step)
-        return plan
-
-    half.plan_step = compare
-    engine.add("long", range(40), max_tokens=120)
-    engine.add("short", TOKENS, max_tokens=40)
-    engine.run(limit=200)
-    assert seen >= 150
-
-
-def test_blocks_that_the_step_computes_are_not_counted_as_computed(
-    make_engine: MakeEngine,
-) -> None:
-    # SCHED-3
-    engine = make_engine()
-    half = side(engine).half
-    plan_step = half.plan_step
-    computed: list[dict[str, int]] = []
-
-    def record(step: StepInfo) -> StepPlan:
-        computed.append({s.request.request_id: s.num_computed_tokens for s in step.scheduled})
-        plan: StepPlan = plan_step(step)
-        return plan
-
-    half.plan_step = record
-    engine.add("one", TOKENS)
-    engine.add("other", OTHER_TOKENS)
-    engine.add("same", TOKENS)
-    engine.step()
-    assert engine.hits == {"one": 0, "other": 0, "same": HIT_TOKENS}, "vLLM lets it hit"
-    engine.add("later", TOKENS)
-    engine.step()
-    assert computed[0] == {"one": 0, "other": 0, "same": 0}
-    assert computed[1] == dict.fromkeys(("one", "other", "same"), len(TOKENS)) | {
-        "later": HIT_TOKENS
-    }
-
-
-def test_a_job_id_in_flight_cannot_be_planned_again(make_engine: MakeEngine) -> None:
-    config = lane.connector_config(f"{FAULTY}:SlowConnector", cpu_blocks=64)
-    config["kv_connector_extra_config"]["contain_faults"] = False
-    engine = make_engine(config)
-    half = side(engine).half
-    half.job_ids = itertools.repeat(7)
-    engine.add("one", TOKENS)
-    engine.add("other", OTHER_TOKENS)
-    with pytest.raises(ConnectorError, match="CONN-5: job id 7 is in flight"):
-        engine.run()
 
 
 def test_the_children_of_multi_connector_are_bound(make_engine: MakeEngine) -> None:

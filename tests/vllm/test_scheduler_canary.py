@@ -105,6 +105,7 @@ def adapter_fails() -> tuple[Any, str, Any]:
 
 
 def test_the_installed_release_has_the_expected_facts() -> None:
+    # SCHED-1, SCHED-2, SCHED-3
     assert play(KVViewConnector) == ""
 
 

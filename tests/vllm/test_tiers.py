@@ -182,22 +182,6 @@ def test_no_thread_of_the_manager_polls_the_tier(
     assert [name for name in threads if "poll" in name] == []
 
 
-def test_a_damaged_file_is_a_miss_and_is_stored_again(tiering: Tiering, tmp_path: Path) -> None:
-    assert tiering.store(range(8))
-    assert tiering.store(range(8, 16))
-    (path,) = tmp_path.rglob((bytes(tiering.key(3))).hex())
-    content = bytearray(path.read_bytes())
-    content[5000:9096] = bytes(4096)
-    path.write_bytes(content)
-    for _ in range(2):
-        hit, exact = tiering.fetch(range(8))
-        assert hit == exact < 8
-    assert tiering.tier.guard.stats.damaged == 1
-    tiering.store([3])
-    tiering.store(range(20, 28))
-    assert tiering.fetch([3]) == (1, 1)
-
-
 def test_another_process_finds_pages_of_the_same_weights_only(tmp_path: Path) -> None:
     for weights, found in (("1", (0, 0)), ("1", (8, 8)), ("2", (0, 0))):
         tiering = Tiering(store=FILES, options={"root": str(tmp_path)}, weights=weights)
@@ -310,36 +294,6 @@ def test_vtier_3_events_advertise_stored_keys_and_remove_evicted_ones(
     assert 8 <= len(there) <= 12
     assert held_of(with_events.events) == there
     assert held_of(with_events.events, "CPU") == {*keys[8:]}
-
-
-def test_vtier_3_keys_of_an_earlier_engine_are_advertised_after_a_load(tmp_path: Path) -> None:
-    first = Tiering(store=FILES, options={"root": str(tmp_path)}, weights="1")
-    assert first.store(range(8))
-    first.close()
-    again = Tiering(
-        publishes_events=True, store=FILES, options={"root": str(tmp_path)}, weights="1"
-    )
-    keys = [bytes(again.key(number)) for number in range(8)]
-    assert again.fetch(range(4)) == (4, 4)
-    assert held_of(again.events) == {*keys[:4]}
-    assert again.store(range(8, 16)), "the host has evicted the first four"
-    for path in tmp_path.rglob(keys[2].hex()):
-        path.write_bytes(b"damaged")
-    again.fetch(range(4))
-    assert held_of(again.events) == {*(keys[:2] + keys[3:4])} | {
-        bytes(again.key(number)) for number in range(8, 16)
-    }
-    again.close()
-
-
-def test_vtier_3_a_failed_store_advertises_nothing() -> None:
-    tiering = Tiering(publishes_events=True, store=FAULTY, weights="1")
-    under: Any = tiering.tier.guard.store
-    under.fault = "is full"
-    assert tiering.store(range(8))
-    assert held_of(tiering.events) == set()
-    assert held_of(tiering.events, "CPU") != set()
-    tiering.close()
 
 
 def test_no_events_are_collected_unless_the_engine_publishes_them(tiering: Tiering) -> None:
