@@ -27,6 +27,7 @@ ARGUMENTS = {
     "events tail": ["recording.jsonl"],
     "events validate": ["recording.jsonl"],
     "new": ["fine.py"],
+    "partition": ["kvview_reference.connector:OffloadConnector"],
     "replay": ["--requests", "20"],
     "size": ["--requests", "20"],
     "tier bench": [
@@ -35,7 +36,7 @@ ARGUMENTS = {
     ],
     "tier fsck": ["folder"],
 }
-"""Arguments with which each command succeeds."""
+"""Arguments with which each command succeeds, where its engine is installed."""
 CONNECTOR = ["kvview_reference.connector:OffloadConnector", "--seeds", "1"]
 BESIDES = {
     "--against": ["--vllm", "0.33.0"],

@@ -104,13 +104,14 @@ def partition(
         given |= read_options([f"kv_transfer_config={transfer_config}"])
     console = Console(stderr=json_file == "-", markup=True)
     with naming(target), progress(f"checking {target}") as on_progress:
+        found = load_target(target)
         cpu_scheduler.prepare()
         release = f"vllm {engine_version()}"
         from kvview_vllm.partition.matrix import PairOutcome, check_partition
         from kvview_vllm.partition.pairs import all_pairs
 
         cells = []
-        connector = _connector(target, load_target(target), given)
+        connector = _connector(target, found, given)
         for cell in check_partition(*connector, all_pairs()):
             cells.append(cell)
             on_progress(cell.pair.name)
