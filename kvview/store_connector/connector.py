@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 from typing_extensions import override
@@ -14,8 +14,9 @@ from typing_extensions import override
 from kvview.connector import Connector, ConnectorConfig, SchedulerConnector, WorkerConnector
 from kvview.errors import ConfigError
 from kvview.options import make_with_options, parse_options
+from kvview.store_connector.page_index import Behaviour, Mode
 from kvview.store_connector.policy import Policy
-from kvview.store_connector.scheduler import Behaviour, StoreScheduler
+from kvview.store_connector.scheduler import StoreScheduler
 from kvview.store_connector.transform import Transform
 from kvview.store_connector.worker import StoreWorker
 from kvview.targets import load_target
@@ -47,7 +48,7 @@ class StoreOptions(BaseModel):
     cpu_bytes: PositiveInt | None = None
     store_blocks: PositiveInt | None = None
     weights: str = ""
-    mode: Literal["eager", "finish", "victim", "exclusive"] = "victim"
+    mode: Mode = "victim"
     prefetch: bool = False
     enable_events: bool = False
 

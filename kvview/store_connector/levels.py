@@ -22,6 +22,7 @@ class Level:
         budget: Of all keys together: blocks, or bytes.
         size: The most bytes of the page of a key, None if the budget counts blocks.
         pins: Number of loads in flight by key, shared with the other level.
+        records: Whether events are recorded; an engine without them never takes any.
     """
 
     def __init__(
@@ -31,6 +32,8 @@ class Level:
         budget: int,
         size: Callable[[OffloadKey], int] | None,
         pins: Counter[OffloadKey],
+        *,
+        records: bool,
     ) -> None:
         self.policy = policy
         self._medium = medium
@@ -38,6 +41,7 @@ class Level:
         self._size = size or (lambda key: 1)
         self._in_bytes = size is not None
         self._pins = pins
+        self._records = records
         self._held: dict[OffloadKey, int] = {}
         self._reserved: dict[OffloadKey, int] = {}
         self._used = 0
@@ -115,5 +119,5 @@ class Level:
         return events
 
     def _record(self, keys: Sequence[OffloadKey], *, removed: bool) -> None:
-        if keys:
+        if keys and self._records:
             self._events.append(OffloadingEvent(keys, self._medium, removed))

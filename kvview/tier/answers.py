@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 _FOREVER = float("inf")
 
@@ -39,6 +40,7 @@ class LookupAnswers:
         self._max_keys = max_keys
         self._known: dict[bytes, tuple[bool, float]] = {}
         self._asked: dict[bytes, float] = {}
+        self._is_asked = False
         self.num_unanswered = 0
         """Lookups that took longer than ``patience``, so far."""
 
@@ -47,6 +49,7 @@ class LookupAnswers:
         flags: list[bool | None] = []
         ask: list[bytes] = []
         now, known = self._clock(), self._known
+        self._is_asked = True
         for key in keys:
             found = known.get(key)
             if found is not None and found[1] > now:
@@ -74,17 +77,24 @@ class LookupAnswers:
             self._answer(key, flag)
 
     def stored(self, key: bytes) -> None:
-        """A put succeeded."""
-        self._answer(key, True)
+        """A put succeeded; not remembered before the first lookup, because a worker never asks."""
+        if self._is_asked or key in self._known:
+            self._answer(key, True)
 
     def failed(self, key: bytes) -> None:
-        """A get failed, or the key was deleted."""
+        """A get failed, or a key was deleted that the store cannot delete."""
         self._answer(key, False, _FOREVER)
+
+    def deleted(self, key: bytes) -> None:
+        """The store is about to delete a key, and answers for itself from then on."""
+        self._answer(key, False)
 
     def _answer(self, key: bytes, flag: bool, seconds: float | None = None) -> None:
         self._asked.pop(key, None)
         self._known.pop(key, None)
-        until = self._clock() + self._seconds if seconds is None else seconds
-        self._known[key] = (flag, until)
-        if len(self._known) > self._max_keys:
-            del self._known[next(iter(self._known))]
+        now = self._clock()
+        self._known[key] = (flag, now + self._seconds if seconds is None else seconds)
+        # Two for each that comes, so that what has expired does not stay.
+        for oldest in [*islice(self._known, 2)]:
+            if len(self._known) > self._max_keys or self._known[oldest][1] <= now:
+                del self._known[oldest]
