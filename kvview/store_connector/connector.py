@@ -41,7 +41,7 @@ class StoreOptions(BaseModel):
         enable_events: Whether KV events are recorded.
     """
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, coerce_numbers_to_str=True)
 
     store: str | None = None
     cpu_blocks: NonNegativeInt | None = None

@@ -5,6 +5,7 @@ for those who only write blocking reads and writes, ``Polled`` for those who pol
 and ``GuardedTier`` stands between any store and any engine.
 """
 
+from kvview.tier.async_store import AsyncStore
 from kvview.tier.guarded import GuardedTier, TierStats
 from kvview.tier.namespace import Namespace
 from kvview.tier.polled import Polled
@@ -24,6 +25,7 @@ from kvview.tier.threaded import Threaded
 from kvview.tier.tier_events import TierEvents
 
 __all__ = [
+    "AsyncStore",
     "GuardedTier",
     "Namespace",
     "Polled",
