@@ -1,6 +1,7 @@
-"""A complete connector: compressed pages in host memory, in front of files.
+r"""A complete connector: compressed pages in host memory, in front of files.
 
-    kvview check examples/two_levels.py:TwoLevelConnector --option root={tmp} -o 'cpu_blocks={blocks}'
+    kvview check examples/two_levels.py:TwoLevelConnector \
+        --option root={tmp} --option 'cpu_blocks={blocks}'
 
 Pages that memory has no room for move to files. They move back to memory when a request needs
 them, while it still waits for blocks.

@@ -154,11 +154,14 @@ class CanonicalKVCaches(Generic[TensorT]):
         compute_stream: What jobs are ordered after (XFER-6). None where there is no
             stream to name: then, on a GPU, it is the current one of the submitting thread;
             without a GPU compute has ended when a plan is started.
+        rank: Of this worker in its engine; the pages of another rank are other bytes under the
+            same keys.
     """
 
     tensors: Sequence[CanonicalKVCacheTensor[TensorT]]
     group_data_refs: Sequence[Sequence[CanonicalKVCacheRef]]
     compute_stream: ComputeStream | None = None
+    rank: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""``kvview new``: a connector to begin from, its test, and a CI job, which pass as they stand.
+"""``kvview new``: a connector to start from, its test, and a CI job, all of which pass unchanged.
 
-1. The connector is ``examples/host_cache.py``, or with ``--raw`` ``examples/raw_host_cache.py``,
-   which the package carries, under a new name.
+1. The connector is one of the examples, which the package contains, under a new name:
+   ``host_memory.py``, with ``--hooks`` ``host_cache.py``, with ``--raw`` ``raw_host_cache.py``.
 2. Nothing is overwritten: if one of the files is there, or a link to nowhere, none is written.
 3. The name of a module that can be imported is refused: FILE would take its place in its folder.
 """
@@ -66,9 +66,10 @@ jobs:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What differs between a connector of kvview and one of vLLM."""
+    """The parts of the files that differ between the kinds of connector."""
 
     template: str
+    class_prefix: str  # in the template
     arguments: str  # of the test
     install: str
     needs: str  # to run it here
@@ -76,12 +77,27 @@ class _Kind:
     taken: tuple[str, ...]  # NAMEConnector is something that the template imports
 
 
-_KVVIEW = _Kind(
+_INSTALL_TORCH = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
+_NEEDS_TORCH = "torch comes with kvview[reference], pytest with kvview[testing]"
+# The GPU is small compared with the workload, because a large one keeps every prefix itself.
+_STORE = _Kind(
+    "host_memory",
+    "HostMemory",
+    'options={"store_blocks": "{blocks}"}',
+    _INSTALL_TORCH,
+    _NEEDS_TORCH,
+    (
+        "kvview replay --connector {target} --gpu-blocks 500 --option store_blocks=5000",
+        "kvview check {target} --option store_blocks={{blocks}}",
+    ),
+    ("Store",),
+)
+_HOOKS = _Kind(
     "host_cache",
+    "HostCache",
     'options={"cpu_blocks": "{blocks}"}',
-    "pip install torch --index-url https://download.pytorch.org/whl/cpu",
-    "torch comes with kvview[reference], pytest with kvview[testing]",
-    # A GPU that is small beside the workload, because a large one has all that comes again.
+    _INSTALL_TORCH,
+    _NEEDS_TORCH,
     (
         "kvview replay --connector {target} --gpu-blocks 500 --cpu-blocks 5000",
         "kvview check {target}",
@@ -90,6 +106,7 @@ _KVVIEW = _Kind(
 )
 _RAW = _Kind(
     "raw_host_cache",
+    "HostCache",
     'engine="vllm", options={"host_blocks": 64}',
     "pip install vllm",
     "beside vllm; pytest comes with kvview[testing]",
@@ -106,14 +123,22 @@ _IN_CI = {"kvview replay": " --requests 200", "kvview check": " --report kvview.
 
 @click.command()
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--name", metavar="NAME", help="Of the classes: NAMEConnector.  [default: from FILE]")
-@click.option("--raw", is_flag=True, help="One of vLLM's own kind, which imports no kvview.")
-def new(file: Path, name: str | None, raw: bool) -> None:
-    """Write a connector to begin from: FILE, its test, and a CI job beside it.
+@click.option(
+    "--name",
+    metavar="NAME",
+    help="Prefix of the class names: NAME gives NAMEConnector.  [default: from FILE]",
+)
+@click.option("--hooks", is_flag=True, help="A connector from the hooks, without StoreConnector.")
+@click.option("--raw", is_flag=True, help="A connector of vLLM's own kind, without kvview.")
+def new(file: Path, name: str | None, hooks: bool, raw: bool) -> None:
+    """Write a connector to start from: FILE, its test, and a CI job.
 
-    What is written keeps finished requests in host memory, and passes "kvview
-    check" and pytest as it stands; without --raw "kvview replay" too.
+    The connector keeps KV in host memory. It passes "kvview check" and pytest
+    unchanged, and "kvview replay" without --raw. Unless --hooks or --raw is
+    given, it is a StoreConnector: you edit the calls that read and write pages.
     """
+    if hooks and raw:
+        raise ConfigError("--hooks and --raw are two kinds of connector: give one of them")
     stem = file.stem
     if file.suffix != ".py" or not stem.isidentifier() or keyword.iskeyword(stem):
         raise ConfigError(f"{file}: not a Python module's name; try my_connector.py")
@@ -124,7 +149,7 @@ def new(file: Path, name: str | None, raw: bool) -> None:
                 f"programs in its folder; try my_{stem}.py"
             )
     name = re.sub("Connector$", "", _in_capitals(stem) if name is None else name)
-    kind = _RAW if raw else _KVVIEW
+    kind = _RAW if raw else _HOOKS if hooks else _STORE
     if not name.isidentifier() or name in kind.taken:
         raise ConfigError(f"--name {name!r}: no class can have it; try --name Mine")
     test = file.with_name(f"test_{file.name}")
@@ -188,7 +213,7 @@ def _connector(kind: _Kind, name: str, stem: str) -> str:
     text = path.read_text(encoding="utf-8").replace(f"examples/{kind.template}", stem)
     # vLLM is there, with its types.
     text = text.replace(kind.template, stem).replace("  # type: ignore[misc]", "")
-    return text.replace("HostCache", name)
+    return text.replace(kind.class_prefix, name)
 
 
 def _workflow(kind: _Kind, target: str, test: str) -> str:

@@ -8,6 +8,7 @@ works meanwhile, on pages that belong to its jobs alone.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -25,6 +26,7 @@ from kvview.tier import GuardedTier
 from kvview.transfer import CanonicalKVCaches, ComputeEvent, GPULoadStoreSpec, TransferResult
 
 _LONGEST_SLEEP = 0.05  # seconds; the deadline of a store's job passes without a wake-up
+_BETWEEN_LOOKS = 0.001  # seconds, at a mark that compute has not reached
 
 _Item = tuple[ComputeEvent | None, StepPlan]
 
@@ -52,6 +54,7 @@ class StoreWorker(WorkerConnector):
         self._changed = threading.Condition()
         self._open_jobs: set[int] = set()
         self._finished: list[TransferResult] = []
+        self._error: Exception | None = None  # of compute, before the plan that is started
 
     # --- the engine's thread ---
 
@@ -64,7 +67,7 @@ class StoreWorker(WorkerConnector):
         if store is not None:
             store.on_wake_up(lambda: self._inbox.put((None, StepPlan())))
         self._levels = PageLevels(
-            self._gpu.page_bytes, self._transform, store, max_memory=self._max_memory
+            self._gpu.page_bytes, self._transform, store, kv_caches.rank, self._max_memory
         )
         self._thread = threading.Thread(target=self._run, name="kvview-store", daemon=True)
         self._thread.start()
@@ -102,29 +105,42 @@ class StoreWorker(WorkerConnector):
     # --- the thread ---
 
     def _run(self) -> None:
+        plans: deque[_Item] = deque()  # in order, until compute has reached their mark
         while True:
+            patience = _LONGEST_SLEEP if self._levels.is_waiting else None
             try:
-                item = self._inbox.get(timeout=_LONGEST_SLEEP if self._levels.is_waiting else None)
+                item = self._inbox.get(timeout=_BETWEEN_LOOKS if plans else patience)
             except Empty:
                 item = (None, StepPlan())
             if item is None:
                 return
-            self._start(*item)
+            if item[1]:
+                plans.append(item)
             self._levels.poll()
+            while plans and self._is_reached(plans[0][0]):
+                self._start(plans.popleft()[1])
 
-    def _start(self, mark: ComputeEvent | None, plan: StepPlan) -> None:
-        error = None
+    def _is_reached(self, mark: ComputeEvent | None) -> bool:
+        self._error = None
         try:
+            if mark is not None and self._levels.is_waiting:
+                return mark.query()  # the jobs that the store works on must not wait for compute
             if mark is not None:
                 mark.synchronize()
-            if isinstance(plan, StorePlan):
+        except Exception as error:  # nothing is known of the pages then
+            self._error = error
+        return True
+
+    def _start(self, plan: StepPlan) -> None:
+        if isinstance(plan, StorePlan):
+            try:
                 self._levels.move(plan.moves)
-        except Exception as raised:
-            error = raised
+            except Exception as error:
+                self._error = error
         for job in (*plan.loads, *plan.stores):
             try:
-                if error is not None:
-                    raise error
+                if self._error is not None:
+                    raise self._error
                 if isinstance(job.src, StoreSpec):
                     self._load(job)
                 else:
