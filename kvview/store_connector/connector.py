@@ -15,7 +15,7 @@ from kvview.connector import Connector, ConnectorConfig, SchedulerConnector, Wor
 from kvview.errors import ConfigError
 from kvview.options import make_with_options, parse_options
 from kvview.store_connector.page_index import Behaviour, Mode
-from kvview.store_connector.policy import Policy
+from kvview.store_connector.page_policy import Policy
 from kvview.store_connector.scheduler import StoreScheduler
 from kvview.store_connector.transform import Transform
 from kvview.store_connector.worker import StoreWorker

@@ -13,16 +13,18 @@ class GPUVictims:
     """Remembers computed blocks, and finds them again when they are about to be evicted.
 
     Args:
+        view: One for which :meth:`are_visible` is true.
         lookahead: Blocks at the head of the free queue that count as about to be evicted.
     """
 
-    def __init__(self, lookahead: int) -> None:
+    def __init__(self, view: GPUBlockPoolView, lookahead: int) -> None:
+        self._view = view
         self._lookahead = lookahead
         self._unsaved: dict[int, FullBlock] = {}  # by block id
         self._num_ahead = 0  # next victims that need nothing more
 
     @staticmethod
-    def are_visible(view: GPUBlockPoolView | None) -> bool:
+    def are_visible(view: GPUBlockPoolView) -> bool:
         """Whether a view shows the free queue, and takes blocks back where they were."""
         return (
             isinstance(view, SupportsGiveBack)
@@ -47,8 +49,9 @@ class GPUVictims:
         """Whether it is time to look; half of the lookahead is used up before."""
         return self._num_ahead <= self._lookahead // 2
 
-    def take(self, view: GPUBlockPoolView, room: int) -> list[FullBlock]:
+    def take(self, room: int) -> list[FullBlock]:
         """The next victims that were added, at most ``room``; the last of them first."""
+        view = self._view
         assert isinstance(view, SupportsFreeOrder)
         assert isinstance(view, SupportsBlockKeys)
         victims: list[int] = []

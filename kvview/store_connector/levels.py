@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvview.events import OffloadingEvent
 from kvview.keys import OffloadKey
-from kvview.store_connector.policy import Policy
+from kvview.store_connector.page_policy import Policy
 
 
 class Level:

@@ -14,7 +14,7 @@ from kvview.events import MEDIUM_CPU, MEDIUM_STORAGE, OffloadingEvent
 from kvview.geometry import CacheGeometry
 from kvview.keys import OffloadKey, get_offload_group_idx
 from kvview.store_connector.levels import Level
-from kvview.store_connector.policy import Policy
+from kvview.store_connector.page_policy import Policy
 from kvview.store_connector.store_plan import EPOCH_BYTES, Move, page_name
 from kvview.tier import GuardedTier
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress, count
 
@@ -23,15 +23,10 @@ from kvview.connector import (
 from kvview.events import OffloadingEvent
 from kvview.geometry import CacheGeometry
 from kvview.keys import OffloadKey, get_offload_group_idx
-from kvview.pool import (
-    GPUBlockPoolView,
-    SupportsFreeCount,
-    SupportsGiveBack,
-    SupportsPinBudget,
-    SupportsPoolSize,
-)
+from kvview.pool import GPUBlockPoolView, SupportsPoolSize
 from kvview.store_connector.candidates import Candidates
 from kvview.store_connector.gpu_victims import GPUVictims
+from kvview.store_connector.holds import Holds
 from kvview.store_connector.page_index import Behaviour, PageIndex
 from kvview.store_connector.prefixes import Prefixes
 from kvview.store_connector.store_plan import StorePlan, StoreSpec
@@ -69,9 +64,7 @@ class StoreScheduler(SchedulerConnector):
         self._prefixes = Prefixes(geometry)
         self._candidates = Candidates(geometry, self._index.memory.policy.admits)
         self._victims: GPUVictims | None = None  # in the modes that store them
-        self._view: GPUBlockPoolView | None = None
-        self._limits: list[Callable[[], int]] = []  # of blocks to hold now
-        self._reserve = 0  # free blocks that are left to the engine
+        self._holds: Holds | None = None  # of a pool that was bound
         self._job_ids = count()
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, _Store] = {}
@@ -83,22 +76,20 @@ class StoreScheduler(SchedulerConnector):
 
     @override
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
-        self._view = view
+        self._holds = Holds(view)
         if isinstance(view, SupportsPoolSize):
             self._candidates.null_block_id = view.null_block_id
-        if isinstance(view, SupportsFreeCount):
-            num_free_blocks = view.num_free_blocks
-            self._limits.append(lambda: num_free_blocks() - self._reserve)
-        if isinstance(view, SupportsPinBudget):
-            self._limits.append(view.num_pinnable_blocks)
 
     @override
     def on_engine_ready(self, facts: EngineFacts) -> None:
         self._index.start(facts.page_bytes)
-        lookahead = _LOOKAHEAD_STEPS * facts.max_blocks_per_step
-        self._reserve = min(lookahead, facts.num_gpu_blocks // _SMALLEST_SHARE)
-        if self._behaviour.mode in ("victim", "exclusive") and GPUVictims.are_visible(self._view):
-            self._victims = GPUVictims(lookahead)
+        holds, lookahead = self._holds, _LOOKAHEAD_STEPS * facts.max_blocks_per_step
+        if holds is None:
+            return
+        holds.num_reserved = min(lookahead, facts.num_gpu_blocks // _SMALLEST_SHARE)
+        if self._behaviour.mode in ("victim", "exclusive") and GPUVictims.are_visible(holds.view):
+            self._victims = GPUVictims(holds.view, lookahead)
+            holds.keeps_order = True
 
     # --- loads ---
 
@@ -183,8 +174,8 @@ class StoreScheduler(SchedulerConnector):
             self._victims.add(computed)
             # As many blocks are started as become full, but for the one counted before.
             self._victims.allocated(len(computed))
-            if room > 0 and self._victims.are_near and self._view is not None:
-                return self._store(self._victims.take(self._view, room))
+            if room > 0 and self._victims.are_near:
+                return self._store(self._victims.take(room))
             return None
         self._looks_at_all = room <= 0
         if room > 0:
@@ -210,10 +201,7 @@ class StoreScheduler(SchedulerConnector):
             self._planned_stores.append(job)
 
     def _room(self) -> int:
-        """The number of blocks that may be held for stores now."""
-        if self._view is None:
-            return 0
-        return min((limit() for limit in self._limits), default=1 << 30)
+        return 0 if self._holds is None else self._holds.room()
 
     def _store(self, blocks: Iterable[FullBlock]) -> TransferJob | None:
         """Hold blocks and plan their store, as far as there is room for them."""
@@ -225,12 +213,12 @@ class StoreScheduler(SchedulerConnector):
                 break
             chosen.append(block)
         self.num_skipped_blocks += len(new) - len(chosen)
-        if not chosen or self._view is None:
+        if not chosen or self._holds is None:
             return None
         chosen.sort(key=lambda block: block.group_idx)
         block_ids = [block.block_id for block in chosen]
         keys = [block.key for block in chosen]
-        self._view.touch_blocks(block_ids)
+        self._holds.hold(block_ids)
         sizes = Counter(block.group_idx for block in chosen)
         groups = range(len(self._geometry.groups))
         job = TransferJob(
@@ -264,7 +252,7 @@ class StoreScheduler(SchedulerConnector):
         flags = [True] * len(store.keys) if result.success else result.moved
         moved = set(compress(store.keys, flags or ()))
         self._index.end_store(store.keys, moved, result.transfer_size)
-        self._release(store.block_ids)
+        self._release(store)
 
     def _look_back(self, request_id: str, num_computed_tokens: int) -> None:
         """Notice that a load of another connector failed within the last step."""
@@ -301,15 +289,12 @@ class StoreScheduler(SchedulerConnector):
 
     @override
     def shutdown(self) -> None:
-        stores, self._stores = self._stores, {}
-        for store in stores.values():
-            self._release(store.block_ids)
-        self._view = None
+        for store in self._stores.values():
+            self._release(store)
+        self._stores.clear()
+        self._holds = None
         self._index.close()
 
-    def _release(self, block_ids: Sequence[int]) -> None:
-        """Release the blocks of a store; the end of a prefix is evicted first."""
-        if self._victims is not None and isinstance(self._view, SupportsGiveBack):
-            self._view.give_back_blocks(block_ids[::-1])
-        elif self._view is not None:
-            self._view.free_blocks(block_ids[::-1])
+    def _release(self, store: _Store) -> None:
+        if self._holds is not None:
+            self._holds.release(store.block_ids)

@@ -28,6 +28,7 @@ CONTRACT_ORDER = (
     "tier",
     "options",
     "targets",
+    "store_connector",
     "bridge",
     "config",
     "web_page",
@@ -38,6 +39,7 @@ CONTRACT_ORDER = (
 # Where a heavy package may be imported as soon as the module is; "" is all of a floor.
 ALLOWED_AT_IMPORT = {
     "torch": (
+        "kvview.store_connector",
         "kvview.testing.connector",
         "kvview_reference.transfer",
         "kvview_reference.connector",
@@ -54,6 +56,7 @@ ALLOWED_AT_IMPORT = {
     "sglang": ("kvview_sglang",),
     "pydantic": (
         "kvview.bridge",
+        "kvview.store_connector",
         "kvview.options",
         "kvview.testing.results",
         "kvview.testing.schema",
