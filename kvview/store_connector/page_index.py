@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from kvview.tier import GuardedTier
 
 Mode = Literal["eager", "finish", "victim", "exclusive"]
 
+_LONGEST_WAIT = 0.001  # seconds in each step for lookups, which saves most of them a step
 _MAX_FAILED = 1 << 16  # keys of a shared store that are remembered because they did not load
 
 
@@ -84,6 +86,10 @@ class PageIndex:
         self._storing: set[OffloadKey] = set()
         self._failed: dict[OffloadKey, None] = {}
         self._moves: list[tuple[Move, bytes]] = []
+        self._answered = threading.Event()
+        self._has_waited = False  # in this step
+        if behaviour.shared is not None:
+            behaviour.shared.on_wake_up(self._answered.set)
 
     def start(self, page_bytes: Sequence[int]) -> None:
         """Receive the bytes of a page, per group, before anything is stored."""
@@ -114,7 +120,13 @@ class PageIndex:
         if shared is None:
             return {}
         keys = [key for key in keys if key not in self.memory]
-        flags = shared.lookup([self.name(key) for key in keys])
+        names = [self.name(key) for key in keys]
+        self._answered.clear()
+        flags = shared.lookup(names)
+        if None in flags and not self._has_waited:
+            self._has_waited = True
+            self._answered.wait(_LONGEST_WAIT)
+            flags = shared.lookup(names)
         found = dict(zip(keys, flags, strict=True))
         self.store.remove([key for key, flag in found.items() if flag is False])
         return found | {key: False for key in keys if key in self._failed}
@@ -238,7 +250,8 @@ class PageIndex:
         self._epoch = os.urandom(EPOCH_BYTES)
 
     def take_moves(self) -> list[tuple[Move, bytes]]:
-        """Moves for the worker half since the last call, in order."""
+        """Moves for the worker half since the last call, once in each step, in order."""
+        self._has_waited = False
         moves, self._moves = self._moves, []
         return moves
 

@@ -92,7 +92,7 @@ class PageLevels:
             if data is not None:
                 batch.end_page(index, self._decode(name, data, page))
                 continue
-            get = self._gets.get(name) or absent.get(name)
+            get = self._gets.get(name)
             if get is None:
                 get = absent[name] = self._new_get(name)
             get.waiting.append((batch, index, page))
@@ -140,6 +140,8 @@ class PageLevels:
                 self._unwanted.discard(name)
                 if name in self._memory:
                     puts[name] = self._writing[name] = self._memory[name]
+                elif name in self._gets:
+                    self._gets[name].is_deleted = False  # it is on its way up, and stays below
                 self._drop(name)
             elif move is Move.DELETE:
                 self._delete(name)
@@ -148,7 +150,9 @@ class PageLevels:
                 if move is Move.RAISE:
                     self._unwanted.add(name)
             else:
-                get = self._gets.get(name) or gets.setdefault(name, self._new_get(name))
+                get = self._gets.get(name)
+                if get is None:
+                    get = gets[name] = self._new_get(name)
                 get.is_kept, get.is_deleted = True, move is Move.RAISE
         if puts:
             self._put(puts, partial(self._end_demotions, list(puts)))
@@ -207,7 +211,8 @@ class PageLevels:
     # --- the store ---
 
     def _new_get(self, name: bytes) -> _Get:
-        return _Get(bytearray(self._stored_bytes(name)))
+        get = self._gets[name] = _Get(bytearray(self._stored_bytes(name)))
+        return get
 
     def _stored_bytes(self, name: bytes) -> int:
         page_bytes = self._page_bytes[group_of(name)]
@@ -235,7 +240,6 @@ class PageLevels:
         if self._store is None:
             end([False] * len(gets))
             return
-        self._gets.update(gets)
         number = next(self._numbers)
         self._ends[number] = end
         pages = [memoryview(get.data) for get in gets.values()]

@@ -31,6 +31,8 @@ class AsyncStore(Threaded):
 
     def __init__(self, namespace: Namespace, *, at_once: int = 16) -> None:
         self._loop = asyncio.new_event_loop()
+        self._starting = threading.Lock()
+        self._is_ending = False
         self._loop_thread = threading.Thread(
             target=self._loop.run_forever, name=f"{type(self).__name__}-loop", daemon=True
         )
@@ -71,16 +73,23 @@ class AsyncStore(Threaded):
     def close(self) -> None:
         """End the coroutines, the threads and the loop."""
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._cancel_all)
+            with self._starting:  # so that every coroutine is either cancelled or refused
+                self._is_ending = True
+                self._loop.call_soon_threadsafe(self._cancel_all)
             super().close()
-            self._run(self.disconnect())
+            asyncio.run_coroutine_threadsafe(self.disconnect(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop_thread.join()
             self._loop.close()
 
     def _run(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
+        with self._starting:
+            if self._is_ending:
+                call.close()
+                raise OSError("the store is closed")
+            future = asyncio.run_coroutine_threadsafe(call, self._loop)
         try:
-            return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+            return future.result()
         except CancelledError:
             raise OSError("the store was closed") from None
 

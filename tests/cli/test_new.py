@@ -30,13 +30,18 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_what_is_written_passes_as_it_stands(tmp_path: Path) -> None:
-    made = run(tmp_path, "-m", "kvview", "new", "warm_store.py")
+@pytest.mark.parametrize(
+    ("kind", "option"), [([], ["--option", "store_blocks={blocks}"]), (["--hooks"], [])]
+)
+def test_the_written_connector_passes_unchanged(
+    kind: list[str], option: list[str], tmp_path: Path
+) -> None:
+    made = run(tmp_path, "-m", "kvview", "new", "warm_store.py", *kind)
     assert (made.returncode, made.stderr) == (0, "")
     *_, replay, check, test = made.stdout.splitlines()
     assert test.split() == ["python", "-m", "pytest", "test_warm_store.py"]
     target = "warm_store.py:WarmStoreConnector"
-    assert check.split() == ["kvview", "check", target]  # what the test file runs
+    assert check.split() == ["kvview", "check", target, *option]  # as the test file does
     program, *rest = replay.split()
     done = run(tmp_path, "-m", program, *rest, "--json", "replay.json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -47,7 +52,7 @@ def test_what_is_written_passes_as_it_stands(tmp_path: Path) -> None:
     assert typed.returncode == 0, typed.stdout
     workflow = (tmp_path / ".github" / "workflows" / "kvview-warm_store.yml").read_text()
     assert "kvview check warm_store.py:WarmStoreConnector" in workflow
-    assert "HostCache" not in (tmp_path / "warm_store.py").read_text()
+    assert not re.search("Host(Cache|Memory)", (tmp_path / "warm_store.py").read_text())
 
 
 def test_one_of_vllm_s_own_kind_is_written_too(tmp_path: Path) -> None:
@@ -107,7 +112,9 @@ def test_nothing_is_written_through_a_link_to_nowhere(tmp_path: Path, there: str
         (["mine.py", "--name", "a b"], "no class can have it"),
         (["mine.py", "--name", ""], "no class can have it"),
         (["connector.py"], "no class can have it"),  # Connector, of all names
-        (["worker.py"], "no class can have it"),
+        (["worker.py", "--hooks"], "no class can have it"),
+        (["store.py"], "no class can have it"),
+        (["mine.py", "--hooks", "--raw"], "are two kinds of connector"),
         (["kvview.py"], "'kvview' is the name of the module at "),
         (["torch.py"], "'torch' is the name of the module at "),
         (["json.py"], "'json' is the name of a module of Python's"),
