@@ -85,6 +85,10 @@ def configurations() -> dict[str, dict[str, Any] | None]:
         "no connector": None,
         "does nothing": lane.connector_config(here + "IdleConnector"),
         "HostCacheConnector": lane.connector_config(here + "HostCacheConnector", cpu_blocks=4096),
+        "StoreConnector": lane.connector_config(here + "StoreConnector", cpu_blocks=4096),
+        "StoreConnector, finish": lane.connector_config(
+            here + "StoreConnector", cpu_blocks=4096, mode="finish"
+        ),
         "OffloadConnector": lane.connector_config(here + "OffloadConnector", cpu_blocks=4096),
         "LazyOffloadConnector": lane.connector_config(
             here + "LazyOffloadConnector", cpu_blocks=4096
@@ -100,6 +104,7 @@ def configurations() -> dict[str, dict[str, Any] | None]:
 TARGETS = {
     "IdleConnector": None,
     "HostCacheConnector": lane.EXAMPLE_CONNECTOR,
+    "StoreConnector": "kvview:StoreConnector",
     "OffloadConnector": "kvview_reference.connector:OffloadConnector",
     "LazyOffloadConnector": "kvview_reference.connector:LazyOffloadConnector",
 }

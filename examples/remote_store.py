@@ -41,14 +41,19 @@ class RemoteStore(AsyncStore):
         reader, writer = self.free.pop()
         name = self.prefix + key
         lengths = len(name).to_bytes(2, "big") + len(page).to_bytes(4, "big")
-        writer.write(b"".join((operation, lengths, name, page)))
-        answer = await reader.readexactly(int.from_bytes(await reader.readexactly(4), "big"))
-        self.free.append((reader, writer))  # after a failure it is not used again
+        try:
+            writer.write(b"".join((operation, lengths, name, page)))
+            answer = await reader.readexactly(int.from_bytes(await reader.readexactly(4), "big"))
+        except BaseException:  # such as a cancellation in the middle of an answer
+            writer.close()
+            raise
+        self.free.append((reader, writer))
         return answer
 
     async def disconnect(self) -> None:
         for _, writer in self.free:
             writer.close()
+            await writer.wait_closed()
 
 
 class RemoteConnector(StoreConnector):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvview.connector import BlockIds, FullBlock, RequestInfo, RequestStep, full_blocks
 from kvview.geometry import CacheGeometry
+from kvview.store_connector.page_policy import Policy
 
 
 class Candidates:
@@ -13,14 +14,13 @@ class Candidates:
 
     Args:
         geometry: Of the engine.
-        admits: Whether a block is wanted.
+        policy: Decides which blocks are wanted.
     """
 
-    def __init__(
-        self, geometry: CacheGeometry, admits: Callable[[FullBlock, RequestInfo], bool]
-    ) -> None:
+    def __init__(self, geometry: CacheGeometry, policy: Policy) -> None:
         self._geometry = geometry
-        self._admits = admits
+        self._admits = policy.admits
+        self._admits_all = type(policy).admits is Policy.admits
         self.null_block_id = 0
         self._seen: dict[str, int] = {}
 
@@ -63,15 +63,14 @@ class Candidates:
         first = self._seen[request.request_id]
         hashed = len(request.block_hashes) * self._geometry.hash_block_size
         self._seen[request.request_id] = max(first, min(computed, hashed))
-        return [
-            block
-            for block in full_blocks(
-                self._geometry,
-                request,
-                block_ids,
-                null_block_id=self.null_block_id,
-                first_token=first,
-                last_token=computed,
-            )
-            if self._admits(block, request)
-        ]
+        blocks = full_blocks(
+            self._geometry,
+            request,
+            block_ids,
+            null_block_id=self.null_block_id,
+            first_token=first,
+            last_token=computed,
+        )
+        if self._admits_all:  # which saves a call for each block
+            return list(blocks)
+        return [block for block in blocks if self._admits(block, request)]

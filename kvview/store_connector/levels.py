@@ -61,19 +61,27 @@ class Level:
         """
         size = self._size(key)
         excess = self._used + size - self._budget
-        evicted: dict[OffloadKey, None] = {}
+        evicted: list[OffloadKey] = []
         if excess > 0:
-            for victim in self.policy.victims():
-                if victim in self._held and victim not in evicted and not self._pins[victim]:
-                    evicted[victim] = None
-                    excess -= self._held[victim]
-                    if excess <= 0:
-                        break
-            else:
+            found = self._victims(excess)
+            if found is None:
                 return None
+            evicted = self.remove(found)
         self._reserved[key] = size
         self._used += size
-        return self.remove(evicted)
+        return evicted
+
+    def _victims(self, excess: int) -> dict[OffloadKey, None] | None:
+        """Keys to evict for so many blocks or bytes; None if there are not enough."""
+        held, pins = self._held, self._pins
+        found: dict[OffloadKey, None] = {}
+        for key in self.policy.victims():
+            if key in held and key not in found and key not in pins:
+                found[key] = None
+                excess -= held[key]
+                if excess <= 0:
+                    return found
+        return None
 
     def commit(self, keys: Sequence[OffloadKey], num_bytes: int | None = None) -> None:
         """The pages of reserved keys are written.
@@ -100,9 +108,10 @@ class Level:
 
     def use(self, keys: Iterable[OffloadKey]) -> None:
         """A request uses those of the keys that are held."""
-        for key in keys:
-            if key in self._held:
-                self.policy.used(key)
+        if self._held:
+            for key in keys:
+                if key in self._held:
+                    self.policy.used(key)
 
     def remove(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Forget keys; those that were held are returned."""

@@ -62,7 +62,7 @@ class StoreScheduler(SchedulerConnector):
         self._behaviour = behaviour
         self._index = PageIndex(geometry, behaviour)
         self._prefixes = Prefixes(geometry)
-        self._candidates = Candidates(geometry, self._index.memory.policy.admits)
+        self._candidates = Candidates(geometry, self._index.memory.policy)
         self._victims: GPUVictims | None = None  # in the modes that store them
         self._holds: Holds | None = None  # of a pool that was bound
         self._job_ids = count()

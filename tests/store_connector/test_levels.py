@@ -57,7 +57,7 @@ def test_a_page_that_became_smaller_leaves_room() -> None:
     level.reserve(B)
     level.commit([A, B], 100)
     assert store(level, C) == []
-    assert store(level, D) == [A]
+    assert store(level, D) == [A, B]
 
 
 def test_events_follow_the_order_of_the_changes() -> None:

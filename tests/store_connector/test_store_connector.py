@@ -66,6 +66,7 @@ def port() -> Iterator[int]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # the transports of these tasks close in the next round
 
     asyncio.run_coroutine_threadsafe(stop(), loop).result()
     loop.call_soon_threadsafe(loop.stop)
