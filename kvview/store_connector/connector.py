@@ -58,6 +58,11 @@ class StoreConnector(Connector):
 
     1. A subclass names its parts. Without any it keeps blocks in host memory.
     2. The options are those of :class:`StoreOptions`; all others are passed to the store.
+    3. ``mode`` is the moment of a store. ``"victim"``: a block is stored when the GPU is about to
+       evict it, and a page moves from memory to the store when memory is full. ``"exclusive"``: the
+       same, and a page leaves memory once it is loaded. ``"eager"``: a block is stored in memory
+       and in the store once it is computed. ``"finish"``: the same, when its request ends.
+    4. A page that is missing or damaged fails its load, and the engine computes the blocks.
 
     Raises:
         ConfigError: An option is wrong, or the store has no such option.

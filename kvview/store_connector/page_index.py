@@ -16,7 +16,7 @@ from kvview.geometry import CacheGeometry
 from kvview.keys import OffloadKey, get_offload_group_idx
 from kvview.store_connector.levels import Level
 from kvview.store_connector.page_policy import Policy
-from kvview.store_connector.store_plan import EPOCH_BYTES, Move, page_name
+from kvview.store_connector.store_plan import EPOCH_BYTES, Move
 from kvview.tier import GuardedTier
 
 Mode = Literal["eager", "finish", "victim", "exclusive"]
@@ -76,6 +76,7 @@ class PageIndex:
     def __init__(self, geometry: CacheGeometry, behaviour: Behaviour) -> None:
         self._geometry = geometry
         self._behaviour = behaviour
+        self._targets = behaviour.targets
         self._page_bytes: Sequence[int] = ()
         self._epoch = os.urandom(EPOCH_BYTES)
         self._pins: Counter[OffloadKey] = Counter()
@@ -100,7 +101,7 @@ class PageIndex:
 
     def name(self, key: OffloadKey) -> bytes:
         """The name of a page now."""
-        return page_name(key, self._epoch)
+        return key + self._epoch
 
     def _bytes_of(self, key: OffloadKey) -> int:
         return self._behaviour.max_bytes(self._page_bytes[get_offload_group_idx(key)])
@@ -186,7 +187,7 @@ class PageIndex:
 
     def reserve(self, key: OffloadKey) -> bool:
         """Reserve the places of a new page; False, and nothing is reserved, without room."""
-        in_memory, in_store = self._behaviour.targets
+        in_memory, in_store = self._targets
         if in_memory and not self._reserve_in_memory(key):
             return False
         if in_store and not self._reserve_in_store(key):
@@ -209,7 +210,7 @@ class PageIndex:
         lost = [key for key in keys if key not in moved]
         kept = [key for key in reversed(keys) if key in moved]
         self._storing.difference_update(keys)
-        in_memory, in_store = self._behaviour.targets
+        in_memory, in_store = self._targets
         if in_memory:
             self.memory.commit(kept, num_bytes)
             self.memory.cancel(lost)

@@ -215,12 +215,13 @@ class StoreScheduler(SchedulerConnector):
         self.num_skipped_blocks += len(new) - len(chosen)
         if not chosen or self._holds is None:
             return None
-        chosen.sort(key=lambda block: block.group_idx)
+        groups = range(len(self._geometry.groups))
+        if len(groups) > 1:
+            chosen.sort(key=lambda block: block.group_idx)
         block_ids = [block.block_id for block in chosen]
         keys = [block.key for block in chosen]
         self._holds.hold(block_ids)
         sizes = Counter(block.group_idx for block in chosen)
-        groups = range(len(self._geometry.groups))
         job = TransferJob(
             next(self._job_ids),
             GPULoadStoreSpec(block_ids, [sizes[group] for group in groups], [0] * len(groups)),
@@ -267,8 +268,6 @@ class StoreScheduler(SchedulerConnector):
             self._end_store(store, TransferResult(job.job_id, success=False))
             self.num_skipped_blocks += len(store.keys)
         self._candidates.go_back(request_id, num_computed_tokens)
-
-    # --- the rest ---
 
     @override
     def take_events(self) -> list[OffloadingEvent]:

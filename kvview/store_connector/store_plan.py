@@ -55,11 +55,7 @@ class StorePlan(StepPlan):
 
 
 EPOCH_BYTES = 8
-
-
-def page_name(key: OffloadKey, epoch: bytes) -> bytes:
-    """The name of a page: its key, and :data:`EPOCH_BYTES` that separate runs and resets."""
-    return key + epoch
+"""At the end of a page's name, after its key: they separate runs and resets."""
 
 
 def group_of(name: bytes) -> int:

@@ -10,12 +10,12 @@ import pytest
 
 from kvview import Transform, make_offload_key
 from kvview.store_connector.page_levels import PageLevels
-from kvview.store_connector.store_plan import EPOCH_BYTES, Move, page_name
+from kvview.store_connector.store_plan import EPOCH_BYTES, Move
 from kvview.tier import GuardedTier, Namespace
 from kvview.tier.store import require_tier_job
 
 PAGE = bytes(range(64))
-NAME = page_name(make_offload_key(b"hash", 0), bytes(EPOCH_BYTES))
+NAME = make_offload_key(b"hash", 0) + bytes(EPOCH_BYTES)
 
 
 @dataclass
