@@ -33,18 +33,18 @@ PATTERNS = {
     "is none": r"(?<!there )(?:is|are|was|were) none",
 }
 ALLOWED = {
-    "told": 64,
-    "hear": 31,
-    "anew": 8,
-    "spoil": 4,
-    "mend": 8,
-    "in silence": 1,
-    "let go": 16,
-    "for ever": 16,
-    "beside": 65,
-    "is none": 15,
+    "told": 2,
+    "hear": 0,
+    "anew": 0,
+    "spoil": 1,
+    "mend": 0,
+    "in silence": 0,
+    "let go": 0,
+    "for ever": 0,
+    "beside": 2,
+    "is none": 10,
 }
-WHAT_PER_1000 = 145
+WHAT_PER_1000 = 15
 """Allowed uses of "what" in 1,000 sentences."""
 
 _CODE = re.compile(r"``[^`]*``|`[^`]*`|\{[^}]*\}")

@@ -5,7 +5,6 @@ Source: vllm/v1/engine/core.py (how hashes are made), 0.11.0 to 0.33.0.
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +16,7 @@ from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.scenario import Scenario
 from kvview_vllm.connector import KVViewConnector
 from kvview_vllm.partition.pairs import PROMPT, EngineSettings
+from kvview_vllm.releases.versions import vllm
 from kvview_vllm.releases.worker_caches import layouts, use_layout
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.raw.harness import RawHarness
@@ -58,7 +58,7 @@ class PartitionEngine(RawHarness):
         scenario = Scenario(geometry, _NUM_BLOCKS, (), max_tokens_per_step=cpu_scheduler.MAX_TOKENS)
         super().__init__(scenario, connector_class, transfer_config, self._seen_by, stand_ins)
         self._make_hashes = self._hasher(size)
-        encoder: Any = importlib.import_module("vllm.v1.core.encoder_cache_manager")
+        encoder = vllm("v1.core.encoder_cache_manager")
         self._scheduler.max_num_encoder_input_tokens = _ENCODER_TOKENS  # the model is text only
         self._scheduler.encoder_cache_manager = encoder.EncoderCacheManager(_ENCODER_TOKENS)
 
@@ -81,9 +81,8 @@ class PartitionEngine(RawHarness):
         return config
 
     def _hasher(self, block_size: int) -> Any:
-        utils: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
-        hashing: Any = importlib.import_module("vllm.utils.hashing")
-        function = hashing.get_hash_fn_by_name(self._engine.hash_algorithm)
+        utils = vllm("v1.core.kv_cache_utils")
+        function = vllm("utils.hashing").get_hash_fn_by_name(self._engine.hash_algorithm)
         utils.init_none_hash(function)  # reads PYTHONHASHSEED
         return utils.get_request_block_hasher(block_size, function)
 

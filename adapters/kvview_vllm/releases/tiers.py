@@ -7,7 +7,6 @@ Source: ``vllm/v1/kv_offload/tiering/base.py`` and ``spec.py``, 0.22.0 to the ne
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -171,8 +170,7 @@ def request_preference() -> Any:
 def _memory_order() -> str | None:
     """``NHD`` or ``HND``, which up to 0.31 is a setting of the process."""
     try:
-        utils: Any = importlib.import_module("vllm.v1.attention.backends.utils")
-        return str(utils.get_kv_cache_layout())
+        return str(vllm("v1.attention.backends.utils").get_kv_cache_layout())
     except (ImportError, AttributeError):
         return None
 
