@@ -239,8 +239,8 @@ class Run:
         is_last_round = place == scenario.rounds - 1
         for event_number, event in enumerate(scenario.events, 1):
             if scenario.ends_abruptly and is_last_round and event_number == len(scenario.events):
-                for worker in self.stage.workers:
-                    worker.hold()
+                for part in self.stage.parts:
+                    part.workers[-1].hold()  # of several ranks, one stops by itself
             self._events.play(event_number, event)
         self._events.end_round()
         self._loaded.append(self._num_tokens_loaded())
@@ -258,7 +258,8 @@ class Run:
         check_drained(self.stage.engine.shutdown(), "after shutdown")
         for part in self.stage.parts:  # callable twice
             part.scheduler.shutdown()
-            part.worker.shutdown()
+            for worker in part.workers:
+                worker.shutdown()
 
     def _stop_workers(self) -> None:
         """Free threads and memory, whatever has happened."""
@@ -321,6 +322,8 @@ def _features(scenario: Scenario) -> Mapping[str, int]:
         "with an abrupt end": scenario.ends_abruptly,
         "with steps in flight": scenario.steps_in_flight > 1,
         "with lagging compute": scenario.compute_lags,
+        "with draft tokens": bool(scenario.drafts),
+        "with several ranks": bool(scenario.ranks),
         "with a pin budget": scenario.pin_budget is not None,
     }
     if scenario.worker_half != "job_by_job":
