@@ -16,10 +16,8 @@ from kvview.testing import watchdog
 from kvview.testing.connector import drain
 from kvview.testing.connector.aging import (
     FEWEST_ROUNDS,
+    Memory,
     failure_at_the_end,
-    is_end_of_third,
-    kept_bytes,
-    line_of_allocations,
     with_rounds_compared,
 )
 from kvview.testing.connector.configure import configure, is_of_size
@@ -167,8 +165,7 @@ class Run:
         self._fates = Fates(self.scenario)
         self._events = EventPlayer(self.stage, self.scenario, unique_ids=unique_ids)
         self._loaded: list[int] = []  # tokens so far, at the end of each round
-        self._kept_bytes: list[int] = []
-        self._allocated_at = ""
+        self._memory = Memory(connector_class, self.scenario.rounds)
         self._configure(connector_class, options_of_each)
         self._threads = ThreadWatch()  # after halves that only show whether options are accepted
 
@@ -216,13 +213,13 @@ class Run:
             self._raise_ignored_budget(error)
             failure = self._failure(error)
         finally:
+            self._memory.close()
             self._stop_workers()
         return self._result(failure)
 
     def _play(self) -> None:
         for place in range(self.scenario.rounds):
             self._play_round(place)
-        self._allocated_at = line_of_allocations(self._connector_class)
         self.coverage["steady runs"] += self.scenario.rounds >= FEWEST_ROUNDS
         if not self.scenario.ends_abruptly:
             drain.drain(self.stage, self._raise_stuck)
@@ -244,9 +241,7 @@ class Run:
             self._events.play(event_number, event)
         self._events.end_round()
         self._loaded.append(self._num_tokens_loaded())
-        if is_end_of_third(scenario.rounds, place):
-            halves = (half for part in self.stage.parts for half in part.halves)
-            self._kept_bytes.append(kept_bytes(halves))
+        self._memory.end_round(place, (half for part in self.stage.parts for half in part.halves))
 
     def _raise_stuck(self) -> None:
         drain.raise_stuck(self.stage)
@@ -309,8 +304,8 @@ class Run:
             tuple(self.stage.timeline),
             dict(self.coverage),
             tuple(after - before for before, after in pairwise([0, *self._loaded])),
-            tuple(self._kept_bytes),
-            self._allocated_at,
+            tuple(self._memory.sizes),
+            self._memory.allocated_at,
         )
 
 
