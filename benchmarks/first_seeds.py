@@ -1,6 +1,6 @@
-"""Which seeds to play first: those that find most wrong connectors for their time.
+"""Counts the wrong connectors that are red, and finds the seeds to play first.
 
-    python benchmarks/first_seeds.py [--seeds 40] [--select TEXT] [--json FILE] [--write]
+    python benchmarks/first_seeds.py [--seeds 40] [--select TEXT] [--write]
 
 Plays the wrong connectors of ``tests/vllm``, ``tests/mutants`` and ``tests/mutants/novice`` in
 the first seeds, and one that none of them finds in the following ones, up to 200. Then the seed
@@ -12,7 +12,6 @@ five minutes on two cores.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import tempfile
@@ -127,8 +126,7 @@ def first_seeds(found: Sequence[Found]) -> list[int]:
         best = max(seeds, key=worth)
         rest = [one for one in left if not one.failed.get(best)]
         order.append(best)
-        told = f"seed {best:>3}: {len(left) - len(rest):>3} found, {len(rest):>3} left"
-        print(f"{told}, {seconds[best]:.2f} s")
+        print(f"seed {best}: {len(left) - len(rest)} more are red, {seconds[best]:.2f} s")
         left = rest
     return order
 
@@ -137,18 +135,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("--seeds", type=int, default=40)
     parser.add_argument("--select", default="", metavar="TEXT", help="part of module or name")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args(argv)
     found = measure(given.select, given.seeds)
     order = first_seeds(found)
-    for one in found:
-        if not any(one.failed.values()):
-            print(f"not found: {one.name}")
-    print(f"{len(order)} seeds for {len(found)} wrong connectors: {order}")
-    if given.json:
-        rows = [{"name": one.name, "failed": one.failed, "seconds": one.seconds} for one in found]
-        given.json.write_text(json.dumps(rows) + "\n")
+    green = [one.name for one in found if not any(one.failed.values())]
+    print(f"{len(found) - len(green)} of {len(found)} wrong connectors are red; green: {green}")
+    print(f"{len(order)} seeds: {order}")
     if given.write:
         line = f"FIRST_SEEDS: tuple[int, ...] = {tuple(order)}"
         text = re.sub(r"^FIRST_SEEDS.*?(?=\n\n)", line, FILE.read_text(), flags=re.M | re.S)

@@ -3,7 +3,7 @@
 They were written from README.md and the contract's docstrings, one family of mistakes after
 the other, before the kit was run on them. A mistake is an edit of the text of a right
 connector in this folder, so each is a file of its own when it is run.
-``benchmarks/novices.py`` counts how many the kit kills.
+``benchmarks/first_seeds.py`` counts how many the kit kills.
 
 Eight harmless mistakes were removed when they survived, because none of them gives wrong bytes
 or events, leaks, hangs or loses an answer in any engine:
