@@ -2,7 +2,7 @@
 
     python benchmarks/novices.py [--select TEXT] [--seeds 200] [--json FILE] [--processes 2]
 
-The connectors are those of ``tests/mutants/novice``: each is a small right connector with one
+The connectors are those of ``tests/mutants/connector``: each is a small right connector with one
 mistake, in a file of its own, which is checked like a user's file in a process of its own. A
 connector is killed if it breaks a law, raises, ends the process or is refused; it is "not
 exercised", and counts as killed, if a required event never happens (exit code 4). The script prints
@@ -17,7 +17,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -30,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TARGET = 0.95
 
 sys.path.insert(0, str(ROOT))
-from tests.mutants.novice import BASES, Mistake, load_mistakes  # noqa: E402
+from tests.mutants.connector import BASES, load_wrong  # noqa: E402
+from tests.mutants.edits import Variant  # noqa: E402
 
 # Seed by seed, up to the first finding.
 _CHECK = """
@@ -65,14 +65,12 @@ class Outcome:
     seconds: float
 
 
-def check(mistake: Mistake, folder: Path, number: int, seeds: int, limit: float) -> Outcome:
+def check(mistake: Variant, seeds: int, limit: float) -> Outcome:
     """Check one connector in a process of its own."""
-    file = folder / f"novice_{number}.py"
-    file.write_text(mistake.source())
     start = time.perf_counter()
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _CHECK, f"{file}:Novice", str(seeds)],
+            [sys.executable, "-c", _CHECK, mistake.write(), str(seeds)],
             capture_output=True,
             text=True,
             timeout=limit,
@@ -86,9 +84,9 @@ def check(mistake: Mistake, folder: Path, number: int, seeds: int, limit: float)
         verdict, seed, message = "", "", f"no verdict after {limit:.0f} s"
     seconds = time.perf_counter() - start
     outcome = Outcome(
-        mistake.base, mistake.family, mistake.what, verdict, seed, message[:160], seconds
+        mistake.base.name, mistake.family, mistake.what, verdict, seed, message[:160], seconds
     )
-    print(f"{verdict or 'ALIVE':<14}{seconds:6.1f} s  {mistake.base}: {mistake.what}", flush=True)
+    print(f"{verdict or 'ALIVE':<14}{seconds:6.1f} s  {outcome.base}: {mistake.what}", flush=True)
     return outcome
 
 
@@ -100,18 +98,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="of one check")
     given = parser.parse_args(argv)
-    right = [Mistake(base, "right", f"{base}, unmodified", ()) for base in BASES]
+    right = [Variant(base, "right", "", f"{name}, unmodified") for name, base in BASES.items()]
     wanted = [
         mistake
-        for mistake in (*right, *load_mistakes())
-        if given.select in f"{mistake.base} {mistake.family} {mistake.what}"
+        for mistake in (*right, *load_wrong())
+        if given.select in f"{mistake.base.name} {mistake.family} {mistake.what}"
     ]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.processes) as executor:
+    with ThreadPoolExecutor(given.processes) as executor:
         outcomes = list(
-            executor.map(
-                lambda pair: check(pair[1], Path(folder), pair[0], given.seeds, given.limit),
-                enumerate(wanted),
-            )
+            executor.map(lambda mistake: check(mistake, given.seeds, given.limit), wanted)
         )
     wrong = [outcome for outcome in outcomes if outcome.family != "right"]
     killed = [outcome for outcome in wrong if outcome.verdict]
