@@ -21,9 +21,7 @@ from kvview.urls import DOCS_URL
 pytest.importorskip("torch")
 
 load_mutants()
-Leaks = sys.modules["kvview_planted_faults.connector"].load_named(
-    "NeverFreesAfterFailure"
-)
+Leaks = sys.modules["kvview_planted_faults.connector"].load_named("NeverFreesAfterFailure")
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 POOLS = """
