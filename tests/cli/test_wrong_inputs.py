@@ -39,7 +39,6 @@ ARGUMENTS = {
 """Arguments with which each command succeeds, where its engine is installed."""
 CONNECTOR = ["kvview_reference.connector:OffloadConnector", "--seeds", "1"]
 BESIDES = {
-    "--against": ["--vllm", "0.33.0"],
     "--publish-replay": ["--publish", "tcp://127.0.0.1:*"],
     "--publish-wait": ["--publish", "tcp://127.0.0.1:*"],
     "--linger": ["--replay-to", "tcp://127.0.0.1:*"],
@@ -75,7 +74,7 @@ SIZES = ["", "x", "-1", "nan%", "inf%", "1.5", "1 parsec", "64GiB"]
 GROUPS = ["", "x", "full,,", "window", "window:0", "window:-1", "window:x", "mamba@0", "full:1"]
 TEXTS = {
     **dict.fromkeys(("target", "store", "--connector"), TARGETS),
-    **dict.fromkeys(("--profile", "--engine", "--against", "--policy", "--dtype"), NAMES),
+    **dict.fromkeys(("--profile", "--engine", "--policy", "--dtype"), NAMES),
     **dict.fromkeys(("--consumer", "--format"), NAMES),
     **dict.fromkeys(("--replay-from", "--replay-to", "--publish", "--publish-replay"), ENDPOINTS),
     "--option": ["", " ", "x", "=", "=1", "no_such_option=1"],

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.connector_hits import Counting
 from examples.host_cache import HostCacheConnector
 from kvview import (
     CacheGeometry,
@@ -24,6 +23,7 @@ from kvview import (
     RequestStep,
     SchedulerConnector,
     StepInfo,
+    StepPlan,
     SupportsGiveBack,
 )
 from kvview_reference.connector import (
@@ -42,6 +42,39 @@ from kvview_reference.replay.workload import generate_trace
 BLOCK_SIZE = 512
 GEOMETRY = CacheGeometry.single(4)
 CONNECTORS: list[type[Connector]] = [OffloadConnector, LazyOffloadConnector, HostCacheConnector]
+
+
+class Counting:
+    """Counts the full blocks that the engine computes, and keeps the scheduler half."""
+
+    def __init__(self) -> None:
+        self.num_computed = 0
+        self.scheduler: Any = None
+
+    def around(self, connector: type[Connector]) -> type[Connector]:
+        """Make a counting subclass of a connector."""
+        watch = self
+
+        class Watched(connector):  # type: ignore[misc,valid-type]
+            def make_scheduler(self) -> Any:
+                half = super().make_scheduler()
+                watch.scheduler, plan_step = half, half.plan_step
+                groups = self.config.geometry.groups
+
+                def counted(step: StepInfo) -> StepPlan:
+                    for running in step.scheduled:
+                        first = running.num_computed_tokens
+                        last = first + running.num_scheduled_tokens
+                        for group in groups:
+                            full = last // group.block_size - first // group.block_size
+                            watch.num_computed += full
+                    plan: StepPlan = plan_step(step)
+                    return plan
+
+                half.plan_step = counted
+                return half
+
+        return Watched
 
 
 def run(

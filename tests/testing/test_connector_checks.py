@@ -19,7 +19,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 
-from kvview import ConfigError, Connector, RequestInfo, SchedulerConnector, StepInfo, StepPlan
+from kvview import Connector, RequestInfo, SchedulerConnector, StepInfo, StepPlan
 from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
 from kvview.testing import BoundCheck, Outcome, parametrize_with_checks, run_checks
@@ -202,11 +202,6 @@ def test_steps_make_runs_longer() -> None:
     assert short.runs is not None
     assert long.runs is not None
     assert long.runs.coverage["steps"] >= 400 > short.runs.coverage["steps"]
-
-
-def test_options_reach_the_connector() -> None:
-    with pytest.raises(ConfigError, match="policy"):
-        run_checks(OffloadConnector, seeds=1, options={"policy": 3})
 
 
 # --- one schema ---

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from kvview.testing.connector.scenario import Scenario
     from kvview.testing.connector.stream import StepStream
     from kvview.testing.token_runs import TokenCheck
-    from kvview.testing.upgrade import Releases
 
 _MOST_BLOCKS = 500
 
@@ -69,13 +68,6 @@ class VLLMEngines:
             found = " ".join(f"{type(error).__name__}: {error}".split())
             raise refusal("configuration", found, "a VllmConfig for the CPU") from error
         self._answers: dict[tuple[Any, ...], str | None] = {}
-
-    @staticmethod
-    def releases() -> Releases:
-        """The releases that can be checked without being installed."""
-        from kvview_vllm.comparison import VLLMReleases
-
-        return VLLMReleases()
 
     @staticmethod
     def token_check() -> TokenCheck:
