@@ -27,6 +27,7 @@ ARRANGEMENTS = (
     "two under MultiConnector",
     "tensor parallel 2",
     "a step ahead",
+    "speculative decoding",
 )
 # One arrangement shows each fault; one process for all faults imports vLLM once.
 ONE_GROUP = """
@@ -101,6 +102,7 @@ def test_the_example_is_clean_in_every_arrangement(processes: list[Future[Any]])
     for name in ARRANGEMENTS[:2]:
         assert coverage[f"answers that an injected fault changed in {name}"] > 10
     assert coverage["steps launched ahead of an output"] > 100
+    assert coverage["draft tokens verified"] > 100
     for name in ("preemptions", "aborted while loading", "weights changed", "hits"):
         assert coverage[name] > 0, name
 

@@ -15,7 +15,7 @@ from kvview.testing import watchdog
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.inference.planted import make_corrupting
 from kvview_vllm.inference.server import Server
-from kvview_vllm.inference.traffic import STEPS_AHEAD, SeededTraffic, Served
+from kvview_vllm.inference.traffic import DRAFTS, STEPS_AHEAD, SeededTraffic, Served
 from kvview_vllm.simulation.raw.stand_ins import StandIns
 from kvview_vllm.simulation.raw.target import registered
 from kvview_vllm.simulation.raw.watched import Watch, make_watched
@@ -133,7 +133,7 @@ def _play(
 
 
 def _count_calls(server: Server, served: Served) -> None:
-    """Count preemptions, and steps that are launched while an earlier one is in flight."""
+    """Count preemptions, drafts, and steps that are launched while an earlier one is in flight."""
     scheduler = server.scheduler
     preempt, schedule = scheduler._preempt_request, scheduler.schedule
 
@@ -144,6 +144,8 @@ def _count_calls(server: Server, served: Served) -> None:
     def counted_schedule(*args: Any, **kwargs: Any) -> Any:
         num_in_flight = server.num_steps_in_flight()
         output = schedule(*args, **kwargs)
+        drafts = output.scheduled_spec_decode_tokens.values()
+        served.coverage[DRAFTS] += sum(map(len, drafts))
         if num_in_flight and output.total_num_scheduled_tokens:
             served.coverage[STEPS_AHEAD] += 1
         return output

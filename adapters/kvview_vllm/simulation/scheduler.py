@@ -181,6 +181,7 @@ def make_vllm_config(
     num_groups: int,
     num_blocks: int,
     has_states: bool = False,
+    prefix_match_unit: int | None = None,
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = MAX_TOKENS,
     steps_in_flight: int = 1,
@@ -197,6 +198,8 @@ def make_vllm_config(
         num_groups: KV-cache groups.
         num_blocks: Blocks of the pool.
         has_states: Whether there are Mamba groups, whose states are then cached.
+        prefix_match_unit: Tokens of a hash, where the release lets users choose it (0.32.0); by
+            default as few as the sizes of the groups require.
         max_num_seqs: Requests that may run together.
         max_num_batched_tokens: Token budget of one step.
         steps_in_flight: Steps that may be launched before the output of the first of them
@@ -249,6 +252,8 @@ def make_vllm_config(
     # Set afterwards, because old releases only accept some sizes.
     vllm_config.cache_config.block_size = block_size
     vllm_config.cache_config.num_gpu_blocks = num_blocks
+    if hasattr(vllm_config.cache_config, "prefix_match_unit"):
+        vllm_config.cache_config.prefix_match_unit = prefix_match_unit
     # Set afterwards, because the CPU platform switches it off.
     vllm_config.scheduler_config.async_scheduling = steps_in_flight > 1
     if steps_in_flight > 1:
