@@ -14,7 +14,7 @@ from kvview import CacheGeometry
 from kvview.targets import is_engine_connector, target_of
 from kvview.testing.placeholders import in_folder
 from kvview_vllm.inference.server import BLOCK_SIZE
-from kvview_vllm.inference.traffic import DRAFTS, STEPS_AHEAD
+from kvview_vllm.inference.traffic import REJECTED_DRAFTS, STEPS_AHEAD
 from kvview_vllm.releases.versions import vllm
 from kvview_vllm.releases.worker_caches import overridden
 from kvview_vllm.simulation import scheduler as cpu_scheduler
@@ -64,7 +64,7 @@ class Arrangement:
         if self.is_ahead:
             return STEPS_AHEAD, "vLLM launched no step before the output of the last one"
         if "speculative_config" in self.more:
-            return DRAFTS, "vLLM verified no draft token"
+            return REJECTED_DRAFTS, "vLLM rejected no draft token"
         return None
 
 
