@@ -224,13 +224,8 @@ class VLLMConnectorHarness:
         configs = Configs(
             self._geometry.groups,
             children[0] if len(children) == 1 else cpu_scheduler.multi_config(*children),
-            scenario.num_gpu_blocks,
-            self._geometry.hash_block_size,
-            max_num_seqs=scenario.max_running,
-            max_num_batched_tokens=scenario.max_tokens_per_step,
-            steps_in_flight=scenario.steps_in_flight,
-            num_drafts=scenario.most_drafts,
-            has_lookahead=scenario.lookahead_tokens > 0,
+            hash_block_size=self._geometry.hash_block_size,
+            **cpu_scheduler.sizes_of(scenario),
         )
         num_ranks = configs.vllm.parallel_config.world_size = max(1, len(scenario.ranks))
         with named("building the scheduler"):

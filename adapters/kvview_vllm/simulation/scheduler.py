@@ -17,7 +17,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvview import (
     CacheGroup,
@@ -38,6 +38,9 @@ from kvview_vllm.releases.calls import (
 from kvview_vllm.releases.samples import make_filled
 from kvview_vllm.releases.samples import make_model_output as make_model_output
 from kvview_vllm.releases.versions import vllm
+
+if TYPE_CHECKING:
+    from kvview.testing.connector.scenario import Scenario
 
 MAX_TOKENS = 512
 """Longest request, prompt and output together."""
@@ -270,6 +273,18 @@ def make_vllm_config(
 def has_draft_models() -> bool:
     """Whether this release has draft models, for which a step has slots beyond its tokens."""
     return hasattr(vllm("config").SpeculativeConfig, "uses_draft_model")
+
+
+def sizes_of(scenario: Scenario) -> dict[str, Any]:
+    """The arguments of :func:`make_vllm_config` that a scenario gives."""
+    return {
+        "num_blocks": scenario.num_gpu_blocks,
+        "max_num_seqs": scenario.max_running,
+        "max_num_batched_tokens": scenario.max_tokens_per_step,
+        "steps_in_flight": scenario.steps_in_flight,
+        "num_drafts": scenario.most_drafts,
+        "has_lookahead": scenario.lookahead_tokens > 0,
+    }
 
 
 def _make_speculative_config(vllm_config: Any, num_drafts: int, has_lookahead: bool) -> Any:
