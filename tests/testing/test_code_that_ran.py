@@ -137,7 +137,7 @@ def test_an_exception_is_a_finding_of_its_own(connector: type[Connector], line: 
 
 
 def test_an_exception_that_a_pool_of_threads_keeps_is_named() -> None:
-    runs: ConnectorRuns = check_connector(PoolKeepsErrors, seeds=4, max_shrink_runs=10)
+    runs: ConnectorRuns = check_connector(PoolKeepsErrors, seeds=4, max_shrink_runs=0)
     message = runs.failures[0].message
     line = '            raise RuntimeError("no room")'
     place = f"two_levels.py:{line_of(line)}: {line.strip()}"

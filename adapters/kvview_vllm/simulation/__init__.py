@@ -31,6 +31,7 @@ from kvview.testing.connector.scenario import NUM_LAYERS
 from kvview_vllm.releases import engine_version, installed, probe_pool, reading, refusal
 from kvview_vllm.releases.calls import (
     make_block_pool,
+    preemptions_drop_drafts,
     states_are_hit_with_the_rest,
     states_take_loads,
 )
@@ -142,7 +143,11 @@ class VLLMEngines:
         if scenario.lookahead_tokens and not cpu_scheduler.has_draft_models():
             leave_out("slots for lookahead", lookahead_tokens=0)
         steps, drafts = scenario.steps_in_flight, scenario.drafts
-        why = self._why_not(scenario, steps_in_flight=steps, drafts=drafts) if drafts else None
+        if not drafts:
+            return
+        why: str | None = "a preempted request keeps its own"
+        if preemptions_drop_drafts():
+            why = self._why_not(scenario, steps_in_flight=steps, drafts=drafts)
         if why:
             part = f"draft tokens with {steps} steps in flight and {several}: {why}"
             leave_out(part, drafts=(), lookahead_tokens=0)
