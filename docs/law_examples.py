@@ -17,12 +17,14 @@ ROOT = Path(__file__).parents[1]
 _DATA = Path(__file__).with_suffix(".toml")
 _FAULTS = ROOT / "tests/mutants"
 _MODULES = {
+    "FileStore": "kvview_reference.tier",
     "Namespace": "kvview.tier",
     "Path": "pathlib",
     "ThreadPoolExecutor": "concurrent.futures",
     "UncheckedPool": "kvview.testing.guard.unchecked",
     "collect": "gc",
     "copy": "copy",
+    "current_thread": "threading",
     "getLogger": "logging",
     "mkdtemp": "tempfile",
     "raises": "pytest",
@@ -79,9 +81,9 @@ def examples() -> Mapping[str, Example]:
     found: dict[str, Example] = {}
     for law, example in sorted(_faults(), key=lambda item: len(item[1].source)):
         if law in data and data[law]["fault"] == example.fault:
-            family = families[law.partition("-")[0]]
-            body = f"{family['start']}\n{data[law]['script'].lstrip()}\n"
-            found[law] = replace(example, right=family["right"], body=body)
+            row = families[law.partition("-")[0]] | data[law]
+            body = f"{row['start']}\n{row['script']}\n"
+            found[law] = replace(example, right=row["right"], body=body)
         elif law.startswith("CONN-"):
             found.setdefault(law, example)
     return found
