@@ -63,7 +63,7 @@ def run(*args: str) -> Result:
     return CliRunner().invoke(cli, list(args))
 
 
-def require_one_line(result: Result, code: ExitCode, *parts: str) -> None:
+def require_one_line(result: Result, code: int, *parts: str) -> None:
     assert result.exit_code == code, result.output
     assert result.stderr.startswith("kvview: ")
     assert result.stderr.count("\n") == 1, result.stderr
@@ -105,7 +105,7 @@ def test_a_wrong_hook(tmp_path: Path, section: str, body: str, shown: str) -> No
         assert all(text in result.output for text in shown.split(" & ")), result.output
         assert "<string>" not in result.output
         if command == "replay" or result.exit_code == ExitCode.COULD_NOT_RUN:
-            require_one_line(result, ExitCode(int(code)))
+            require_one_line(result, int(code))
             assert len(result.stderr) < 2500
 
 
