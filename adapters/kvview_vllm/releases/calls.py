@@ -339,6 +339,17 @@ def blocks_freed_later(scheduler: Any) -> list[Any]:
     return [block for _, blocks in getattr(scheduler, "deferred_frees", ()) for block in blocks]
 
 
+def set_prefix_match_unit(vllm_config: Any, number: int | None) -> None:
+    """Set the number of tokens of a hash, where it is configured (0.32)."""
+    if hasattr(vllm_config.cache_config, "prefix_match_unit"):
+        vllm_config.cache_config.prefix_match_unit = number
+
+
+def has_draft_models() -> bool:
+    """Whether a release has draft models, for which a step has slots beyond its tokens (0.18)."""
+    return hasattr(vllm("config").SpeculativeConfig, "uses_draft_model")
+
+
 def preemptions_drop_drafts() -> bool:
     """Whether a preempted request loses its draft tokens: 0.11 schedules them with its prompt."""
     preempt = getattr(vllm(_SCHEDULER).Scheduler, "_preempt_request", None)

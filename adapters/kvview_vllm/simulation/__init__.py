@@ -30,6 +30,7 @@ from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.scenario import NUM_LAYERS
 from kvview_vllm.releases import engine_version, installed, probe_pool, reading, refusal
 from kvview_vllm.releases.calls import (
+    has_draft_models,
     make_block_pool,
     preemptions_drop_drafts,
     states_are_hit_with_the_rest,
@@ -140,7 +141,7 @@ class VLLMEngines:
 
     def _fit_drafts(self, scenario: Scenario, several: str, leave_out: Callable[..., None]) -> None:
         """Leave out speculative decoding, or its slots for lookahead."""
-        if scenario.lookahead_tokens and not cpu_scheduler.has_draft_models():
+        if scenario.lookahead_tokens and not has_draft_models():
             leave_out("slots for lookahead", lookahead_tokens=0)
         steps, drafts = scenario.steps_in_flight, scenario.drafts
         if not drafts:

@@ -34,6 +34,7 @@ from kvview_vllm.releases.calls import (
     known_arguments,
     make_known,
     set_concurrent_batches,
+    set_prefix_match_unit,
 )
 from kvview_vllm.releases.samples import make_filled
 from kvview_vllm.releases.samples import make_model_output as make_model_output
@@ -255,8 +256,7 @@ def make_vllm_config(
     # Set afterwards, because old releases only accept some sizes.
     vllm_config.cache_config.block_size = block_size
     vllm_config.cache_config.num_gpu_blocks = num_blocks
-    if hasattr(vllm_config.cache_config, "prefix_match_unit"):
-        vllm_config.cache_config.prefix_match_unit = prefix_match_unit
+    set_prefix_match_unit(vllm_config, prefix_match_unit)
     # Set afterwards, because the CPU platform switches it off.
     vllm_config.scheduler_config.async_scheduling = steps_in_flight > 1
     if steps_in_flight > 1:
@@ -268,11 +268,6 @@ def make_vllm_config(
     if num_groups > 1:
         vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = False
     return vllm_config
-
-
-def has_draft_models() -> bool:
-    """Whether this release has draft models, for which a step has slots beyond its tokens."""
-    return hasattr(vllm("config").SpeculativeConfig, "uses_draft_model")
 
 
 def sizes_of(scenario: Scenario) -> dict[str, Any]:
