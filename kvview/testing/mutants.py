@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from kvview.errors import ConfigError
+from kvview.testing.effort import Effort
 from kvview.testing.harness import Factory
-from kvview.testing.profiles import Effort, make_profile
 from kvview.testing.recorder import LawBroken
 from kvview.testing.runner import plan_checks, run_planned
 
@@ -79,10 +79,10 @@ class Mutant:
 
         A check whose capabilities the harness does not declare is skipped, as for any target.
         """
-        profile = replace(make_profile(Effort()), is_brief=True)
-        planned = plan_checks(self.factory, Effort())[1]
+        effort = Effort(is_brief=True)
+        planned = plan_checks(self.factory, effort)[1]
         for one in sorted(planned, key=lambda one: one.check.law != self.law):
-            failure = run_planned(self.factory, one, profile).failure
+            failure = run_planned(self.factory, one, effort).failure
             if failure is not None:
                 return failure
         return None

@@ -14,7 +14,7 @@ from kvview.laws import titled
 from kvview.targets import target_of
 from kvview.testing import watchdog
 from kvview.testing.checks import running_check
-from kvview.testing.profiles import Effort, current_profile
+from kvview.testing.effort import Effort, current_effort
 from kvview.urls import law_url
 
 if TYPE_CHECKING:
@@ -257,17 +257,15 @@ class Recorder:
         check = running_check()
         if check is None:
             return self.script()
-        profile = current_profile()
+        effort = current_effort()
         call = f"{check.__name__}(factory)"
         calls = "\n".join(self._header[NUM_IMPORTS:] + self._lines)  # a repr may have several lines
-        if profile.seed is not None or profile.options:
-            options = dict(profile.options) or None
-            effort = Effort(profile.name, profile.seed, profile.num_steps, options=options)
-            call = f"with use_profile(make_profile({effort!r})): {call}"
+        if effort != Effort():
+            call = f"with use_effort({effort!r}): {call}"
         return "\n".join(
             [
                 import_line(self._factory),
-                "from kvview.testing.profiles import Effort, make_profile, use_profile",
+                "from kvview.testing.effort import Effort, use_effort",
                 f"from {check.__module__} import {check.__name__}",
                 "",
                 "# Among its calls are these:",

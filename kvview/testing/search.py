@@ -19,10 +19,14 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 from typing_extensions import override
 
 from kvview.testing.checks import CheckFunction, check, checks_driving, run_watched
+from kvview.testing.effort import Effort, current_effort
 from kvview.testing.harness import Capability, Contract, Factory
-from kvview.testing.profiles import Profile, current_profile
 from kvview.testing.recorder import NUM_IMPORTS, LawBroken, Recorder, import_line
 
+NUM_RUNS = 100
+"""Runs of a search, by default."""
+
+_NUM_MOVES = 40  # of the longest run, by default
 _MAX_FAILING_RUNS = 8
 """Failing runs after which a search ends: more of them rarely break another law."""
 
@@ -256,18 +260,17 @@ class SearchResult:
     num_runs: int = 0
 
 
-def search(player_class: type[Player], factory: Factory, profile: Profile) -> SearchResult:
+def search(player_class: type[Player], factory: Factory, effort: Effort) -> SearchResult:
     """Play runs of consecutive seeds, and shrink the first failure of each law."""
     result = SearchResult()
-    first = profile.seed or 0
-    for seed in range(first, first + profile.num_examples):
+    for seed in range(effort.seed, effort.seed + (effort.seeds or NUM_RUNS)):
         result.num_runs += 1
-        broken, plan, compared = _drawn(player_class, factory, seed, profile.num_steps)
+        broken, plan, compared = _drawn(player_class, factory, seed, effort.steps or _NUM_MOVES)
         result.compared.update(compared)
         if broken is None:
             continue
         result.seeds.setdefault(broken.law, []).append(seed)
-        if profile.is_brief:
+        if effort.is_brief:
             result.failures[broken.law] = broken
             break
         if broken.law not in result.failures:
@@ -342,12 +345,12 @@ def replay(player_class: type[Player], factory: Factory, plan: Plan) -> None:
 
 
 def shared_search(player_class: type[Player], factory: Factory) -> SearchResult:
-    """The search of a factory by the current profile; played once for all laws."""
-    profile = current_profile()
+    """Return the search of a factory with the current settings, which all laws share."""
+    effort = current_effort()
     where = (player_class, factory)
-    if where not in profile.shared:
-        profile.shared[where] = search(player_class, factory, profile)
-    result: SearchResult = profile.shared[where]
+    if where not in effort.shared:
+        effort.shared[where] = search(player_class, factory, effort)
+    result: SearchResult = effort.shared[where]
     return result
 
 

@@ -1,33 +1,24 @@
-"""The page of ``kvview check --report``: parsed, and looked at in a real browser."""
+"""The page of ``kvview check --html``: parsed, and looked at in a real browser."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import struct
 import subprocess
-import sys
-import zlib
 from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner, Result
 
 from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
-from kvview.testing import load_mutants, run_checks
-from kvview.testing.connector.result import Snapshot
-from kvview.testing.connector.timeline import timeline_svg
-from kvview.testing.page import write_report
+from kvview.testing import load_mutants
 from kvview.urls import DOCS_URL
 
 pytest.importorskip("torch")
 
 load_mutants()
-LeaksFailedStores = sys.modules["kvview_planted_faults.connector"].LeaksFailedStores
-HELD = (0xF2, 0x8E, 0x2B)
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 POOLS = """
@@ -133,7 +124,7 @@ def run(*args: str | Path) -> Result:
 def make_page(folder: Path, source: str, target: str, *args: str) -> Path:
     (folder / "target.py").write_text(source)
     page = folder / "report.html"
-    result = run(f"{folder / 'target.py'}:{target}", *args, "--report", page)
+    result = run(f"{folder / 'target.py'}:{target}", *args, "--html", page)
     assert result.exit_code == 1, result.output
     return page
 
@@ -145,65 +136,38 @@ def test_page_of_a_pool(tmp_path: Path) -> None:
     select = [arg for law in ("POOL-4", "POOL-6", "GUARD-1") for arg in ("--select", law)]
     page = Page(make_page(tmp_path, POOLS, "Wrong", *select).read_text())
     page.require_self_contained()
-    assert "1 check failed. Contract pool: " in page.text
+    assert "red: POOL-4" in page.text
     assert "the harness does not declare leases" in page.text
     assert "must raise BlockNotHeldError" in page.text
     assert "h = factory()\nview = h.view\n" in page.text
-    assert page.text.index("What failed") < page.text.index("Checks by law")
-    assert page.texts.count("✓ passed") >= 2
-    assert page.html.count(f'href="{DOCS_URL}laws/#pool-4"') >= 2
+    assert f'href="{DOCS_URL}laws/#pool-4"' in page.html
 
 
 def test_page_when_nothing_fails_or_a_failure_is_expected(tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     target = "kvview_reference.harness:pool"
-    assert run(target, "--select", "POOL-1", "--report", file).exit_code == 0
-    page = Page(file.read_text())
-    assert "every law that was checked holds" in page.text
-    assert "What failed" not in page.text
+    assert run(target, "--select", "POOL-1", "--html", file).exit_code == 0
+    assert "green: every law that was checked holds" in Page(file.read_text()).text
     expected = tmp_path / "expected"
     expected.write_text("check_pool_4: <known>\n")
     (tmp_path / "target.py").write_text(POOLS)
     select = ("--select", "check_pool_4")
     wrong = f"{tmp_path / 'target.py'}:Wrong"
-    result = run(wrong, *select, "--expected-failures", expected, "--report", file)
+    result = run(wrong, *select, "--expected-failures", expected, "--html", file)
     assert result.exit_code == 0, result.output
     page = Page(file.read_text())
-    assert "≈ expected failure" in page.texts
-    assert "<known>" in page.text
+    assert "expected failure: check_pool_4: <known>" in page.text
     assert "<known>" not in page.html
 
 
 def test_page_of_a_connector(tmp_path: Path) -> None:
     page = Page(make_page(tmp_path, CONNECTORS, "Leaks", "--seeds", "6").read_text())
     page.require_self_contained()
-    assert "1 check failed. Contract connector: " in page.text
+    assert "red: CONN-4 Every touch is freed" in page.text
     assert "6 seeds from 0" in page.text
-    for told in (
-        "CONN-4 Every touch is freed",
-        "requests (engine)",
-        "free",
-        "blocks (and jobs)",
-        "step",
-        "preemptions",
-    ):
-        assert told in page.texts
-    assert (
-        "failure = simulate(LeaksFailedStores, scenario, engines=ReferenceEngines()).failure"
-        in page.text
-    )
-
-
-def test_page_of_a_clean_connector_has_something_to_show(tmp_path: Path) -> None:
-    file = tmp_path / "report.html"
-    target = "kvview_reference.connector:OffloadConnector"
-    assert run(target, "--seeds", "6", "--html", file).exit_code == 0
-    page = Page(file.read_text())
-    page.require_self_contained()
-    for told in ("A typical run", "Hit rates", "Coverage: how loads ended", "Made with", "torch"):
-        assert told in page.texts
-    assert "Nothing: all that must happen did." in page.texts
-    assert "a law is broken here" not in page.text
+    script = "failure = simulate(LeaksFailedStores, scenario, engines=ReferenceEngines()).failure"
+    assert script in page.text
+    assert "torch" in page.texts
 
 
 def test_what_comes_from_outside_is_text(tmp_path: Path) -> None:
@@ -238,7 +202,7 @@ def test_interrupted_run_of_a_connector_is_not_clean(tmp_path: Path) -> None:
     (tmp_path / "target.py").write_text(INTERRUPTED)
     file, told = tmp_path / "report.html", tmp_path / "report.json"
     target = f"{tmp_path / 'target.py'}:Interrupted"
-    result = run(target, "--seeds", "9", "--report", file, "--json", told)
+    result = run(target, "--seeds", "9", "--html", file, "--json", told)
     assert result.exit_code == ExitCode.INTERRUPTED, result.output
     report = json.loads(told.read_text())
     assert (report["is_clean"], report["is_interrupted"]) == (False, True)
@@ -247,21 +211,6 @@ def test_interrupted_run_of_a_connector_is_not_clean(tmp_path: Path) -> None:
     assert num_seeds < 9
     page = Page(file.read_text())
     assert f"{num_seeds} of 9 seeds, 0 failed, interrupted" in page.text
-    assert ("b", {"class": "bad"}) in page.tags
-
-
-def test_timeline_adds_up_and_its_axes_are_labelled() -> None:
-    timeline = [Snapshot(step, 10 - step % 4, step % 4, 2, step % 3) for step in range(1, 41)]
-    svg = ElementTree.fromstring(timeline_svg(timeline))
-    tops = []
-    for area in svg.iter("polygon"):
-        points = [point.split(",") for point in area.attrib["points"].split()]
-        tops.append([float(y) for _, y in points[: len(points) // 2]])
-    assert len(tops) == 3
-    assert len(set(tops[2])) == 1, "free, engine and held are the whole pool at every step"
-    texts = [element.text for element in svg.iter("text")]
-    assert {"0", "12", "1", "40", "10", "30"} <= set(texts)
-    assert timeline_svg([]) == "<p>It failed before the first step.</p>"
 
 
 # --- bad input ---
@@ -270,13 +219,13 @@ def test_timeline_adds_up_and_its_axes_are_labelled() -> None:
 @pytest.mark.parametrize("target", ["kvview_reference.harness:pool", "nothing:here"])
 def test_page_that_cannot_be_written_is_said_before_the_run(tmp_path: Path, target: str) -> None:
     for path in (tmp_path, tmp_path / "none" / "report.html"):
-        result = run(target, "--report", path)
+        result = run(target, "--html", path)
         assert result.exit_code == 2
         assert result.output == f"kvview: --html {str(path)!r}: not a file in an existing folder\n"
 
 
 def test_self_test_has_no_page(tmp_path: Path) -> None:
-    result = run("--self-test", "--report", tmp_path / "report.html")
+    result = run("--self-test", "--html", tmp_path / "report.html")
     assert result.exit_code == 2
     assert result.output == "kvview: --html is for a TARGET: --self-test has none\n"
 
@@ -301,60 +250,6 @@ def browse(page: Path, folder: Path, *args: str) -> str:
         check=True,
     )
     return done.stdout
-
-
-def read_png(path: Path) -> tuple[int, list[bytes]]:
-    """Bytes a pixel, and the rows of an 8-bit image, without the line filters."""
-    data = path.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    at, packed, width, size = 8, b"", 0, 0
-    while at < len(data):
-        length, kind = struct.unpack(">I4s", data[at : at + 8])
-        body = data[at + 8 : at + 8 + length]
-        if kind == b"IHDR":
-            width, _, depth, colour = struct.unpack(">IIBB", body[:10])
-            size = {2: 3, 6: 4}[colour]
-            assert depth == 8
-        packed += body if kind == b"IDAT" else b""
-        at += 12 + length
-    raw, stride, rows = zlib.decompress(packed), width * size, [bytes(width * size)]
-    for start in range(0, len(raw), stride + 1):
-        kind_of_filter, row, above = raw[start], bytearray(raw[start + 1 :][:stride]), rows[-1]
-        for i in range(stride if kind_of_filter else 0):
-            left, up = row[i - size] if i >= size else 0, above[i]
-            corner = above[i - size] if i >= size else 0
-            row[i] = (row[i] + _predict(kind_of_filter, left, up, corner)) & 255
-        rows.append(bytes(row))
-    return size, rows[1:]
-
-
-def _predict(kind: int, left: int, up: int, corner: int) -> int:
-    if kind < 4:
-        return (0, left, up, (left + up) // 2)[kind]
-    guess = left + up - corner
-    return min((left, up, corner), key=lambda value: abs(guess - value))
-
-
-def test_browser_shows_the_picture(tmp_path: Path) -> None:
-    report = run_checks(LeaksFailedStores, seeds=6)
-    file = tmp_path / "report.html"
-    write_report(file, report)
-    shown = Page(browse(file, tmp_path, "--dump-dom"))
-    drawn = [tag for tag, _ in shown.tags if tag in ("svg", "polygon", "polyline")]
-    pictures = len(report.failures)
-    assert drawn.count("svg") == pictures
-    assert drawn.count("polygon") == 3 * pictures
-    assert "held by the connector alone" in shown.text
-
-    image = tmp_path / "report.png"
-    browse(file, tmp_path, "--window-size=1000,800", f"--screenshot={image}")
-    size, rows = read_png(image)
-    held = bytes(HELD)
-    columns = [
-        [row[at : at + 3] == held for row in rows] for at in range(0, len(rows[0]), 8 * size)
-    ]
-    blocks = sum(sum(column) > 20 for column in columns)
-    assert blocks > 20, "the leaked block is there to be seen, over most of the width"
 
 
 def test_browser_shows_the_checks(tmp_path: Path) -> None:

@@ -33,12 +33,12 @@ from kvview.testing import (
     read_expected_failures,
     run_checks,
 )
+from kvview.testing.effort import Effort
 from kvview.testing.geometry.player import GeometryPlayer
 from kvview.testing.guard.player import GuardPlayer
 from kvview.testing.harness import OFFERS
 from kvview.testing.offloading.player import ManagerPlayer
 from kvview.testing.pool.player import PoolPlayer
-from kvview.testing.profiles import Profile
 from kvview.testing.search import Player, search
 from kvview.testing.transfer.examples import check_xfer_5_race_of_wait_and_report
 from kvview.testing.transfer.player import TransferPlayer
@@ -91,7 +91,7 @@ def test_every_law_of_a_contract_has_a_check() -> None:
 
 
 def test_a_search_compares_every_law_that_it_has_a_label_for() -> None:
-    result = search(PoolPlayer, harness.pool, Profile("test", num_examples=30, num_steps=40))
+    result = search(PoolPlayer, harness.pool, Effort(seeds=30))
     assert not result.failures
     assert set(PoolPlayer.labels) == {law for law, number in result.compared.items() if number}
 
@@ -145,7 +145,6 @@ def test_expected_failures_and_unexpected_passes() -> None:
         ({"expected_failures": {WRONG_CHECK: " "}}, "needs a reason"),
         ({"select": ["POOL-99"]}, "'POOL-99' matches no check of this contract"),
         ({"select": ["check_off_*"]}, "matches no check"),
-        ({"profile": "quick"}, "known: ci, soak"),
     ],
 )
 def test_names_that_match_nothing(arguments: dict[str, Any], match: str) -> None:
@@ -230,20 +229,12 @@ def test_ctrl_c_leaves_the_summary_so_far_and_the_seed() -> None:
         raise KeyboardInterrupt
 
     select = ["check_pool_6_cost_*"]
-    report = run_checks(harness.pool, profile="soak", seed=77, select=select, on_result=interrupt)
+    report = run_checks(harness.pool, seed=77, select=select, on_result=interrupt)
     assert report.is_interrupted
     assert not report.is_clean
     assert len(report.results) == 1 < report.num_selected
-    assert "seed 77" in report.summary()
+    assert "100 seeds from 77" in report.summary()
     assert report.verdict() == f"interrupted: 1 of {report.num_selected} checks"
-
-
-@pytest.mark.parametrize("profile", ["ci", "soak"])
-def test_only_soak_is_random(profile: str) -> None:
-    select = [QUICK_CHECK]
-    seeds = {run_checks(harness.pool, profile=profile, select=select).seed for _ in range(3)}
-    assert seeds == {None} if profile == "ci" else len(seeds) == 3
-    assert run_checks(harness.pool, profile=profile, select=select, seed=5).seed == 5
 
 
 @pytest.mark.slow
@@ -258,7 +249,7 @@ def test_only_soak_is_random(profile: str) -> None:
     ],
 )
 def test_no_false_alarm_in_fifty_seeds(player: type[Player], factory: Callable[[], Any]) -> None:
-    found = search(player, factory, Profile("test", num_examples=50, num_steps=40, seed=1000))
+    found = search(player, factory, Effort(seeds=50, seed=1000))
     assert found.failures == {}
 
 
@@ -270,8 +261,8 @@ def test_a_seed_finds_the_same_again() -> None:
                 self.pool.allocate_blocks(1)
             return done
 
-    profile = Profile("test", num_examples=20, num_steps=40, seed=3)
-    first, again = (search(PoolPlayer, LosesABlock, profile).failures for _ in range(2))
+    effort = Effort(seeds=20, seed=3)
+    first, again = (search(PoolPlayer, LosesABlock, effort).failures for _ in range(2))
     assert first
     assert {law: broken.script for law, broken in first.items()} == {
         law: broken.script for law, broken in again.items()
@@ -472,7 +463,6 @@ def test_the_command_shows_failures_and_exits_1(tmp_path: Path) -> None:
         ("nowhere:pool",),
         ("json:dumps",),
         ("kvview_reference.harness:pool", "--select", "POOL-99"),
-        ("kvview_reference.harness:pool", "--profile", "long"),
         ("kvview_reference.harness:pool", "--json", "no/such/folder/x.json"),
         ("kvview_reference.harness:pool", "--expected-failures", "missing.txt"),
         ("kvview_reference.harness:pool", "--self-test"),
@@ -495,7 +485,7 @@ def test_ctrl_c_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vars(harness), "interrupts", Interrupts)
     result = run("kvview_reference.harness:interrupts", "--select", "POOL-6", "--seed", "9")
     assert result.exit_code == ExitCode.INTERRUPTED
-    assert "seed 9" in result.output
+    assert "100 seeds from 9" in result.output
     assert "interrupted after" in result.output
 
 
