@@ -36,7 +36,7 @@ from kvview.testing import (
 from kvview.testing.effort import Effort
 from kvview.testing.geometry.player import GeometryPlayer
 from kvview.testing.guard.player import GuardPlayer
-from kvview.testing.harness import OFFERS
+from kvview.testing.harness import capabilities_of
 from kvview.testing.offloading.player import ManagerPlayer
 from kvview.testing.pool.player import PoolPlayer
 from kvview.testing.search import Player, search
@@ -103,7 +103,7 @@ def test_checks_are_named_for_their_law_and_documented() -> None:
         prefix = check.law.lower().replace("-", "_").replace("*", "any")
         assert re.match(rf"check_(\w+_)?{prefix}(_|$)", check.name), check
         assert check.summary.endswith("."), check.name
-        assert set(check.requires) <= set(OFFERS[check.contract])
+        assert set(check.requires) <= set(capabilities_of(check.contract))
 
 
 def test_a_check_is_a_plain_function() -> None:
