@@ -22,7 +22,7 @@ from kvview.testing.harness import (
     TransferHarness,
 )
 from kvview.testing.inspect_factory import inspect_factory
-from kvview.testing.mutants import Mutant, MutantResult, PlantedFault, load_mutants, run_mutants
+from kvview.testing.mutants import Mutant, MutantResult, load_mutants, run_mutants
 from kvview.testing.offloading.player import ManagerPlayer
 from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
 from kvview.testing.pool.player import PoolPlayer
@@ -65,7 +65,6 @@ __all__ = [
     "MutantResult",
     "NotExercised",
     "Outcome",
-    "PlantedFault",
     "PoolHarness",
     "PoolPlayer",
     "Report",

@@ -63,12 +63,7 @@ def operation(
 
 def observable(law: str, *needs: Capability) -> Callable[[FunctionT], FunctionT]:
     """Mark a method of a player as a comparison that follows every operation."""
-
-    def mark(function: FunctionT) -> FunctionT:
-        function.mark = Mark(law, needs)  # type: ignore[attr-defined]
-        return function
-
-    return mark
+    return operation(law, *needs, weight=0)
 
 
 @dataclass(frozen=True)
