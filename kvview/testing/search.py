@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from random import Random
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from typing_extensions import override
 
-from kvview.testing.checks import CheckFunction, check, checks_driving, run_watched
+from kvview.testing import watchdog
+from kvview.testing.checks import CheckFunction, check
 from kvview.testing.effort import Effort, current_effort
 from kvview.testing.harness import Capability, Contract, Factory
 from kvview.testing.recorder import NUM_IMPORTS, LawBroken, Recorder, import_line
@@ -27,6 +28,7 @@ NUM_RUNS = 100
 """Runs of a search, by default."""
 
 _NUM_MOVES = 40  # of the longest run, by default
+_CALL_SECONDS = 10.0  # CPU seconds that one call may take; without CPU time, four times as long
 _MAX_FAILING_RUNS = 8
 """Failing runs after which a search ends: more of them rarely break another law."""
 
@@ -287,10 +289,22 @@ def _drawn(
 
 def _outcome(player: Player, plan: Plan) -> LawBroken | None:
     try:
-        run_watched(player, lambda: player.play(plan.moves))
+        _run_watched(player, lambda: player.play(plan.moves))
     except LawBroken as broken:
         return broken
     return None
+
+
+def _run_watched(player: Player, moves: Callable[[], None]) -> None:
+    """Make moves, and end their player; a call that does not return breaks the law."""
+    with watchdog.limit(_CALL_SECONDS), watchdog.watching(), watchdog.calling():
+        try:
+            try:
+                moves()
+            finally:
+                player.end()
+        except watchdog.HookTimeout as error:
+            player.does_not_return(error)
 
 
 def _shrunk(
@@ -357,12 +371,17 @@ def example(
     The check gets a player of the smallest size, whose operations it calls itself.
     """
 
-    def make(factory: Factory, law: str) -> PlayerT:
-        player = player_class(factory, Plan(0, is_small=True), is_recording=True)
-        player.law = law
-        return player
+    def register(body: Callable[[PlayerT], None]) -> CheckFunction:
+        @check(law, *needs, contract=player_class.contract)
+        @wraps(body)
+        def run(factory: Factory) -> None:
+            player = player_class(factory, Plan(0, is_small=True), is_recording=True)
+            player.law = law
+            _run_watched(player, lambda: body(player))
 
-    return checks_driving(make, contract=player_class.contract)(law, *needs)
+        return run
+
+    return register
 
 
 def check_by_search(player_class: type[Player]) -> type[Player]:
