@@ -25,7 +25,6 @@ from kvview.testing import (
     CheckResult,
     LawBroken,
     Outcome,
-    checks,
     checks_for,
     inspect_factory,
     load_target,
@@ -506,7 +505,7 @@ class NeverComesBack(ReferenceTransfer):
 
 
 def test_a_call_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_CALL_SECONDS", 0.2)
+    monkeypatch.setattr("kvview.testing.search._CALL_SECONDS", 0.2)
     with pytest.raises(LawBroken, match=r"worker.wait\(\[\d+\]\) must return") as broken:
         check_xfer_5_race_of_wait_and_report(NeverComesBack)
     assert "did not return: it waited for" in broken.value.got
