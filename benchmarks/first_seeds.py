@@ -2,11 +2,10 @@
 
     python benchmarks/first_seeds.py [--seeds 40] [--select TEXT] [--write]
 
-Plays the wrong connectors of ``tests/vllm``, ``tests/mutants`` and ``tests/mutants/novice`` in
-the first seeds, and one that none of them finds in the following ones, up to 200. Then the seed
-that finds most of those not found yet for its CPU time comes first, and so on, until all are
-found. ``--write`` puts the seeds into ``kvview/testing/connector/first_seeds.py``. Takes about
-five minutes on two cores.
+Plays the wrong connectors of ``tests/mutants/connector`` in the first seeds, and a connector that
+none of them finds in the following seeds, up to 200. The seed that finds the most connectors not
+found yet for its CPU time comes first, and so on, until all are found. ``--write`` puts the seeds
+into ``kvview/testing/connector/first_seeds.py``. Takes about five minutes on two cores.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,15 +27,10 @@ MOST = 200
 
 sys.path.insert(0, str(ROOT))
 from kvview import Connector  # noqa: E402
-from kvview.targets import load_connector  # noqa: E402
 from kvview.testing import watchdog  # noqa: E402
 from kvview.testing.connector import generate_scenario, load_engines, simulate  # noqa: E402
 from kvview.testing.connector.workers import Died, default_processes, workers  # noqa: E402
-from tests.mutants import connector as planted  # noqa: E402
-from tests.mutants.novice import load_mistakes  # noqa: E402
-from tests.vllm import wrong_connectors, wrong_jobs  # noqa: E402
-
-assert wrong_jobs, "it adds to the list of wrong connectors"
+from tests.mutants.connector import load_wrong  # noqa: E402
 
 
 @dataclass
@@ -55,15 +48,9 @@ class Found:
             self.seconds[seed] = seconds
 
 
-def load_all(folder: Path) -> list[type[Connector]]:
-    """The wrong connectors of all lists."""
-    found = [*wrong_connectors.WRONG]
-    found += [mutant.factory for mutant in planted.MUTANTS]  # type: ignore[misc]
-    for number, mistake in enumerate(load_mistakes()):
-        file = folder / f"novice_{number}.py"
-        file.write_text(mistake.source())
-        found.append(load_connector(f"{file}:Novice"))
-    return found
+def load_all() -> list[type[Connector]]:
+    """Return all wrong connectors."""
+    return [variant.load() for variant in load_wrong()]
 
 
 class Play:
@@ -88,8 +75,8 @@ class Play:
 
 def measure(select: str, seeds: int) -> list[Found]:
     """Play them all."""
-    with tempfile.TemporaryDirectory() as folder, watchdog.limit(2.0):
-        connectors = [c for c in load_all(Path(folder)) if select in f"{c.__module__}.{c.__name__}"]
+    with watchdog.limit(2.0):
+        connectors = [c for c in load_all() if select in f"{c.__module__}.{c.__name__}"]
         found = [Found(f"{c.__module__}.{c.__name__}") for c in connectors]
         torch.set_num_threads(1)
         with workers(Play(connectors), default_processes()) as processes:
