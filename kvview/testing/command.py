@@ -155,8 +155,7 @@ def check(
         _finish(*_check_in_releases(console, target, "vllm", vllm), json_file)
     from kvview.options import read_options
     from kvview.testing import load_target, read_expected_failures, run_checks
-    from kvview.testing.page import write_report
-    from kvview.testing.terminal import show_report
+    from kvview.testing.terminal import show_report, write_report
 
     path = expected_failures_file
     given = read_options(options)
