@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from html import escape
+from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,9 +21,13 @@ from kvview.connector.hooks import TARGET_PREFIX
 from kvview.errors import ConfigError
 from kvview.testing.checks import EXCEPTIONS
 from kvview.testing.watchdog import HOOK_SECONDS
+from kvview.urls import DOCS_URL
 
 if TYPE_CHECKING:
     from kvview.testing import Report
+
+_PAGE_WIDTH = 120
+_LINK = re.compile(re.escape(DOCS_URL) + r"[\w/.#-]*")
 
 DEFAULT_MUTANTS = 20
 SEEDS_OF_A_RELEASE = 100
@@ -155,7 +162,7 @@ def check(
         _finish(*_check_in_releases(console, target, "vllm", vllm), json_file)
     from kvview.options import read_options
     from kvview.testing import load_target, read_expected_failures, run_checks
-    from kvview.testing.terminal import show_report, write_report
+    from kvview.testing.terminal import show_report
 
     path = expected_failures_file
     given = read_options(options)
@@ -176,8 +183,20 @@ def check(
         )
     show_report(console, report)
     if page_file is not None:
-        write_report(page_file, report)
+        _write_page(page_file, report)
     _finish(_verdict(report), report.to_dict(), json_file)
+
+
+def _write_page(path: str, report: Report) -> None:
+    """Write the printed report as a page that needs no other file, with links."""
+    from kvview.testing.terminal import show_report
+    from kvview.web_page import made_by, write_page
+
+    printed = StringIO()
+    show_report(Console(file=printed, width=_PAGE_WIDTH), report)
+    text = _LINK.sub(r'<a href="\g<0>">\g<0></a>', escape(printed.getvalue()))
+    parts = [f"<pre>{text}</pre>", *made_by(report.versions)]
+    write_page("--html", path, f"kvview check: {report.target}", parts)
 
 
 def _check_in_releases(

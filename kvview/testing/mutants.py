@@ -13,7 +13,7 @@ from kvview.errors import ConfigError
 from kvview.testing.effort import Effort
 from kvview.testing.harness import Factory
 from kvview.testing.recorder import LawBroken
-from kvview.testing.runner import plan_checks, run_planned
+from kvview.testing.runner import PlannedCheck, plan_checks, run_planned
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,20 @@ class Mutant:
         return getattr(self.factory, "__name__", repr(self.factory))
 
     def first_failure(self) -> LawBroken | None:
-        """Run the kit until a check fails, unshrunk; the checks of the fault's law come first.
+        """Run the kit until a check fails, unshrunk.
+
+        The checks of the fault's law come first, then those of its family.
 
         A check whose capabilities the harness does not declare is skipped, as for any target.
         """
         effort = Effort(is_brief=True)
         planned = plan_checks(self.factory, effort)[1]
-        for one in sorted(planned, key=lambda one: one.check.law != self.law):
+        family = self.law.partition("-")[0]
+
+        def place(one: PlannedCheck) -> tuple[bool, bool]:  # one family shares a search
+            return one.check.law != self.law, not one.check.law.startswith(f"{family}-")
+
+        for one in sorted(planned, key=place):
             failure = run_planned(self.factory, one, effort).failure
             if failure is not None:
                 return failure

@@ -1,12 +1,8 @@
-"""The output of ``kvview check`` for people, on the terminal and as a page."""
+"""The output of ``kvview check`` for people."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from html import escape as escape_html
-from io import StringIO
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -17,8 +13,7 @@ from kvview.laws import titled
 from kvview.testing.connector_checks import COVERAGE, NotExercised
 from kvview.testing.mutants import MutantResult
 from kvview.testing.report import CheckResult, Outcome, Report
-from kvview.urls import DOCS_URL, law_url
-from kvview.web_page import made_by, write_page
+from kvview.urls import law_url
 
 if TYPE_CHECKING:
     from kvview.testing.connector import ConnectorRuns
@@ -27,7 +22,6 @@ if TYPE_CHECKING:
 _MAX_SEEDS = 20
 _MAX_GAPS = 12
 _WIDTH = 120
-_LINK = re.compile(re.escape(DOCS_URL) + r"[\w/.#-]*")
 
 
 def show_report(console: Console, report: Report) -> None:
@@ -44,23 +38,6 @@ def show_report(console: Console, report: Report) -> None:
     if report.runs is not None:
         _show_runs(console, report.runs)
     _show_checks(console, report)
-
-
-def write_report(path: str | Path, report: Report) -> None:
-    """Write the printed report as a page that needs no other file, with links.
-
-    Args:
-        path: The file to write.
-        report: The result of :func:`~kvview.testing.run_checks`.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
-    console = Console(file=StringIO(), record=True, width=_WIDTH, emoji=False)
-    show_report(console, report)
-    text = _LINK.sub(r'<a href="\g<0>">\g<0></a>', escape_html(console.export_text()))
-    parts = [f"<pre>{text}</pre>", *made_by(report.versions)]
-    write_page("report", path, f"kvview check: {report.target}", parts)
 
 
 def _show_gaps(console: Console, result: CheckResult) -> None:
