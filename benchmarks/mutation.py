@@ -29,8 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.mutation import judges, operators, survivors, trial  # noqa: E402
 
-HEADS = {
-    "engine": """\
+HEAD = """\
 # How much the kit sees
 
 <!-- Written by benchmarks/mutation.py --page. -->
@@ -45,23 +44,7 @@ The rate is a lower bound, because a connector runs with fewer seeds here than t
 check`, and because equivalent mutants count as alive. A kill remains valid when checks are added.
 Mutants with a reason to live do not run again; earlier survivors run with the new checks. The fresh
 draw is the fairer figure, because checks were added for the survivors of the first draw.
-""",
-    "tier": """\
-# How much the kit sees of a store
-
-<!-- Written by benchmarks/mutation.py --area tier --page. -->
-
-A mutant is the store of files, its modules, or the guard before a store, with one place made
-wrong. Mutants are drawn with a seed and spread evenly over the functions. Only `kvview check`
-decides, over the store alone and with the guard in front; processes that a check starts and kills
-are wrong in the same place. The project's own tests do not count. A mutant is killed if a check
-fails, if its import fails, or if it does not end.
-
-The rate is a lower bound, because a quarter of the random sequences of calls runs, and because
-equivalent mutants count as alive. The fresh draw is the fairer figure, because checks were added
-for the survivors of the first draw. The other modules have [a page of their own](mutation.md).
-""",
-}
+"""
 
 Draws = Mapping[int, Sequence[trial.Verdict]]
 """The verdicts of each draw, by seed; checks were added for the first draw."""
@@ -76,13 +59,13 @@ def rate_of(name: str, seed: int, verdicts: Sequence[trial.Verdict]) -> str:
     return f"**{name}: {rate}** (seed {seed}; {kinds}).\n"
 
 
-def describe(head: str, draws: Draws, account: survivors.Account, *, num_sites: int) -> str:
+def describe(draws: Draws, account: survivors.Account, *, num_sites: int) -> str:
     """Return the page."""
     by_id = {one.site.id: one for drawn in draws.values() for one in drawn}
     verdicts = list(by_id.values())
     lived = Counter(one.num_seeds for one in verdicts if not one.is_killed)
     lines = [
-        head,
+        HEAD,
         "These places are never made wrong:\n",
         *(f"- {places}: {reason}." for places, reason in operators.LEFT_OUT.items()),
         "",
@@ -95,7 +78,7 @@ def describe(head: str, draws: Draws, account: survivors.Account, *, num_sites: 
         "|---|---|---|---|",
     ]
     played = [f"{times} with {seeds}" for seeds, times in sorted(lived.items()) if seeds]
-    if head == HEADS["engine"]:
+    if played:
         lines.insert(
             -2, f"Survivors by the number of seeds of each connector: {'; '.join(played)}.\n"
         )
@@ -217,10 +200,10 @@ def main(
     verdicts = [done[site.id] for site in chosen]
     account = survivors.compare(verdicts, sites, entries)
     draws = {number: [done[site.id] for site in some] for number, some in drawn.items()}
-    text = describe(HEADS[name], draws, account, num_sites=len(sites))
+    text = describe(draws, account, num_sites=len(sites))
     if page is not None:
         page.write_text(text)
-    click.echo(text[len(HEADS[name]) :])
+    click.echo(text[len(HEAD) :])
     for title, ended in (("killed now", account.dead), ("no longer in the sources", account.gone)):
         for entry in ended:
             click.echo(f"survivors.toml: {entry.id} is {title}; remove it")

@@ -28,7 +28,6 @@ BENCHMARKS = {
     "guard": True,
     "offloading": True,
     "transfer": False,
-    "replay": False,
     "step_cost": False,
 }
 """Whether a benchmark has the option --vllm-sources."""

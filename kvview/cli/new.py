@@ -101,7 +101,7 @@ _TOOLS = {  # that read a file of this name
     **dict.fromkeys(("__init__", "__main__", "sitecustomize", "usercustomize"), "Python"),
     "setup": "pip",
 }
-_IN_CI = {"kvview replay": " --requests 200", "kvview check": " --report kvview.html"}
+_IN_CI = {"kvview replay": " --requests 200", "kvview check": " --html kvview.html"}
 
 
 @click.command()

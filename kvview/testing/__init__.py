@@ -10,6 +10,7 @@ from importlib import import_module
 from kvview.targets import load_target
 from kvview.testing.checks import CHECKS, Check, check, checks_for
 from kvview.testing.connector_checks import NotExercised
+from kvview.testing.effort import Effort
 from kvview.testing.geometry.player import GeometryPlayer
 from kvview.testing.guard.player import GuardPlayer
 from kvview.testing.harness import (
@@ -21,11 +22,10 @@ from kvview.testing.harness import (
     TransferHarness,
 )
 from kvview.testing.inspect_factory import inspect_factory
-from kvview.testing.mutants import Mutant, MutantResult, PlantedFault, load_mutants, run_mutants
+from kvview.testing.mutants import Mutant, MutantResult, load_mutants, run_mutants
 from kvview.testing.offloading.player import ManagerPlayer
 from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
 from kvview.testing.pool.player import PoolPlayer
-from kvview.testing.profiles import PROFILES, Profile
 from kvview.testing.recorder import LawBroken
 from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.testing.runner import read_expected_failures, run_checks
@@ -48,11 +48,11 @@ for _module in (
 
 __all__ = [
     "CHECKS",
-    "PROFILES",
     "BoundCheck",
     "Capability",
     "Check",
     "CheckResult",
+    "Effort",
     "GatedComputeStream",
     "GeometryHarness",
     "GeometryPlayer",
@@ -65,10 +65,8 @@ __all__ = [
     "MutantResult",
     "NotExercised",
     "Outcome",
-    "PlantedFault",
     "PoolHarness",
     "PoolPlayer",
-    "Profile",
     "Report",
     "StoreHarness",
     "TierGuardPlayer",

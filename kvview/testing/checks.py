@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial, wraps
-from typing import NoReturn, Protocol, TypeVar
+from functools import wraps
 
-from kvview.testing import watchdog
 from kvview.testing.harness import Capability, Contract, Factory
 
 EXCEPTIONS = "exceptions"
@@ -22,23 +20,7 @@ returned a value that no engine can use."""
 
 _FAMILIES = ("CONN", "POOL", "GUARD", "GEO", "OFF", "EVENT", "XFER", "TIER")
 
-_CALL_SECONDS = 10.0
-"""CPU seconds that one call may take; one that uses none is given four times as long."""
-
 CheckFunction = Callable[[Factory], None]
-
-
-class Ends(Protocol):
-    """The object that makes the calls of one check."""
-
-    def end(self) -> None:
-        """Release everything that was taken, also after a failure."""
-
-    def does_not_return(self, error: BaseException) -> NoReturn:
-        """A call was ended by the watchdog: the law is broken."""
-
-
-DriverT = TypeVar("DriverT", bound=Ends)
 
 
 @dataclass(frozen=True)
@@ -94,45 +76,6 @@ def check(
         return run
 
     return register
-
-
-def run_watched(made: Ends, moves: Callable[[], None]) -> None:
-    """Make moves, and end their maker; a call that does not return breaks the law."""
-    with watchdog.limit(_CALL_SECONDS), watchdog.watching(), watchdog.calling():
-        try:
-            try:
-                moves()
-            finally:
-                made.end()
-        except watchdog.HookTimeout as error:
-            made.does_not_return(error)
-
-
-def checks_driving(
-    driver: Callable[[Factory, str], DriverT], *, contract: Contract
-) -> Callable[..., Callable[[Callable[[DriverT], None]], CheckFunction]]:
-    """Make the decorator ``(law, *requires)`` of checks that take a driver instead of a factory.
-
-    Args:
-        driver: Makes one from a factory and the law; it is ended whatever comes of the check.
-        contract: The contract of the harnesses that its factories make.
-    """
-
-    def of_law(
-        law: str, *requires: Capability
-    ) -> Callable[[Callable[[DriverT], None]], CheckFunction]:
-        def register(body: Callable[[DriverT], None]) -> CheckFunction:
-            @check(law, *requires, contract=contract)
-            @wraps(body)
-            def run(factory: Factory) -> None:
-                made = driver(factory, law)
-                run_watched(made, partial(body, made))
-
-            return run
-
-        return register
-
-    return of_law
 
 
 def checks_for(contract: Contract) -> Sequence[Check]:

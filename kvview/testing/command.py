@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from html import escape
+from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,9 +20,14 @@ from kvview.cli.output import VERBOSE, JSONOption, OutputFile, Whole, naming, wr
 from kvview.connector.hooks import TARGET_PREFIX
 from kvview.errors import ConfigError
 from kvview.testing.checks import EXCEPTIONS
+from kvview.testing.watchdog import HOOK_SECONDS
+from kvview.urls import DOCS_URL
 
 if TYPE_CHECKING:
     from kvview.testing import Report
+
+_PAGE_WIDTH = 120
+_LINK = re.compile(re.escape(DOCS_URL) + r"[\w/.#-]*")
 
 DEFAULT_MUTANTS = 20
 SEEDS_OF_A_RELEASE = 100
@@ -28,13 +36,6 @@ SEEDS_OF_A_RELEASE = 100
 
 @click.command()
 @click.argument("target", required=False)
-@click.option(
-    "--profile",
-    default="ci",
-    show_default=True,
-    help="ci: the same every time, half a minute of CPU for a connector. soak: "
-    "random, much longer.",
-)
 @click.option(
     "--select",
     multiple=True,
@@ -47,9 +48,9 @@ SEEDS_OF_A_RELEASE = 100
     metavar="FILE",
     help="Lines of 'check_name: reason' or 'coverage: name: reason'; a pass is reported.",
 )
-@click.option("--seed", type=Whole(), help="Of everything random; of a connector, the first.")
+@click.option("--seed", type=Whole(), default=0, help="The first seed.  [default: 0]")
 @click.option("--steps", type=Whole(), help="Longest sequence of calls; fewest steps of a run.")
-@click.option("--seeds", type=Whole(), help="Simulated runs of a connector.  [default: 200]")
+@click.option("--seeds", type=Whole(), help="Number of runs.  [default: 100; of a connector, 200]")
 @click.option(
     "--engine",
     metavar="NAME",
@@ -82,7 +83,13 @@ SEEDS_OF_A_RELEASE = 100
     help="Serve a tiny model with the connector in the installed vLLM, and compare the tokens "
     "with those without it (docs/inference.md).",
 )
-@click.option("--hook-seconds", type=float, help="CPU time of one call of a hook.  [default: 30]")
+@click.option(
+    "--hook-seconds",
+    type=float,
+    default=HOOK_SECONDS,
+    show_default=True,
+    help="CPU time of one call of a hook.",
+)
 @click.option(
     "--keep-going",
     is_flag=True,
@@ -100,11 +107,10 @@ SEEDS_OF_A_RELEASE = 100
 )
 @click.option(
     "--html",
-    "--report",
     "page_file",
     type=OutputFile(may_be_stdout=False),
     metavar="FILE",
-    help="Write a page for people there.",
+    help="Write the printed report to FILE, as a page.",
 )
 @click.option(
     "--self-test",
@@ -120,23 +126,15 @@ SEEDS_OF_A_RELEASE = 100
 )
 def check(
     target: str | None,
-    profile: str,
-    select: tuple[str, ...],
     expected_failures_file: str | None,
-    seed: int | None,
-    steps: int | None,
-    seeds: int | None,
-    engine: str | None,
     vllm: tuple[str, ...],
     options: tuple[str, ...],
     transfer_config: str | None,
-    inference: bool,
-    hook_seconds: float | None,
-    keep_going: bool,
     json_file: str | None,
     page_file: str | None,
     self_test: bool,
     num_mutants: int | None,
+    **settings: Any,
 ) -> None:
     """Check an implementation against the laws of its contract.
 
@@ -153,18 +151,17 @@ def check(
     if self_test:
         _refuse_for_the_self_test(click.get_current_context())
         number = DEFAULT_MUTANTS if num_mutants is None else num_mutants
-        _finish(*_self_test(console, number, seed or 0), json_file)
+        _finish(*_self_test(console, number, settings["seed"]), json_file)
     if target is None:
         raise ConfigError("give a TARGET, package.module:factory, or --self-test")
     if num_mutants is not None:
         raise ConfigError("--mutants is for --self-test")
-    if vllm and inference:
+    if vllm and settings["inference"]:
         raise ConfigError("--inference runs in the installed vLLM: leave out --vllm")
     if vllm:
         _finish(*_check_in_releases(console, target, "vllm", vllm), json_file)
     from kvview.options import read_options
     from kvview.testing import load_target, read_expected_failures, run_checks
-    from kvview.testing.page import write_report
     from kvview.testing.terminal import show_report
 
     path = expected_failures_file
@@ -175,27 +172,31 @@ def check(
         report = run_checks(
             load_target(target),
             expected_failures={} if path is None else read_expected_failures(path),
-            profile=profile,
-            select=select,
-            seed=seed,
-            steps=steps,
-            seeds=seeds,
-            engine=engine,
             options=given,
-            hook_seconds=hook_seconds,
-            inference=inference,
-            keep_going=keep_going,
             target=target,
             on_result=lambda result: on_progress(result.check.name),
             on_seed=lambda done, number, failed: on_progress(
                 f"{done} of {number} seeds, {failed} failed"
             ),
             on_step=on_progress,
+            **settings,
         )
     show_report(console, report)
     if page_file is not None:
-        write_report(page_file, report)
+        _write_page(page_file, report)
     _finish(_verdict(report), report.to_dict(), json_file)
+
+
+def _write_page(path: str, report: Report) -> None:
+    """Write the printed report as a page that needs no other file, with links."""
+    from kvview.testing.terminal import show_report
+    from kvview.web_page import made_by, write_page
+
+    printed = StringIO()
+    show_report(Console(file=printed, width=_PAGE_WIDTH), report)
+    text = _LINK.sub(r'<a href="\g<0>">\g<0></a>', escape(printed.getvalue()))
+    parts = [f"<pre>{text}</pre>", *made_by(report.versions)]
+    write_page("--html", path, f"kvview check: {report.target}", parts)
 
 
 def _check_in_releases(
@@ -235,7 +236,7 @@ def _options_of_each(context: click.Context, engine: str) -> list[str]:
         else:
             several = value if isinstance(value, tuple) else (value,)
             options += [f"{option.opts[0]}={each}" for each in several]
-    if context.params["seeds"] is None and context.params["profile"] == "ci":
+    if context.params["seeds"] is None:
         options.append(f"--seeds={SEEDS_OF_A_RELEASE}")
     return options
 

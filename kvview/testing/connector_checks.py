@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from kvview.errors import ConfigError
 from kvview.laws import laws as all_laws
 from kvview.testing.checks import EXCEPTIONS, Check, CheckFunction, check
+from kvview.testing.effort import Effort, current_effort
 from kvview.testing.harness import Factory
-from kvview.testing.profiles import Profile, current_profile
 from kvview.testing.recorder import LawBroken
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 COVERAGE = "coverage"
 """In place of a law where the runs did not exercise an event or some code; also the first word of
 a gap in expected failures: ``coverage: loads``."""
+NUM_SEEDS = 200
+"""Simulated runs of a connector, by default."""
+
 _GAPS_IN_WORDS = 2
 
 _NUMBERS = {
@@ -66,56 +69,55 @@ class NotExercised(LawBroken):
 
 
 def shared_runs(factory: Factory) -> ConnectorRuns:
-    """The runs of a connector class, simulated or real, by the current profile; made once.
+    """The runs of a connector class, simulated or real, with the current settings; made once.
 
     Raises:
         ConfigError: A library is not installed, or the connector refuses its options.
     """
     try:
-        from kvview.testing import watchdog
         from kvview.testing.connector import check_connector, load_engines
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the target is a connector, and checking one needs {error.name}: "
             "pip install 'kvview[reference]'"
         ) from error
-    profile = current_profile()
-    if factory not in profile.shared and profile.inference:
-        profile.shared[factory] = _token_runs(factory, profile)
-    if factory not in profile.shared:
-        goes_on: GoesOn | None = profile.shared.get("goes_on")
-        on_seed: Callable[[int, int, int], None] | None = profile.shared.get("on_progress")
+    effort = current_effort()
+    if factory not in effort.shared and effort.inference:
+        effort.shared[factory] = _token_runs(factory, effort)
+    if factory not in effort.shared:
+        number = effort.seeds or NUM_SEEDS
+        goes_on: GoesOn | None = effort.shared.get("goes_on")
+        on_seed: Callable[[int, int, int], None] | None = effort.shared.get("on_progress")
 
         def on_progress(num_seeds: int, num_failed: int) -> None:
             if on_seed is not None:
-                on_seed(num_seeds, profile.num_seeds, num_failed)
+                on_seed(num_seeds, number, num_failed)
 
-        profile.shared[factory] = check_connector(
+        effort.shared[factory] = check_connector(
             factory,  # type: ignore[arg-type]
-            seeds=profile.num_seeds,
-            first_seed=profile.seed or 0,
-            options=profile.options,
-            engines=load_engines("reference" if profile.engine is None else profile.engine),
-            steps=profile.run_steps,
-            hook_seconds=profile.hook_seconds or watchdog.HOOK_SECONDS,
+            seeds=number,
+            first_seed=effort.seed,
+            options=effort.options,
+            engines=load_engines("reference" if effort.engine is None else effort.engine),
+            steps=effort.steps,
+            hook_seconds=effort.hook_seconds,
             on_progress=on_progress,
-            keep_going=goes_on or profile.keep_going,
+            keep_going=goes_on or effort.keep_going,
         )
-    runs: ConnectorRuns = profile.shared[factory]
+    runs: ConnectorRuns = effort.shared[factory]
     return runs
 
 
-def _token_runs(factory: Factory, profile: Profile) -> ConnectorRuns:
-    from kvview.testing import watchdog
+def _token_runs(factory: Factory, effort: Effort) -> ConnectorRuns:
     from kvview.testing.token_runs import ENGINE, load_token_check
 
-    on_step: Callable[[str], None] | None = profile.shared.get("on_step")
-    return load_token_check(ENGINE if profile.engine is None else profile.engine)(
+    on_step: Callable[[str], None] | None = effort.shared.get("on_step")
+    return load_token_check(ENGINE if effort.engine is None else effort.engine)(
         factory,  # type: ignore[arg-type]
-        seeds=profile.num_seeds,
-        first_seed=profile.seed or 0,
-        options=profile.options,
-        hook_seconds=profile.hook_seconds or watchdog.HOOK_SECONDS,
+        seeds=effort.seeds or 1,
+        first_seed=effort.seed,
+        options=effort.options,
+        hook_seconds=effort.hook_seconds,
         on_progress=on_step or (lambda text: None),
     )
 

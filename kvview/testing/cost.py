@@ -1,7 +1,8 @@
-"""The cost of a call without a clock: the number of Python lines run and of bytes allocated."""
+"""The cost of a call without a clock: Python lines run, bytes allocated, and bytes that stay."""
 
 from __future__ import annotations
 
+import gc
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -60,3 +61,17 @@ def cost_of(call: Callable[[], object]) -> Cost:
             tracemalloc.stop()
     del result
     return Cost(lines, peak - before)
+
+
+def growth_of(work: Callable[[], object], warm_up: Callable[[], object]) -> int:
+    """Measure the bytes that stay allocated after work, which a warm-up precedes."""
+    tracemalloc.start()
+    try:
+        warm_up()
+        gc.collect()
+        start = tracemalloc.get_traced_memory()[0]
+        work()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] - start
+    finally:
+        tracemalloc.stop()

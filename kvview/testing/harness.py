@@ -8,7 +8,8 @@ not called, and the checks that need them are skipped and listed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Protocol
@@ -35,154 +36,209 @@ MIN_CPU_BLOCKS = 8
 MIN_BLOCKS_PER_GROUP = 4
 
 
+@dataclass(frozen=True)
+class Need:
+    """One method or attribute that a contract or a capability requires.
+
+    Args:
+        on: ``"harness"`` or the harness's attribute that must have it.
+        name: The method or attribute.
+        num_args: Positional arguments that the method must take; None for an attribute.
+        keywords: Optional arguments that it must take by name.
+    """
+
+    on: str
+    name: str
+    num_args: int | None
+    keywords: tuple[str, ...] = ()
+
+
+def needs_of(*texts: str) -> tuple[Need, ...]:
+    """Read needs such as ``"view.is_free(1)"``: owner, name, and the number of arguments."""
+    needs = []
+    for text in texts:
+        on, _, method = text.partition(".")
+        name, _, num_args = method.rstrip(")").partition("(")
+        needs.append(Need(on, name, int(num_args) if num_args else None))
+    return tuple(needs)
+
+
 class Capability(StrEnum):
-    """A feature of an implementation beyond the core; declared, never guessed."""
+    """A feature of an implementation beyond the core; declared, never guessed.
+
+    Args:
+        value: Name by which a harness declares it.
+        contracts: The contracts that have it.
+        needs: The methods and attributes that it requires.
+    """
+
+    contracts: frozenset[str]
+    needs: tuple[Need, ...]
+
+    def __new__(cls, value: str, contracts: str, *needs: str) -> Capability:
+        """Make a member from the texts of its needs."""
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.contracts = frozenset(contracts.split())
+        member.needs = needs_of(*needs)
+        return member
 
     # pool
-    CACHE = "cache"
+    CACHE = "cache", "pool", "harness.cache(3)"
     """``cache(block_ids, block_hashes, group_idx)``: the prefix cache is on."""
-    MANY_HASHES = "many_hashes"
+    MANY_HASHES = "many_hashes", "pool", "harness.cache(3)"
     """A block that is cached twice under different hashes keeps both."""
-    EVICT = "evict"
+    EVICT = "evict", "pool", "harness.evict(1)"
     """``evict(block_ids)``: the engine drops blocks from its prefix cache."""
-    RESET = "reset"
-    """``reset() -> bool`` of a pool: False when the engine's cache reset was refused.
-
-    Of a manager: ``OffloadingManager.reset`` does something.
-    """
-    CLOSE = "close"
+    RESET = "reset", "pool", "harness.reset(0)"
+    """``reset() -> bool``: False when the engine's cache reset was refused."""
+    CLOSE = "close", "pool", "harness.close(0)"
     """``close() -> {block_id: count}``: the engine goes and closes the view."""
-    SIZED = "sized"
+    SIZED = "sized", "pool offloading", "harness.sized(1)"
     """``sized(num_blocks)``: a new harness over a pool, or a manager, of another size."""
-    POOL_SIZE = "pool_size"
+    POOL_SIZE = "pool_size", "pool", "view.num_blocks", "view.null_block_id"
     """The view has ``num_blocks`` and ``null_block_id``."""
-    FREE_COUNT = "free_count"
+    FREE_COUNT = "free_count", "pool", "view.num_free_blocks(0)"
     """The view has ``num_free_blocks()``."""
-    IS_FREE = "is_free"
+    IS_FREE = "is_free", "pool", "view.is_free(1)"
     """The view has ``is_free(block_id)``."""
-    BLOCK_KEYS = "block_keys"
+    BLOCK_KEYS = "block_keys", "pool", "view.block_keys(1)", "view.primary_keys(1)"
     """The view has ``block_keys(block_ids)`` and ``primary_keys(block_ids)``."""
-    FIND_CACHED = "find_cached"
+    FIND_CACHED = "find_cached", "pool", "view.find_cached_block(1)"
     """The view has ``find_cached_block(key)``."""
-    FREE_ORDER = "free_order"
+    FREE_ORDER = "free_order", "pool", "view.iter_free_block_ids(0)"
     """The view has ``iter_free_block_ids()``."""
-    GIVE_BACK = "give_back"
+    GIVE_BACK = "give_back", "pool", "view.give_back_blocks(1)"
     """The view has ``give_back_blocks(block_ids)``."""
-    RESUMABLE_WALK = "resumable_walk"
+    RESUMABLE_WALK = "resumable_walk", "pool", "view.walk_free_blocks(0)"
     """The view has ``walk_free_blocks()``."""
-    REUSE_NOTICE = "reuse_notice"
+    REUSE_NOTICE = "reuse_notice", "pool", "view.free_blocks_with_notice(2)"
     """The view has ``free_blocks_with_notice(block_ids, on_reuse)``."""
-    HOLDS = "holds"
+    HOLDS = "holds", "pool", "view.held_blocks(0)"
     """The view has ``held_blocks()``."""
-    VIEWS = "views"
+    VIEWS = "views", "pool", "harness.another_view(0)"
     """``another_view()``: another view of the same pool."""
-    ENGINE_REFUSES = "engine_refuses"
+    ENGINE_REFUSES = "engine_refuses", "pool", "harness.share(1)"
     """``release``, ``cache`` and ``evict`` raise, as a view does, for blocks that the engine cannot
     mean, and so does ``share(block_ids)``: one reference more on each, free or in use."""
-    GPU_EVENTS = "gpu_events"
+    GPU_EVENTS = "gpu_events", "pool", "harness.telling(0)"
     """``telling()``: a new harness whose engine tells of its prefix cache; ``take_events()`` of
     that is what it told since the last call, as :class:`~kvview.BlockStored`,
     :class:`~kvview.BlockRemoved` and :class:`~kvview.AllBlocksCleared`."""
-    LEASES = "leases"
+    LEASES = "leases", "pool", "view.lease(1)", "harness.advance(1)"
     """The view is a guard: it has ``lease``; ``advance(seconds)`` moves its clock."""
-    LEAKS = "leaks"
+    LEAKS = "leaks", "pool", "view.leaks(1)"
     """The guard has ``leaks(older_than)``, of things like :class:`~kvview.Leak`."""
-    PIN_BUDGET = "pin_budget"
+    PIN_BUDGET = "pin_budget", "pool", "harness.budgeted(1)"
     """``budgeted(num_blocks)``: a new harness whose guard may hold so many blocks."""
-    GUARDS = "guards"
+    GUARDS = "guards", "pool", "harness.guard_over(2)"
     """``guard_over(view, num_blocks)``: another guard, with the clock of the first, over any
     view; it may hold so many blocks, or any number with None."""
-    STATS = "stats"
+    STATS = "stats", "pool", "view.stats"
     """The guard has ``stats``, like :class:`~kvview.GuardStats`."""
-    TRACE = "trace"
+    TRACE = "trace", "pool", "harness.traced(0)"
     """``traced()``: a new harness whose guard notes the line that took each hold."""
-    ENGINE_SIDE = "engine_side"
+    ENGINE_SIDE = (
+        "engine_side",
+        "pool",
+        "view.speak_of(1)",
+        "view.accounts(0)",
+        "view.guards(0)",
+        "view.free_all(0)",
+    )
     """The guard has what an engine asks of it: ``speak_of(request_id)``, ``accounts()``,
     ``guards()`` and ``free_all()``, as :class:`~kvview.GuardedView`."""
-    ONE_THREAD = "one_thread"
+    ONE_THREAD = "one_thread", "pool"
     """The view refuses calls from another thread than the one that made it."""
 
     # geometry
-    SLIDING_WINDOW = "sliding_window"
+    SLIDING_WINDOW = "sliding_window", "geometry"
     """``with_geometry`` takes :class:`~kvview.SlidingWindow` groups."""
-    CHUNKED_LOCAL = "chunked_local"
+    CHUNKED_LOCAL = "chunked_local", "geometry"
     """``with_geometry`` takes :class:`~kvview.ChunkedLocalAttention` groups."""
-    MAMBA = "mamba"
+    MAMBA = "mamba", "geometry"
     """``with_geometry`` takes :class:`~kvview.Mamba` groups."""
-    HYBRID = "hybrid"
+    HYBRID = "hybrid", "geometry"
     """``with_geometry`` takes several groups."""
-    CACHING_OFF = "caching_off"
+    CACHING_OFF = "caching_off", "geometry", "harness.without_caching(0)"
     """``without_caching()``: a new harness of the same geometry whose prefix cache is off."""
 
     # offloading
-    EVENTS = "events"
+    RESETS = "resets", "offloading"
+    """``OffloadingManager.reset`` does something."""
+    EVENTS = "events", "offloading"
     """``take_events`` reports what is stored and removed."""
-    PAGES = "pages"
+    PAGES = "pages", "offloading"
     """Specs name their pages: they have ``block_ids``."""
-    POLICIES = "policies"
+    POLICIES = "policies", "offloading", "harness.with_policy(1)", "harness.policies"
     """``with_policy(name)`` makes a manager; ``policies`` names the known ones."""
-    LRU = "lru"
+    LRU = "lru", "offloading"
     """The manager evicts what was used longest ago (OFF-10)."""
-    ARC = "arc"
+    ARC = "arc", "offloading"
     """The manager evicts as ARC does (OFF-11)."""
-    STORE_THRESHOLD = "store_threshold"
+    STORE_THRESHOLD = "store_threshold", "offloading", "harness.with_threshold(1)"
     """``with_threshold(num_offers)``: a new harness whose manager stores a key at so many."""
 
-    TIER_COUNTS = "tier_counts"
+    TIER_COUNTS = (
+        "tier_counts",
+        "offloading",
+        "manager.num_free_blocks(0)",
+        "manager.num_protected_blocks(0)",
+    )
     """The manager has ``num_free_blocks()``, what a store may take without an eviction, and
     ``num_protected_blocks()``, what transfers use, those from before a reset included."""
-    LEADING_HITS = "leading_hits"
+    LEADING_HITS = "leading_hits", "offloading", "manager.num_leading_hits(1)"
     """The manager has ``num_leading_hits(keys)``: how many keys ``lookup`` calls a hit, up to the
     first that it does not."""
 
     # transfer
-    FAIL = "fail"
+    FAIL = "fail", "transfer", "harness.fail_next(0)"
     """``fail_next()``: the copy of the job that is submitted next fails."""
-    PAUSE = "pause"
+    PAUSE = "pause", "transfer tier", "harness.pause(0)", "harness.resume(0)"
     """``pause()`` and ``resume()``: copies submitted in between start at ``resume``."""
-    FAIL_BLOCK = "fail_block"
+    FAIL_BLOCK = "fail_block", "transfer", "harness.fail_block(1)"
     """``fail_block(number)``: in the store that is submitted next, the copy of one GPU block
     fails, counted in the order of the job; the copies of others need not."""
-    WORKERS = "workers"
+    WORKERS = "workers", "transfer", "harness.with_caches(2)"
     """``with_caches(kv_caches, num_cpu_blocks)``: makes a worker over other KV caches, which is
     shut down by the checks."""
-    COMPUTE = "compute"
+    COMPUTE = "compute", "transfer", "harness.hold_compute(0)", "harness.release_compute(0)"
     """``hold_compute()`` and ``release_compute()``: what the worker's compute stream is given
     in between ends at ``release_compute`` (:class:`~kvview.testing.GatedComputeStream`)."""
-    COMPUTE_FAILS = "compute_fails"
+    COMPUTE_FAILS = "compute_fails", "transfer", "harness.fail_compute(1)"
     """``fail_compute(when)``: the compute stream raises at the job that is submitted next, when it
     is asked for a mark (``"mark"``) or waited for (``"wait"``)."""
-    TIER_SPEC = "tier_spec"
+    TIER_SPEC = "tier_spec", "transfer", "harness.tier_spec(1)"
     """``tier_spec(pages)``: how the tier names its pages, which may be anything: keys, offsets,
     files. Without it by :class:`~kvview.CPULoadStoreSpec`, and any other page is refused."""
-    HOST_BYTES = "host_bytes"
+    HOST_BYTES = "host_bytes", "transfer", "worker.host_bytes"
     """The worker has ``host_bytes``: of host memory that its tier takes, 0 after shutdown."""
 
     # tier
-    REOPEN = "reopen"
+    REOPEN = "reopen", "tier", "harness.reopen(0)"
     """``reopen()``: a new harness over the same bytes; the store before is closed by then."""
-    NAMESPACES = "namespaces"
+    NAMESPACES = "namespaces", "tier", "harness.with_namespace(1)"
     """``with_namespace(namespace)``: a new harness beside this one, in the same place."""
-    DAMAGE = "damage"
+    DAMAGE = "damage", "tier", "harness.damage(1)"
     """``damage(how)``: spoil what lies on the medium (``"flip"``, ``"cut"``, ``"grow"``,
     ``"swap"``); returns how many entries."""
-    VERIFIES = "verifies"
+    VERIFIES = "verifies", "tier", "harness.damage(1)"
     """The store itself sees damaged bytes, also without a guard."""
-    GONE = "gone"
+    GONE = "gone", "tier", "harness.lose_medium(0)", "harness.folder"
     """``lose_medium()``: the medium, ``folder``, is taken away under the store."""
-    BUDGET = "budget"
+    BUDGET = "budget", "tier", "harness.with_budget(1)", "harness.occupied_bytes(0)"
     """``with_budget(max_bytes)``: a new harness in a place of its own; ``occupied_bytes()`` is
     what its store takes there."""
-    KILL = "kill"
+    KILL = "kill", "tier", "harness.start_writer(1)"
     """``start_writer(keys)``: a process that opens the place and puts keys, which are given with
     the bytes of their pages (:class:`kvview.testing.tier.writer.Writer`)."""
-    DELETE = "delete"
+    DELETE = "delete", "tier", "store.delete(1)"
     """The store has ``delete(keys)``."""
-    USAGE = "usage"
+    USAGE = "usage", "tier", "store.usage(0)"
     """The store has ``usage()``."""
-    TOUCH = "touch"
+    TOUCH = "touch", "tier", "store.touch(1)"
     """The store has ``touch(keys)``."""
-    TIER_GUARD = "tier_guard"
+    TIER_GUARD = "tier_guard", "tier", "harness.guard(2)"
     """``guard(store, namespace, **options)``: the guard under test over any store."""
 
 
@@ -352,173 +408,34 @@ class TierHarness(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Need:
-    """One method or attribute that a contract or a capability requires.
-
-    Args:
-        on: ``"harness"`` or the harness's attribute that must have it.
-        name: The method or attribute.
-        num_args: Positional arguments that the method must take; None for an attribute.
-    """
-
-    on: str
-    name: str
-    num_args: int | None
-
-
-SUBJECTS: Mapping[Contract, str] = {
-    "pool": "view",
-    "geometry": "coordinator",
-    "offloading": "manager",
-    "transfer": "worker",
-    "tier": "store",
+SUBJECTS: Mapping[Contract, tuple[str, type, type]] = {
+    "pool": ("view", GPUBlockPoolView, PoolHarness),
+    "geometry": ("coordinator", Coordinator, GeometryHarness),
+    "offloading": ("manager", OffloadingManager, ManagerHarness),
+    "transfer": ("worker", TransferWorker, TransferHarness),
+    "tier": ("store", TierStore, TierHarness),
 }
-"""The attribute that tells what a harness is for."""
+"""For each contract the attribute that identifies its harness, with the protocols of both."""
 
-REQUIRED: Mapping[Contract, Sequence[Need]] = {
-    "pool": (
-        Need("view", "touch_blocks", 1),
-        Need("view", "free_blocks", 1),
-        Need("view", "iter_free_block_ids_with_hash", 0),
-        Need("harness", "num_blocks", None),
-        Need("harness", "null_block_id", None),
-        Need("harness", "allocate", 1),
-        Need("harness", "release", 1),
-    ),
-    "geometry": (
-        Need("coordinator", "find_longest_cache_hit", 2),
-        Need("harness", "null_block_id", None),
-        Need("harness", "with_geometry", 3),
-        Need("harness", "cache", 3),
-    ),
-    "offloading": (
-        Need("manager", "lookup", 2),
-        Need("manager", "prepare_load", 2),
-        Need("manager", "complete_load", 2),
-        Need("manager", "touch", 2),
-        Need("manager", "prepare_store", 2),
-        Need("manager", "complete_store", 3),
-        Need("manager", "take_events", 0),
-        Need("manager", "reset", 0),
-        Need("manager", "shutdown", 0),
-        Need("harness", "capacity", None),
-    ),
-    "transfer": (
-        Need("worker", "transfer_async", 2),
-        Need("worker", "get_finished", 0),
-        Need("worker", "wait", 1),
-        Need("worker", "shutdown", 0),
-        Need("harness", "kv_caches", None),
-        Need("harness", "num_cpu_blocks", None),
-        Need("harness", "blocks_per_chunk", None),
-    ),
-    "tier": (
-        Need("store", "lookup", 1),
-        Need("store", "put", 3),
-        Need("store", "get", 3),
-        Need("store", "poll", 0),
-        Need("store", "drain", 1),
-        Need("store", "close", 0),
-        Need("harness", "namespace", None),
-        Need("harness", "end", 0),
-    ),
-}
-"""What every harness of a contract has."""
 
-OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
-    "pool": {
-        Capability.CACHE: (Need("harness", "cache", 3),),
-        Capability.MANY_HASHES: (Need("harness", "cache", 3),),
-        Capability.EVICT: (Need("harness", "evict", 1),),
-        Capability.RESET: (Need("harness", "reset", 0),),
-        Capability.CLOSE: (Need("harness", "close", 0),),
-        Capability.SIZED: (Need("harness", "sized", 1),),
-        Capability.POOL_SIZE: (
-            Need("view", "num_blocks", None),
-            Need("view", "null_block_id", None),
-        ),
-        Capability.FREE_COUNT: (Need("view", "num_free_blocks", 0),),
-        Capability.IS_FREE: (Need("view", "is_free", 1),),
-        Capability.BLOCK_KEYS: (Need("view", "block_keys", 1), Need("view", "primary_keys", 1)),
-        Capability.FIND_CACHED: (Need("view", "find_cached_block", 1),),
-        Capability.FREE_ORDER: (Need("view", "iter_free_block_ids", 0),),
-        Capability.GIVE_BACK: (Need("view", "give_back_blocks", 1),),
-        Capability.RESUMABLE_WALK: (Need("view", "walk_free_blocks", 0),),
-        Capability.REUSE_NOTICE: (Need("view", "free_blocks_with_notice", 2),),
-        Capability.HOLDS: (Need("view", "held_blocks", 0),),
-        Capability.VIEWS: (Need("harness", "another_view", 0),),
-        Capability.ENGINE_REFUSES: (Need("harness", "share", 1),),
-        Capability.GPU_EVENTS: (Need("harness", "telling", 0),),
-        Capability.LEASES: (Need("view", "lease", 1), Need("harness", "advance", 1)),
-        Capability.LEAKS: (Need("view", "leaks", 1),),
-        Capability.PIN_BUDGET: (Need("harness", "budgeted", 1),),
-        Capability.GUARDS: (Need("harness", "guard_over", 2),),
-        Capability.STATS: (Need("view", "stats", None),),
-        Capability.TRACE: (Need("harness", "traced", 0),),
-        Capability.ENGINE_SIDE: (
-            Need("view", "speak_of", 1),
-            Need("view", "accounts", 0),
-            Need("view", "guards", 0),
-            Need("view", "free_all", 0),
-        ),
-        Capability.ONE_THREAD: (),
-    },
-    "geometry": {
-        Capability.SLIDING_WINDOW: (),
-        Capability.CHUNKED_LOCAL: (),
-        Capability.MAMBA: (),
-        Capability.HYBRID: (),
-        Capability.CACHING_OFF: (Need("harness", "without_caching", 0),),
-    },
-    "offloading": {
-        Capability.EVENTS: (),
-        Capability.PAGES: (),
-        Capability.RESET: (),
-        Capability.SIZED: (Need("harness", "sized", 1),),
-        Capability.POLICIES: (
-            Need("harness", "with_policy", 1),
-            Need("harness", "policies", None),
-        ),
-        Capability.LRU: (),
-        Capability.ARC: (),
-        Capability.STORE_THRESHOLD: (Need("harness", "with_threshold", 1),),
-        Capability.TIER_COUNTS: (
-            Need("manager", "num_free_blocks", 0),
-            Need("manager", "num_protected_blocks", 0),
-        ),
-        Capability.LEADING_HITS: (Need("manager", "num_leading_hits", 1),),
-    },
-    "transfer": {
-        Capability.FAIL: (Need("harness", "fail_next", 0),),
-        Capability.PAUSE: (Need("harness", "pause", 0), Need("harness", "resume", 0)),
-        Capability.FAIL_BLOCK: (Need("harness", "fail_block", 1),),
-        Capability.COMPUTE: (
-            Need("harness", "hold_compute", 0),
-            Need("harness", "release_compute", 0),
-        ),
-        Capability.WORKERS: (Need("harness", "with_caches", 2),),
-        Capability.COMPUTE_FAILS: (Need("harness", "fail_compute", 1),),
-        Capability.TIER_SPEC: (Need("harness", "tier_spec", 1),),
-        Capability.HOST_BYTES: (Need("worker", "host_bytes", None),),
-    },
-    "connector": {},
-    "tier": {
-        Capability.PAUSE: (Need("harness", "pause", 0), Need("harness", "resume", 0)),
-        Capability.REOPEN: (Need("harness", "reopen", 0),),
-        Capability.NAMESPACES: (Need("harness", "with_namespace", 1),),
-        Capability.DAMAGE: (Need("harness", "damage", 1),),
-        Capability.VERIFIES: (Need("harness", "damage", 1),),
-        Capability.GONE: (Need("harness", "lose_medium", 0), Need("harness", "folder", None)),
-        Capability.BUDGET: (
-            Need("harness", "with_budget", 1),
-            Need("harness", "occupied_bytes", 0),
-        ),
-        Capability.KILL: (Need("harness", "start_writer", 1),),
-        Capability.DELETE: (Need("store", "delete", 1),),
-        Capability.USAGE: (Need("store", "usage", 0),),
-        Capability.TOUCH: (Need("store", "touch", 1),),
-        Capability.TIER_GUARD: (Need("harness", "guard", 2),),
-    },
-}
-"""Per contract, the capabilities that may be declared, and what each one needs."""
+def capabilities_of(contract: Contract) -> list[Capability]:
+    """Return the capabilities that a harness of a contract may declare."""
+    return [one for one in Capability if contract in one.contracts]
+
+
+def required_by(contract: Contract) -> list[Need]:
+    """Return the methods and attributes that every harness of a contract has."""
+    subject, of_subject, of_harness = SUBJECTS[contract]
+    return [*_members(subject, of_subject), *_members("harness", of_harness)]
+
+
+def _members(on: str, protocol: type) -> Iterator[Need]:
+    for name, member in vars(protocol).items():
+        if name.startswith("_") or name == "capabilities":
+            continue
+        if isinstance(member, property):
+            yield Need(on, name, None)
+        elif inspect.isfunction(member):
+            _, *parameters = inspect.signature(member).parameters.values()
+            keywords = tuple(one.name for one in parameters if one.default is not one.empty)
+            yield Need(on, name, len(parameters) - len(keywords), keywords)

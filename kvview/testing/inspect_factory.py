@@ -14,13 +14,13 @@ from kvview.testing.harness import (
     MIN_CPU_BLOCKS,
     MIN_GPU_BLOCKS,
     MIN_POOL_BLOCKS,
-    OFFERS,
-    REQUIRED,
     SUBJECTS,
     Capability,
     Contract,
     Factory,
     Need,
+    capabilities_of,
+    required_by,
 )
 from kvview.testing.tier.store_harness import tier_factory
 
@@ -64,9 +64,9 @@ def inspect_factory(
     contract = _contract_of(harness, name)
     problems: list[str] = []
     capabilities = _capabilities_of(harness, contract, problems)
-    needs = list(REQUIRED[contract])
+    needs = required_by(contract)
     for capability in capabilities:
-        needs += OFFERS[contract][capability]
+        needs += capability.needs
     for need in dict.fromkeys(needs):
         problems += _problems_with(need, harness)
     if not problems:
@@ -84,10 +84,12 @@ def inspect_factory(
 
 
 def _contract_of(harness: object, name: str) -> Contract:
-    for contract, subject in SUBJECTS.items():
+    for contract, (subject, *_) in SUBJECTS.items():
         if hasattr(harness, subject):
             return contract
-    wanted = ", ".join(f"{subject!r} for {contract}" for contract, subject in SUBJECTS.items())
+    wanted = ", ".join(
+        f"{subject!r} for {contract}" for contract, (subject, *_) in SUBJECTS.items()
+    )
     raise ConfigError(
         f"factory {name} returns {type(harness).__name__}, not a harness: it needs {wanted}"
     )
@@ -97,7 +99,7 @@ def _capabilities_of(harness: object, contract: Contract, problems: list[str]) -
     declared: Iterable[object] = getattr(harness, "capabilities", None) or ()
     if not hasattr(harness, "capabilities"):
         problems.append("it lacks 'capabilities' (may be empty)")
-    known = OFFERS[contract]
+    known = capabilities_of(contract)
     wrong = [name for name in declared if name not in known]
     if wrong:
         problems.append(
@@ -126,15 +128,12 @@ def _signature_problems(method: Callable[..., object], need: Need, shown: str) -
         signature = inspect.signature(method)
     except (TypeError, ValueError):  # built in, without a signature
         return []
-    args, kwargs = [None] * (need.num_args or 0), {}
-    if need.name == "complete_store":
-        args, kwargs = args[:2], {"success": True}
     try:
-        signature.bind(*args, **kwargs)
+        signature.bind(*[None] * (need.num_args or 0), **dict.fromkeys(need.keywords))
     except TypeError:
         wanted = f"{need.num_args} positional arguments"
-        if kwargs:
-            wanted = "2 positional arguments and success="
+        if need.keywords:
+            wanted += f" and {'=, '.join(need.keywords)}="
         return [f"{shown}.{need.name}{signature} must take {wanted}"]
     return []
 
@@ -142,7 +141,7 @@ def _signature_problems(method: Callable[..., object], need: Need, shown: str) -
 def _too_small(harness: object, contract: Contract) -> list[str]:
     problems = []
     for name, smallest in _SMALLEST.items():
-        if Need("harness", name, None) in REQUIRED[contract]:
+        if Need("harness", name, None) in required_by(contract):
             size = getattr(harness, name)
             if type(size) is not int or size < smallest:
                 problems.append(f"{name} must be an int of at least {smallest}, got {size!r}")

@@ -5,52 +5,15 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kvview.errors import ConfigError
+from kvview.testing.effort import Effort
 from kvview.testing.harness import Factory
-from kvview.testing.profiles import Effort, make_profile
 from kvview.testing.recorder import LawBroken
-from kvview.testing.runner import plan_checks, run_planned
-
-
-class Broken(Protocol):
-    """The text that a check reports for a broken law."""
-
-    @property
-    def law(self) -> str:
-        """Number of the law."""
-        ...
-
-
-class PlantedFault(Protocol):
-    """A wrong implementation of any contract."""
-
-    @property
-    def name(self) -> str:
-        """Name of the implementation."""
-        ...
-
-    @property
-    def law(self) -> str:
-        """The law that it breaks."""
-        ...
-
-    @property
-    def what(self) -> str:
-        """The fault, in one line."""
-        ...
-
-    @property
-    def incident(self) -> str | None:
-        """The public thread where this happened, or None."""
-        ...
-
-    def first_failure(self) -> Broken | None:
-        """Run the kit until a check fails; returns the failure, or None if all checks pass."""
-        ...
+from kvview.testing.runner import PlannedCheck, plan_checks, run_planned
 
 
 @dataclass(frozen=True)
@@ -75,14 +38,21 @@ class Mutant:
         return getattr(self.factory, "__name__", repr(self.factory))
 
     def first_failure(self) -> LawBroken | None:
-        """Run the kit until a check fails, unshrunk; the checks of the fault's law come first.
+        """Run the kit until a check fails, unshrunk.
+
+        The checks of the fault's law come first, then those of its family.
 
         A check whose capabilities the harness does not declare is skipped, as for any target.
         """
-        profile = replace(make_profile(Effort()), is_brief=True)
-        planned = plan_checks(self.factory, Effort())[1]
-        for one in sorted(planned, key=lambda one: one.check.law != self.law):
-            failure = run_planned(self.factory, one, profile).failure
+        effort = Effort(is_brief=True)
+        planned = plan_checks(self.factory, effort)[1]
+        family = self.law.partition("-")[0]
+
+        def place(one: PlannedCheck) -> tuple[bool, bool]:  # one family shares a search
+            return one.check.law != self.law, not one.check.law.startswith(f"{family}-")
+
+        for one in sorted(planned, key=place):
+            failure = run_planned(self.factory, one, effort).failure
             if failure is not None:
                 return failure
         return None
@@ -97,8 +67,8 @@ class MutantResult:
         broken: The failure that the check reported; None if it passed.
     """
 
-    mutant: PlantedFault
-    broken: Broken | None
+    mutant: Mutant
+    broken: LawBroken | None
 
     @property
     def is_killed(self) -> bool:
@@ -112,7 +82,7 @@ class MutantResult:
 
 
 def run_mutants(
-    mutants: Iterable[PlantedFault], on_result: Callable[[MutantResult], None] | None = None
+    mutants: Iterable[Mutant], on_result: Callable[[MutantResult], None] | None = None
 ) -> list[MutantResult]:
     """Run the whole kit on each mutant, until something fails."""
     results = []
@@ -123,7 +93,7 @@ def run_mutants(
     return results
 
 
-def load_mutants(folder: Path | None = None) -> Sequence[PlantedFault]:
+def load_mutants(folder: Path | None = None) -> Sequence[Mutant]:
     """The planted faults of the source tree: every ``MUTANTS`` under ``tests/mutants``.
 
     Args:
@@ -132,7 +102,7 @@ def load_mutants(folder: Path | None = None) -> Sequence[PlantedFault]:
     Raises:
         ConfigError: The mutants are not installed, because wheels do not contain them.
     """
-    mutants: Sequence[PlantedFault] = _load("mutants", "kvview_planted_faults", folder).MUTANTS
+    mutants: Sequence[Mutant] = _load("mutants", "kvview_planted_faults", folder).MUTANTS
     return mutants
 
 

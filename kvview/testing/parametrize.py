@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import Unpack
+
 from kvview.testing.checks import Check
 from kvview.testing.connector_checks import NotJudged
+from kvview.testing.effort import Effort, Settings, use_effort
 from kvview.testing.harness import Factory
 from kvview.testing.offloading.policy import as_factory
-from kvview.testing.profiles import Effort, Profile, make_profile, use_profile
 from kvview.testing.recorder import LawBroken
 from kvview.testing.runner import goes_on_after, plan_checks
 
@@ -25,17 +27,17 @@ class BoundCheck:
     Args:
         check: The check.
         factory: Makes the harness.
-        profile: Length of the search.
+        effort: The settings of the run.
     """
 
     check: Check
     factory: Factory
-    profile: Profile
+    effort: Effort
 
     def __call__(self) -> None:
         """Run the check: raise its failure, or skip if the runs ended before they could show it."""
         try:
-            with use_profile(self.profile):
+            with use_effort(self.effort):
                 self.check.function(self.factory)
         except NotJudged as ended:
             import pytest
@@ -59,9 +61,8 @@ def make_params(
 
     effort = effort or Effort()
     factory = as_factory(factory)
-    chosen = make_profile(effort)
     _, planned = plan_checks(factory, effort, expected_failures=expected_failures, select=select)
-    chosen.shared["goes_on"] = goes_on_after(planned, chosen.keep_going)
+    effort.shared["goes_on"] = goes_on_after(planned, effort.keep_going)
     params = []
     for item in planned:
         marks: list[pytest.MarkDecorator] = []
@@ -69,7 +70,7 @@ def make_params(
             marks.append(pytest.mark.skip(reason=item.skip_reason))
         elif item.xfail_reason:
             marks.append(pytest.mark.xfail(reason=item.xfail_reason, raises=LawBroken, strict=True))
-        bound = BoundCheck(item.check, factory, chosen)
+        bound = BoundCheck(item.check, factory, effort)
         params.append(pytest.param(bound, id=item.check.name, marks=marks))
     return params
 
@@ -78,15 +79,8 @@ def parametrize_with_checks(
     factory: Factory,
     expected_failures: Mapping[str, str] | None = None,
     *,
-    profile: str = "ci",
     select: Sequence[str] = (),
-    seed: int | None = None,
-    steps: int | None = None,
-    seeds: int | None = None,
-    engine: str | None = None,
-    options: Mapping[str, Any] | None = None,
-    hook_seconds: float | None = None,
-    keep_going: bool = False,
+    **settings: Unpack[Settings],
 ) -> pytest.MarkDecorator:
     """Make one test of every check; the decorated function is given ``check``.
 
@@ -102,24 +96,14 @@ def parametrize_with_checks(
         factory: Makes a harness in its first state; or a connector class, whose checks
             share one set of simulated runs.
         expected_failures: As for :func:`~kvview.testing.run_checks`; strict.
-        profile: ``ci`` or ``soak``.
         select: Names of checks or laws, ``*`` allowed; empty for all.
-        seed: As for :func:`~kvview.testing.run_checks`, and so are those below.
-        steps: Longest sequence of a stateful check; fewest steps of a simulated run.
-        seeds: Simulated runs; this argument and all that follow are for connectors only.
-        engine: Engine that runs it: ``"reference"`` (the default) or ``"vllm"``.
-        options: Of the connector.
-        hook_seconds: CPU seconds that one call of a hook may take.
-        keep_going: Play all seeds; else the first that fails ends them, and the checks of
-            all other laws are skipped.
+        **settings: Fields of :class:`~kvview.testing.effort.Effort`. Unless ``keep_going`` is set,
+            the checks of all laws that a connector's runs did not reach are skipped.
 
     Raises:
         ConfigError: As :func:`~kvview.testing.run_checks`.
     """
     import pytest
 
-    effort = Effort(
-        profile, seed, steps, seeds, engine, options, hook_seconds, keep_going=keep_going
-    )
-    params = make_params(factory, expected_failures, effort, select=select)
+    params = make_params(factory, expected_failures, Effort(**settings), select=select)
     return pytest.mark.parametrize("check", params)

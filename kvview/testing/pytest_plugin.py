@@ -17,13 +17,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--kvview-expected-failures", metavar="FILE", help="lines of 'check_name: reason'"
     )
-    group.addoption("--kvview-profile", default="ci", metavar="NAME", help="ci (default) or soak")
     group.addoption(
         "--kvview-select", action="append", default=[], metavar="NAME", help="a check or a law"
     )
-    group.addoption("--kvview-seed", type=int, metavar="N", help="of everything random")
+    group.addoption("--kvview-seed", type=int, default=0, metavar="N", help="the first seed")
     group.addoption("--kvview-steps", type=int, metavar="N", help="of a sequence, of a run")
-    group.addoption("--kvview-seeds", type=int, metavar="N", help="runs of a connector")
+    group.addoption("--kvview-seeds", type=int, metavar="N", help="number of runs")
     group.addoption("--kvview-engine", metavar="NAME", help="what runs a connector")
     group.addoption(
         "--kvview-option",
@@ -33,7 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="an option of the connector; the value is JSON, or else text",
     )
     group.addoption(
-        "--kvview-hook-seconds", type=float, metavar="S", help="CPU time of one call of a hook"
+        "--kvview-hook-seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="CPU time of one call of a hook",
     )
     group.addoption(
         "--kvview-keep-going", action="store_true", help="play all seeds of a connector"

@@ -14,7 +14,7 @@ from kvview.laws import titled
 from kvview.targets import target_of
 from kvview.testing import watchdog
 from kvview.testing.checks import running_check
-from kvview.testing.profiles import Effort, current_profile
+from kvview.testing.effort import Effort, current_effort
 from kvview.urls import law_url
 
 if TYPE_CHECKING:
@@ -129,15 +129,12 @@ class Recorder:
 
     def name(self, value: object, name: str) -> None:
         """Name the result of the last call in the script."""
-        if not self.is_recording:
-            self._names[id(value)] = name
-            self._kept.append(value)
-            return
-        assert self._last is not None, "only results have names"
-        self._lines[-1] = f"{name} = {self._last[0]}"
+        if self.is_recording:
+            assert self._last is not None, "only results have names"
+            self._lines[-1] = f"{name} = {self._last[0]}"
+            self._last = None
         self._names[id(value)] = name
         self._kept.append(value)
-        self._last = None
 
     def give_name(self, value: object, name: str, line: str) -> None:
         """Name an object that the check made itself; ``line`` makes it in the script."""
@@ -148,12 +145,12 @@ class Recorder:
 
     def call(self, receiver: object, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method; an exception breaks the law that is checked."""
-        code = self._code(receiver, method, args, kwargs) if self.is_recording else method
+        code = self._code(receiver, method, args, kwargs)
         return self._run(code, lambda: getattr(receiver, method)(*args, **kwargs))
 
     def listed(self, receiver: object, method: str) -> list[Any]:
         """Call a method and take everything from the iterator that it returns."""
-        code = f"list({self._code(receiver, method, (), {})})" if self.is_recording else method
+        code = f"list({self._code(receiver, method, (), {})})"
         limit = self.max_listed
         return list(self._run(code, lambda: list(islice(getattr(receiver, method)(), limit))))
 
@@ -176,7 +173,7 @@ class Recorder:
         **kwargs: Any,
     ) -> Exception:
         """Call a method that must raise ``error``."""
-        code = self._code(receiver, method, args, kwargs) if self.is_recording else method
+        code = self._code(receiver, method, args, kwargs)
         return self.refuses(error, code, lambda: getattr(receiver, method)(*args, **kwargs), law)
 
     def refuses(
@@ -257,17 +254,15 @@ class Recorder:
         check = running_check()
         if check is None:
             return self.script()
-        profile = current_profile()
+        effort = current_effort()
         call = f"{check.__name__}(factory)"
         calls = "\n".join(self._header[NUM_IMPORTS:] + self._lines)  # a repr may have several lines
-        if profile.seed is not None or profile.options:
-            options = dict(profile.options) or None
-            effort = Effort(profile.name, profile.seed, profile.num_steps, options=options)
-            call = f"with use_profile(make_profile({effort!r})): {call}"
+        if effort != Effort():
+            call = f"with use_effort({effort!r}): {call}"
         return "\n".join(
             [
                 import_line(self._factory),
-                "from kvview.testing.profiles import Effort, make_profile, use_profile",
+                "from kvview.testing.effort import Effort, use_effort",
                 f"from {check.__module__} import {check.__name__}",
                 "",
                 "# Among its calls are these:",
@@ -298,6 +293,9 @@ class Recorder:
     def _code(
         self, receiver: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str:
+        """Return the line of a call; without a recording the name of the method, which is fast."""
+        if not self.is_recording:
+            return method
         shown = [self._shown(arg) for arg in args]
         shown += [f"{key}={value!r}" for key, value in kwargs.items()]
         return f"{self._names[id(receiver)]}.{method}({', '.join(shown)})"

@@ -50,6 +50,21 @@ class CheckResult:
     reason: str = ""
     failure: LawBroken | None = None
 
+    @property
+    def name(self) -> str:
+        """Name of the check."""
+        return self.check.name
+
+    @property
+    def law(self) -> str:
+        """Law of the check."""
+        return self.check.law
+
+    @property
+    def summary(self) -> str:
+        """The promise that the check is about."""
+        return self.check.summary
+
 
 @dataclass(frozen=True)
 class Report:
@@ -58,8 +73,8 @@ class Report:
     Args:
         target: What was checked.
         contract: Of the harness.
-        profile: Name of the profile.
-        seed: Of everything random; None when derandomised.
+        seed: The first seed.
+        num_seeds: Number of runs of a search.
         results: One for each check that ended.
         num_selected: Checks that were to run.
         is_interrupted: Whether Ctrl-C or SIGTERM ended the run.
@@ -69,8 +84,8 @@ class Report:
 
     target: str
     contract: Contract
-    profile: str
-    seed: int | None
+    seed: int
+    num_seeds: int
     results: Sequence[CheckResult]
     num_selected: int
     is_interrupted: bool = False
@@ -91,13 +106,14 @@ class Report:
     @property
     def seconds(self) -> float:
         """Duration of all checks, in seconds."""
-        return sum(result.seconds for result in self.results)
+        return round(sum(result.seconds for result in self.results), 3)
 
     @property
     def failures(self) -> list[CheckResult]:
         """The results that make the run fail."""
         return [result for result in self.results if result.outcome in BAD]
 
+    @property
     def counts(self) -> dict[str, int]:
         """Results by outcome; only those that occur."""
         found = Counter(result.outcome for result in self.results)
@@ -120,12 +136,12 @@ class Report:
         return "not checked: no check has a result"
 
     def summary(self) -> str:
-        """One line: counts, profile, seed, and how far it came if it did not end."""
-        return f"{self.target}: {self.outcome()} (profile {self.profile}, {self.effort()})"
+        """Return the counts, the seeds, and the progress of a run that did not end, in one line."""
+        return f"{self.target}: {self.outcome()} ({self.effort()})"
 
     def outcome(self) -> str:
         """Results by outcome, and how far a run came that did not end."""
-        parts = [f"{number} {outcome}" for outcome, number in self.counts().items()]
+        parts = [f"{number} {outcome}" for outcome, number in self.counts.items()]
         if self.is_interrupted:
             parts.append(self.interruption())
         elif self.runs is not None and self.runs.is_cut_short:
@@ -139,44 +155,22 @@ class Report:
         return f"interrupted after {len(self.results)} of {self.num_selected} checks"
 
     def effort(self) -> str:
-        """The random parts, in a few words."""
-        if self.runs is not None:
-            first, number = self.runs.first_seed, self.runs.num_asked or self.runs.num_seeds
-            return f"engine {self.runs.engine}, {number} seeds from {first}"
-        return "derandomised" if self.seed is None else f"seed {self.seed}"
+        """Return the engine and the seeds, in a few words."""
+        if self.runs is None:
+            return f"{self.num_seeds} seeds from {self.seed}"
+        number = self.runs.num_asked or self.runs.num_seeds
+        return f"engine {self.runs.engine}, {number} seeds from {self.runs.first_seed}"
+
+    @property
+    def checks(self) -> Sequence[CheckResult]:
+        """The results, by the name that they have in the JSON."""
+        return self.results
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, by :class:`~kvview.testing.schema.ReportModel`."""
-        from kvview.testing.schema import CheckModel, FailureModel, ReportModel, RunsModel
+        """Return the JSON, by :class:`~kvview.testing.schema.ReportModel`."""
+        from kvview.testing.schema import ReportModel
 
-        checks = [
-            CheckModel(
-                name=result.check.name,
-                law=result.check.law,
-                summary=result.check.summary,
-                outcome=result.outcome.value,
-                seconds=round(result.seconds, 4),
-                reason=result.reason,
-                failure=None
-                if result.failure is None
-                else FailureModel.model_validate(result.failure),
-            )
-            for result in self
-        ]
-        return ReportModel(
-            target=self.target,
-            contract=self.contract,
-            profile=self.profile,
-            seed=self.seed,
-            is_clean=self.is_clean,
-            is_interrupted=self.is_interrupted,
-            num_selected=self.num_selected,
-            seconds=round(self.seconds, 3),
-            counts=self.counts(),
-            checks=checks,
-            runs=None if self.runs is None else RunsModel.model_validate(self.runs),
-            versions=dict(self.versions),
-        ).model_dump(mode="json")
+        return ReportModel.model_validate(self).model_dump(mode="json")
 
     def __iter__(self) -> Iterator[CheckResult]:
         return iter(self.results)

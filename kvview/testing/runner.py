@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+
+from typing_extensions import Unpack
 
 from kvview.errors import ConfigError, line_of
 from kvview.input_files import read_file
@@ -22,12 +23,13 @@ from kvview.testing.connector_checks import (
     coverage_check,
     coverage_check_without,
 )
+from kvview.testing.effort import Effort, Settings, use_effort
 from kvview.testing.harness import Contract, Factory
 from kvview.testing.inspect_factory import inspect_factory
 from kvview.testing.offloading.policy import as_factory
-from kvview.testing.profiles import Effort, Profile, make_profile, use_profile
 from kvview.testing.recorder import LawBroken
 from kvview.testing.report import CheckResult, Outcome, Report
+from kvview.testing.search import NUM_RUNS
 from kvview.tier import is_tier_store
 from kvview.version import versions_of
 
@@ -95,20 +97,12 @@ def run_checks(
     factory: Factory,
     *,
     expected_failures: Mapping[str, str] | None = None,
-    profile: str = "ci",
     select: Sequence[str] = (),
-    seed: int | None = None,
-    steps: int | None = None,
-    seeds: int | None = None,
-    engine: str | None = None,
-    options: Mapping[str, Any] | None = None,
-    hook_seconds: float | None = None,
-    inference: bool = False,
-    keep_going: bool = False,
     target: str | None = None,
     on_result: Callable[[CheckResult], None] | None = None,
     on_seed: Callable[[int, int, int], None] | None = None,
     on_step: Callable[[str], None] | None = None,
+    **settings: Unpack[Settings],
 ) -> Report:
     """Run every check of the contract that a factory's harness is for.
 
@@ -123,40 +117,29 @@ def run_checks(
             cache policy, which is put into the reference's manager.
         expected_failures: ``{name of a check: reason}``; a check that passes is reported. An
             item that a connector does not exercise is ``coverage: NAME``; ``*`` is allowed.
-        profile: ``ci`` (the same every time) or ``soak`` (random, much longer).
         select: Names of checks or laws, ``*`` allowed; empty for all.
-        seed: Of everything random; None lets the profile decide. Of a connector, the first.
-        steps: Longest sequence of a stateful check; fewest steps of a simulated run.
-        seeds: Simulated runs; this argument and all that follow are for connectors only.
-        engine: Engine that runs it: ``"reference"`` (the default) or ``"vllm"``.
-        options: Of the connector.
-        hook_seconds: CPU seconds that one call of a hook may take.
-        inference: Serve a model with it, in place of simulated runs.
-        keep_going: Play all seeds; else the first that fails ends them.
         target: Name of the factory in the report.
         on_result: Called with each result as it comes.
         on_seed: Called with the number of seeds so far, of all seeds, and of failures.
         on_step: Called with the progress of real inference.
+        **settings: Fields of :class:`~kvview.testing.effort.Effort`.
 
     Raises:
-        ConfigError: A target, a name or a profile that cannot be used.
+        ConfigError: A target, a name or a setting that cannot be used.
     """
-    effort = Effort(
-        profile, seed, steps, seeds, engine, options, hook_seconds, inference, keep_going
-    )
-    chosen = make_profile(effort)
+    effort = Effort(**settings)
     factory = as_factory(factory)
     contract, planned = plan_checks(
         factory, effort, expected_failures=expected_failures, select=select
     )
-    chosen.shared.update(
-        on_progress=on_seed, on_step=on_step, goes_on=goes_on_after(planned, keep_going)
+    effort.shared.update(
+        on_progress=on_seed, on_step=on_step, goes_on=goes_on_after(planned, effort.keep_going)
     )
     results: list[CheckResult] = []
     is_interrupted = False
     for item in planned:
         try:
-            result = run_planned(factory, item, chosen)
+            result = run_planned(factory, item, effort)
             results.append(result)
             if on_result is not None:
                 on_result(result)
@@ -164,19 +147,19 @@ def run_checks(
             continue
         except KeyboardInterrupt:
             is_interrupted = True
-            if factory in chosen.shared:  # runs that were cut short may have failed other laws
+            if factory in effort.shared:  # runs that were cut short may have failed other laws
                 continue
             break
     name = target or getattr(factory, "__qualname__", None) or repr(factory)
     return Report(
         name,
         contract,
-        chosen.name,
-        chosen.seed,
+        effort.seed,
+        effort.seeds or NUM_RUNS,
         results,
         len(planned),
         is_interrupted,
-        runs=chosen.shared.get(factory),
+        runs=effort.shared.get(factory),
         versions=versions_of(factory),
     )
 
@@ -188,7 +171,7 @@ def goes_on_after(planned: Iterable[PlannedCheck], keep_going: bool) -> Callable
     return lambda law: keep_going or (law if law in named else "*") not in judged
 
 
-def run_planned(factory: Factory, planned: PlannedCheck, profile: Profile) -> CheckResult:
+def run_planned(factory: Factory, planned: PlannedCheck, effort: Effort) -> CheckResult:
     """Run one check, unless it is skipped."""
     check, expected = planned.check, planned.xfail_reason
     if planned.skip_reason:
@@ -196,7 +179,7 @@ def run_planned(factory: Factory, planned: PlannedCheck, profile: Profile) -> Ch
     failure = None
     start = time.perf_counter()
     try:
-        with use_profile(profile):
+        with use_effort(effort):
             check.function(factory)
     except LawBroken as broken:
         failure = broken

@@ -1,11 +1,10 @@
 """The JSON of ``kvview check --json``: one schema for every contract, with a version.
 
-``docs/report.md`` describes it; ``python -m kvview.testing.schema`` prints it as JSON Schema.
+``docs/report.md`` describes it; ``docs/make_commands.py`` writes it as JSON Schema.
 """
 
 from __future__ import annotations
 
-import json
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -111,8 +110,7 @@ class ReportModel(_Model):
     schema_version: Literal[1] = SCHEMA_VERSION
     target: str
     contract: Literal["pool", "geometry", "offloading", "transfer", "connector", "tier"]
-    profile: str
-    seed: int | None = Field(description="Of everything random; null: the same every time.")
+    seed: int = Field(description="The first seed.")
     is_clean: bool
     is_interrupted: bool
     num_selected: int = Field(description="Checks that were to run.")
@@ -168,15 +166,3 @@ class UpgradeModel(_Model):
     is_clean: bool = Field(description="Whether every release is green.")
     seconds: float
     releases: list[ReleaseModel] = Field(validation_alias="results")
-
-
-def json_schema() -> dict[str, Any]:
-    """The schema of both files, as JSON Schema."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **ReportModel.model_json_schema(),
-    }
-
-
-if __name__ == "__main__":
-    print(json.dumps(json_schema(), indent=2))

@@ -12,17 +12,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from random import Random
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from typing_extensions import override
 
-from kvview.testing.checks import CheckFunction, check, checks_driving, run_watched
+from kvview.testing import watchdog
+from kvview.testing.checks import CheckFunction, check
+from kvview.testing.effort import Effort, current_effort
 from kvview.testing.harness import Capability, Contract, Factory
-from kvview.testing.profiles import Profile, current_profile
 from kvview.testing.recorder import NUM_IMPORTS, LawBroken, Recorder, import_line
 
+NUM_RUNS = 100
+"""Runs of a search, by default."""
+
+_NUM_MOVES = 40  # of the longest run, by default
+_CALL_SECONDS = 10.0  # CPU seconds that one call may take; without CPU time, four times as long
 _MAX_FAILING_RUNS = 8
 """Failing runs after which a search ends: more of them rarely break another law."""
 
@@ -59,12 +65,7 @@ def operation(
 
 def observable(law: str, *needs: Capability) -> Callable[[FunctionT], FunctionT]:
     """Mark a method of a player as a comparison that follows every operation."""
-
-    def mark(function: FunctionT) -> FunctionT:
-        function.mark = Mark(law, needs)  # type: ignore[attr-defined]
-        return function
-
-    return mark
+    return operation(law, *needs, weight=0)
 
 
 @dataclass(frozen=True)
@@ -256,18 +257,17 @@ class SearchResult:
     num_runs: int = 0
 
 
-def search(player_class: type[Player], factory: Factory, profile: Profile) -> SearchResult:
+def search(player_class: type[Player], factory: Factory, effort: Effort) -> SearchResult:
     """Play runs of consecutive seeds, and shrink the first failure of each law."""
     result = SearchResult()
-    first = profile.seed or 0
-    for seed in range(first, first + profile.num_examples):
+    for seed in range(effort.seed, effort.seed + (effort.seeds or NUM_RUNS)):
         result.num_runs += 1
-        broken, plan, compared = _drawn(player_class, factory, seed, profile.num_steps)
+        broken, plan, compared = _drawn(player_class, factory, seed, effort.steps or _NUM_MOVES)
         result.compared.update(compared)
         if broken is None:
             continue
         result.seeds.setdefault(broken.law, []).append(seed)
-        if profile.is_brief:
+        if effort.is_brief:
             result.failures[broken.law] = broken
             break
         if broken.law not in result.failures:
@@ -289,10 +289,22 @@ def _drawn(
 
 def _outcome(player: Player, plan: Plan) -> LawBroken | None:
     try:
-        run_watched(player, lambda: player.play(plan.moves))
+        _run_watched(player, lambda: player.play(plan.moves))
     except LawBroken as broken:
         return broken
     return None
+
+
+def _run_watched(player: Player, moves: Callable[[], None]) -> None:
+    """Make moves, and end their player; a call that does not return breaks the law."""
+    with watchdog.limit(_CALL_SECONDS), watchdog.watching(), watchdog.calling():
+        try:
+            try:
+                moves()
+            finally:
+                player.end()
+        except watchdog.HookTimeout as error:
+            player.does_not_return(error)
 
 
 def _shrunk(
@@ -342,12 +354,12 @@ def replay(player_class: type[Player], factory: Factory, plan: Plan) -> None:
 
 
 def shared_search(player_class: type[Player], factory: Factory) -> SearchResult:
-    """The search of a factory by the current profile; played once for all laws."""
-    profile = current_profile()
+    """Return the search of a factory with the current settings, which all laws share."""
+    effort = current_effort()
     where = (player_class, factory)
-    if where not in profile.shared:
-        profile.shared[where] = search(player_class, factory, profile)
-    result: SearchResult = profile.shared[where]
+    if where not in effort.shared:
+        effort.shared[where] = search(player_class, factory, effort)
+    result: SearchResult = effort.shared[where]
     return result
 
 
@@ -359,12 +371,17 @@ def example(
     The check gets a player of the smallest size, whose operations it calls itself.
     """
 
-    def make(factory: Factory, law: str) -> PlayerT:
-        player = player_class(factory, Plan(0, is_small=True), is_recording=True)
-        player.law = law
-        return player
+    def register(body: Callable[[PlayerT], None]) -> CheckFunction:
+        @check(law, *needs, contract=player_class.contract)
+        @wraps(body)
+        def run(factory: Factory) -> None:
+            player = player_class(factory, Plan(0, is_small=True), is_recording=True)
+            player.law = law
+            _run_watched(player, lambda: body(player))
 
-    return checks_driving(make, contract=player_class.contract)(law, *needs)
+        return run
+
+    return register
 
 
 def check_by_search(player_class: type[Player]) -> type[Player]:

@@ -14,8 +14,8 @@ import pytest
 from kvview.errors import ConfigError
 from kvview.options import read_options
 from kvview.targets import load_target
+from kvview.testing.effort import Effort
 from kvview.testing.parametrize import BoundCheck, make_params
-from kvview.testing.profiles import Effort
 from kvview.testing.runner import read_expected_failures
 
 
@@ -28,7 +28,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             raise ConfigError("the suite needs --kvview-target package.module:factory")
         expected = {} if path is None else read_expected_failures(path)
         effort = Effort(
-            option("--kvview-profile"),
             option("--kvview-seed"),
             option("--kvview-steps"),
             option("--kvview-seeds"),

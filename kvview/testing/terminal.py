@@ -105,22 +105,15 @@ def _print(console: Console, line: str, style: str) -> None:
 
 
 def show_mutants(console: Console, results: Sequence[MutantResult]) -> None:
-    """Print which planted faults died."""
-    table = Table(title="planted faults", title_justify="left", box=None)
-    for name in ("law", "mutant", "killed by", "incident"):
-        table.add_column(name, overflow="fold")
+    """Print how many planted faults died, and those that did not."""
     for result in results:
-        mutant = result.mutant
-        end = "[bold red]SURVIVED[/]" if result.broken is None else result.broken.law
-        name = escape(f"{mutant.name}\n  {mutant.what}")
-        table.add_row(mutant.law, name, end, mutant.incident or "")
-    console.print(table)
+        if not result.is_killed:
+            _print(console, f"  {result.mutant.name} survives: {result.mutant.what}", "red")
     killed = sum(result.is_killed for result in results)
     incidents = len({result.mutant.incident for result in results} - {None})
     named = sum(result.is_named for result in results)
-    told = f"{killed} of {len(results)} planted faults killed; {incidents} incidents; "
-    told += f"{named} for their own law"
-    console.print(told, soft_wrap=True)
+    text = f"{killed} of {len(results)} planted faults killed; {incidents} incidents; "
+    _print(console, f"{text}{named} for their own law", "")
 
 
 def show_automatic_mutants(console: Console, automatic: Mapping[str, Any]) -> None:

@@ -262,10 +262,10 @@ class ReferenceManager:
     @property
     def capabilities(self) -> frozenset[Capability]:
         """All of a manager's, and the policy that it has."""
-        has = {Capability.EVENTS, Capability.PAGES, Capability.RESET, Capability.POLICIES}
+        has = {Capability.EVENTS, Capability.PAGES, Capability.RESETS, Capability.POLICIES}
         has |= {Capability.STORE_THRESHOLD, Capability.TIER_COUNTS, Capability.LEADING_HITS}
         has.add(Capability.SIZED)
-        return frozenset(has | {Capability(self.cache_policy)})
+        return frozenset(has | {Capability[self.cache_policy.upper()]})
 
     def with_policy(self, name: str) -> OffloadingManager:
         """A new manager with another policy."""
@@ -288,7 +288,7 @@ class PolicyManager(ReferenceManager):
         {
             Capability.EVENTS,
             Capability.PAGES,
-            Capability.RESET,
+            Capability.RESETS,
             Capability.SIZED,
             Capability.STORE_THRESHOLD,
         }

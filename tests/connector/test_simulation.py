@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
-from xml.etree import ElementTree
 
 import pytest
 
@@ -23,7 +22,7 @@ from kvview import (
     SchedulerConnector,
     make_offload_key,
 )
-from kvview.testing import Mutant, run_checks
+from kvview.testing import Mutant
 from kvview.testing.connector import (
     Add,
     Fate,
@@ -41,8 +40,6 @@ from kvview.testing.connector.invariants import (
     InvariantBroken,
 )
 from kvview.testing.connector.memory import TierKeys
-from kvview.testing.page import write_report
-from kvview.urls import DOCS_URL
 from kvview_reference.connector import LazyOffloadConnector, MultiConnector, OffloadConnector
 from kvview_reference.engine import chain_hashes
 from tests.connector.unusual import UNUSUAL
@@ -269,25 +266,6 @@ def test_ctrl_c_leaves_the_summary_so_far() -> None:
     assert not report.failures
     assert not report.is_clean
     assert "interrupted" in report.summary()
-
-
-def test_the_page_is_one_file_with_a_picture(tmp_path: Path) -> None:
-    report = run_checks(FREES, seeds=3, keep_going=True)
-    write_report(tmp_path / "report.html", report)
-    page = (tmp_path / "report.html").read_text()
-    failure = report.failures[0].failure
-    assert failure is not None
-    assert ", ".join(map(str, failure.seeds)) in page
-    assert "check_conn_6_in_simulated_runs" in page
-    assert page.count("<svg") == 1, "one picture a law, not one a seed"
-    assert "prefers-color-scheme: dark" in page
-    assert 'class="hatch"' in page, "areas differ not by colour alone"
-    svg = ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
-    assert len(list(svg.iter("polygon"))) == 3
-    assert page.count("http") == page.count(DOCS_URL), "links, and nothing that is loaded"
-    assert "src=" not in page
-    with pytest.raises(ConfigError, match="No such file or directory"):
-        write_report(tmp_path / "none" / "report.html", report)
 
 
 # --- the invariants and the model alone ---

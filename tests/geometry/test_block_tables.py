@@ -22,8 +22,8 @@ from kvview import (
     SlidingWindow,
     make_offload_key,
 )
+from kvview.testing.effort import Effort
 from kvview.testing.geometry.model import blocks_read
-from kvview.testing.profiles import Effort, make_profile
 from kvview.testing.search import Label, Player, observable, operation, search
 from kvview_reference.geometry import KVCacheManager
 
@@ -277,7 +277,7 @@ class TablePlayer(Player):
 
 
 def test_block_tables() -> None:
-    result = search(TablePlayer, Harness, make_profile(Effort()))
+    result = search(TablePlayer, Harness, Effort())
     assert not result.failures, str(next(iter(result.failures.values())))
     assert {*result.compared} >= {"TABLE-1", "TABLE-2"}
 

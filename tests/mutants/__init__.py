@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from kvview.testing import PlantedFault
+from kvview.testing import Mutant
 
-MUTANTS: list[PlantedFault] = []
+MUTANTS: list[Mutant] = []
 for _module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
     MUTANTS += getattr(importlib.import_module(f"{__name__}.{_module}"), "MUTANTS", [])

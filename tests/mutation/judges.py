@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -109,16 +109,16 @@ class Step:
         return self._simulate(coverage) if self.seeds else self._check()
 
     def _check(self) -> str | None:
-        from kvview.testing.profiles import Effort, make_profile
+        from kvview.testing.effort import Effort
         from kvview.testing.runner import plan_checks, run_planned
 
         factory = self.subject.load()
         # Only the verdict counts, so no script is made.
-        profile = replace(make_profile(Effort()), is_brief=True)
+        effort = Effort(is_brief=True)
         if self.subject in TIER_SUBJECTS:
-            profile = replace(profile, num_examples=TIER_EXAMPLES)
+            effort = Effort(is_brief=True, seeds=TIER_EXAMPLES)
         for planned in plan_checks(factory, Effort(), select=[self.name])[1]:
-            failure = run_planned(factory, planned, profile).failure
+            failure = run_planned(factory, planned, effort).failure
             if failure is not None:
                 return f"{failure.law} {self.name}"
         return None
@@ -145,7 +145,7 @@ def steps_of(subject: Subject, num_seeds: int) -> Iterator[Step]:
         num_seeds: Of a connector, in slices.
     """
     from kvview.targets import is_connector
-    from kvview.testing.profiles import Effort
+    from kvview.testing.effort import Effort
     from kvview.testing.runner import plan_checks
 
     loaded = subject.load()

@@ -51,12 +51,12 @@ class KeyedManagerHarness(ReferenceManager):
         return super().capabilities - {Capability.PAGES}
 
 
-@parametrize_with_checks(KeyedTransfer, steps=8)
+@parametrize_with_checks(KeyedTransfer, seeds=10)
 def test_worker(check: BoundCheck) -> None:
     check()
 
 
-@parametrize_with_checks(KeyedManagerHarness, steps=20)
+@parametrize_with_checks(KeyedManagerHarness, seeds=50)
 def test_manager(check: BoundCheck) -> None:
     check()
 

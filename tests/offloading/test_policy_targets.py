@@ -34,7 +34,7 @@ def test_the_policy_of_the_page_satisfies_every_law(source: str, tmp_path: Path)
     report = run_checks(load_target(target))
     assert report.contract == "offloading"
     assert report.is_clean, report.failures
-    assert report.counts()[Outcome.PASSED] >= 14
+    assert report.counts[Outcome.PASSED] >= 14
     manager = CPUOffloadingManager(4, target)
     for keys in (KEYS[:4], KEYS[4:6]):
         output = manager.prepare_store(keys)

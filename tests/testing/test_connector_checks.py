@@ -23,7 +23,7 @@ from kvview import Connector, RequestInfo, SchedulerConnector, StepInfo, StepPla
 from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
 from kvview.testing import BoundCheck, Outcome, parametrize_with_checks, run_checks
-from kvview.testing.schema import ReportModel, json_schema
+from kvview.testing.schema import ReportModel
 from kvview_reference import harness
 
 pytest.importorskip("torch")
@@ -156,7 +156,7 @@ def test_select_and_expected_failures_are_honoured(tmp_path: Path) -> None:
     expected = {f"coverage: {name}": "it does nothing" for name in NAMES}
     report = run_checks(Connector_that_does_nothing, seeds=2, expected_failures=expected)
     assert report.is_clean
-    assert report.counts()["expected failure"] == len(NAMES)
+    assert report.counts["expected failure"] == len(NAMES)
     report = run_checks(OffloadConnector, seeds=2, expected_failures=expected, select=["coverage"])
     assert [r.outcome for r in report.failures] == [Outcome.UNEXPECTED_PASS] * len(NAMES)
     lines = tmp_path / "expected"
@@ -184,7 +184,6 @@ def test_steps_make_runs_longer() -> None:
 
 
 def test_the_schema_is_the_documented_one_and_real_reports_keep_it() -> None:
-    assert json.loads((ROOT / "docs" / "report.schema.json").read_text()) == json_schema()
     told = (ROOT / "docs" / "report.md").read_text()
     for name in ReportModel.model_fields:
         assert f"`{name}" in told, name
@@ -257,7 +256,7 @@ def test_a_worker_without_a_wait_is_named() -> None:
 @pytest.mark.parametrize("target", [OFFLOAD, "kvview_reference.harness:pool"])
 def test_sigterm_leaves_the_summary(tmp_path: Path, target: str) -> None:
     file = tmp_path / "report.json"
-    args = [target, "--profile", "soak", "--seed", "1", "--json", str(file)]
+    args = [target, "--seeds", "2000", "--steps", "1000", "--json", str(file)]
     started = tmp_path / "started"
     code = BEGINS.format(started=str(started))
     process = subprocess.Popen(

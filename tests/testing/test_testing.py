@@ -25,16 +25,15 @@ from kvview.testing import (
     CheckResult,
     LawBroken,
     Outcome,
-    checks,
     checks_for,
     inspect_factory,
     parametrize_with_checks,
     read_expected_failures,
     run_checks,
 )
-from kvview.testing.harness import OFFERS
+from kvview.testing.effort import Effort
+from kvview.testing.harness import capabilities_of
 from kvview.testing.pool.player import PoolPlayer
-from kvview.testing.profiles import Profile
 from kvview.testing.search import search
 from kvview.testing.transfer.examples import check_xfer_5_race_of_wait_and_report
 from kvview_reference import harness
@@ -86,7 +85,7 @@ def test_every_law_of_a_contract_has_a_check() -> None:
 
 
 def test_a_search_compares_every_law_that_it_has_a_label_for() -> None:
-    result = search(PoolPlayer, harness.pool, Profile("test", num_examples=30, num_steps=40))
+    result = search(PoolPlayer, harness.pool, Effort(seeds=30))
     assert not result.failures
     assert set(PoolPlayer.labels) == {law for law, number in result.compared.items() if number}
 
@@ -98,7 +97,7 @@ def test_checks_are_named_for_their_law_and_documented() -> None:
         prefix = check.law.lower().replace("-", "_").replace("*", "any")
         assert re.match(rf"check_(\w+_)?{prefix}(_|$)", check.name), check
         assert check.summary.endswith("."), check.name
-        assert set(check.requires) <= set(OFFERS[check.contract])
+        assert set(check.requires) <= set(capabilities_of(check.contract))
 
 
 def test_a_check_is_a_plain_function() -> None:
@@ -140,7 +139,6 @@ def test_expected_failures_and_unexpected_passes() -> None:
         ({"expected_failures": {WRONG_CHECK: " "}}, "needs a reason"),
         ({"select": ["POOL-99"]}, "'POOL-99' matches no check of this contract"),
         ({"select": ["check_off_*"]}, "matches no check"),
-        ({"profile": "quick"}, "known: ci, soak"),
     ],
 )
 def test_names_that_match_nothing(arguments: dict[str, Any], match: str) -> None:
@@ -220,14 +218,6 @@ def test_an_exception_of_the_target_is_a_failure_with_its_call() -> None:
     assert "prepare_store" in failure.what
 
 
-@pytest.mark.parametrize("profile", ["ci", "soak"])
-def test_only_soak_is_random(profile: str) -> None:
-    select = [QUICK_CHECK]
-    seeds = {run_checks(harness.pool, profile=profile, select=select).seed for _ in range(3)}
-    assert seeds == {None} if profile == "ci" else len(seeds) == 3
-    assert run_checks(harness.pool, profile=profile, select=select, seed=5).seed == 5
-
-
 def test_a_seed_finds_the_same_again() -> None:
     class LosesABlock(ReferencePool):
         def reset(self) -> bool:
@@ -236,8 +226,8 @@ def test_a_seed_finds_the_same_again() -> None:
                 self.pool.allocate_blocks(1)
             return done
 
-    profile = Profile("test", num_examples=20, num_steps=40, seed=3)
-    first, again = (search(PoolPlayer, LosesABlock, profile).failures for _ in range(2))
+    effort = Effort(seeds=20, seed=3)
+    first, again = (search(PoolPlayer, LosesABlock, effort).failures for _ in range(2))
     assert first
     assert {law: broken.script for law, broken in first.items()} == {
         law: broken.script for law, broken in again.items()
@@ -425,7 +415,7 @@ def test_ctrl_c_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vars(harness), "interrupts", Interrupts)
     result = run("kvview_reference.harness:interrupts", "--select", "POOL-6", "--seed", "9")
     assert result.exit_code == ExitCode.INTERRUPTED
-    assert "seed 9" in result.output
+    assert "100 seeds from 9" in result.output
     assert "interrupted after" in result.output
 
 
@@ -439,7 +429,7 @@ class NeverComesBack(ReferenceTransfer):
 
 
 def test_a_call_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_CALL_SECONDS", 0.2)
+    monkeypatch.setattr("kvview.testing.search._CALL_SECONDS", 0.2)
     with pytest.raises(LawBroken, match=r"worker.wait\(\[\d+\]\) must return") as broken:
         check_xfer_5_race_of_wait_and_report(NeverComesBack)
     assert "did not return: it waited for" in broken.value.got

@@ -169,7 +169,7 @@ def run(*args: str) -> Result:
     ("args", "told"),
     [
         ((EXAMPLE, "--vllm", "0.1"), "vllm 0.1: no such release is known"),
-        ((EXAMPLE, "--vllm", "0.30", "--report", "a.html"), "--html is for one release"),
+        ((EXAMPLE, "--vllm", "0.30", "--html", "a.html"), "--html is for one release"),
         ((EXAMPLE, "--vllm", "0.30", "--engine", "reference"), "not 'reference'"),
         (("--self-test", "--vllm", "0.30"), "--vllm is for a TARGET"),
     ],

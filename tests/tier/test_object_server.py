@@ -68,7 +68,7 @@ def test_the_kit_on_a_server(server: str) -> None:
     chosen = ("TIER-2", "TIER-4", "TIER-6", "TIER-7", "TIER-10", "TIER-11", "check_tier_9")
     report = run_checks(ObjectStore, options=options, select=chosen)
     assert report.is_clean, report.summary()
-    assert report.counts()["passed"] > 5
+    assert report.counts["passed"] > 5
 
 
 def test_machines_share_a_bucket(server: str) -> None:

@@ -26,12 +26,12 @@ from kvview_reference.tier import ObjectStore
 SECRET = "wJalrXUtnFEMIabcdefSECRET"
 
 
-@parametrize_with_checks(ObjectStore, options={"url": "memory:///"}, steps=10)
+@parametrize_with_checks(ObjectStore, options={"url": "memory:///"}, seeds=10)
 def test_objects_in_memory(check: BoundCheck) -> None:
     check()
 
 
-@parametrize_with_checks(ObjectStore, options={"url": "file://{tmp}"}, steps=10)
+@parametrize_with_checks(ObjectStore, options={"url": "file://{tmp}"}, seeds=10)
 def test_objects_in_a_folder(check: BoundCheck) -> None:
     check()
 

@@ -29,12 +29,12 @@ from tests.tier.shown import expected, shown
 pytest.importorskip("xxhash")
 
 
-@parametrize_with_checks(tier, steps=20)
+@parametrize_with_checks(tier, seeds=25)
 def test_the_store_of_files(check: BoundCheck) -> None:
     check()
 
 
-@parametrize_with_checks(guarded_tier, steps=12)
+@parametrize_with_checks(guarded_tier, seeds=15)
 def test_the_guard_over_it(check: BoundCheck) -> None:
     check()
 

@@ -59,9 +59,9 @@ class BareTier:
     @property
     def capabilities(self) -> frozenset[Capability]:
         has = {Capability.EVENTS, Capability.PAGES, Capability.POLICIES, Capability.SIZED}
-        has.add(Capability(self.policy))
+        has.add(Capability[self.policy.upper()])
         if SEAM.cache_reset:
-            has.add(Capability.RESET)
+            has.add(Capability.RESETS)
         return frozenset(has)
 
     def with_policy(self, name: str) -> Any:
@@ -76,7 +76,7 @@ class Tier(BareTier):
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        has = super().capabilities | {Capability.RESET}
+        has = super().capabilities | {Capability.RESETS}
         return has - {Capability.LRU} if TRANSFERS_ARE_USES else has
 
 

@@ -6,13 +6,12 @@ import copy
 import gc
 import multiprocessing
 import pickle
-import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from kvview.errors import NotCopyableError, WrongThreadError
-from kvview.testing.cost import cost_of
+from kvview.testing.cost import cost_of, growth_of
 from kvview.testing.guard.logs import logged
 from kvview.testing.guard.player import GuardPlayer
 from kvview.testing.harness import Capability as C
@@ -37,18 +36,12 @@ def check_guard_3_growth_of_deadlines(guard: GuardPlayer) -> None:
 
     for way in ("release", "renew"):
         costs, sizes = [], []
-        tracemalloc.start()
-        try:
-            for num_others in (1, 1000):  # leases that continue
-                keep += [view.lease([other], ttl=1e6) for _ in range(num_others)]
-                guard.line(f"{num_others} leases stay; 6,000 times {way}")
-                repeat(way, 3000)
-                start = tracemalloc.get_traced_memory()[0]
-                repeat(way, 3000)
-                sizes.append(tracemalloc.get_traced_memory()[0] - start)
-                costs.append(cost_of(partial(repeat, way, 50)))
-        finally:
-            tracemalloc.stop()
+        for num_others in (1, 1000):  # leases that continue
+            keep += [view.lease([other], ttl=1e6) for _ in range(num_others)]
+            guard.line(f"{num_others} leases stay; 6,000 times {way}")
+            many = partial(repeat, way, 3000)
+            sizes.append(growth_of(many, many))
+            costs.append(cost_of(partial(repeat, way, 50)))
         limit = f"at most {_TOLERATED_GROWTH} bytes more"
         guard.true(max(sizes) <= _TOLERATED_GROWTH, "ended leases leave nothing", sizes, limit)
         most, lines = costs[0].times(4).lines, costs[1].lines

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import tracemalloc
+from functools import partial
 from typing import Any
 
 from kvview.offloading import ReqContext
+from kvview.testing.cost import growth_of
 from kvview.testing.harness import Capability as C
 from kvview.testing.offloading.player import ManagerPlayer
 from kvview.testing.search import example
@@ -34,16 +34,7 @@ def check_off_5_growth_of_keys_that_are_gone(tier: ManagerPlayer) -> None:
             manager.complete_load(stored, no_request)
             list(manager.take_events())
 
-    tracemalloc.start()
-    try:
-        serve(100)
-        gc.collect()
-        start = tracemalloc.get_traced_memory()[0]
-        serve(700)
-        gc.collect()
-        grown = tracemalloc.get_traced_memory()[0] - start
-    finally:
-        tracemalloc.stop()
+    grown = growth_of(partial(serve, 700), partial(serve, 100))
     tier.true(
         grown <= _TOLERATED_GROWTH,
         "keys that are gone leave no memory behind",

@@ -39,7 +39,7 @@ class ManagerPlayer(ManagerMoves):
         "EVENT-2": Label("The events advertise the keys that can be loaded.", (C.EVENTS,)),
         "EVENT-3": Label("Events come once, in the order in which it happened.", (C.EVENTS,)),
         "EVENT-4": Label("A failed store advertises nothing.", (C.EVENTS,)),
-        "EVENT-5": Label("A reset removes everything that was advertised.", (C.EVENTS, C.RESET)),
+        "EVENT-5": Label("A reset removes everything that was advertised.", (C.EVENTS, C.RESETS)),
     }
 
     # --- operations ---
@@ -92,7 +92,7 @@ class ManagerPlayer(ManagerMoves):
             among = self.rng.choices(([], held, evicted, evicted[-3:]), weights)[0]
             self.use_one(self.rng.choice(among or self.wanted(1)))
 
-    @operation("OFF-3", C.RESET)
+    @operation("OFF-3", C.RESETS)
     def use_keys_alone(self) -> None:
         """Use keys one after another in an empty tier, so that the order is defined for long."""
         self.end_all()
@@ -185,7 +185,7 @@ class ManagerPlayer(ManagerMoves):
         self.line(code)
         self.model.end_stores(keys, success=success)
 
-    @operation("OFF-8", C.RESET)
+    @operation("OFF-8", C.RESETS)
     def reset(self) -> None:
         """Reset the manager, at times with new transfers in flight, and offer their keys again."""
         if self.rng.random() < 0.5:
@@ -196,7 +196,7 @@ class ManagerPlayer(ManagerMoves):
         if self.rng.random() < 0.5:
             self.offer(self.some(self.model.late) + self.any_keys()[:2])
 
-    @operation("OFF-8", C.RESET, weight=2)
+    @operation("OFF-8", C.RESETS, weight=2)
     def finish_late(self) -> None:
         """Complete transfers started before a reset, some together with newer ones."""
         model = self.model

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvview.testing.cost import Cost, cost_of, cost_of_first
+from kvview.testing.cost import Cost, cost_of, cost_of_first, growth_of
 from kvview.testing.harness import Capability as C
 from kvview.testing.pool.player import PoolPlayer
 from kvview.testing.search import example
@@ -34,16 +32,7 @@ def _keep_size(
     pool: PoolPlayer, what: str, work: Callable[[], None], warm_up: Callable[[], None]
 ) -> None:
     """Break the law if work leaves memory behind after a warm-up."""
-    tracemalloc.start()
-    try:
-        warm_up()
-        gc.collect()
-        start = tracemalloc.get_traced_memory()[0]
-        work()
-        gc.collect()
-        grown = tracemalloc.get_traced_memory()[0] - start
-    finally:
-        tracemalloc.stop()
+    grown = growth_of(work, warm_up)
     limit = f"at most {_TOLERATED_GROWTH} bytes"
     pool.true(grown <= _TOLERATED_GROWTH, what, grown, limit)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from random import Random
 
 from kvview.errors import KVViewError
+from kvview.testing.effort import current_effort
 from kvview.testing.harness import Capability as C
-from kvview.testing.profiles import current_profile
 from kvview.testing.search import example
 from kvview.testing.tier.io_watch import files_of_at_most, open_files
 from kvview.testing.tier.model import bytes_of
@@ -52,7 +52,7 @@ def _kill_writer(store: TierPlayer, rng: Random) -> None:
         store.model.sizes |= both | keys
         store.model.either |= {k: n for k, n in (both | keys).items() if k not in store.model.held}
         for key in writer.stored() or ():
-            if store.model.max_bytes is None and "max_bytes" not in current_profile().options:
+            if store.model.max_bytes is None and "max_bytes" not in current_effort().options:
                 store.model.use([key])
     store.line("# two processes write into the place, and one of them is killed")
 
@@ -67,7 +67,7 @@ def check_tier_9_killed_process(store: TierPlayer) -> None:
     for seed in range(2):
         if seed:  # a store may be alone in its place
             store.call(store.subject, "close")
-        _kill_writer(store, Random(seed + (current_profile().seed or 0)))
+        _kill_writer(store, Random(seed + current_effort().seed))
         _reopen(store)
         sizes = dict(store.model.sizes)
         found = [key for key, flag in zip(sizes, store.look([*sizes]), strict=True) if flag]
@@ -84,7 +84,7 @@ def check_tier_8_killed_process(store: TierPlayer) -> None:
     """Processes: the bytes that a killed process was writing count until they are removed."""
     store.set_budget(400_000)
     for seed in range(2):
-        _kill_writer(store, Random(seed + (current_profile().seed or 0)))
+        _kill_writer(store, Random(seed + current_effort().seed))
         _fits(store)
     _reopen(store)
     if store.can(C.USAGE):

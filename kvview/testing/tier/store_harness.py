@@ -14,9 +14,9 @@ from typing import Any
 
 from kvview.errors import ConfigError, one_line
 from kvview.targets import target_of
+from kvview.testing.effort import current_effort
 from kvview.testing.harness import Capability
 from kvview.testing.placeholders import FOLDER, in_folder
-from kvview.testing.profiles import current_profile
 from kvview.testing.tier.writer import Writer
 from kvview.tier import GuardedTier, Namespace, Threaded, TierStore, is_tier_store
 from kvview.tier.store import missing_methods
@@ -65,7 +65,7 @@ def tier_factory(target: Any, options: Mapping[str, Any] | None = None) -> Calla
     if inspect.isabstract(target):
         lacking = ", ".join(sorted(vars(target)["__abstractmethods__"]))
         raise ConfigError(f"{name} is abstract, because it lacks {lacking}")
-    given = dict(current_profile().options if options is None else options)
+    given = dict(current_effort().options if options is None else options)
     _require_options(target, given)
     return StoreFactory(target, given)
 

@@ -1,0 +1,94 @@
+"""The settings of a run of checks: its length, its seeds, and the options of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from kvview.errors import ConfigError
+from kvview.testing.watchdog import HOOK_SECONDS
+
+_FOR_CONNECTORS = ("engine", "options", "hook_seconds", "inference", "keep_going")
+
+
+class Settings(TypedDict, total=False):
+    """The settings that a user may give; see :class:`Effort`."""
+
+    seed: int
+    steps: int | None
+    seeds: int | None
+    engine: str | None
+    options: Mapping[str, Any]
+    hook_seconds: float
+    inference: bool
+    keep_going: bool
+
+
+@dataclass(frozen=True)
+class Effort:
+    """The settings of a run, which is the same every time.
+
+    Args:
+        seed: The first seed.
+        steps: Longest sequence of calls of a search; of a connector, the fewest scheduler steps
+            of a run. None for 40, and for the steps of each scenario.
+        seeds: Number of runs; None for 100 of a search, for 200 of a connector, and for one with
+            inference.
+        engine: Engine that runs a connector: ``"reference"`` (the default) or ``"vllm"``.
+        options: Options of the connector or store.
+        hook_seconds: CPU seconds that one call of a hook may take.
+        inference: Whether a connector serves a model, in place of simulated runs.
+        keep_going: Whether all seeds of a connector are played; otherwise the first failure ends
+            the runs.
+        is_brief: Whether a search ends at its first failure, which is not shrunk.
+        shared: Results that the checks of one run share.
+
+    Raises:
+        ConfigError: A number is too small, or steps are given with inference.
+    """
+
+    seed: int = 0
+    steps: int | None = None
+    seeds: int | None = None
+    engine: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    hook_seconds: float = HOOK_SECONDS
+    inference: bool = False
+    keep_going: bool = False
+    is_brief: bool = False
+    shared: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Validate the numbers."""
+        for name in ("steps", "seeds", "hook_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be more than 0, got {value}")
+        if self.inference and self.steps is not None:
+            raise ConfigError("steps applies to simulated runs only; with inference, drop it")
+
+    def for_connectors(self) -> list[str]:
+        """Return the names of the given settings that only a connector has."""
+        return [name for name in _FOR_CONNECTORS if getattr(self, name) != getattr(_DEFAULT, name)]
+
+
+_DEFAULT = Effort()
+_current: ContextVar[Effort] = ContextVar("kvview_effort", default=_DEFAULT)
+
+
+def current_effort() -> Effort:
+    """Return the settings of the run that a check is part of; the default ones outside any."""
+    return _current.get()
+
+
+@contextmanager
+def use_effort(effort: Effort) -> Iterator[None]:
+    """Run the checks in the block with these settings."""
+    token = _current.set(effort)
+    try:
+        yield
+    finally:
+        _current.reset(token)
