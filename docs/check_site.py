@@ -41,7 +41,9 @@ _BROKEN_WORDS = """() => {
   }
   return [...broken];
 }"""
-_ESCAPED_BARS = r"() => [...document.querySelectorAll('td')].some(td => td.innerText.includes('\\|'))"
+_ESCAPED_BARS = (
+    r"() => [...document.querySelectorAll('td')].some(td => td.innerText.includes('\\|'))"
+)
 _NOT_THE_THEME = {"exclude": [[".md-code__nav"]]}
 """Buttons that the theme adds to each code block, as landmarks without names."""
 _DIAGRAMS = """() => [...document.querySelectorAll("article img[src$='.svg']")].map(
@@ -75,7 +77,7 @@ def layout_problems(page: Page) -> Iterator[str]:
         yield r"a table shows \|"
     for name, source, width in page.evaluate(_DIAGRAMS):
         text = page.request.get(source).text()
-        _, _, drawn, _ = re.search(r'viewBox="(.*?)"', text)[1].split()
+        drawn = re.findall(r'viewBox="0 0 (\d+)', text)[0]
         smallest = min(map(float, re.findall(r"font-size: ([\d.]+)px", text)))
         if (pixels := smallest * width / float(drawn)) < MIN_TEXT_PX:
             yield f"{name} has text of {pixels:.1f} px"
