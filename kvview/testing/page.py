@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvview.laws import titled
+from kvview.laws import hint_of, titled
 from kvview.testing.recorder import LawBroken
 from kvview.testing.report import BAD, CheckResult, Outcome, Report
 from kvview.urls import law_url
@@ -159,6 +159,11 @@ def _told(result: CheckResult) -> list[str]:
     parts += [f"<p>{escape(failure.what)}</p>", _values(failure)]
     if failure.timeline:
         parts.append(_picture(failure.timeline, "a law is broken here"))
+    if failure.log:
+        lines = escape("\n".join(failure.log))
+        parts.append(
+            f"<p>The hooks, transfers and held blocks of that run:</p>\n<pre>{lines}</pre>"
+        )
     if failure.script:
         parts.append(f"<p>To see it again:</p>\n<pre>{escape(failure.script)}</pre>")
     return parts
@@ -174,6 +179,8 @@ def _picture(timeline: Sequence[Snapshot], told_at_the_end: str = "") -> str:
 
 def _values(failure: LawBroken) -> str:
     rows = [("got", failure.got), ("expected", failure.expected)]
+    if hint := hint_of(failure.law):
+        rows.append(("try", hint))
     if failure.seeds:
         more = len(failure.seeds) - _MAX_SEEDS
         seeds = ", ".join(map(str, failure.seeds[:_MAX_SEEDS]))

@@ -186,6 +186,9 @@ def test_page_of_a_connector(tmp_path: Path) -> None:
         "failure = simulate(NeverFreesAfterFailure, scenario, engines=ReferenceEngines()).failure"
         in page.text
     )
+    assert "try" in page.texts
+    assert "on_transfers_finished job 0 failed" in page.text
+    assert " ends; blocks held by connectors: " in page.text
 
 
 def test_page_of_a_clean_connector_has_something_to_show(tmp_path: Path) -> None:
