@@ -9,13 +9,16 @@ import ast
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from difflib import ndiff
 from pathlib import Path
 
 import kvview
+from tests.mutants.edits import Base, Variant, read_variants
 
 ROOT = Path(__file__).parents[1]
 _DATA = Path(__file__).with_suffix(".toml")
 _FAULTS = ROOT / "tests/mutants"
+_NO_BASE = Base("", ())  # of texts that are only read
 _MODULES = {
     "FileStore": "kvview_reference.tier",
     "Namespace": "kvview.tier",
@@ -43,7 +46,7 @@ class Example:
     Args:
         fault: Name of the class.
         module: Module of the class.
-        source: Source of the class, without its decorators.
+        source: The class, or its difference from the right one, as a Markdown block.
         right: Target of the right class that takes the same calls; empty for a connector.
         body: Calls that fail with the wrong class, and pass with the right one as ``Subject``;
             empty for a connector.
@@ -79,7 +82,7 @@ def examples() -> Mapping[str, Example]:
     data = tomllib.loads(_DATA.read_text("utf-8"))
     families = data.pop("families")
     found: dict[str, Example] = {}
-    for law, example in sorted(_faults(), key=lambda item: len(item[1].source)):
+    for law, example in sorted(faults(), key=lambda item: len(item[1].source)):
         if law in data and data[law]["fault"] == example.fault:
             row = families[law.partition("-")[0]] | data[law]
             body = f"{row['start']}\n{row['script']}\n"
@@ -89,18 +92,33 @@ def examples() -> Mapping[str, Example]:
     return found
 
 
-def _faults() -> Iterator[tuple[str, Example]]:
+def faults() -> Iterator[tuple[str, Example]]:
+    """Yield each fault with its law: an edit of a right text, or a class with a decorator."""
+    for path in sorted(_FAULTS.rglob("*.txt")):
+        folder = path.parent if path.parent.name == "connector" else path.with_suffix("")
+        module = ".".join(folder.relative_to(ROOT).parts)
+        for variant in read_variants(path, _NO_BASE):
+            if variant.name and variant.law:
+                yield variant.law, Example(variant.name, module, _diff(variant))
     for path in sorted(_FAULTS.glob("*.py")):
         text = path.read_text("utf-8")
         for node in ast.parse(text).body:
             if isinstance(node, ast.ClassDef):
                 source = "\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno])
-                example = Example(node.name, f"tests.mutants.{path.stem}", source)
+                block = f"```python\n{source}\n```"
                 for decorator in node.decorator_list:
-                    yield first_argument(decorator), example
+                    module = f"tests.mutants.{path.stem}"
+                    yield _first_argument(decorator), Example(node.name, module, block)
 
 
-def first_argument(decorator: ast.expr) -> str:
+def _diff(variant: Variant) -> str:
+    lines = [f"# {variant.what}"]
+    for old, new in variant.edits:
+        lines += [line for line in ndiff(old.splitlines(), new.splitlines()) if line[0] != "?"]
+    return "\n".join(["```diff", *lines, "```"])
+
+
+def _first_argument(decorator: ast.expr) -> str:
     """Return the first argument of a decorator, empty unless it is a string."""
     match decorator:
         case ast.Call(args=[ast.Constant(value=str(text)), *_]):

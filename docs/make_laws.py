@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from docs.law_examples import Example, examples, first_argument
+from docs.law_examples import Example, examples, faults
 from kvview.laws import laws as laws_of_the_contract
 from kvview.testing import CHECKS
 
@@ -28,7 +28,7 @@ _CONTRACT = ("KEY", "POOL", "GEO", "EVENT", "OFF", "XFER", "CONN", "GUARD", "TIE
 _LAW = re.compile(r"^- ([A-Z]+-\d+) (.*(?:\n  .*)*)", re.MULTILINE)
 _NAMED = re.compile(r"(?<![A-Za-z0-9_-])[A-Z]{2,}-\d+(?![\d-])")
 _IN_A_NAME = re.compile(r"\bdef test_([a-z]+)_(\d+)(?=[_(])")
-_NOT_ABOUT_ONE_LAW = ("tests/house/test_laws.py",)
+_NOT_ABOUT_ONE_LAW = ("tests/house/test_laws.py", "tests/mutants/")
 _HEAD = """\
 # The laws
 
@@ -58,12 +58,14 @@ class Law:
         text: In Markdown.
         path: The module that the law is about.
         title: Empty for a rule of the reference or the adapter.
+        hint: The usual remedy, or empty.
     """
 
     number: str
     text: str
     path: str
     title: str = ""
+    hint: str = ""
     checks: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     tests: set[str] = field(default_factory=set)
@@ -86,7 +88,7 @@ def laws() -> dict[str, Law]:
         ValueError: Two laws have the same number.
     """
     found = {
-        number: Law(number, law.text, law.path, law.title)
+        number: Law(number, law.text, law.path, law.title, law.hint)
         for number, law in laws_of_the_contract().items()
     }
     for path, tree in _trees("reference", "adapters"):
@@ -97,8 +99,14 @@ def laws() -> dict[str, Law]:
     for check in CHECKS:
         if check.law in found:
             found[check.law].checks.append(check.name)
-    for path, tree in _trees("tests"):
-        _add_tests(found, path, tree)
+    for number, fault in faults():
+        if number in found:
+            found[number].faults.append(fault.fault)
+    for file in sorted((ROOT / "tests").rglob("*.py")):
+        path = file.relative_to(ROOT).as_posix()
+        if not path.startswith(_NOT_ABOUT_ONE_LAW):
+            for number in named_laws(file.read_text(encoding="utf-8")) & found.keys():
+                found[number].tests.add(path)
     return dict(sorted(found.items(), key=_place))
 
 
@@ -106,19 +114,6 @@ def _place(item: tuple[str, Law]) -> tuple[int, str, int]:
     family, _, number = item[0].partition("-")
     rank = _CONTRACT.index(family) if family in _CONTRACT else len(_CONTRACT)
     return rank, family, int(number)
-
-
-def _add_tests(found: dict[str, Law], path: str, tree: ast.Module) -> None:
-    if not path.startswith("tests/mutants/"):
-        for number in named_laws((ROOT / path).read_text(encoding="utf-8")) & found.keys():
-            if path not in _NOT_ABOUT_ONE_LAW:
-                found[number].tests.add(path)
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            for decorator in node.decorator_list:
-                if (number := first_argument(decorator)) in found:
-                    found[number].faults.append(node.name)
 
 
 def named_laws(source: str) -> set[str]:
@@ -151,6 +146,8 @@ def page(all_laws: Iterable[Law]) -> str:
         for law in family:
             anchor = f'<a id="{law.number.lower()}"></a>'
             lines += ["", anchor, "", f"### {law.head}", "", law.text, ""]
+            if law.hint:
+                lines += [f"*Usual remedy:* {law.hint}", ""]
             if example := shown.get(law.number):
                 lines += _example(example)
             rows = [f"- {kind}: {', '.join(names)}" for kind, names in _named_by(law) if names]
@@ -163,7 +160,7 @@ def _example(example: Example) -> list[str]:
     language = "python" if example.body else "sh"
     return [
         f'<details markdown="1"><summary>Broken by {example.fault}</summary>',
-        *("", "```python", example.source, "```"),
+        *("", example.source),
         *("", f"```{language}", example.script.rstrip(), "```"),
         *("", "</details>", ""),
     ]

@@ -3,6 +3,9 @@
 1. A relative link that leaves ``docs/`` leads to the code host.
 2. Cross references of docstrings (``:class:`~kvview.Lease```) become links into the API pages.
 3. The number of a law links to its anchor.
+4. The tables of the performance page are drawn as charts.
+5. Wide tables and diagrams scroll by themselves, also with the keyboard. Long code breaks at
+   punctuation only.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from docs.charts import with_charts
 from kvview.urls import PROJECT_URL
 
 ROOT = Path(__file__).parents[1]
@@ -22,10 +26,17 @@ _LAW = re.compile(rf"(?<![\w-])(?:{'|'.join(sorted(_LAWS, reverse=True))})(?![\w
 _LEAVES = re.compile(r"(?<=\]\()((?:\.\./)+[^)#\s]*)")
 _ROLE = re.compile(r":[a-z]+:<code>(~?)([\w.]+)(?:\(\))?</code>")
 _TAG = re.compile(r"(<[^>]*>)")
+_CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
+_CONTENTS = re.compile(r'<nav class="md-nav" aria-label="[^"]*"')
+_PARAMETER = re.compile(r"\[(?=<autoref|<span title)")  # of a type
+_EMPTY_HEAD = re.compile(r"<th([^>]*)></th>")
+_INLINE_CODE = re.compile(r"(?<!<pre>)<code>[^<]{12,}</code>")
+_PUNCTUATION = re.compile(r"(?<=[a-z\d\]])([._/:,=([]+)(?=[A-Za-z\d_\"'\[])")
+_WIDE = re.compile(r"<table>.*?</table>|<p><img [^>]*\.svg[^>]*></p>", re.DOTALL)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lead links that leave the site to the code host."""
+    """Lead links that leave the site to the code host, and draw charts."""
     here = posixpath.dirname(f"docs/{page.file.src_uri}")
 
     def absolute(found: re.Match[str]) -> str:
@@ -35,6 +46,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         kind = "tree" if (ROOT / path).is_dir() else "blob"
         return f"{PROJECT_URL}/{kind}/main/{path}"
 
+    if page.file.src_uri == "performance.md":
+        markdown = with_charts(markdown)
     markdown = _LAW_HEAD.sub(r"\2 { #\1 }", markdown)  # code hosts know no such attribute
     return _LEAVES.sub(absolute, markdown)
 
@@ -42,7 +55,18 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Link what docstrings refer to, and laws."""
     html = _ROLE.sub(_reference, html)
+    html = _CELL.sub(lambda cell: cell[0].replace(r"\|", "|"), html)  # Markdown keeps it in code
+    html = _EMPTY_HEAD.sub(r"<td\1></td>", html)
+    html = _WIDE.sub(r'<div class="scrolling" tabindex="0">\g<0></div>', html)
+    html = _INLINE_CODE.sub(lambda code: _PUNCTUATION.sub(r"\1<wbr>", code[0]), html)
+    html = _PARAMETER.sub("[<wbr>", html)
     return html if page.file.src_uri == _LAWS_PAGE else _with_laws(html)
+
+
+def on_post_page(html: str, **_: Any) -> str:
+    """Give landmarks of the theme one name each, for screen readers."""
+    html = _CONTENTS.sub('<nav class="md-nav" role="none"', html)
+    return html.replace('role="dialog"', 'role="dialog" aria-label="Search"')
 
 
 def _reference(found: re.Match[str]) -> str:

@@ -30,11 +30,13 @@ class Law:
         number: ``"POOL-4"`` for example.
         title: A few words that summarise it.
         text: The law itself, in Markdown.
+        hint: The usual remedy, in Markdown; empty if there is none.
     """
 
     number: str
     title: str
     text: str
+    hint: str = ""
 
     @property
     def family(self) -> str:
@@ -59,7 +61,7 @@ def laws() -> Mapping[str, Law]:
 
     found = loads(files("kvview").joinpath("laws.toml").read_text(encoding="utf-8"))
     return {
-        number: Law(number, entry["title"], " ".join(entry["text"].split()))
+        number: Law(number, **entry | {"text": " ".join(entry["text"].split())})
         for number, entry in found.items()
     }
 
@@ -72,3 +74,9 @@ def titled(number: str) -> str:
     """
     law = laws().get(number)
     return f"{number} {law.title}" if law else number
+
+
+def hint_of(number: str) -> str:
+    """Return the usual remedy for a broken law as text, empty if there is none."""
+    law = laws().get(number)
+    return law.hint.replace("`", "") if law else ""

@@ -157,7 +157,7 @@ def version(release: str) -> tuple[int, ...]:
             break
         numbers.append(int(digits))
     if not numbers:
-        raise ConfigError(f"release {release!r}: not a version, 0.33.0 for example")
+        raise ConfigError(f"release {release!r} is not a version such as 0.33.0")
     return tuple(numbers)
 
 

@@ -104,4 +104,6 @@ def require_size(payload: bytes) -> None:
         ValueError: The batch is longer than :data:`MAX_PAYLOAD_BYTES`.
     """
     if len(payload) > MAX_PAYLOAD_BYTES:
-        raise ValueError(f"a batch of {len(payload):,} bytes, more than {MAX_PAYLOAD_BYTES:,}")
+        raise ValueError(
+            f"a batch has {len(payload):,} bytes, but at most {MAX_PAYLOAD_BYTES:,} are allowed"
+        )

@@ -1,9 +1,9 @@
 """The ledger: it checks ids, counts references and undoes calls that fail.
 
 A pool has one :class:`Ledger`, and each owner of references a :class:`LedgerView`. The ledger
-views form a tree: a view, under it those of the guards over it, and under each guard that of
-its leases. A reference is counted in one of them only, so no owner can free another owner's
-reference, and no reference is counted twice.
+views form a tree: the views of the guards are below the view that they guard, and the view of
+its leases is below each guard. A reference is counted in one of them only, so no owner can free
+another owner's reference, and no reference is counted twice.
 
 The views of the reference and of the vLLM adapter are ledger views; :class:`CheckedView` makes
 one from a view that does not check.

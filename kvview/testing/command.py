@@ -306,7 +306,9 @@ def _ended_in_order() -> Iterator[None]:
 
 def _refuse_for_the_self_test(context: click.Context) -> None:
     if context.params["target"] is not None:
-        raise ConfigError("--self-test takes no TARGET: it brings its own")
+        raise ConfigError(
+            "--self-test takes no TARGET, because it checks its own injected faults; drop TARGET"
+        )
     for option in _given_options(context):
         if option.name not in ("self_test", "num_mutants", "seed", "json_file"):
             raise ConfigError(f"{option.opts[0]} is for a TARGET: --self-test has none")

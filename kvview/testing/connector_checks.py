@@ -216,6 +216,7 @@ def _broken(failures: Sequence[ConnectorFailure], runs: ConnectorRuns, expected:
         script=first.script,
         seeds=[failure.seed for failure in alike],
         timeline=first.timeline,
+        log=first.log,
     )
 
 

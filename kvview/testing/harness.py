@@ -288,7 +288,7 @@ class Coordinator(Protocol):
         """The longest hit of at most ``max_tokens``, with nothing held for it.
 
         Returns:
-            Block ids a group, from block 0 to the end of the hit, and its tokens.
+            Block ids of each group, from block 0 to the end of the hit, and the tokens of the hit.
         """
         ...
 

@@ -37,6 +37,7 @@ class LawBroken(AssertionError):
         script: Python that shows it again, and fails as long as the law is broken.
         seeds: Of a connector, the seeds that break the law; the script is the first one's.
         timeline: Of a connector, where the blocks are after each step of that run.
+        log: Of a connector, the last hooks, transfers and holds of that run.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class LawBroken(AssertionError):
         script: str,
         seeds: Sequence[int] = (),
         timeline: Sequence[Snapshot] = (),
+        log: Sequence[str] = (),
     ) -> None:
         super().__init__(law, what)
         self.seeds = seeds
         self.timeline = timeline
+        self.log = log
         self.law = law
         self.what = what
         self.got = got

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvview.laws import titled
+from kvview.laws import hint_of, titled
 from kvview.testing.connector_checks import COVERAGE, NotExercised
 from kvview.testing.mutants import MutantResult
 from kvview.testing.report import CheckResult, Outcome, Report
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _MAX_SEEDS = 20
 _MAX_GAPS = 12
+_MAX_LOG = 20
 _WIDTH = 120
 
 
@@ -87,6 +88,7 @@ def _show_failure(console: Console, result: CheckResult, *, is_in_the_verdict: b
     text = f"{titled(failure.law)} ({result.check.name})"
     _print(console, text if is_in_the_verdict else f"{text}: {failure.what}", "bold red")
     rows = [("got", failure.got), ("expected", failure.expected), ("law", failure.law_url)]
+    rows.append(("try", hint_of(failure.law)))
     if failure.seeds:
         shown = ", ".join(map(str, failure.seeds[:_MAX_SEEDS]))
         more = len(failure.seeds) - _MAX_SEEDS
@@ -97,6 +99,9 @@ def _show_failure(console: Console, result: CheckResult, *, is_in_the_verdict: b
     if failure.script:
         _print(console, "  to reproduce:\n", "dim")
         _print(console, failure.script, "")
+    if failure.log:
+        _print(console, "  the end of that run:\n", "dim")
+        _print(console, "\n".join(failure.log[-_MAX_LOG:]) + "\n", "")
 
 
 def _print(console: Console, line: str, style: str) -> None:

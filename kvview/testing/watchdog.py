@@ -110,7 +110,7 @@ def watching() -> Iterator[None]:
 
 @contextmanager
 def watching_anew() -> Iterator[None]:
-    """The same in a forked child: no timer is inherited, and the parent may have one at work."""
+    """Watch the calls of a forked child, which inherits no timer of its parent."""
     _Call.is_watched, _Call.may_arm = False, False
     with watching():
         yield
@@ -148,7 +148,7 @@ class _Watch:
             raise HookTimeout(told)
 
     def _arm(self) -> None:
-        """Have the stack written when not even this function is called any more."""
+        """Have the stack written if the thread hangs so that no timer can interrupt it."""
         if sys.__stderr__ is None or not _Call.may_arm:
             return
         with suppress(OSError, ValueError):  # stderr is not a file

@@ -8,7 +8,7 @@ from typing import Any
 from kvview.testing import Mutant, StoreHarness
 from kvview_reference.tier import file_store
 
-from .edits import Base, Variant, inject
+from .edits import Base, Variant, inject, read_variants
 
 BASE = Base("FileStore", (Path(file_store.__file__),))
 
@@ -24,4 +24,6 @@ def make_harness(wrong: Any, variant: Variant) -> Any:
     return lambda: WrongStore(wrong, {"root": "{tmp}"})
 
 
-MUTANTS: list[Mutant] = inject(Path(__file__).with_suffix(".txt"), BASE, make_harness)
+_FILE = Path(__file__).with_suffix(".txt")
+MUTANTS: list[Mutant] = inject(_FILE, BASE, make_harness)
+globals().update({variant.name: variant.load() for variant in read_variants(_FILE, BASE)})

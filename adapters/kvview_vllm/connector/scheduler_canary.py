@@ -162,7 +162,7 @@ class _Play:
         self._scheduler.add_request(request)
 
     def _step_until(self, name: str) -> None:
-        """Step until only the end of a request is left."""
+        """Step until a request has everything but its end."""
         for _ in range(_MOST_STEPS):
             self._step()
             if self._half is not None and self._half.is_ready_to_end(name):

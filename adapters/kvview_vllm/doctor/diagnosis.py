@@ -103,7 +103,7 @@ def diagnose_tier(text: str) -> Diagnosis:
             ``--l2-adapter`` or SGLang's ``--hicache-storage-backend-extra-config``.
 
     Raises:
-        ConfigError: It is not one of the three.
+        ConfigError: The text has none of these three forms.
     """
     given = _read(text)
     engine = _engine_of(given)

@@ -49,7 +49,7 @@ class VLLMReleases:
         return sources(release, on_progress)
 
     def environment(self) -> Mapping[str, str]:
-        """Return settings for no network, and no log of features that a CPU lacks."""
+        """Return environment variables that disable the network and logs of missing features."""
         return {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 

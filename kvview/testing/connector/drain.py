@@ -72,7 +72,7 @@ def _check_asleep(stage: Stage) -> None:
 
 
 def raise_stuck(stage: Stage) -> None:
-    """Raise the reason why nothing ends any more.
+    """Raise an error that names the cause of a run that does not end.
 
     Raises:
         InvariantBroken: Always.

@@ -76,7 +76,7 @@ def check_store(job: PlannedJob, engine: ConnectorHarness) -> None:
             f"token that a request sampled is not computed, nor is the KV that a step schedules",
         )
     raise InvariantBroken(
-        "CONN-6", f"{reads} any more: they were not held when another request got them"
+        "CONN-6", f"{reads} any more, because another request got blocks that were not held"
     )
 
 

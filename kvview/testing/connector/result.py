@@ -41,6 +41,7 @@ class Failure:
         num_events: Events of the scenario that had begun until then.
         is_timeout: Whether a hook did not return.
         is_hook_error: Whether a hook raised, or returned a value that no engine can use.
+        log: The last hooks, transfers and holds until then.
     """
 
     law: str
@@ -49,6 +50,7 @@ class Failure:
     num_events: int
     is_timeout: bool = False
     is_hook_error: bool = False
+    log: Sequence[str] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         law = EXCEPTIONS if self.is_hook_error else self.law
@@ -103,6 +105,12 @@ class ConnectorFailure:
     def timeline(self) -> Sequence[Snapshot]:
         """Of the run that the script is of, one snapshot a step."""
         return () if self.result is None else self.result.timeline
+
+    @property
+    def log(self) -> Sequence[str]:
+        """The last hooks, transfers and holds of the run that the script is of."""
+        failure = None if self.result is None else self.result.failure
+        return () if failure is None else failure.log
 
     @property
     def is_hook_error(self) -> bool:

@@ -189,6 +189,7 @@ class Run:
             engine=lambda: self.stage.engine,
             blocks_to_load=self.stage.blocks_to_load,
             stream=self._stream,
+            log=self.stage.log,
         )
         self.stage.parts += [part_class(connector_class, config, shared) for config in configs]
 
@@ -275,6 +276,9 @@ class Run:
             raise _BudgetIgnored from error
 
     def _failure(self, error: InvariantBroken | ConnectorError) -> Failure:
+        return replace(self._failure_of(error), log=self.stage.log.lines())
+
+    def _failure_of(self, error: InvariantBroken | ConnectorError) -> Failure:
         steps, events = self.stage.num_steps, self._events.num_begun
         if isinstance(error, InvariantBroken):
             return Failure(

@@ -1,7 +1,7 @@
 """Makes a failing scenario smaller, as long as it breaks the same law.
 
 Delta debugging over the events, then simpler fates, requests and sizes, round
-after round, until nothing more can go or the budget is spent.
+after round, until no part can be left out or the budget is spent.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from kvview.testing.connector.harness import ConnectorHarness
 from kvview.testing.connector.invariants import check_bytes, check_conservation, check_free_list
 from kvview.testing.connector.result import Snapshot
+from kvview.testing.connector.run_log import RunLog
 from kvview.testing.connector.watched_connector import WatchedConnector
 from kvview.testing.connector.worker import WorkerHarness
 
@@ -31,6 +32,7 @@ class Stage:
         self.seconds = 0.0
         self.num_steps = 0
         self.timeline: deque[Snapshot] = deque(maxlen=_LONGEST_TIMELINE)
+        self.log = RunLog()
         self._num_wrong = 0
 
     @property
@@ -103,6 +105,7 @@ class Stage:
         owned = engine.engine_refs()
         free = engine.free_block_ids()
         if is_step:
+            self.log.add(f"step {self.num_steps} ends; blocks held by connectors:", held)
             num_held = len(held.keys() - owned.keys())
             self.timeline.append(
                 Snapshot(self.num_steps, len(free), len(owned), num_held, self.num_in_flight)

@@ -35,6 +35,7 @@ from kvview.testing.connector.hook_calls import hook, require_type
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.jobs import PlannedJob
 from kvview.testing.connector.memory import TierKeys, TierPages
+from kvview.testing.connector.run_log import RunLog
 
 _LAW_OF_HOOK = {
     "make_scheduler": "CONN-1",
@@ -179,11 +180,13 @@ class WatchedScheduler(SchedulerConnector):
     Args:
         half: The scheduler half.
         record: The model of the connector's tier, and its counts.
+        log: The last hooks and transfers of the run.
     """
 
-    def __init__(self, half: SchedulerConnector, record: Record) -> None:
+    def __init__(self, half: SchedulerConnector, record: Record, log: RunLog) -> None:
         self._half = half
         self._record = record
+        self._log = log
         self._view: GPUBlockPoolView | None = None
         self._untaken: list[OffloadingEvent] = []  # in the model, not yet in the engine
         self._promised_to: str | None = None  # until any other hook is called
@@ -202,6 +205,8 @@ class WatchedScheduler(SchedulerConnector):
     def _call(self, name: str, *args: Any) -> Any:
         if name != "take_events":
             self._promised_to = None
+            if name != "has_pending_work":
+                self._log.add(name, *args)
         with hook(name, _LAW_OF_HOOK.get(name, "CONN-4")):
             return getattr(self._half, name)(*args)
 
@@ -313,6 +318,8 @@ class WatchedScheduler(SchedulerConnector):
     def plan_step(self, step: StepInfo) -> StepPlan:
         plan: StepPlan = self._call("plan_step", step)
         require_type("plan_step", plan, "CONN-3")
+        for job in (*plan.loads, *plan.stores):
+            self._log.add("  planned", job)
         return plan
 
     @override

@@ -45,7 +45,7 @@ class WatchedConnector(Connector):
             half = connector.make_scheduler()
         require_type("make_scheduler", half, "CONN-1")
         self.halves.append(half)
-        self.scheduler = WatchedScheduler(half, self.record)
+        self.scheduler = WatchedScheduler(half, self.record, self._shared.log)
         return self.scheduler
 
     @override

@@ -38,6 +38,7 @@ from kvview.testing.connector.jobs import (
 )
 from kvview.testing.connector.memory import GPUPages
 from kvview.testing.connector.plan_checks import check_held, check_load, check_store, gpu_blocks
+from kvview.testing.connector.run_log import RunLog
 from kvview.testing.connector.scenario import Fate, Scenario
 from kvview.testing.connector.stream import StepStream
 from kvview.testing.connector.watch import Record
@@ -56,6 +57,7 @@ class Shared:
         engine: Returns the engine, once it is built.
         blocks_to_load: Returns the blocks that loads in flight of all connectors write.
         stream: The engine's compute, if it lags.
+        log: The last hooks and transfers.
     """
 
     scenario: Scenario
@@ -63,6 +65,7 @@ class Shared:
     engine: Callable[[], ConnectorHarness]
     blocks_to_load: Callable[[], set[int]]
     stream: StepStream | None
+    log: RunLog
 
 
 class WorkerHarness(WorkerConnector):

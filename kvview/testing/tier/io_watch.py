@@ -20,7 +20,7 @@ class _Hook:
 
 @contextmanager
 def watching_io(folder: str) -> Iterator[list[str]]:
-    """Record the calls of this thread on files below a folder, in the block.
+    """Record the calls of this thread on files below a folder, during the ``with`` block.
 
     Looked at are Python's audit events (open, rename, remove, listing ...) and those functions
     of ``os`` that have none. Other threads are not looked at.

@@ -89,7 +89,7 @@ class TransferMoves(Player):
 
     @override
     def end(self) -> None:
-        """End threads, also after a failure, which must stay visible."""
+        """End threads; an error of that does not replace an earlier failure."""
         with suppress(Exception):
             self.let_go()
         for worker in self._workers:

@@ -215,7 +215,7 @@ class Engine:
         if needed > available:
             raise ConfigError(
                 f"request {request.request_id!r} needs {needed} GPU blocks at once for "
-                f"{num_tokens} tokens, the pool has {available}: use more GPU blocks"
+                f"{num_tokens} tokens, but the pool has {available}; use more GPU blocks"
             )
         self.stats.requests += 1
         self.waiting.append(request)

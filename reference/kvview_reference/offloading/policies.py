@@ -54,7 +54,7 @@ class CachePolicy(Protocol):
         ...
 
     def touch(self, keys: Keys, in_flight: InFlight, /) -> None:
-        """Count one use of each held key; while it is stored, still its first use."""
+        """Count one use of each held key; uses during its store count as its first one."""
         ...
 
     def release(self, keys: Iterable[OffloadKey], /) -> None:

@@ -17,6 +17,7 @@ from rich.table import Table
 from kvview.cli.console import Console, progress
 from kvview.cli.echo import echo
 from kvview.cli.exit_codes import ExitCode
+from kvview.cli.interrupt import UntilInterrupted
 from kvview.cli.output import JSONOption, OutputFile, Rate, Seconds, Whole, naming, write_json
 from kvview.errors import ConfigError
 from kvview.targets import load_connector
@@ -230,6 +231,7 @@ def replay(
     rows = source.requests
     if source.trace is not None and source.trace.schema == "cc-traces":
         rows = by_arrival(rows)
+    until = UntilInterrupted(rows)
     hits = HitsOverTime() if html_file else None
     with (
         progress(source.title) as show,
@@ -246,7 +248,7 @@ def replay(
             show(done)
 
         result = run(
-            rows,
+            until,
             source.block_size,
             connector_class,
             config,
@@ -271,7 +273,9 @@ def replay(
     write_json(json_file, asdict(report))
     if lost.rows:
         echo(f"kvview: {lost.summary(source.title)}", err=True)
-    sys.exit(ExitCode.CLEAN if result.is_clean else ExitCode.WRONG)
+    if not result.is_clean:
+        sys.exit(ExitCode.WRONG)
+    sys.exit(ExitCode.INTERRUPTED if until.is_interrupted else ExitCode.CLEAN)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from rich.table import Table
 from kvview.cli.console import Console, progress
 from kvview.cli.echo import echo
 from kvview.cli.exit_codes import ExitCode
+from kvview.cli.interrupt import UntilInterrupted
 from kvview.cli.output import JSONOption, OutputFile, Rate, Whole, write_json
 from kvview.errors import ConfigError
 
@@ -145,15 +146,21 @@ def size(
     source = open_trace(strict=strict, report=partial(echo, err=True))
     blocks = None if model is None else StoredBlocks(model, source.block_size)
 
+    is_interrupted = False
+
     def read(source: Source, max_request_blocks: int | None) -> References:
-        return read_references(
-            source.requests,
+        nonlocal is_interrupted
+        until = UntilInterrupted(source.requests)
+        references = read_references(
+            until,
             source.block_size,
             max_request_blocks=max_request_blocks,
             has_partial_blocks=partial_blocks,
             max_references=max_references or MAX_REFERENCES,
             tails=blocks.tails if blocks else (),
         )
+        is_interrupted = is_interrupted or until.is_interrupted
+        return references
 
     def mean_bytes() -> int:
         """Compute the bytes of a block; a hybrid model needs a read of the trace for it."""
@@ -196,7 +203,7 @@ def size(
         write_size_page(html_file, report, source.lost)
     if source.lost.rows:
         echo(f"kvview: {source.lost.summary(source.title)}", err=True)
-    sys.exit(ExitCode.CLEAN)
+    sys.exit(ExitCode.INTERRUPTED if is_interrupted else ExitCode.CLEAN)
 
 
 def _show(report: SizeReport) -> None:

@@ -94,7 +94,8 @@ class _Reader:
             raise ConfigError(f"{self._where}: {names} is missing")
         if len(stored) != num_layers:
             raise ConfigError(
-                f"{self._where}: {len(stored)} layers are listed, num_hidden_layers is {num_layers}"
+                f"{self._where}: {len(stored)} layers are listed, but num_hidden_layers is "
+                f"{num_layers}"
             )
         # The last layers may read the cache of earlier ones.
         shared = self._fields.number("num_kv_shared_layers", least=0, most=num_layers, missing=0)

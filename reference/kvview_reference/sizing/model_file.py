@@ -80,7 +80,7 @@ def _read_layers(fields: Fields, kind: Any, dtype: str, tp: int) -> LayerSet:
         size = fields.number("state_bytes")
         if size % tp:
             raise ConfigError(
-                f"{fields.where}: state_bytes {size} do not divide evenly onto {tp} ranks (tp)"
+                f"{fields.where}: state_bytes {size} is not a multiple of the {tp} ranks (tp)"
             )
         return LayerSet(kind, count, 0, size // tp, None, f"{count} layers x {size:,} bytes")
     tokens = fields.number("tokens") if kind in ("window", "chunked") else None

@@ -112,7 +112,7 @@ class DeletingStore(Threaded):
         self._remove_hidden([*self._deleted])
 
     def _delete(self, keys: Sequence[bytes], under_way: Sequence[Any]) -> None:
-        """Remove keys after earlier puts of them have ended, which other threads may be running."""
+        """Remove keys, after the puts of these keys that other threads are running have ended."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._is_closed or not any(entry.parts_left for entry in under_way)

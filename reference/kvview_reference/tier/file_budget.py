@@ -116,7 +116,7 @@ class FileBudget:
         """Give a file that is whole its name; a file that has the name already is kept.
 
         Raises:
-            OSError: It cannot get its name; give it up.
+            OSError: The file cannot be renamed; the caller must give up its bytes.
         """
         with self._counted() as count:
             if self._folder.has(path):

@@ -80,6 +80,14 @@ def load_named(name: str) -> type[Connector]:
     return connector
 
 
+def __getattr__(name: str) -> type[Connector]:
+    """Make ``kvview check tests.mutants.connector:NAME`` work."""
+    try:
+        return load_named(name)
+    except ValueError:
+        raise AttributeError(name) from None
+
+
 @dataclass(frozen=True)
 class ConnectorMutant(Mutant):
     """One injected fault; its factory is the class."""

@@ -1,0 +1,109 @@
+"""Read the built site in a headless Chromium, on a wide and a narrow screen, light and dark.
+
+    python docs/check_site.py [FOLDER] [PAGE ...]    (default: all pages of site/)
+
+Exit code 1 if axe-core finds a violation, a narrow page scrolls sideways, a word is broken inside,
+a table shows an escaped ``|``, or the text of a diagram is too small.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Literal
+
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, sync_playwright
+
+WIDTHS = (1400, 390)
+SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
+MIN_TEXT_PX = 9
+"""Height of the smallest readable text of a diagram."""
+
+_BROKEN_WORDS = """() => {
+  const broken = new Set(), range = document.createRange();
+  const walker = document.createTreeWalker(
+    document.querySelector("article"), NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const node = walker.currentNode;
+    for (const word of node.data.matchAll(/[A-Za-z]{2,}/g)) {
+      range.setStart(node, word.index);
+      range.setEnd(node, word.index + word[0].length);
+      const tops = new Set([...range.getClientRects()].map(box => Math.round(box.top)));
+      if (tops.size > 1) broken.add(word[0]);
+    }
+  }
+  return [...broken];
+}"""
+_ESCAPED_BARS = (
+    r"() => [...document.querySelectorAll('td')].some(td => td.innerText.includes('\\|'))"
+)
+_NOT_THE_THEME = {"exclude": [[".md-code__nav"]]}
+"""Buttons that the theme adds to each code block, as landmarks without names."""
+_DIAGRAMS = """() => [...document.querySelectorAll("article img[src$='.svg']")].map(
+  image => [image.getAttribute("src"), image.src, image.clientWidth])"""
+
+
+class _QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+
+def problems(page: Page, address: str) -> Iterator[str]:
+    """Yield the problems of one page on a wide and a narrow screen."""
+    page.goto(address, wait_until="load")
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        for problem in layout_problems(page):
+            yield f"{width} px: {problem}"
+        for found in Axe().run(page, _NOT_THE_THEME).response["violations"]:
+            nodes = [node["html"][:120] for node in found["nodes"][:3]]
+            yield f"{width} px: {found['id']}: {found['help']}: {nodes}"
+
+
+def layout_problems(page: Page) -> Iterator[str]:
+    """Yield the problems that only the laid-out page shows."""
+    if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
+        yield "the page scrolls sideways"
+    if words := page.evaluate(_BROKEN_WORDS):
+        yield f"broken words: {', '.join(words[:8])}"
+    if page.evaluate(_ESCAPED_BARS):
+        yield r"a table shows \|"
+    for name, source, width in page.evaluate(_DIAGRAMS):
+        text = page.request.get(source).text()
+        drawn = re.findall(r'viewBox="0 0 (\d+)', text)[0]
+        smallest = min(map(float, re.findall(r"font-size: ([\d.]+)px", text)))
+        if (pixels := smallest * width / float(drawn)) < MIN_TEXT_PX:
+            yield f"{name} has text of {pixels:.1f} px"
+
+
+def main() -> int:
+    """Check all pages and print the problems."""
+    folder, *names = sys.argv[1:] or ["site"]
+    root = Path(folder)
+    pages = names or sorted(p.parent.relative_to(root).as_posix() for p in root.rglob("index.html"))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_QuietHandler, directory=folder))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    num_problems = 0
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for scheme in SCHEMES:
+            page = browser.new_page(color_scheme=scheme, reduced_motion="reduce")
+            for name in pages:
+                for problem in problems(page, f"http://127.0.0.1:{server.server_port}/{name}/"):
+                    num_problems += 1
+                    print(f"{name}, {scheme}: {problem}", flush=True)
+        browser.close()
+    print(f"{len(pages)} pages, {num_problems} problems")
+    return 1 if num_problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
