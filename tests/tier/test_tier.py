@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from examples import folder_store
 from examples.folder_store import FolderStore
 from kvview import ConfigError, NamespaceMismatchError
 from kvview.bridge import TierOptions, open_tier
@@ -22,7 +23,8 @@ from kvview_reference.harness import guarded_tier, tier
 from kvview_reference.tier import FileStore
 from kvview_reference.tier.command import tier as tier_group
 from kvview_reference.tier.throughput import measure
-from tests.tier.author_stores import RIGHT, WRONG
+from tests.mutants.edits import Base, Variant, read_variants
+from tests.tier.author_stores import RIGHT
 from tests.tier.jobs import HERE, THERE, moved
 from tests.tier.shown import expected, shown
 
@@ -46,6 +48,7 @@ def test_longer_runs(factory: Any) -> None:
     assert report.is_clean, report.summary()
 
 
+FOLDER = Path(__file__).parent
 FEW = ["check_tier_1", "TIER-6", "TIER-7", "TIER-9", "TIER-10", "TIER-11"]
 
 
@@ -55,11 +58,21 @@ def test_right_stores_of_authors_are_green(store: Any) -> None:
     assert report.is_clean, report.summary()
 
 
-@pytest.mark.parametrize("store", WRONG)
-def test_wrong_stores_of_authors_are_red(store: Any) -> None:
-    law, check = WRONG[store]
-    report = run_checks(store, options={"root": "{tmp}"}, steps=20, select=[check])
-    assert law in {failure.check.law for failure in report.failures}, report.summary()
+WRONG = [
+    *read_variants(
+        FOLDER / "wrong_folder.txt", Base("FolderStore", (Path(folder_store.__file__),))
+    ),
+    *read_variants(
+        FOLDER / "wrong_sqlite.txt", Base("SqliteStore", (FOLDER / "author_stores.py",))
+    ),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.name)
+def test_wrong_stores_of_authors_are_red(wrong: Variant) -> None:
+    select = [wrong.notes["check"]]
+    report = run_checks(wrong.load(), options={"root": "{tmp}"}, steps=20, select=select)
+    assert wrong.law in {failure.check.law for failure in report.failures}, report.summary()
 
 
 def test_the_page_shows_the_results_of_its_programs() -> None:
