@@ -156,15 +156,8 @@ def test_an_exception_of_a_connector_is_a_failure() -> None:
     assert re.match(raised, str(failure))
 
 
-class NeverAnswers(OffloadConnector):
-    def make_scheduler(self) -> SchedulerConnector:
-        half = super().make_scheduler()
-        half.match_prefix = lambda request, num_computed_tokens: None  # type: ignore[method-assign]
-        return half
-
-
 def test_a_connector_that_never_answers_is_to_blame_and_not_the_engine() -> None:
-    failure = check_connector(NeverAnswers, seeds=3, max_shrink_runs=0).failures[0]
+    failure = check_connector(load_named("NeverAnswers"), seeds=3, max_shrink_runs=0).failures[0]
     assert failure.law == "CONN-2"
     assert "match_prefix always returns None" in failure.message
 
