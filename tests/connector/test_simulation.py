@@ -49,15 +49,9 @@ from tests.connector.unusual import UNUSUAL
 from tests.mutants.connector import MUTANTS, load_named
 from tests.mutants.connector.each_step import EachStep
 from tests.mutants.connector.late import Flaky, Late
+from tests.mutants.connector.leasing import LeasesForAWhile, LeasesForLong
 from tests.mutants.connector.two import Two
 from tests.mutants.connector.walker import Walker
-from tests.mutants.leasing import (
-    LeasesAndTouches,
-    LeasesForAWhile,
-    LeasesForever,
-    LeasesForLong,
-    RenewsForever,
-)
 
 FREES, LEAKS = load_named("FreesAtPlan"), load_named("NeverFreesAfterFailure")
 LAZY = "kvview_reference.connector:LazyOffloadConnector"
@@ -134,12 +128,6 @@ def test_every_wrong_connector_breaks_its_law(mutant: Mutant) -> None:
     broken = mutant.first_failure()
     assert broken is not None, "no seed showed it"
     assert broken.law == mutant.law, broken
-
-
-@pytest.mark.parametrize("connector", [LeasesForever, LeasesAndTouches, RenewsForever])
-def test_a_hold_without_a_deadline_is_found(connector: type[Connector]) -> None:
-    report = check_connector(connector, seeds=10, max_shrink_runs=0)
-    assert {failure.law for failure in report.failures} == {"CONN-4"}
 
 
 class Crashes(OffloadConnector):

@@ -24,13 +24,7 @@ from kvview.testing.connector.coverage import not_exercised
 from kvview_reference.connector import LazyOffloadConnector
 from kvview_vllm.simulation import VLLMEngines
 from tests.mutants import connector as connectors
-from tests.mutants.leasing import (
-    LeasesAndTouches,
-    LeasesForAWhile,
-    LeasesForever,
-    LeasesForLong,
-    RenewsForever,
-)
+from tests.mutants.connector.leasing import LeasesForAWhile, LeasesForLong
 
 # CONN-5 is left to the reference engine: here an id comes again only when no step has it.
 # So is CONN-13: pools are smaller here, and there is never room for all.
@@ -69,14 +63,6 @@ def test_no_false_alarm(engines: VLLMEngines, connector: type[Connector]) -> Non
     report = check_connector(connector, seeds=8, engines=engines)
     assert not report.failures, report.failures[0].script
     assert report.coverage["next turns"] > 0
-
-
-@pytest.mark.parametrize("connector", [LeasesForever, LeasesAndTouches, RenewsForever])
-def test_a_hold_without_a_deadline_is_found(
-    engines: VLLMEngines, connector: type[Connector]
-) -> None:
-    report = check_connector(connector, seeds=8, engines=engines, max_shrink_runs=0)
-    assert {failure.law for failure in report.failures} == {"CONN-4"}
 
 
 def test_a_failure_is_shrunk_to_a_script_that_fails(engines: VLLMEngines) -> None:
