@@ -28,7 +28,12 @@ from tests.mutants.connector.leasing import LeasesForAWhile, LeasesForLong
 
 # CONN-5 is left to the reference engine: here an id comes again only when no step has it.
 # So is CONN-13: pools are smaller here, and there is never room for all.
-MUTANTS = [mutant for mutant in connectors.MUTANTS if mutant.law not in ("CONN-5", "CONN-13")]
+# HidesPendingWork is too: the adapter keeps the engine stepping while jobs are in flight.
+MUTANTS = [
+    mutant
+    for mutant in connectors.MUTANTS
+    if mutant.law not in ("CONN-5", "CONN-13") and mutant.name != "HidesPendingWork"
+]
 
 SEEDS = 15
 """Seeds in which every one of them must show itself."""
