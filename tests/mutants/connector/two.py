@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvview import EngineFacts, SchedulerConnector, ViewNotBoundError, WorkerConnector
-from kvview.testing.connector.spy import SpyScheduler, SpyWorker
 from kvview_reference.connector.multi import MultiScheduler, MultiWorker
 from kvview_reference.connector.offload import OffloadConnector, OffloadScheduler
+from tests.connector.spy import SpyScheduler, SpyWorker
 
 
 class NeedsTheView(OffloadScheduler):
