@@ -17,10 +17,11 @@ from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
 from kvview_reference.connector import OffloadConnector
 from kvview_reference.engine import Engine
-from tests.cli.cases import read_cases
+from tests.cases import read_cases
 
 pytest.importorskip("torch")
 
+HERE = Path(__file__).parent
 REPLAY = ("replay", "--requests", "20", "--gpu-blocks", "200", "--connector")
 CHECK = ("check", "--seeds", "2")
 
@@ -95,7 +96,7 @@ def test_a_hook_that_raises_is_named_with_its_line(tmp_path: Path, part: str, ho
     assert "raise KeyError" in (tmp_path / "mine.py").read_text().splitlines()[int(line[1]) - 1]
 
 
-@pytest.mark.parametrize(("section", "body", "shown"), read_cases("hooks.txt"))
+@pytest.mark.parametrize(("section", "body", "shown"), read_cases(HERE / "hooks.txt"))
 def test_a_wrong_hook(tmp_path: Path, section: str, body: str, shown: str) -> None:
     commands, part, code = section.split()
     target = write(tmp_path, part, body.replace("\\n", "\n"))

@@ -62,18 +62,6 @@ def test_events(command: str) -> None:
     assert HOSTILE in json.loads(report)["held"]
 
 
-ROWS = [
-    {"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]},
-    {"timestamp": HOSTILE, "input_length": 512, "output_length": 1, "hash_ids": [1]},
-    {HOSTILE: 1},
-    [HOSTILE],
-    HOSTILE,
-]
-
-
-MODEL = {"groups": [{"layers": 2, "kv_heads": 2, "head_size": 8}], "name": "[/red]\x1b[2J[bold]"}
-
-
 @pytest.mark.parametrize(
     "args",
     [

@@ -19,9 +19,10 @@ from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
 from kvview.cli.output import OutputFile
 from kvview.events.recording import Message, Recording
-from tests.cli.cases import read_cases
+from tests.cases import read_cases
 
-MODELS = Path(__file__).parents[1] / "replay" / "model_configs.json"
+HERE = Path(__file__).parent
+MODELS = HERE.parent / "replay" / "model_configs.json"
 COMMANDS = {path.removeprefix("kvview "): command for path, command in leaves()}
 POOL = ["kvview_reference.harness:pool", "--select", "POOL-1"]
 ARGUMENTS = {
@@ -185,7 +186,7 @@ def test_wrong_values_of_every_option(command: str, name: str) -> None:
             assert_refused(result, command, name, value, given)
 
 
-@pytest.mark.parametrize(("section", "given", "part"), read_cases("refused.txt"))
+@pytest.mark.parametrize(("section", "given", "part"), read_cases(HERE / "refused.txt"))
 def test_a_refused_command_names_the_reason(section: str, given: str, part: str) -> None:
     commands, _, common = section.partition(" ")
     args, _, file = given.partition("@ ")

@@ -104,15 +104,6 @@ def test_threads_end_with_their_half() -> None:
     Shares.pool.shutdown()
 
 
-def test_a_store_in_flight_is_pending_work() -> None:
-    class Sleeps(HostCacheScheduler):
-        @override
-        def has_pending_work(self) -> bool:
-            return False
-
-    assert "CONN-3" in laws_of(with_halves(scheduler=Sleeps), 8)
-
-
 def test_a_tier_without_pages_is_accepted_or_refused() -> None:
     class NeedsAPage(HostCacheScheduler):
         def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:

@@ -284,3 +284,23 @@ def test_event2_only_promises_of_children_that_give_events_are_advertised() -> N
         assert len(list(scheduler.take_events())) == (child is says), "one key in one medium"
     assert list(scheduler.take_events()) == []
     assert [is_silent(name) for name in names] == [True, False, False, True, True]
+
+
+# --- resets ---
+
+
+class Answers(SchedulerConnector):
+    def __init__(self, answer: bool) -> None:
+        self.answer = answer
+        self.was_asked = False
+
+    def reset_cache(self) -> bool:
+        self.was_asked = True
+        return self.answer
+
+
+@pytest.mark.parametrize("answers", [[True, True], [False, True], [True, False]])
+def test_reset_asks_every_child(answers: list[bool]) -> None:
+    children = [Answers(answer) for answer in answers]
+    assert MultiScheduler(children).reset_cache() == all(answers)
+    assert all(child.was_asked for child in children)

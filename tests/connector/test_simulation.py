@@ -46,15 +46,9 @@ from tests.connector.unusual import UNUSUAL
 from tests.mutants.connector import MUTANTS, load_named
 from tests.mutants.connector.each_step import EachStep
 from tests.mutants.connector.late import Flaky, Late
+from tests.mutants.connector.leasing import LeasesForAWhile, LeasesForLong
 from tests.mutants.connector.two import Two
 from tests.mutants.connector.walker import Walker
-from tests.mutants.leasing import (
-    LeasesAndTouches,
-    LeasesForAWhile,
-    LeasesForever,
-    LeasesForLong,
-    RenewsForever,
-)
 
 FREES, LEAKS = load_named("FreesAtPlan"), load_named("NeverFreesAfterFailure")
 LAZY = "kvview_reference.connector:LazyOffloadConnector"
@@ -133,12 +127,6 @@ def test_every_wrong_connector_breaks_its_law(mutant: Mutant) -> None:
     assert broken.law == mutant.law, broken
 
 
-@pytest.mark.parametrize("connector", [LeasesForever, LeasesAndTouches, RenewsForever])
-def test_a_hold_without_a_deadline_is_found(connector: type[Connector]) -> None:
-    report = check_connector(connector, seeds=10, max_shrink_runs=0)
-    assert {failure.law for failure in report.failures} == {"CONN-4"}
-
-
 class Crashes(OffloadConnector):
     def make_scheduler(self) -> None:  # type: ignore[override]
         raise OSError("no such host")
@@ -153,15 +141,8 @@ def test_an_exception_of_a_connector_is_a_failure() -> None:
     assert re.match(raised, str(failure))
 
 
-class NeverAnswers(OffloadConnector):
-    def make_scheduler(self) -> SchedulerConnector:
-        half = super().make_scheduler()
-        half.match_prefix = lambda request, num_computed_tokens: None  # type: ignore[method-assign]
-        return half
-
-
 def test_a_connector_that_never_answers_is_to_blame_and_not_the_engine() -> None:
-    failure = check_connector(NeverAnswers, seeds=3, max_shrink_runs=0).failures[0]
+    failure = check_connector(load_named("NeverAnswers"), seeds=3, max_shrink_runs=0).failures[0]
     assert failure.law == "CONN-2"
     assert "match_prefix always returns None" in failure.message
 

@@ -25,17 +25,16 @@ from kvview_reference.connector import LazyOffloadConnector
 from kvview_vllm.releases.calls import preemptions_drop_drafts
 from kvview_vllm.simulation import VLLMEngines
 from tests.mutants import connector as connectors
-from tests.mutants.leasing import (
-    LeasesAndTouches,
-    LeasesForAWhile,
-    LeasesForever,
-    LeasesForLong,
-    RenewsForever,
-)
+from tests.mutants.connector.leasing import LeasesForAWhile, LeasesForLong
 
 # CONN-5 is left to the reference engine: here an id comes again only when no step has it.
 # So is CONN-13: pools are smaller here, and there is never room for all.
-MUTANTS = [mutant for mutant in connectors.MUTANTS if mutant.law not in ("CONN-5", "CONN-13")]
+# HidesPendingWork is too: the adapter keeps the engine stepping while jobs are in flight.
+MUTANTS = [
+    mutant
+    for mutant in connectors.MUTANTS
+    if mutant.law not in ("CONN-5", "CONN-13") and mutant.name != "HidesPendingWork"
+]
 
 SEEDS = 15
 """Seeds in which every one of them must show itself."""
@@ -85,14 +84,6 @@ def test_no_false_alarm(engines: VLLMEngines, connector: type[Connector]) -> Non
     report = check_connector(connector, seeds=8, engines=engines)
     assert not report.failures, report.failures[0].script
     assert report.coverage["next turns"] > 0
-
-
-@pytest.mark.parametrize("connector", [LeasesForever, LeasesAndTouches, RenewsForever])
-def test_a_hold_without_a_deadline_is_found(
-    engines: VLLMEngines, connector: type[Connector]
-) -> None:
-    report = check_connector(connector, seeds=8, engines=engines, max_shrink_runs=0)
-    assert {failure.law for failure in report.failures} == {"CONN-4"}
 
 
 def test_a_failure_is_shrunk_to_a_script_that_fails(engines: VLLMEngines) -> None:

@@ -22,9 +22,6 @@ from kvview import (
     Connector,
     FullAttention,
     Mamba,
-    SchedulerConnector,
-    StepInfo,
-    StepPlan,
     WorkerConnector,
 )
 from kvview.testing.connector import Add, Fate, Scenario, Step, generate_scenario, simulate
@@ -37,6 +34,7 @@ from kvview_vllm.releases import installed
 from kvview_vllm.simulation import VLLMEngines
 from kvview_vllm.simulation import engine as simulated
 from kvview_vllm.simulation.requests import PlannedRequest
+from tests.mutants.connector import load_named
 
 SEEDS = 6
 """Of each connector, depth and lag; ``--seeds`` of the command runs as many as one likes."""
@@ -172,34 +170,14 @@ def test_a_worker_that_does_not_order_itself_is_found(engines: Engines) -> None:
     assert laws["XFER-6"] >= 4, laws
 
 
-class StoresWhatTheStepCompletes(Connector):
-    """Takes the hashes of blocks that a step fills: some of their tokens are not known yet."""
-
-    def make_scheduler(self) -> SchedulerConnector:
-        return _Eager(self.config.geometry)
-
-
-class _Eager(SchedulerConnector):
-    def __init__(self, geometry: CacheGeometry) -> None:
-        self.size = geometry.hash_block_size
-        self.hashes: list[bytes] = []
-
-    def plan_step(self, step: StepInfo) -> StepPlan:
-        for part in step.scheduled:
-            end = part.num_computed_tokens + part.num_scheduled_tokens
-            for number in range(part.num_computed_tokens // self.size, end // self.size):
-                self.hashes.append(part.request.block_hashes[number])
-        return StepPlan()
-
-
 def test_hashes_of_tokens_that_are_in_flight_are_missed(engines: Engines) -> None:
+    reads = load_named("ReadsHashesOfTheStep")
     laws = Counter[str]()
     for seed in range(10):
-        scenario = in_flight(seed, 1)
-        if scenario.rounds > 1:  # the connector keeps every hash, which long runs report first
-            continue
-        one = simulate(StoresWhatTheStepCompletes, scenario, engines=engines).failure
-        several = simulate(StoresWhatTheStepCompletes, in_flight(seed, 2), engines=engines).failure
+        one, several = (
+            simulate(reads, replace(in_flight(seed, steps), drafts=()), engines=engines).failure
+            for steps in (1, 2)
+        )
         assert one is None, "one step in flight does not show it"
         laws[several.law if several else ""] += 1
     assert laws["CONN-3"] >= 6

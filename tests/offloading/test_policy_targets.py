@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvview import ConfigError, LookupResult, make_offload_key
+from kvview import LookupResult, make_offload_key
 from kvview.targets import load_target
 from kvview.testing import Outcome, run_checks
 from kvview_reference.offloading import CPUOffloadingManager
 from kvview_reference.offloading.lru_or_arc import LRUOrARCPolicy
-from kvview_reference.offloading.policies import policy_factory
 from kvview_reference.offloading.vllm_arc import VLLMARCPolicy
 
 PAGE = Path(__file__).parents[2] / "docs" / "sizing.md"
@@ -85,18 +84,3 @@ def test_vllm_arc_stores_remembered_keys_as_new() -> None:
         use(*keys)
     held = [number for number in range(3) if manager.lookup(KEYS[number]) is LookupResult.HIT]
     assert held == [0, 1], "0 was used again; 1 came back and took the room of 2"
-
-
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("mru", ", and file.py:Policy"),
-        ("json:dumps", "lacks admit, touch, release, remove"),
-        ("json:JSONDecoder", "cannot be built from a capacity"),
-        ("no_such_file.py:Policy", "there is no file"),
-        ("json:nothing", "has no 'nothing'"),
-    ],
-)
-def test_a_target_that_is_not_a_policy_is_refused(name: str, what: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(what)):
-        policy_factory(name)(4)

@@ -263,7 +263,6 @@ def test_replay_has_the_groups_of_the_model(tmp_path: Path) -> None:
 
 LLAMA = CONFIGS["Llama 3.1 8B"]
 JAMBA = CONFIGS["Jamba v0.1"]
-GROUP = {"layers": 1, "kv_heads": 1, "head_size": 8}
 WRONG = [0, -1, 1.5, "8", "", True, [], [1], {}, {"a": 1}, 10**400, float("nan"), float("inf")]
 
 

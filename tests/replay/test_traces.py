@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from kvview.errors import ConfigError, TraceError
 from kvview_reference.replay.traces import Lost, TraceRequest, open_trace
 from kvview_reference.replay.workload import generate_trace
+from tests.cases import read_cases
 from tests.traces import CC as CC_NAME
 from tests.traces import MOONCAKE as MOONCAKE_NAME
 from tests.traces import trace_file
@@ -125,87 +126,27 @@ def test_cc_scopes_and_empty_sessions(path: Path) -> None:
 # --- malformed rows ---
 
 
-def without(row: dict[str, Any], field: str) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name != field}
-
-
 def of_mooncake(**changes: Any) -> dict[str, Any]:
     return {**MOONCAKE, **changes}
 
 
-SMALL_BAILIAN = {**BAILIAN, "input_length": 16, "hash_ids": [1]}  # fits both block sizes
-BAD_MOONCAKE: list[tuple[Any, str]] = [
-    (b'{"timestamp": 1,', "not JSON: EOF while parsing a value at column 16"),
-    (b"\x00\xff\x17\x80", "not JSON"),
-    (b'{"timestamp": "\xff"}', "not JSON: invalid unicode"),
-    (to_line(MOONCAKE) * 2, "not JSON: trailing characters"),
-    (b"[" * 9_000, "not JSON: recursion limit"),
-    (b'{"timestamp": ' + b"9" * 5_000 + b"}", "not JSON: number out of range"),
-    ([1], "not a JSON object, got [1]"),
-    (None, "not a JSON object, got None"),
-    (without(MOONCAKE, "hash_ids"), "field 'hash_ids': missing"),
-    ({}, "field 'input_length': missing (and 2 more in this row)"),
-    (of_mooncake(input_length="600"), "field 'input_length': should be a valid integer, got '600'"),
-    (of_mooncake(output_length=3.0), "field 'output_length': should be a"),
-    (of_mooncake(output_length=True), "field 'output_length': should be a valid integer, got True"),
-    (of_mooncake(output_length=-3), "field 'output_length': should be greater than or equal to 0"),
-    (of_mooncake(output_length=10**30), "field 'output_length': should be less"),
-    (of_mooncake(input_length=0), "field 'input_length': should be greater"),
-    (of_mooncake(hash_ids=None), "field 'hash_ids': should be a valid array"),
-    (of_mooncake(hash_ids=[0, True]), "field 'hash_ids[1]': should be a valid"),
-    (of_mooncake(hash_ids=[-1, 7]), "field 'hash_ids[0]': should be greater"),
-    (of_mooncake(hash_ids=[2**64, 7]), "field 'hash_ids[0]': should be less than"),
-    (of_mooncake(timestamp=False), "field 'timestamp': should be a valid num"),
-    (of_mooncake(timestamp=-0.5), "field 'timestamp': should be greater"),
-    (of_mooncake(timestamp=float("nan")), "field 'timestamp': should be a finite"),
-    (of_mooncake(timestamp=1e300), "field 'timestamp': should be less than"),
-    (of_mooncake(input_length=1600), "field 'hash_ids': 2 ids for 1600 prompt tokens in blocks"),
-    (of_mooncake(input_length=512), "field 'hash_ids': 2 ids for 512 prompt tokens in blocks of"),
-    (without(SMALL_BAILIAN, "parent_chat_id"), "mixed schemas: a bailian row in a mooncake trace"),
-    (without(SMALL_BAILIAN, "chat_id"), "mixed schemas: a bailian row in a mooncake trace"),
-    (CC, "mixed schemas: a cc-traces row in a mooncake trace"),
-]
-BAD_BAILIAN: list[tuple[Any, str]] = [
-    (without(BAILIAN, "chat_id"), "field 'chat_id': missing"),
-    ({**BAILIAN, "chat_id": "x"}, "field 'chat_id': should be a valid integer, got 'x'"),
-    ({**BAILIAN, "hash_ids": [1]}, "field 'hash_ids': 1 ids for 33 prompt tokens in"),
-    (MOONCAKE, "mixed schemas: a mooncake row in a bailian trace"),
-]
 GOOD_CC = cc_request(0.0, [1])
-BAD_CC: list[tuple[Any, str]] = [
-    (
-        cc_session(GOOD_CC, cc_subagent(1.0, without(GOOD_CC, "in"))),
-        "field 'requests[1].requests[0].in': missing",
-    ),
-    (
-        cc_session(cc_subagent(1.0, {**GOOD_CC, "in": 640})),
-        "field 'requests[0].requests[0].hash_ids': 1 ids for 640 prompt tokens in blocks of 64",
-    ),
-    (cc_session(without(GOOD_CC, "type")), "field 'requests[0].type': missing"),
-    (
-        cc_session({**GOOD_CC, "type": "z"}),
-        "field 'requests[0].type': should be one of 'n', 's', 'subagent', got 'z'",
-    ),
-    (cc_session(3), "field 'requests[0]': should be an object, got 3"),
-    (cc_session(hash_id_scope="x"), "field 'hash_id_scope': should be 'local' or"),
-    (cc_session(id=""), "field 'id': String should have at least 1"),
-    (cc_session(block_size=0), "field 'block_size': should be greater"),
-    (cc_session(block_size=32), "field 'block_size': 32 in a trace of 64"),
+GOOD = {"mooncake": MOONCAKE, "bailian": BAILIAN, "cc-traces": CC}
+BAD = [
+    *read_cases(Path(__file__).with_name("bad_rows.txt")),
+    ("mooncake", b"\x00\xff\x17\x80", "not JSON"),
+    ("mooncake", b'{"timestamp": "\xff"}', "not JSON: invalid unicode"),
+    ("mooncake", b"[" * 9_000, "not JSON: recursion limit"),
+    ("mooncake", b'{"timestamp": ' + b"9" * 5_000 + b"}", "not JSON: number out of range"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("good", "bad", "part"),
-    [
-        (good, *row)
-        for good, rows in ((MOONCAKE, BAD_MOONCAKE), (BAILIAN, BAD_BAILIAN), (CC, BAD_CC))
-        for row in rows
-    ],
-)
+@pytest.mark.parametrize(("schema", "bad", "part"), BAD)
 def test_a_malformed_row_is_named_and_no_other_row_is_lost(
-    path: Path, good: Any, bad: Any, part: str
+    path: Path, schema: str, bad: str | bytes, part: str
 ) -> None:
-    write(path, [good, b"", bad, good])
+    row = bad.encode() if isinstance(bad, str) else bad
+    write(path, [GOOD[schema], b"", row, GOOD[schema]])
     seen: list[int] = []
     with pytest.raises(TraceError) as caught:
         seen.extend(request.line for request in open_trace(path))

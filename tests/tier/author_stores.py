@@ -1,4 +1,4 @@
-"""Small stores as authors write them: right ones in three media, and wrong ones."""
+"""Small stores as authors write them, in three media; ``wrong_*.txt`` have edits of two."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import sqlite3
 import struct
 import threading
-import uuid
 from pathlib import Path
 
 from examples.folder_store import FolderStore
@@ -125,83 +124,4 @@ class LogStore(Threaded):
         return True
 
 
-# --- wrong ---
-
-
-class LeavesATemporaryFile(FolderStore):
-    """TIER-9: each put leaves an empty file behind."""
-
-    def write(self, key: bytes, page: memoryview, /) -> bool:
-        (self._folder / f".{uuid.uuid4().hex}").touch()
-        return super().write(key, page)
-
-
-class LosesLongKeys(FolderStore):
-    """TIER-9: a store that is reopened does not find keys of more than 64 bytes."""
-
-    def __init__(self, namespace: Namespace, root: str) -> None:
-        super().__init__(namespace, root)
-        self._before = set(os.listdir(self._folder))
-
-    def has(self, key: bytes, /) -> bool:
-        return super().has(key) and not (len(key) > 64 and key.hex() in self._before)
-
-
-class WritesAtTheEnd(SqliteStore):
-    """TIER-9: pages are written by close, so that a killed process loses them."""
-
-    def __init__(self, namespace: Namespace, root: str) -> None:
-        self._late: dict[bytes, bytes] = {}
-        super().__init__(namespace, root)
-
-    def _page(self, key: bytes) -> bytes:
-        return self._late.get(key) or super()._page(key)
-
-    def write(self, key: bytes, page: memoryview, /) -> bool:
-        self._late[key] = bytes(page)
-        return True
-
-    def close(self) -> None:
-        for key, page in self._late.items():
-            super().write(key, memoryview(page))
-        super().close()
-
-
-class IgnoresTheSize(SqliteStore):
-    """TIER-1: a page of another size is filled as far as it goes."""
-
-    def read_into(self, key: bytes, page: memoryview, /) -> bool:
-        found = self._page(key)
-        size = min(len(found), len(page))
-        page[:size] = found[:size]
-        return bool(found)
-
-
-class IgnoresTheCase(SqliteStore):
-    """TIER-7: keys are texts that are compared without regard to case."""
-
-    def _page(self, key: bytes) -> bytes:
-        return super()._page(key.lower())
-
-    def write(self, key: bytes, page: memoryview, /) -> bool:
-        return super().write(key.lower(), page)
-
-
-class OpensAFileForEachLoad(FolderStore):
-    """TIER-11: a load leaves its file open."""
-
-    def read_into(self, key: bytes, page: memoryview, /) -> bool:
-        os.open(self._path(key), os.O_RDONLY)
-        return super().read_into(key, page)
-
-
 RIGHT = (SqliteStore, WALStore, LogStore, FolderStore)
-WRONG = {
-    LeavesATemporaryFile: ("TIER-9", "check_tier_9_growth"),
-    LosesLongKeys: ("TIER-9", "check_tier_9"),
-    WritesAtTheEnd: ("TIER-9", "check_tier_9_killed_process"),
-    IgnoresTheSize: ("TIER-1", "check_tier_1"),
-    IgnoresTheCase: ("TIER-7", "check_tier_7"),
-    OpensAFileForEachLoad: ("TIER-11", "check_tier_11_threads_and_files"),
-}
-"""The law that each one breaks, and the check that sees it."""

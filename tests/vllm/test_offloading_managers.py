@@ -48,7 +48,6 @@ def number(release: str) -> tuple[int, ...]:
 
 RELEASE = number(_RELEASE[0]) if _RELEASE else number(NEWEST_TESTED)
 
-_NO_ROOM = "up to 0.29 ARC evicts no key although some are idle: vLLM PR #55461"
 
 ANY_CALLER = {"OFF-2", "OFF-3", "OFF-5", "OFF-6", "OFF-8", "OFF-9", "EVENT-1", "EVENT-2"}
 """Laws that the bare managers break in calls that vLLM does not make.

@@ -299,7 +299,7 @@ def test_a_cache_that_requires_delivery_hangs_in_some_releases(engines: VLLMEngi
 def test_caps_of_a_client_reach_the_connector(engines: VLLMEngines) -> None:
     """OffloadingConnector takes them from 0.33 on (PR 55885)."""
     scheduler = import_module(f"{V1}.offloading.scheduler")
-    takes_caps = "max_load_tokens" in Path(scheduler.__file__).read_text()
+    takes_caps = "max_load_tokens" in Path(str(scheduler.__file__)).read_text()
     prompt = Add("first", 1, 65)
     again = replace(prompt, request_id="again")
 

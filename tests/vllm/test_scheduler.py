@@ -24,14 +24,6 @@ from kvview import (
 FAULTY = Path(__file__).with_name("faulty_connectors.py")
 TOKENS = range(10, 10 + 6 * lane.BLOCK_SIZE + 4)
 HIT_TOKENS = 6 * lane.BLOCK_SIZE
-OTHER_TOKENS = range(200, 200 + 6 * lane.BLOCK_SIZE + 4)
-WINDOWS = [
-    (None,),
-    pytest.param(
-        (None, lane.WINDOW),
-        marks=pytest.mark.skipif(lane.refuses_several_groups(), reason="one KV-cache group only"),
-    ),
-]
 
 MakeEngine = Callable[..., lane.Engine]
 

@@ -1,10 +1,11 @@
-"""Two connectors of a kind side by side, which need the view."""
+"""Two connectors of a kind side by side, which need the view, and a spy that misses no call."""
 
 from __future__ import annotations
 
 from kvview import EngineFacts, SchedulerConnector, ViewNotBoundError, WorkerConnector
 from kvview_reference.connector.multi import MultiScheduler, MultiWorker
 from kvview_reference.connector.offload import OffloadConnector, OffloadScheduler
+from tests.connector.spy import SpyScheduler, SpyWorker
 
 
 class NeedsTheView(OffloadScheduler):
@@ -17,11 +18,11 @@ class NeedsTheView(OffloadScheduler):
 
 
 class Two(OffloadConnector):
-    """Two of a kind."""
+    """Two of a kind, and a spy."""
 
     def make_scheduler(self) -> SchedulerConnector:
         halves = [NeedsTheView(self.config, self.options) for _ in range(2)]
-        return MultiScheduler(halves)
+        return MultiScheduler([*halves, SpyScheduler()])
 
     def make_worker(self) -> WorkerConnector:
-        return MultiWorker([super().make_worker(), super().make_worker()])
+        return MultiWorker([super().make_worker(), super().make_worker(), SpyWorker()])

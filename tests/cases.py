@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def read_cases(name: str) -> list[tuple[str, str, str]]:
-    """Return the section, the input and the expected text of each case of a file."""
+def read_cases(file: Path) -> list[tuple[str, str, str]]:
+    """Return the section, the input and the expected text of each case."""
     cases = []
     section = ""
-    for line in Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines():
+    for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("== "):
             section = line.removeprefix("== ")
         elif line and not line.startswith("#"):

@@ -1,8 +1,6 @@
-"""Connectors that hold blocks under leases: two right ones, and wrong ones."""
+"""Connectors that hold blocks under leases."""
 
 from __future__ import annotations
-
-from typing import ClassVar
 
 from kvview import (
     BlockIds,
@@ -12,8 +10,6 @@ from kvview import (
     Lease,
     RequestInfo,
     SchedulerConnector,
-    StepInfo,
-    StepPlan,
     SupportsLeases,
 )
 
@@ -41,35 +37,12 @@ class LeasingScheduler(SchedulerConnector):
 
 
 class LeasesForAWhile(Connector):
-    scheduler: ClassVar[type[LeasingScheduler]] = LeasingScheduler
-
     def make_scheduler(self) -> SchedulerConnector:
-        return self.scheduler()
+        return LeasingScheduler()
 
 
 class LeasesForLong(LeasesForAWhile):
-    class scheduler(LeasingScheduler):
-        ttl = 500.0
-
-
-class LeasesForever(LeasesForAWhile):
-    class scheduler(LeasingScheduler):
-        ttl = None
-
-
-class LeasesAndTouches(LeasesForAWhile):
-    class scheduler(LeasingScheduler):
-        def on_request_finished(
-            self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
-        ) -> None:
-            super().on_request_finished(request, block_ids, reason)
-            self.view.touch_blocks([block for table in block_ids for block in table])
-
-
-class RenewsForever(LeasesForAWhile):
-    class scheduler(LeasingScheduler):
-        def plan_step(self, step: StepInfo) -> StepPlan:
-            for lease in self.leases:
-                if lease.is_active:
-                    lease.renew(8 * 24 * 3600.0)  # longer than any run lasts
-            return StepPlan()
+    def make_scheduler(self) -> SchedulerConnector:
+        half = LeasingScheduler()
+        half.ttl = 500.0
+        return half
