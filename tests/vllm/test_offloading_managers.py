@@ -39,7 +39,7 @@ from kvview.testing import PROFILES, BoundCheck, ManagerPlayer, parametrize_with
 from kvview.testing.search import search
 from kvview_vllm.offloading import VLLMOffloadingManager
 from kvview_vllm.releases import NEWEST_TESTED
-from kvview_vllm.releases.release import find_class
+from kvview_vllm.releases.shapes import find_class
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 CTX = ReqContext("r")

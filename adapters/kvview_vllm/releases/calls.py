@@ -18,7 +18,8 @@ from operator import attrgetter
 from typing import Any
 
 from kvview import ConfigError, RequestContent
-from kvview_vllm.releases.release import GeometrySeam, find_class
+from kvview_vllm.releases.release import GeometrySeam
+from kvview_vllm.releases.shapes import find_class
 from kvview_vllm.releases.versions import vllm
 
 EVENT_FIELDS = (
