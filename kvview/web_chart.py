@@ -10,9 +10,6 @@ WIDTH, LEFT, RIGHT, TOP = 900, 72, 34, 14
 _HATCHED = "held"  # so that it differs not only by colour; the page's style has the colours
 _HATCH = 7  # pixels from one line to the next
 
-HIT_KINDS = (("engine", "hit on the GPU"), ("held", "hit on the host"), ("free", "computed"))
-"""Classes and labels of the sources of prompt blocks."""
-
 Point = tuple[float, float]
 
 
@@ -141,20 +138,6 @@ class Chart:
             f'<div class="wide"><svg viewBox="0 0 {WIDTH} {self.height}" role="img" '
             f'aria-label="{escape(self._name)}">{"".join(parts)}{axes}</svg></div>'
         )
-
-
-def hit_areas(moments: Iterable[tuple[int, int, int]]) -> list[Area]:
-    """Make areas of the shares of prompt blocks.
-
-    Args:
-        moments: Blocks hit on the GPU, blocks hit on the host, and all blocks.
-    """
-    heights = [
-        (gpu / blocks, host / blocks, 1 - (gpu + host) / blocks) if blocks else (0.0, 0.0, 0.0)
-        for gpu, host, blocks in moments
-    ]
-    columns = list(zip(*heights, strict=True)) or [(), (), ()]
-    return [Area(*kind, column) for kind, column in zip(HIT_KINDS, columns, strict=True)]
 
 
 def points_of(points: Iterable[Point]) -> str:

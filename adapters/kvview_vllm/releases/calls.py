@@ -236,26 +236,6 @@ def make_cpu_manager(num_blocks: int, cache_policy: str = "lru", **options: Any)
     return make_known(kind, backend=backends.CPUBackend(1, num_blocks), **options)
 
 
-def pages_of_backend(manager: Any) -> int | None:
-    """Pages of an empty manager that is one policy over a backend (up to 0.18), else None."""
-    backend = getattr(manager, "backend", None)
-    return None if backend is None else int(backend.get_num_free_blocks())
-
-
-def loses_touched_stores(manager: Any) -> bool:
-    """Whether a manager may lose a key that is touched while it is being stored.
-
-    ARC managers up to 0.16 do. Those of 0.17 and 0.18 have the same shape and do not; skipping
-    the touch there costs nothing, because it would only move that key in their order.
-    """
-    return hasattr(manager, "t1")
-
-
-def store_threshold(manager: Any) -> int:
-    """How often a key must be looked up or offered before it is stored (from 0.19)."""
-    return int(getattr(manager, "store_threshold", 1))
-
-
 def has_block_ids(spec: Any) -> bool:
     """Whether a load-store spec identifies its pages by numbers."""
     return hasattr(spec, "block_ids")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from io import StringIO
 from typing import TYPE_CHECKING
 
 import click
@@ -13,17 +14,19 @@ from rich.table import Table
 from kvview.cli.console import Console, progress
 from kvview.cli.echo import echo
 from kvview.cli.exit_codes import ExitCode
-from kvview.cli.output import JSONOption, OutputFile, Rate, Whole, write_json
+from kvview.cli.output import OutputFile, Rate, Whole, json_option, write_json
 from kvview.errors import ConfigError
+from kvview_reference.replay.command import trace_options
 
 if TYPE_CHECKING:
     from kvview_reference.sizing.sweep import SizeReport
 
 _NUM_GENERATED = 12_000
+_PAGE_WIDTH = 100
 
 
 @click.command()
-@click.argument("trace", required=False)
+@trace_options(_NUM_GENERATED)
 @click.option(
     "--sizes",
     metavar="SIZE,...",
@@ -71,26 +74,7 @@ _NUM_GENERATED = 12_000
     is_flag=True,
     help="Let a cache hold the partial last block of a prompt too; engines do not.",
 )
-@click.option("--requests", type=Whole(1), help="Stop after this many requests.  [default: all]")
-@click.option(
-    "--seed",
-    type=Whole(),
-    default=0,
-    show_default=True,
-    help="Seed of the generated workload.",
-)
-@click.option(
-    "--max-references",
-    type=Whole(1),
-    help="Sample a trace with more uses of blocks than this.  [default: 67 million]",
-)
-@click.option("--strict", is_flag=True, help="Stop at damaged input, with exit code 2.")
-@click.option(
-    "--json",
-    "json_file",
-    cls=JSONOption,
-    schemas={"size": "kvview_reference.sizing.sweep:SizeReport"},
-)
+@json_option({"size": "kvview_reference.sizing.sweep:SizeReport"})
 @click.option(
     "--html",
     "html_file",
@@ -100,6 +84,9 @@ _NUM_GENERATED = 12_000
 )
 def size(
     trace: str | None,
+    requests: int | None,
+    seed: int,
+    strict: bool,
     sizes: str | None,
     gpu_blocks: str | None,
     policies: str,
@@ -109,10 +96,6 @@ def size(
     prefill_rate: float,
     load_bandwidth: float,
     partial_blocks: bool,
-    requests: int | None,
-    seed: int,
-    max_references: int | None,
-    strict: bool,
     json_file: str | None,
     html_file: str | None,
 ) -> None:
@@ -126,7 +109,7 @@ def size(
     from kvview_reference.replay.trace_input import Source, open_source
     from kvview_reference.sizing.model import parse_size
     from kvview_reference.sizing.model_file import read_model
-    from kvview_reference.sizing.references import MAX_REFERENCES, References, read_references
+    from kvview_reference.sizing.references import References, read_references
     from kvview_reference.sizing.size_page import write_size_page
     from kvview_reference.sizing.stored import StoredBlocks
     from kvview_reference.sizing.sweep import size as run
@@ -139,9 +122,7 @@ def size(
     if model_file is None and (dtype, tp) != (None, None):
         raise ConfigError("--dtype and --tp describe a model and need --model")
     model = None if model_file is None else read_model(model_file, dtype, tp)
-    open_trace = partial(
-        open_source, trace, requests=requests, seed=seed, num_generated=_NUM_GENERATED
-    )
+    open_trace = partial(open_source, trace, requests, seed, _NUM_GENERATED)
     source = open_trace(strict=strict, report=partial(echo, err=True))
     blocks = None if model is None else StoredBlocks(model, source.block_size)
 
@@ -151,7 +132,6 @@ def size(
             source.block_size,
             max_request_blocks=max_request_blocks,
             has_partial_blocks=partial_blocks,
-            max_references=max_references or MAX_REFERENCES,
             tails=blocks.tails if blocks else (),
         )
 
@@ -171,10 +151,10 @@ def size(
         references = read(source, gpu or None)
         host_sizes = None
         if sizes is not None:
-            num_blocks = round(references.num_blocks / references.rate)
             known = (lambda: blocks.block_bytes(references.tail_shares)) if blocks else None
             host_sizes = [
-                parse_size(part, "--sizes", known, num_blocks) for part in sizes.split(",")
+                parse_size(part, "--sizes", known, references.num_blocks)
+                for part in sizes.split(",")
             ]
         report = run(
             references,
@@ -190,19 +170,20 @@ def size(
             on_progress=on_progress,
         )
     if json_file != "-":
-        _show(report)
+        _show(report, Console())
     write_json(json_file, report.model_dump(mode="json"))
     if html_file is not None:
-        write_size_page(html_file, report, source.lost)
+        text = StringIO()
+        _show(report, Console(file=text, width=_PAGE_WIDTH))
+        write_size_page(html_file, report, text.getvalue(), source.lost)
     if source.lost.rows:
         echo(f"kvview: {source.lost.summary(source.title)}", err=True)
     sys.exit(ExitCode.CLEAN)
 
 
-def _show(report: SizeReport) -> None:
+def _show(report: SizeReport, console: Console) -> None:
     from kvview_reference.sizing.explain import explain
 
-    console = Console()
     optimum = dict(report.optimum)
     title = f"{report.trace}: {report.requests:,} requests, {report.blocks:,} blocks"
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))

@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML page: the curves, the timeline and the figures."""
+"""The report as one self-contained HTML page: the curves, and the text of the terminal."""
 
 from __future__ import annotations
 
@@ -6,50 +6,33 @@ from html import escape
 from math import log10
 
 from kvview.version import versions_of
-from kvview.web_chart import HIT_KINDS, LEFT, TOP, Chart, Point, hit_areas, points_of
-from kvview.web_page import made_by, make_table, wide, write_page
+from kvview.web_chart import LEFT, TOP, Chart, Point, points_of
+from kvview.web_page import made_by, write_page
 from kvview_reference.replay.traces import Lost
-from kvview_reference.sizing.explain import blocks_and_gib, conclusions, explain
-from kvview_reference.sizing.sweep import PolicyCurve, SizeReport
+from kvview_reference.sizing.sweep import SizeReport
 
 _HEIGHT, _BOTTOM = 400, 84
-_TIMELINE_HEIGHT, _TIMELINE_BOTTOM = 260, 70
 _NUM_COLOURS = 4
 _DASHES = ("", "9 3", "9 3 2 3", "4 3")  # besides colours
 _MARKS = ("", "M-4,-4 h8 v8 h-8 z", "M0,-5 L5,4 H-5 z", "M0,-5 L5,0 L0,5 L-5,0 z")
 _SHARE = "share of the prompt blocks"
 
 
-def write_size_page(path: str, report: SizeReport, lost: Lost) -> None:
+def write_size_page(path: str, report: SizeReport, text: str, lost: Lost) -> None:
     """Write the page.
 
     Args:
         path: The file to write.
         report: The report.
+        text: The report as the terminal shows it.
         lost: Parts of the trace that could not be read.
 
     Raises:
         ConfigError: The file cannot be written.
     """
-    paragraphs = [f"<p>{escape(line)}</p>" for line in explain(report)]
-    num_first = len(conclusions(report))
-    parts = [
-        *paragraphs[:num_first],
-        "<h2>Hits against the size of the host</h2>",
-        _curves(report),
-        "<h2>Costs by size</h2>",
-        *(_table(report, curve) for curve in report.curves),
-        "<h2>Over time</h2>",
-        f"<p>With LRU and {escape(blocks_and_gib(report, report.knee_host_blocks))}.</p>",
-        _timeline(report),
-        "<h2>Basis</h2>",
-        *paragraphs[num_first:],
-        f"<p>{report.requests:,} requests, {report.blocks:,} blocks of {report.block_size} "
-        f"tokens, {report.different_blocks:,} different ones, {report.trace_seconds:,.0f} s.</p>",
-        *lost.as_html(),
-        *made_by(versions_of()),
-    ]
-    write_page("--html", path, f"kvview size: {report.trace}", parts)
+    parts = [_curves(report), f"<pre>{escape(text)}</pre>", *lost.as_html()]
+    title = f"kvview size: {report.trace}"
+    write_page("--html", path, title, [*parts, *made_by(versions_of())])
 
 
 def _curves(report: SizeReport) -> str:
@@ -119,40 +102,3 @@ def _sizes(report: SizeReport, chart: Chart, low: int, high: int) -> list[str]:
                     )
                 )
     return parts
-
-
-def _table(report: SizeReport, curve: PolicyCurve) -> str:
-    has_bytes = report.model is not None
-    names = ["host blocks", *["GiB"] * has_bytes, "all hits", "host hits", "offloaded"]
-    names += ["per loaded", "prefill s saved", "load s", *["GB/s in", "GB/s out"] * has_bytes]
-    if not has_bytes:
-        names.remove("load s")
-    rows = []
-    for point in curve.points:
-        cells = [f"{point.host_blocks:,}"]
-        if point.host_gib is not None:
-            cells.append(f"{point.host_gib:,.1f}")
-        cells += [f"{1 - point.computed_rate:.1%}", f"{point.host_hit_rate:.1%}"]
-        ratio = point.offloaded_per_loaded
-        cells += [f"{point.offloaded_blocks:,}", "-" if ratio is None else f"{ratio:.1f}"]
-        cells.append(f"{point.prefill_seconds_saved:,.0f}")
-        if has_bytes:
-            figures = (point.load_seconds, point.peak_load_gb_per_s, point.peak_offload_gb_per_s)
-            cells += ["-" if value is None else f"{value:,.2f}" for value in figures]
-        rows.append(cells)
-    title = f"<h3>{escape(curve.policy)} ({escape(curve.method)})</h3>"
-    return title + wide(make_table(names, rows, names))
-
-
-def _timeline(report: SizeReport) -> str:
-    moments = report.timeline
-    end = max(report.trace_seconds, 1e-9)
-    chart = Chart("hits over time", 0.0, end, 1.0, _TIMELINE_HEIGHT, _TIMELINE_BOTTOM)
-    edges = [moment.start_s for moment in moments] + [end]
-    hits = [(moment.gpu_hit_blocks, moment.host_hit_blocks, moment.blocks) for moment in moments]
-    parts = [*chart.shares(_SHARE), *chart.stack(edges, hit_areas(hits))]
-    unit, name = (3600, "h") if end > 2 * 3600 else (60, "min") if end > 120 else (1, "s")
-    for number in range(7):
-        at = end * number / 6
-        parts.append(chart.tick(chart.x(at), f"{at / unit:.3g} {name}"))
-    return chart.svg([*parts, *chart.legend(HIT_KINDS)])
