@@ -140,40 +140,6 @@ def test_a_request_that_cannot_fit_is_skipped(tmp_path: Path) -> None:
         assert (report["requests"], report["requests_too_large"], report["blocks"]) == (2, 1, 3)
 
 
-@pytest.mark.parametrize(
-    ("args", "part"),
-    [
-        ("no/such/trace.jsonl", "no/such/trace.jsonl"),
-        (str(ROOT / "kvview"), "no file in it ends in"),
-        ("--connector json:loads", "is a function, not a subclass"),
-        ("--option cpu_blokcs=5", "cpu_blokcs"),
-        ("--policy mru", "lru"),
-        ("--cpu-blocks -1", "cpu_blocks"),
-        ("--cpu-blocks 1000000000000", "host"),
-        ("--gpu-blocks 1000000000000", "GPU blocks"),
-        ("--gpu-blocks 1", "num_blocks"),
-        ("--gpu-blocks 2", "use more GPU blocks"),
-        ("--closed-loop 4 --speed 2", "--speed needs arrival times"),
-        ("--closed-loop 4 --model x", "--model needs arrival times"),
-        ("--closed-loop 0", "--closed-loop"),
-        ("--speed 0", "--speed"),
-        ("--max-running 0", "--max-running"),
-        ("--model no/such.json", "No such file"),
-        ("--block-bytes 12", "multiple of 8"),
-        ("--requests 0", "--requests"),
-        ("--seed -1", "seed"),
-        ("--groups full,windov:4096", "window:TOKENS"),
-        ("--groups window:0", "sliding_window"),
-        ("--publish-replay tcp://127.0.0.1:*", "--publish"),
-    ],
-)
-def test_a_run_that_cannot_start_is_one_line_and_exit_code_2(args: str, part: str) -> None:
-    result = run("--requests", "50", *args.split())
-    assert result.exit_code == 2, result.output
-    assert part in result.stderr
-    assert result.stderr.count("\n") == 1
-
-
 WRONG = f"""
 from dataclasses import replace
 from kvview import CPULoadStoreSpec, StepPlan

@@ -46,6 +46,23 @@ def done(job_id: int, success: bool = True) -> TransferResult:
     return TransferResult(job_id, success)
 
 
+def test_a_block_is_moved_when_every_worker_moved_it() -> None:
+    tracker = JobTracker(num_workers=3)
+    begin(tracker, StepPlan(stores=[store(1)]))
+    for rank, moved in enumerate([[True, True, False], [False, True, True]]):
+        assert tracker.end(TransferResult(1, False, moved=moved), rank) is None
+    ended = tracker.end(done(1), rank=2)
+    assert ended is not None
+    assert not ended.result.success
+    assert ended.result.moved == [False, True, False]
+    begin(tracker, StepPlan(stores=[store(2)]))
+    tracker.end(TransferResult(2, False, moved=[True]), 0)
+    tracker.end(TransferResult(2, False), 1)
+    ended = tracker.end(done(2), 2)
+    assert ended is not None
+    assert ended.result.moved is None
+
+
 def test_a_promise_needs_its_load_in_the_same_plan() -> None:
     book = JobTracker()
     book.promise("r", 32)

@@ -246,6 +246,42 @@ def test_shutdown_writes_the_steps_in_flight_first() -> None:
     assert mark.query()
 
 
+@pytest.mark.parametrize("depth", [1, *DEPTHS])
+def test_rejected_drafts_are_neither_cached_nor_generated(depth: int) -> None:
+    """The tokens and hashes of a request are those without speculative decoding."""
+    counts: list[int] = []
+
+    class Half(SchedulerConnector):
+        def plan_step(self, step: StepInfo) -> StepPlan:
+            counts.extend(one.num_computed_tokens for one in step.scheduled)
+            return StepPlan()
+
+    connector = Connector(ConnectorConfig(CacheGeometry.single(SIZE)))
+    connector.make_scheduler = Half  # type: ignore[method-assign]
+    requests = []
+    for drafts in ((), ((3, 0), (0, 0), (3, 3), (2, 1))):
+        counts.clear()
+        engine = Engine(
+            CacheGeometry.single(SIZE),
+            connector,
+            num_gpu_blocks=30,
+            decode_tokens=1,
+            drafts=drafts,
+            lookahead_tokens=3 if drafts else 0,
+            steps_in_flight=depth,
+        )
+        request = Request("a", 9, 20, SIZE, chain_hashes(range(2)), _serial=1)
+        engine.add_request(request)
+        while engine.has_work():
+            engine.step()
+        requests.append(request)
+        assert engine.stats.mismatches == 0
+        assert engine.kv_cache.find_computed_blocks(request.block_hashes, 99)[1] == 28
+    assert requests[0].block_hashes == requests[1].block_hashes
+    # A count falls only when a step is planned before the drafts of another one are rejected.
+    assert depth > 1 or counts == sorted(counts)
+
+
 def test_future_hashes_are_foreseen() -> None:
     for salt in (None, "salt"):
         request = Request("a", 6, 30, SIZE, chain_hashes(range(1)), lora_name=salt, cache_salt=salt)

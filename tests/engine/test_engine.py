@@ -65,7 +65,9 @@ def in_use(engine: Engine) -> int:
 def run(engine: Engine, *requests: Request) -> None:
     for request in requests:
         engine.add_request(request)
+        assert engine.has_unfinished_requests()
     drain(engine)
+    assert not engine.has_unfinished_requests()
     for request in requests:
         if request.status is not Status.ABORTED:
             assert request.status is Status.FINISHED

@@ -1,4 +1,4 @@
-"""Right raw connectors of vLLM, which do not know kvview; ``raw_connectors.txt`` has faulty ones."""
+"""Right raw connectors of vLLM, without kvview; ``raw_connectors.txt`` has faulty ones."""
 
 from __future__ import annotations
 

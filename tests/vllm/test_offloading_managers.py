@@ -20,8 +20,6 @@ import vllm
 from kvview import (
     LookupResult,
     ReqContext,
-    SupportsRequestHooks,
-    SupportsStepHooks,
     UnsupportedEngineError,
     make_offload_key,
 )
@@ -108,15 +106,3 @@ def test_a_spec_without_pages_is_passed_on() -> None:  # VOFF-2
     assert list(output.store_spec.keys) == keys(0, 1)  # type: ignore[attr-defined]
     manager.complete_store(keys(0, 1), CTX)
     assert list(manager.prepare_load(keys(1), CTX).keys) == keys(1)  # type: ignore[attr-defined]
-
-
-def test_every_release_accepts_the_hooks() -> None:
-    manager = TranslatedManager(make_manager())
-    assert isinstance(manager, SupportsRequestHooks)
-    assert isinstance(manager, SupportsStepHooks)
-    for name in ("a", "b", "a"):  # an id is reused
-        context = ReqContext(name, {"hint": 1})
-        manager.on_new_request(context)
-        manager.on_schedule_end()
-        assert not manager.has_pending_work()
-        manager.on_request_finished(context)

@@ -107,7 +107,7 @@ def test_loads_within_a_step_are_clean(engines: VLLMEngines) -> None:
         assert result.coverage["loads within a step"]
 
 
-def each_of(family: str) -> Any:
+def each_of(family: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("fault", faults(family), ids=lambda fault: fault.name)
 
 

@@ -7,7 +7,7 @@ a file of its own when it runs, like a user's. Its text is that of the right one
 to show the mistake (``processes`` or ``async``).
 
 The injected faults (``MUTANTS``) are those with a law: one for each law of connectors, and those of
-public incidents. ``benchmarks/novices.py`` counts the mistakes that the kit finds, and
+public incidents. ``benchmarks/first_seeds.py`` counts the mistakes that the kit finds, and
 ``tests/vllm/agreement.py`` serves with those of ``late.txt`` in vLLM.
 
 Eight harmless mistakes were removed when they survived, because none of them gives wrong bytes
