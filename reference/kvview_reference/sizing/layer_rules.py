@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from kvview.errors import ConfigError
 from kvview_reference.sizing.fields import Fields, shown
@@ -14,22 +16,10 @@ Stored = Literal["full", "window", "chunked", "state", "full and state", "nothin
 Rule = tuple[str, ...]
 """One way to list the kinds: its name, the field that decides, and further words."""
 
-WORDS: Mapping[str, Stored] = {
-    "full_attention": "full",
-    "attention": "full",
-    "sliding_attention": "window",
-    "chunked_attention": "chunked",
-    "linear_attention": "state",
-    "mamba": "state",
-    "conv": "state",
-    "hybrid": "full and state",
-    "mlp": "nothing",
-    "moe": "nothing",
-}
-"""The words of ``layer_types`` and of its older names."""
-
-LETTERS: Mapping[str, Stored] = {"M": "state", "*": "full", "-": "nothing", "E": "nothing"}
-"""The letters of ``hybrid_override_pattern``."""
+TABLE: Mapping[str, Any] = tomllib.loads(
+    Path(__file__).with_name("model_facts.toml").read_text(encoding="utf-8")
+)
+"""The words and letters of lists, and the facts of :mod:`.model_facts`."""
 
 
 def list_kinds(rule: Rule, fields: Fields, num_layers: int) -> list[Stored] | None:
@@ -44,12 +34,12 @@ def list_kinds(rule: Rule, fields: Fields, num_layers: int) -> list[Stored] | No
 
 def _listed(fields: Fields, _: int, field: str) -> list[Stored] | None:
     """A list with a word for each layer."""
-    return _meanings(field, fields.sequence(field, str) or (), WORDS, fields)
+    return _meanings(field, fields.sequence(field, str) or (), TABLE["words"], fields)
 
 
 def _lettered(fields: Fields, _: int, field: str) -> list[Stored] | None:
     """A text with a letter for each layer."""
-    return _meanings(field, fields.text(field, ""), LETTERS, fields)
+    return _meanings(field, fields.text(field, ""), TABLE["letters"], fields)
 
 
 def _every(_: Fields, num_layers: int, kind: Stored) -> list[Stored]:

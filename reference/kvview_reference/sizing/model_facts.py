@@ -8,14 +8,12 @@ change a KV cache (:data:`CUES`) is refused, because its meaning is unknown.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from kvview_reference.sizing.layer_rules import Rule
+from kvview_reference.sizing.layer_rules import TABLE, Rule
 
 
 class State(BaseModel):
@@ -47,18 +45,16 @@ class Facts(BaseModel):
     ignored: tuple[str, ...] = ()
 
 
-_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-
-CUES = re.compile("|".join(_TABLE["cues"]))
+CUES = re.compile("|".join(TABLE["cues"]))
 """Names of fields that may change what a KV cache stores."""
 
-HARMLESS = re.compile("|".join(_TABLE["harmless"]))
+HARMLESS = re.compile("|".join(TABLE["harmless"]))
 """Names among them that never do."""
 
 PLAIN = Facts(rules=(("listed", "layer_types"), ("every", "window")))
 
 FACTS: Mapping[str, Facts] = {
     name: Facts.model_validate({key: value for key, value in row.items() if key != "types"})
-    for row in _TABLE["model"]
+    for row in TABLE["model"]
     for name in row["types"]
 }
