@@ -69,12 +69,6 @@ class Chart:
         )
         return parts
 
-    def shares(self, title: str) -> list[str]:
-        """Draw the vertical axis with shares in percent."""
-        every = next(step for step in (0.01, 0.02, 0.05, 0.1, 0.2, 1.0) if self._top / step <= 8)
-        numbers = range(int(self._top / every + 1e-9) + 1)
-        return self.up(title, [(n * every, f"{n * every:.0%}") for n in numbers])
-
     def tick(self, at: float, label: str, row: int = 0) -> str:
         """Draw a label of the horizontal axis."""
         y = self.bottom + 18 + 16 * row

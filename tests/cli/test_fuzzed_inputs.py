@@ -222,7 +222,7 @@ def trace(folder: Path, dice: random.Random) -> Input:
             "replay --gpu-blocks 40",
             "replay --closed-loop 3 --gpu-blocks 40",
             "size --sizes 10,50%",
-            f"size --html {folder}/r.html",
+            "size",
         )
     )
     return reporting(folder, command + " --strict" * (dice.random() < 0.2), path)

@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner, Result
@@ -22,14 +21,13 @@ from kvview.errors import ConfigError
 from kvview.events.formats import WIRE_FORMATS
 from kvview.events.recording import Message, Recording
 from kvview.events.wire import Batch, codec, encode
-from kvview_reference.replay.traces import Lost, TraceRequest, open_trace
+from kvview_reference.replay.traces import TraceRequest, open_trace
 from kvview_reference.sizing.accounts import PEAK_SECONDS
 from kvview_reference.sizing.curves import knee_of, lru_curve, lru_reaches, optimum_hits
 from kvview_reference.sizing.explain import explain
 from kvview_reference.sizing.model import ModelShape, attention_layers, parse_size
 from kvview_reference.sizing.recordings import SAME_REQUEST_S, RecordedTrace
 from kvview_reference.sizing.references import References, read_references
-from kvview_reference.sizing.size_page import write_size_page
 from kvview_reference.sizing.stored import StoredBlocks
 from kvview_reference.sizing.sweep import SizeReport
 from kvview_reference.sizing.sweep import size as run_size
@@ -211,11 +209,10 @@ def test_a_peak_is_that_of_the_busiest_seconds() -> None:
 
 
 @pytest.mark.parametrize("prompts", [[], [[]], [[1]], [[1, 2], [3, 4]], [[1], [1]]])
-def test_traces_without_gain(prompts: list[list[int]], tmp_path: Path) -> None:
+def test_traces_without_gain(prompts: list[list[int]]) -> None:
     report = report_of(prompts, gpu_blocks=8)
     assert report.knee_host_blocks == report.full_host_blocks == 0
     assert "No host gains anything" in " ".join(explain(report))
-    write_size_page(str(tmp_path / "page.html"), report, "text", Lost())
 
 
 def test_sizes() -> None:
@@ -278,7 +275,7 @@ def run(*args: object) -> Result:
 def test_the_reports_of_the_command(tmp_path: Path) -> None:
     model = tmp_path / "model.json"
     model.write_text('{"groups": [{"layers": 2, "kv_heads": 2, "head_size": 8}]}')
-    outputs = ("--json", tmp_path / "r.json", "--html", tmp_path / "r.html")
+    outputs = ("--json", tmp_path / "r.json")
     result = run("--requests", 300, "--sizes", "500,1MiB,100%", "--model", model, *outputs)
     assert result.exit_code == 0, result.output
     assert "= 128 bytes a token; x 512 tokens" in result.output
@@ -286,11 +283,6 @@ def test_the_reports_of_the_command(tmp_path: Path) -> None:
     report = SizeReport.model_validate_json((tmp_path / "r.json").read_text())
     assert [curve.policy for curve in report.curves] == ["lru", "arc"]
     assert [point.host_blocks for point in report.curves[0].points][:2] == [16, 500]
-    page = (tmp_path / "r.html").read_text()
-    assert "http" not in page.replace("http-equiv", "")
-    for start in [at for at in range(len(page)) if page.startswith("<svg", at)]:
-        ElementTree.fromstring(page[start : page.index("</svg>", start) + 6])
-    assert "GiB) alone hit" in page
     assert run("--requests", 50, "--json", "-").output.startswith("{")
 
 

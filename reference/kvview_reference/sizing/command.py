@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from io import StringIO
 from typing import TYPE_CHECKING
 
 import click
@@ -14,7 +13,7 @@ from rich.table import Table
 from kvview.cli.console import Console, progress
 from kvview.cli.echo import echo
 from kvview.cli.exit_codes import ExitCode
-from kvview.cli.output import OutputFile, Rate, Whole, json_option, write_json
+from kvview.cli.output import Rate, Whole, json_option, write_json
 from kvview.errors import ConfigError
 from kvview_reference.replay.command import trace_options
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from kvview_reference.sizing.sweep import SizeReport
 
 _NUM_GENERATED = 12_000
-_PAGE_WIDTH = 100
 
 
 @click.command()
@@ -75,13 +73,6 @@ _PAGE_WIDTH = 100
     help="Let a cache hold the partial last block of a prompt too; engines do not.",
 )
 @json_option({"size": "kvview_reference.sizing.sweep:SizeReport"})
-@click.option(
-    "--html",
-    "html_file",
-    type=OutputFile(may_be_stdout=False),
-    metavar="FILE",
-    help="Write a page with the curves to FILE.",
-)
 def size(
     trace: str | None,
     requests: int | None,
@@ -97,7 +88,6 @@ def size(
     load_bandwidth: float,
     partial_blocks: bool,
     json_file: str | None,
-    html_file: str | None,
 ) -> None:
     """Compute the hits and costs of a host tier at every size.
 
@@ -110,7 +100,6 @@ def size(
     from kvview_reference.sizing.model import parse_size
     from kvview_reference.sizing.model_file import read_model
     from kvview_reference.sizing.references import References, read_references
-    from kvview_reference.sizing.size_page import write_size_page
     from kvview_reference.sizing.stored import StoredBlocks
     from kvview_reference.sizing.sweep import size as run
 
@@ -170,18 +159,14 @@ def size(
             on_progress=on_progress,
         )
     if json_file != "-":
-        _show(report, Console())
+        _show(report)
     write_json(json_file, report.model_dump(mode="json"))
-    if html_file is not None:
-        text = StringIO()
-        _show(report, Console(file=text, width=_PAGE_WIDTH))
-        write_size_page(html_file, report, text.getvalue(), source.lost)
     if source.lost.rows:
         echo(f"kvview: {source.lost.summary(source.title)}", err=True)
     sys.exit(ExitCode.CLEAN)
 
 
-def _show(report: SizeReport, console: Console) -> None:
+def _show(report: SizeReport) -> None:
     from kvview_reference.sizing.explain import explain
 
     optimum = dict(report.optimum)
@@ -206,6 +191,7 @@ def _show(report: SizeReport, console: Console) -> None:
             peaks = (lru.peak_load_gb_per_s, lru.peak_offload_gb_per_s)
             cells += ["-" if peak is None else f"{peak:.2f}" for peak in peaks]
         table.add_row(*cells)
+    console = Console()
     console.print(table)
     for line in explain(report):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
