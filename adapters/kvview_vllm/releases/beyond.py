@@ -45,4 +45,11 @@ KNOWN = _read()
 
 def beyond() -> tuple[Beyond, ...]:
     """The features that the installed vLLM has."""
-    return tuple(each for each, member in KNOWN if has_member(member))
+    return tuple(each for each, member in KNOWN if _has(member))
+
+
+def _has(member: str) -> bool:
+    try:
+        return has_member(member)
+    except Exception:  # a module that cannot be imported here is not used either
+        return False
