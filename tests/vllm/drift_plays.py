@@ -1,7 +1,7 @@
 """Plays on drifted sources of vLLM, each in a process of its own (``drifts.py``).
 
 A *play* is one way to use the adapter: a connector under the real scheduler, the offloading spec
-under vLLM's OffloadingConnector, a wrapped manager of vLLM's, ``kvview check`` and ``kvview
+under vLLM's OffloadingConnector, a translated manager of vLLM's, ``kvview check`` and ``kvview
 doctor``. It reports its stage, its error and the values that it saw. These are compared with the
 same play on the unchanged sources, so that a swallowed drift shows.
 
